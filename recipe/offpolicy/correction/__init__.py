@@ -1,12 +1,13 @@
 """Off-policy corrections as pure functions of three log-probs, a mask and advantages.
 
-Needs torch alone. The three log-probs, each (B, T), or nested by row with layout ``torch.jagged``:
+The package needs only torch. The three log-probs are (B, T), or nested by row with layout ``torch.jagged``:
 
-* ``rollout_log_prob``, mu: what the rollout engine sampled from;
+* ``rollout_log_prob``, mu: the policy from which the rollout engine sampled;
 * ``old_log_prob``, pi_old: the trainer's own weights at the start of the step;
 * ``log_prob``, pi: the current policy, which changes at every optimizer step.
 
-``rollout_stage`` does all that mu and pi_old decide, ``step_stage`` all that needs pi or the advantages.
+``rollout_stage`` makes all decisions that depend only on mu and pi_old, ``step_stage`` those that need pi or the
+advantages.
 """
 
 from .batch_wide import batch_constants, count_kept_by_row

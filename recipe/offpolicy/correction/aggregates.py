@@ -1,7 +1,7 @@
 """Table of aggregates: how a unit's ratios become the number that a mask compares with its bounds.
 
-Everything that asks about an aggregate reads this table: masks, validation, start-up checks, calibration offline and
-online. The liveness proof does not: ``proof/trials.py`` states each by itself. Formulas: docs/correction_keys.md.
+Masks, validation, start-up checks, and offline and online calibration all read this table. The liveness proof does not:
+``proof/trials.py`` states each aggregate independently. The formulas are in docs/correction_keys.md.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Aggregate:
-    """Number of a unit that a mask compares, computed from its tokens' ratios r_t, or from their age.
+    """Number that a mask compares for each unit, computed from the ratios r_t of its tokens, or from their ages.
 
     Attributes:
-        name: as ``masks.<name>.aggregate`` gives it.
-        reduce: from values of tokens to that of the unit; ``each`` compares every token, all of which must lie inside,
-            ``batch`` a cutoff fixed for the whole batch, see ``masks.compute_second_moment_cutoff``, and ``oldest`` the
+        name: value of ``masks.<name>.aggregate``.
+        reduce: how the tokens' values become the unit's value. ``each`` compares every token, and all must lie inside;
+            ``batch`` uses one cutoff for the whole batch, see ``masks.compute_second_moment_cutoff``; ``oldest`` is the
             age of the oldest token, in versions of the weights, whatever its ratio.
         token: value of a token; None: its log-ratio.
-        finish: from the unit's reduced value to what is compared.
-        on_ratio: bounds are given as ratios and compared in log space; if not, they are given as they are compared.
-        least, greatest: range of what is compared; a mask that holds all of it never acts.
-        usual: bounds in use, lower and upper; None for an open side.
-        at: what is compared where every log-ratio is so many nats.
-        widest: greatest distance from agreement that an online bound may move to.
-        single: the aggregate with the same value on single tokens that is to be named instead; empty: itself.
+        finish: converts the unit's reduced value to the compared value.
+        on_ratio: bounds are given as ratios and compared in log space; otherwise they are compared as given.
+        least, greatest: range of the compared value; a mask whose bounds contain this range never acts.
+        usual: commonly used bounds, lower and upper; None for an open side.
+        at: the compared value if every log-ratio is the given number of nats.
+        widest: greatest distance from agreement that a moving bound may reach.
+        single: name of the aggregate to use instead on single tokens, where both have the same value; empty: this one.
     """
 
     name: str
@@ -74,15 +74,15 @@ def _probability_gap(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) 
 
 
 BINARY_EPS: Final = 1e-6
-"""Probabilities are clamped to [eps, 1 - eps] where the others' mass is divided by, as prime-rl does."""
+"""Probabilities are clamped to [eps, 1 - eps] before dividing by the mass of the other tokens, as prime-rl does."""
 
 
 def _binary_divergences(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute KL(p, q) and KL(q, p) of the sampled token against all others, float64, p and q the policies' masses.
+    """Compute KL(p, q) and KL(q, p) of the sampled token against all others, float64; p and q are its probabilities.
 
     KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
     """
-    # Taken from the log-probs: 1 - p loses its digits where p is near 1.
+    # Computed from the log-probs, because 1 - p loses digits if p is near 1.
     near = math.log(BINARY_EPS), math.log1p(-BINARY_EPS)
     log_p, log_q = (each.detach().double().clamp(*near) for each in (numerator, denominator))
     log_p_rest, log_q_rest = (torch.log(-torch.expm1(each)) for each in (log_p, log_q))
@@ -97,7 +97,7 @@ def _greater_binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator
 
 
 def _forward_binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Compute KL(q, p) from the policy of the denominator, which sampled, to that of the numerator, float64."""
+    """Compute KL(q, p) from the denominator's policy, which sampled, to the numerator's policy, float64."""
     return _binary_divergences(numerator, denominator)[1]
 
 
@@ -138,7 +138,7 @@ _BINARY_KL: Final[tuple[tuple[str, Literal["each", "mean"], float, TokenValue, s
     ("binary_kl_forward_mean", "mean", 3e-3, _forward_binary_divergence, "binary_kl_forward"),
 )
 _ENTRIES: Final = (
-    Aggregate("product", "sum", (0.5, 2.0), on_ratio=True, widest=600.0),  # exp(600) can still be written
+    Aggregate("product", "sum", (0.5, 2.0), on_ratio=True, widest=600.0),  # exp(600) still fits float64
     Aggregate("geometric", "mean", (0.99, 1.01), on_ratio=True, widest=EXP_CLAMP, single="product"),
     Aggregate("any", "each", (0.5, 2.0), on_ratio=True, widest=EXP_CLAMP),
     *_family("k1", 0.01, 0.7, float, signed=True),
@@ -152,7 +152,7 @@ _ENTRIES: Final = (
         _probability_gap,
         least=-1.0,
         greatest=1.0,
-        at=lambda nats: math.inf,  # no log-ratio bounds it; its range does
+        at=lambda nats: math.inf,  # bounded by its range, not by a log-ratio
         widest=0.99,
     ),
     Aggregate(

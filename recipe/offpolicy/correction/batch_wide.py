@@ -1,6 +1,6 @@
 """Constants and counts over a whole batch: normalisers, M2PO's cut, and the tokens that each row keeps.
 
-A batch is read block by block, in tensors of tokens, so that temporaries stay in a CPU's caches.
+A batch is read block by block, in tensors of tokens, so that temporaries fit in the CPU's caches.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def batch_constants(
     weight_mean = None
     if sums:
         total, count = torch.stack(sums).sum(0)
-        # Where everything is rejected there is nothing to divide.
+        # If everything is rejected, there is nothing to divide.
         weight_mean = float(total / count) if total > 0 else 1.0
     cutoffs = {name: compute_second_moment_cutoff(budget, *log_ratios) for name, budget in budgets.items()}
     return BatchConstants(weight_mean, cutoffs)
@@ -72,7 +72,7 @@ def count_kept_by_row(
     staleness: Tensor | None = None,
     constants: BatchConstants,
 ) -> tuple[Tensor, Tensor]:
-    """Count each row's response tokens, and those that the rollout stage keeps, (B,) float64; see ``rollout_stage``.
+    """Count each row's response tokens, and how many the rollout stage keeps, (B,) float64; see ``rollout_stage``.
 
     Example:
         >>> from .mask_spec import MaskSpec
@@ -102,7 +102,7 @@ def count_kept_by_row(
 
 @dataclass(frozen=True)
 class _Block:
-    """Whole rows of a batch, by token."""
+    """Whole rows of a batch, as tensors of tokens."""
 
     rows: RowLayout
     old: Tensor

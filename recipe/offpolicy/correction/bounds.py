@@ -1,7 +1,7 @@
 """Bounds as text, and bounds that move from update to update.
 
-The rest is the structure. Its fingerprint is that of the spec with a marker instead of each bound that moves, so
-that it stays the same for a whole run, while the bounds themselves travel with each update.
+The rest of a spec is its structure. The structure's fingerprint replaces each moving bound by a marker, so it stays the
+same for a whole run, while the bounds are sent with each update.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def format_bounds(bounds: Mapping[str, float | None]) -> str:
     """Format the bounds of a mask or a weight.
 
     Args:
-        bounds: of ``lower``, ``upper``, ``delta`` and ``budget`` those that there are; None is an open side. ``delta``
-            and ``budget`` say what lower and upper say, and are shown alone.
+        bounds: those of ``lower``, ``upper``, ``delta`` and ``budget`` that exist; None is an open side. ``delta`` and
+            ``budget`` replace lower and upper, and are shown alone.
 
     Returns:
-        The text; ``not set`` where no bound has a value.
+        The text; ``not set`` if no bound has a value.
 
     Example:
         >>> format_bounds({"lower": 0.99, "upper": 1.01}), format_bounds({"lower": None, "upper": 2.0})
@@ -46,23 +46,23 @@ def format_bounds(bounds: Mapping[str, float | None]) -> str:
 
 
 def _format_number(value: float) -> str:
-    """Format to six digits, and more where a number close to 1 would read as 1."""
+    """Format to six digits, or more if a number close to 1 would read as 1."""
     texts = (f"{value:.{digits}g}" for digits in range(_DIGITS, 18))
     return next(text for text in texts if (float(text) == 1) == (value == 1))
 
 
 Bounds = Mapping[str, float | None]
-"""Bound keys of a part with their values: lower and upper, or delta; of a weight upper alone."""
+"""Bound keys of a part with their values: lower and upper, or delta; for a weight only upper."""
 Side = Literal["both", "upper", "lower"]
 """Bounds of a band that move."""
 WEIGHT: Final = "correction.weight"
-"""Name of the weight among names of masks, none of which has a dot."""
+"""Name that stands for the weight in a list of mask names, which never contain a dot."""
 MOVES = "moves"
 """Placeholder of a moving bound in the structure; an open side stays null."""
 
 
 def read_bounds(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[str, float | None]]:
-    """Read the bounds of the named masks, and under ``WEIGHT`` the cap of the weight, where the spec has them.
+    """Read the bounds of the named masks, and the weight's cap under ``WEIGHT``, if the spec has them.
 
     Example:
         >>> from .weights import WeightSpec
@@ -77,11 +77,11 @@ def read_bounds(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[
 
 
 def replace_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> CorrectionSpec:
-    """Build the spec with other bounds for the masks that ``bounds`` names, and for its weight under ``WEIGHT``.
+    """Build the spec with the bounds in ``bounds``, by mask name; ``WEIGHT`` stands for the weight.
 
     Raises:
         KeyError: the spec has no such part.
-        SpecError: bounds that a part cannot have.
+        SpecError: a part cannot have these bounds.
 
     Example:
         >>> from .weights import WeightSpec
@@ -100,7 +100,7 @@ def replace_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> Correc
 
 
 def compute_fingerprint(spec: CorrectionSpec, names: Collection[str]) -> int:
-    """Compute ``CorrectionSpec.fingerprint`` without the moving bounds; without names the spec's own.
+    """Compute ``CorrectionSpec.fingerprint`` without the moving bounds of the parts in ``names``.
 
     Example:
         >>> from .weights import WeightSpec

@@ -1,13 +1,13 @@
-"""Score centering: takes the expected score under mu out of the policy gradient (Marek and Ryabinin 2026).
+"""Score centering: removes the expected score under mu from the policy gradient (Marek and Ryabinin 2026).
 
-With a sampler q that is not the trained policy p, E_q[f(p/q) grad log p] is not 0, so that even a constant advantage
-moves the policy, in the same direction at every step: drift. Centering adds A C to each token's loss, with
+With a sampler q that is not the trained policy p, E_q[f(p/q) grad log p] is not 0, so even a constant advantage moves
+the policy, in the same direction at every step. This is called drift. Centering adds A C to each token's loss, with
 
     C = sum over the head H of sg(m(v) - a p(v)) log p(v),   m(v) = q(v) f(p(v)/q(v)),   a = rho f(1/rho)
 
-H: the sampler's K likeliest tokens at the position, f: the factor that the correction gives a token. The tail is taken
-for q = rho p, rho = (1 - sum_H q) / max(1 - sum_H p, 1e-6). Without a weight m = q and a = rho; under truncation
-m = clamp(p, lower q, upper q); under a mask by token m = p or q where it keeps, else 0.
+H is the set of the sampler's K likeliest tokens at the position, and f is the factor that the correction gives a token.
+On the tail, q is approximated by rho p with rho = (1 - sum_H q) / max(1 - sum_H p, 1e-6). Without a weight m = q and a
+= rho; under truncation m = clamp(p, lower q, upper q); under a token mask m is p or q for kept tokens, else 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .spec import CorrectionSpec
 from .stages import rollout_stage, step_stage
 
 LEAST_TAIL = 1e-6
-"""Least probability of the policy's tail that rho divides by."""
+"""Smallest tail probability of the policy by which rho divides."""
 
 
 def select_token_parts(spec: CorrectionParts) -> CorrectionSpec:
@@ -31,7 +31,7 @@ def select_token_parts(spec: CorrectionParts) -> CorrectionSpec:
         >>> select_token_parts(CorrectionSpec(proximal="reuse")).is_none
         True
     """
-    # Weights that share no token and do not depend on the advantage are at most one.
+    # If weights share no token and do not depend on the advantage, there is at most one.
     return CorrectionSpec(
         weight=next(iter(spec.all_weights.values()), None),
         masks=tuple((name, mask) for name, mask in spec.masks if centers_mask(mask)),
@@ -58,7 +58,7 @@ def compute_coefficients(spec: CorrectionParts, log_prob: Tensor, rollout_log_pr
     parts = select_token_parts(spec)
     if parts.is_none:
         return torch.where(head, q - rho * p, 0.0)
-    # The tail is one more token, of ratio 1 / rho.
+    # The tail counts as one more token, with ratio 1 / rho.
     pi = torch.cat([log_p.masked_fill(~head, 0), torch.zeros_like(rho)], -1)
     mu = torch.cat([log_q.masked_fill(~head, 0), rho.clamp(min=torch.finfo(rho.dtype).tiny).log()], -1)
     valid = torch.cat([head, rho > 0], -1)
@@ -72,7 +72,7 @@ def compute_centering(log_prob: Tensor, coefficients: Tensor) -> Tensor:
     """Compute C of each position, differentiable in log p.
 
     Args:
-        log_prob: (..., K) log p; not read where the coefficient is 0.
+        log_prob: (..., K) log p; not read if the coefficient is 0.
         coefficients: (..., K), from ``compute_coefficients``.
 
     Returns:
@@ -87,10 +87,10 @@ def compute_centering(log_prob: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def compute_drift(log_prob: Tensor, coefficients: Tensor) -> Tensor:
-    """Compute half the L1 norm of E_q[f grad log p] by the logits of each position, float64, in [0, 1] without weight.
+    """Compute half the L1 norm of E_q[f grad log p] in each position's logits, float64, in [0, 1] without a weight.
 
     The gradient of C is c(v) - S p(v) on the head, S = sum c, and -S p(v) on the tail. Without a weight this is the
-    total variation of p and the estimate of q.
+    total variation between p and the estimate of q.
 
     Args:
         log_prob, coefficients: see ``compute_centering``; -inf or any value outside the head.

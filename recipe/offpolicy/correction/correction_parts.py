@@ -1,4 +1,4 @@
-"""Parts of a correction, and what follows from them."""
+"""Parts of a correction, and properties that follow from them."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ SupportUnknown = Literal["mask", "full"]
 
 @dataclass(frozen=True)
 class CorrectionParts:
-    """A weight, masks that must all keep, and the options around them.
+    """A weight, masks, and their options; a token is kept if all masks keep it.
 
     Attributes:
         weight: importance weight of every token, or None for 1.
-        weights: (name, weight) in name order, each of the tokens that its ``when`` and ``sign`` say; no token is in
-            two of them, and one that is in none has weight 1. Empty alongside ``weight``.
-        penalty: on the squared log-ratio of every valid token, next to the policy term; None for none.
-        kl_weight: importance weight of the KL loss, or None for 1; instead of ``kl_clip``.
-        nonfinite: tokens whose mu is not finite: ``counted`` in the loss's denominator, to which they add nothing, or
-            ``excluded`` from it.
+        weights: (name, weight) in name order, each for the tokens that its ``when`` and ``sign`` select. No token has
+            two weights, and a token that none selects has weight 1. Empty if ``weight`` is set.
+        penalty: penalty on the squared log-ratio of every valid token, added to the policy term; None for none.
+        kl_weight: importance weight of the KL loss, or None for 1; excludes ``kl_clip``.
+        nonfinite: whether tokens whose mu is not finite are ``counted`` in the loss's denominator, although they add
+            nothing to the loss, or ``excluded`` from it.
         masks: (name, mask) in name order; the order never matters to the result.
         proximal: where pi_old comes from, see ``proximal_log_prob``.
-        alpha: with ``proximal=loglinear``: the share of pi, in (0, 1), or ``by_age`` that of each token's age.
-        denominator: of the loss: ``original`` counts rejected tokens and rows, ``kept`` does not.
+        alpha: with ``proximal=loglinear``, the share of pi, in (0, 1); ``by_age`` computes it from each token's age.
+        denominator: denominator of the loss: ``original`` counts rejected tokens and rows, ``kept`` does not.
         baseline: ``include`` or ``exclude`` rejected siblings in the group baselines of GRPO, RLOO and OPO.
         kl_clip: (lower, upper) on pi / pi_old in the KL loss, or None for verl's own KL loss.
-        skyrl_compat: reproduces SkyRL, where an outlier mask acts first, then token masks, and what decides by
-            sequence sees only the tokens that these leave.
-        allow_truncated_sampling: allow top-p, top-k, min-p and repetition penalties, under which mu is another
-            distribution than the one that pi_old is compared with.
+        skyrl_compat: reproduces SkyRL's order: an outlier mask acts first, then token masks, and parts that decide by
+            sequence read only the tokens that these masks keep.
+        allow_truncated_sampling: allow top-p, top-k, min-p and repetition penalties, under which mu and pi_old are
+            normalised over different tokens.
         support: ``engine``: pi_old and pi are renormalised over the tokens that the rollout engine allowed, as mu is;
             None: they are over the whole vocabulary.
-        support_unknown: what becomes of tokens whose support has more members than the engine was asked for: ``mask``
-            takes them out of the policy term, ``full`` leaves them over the whole vocabulary.
-        support_size: members that the engine is asked for at each token; None: by top-k.
-        support_min_p: min-p of each request, which verl has no key for; None: none.
+        support_unknown: treatment of tokens whose support has more members than the engine was asked for: ``mask``
+            removes them from the policy term, ``full`` computes their log-probs over the whole vocabulary.
+        support_size: number of members that the engine is asked for at each token; None: top-k decides.
+        support_min_p: min-p of each request, for which verl has no key; None: none.
         centering: K of score centering, see ``correction.centering``; None: none.
     """
 
@@ -84,7 +84,7 @@ class CorrectionParts:
             "skyrl_compat": self.skyrl_compat,
             "allow_truncated_sampling": self.allow_truncated_sampling,
         }
-        # Left out where they are not set, so that fingerprints of corrections without them stay as they were.
+        # Unset keys are left out, so that fingerprints of corrections without them stay the same.
         if self.penalty is not None:
             mapping["penalty"] = self.penalty.to_mapping()
         if self.kl_weight is not None:
@@ -105,7 +105,7 @@ class CorrectionParts:
     @property
     def is_none(self) -> bool:
         """True if nothing is corrected."""
-        # The other options act through a weight or a mask alone, see rules.check_together.
+        # The other options act only through a weight or a mask, see rules.check_together.
         terms = self.kl_clip or self.kl_weight or self.penalty or self.centering
         return not (self.all_weights or self.masks or terms) and self.proximal == "recompute"
 
@@ -119,7 +119,7 @@ class CorrectionParts:
 
     @property
     def recounts(self) -> bool:
-        """True if the loss divides by another count of tokens and rows than the base loss does."""
+        """True if the loss divides by counts of tokens and rows that differ from the base loss's."""
         return self.denominator == "kept" or self.nonfinite == "excluded"
 
     @property
@@ -130,28 +130,28 @@ class CorrectionParts:
 
     @property
     def normalized(self) -> WeightSpec | None:
-        """The weight that is divided by its mean over the batch; None where none is."""
+        """The weight that is divided by its mean over the batch; None if there is none."""
         return next((weight for weight in self.all_weights.values() if weight.normalize), None)
 
     @property
     def weighs_full_ratio(self) -> bool:
-        """True if a weight is on pi / mu, next to which the base loss has no ratio of its own."""
+        """True if a weight is on pi / mu; the base loss then has no ratio of its own."""
         return any(weight.ratio == "full" for weight in self.all_weights.values())
 
     @property
     def weight_rejects(self) -> bool:
-        """True if a weight drops what lies outside its bounds."""
+        """True if a weight drops units outside its bounds."""
         return any(weight.kind == "reject" for weight in self.all_weights.values())
 
     @property
     def levels(self) -> frozenset[Level]:
-        """Levels that the weight or a mask decides by."""
+        """Levels at which the weight or a mask decides."""
         used: set[Level] = {mask.level for _, mask in self.masks}
         return frozenset(used | {weight.level for weight in self.all_weights.values()})
 
     @property
     def needs_turns(self) -> bool:
-        """True if a part decides by turn, or applies after a tool's result alone."""
+        """True if a part decides by turn, or applies only after a tool's result."""
         parts: list[WeightSpec | MaskSpec] = [*self.all_weights.values(), *(mask for _, mask in self.masks)]
         return any(part.level == "turn" or part.when == "post_tool" for part in parts)
 
@@ -165,7 +165,7 @@ class CorrectionParts:
 
     @property
     def age_keys(self) -> tuple[str, ...]:
-        """Keys below ``correction`` of all that depends on the age of the weights."""
+        """Keys below ``correction`` whose values depend on the age of the weights."""
         return (*self.age_parts, *(("alpha",) if self.alpha == BY_AGE else ()))
 
     @property
@@ -191,7 +191,7 @@ class CorrectionParts:
 
     @property
     def rollout_rejects(self) -> tuple[str, ...]:
-        """Keys, below ``correction``, of the parts that can drop tokens by mu and pi_old alone."""
+        """Keys, below ``correction``, of the parts that can drop tokens based only on mu and pi_old."""
         parts = [f"masks.{name}" for name, mask in self.masks if not mask.needs_step]
         weights = self.all_weights.items()
         rejecting = [key for key, weight in weights if weight.kind == "reject" and not weight.needs_step]
@@ -202,10 +202,10 @@ KEYS = ("support", "support_unknown", "support_size", "support_min_p")
 
 
 def read_support(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields of the support from the plain values under ``correction``.
+    """Read the ``support`` fields from the plain values under ``correction``.
 
     Raises:
-        SpecError: a malformed value, or one that nothing reads.
+        SpecError: a malformed value, or a value that nothing reads.
 
     Example:
         >>> read_support({"support": "engine", "support_size": 8})

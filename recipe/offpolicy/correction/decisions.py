@@ -1,7 +1,7 @@
-"""Decisions of the rollout stage: weight and keep of each token by mu and pi_old, in tensors of tokens.
+"""Decisions of the rollout stage from mu and pi_old: weight and keep of each token, in tensors of tokens.
 
-``rollout_stage`` puts them into the layout of a caller's tensors, and measures them; what reads a whole batch block by
-block, see ``batch_wide``, takes them as they are.
+``rollout_stage`` converts them to the layout of the caller's tensors and measures them. ``batch_wide``, which reads a
+whole batch block by block, uses them unconverted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BatchConstants:
 
     Attributes:
         weight_mean: with ``normalize``, the mean by which weights are divided; None otherwise.
-        cutoffs: mask name -> the greatest (log r)^2 that ``second_moment`` keeps.
+        cutoffs: mask name -> largest (log r)^2 that ``second_moment`` keeps.
     """
 
     weight_mean: float | None = None
@@ -42,20 +42,22 @@ class RolloutStage:
     """Decisions from mu and pi_old, in the layout of the given tensors: (B, T), or nested by row.
 
     Attributes:
-        spec: the correction; the step stage must be given the same.
-        weight: (B, T) float32 or wider, detached, 0 off ``decided``; 1 where the weight waits for the current policy.
-        keep: (B, T) bool, False off ``decided`` and where a part rejects that needs neither pi nor advantages.
-        rejected: key of the part below ``correction`` -> (B, T) bool, tokens that it rejects; of this stage's parts.
-        log_ratio: (B, T) log(pi_old / mu), 0 off ``valid``.
-        valid: (B, T) bool, the response mask less tokens whose mu or pi_old is not finite.
-        decided: (B, T) bool, the tokens that are decided on: ``valid``, and for a correction that does not read mu
-            also those whose mu alone is not finite.
+        spec: the correction; the step stage must get the same correction.
+        weight: (B, T) float32 or wider, detached, 0 outside ``decided``; 1 if the weight needs the current policy.
+        keep: (B, T) bool, False outside ``decided`` and for tokens rejected by a part that needs neither pi nor
+            advantages.
+        rejected: key, below ``correction``, of each part that this stage decides -> (B, T) bool, tokens that it
+            rejects.
+        log_ratio: (B, T) log(pi_old / mu), 0 outside ``valid``.
+        valid: (B, T) bool, the response mask without tokens whose mu or pi_old is not finite.
+        decided: (B, T) bool, the tokens on which the correction decides: ``valid``, and if it does not read mu, also
+            tokens for which only mu is not finite.
         response_mask: (B, T) bool, as given.
         old_log_prob, rollout_log_prob: (B, T), as given.
         rows: layout of all these tensors.
-        units: level -> the units that the correction decides by.
+        units: level -> the units on which the correction decides.
         statistics: name -> typed statistic, see ``statistics``.
-        sample, mismatch: inputs of the step stage's statistics; None where nothing is measured.
+        sample, mismatch: inputs of the step stage's statistics; None if nothing is measured.
     """
 
     spec: CorrectionSpec
@@ -81,10 +83,10 @@ class StepStage:
     """Weight and keep of one gradient step, in the layout of the given tensors: (B, T), or nested by row.
 
     Attributes:
-        weight: (B, T) float32 or wider, detached; never multiplied by ``keep``; 0 off the response mask.
-        keep: (B, T) bool; False off the response mask.
-        rejected: key of the part -> (B, T) bool, the tokens that it rejects; without meaning off the stage's ``valid``.
-        statistics: name -> typed statistic, those of the rollout stage included.
+        weight: (B, T) float32 or wider, detached; never multiplied by ``keep``; 0 outside the response mask.
+        keep: (B, T) bool; False outside the response mask.
+        rejected: key of the part -> (B, T) bool, the tokens that it rejects; meaningless outside the stage's ``valid``.
+        statistics: name -> typed statistic, including those of the rollout stage.
     """
 
     weight: Tensor
@@ -99,7 +101,7 @@ class Decisions:
 
     Attributes:
         log_ratio, valid, decided, keep, units: see ``RolloutStage``.
-        weighed: the weight, where there is one that waits for nothing else, and it was asked for.
+        weighed: the weight; None if there is none, it needs the current policy or advantages, or it was not requested.
         drops: see ``RolloutStage.rejected``.
     """
 
@@ -128,14 +130,14 @@ def decide_rollout(
     """Decide which tokens mu and pi_old keep, and their weight; each tensor is (B, T) padded or (N,) packed.
 
     Args:
-        rows: how tokens lie.
+        rows: layout of the tokens.
         old, mu: log-probs of any float dtype.
         mask: bool, the response mask.
         ids: from ``choose_ids``.
         ages: from ``spread_ages``.
-        constants: of the whole batch.
-        compared: valid tokens and log(pi_old / mu), where they are known.
-        weigh: compute weights that reject nothing as well.
+        constants: constants of the whole batch.
+        compared: valid tokens and log(pi_old / mu), if they are known.
+        weigh: also compute weights that reject nothing.
 
     Example:
         >>> from .row_layout import detect_layout
@@ -156,7 +158,7 @@ def decide_rollout(
     for key, part in _order(spec):
         seen, basis = log_rho, units[part.level]
         if spec.skyrl_compat and part.level != "token":
-            # SkyRL aggregates a sequence over the tokens that its token masks have left.
+            # SkyRL aggregates a sequence over the tokens that its token masks keep.
             seen = torch.where(keep, log_rho, 0.0)
             basis = partition_units(part.level, keep, ids[part.level], rows)
         drop: Tensor | None
@@ -192,7 +194,7 @@ def apply_weight(
     bounds = _by_token(lower, units, dtype), _by_token(upper, units, dtype)
     weight = apply_bounds(spec, raw, bounds)
     if spec.lower is not None and spec.kind != "reject":
-        # A lower bound has lifted the 0 off valid tokens.
+        # A lower bound has raised the 0 of tokens that are not valid.
         weight = torch.where(valid, weight, 0.0)
     drop = units.spread(find_rejected_units(spec, by_unit, units)) if spec.kind == "reject" else None
     weight = weight if mean == 1.0 else weight / mean
@@ -202,10 +204,10 @@ def apply_weight(
 def choose_ids(
     spec: CorrectionSpec, *, segment_ids: Tensor | None, versions: Tensor | None
 ) -> dict[Level, Tensor | None]:
-    """Choose, for each level of ``spec``, the ids by token that separate its units; None where it needs none.
+    """Choose, for each level of ``spec``, the token ids that separate its units; None if it needs none.
 
     Raises:
-        ValueError: a level whose ids are missing.
+        ValueError: the ids of a level are missing.
 
     Example:
         >>> spec = CorrectionSpec(weight=WeightSpec("turn", "truncate", None, 2.0))
@@ -225,7 +227,7 @@ def choose_ids(
 def spread_ages(
     spec: CorrectionSpec, rows: RowLayout, like: Tensor, *, by_row: Tensor | None, by_token: Tensor | None
 ) -> Tensor | None:
-    """Spread ages over tokens, float64 in the shape of ``like``; None where no part reads them, or none is known.
+    """Spread ages over tokens, float64 in the shape of ``like``; None if no part reads them, or they are unknown.
 
     Example:
         >>> from .row_layout import detect_layout
@@ -244,7 +246,7 @@ def spread_ages(
 
 
 def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
-    """Order the parts that the rollout stage decides, with their keys; the order matters to ``skyrl_compat`` alone."""
+    """Order the parts that the rollout stage decides, with their keys; the order matters only for ``skyrl_compat``."""
     parts: list[tuple[str, WeightSpec | MaskSpec]] = [
         (f"masks.{name}", mask) for name, mask in spec.masks if not mask.needs_step
     ]

@@ -1,7 +1,7 @@
-"""Device values read later: the one module of this package that copies results to the host.
+"""Device values that are read later; only this module of the package copies results to the host.
 
-A transfer makes the host wait for everything that the device still has to do, whatever its size. So whatever measures
-something returns a ``DeferredValue``, values are kept, and ``fetch`` brings any number of them over together.
+A transfer of any size makes the host wait for all work queued on the device. Functions that measure something therefore
+return a ``DeferredValue``, and ``fetch`` copies any number of these values together.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class DeferredValue(Generic[T]):
 
     Attributes:
         numbers: (n,) float64 or int64, detached, on the device.
-        decode: what they mean, from the numbers on the host, in that order; it may raise where they say that something
-            is wrong.
+        decode: converts the numbers, on the host and in this order, to the value; may raise if they show an error.
     """
 
     numbers: Tensor
@@ -36,7 +35,7 @@ def fetch(values: Sequence[DeferredValue[Any]]) -> list[Any]:
     """Copy all values to the host in one transfer and decode each.
 
     Args:
-        values: of one device.
+        values: values on one device.
 
     Example:
         >>> fetch([DeferredValue(torch.tensor([1, 2]), sum), DeferredValue(torch.tensor([0.5]).double(), max)])
@@ -44,17 +43,17 @@ def fetch(values: Sequence[DeferredValue[Any]]) -> list[Any]:
     """
     if not values:
         return []
-    # Bits of both dtypes travel as integers, which nothing rounds on the way.
+    # The bits of both dtypes are copied as integers, so that nothing is rounded.
     host = torch.cat([value.numbers.view(torch.int64) for value in values]).cpu()
     parts = host.split([len(value.numbers) for value in values])
     return [value.decode(part.view(value.numbers.dtype).tolist()) for value, part in zip(values, parts, strict=True)]
 
 
 def defer_statistics(statistics: Mapping[str, Statistic]) -> DeferredValue[dict[str, Statistic]]:
-    """Defer statistics whose parts are tensors; a part that several of them share is copied once.
+    """Defer statistics whose parts are tensors; a part that several statistics share is copied once.
 
     Args:
-        statistics: with parts of float64, detached, or floats.
+        statistics: their parts are detached float64 tensors, or floats.
 
     Example:
         >>> from .statistics import Reduction

@@ -1,8 +1,8 @@
-"""What a rejection changes besides its tokens: the denominator of the loss, and the group's baseline.
+"""Effects of a rejection beyond its own tokens: the denominator of the loss, and the group's baseline.
 
-GRPO, RLOO and OPO compare a row with its siblings. A row that the correction rejects trains nothing, and yet its reward
-moves the advantage of those that are left. With ``baseline=exclude`` it does not: it gets a group of its own before
-verl's estimator runs.
+GRPO, RLOO and OPO compare a row with its siblings. A row that the correction rejects trains nothing, yet its reward
+changes the advantages of its remaining siblings. ``baseline=exclude`` prevents this: a rejected row gets a group of its
+own before verl's estimator runs.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import Tensor
 from .row_layout import detect_layout
 
 HAS_DENOMINATOR = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
-"""verl's ``loss_agg_mode`` that divide by a count; ``token-sum`` divides by nothing."""
+"""Values of verl's ``loss_agg_mode`` that divide by a count; ``token-sum`` divides by nothing."""
 
 
 def compute_scale_of_counts(
     mode: str, *, tokens: Tensor, kept: Tensor, mini_batch: Tensor, mini_batch_rows: int
 ) -> Tensor:
-    """Compute the factor of each row's loss that replaces the original denominator by the kept one.
+    """Compute the factor of each row's loss that replaces the original denominator by the count of what is kept.
 
-    With N tokens or rows counted originally, of which R are rejected, that is N / (N - R): a rejected token leaves
-    the tokens of its mini-batch, a row without a kept token leaves its rows, and for ``seq-mean-token-mean`` a
-    rejected token leaves the T of its row too. Where nothing is rejected it is exactly 1.
+    If R of N counted tokens or rows are rejected, the factor is N / (N - R). A rejected token is removed from the
+    mini-batch's token count, a row without a kept token from its row count, and for ``seq-mean-token-mean`` a rejected
+    token also from its row's T. If nothing is rejected, the factor is exactly 1.
 
     Args:
         mode: verl's ``loss_agg_mode``, one of ``HAS_DENOMINATOR``.
-        tokens, kept: (B,) float64, response tokens of each row of the batch, and those of them that are kept.
-        mini_batch: (B,) int64, the mini-batch that each row belongs to, over all ranks.
-        mini_batch_rows: rows that verl counts in a mini-batch.
+        tokens, kept: (B,) float64, number of response tokens in each row of the batch, and number of kept ones.
+        mini_batch: (B,) int64, the mini-batch of each row, over all ranks.
+        mini_batch_rows: number of rows that verl counts in a mini-batch.
 
     Returns:
-        (B,) float64; 1 for a mini-batch of which nothing is kept, whose loss is 0 either way.
+        (B,) float64; 1 for a mini-batch without kept tokens, whose loss is 0 in any case.
 
     Example:
         >>> tokens, kept = torch.tensor([3.0, 1.0]), torch.tensor([3.0, 0.0])
@@ -86,24 +86,24 @@ def _by_group(values: Tensor, group: Tensor) -> Tensor:
 
 def _without(count: Tensor, rejected: Tensor) -> Tensor:
     left = count - rejected
-    # The clamp keeps 0 / 0 out of the branch that is not taken.
+    # The clamp avoids 0 / 0 in the branch that is not taken.
     return torch.where(left > 0, count / left.clamp(min=1), torch.ones_like(count))
 
 
 GROUP_ESTIMATORS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo")
-"""verl's ``algorithm.adv_estimator`` whose advantage of a row depends on its own group alone."""
+"""Values of verl's ``algorithm.adv_estimator`` for which a row's advantage depends only on its own group."""
 
 
 def regroup(groups: Sequence[str], rejected: Tensor) -> tuple[list[str], list[bool]]:
     """Assign groups for the baseline so that a rejected row has no siblings.
 
     Args:
-        groups: the group of each row, such as verl's uid.
-        rejected: (B,) bool, rows of which no token is kept.
+        groups: group of each row, such as verl's uid.
+        rejected: (B,) bool, rows without a kept token.
 
     Returns:
-        The new group of each row; and whether its advantage is 0: a rejected row trains nothing, and the one row
-        that is left of a larger group has nothing to be compared with.
+        The new group of each row, and whether its advantage is 0. It is 0 for a rejected row, which trains nothing, and
+        for the only remaining row of a larger group, which has no sibling to be compared with.
 
     Example:
         >>> import torch

@@ -26,7 +26,7 @@ Ratio = Literal["rollout", "full", "ppo"]
 
 _OPTIONAL = ("sign", "by_staleness", "by_position")
 AGE = "staleness"
-"""Aggregate of a mask on the age of the weights."""
+"""Name of the aggregate of a mask on the age of the weights."""
 _WITHOUT_AGE = {
     "ratio": "an age compares no policies.",
     "lower": "fresh tokens are never too young.",
@@ -35,28 +35,28 @@ _WITHOUT_AGE = {
     "by_staleness": "it multiplies the log of a bound on a ratio.",
     "by_position": "it multiplies the log of a bound on a ratio.",
 }
-"""Keys that mean nothing for an age -> why."""
+"""Key that has no meaning for an age -> reason."""
 
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """Bounds on an aggregate of a ratio of policies, or on the age of the weights; units outside lose their gradient.
+    """Bounds on an aggregate of a policy ratio, or on the age of the weights; units outside lose their gradient.
 
     Attributes:
-        ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old. A mask on age has none, and is decided
-            where those on ``rollout`` are, which stands here.
+        ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old. A mask on age has no ratio; it is decided
+            together with masks on ``rollout``, so its value is ``rollout``.
         level: tokens that are decided together, see ``WeightSpec.level``.
-        aggregate: number of these tokens that is bounded, a name of ``aggregates.AGGREGATES``.
+        aggregate: the bounded number, computed from these tokens: a key of ``aggregates.AGGREGATES``.
         lower, upper: inclusive bounds on the aggregate; None leaves a side open.
-        when: applies where the advantage is negative, where it is positive, anywhere, or ``outward``: to the tokens
-            with A log r > 0, whose update takes the two policies further apart (VACO); ``post_tool``: to the tokens
-            after the first tool's result of their row, whatever the advantage.
-        sign: whose advantage: ``row`` the mean over the row's valid tokens, ``token`` each token's own.
-        delta: the bound as OPSM writes it, lower = exp(-delta) in nats; None when lower and upper were given.
-        budget: with ``second_moment``: the tokens of largest (log r)^2 are dropped until the mean over the rest of
-            the batch is at most this; None otherwise.
-        by_staleness: factor of |log bound| for units whose oldest token is 0, 1, ... versions old, the last for older
-            ones; None: one bound for all.
+        when: tokens to which the mask applies: those with negative or with positive advantage, or any; ``outward``:
+            those with A log r > 0, whose update moves the two policies further apart (VACO); ``post_tool``: those after
+            the first tool result in their row, whatever the advantage.
+        sign: which advantage: ``row`` is the mean over the row's valid tokens, ``token`` each token's own.
+        delta: the bound in OPSM's notation, in nats: lower = exp(-delta); None if lower and upper were given.
+        budget: with ``second_moment``, the tokens with the largest (log r)^2 are dropped until the mean over the rest
+            of the batch is at most this value; None otherwise.
+        by_staleness: factors of |log bound| for units whose oldest token is 0, 1, ... versions old; the last factor
+            also holds for older units. None: the same bound for all.
         by_position: power of a token's position that multiplies |log bound|, see ``WeightSpec.by_position``.
     """
 
@@ -77,7 +77,7 @@ class MaskSpec:
         """Build from plain values; ``key`` is the Hydra path that error messages show.
 
         Raises:
-            SpecError: anything malformed.
+            SpecError: a value is malformed.
         """
         if mapping.get("aggregate") == AGE:
             return cls._of_age(mapping, key)
@@ -207,7 +207,7 @@ class MaskSpec:
         else:
             mapping |= {"lower": self.lower, "upper": self.upper}
         mapping |= {"when": self.when, "sign": self.sign}
-        # Left out where it is not set, so that fingerprints of corrections without it stay as they were.
+        # Left out if it is not set, so that fingerprints of corrections without it stay the same.
         mapping |= {} if self.by_staleness is None else {"by_staleness": list(self.by_staleness)}
         return mapping | ({} if self.by_position is None else {"by_position": self.by_position})
 
@@ -218,9 +218,9 @@ class MaskSpec:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Inclusive bounds on the aggregate as it is compared: in nats of log ratio for those on a ratio.
+        """Inclusive bounds on the compared value: bounds on a ratio are in nats of log-ratio.
 
-        An open side is infinite. ``second_moment`` has none: its cut depends on the batch.
+        An open side is infinite. Both sides of ``second_moment`` are open, because its cutoff depends on the batch.
         """
         if self.delta is not None:
             return -self.delta, math.inf
@@ -235,7 +235,7 @@ class MaskSpec:
 
     @property
     def picks_tokens(self) -> bool:
-        """True if it applies to some tokens of a unit and not to others, so that its shares are of tokens."""
+        """True if it can apply to only some tokens of a unit, so that its shares count tokens."""
         return self.when in ("outward", "post_tool") or (self.when != "any" and self.sign == "token")
 
 
@@ -255,7 +255,7 @@ def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) ->
 
 
 def _one_kind_of_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return, as arguments of SpecError, the fix that brings the aggregate and its kind of bound together."""
+    """Return the fix that makes the aggregate and its kind of bound match, as arguments of SpecError."""
     if "budget" in mapping:
         return {"proposed": {f"{key}.aggregate": "second_moment"}}
     if "delta" in mapping:
@@ -265,7 +265,7 @@ def _one_kind_of_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _closed(mapping: Mapping[str, Any], aggregate: str, key: str) -> dict[str, Any]:
-    """Propose bounds for a mask that has none: both of a band on single tokens, else the upper one."""
+    """Propose bounds for a mask that has none: both bounds on single tokens, else only the upper bound."""
     lower, upper = get_usual_bounds(aggregate)
     both = mapping.get("level") == "token" and AGGREGATES[aggregate].of_log_ratios
     return ({f"{key}.lower": lower} if both else {}) | {f"{key}.upper": upper}
@@ -344,13 +344,13 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
 
 
 _TOKEN = math.log(1e5)
-"""Largest bound in use on one token, in nats: outlier masks reach to ratios of 1e-4."""
+"""Largest commonly used bound on one token, in nats: outlier masks use ratios down to 1e-4."""
 _MEAN = math.log(10.0)
-"""Largest bound worth proposing on a mean over a unit, in nats a token: such policies have diverged long before."""
+"""Largest bound worth proposing on a unit's mean, in nats per token: the policies diverge long before."""
 
 
 def compute_arithmetic_limit(mask: MaskSpec) -> float:
-    """Compute the largest distance from agreement that arithmetic allows; infinite for a sum over the tokens of a unit.
+    """Compute the largest distance from agreement that arithmetic allows; infinite for a sum over a unit's tokens.
 
     Example:
         >>> compute_arithmetic_limit(MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any"))
@@ -360,7 +360,7 @@ def compute_arithmetic_limit(mask: MaskSpec) -> float:
 
 
 def compute_proposal_limit(mask: MaskSpec) -> float:
-    """Compute the largest distance from agreement worth proposing as a bound: beyond it no bound is in use.
+    """Compute the largest distance from agreement worth proposing as a bound; larger bounds are not used in practice.
 
     Example:
         >>> limit = compute_proposal_limit(MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any"))

@@ -1,4 +1,4 @@
-"""Masks: find the units whose aggregated ratio, or age, lies outside the bounds."""
+"""Find the units whose aggregated ratio, or age, lies outside a mask's bounds."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def find_outside(
 ) -> Tensor:
     """Find the tokens of the units that lie outside the band, bounds inclusive.
 
-    Aggregates are accumulated in float64 and compared in float32, as the bound's own log is, so that a unit whose
-    mean or sum equals that log in float32 lies inside. With ``delta`` and a negative advantage this is off-policy
+    Aggregates are accumulated in float64 and compared in float32, to which the bound's log is rounded too, so a unit
+    whose mean or sum equals that log in float32 lies inside. With ``delta`` and a negative advantage this is off-policy
     sequence masking, mean log(mu/pi) > delta (DeepSeek-V3.2, eq. 9).
 
     Args:
-        log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 off ``units.valid``.
+        log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 outside ``units.valid``.
         units: of ``spec.level``.
-        numerator, denominator: of that shape, log-probs of the two policies of the ratio; read by the
-            ``binary_*`` alone.
-        cutoff: with ``second_moment``: greatest (log r)^2 that is kept, see ``compute_second_moment_cutoff``.
+        numerator, denominator: log-probs of the ratio's two policies, in that shape; read only by ``binary_*``
+            aggregates.
+        cutoff: with ``second_moment``, the greatest (log r)^2 that is kept, see ``compute_second_moment_cutoff``.
 
     Returns:
-        Bool of that shape, without meaning off ``units.valid``.
+        Bool of that shape, meaningless outside ``units.valid``.
 
     Example:
         >>> from .units import partition_units
@@ -77,13 +77,14 @@ def compute_extremes(
 
     Args:
         units: of ``mask.level``.
-        log_value: (B, T) float64, log r_t in nats, 0 off ``units.valid``.
-        numerator, denominator: (B, T) log-probs of the two policies of the ratio; read by the ``binary_*`` alone.
+        log_value: (B, T) float64, log r_t in nats, 0 outside ``units.valid``.
+        numerator, denominator: (B, T) log-probs of the ratio's two policies; read only by ``binary_*`` aggregates.
 
     Returns:
-        (B, U) float64 each, not yet rounded to float32 as a mask compares them, in nats of log ratio for aggregates
-        that are ratios. One and the same but for aggregates that bind each token by itself; (log r)^2 for
-        ``second_moment``, which the batch's cutoff binds. Without meaning for a unit without a token.
+        (B, U) float64 each, not yet rounded to float32 as for a mask's comparison, in nats of log-ratio for aggregates
+        that are ratios. The two are equal except for aggregates that bound each token separately. For
+        ``second_moment``, which the batch's cutoff bounds, they are (log r)^2. They are meaningless for a unit without
+        a token.
 
     Example:
         >>> from .units import partition_units
@@ -116,7 +117,7 @@ def _by_token(aggregate: Aggregate, units: Units, log_ratio: Tensor, numerator: 
     if aggregate.token is None:
         return log_ratio
     value = aggregate.token(log_ratio, numerator, denominator)
-    # A sum or mean must not see what stands off the unit; the others leave it out by themselves.
+    # A sum or mean must not include values outside the units; the other reductions exclude them themselves.
     return torch.where(units.valid, value, 0.0) if aggregate.reduce in ("sum", "mean", "max") else value
 
 
@@ -125,7 +126,7 @@ def _beyond(spec: MaskSpec, units: Units, value: Tensor) -> Tensor:
 
 
 def choose_limits(spec: MaskSpec, units: Units) -> tuple[Tensor | float, Tensor | float]:
-    """Choose the bounds of each unit by its age or length, in float32 as they are compared; else ``spec.limits``.
+    """Choose each unit's bounds by its age or length, in float32 as in the comparison; else return ``spec.limits``.
 
     Example:
         >>> from .units import partition_units
@@ -144,17 +145,17 @@ def _spread(units: Units, limit: Tensor | float) -> Tensor | float:
 
 
 def _any(units: Units, flags: Tensor) -> Tensor:
-    """Flag units of which one token is flagged."""
+    """Flag units with a flagged token."""
     return flags if units.level == "token" else units.greatest(flags) > 0
 
 
 def compute_second_moment_cutoff(budget: float, *log_ratios: Tensor) -> float:
     """Compute the greatest (log r)^2 that M2PO keeps: the mean over all tokens up to it is at most ``budget``.
 
-    Tokens of one value are kept or dropped together. Zheng et al. 2025, Prosperity before Collapse.
+    Tokens with the same value are kept or dropped together. Zheng et al. 2025, Prosperity before Collapse.
 
     Args:
-        log_ratios: of all valid tokens of the whole batch, (N,) each, in any number of blocks.
+        log_ratios: log-ratios of all valid tokens in the batch, (N,) each, in any number of blocks.
 
     Returns:
         -1 if no token may be kept; infinity if all may.
@@ -163,7 +164,7 @@ def compute_second_moment_cutoff(budget: float, *log_ratios: Tensor) -> float:
         >>> compute_second_moment_cutoff(0.5, torch.tensor([0.0, 1.0, 2.0]))  # means of squares: 0, 1/2, 5/3
         1.0
     """
-    # The mean of values up to the budget is not above it, so that only those beyond it need an order: few, as a rule.
+    # Values up to the budget have a mean of at most the budget, so only the usually few larger values must be sorted.
     within: list[tuple[Tensor, Tensor]] = []
     beyond: list[Tensor] = []
     for log_ratio in log_ratios:
@@ -181,7 +182,7 @@ def compute_second_moment_cutoff(budget: float, *log_ratios: Tensor) -> float:
     tokens_within = sum(map(len, log_ratios)) - len(ordered)
     count = torch.arange(1, len(ordered) + 1, device=ordered.device) + tokens_within
     means = (ordered.cumsum(0) + total.sum()) / count
-    # Equal values stand or fall together, so a value is judged by the mean that includes all of its equals.
+    # Equal values are kept or dropped together, so a value is judged by the mean that includes all equal values.
     last_of_equals = torch.ones_like(ordered, dtype=torch.bool)
     last_of_equals[:-1] = ordered[1:] != ordered[:-1]
     admissible = ordered[last_of_equals & (means <= budget)]
@@ -199,17 +200,17 @@ def find_applicable(
     log_ratio: Tensor | None = None,
     turns: Tensor | None = None,
 ) -> Tensor:
-    """Find the tokens that a mask or weight applies to, by the sign of the row's mean advantage or of each token's own,
-    or by their turn.
+    """Find the tokens that a mask or weight applies to, by the sign of the row's mean advantage, by the sign of each
+    token's own advantage, or by their turn.
 
     Args:
         advantages, valid: (B, T), or (N,) packed.
-        rows: how they lie; None: padded.
-        log_ratio: of their shape, log r of the mask's ratio, 0 off ``valid``; read by ``when=outward`` alone.
-        turns: of their shape, integers from 0 in each row; read by ``when=post_tool`` alone.
+        rows: their layout; None: padded.
+        log_ratio: log r of the mask's ratio, in their shape, 0 outside ``valid``; read only for ``when=outward``.
+        turns: integers in their shape, from 0 in each row; read only for ``when=post_tool``.
 
     Returns:
-        Bool that broadcasts against them: (B, 1) where padded and one for a whole row.
+        Bool that broadcasts against them: (B, 1) if padded and equal for a whole row.
 
     Example:
         >>> spec = MaskSpec("full", "token", "product", 0.5, 2.0, "negative")

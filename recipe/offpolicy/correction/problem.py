@@ -1,7 +1,7 @@
-"""Configuration problems as data, worded in one place, and the exceptions that carry them.
+"""Configuration problems as data, whose wording is defined here, and the exceptions that carry them.
 
-A mistyped threshold that is taken for a valid one degrades a run in silence, so each problem names the key, its value,
-the reason and an override that fixes it.
+A mistyped threshold that passes as valid silently degrades a run, so each problem names the key, its value, the reason
+and an override that fixes it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Verdict = Literal["NOTE", "NO-OP", "ERROR"]
-"""NOTE: works as configured, and is rarely all that was meant. NO-OP: trains without any effect. ERROR: would train
-otherwise than configured, and stops the launch."""
+"""NOTE: works as configured, but is probably not all that was intended. NO-OP: trains without any effect. ERROR: would
+not train as configured, and stops the launch."""
 
 EVERYTHING = ("*",)
-"""Concerns every correction that is configured."""
+"""The problem concerns every configured correction."""
 MU = ("mu",)
-"""Concerns every correction that reads the rollout engine's log-probs."""
+"""The problem concerns every correction that reads the rollout engine's log-probs."""
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./:-]*")
 _BARE = re.compile(r"[^\s'\"]+")
@@ -32,14 +32,14 @@ class Problem:
     """A configuration problem: key, value, reason, and the overrides that fix it.
 
     Attributes:
-        key, value: as Hydra has them; an empty key where the reason needs none.
+        key, value: as in Hydra; the key is empty if the reason needs none.
         reason: a sentence.
-        fix: a sentence; empty for the one that the overrides make, if there are any.
-        verdict: what becomes of the corrections that it concerns.
+        fix: a sentence; if it is empty, the sentence is built from the overrides, if there are any.
+        verdict: effect on the corrections that the problem concerns.
         parts: names of these corrections, ``EVERYTHING`` or ``MU``.
-        overrides: the fix in Hydra's grammar, to be put behind the overrides of the launch.
+        overrides: the fix in Hydra's grammar, to append to the overrides of the launch.
         alongside: other keys, and their values, without which the value would be fine.
-        translated: the overrides say what was meant by the value; otherwise they replace it.
+        translated: the overrides express what the value meant; otherwise they replace it.
     """
 
     key: str
@@ -64,7 +64,7 @@ class Problem:
         if self.fix or not self.overrides:
             return self.fix
         removed = {override[1:] for override in self.overrides if override.startswith("~")}
-        # A null has to be set before Hydra can remove it; the sentence leaves that step out.
+        # Hydra cannot remove a null key until a value is set; the sentence omits that step.
         stated = [each for each in self.overrides if each.partition("=")[0] not in removed]
         *first, last = map(_phrase, stated)
         sentence = f"{', '.join(first)} and {last}." if first else f"{last}."
@@ -96,15 +96,15 @@ class SpecError(ValueError):
     """Invalid value of a correction.
 
     Args:
-        reason, fix: sentences; without a fix the one that ``proposed`` makes.
-        key, value: as they were given; an empty key where the reason needs none.
+        reason, fix: sentences; without a fix, the sentence is built from ``proposed``.
+        key, value: as they were given; the key is empty if the reason needs none.
         alongside: other keys and their values, without which the value would be fine.
-        fix: key -> the value that fixes it.
-        meant: key -> the value that was meant, in the same place.
-        removed: keys that are to be taken away before, with the values that they have.
+        proposed: key -> the value that fixes it.
+        meant: key -> the value that was probably meant; used like ``proposed``.
+        removed: keys to delete first, with their present values.
 
     Attributes:
-        problem: all of it.
+        problem: the problem that these arguments describe.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class SpecError(ValueError):
 
 
 class CheckError(RuntimeError):
-    """Configuration that would train otherwise than intended; carries all of its problems."""
+    """The configuration would not train as intended; carries all of its problems."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: Sequence[Problem] = tuple(problems)
@@ -157,7 +157,7 @@ def remove(key: str, value: object) -> tuple[str, ...]:
         >>> remove("correction.alpha", None)
         ('correction.alpha=0', '~correction.alpha')
     """
-    # Hydra takes a null for a key that is not there, and cannot delete it.
+    # Hydra treats a null key as missing, and cannot delete it.
     return ((set_to(key, 0),) if value in (None, "???") else ()) + (f"~{key}",)
 
 
@@ -211,9 +211,10 @@ _CLOSE = 0.8
 
 
 def find_closest(word: str, known: Iterable[str], cutoff: float = _CLOSE) -> str | None:
-    """Find the known name that a word was meant for; None if it resembles none.
+    """Find the known name that a word was probably meant to be; None if it resembles none.
 
-    Case, ``_``, ``-`` and a plural s do not count; letters may be swapped, and at least ``cutoff`` of them agree.
+    Case, ``_``, ``-`` and a plural s are ignored. A name matches if it has the same letters in another order, or a
+    similarity of at least ``cutoff``.
 
     Example:
         >>> find_closest("ice_pop", ["icepop", "gsm"]), find_closest("gms", ["icepop", "gsm"])
@@ -237,12 +238,12 @@ def _strip(word: str) -> str:
 
 @dataclass(frozen=True)
 class Requirement:
-    """One key.
+    """Values that one key must have.
 
     Attributes:
         key: Hydra path.
-        wanted: values that the feature works with, the first of which is proposed; null and a missing key are fine.
-        reason: why it does not work with others.
+        wanted: values with which the feature works; the first is proposed. A null or missing key is fine.
+        reason: why other values do not work.
         together: further keys to set with the proposed value, and their values.
     """
 
@@ -259,10 +260,10 @@ def find_unmet(
     parts: tuple[str, ...],
     alongside: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
-    """Find keys that have other values than a feature needs.
+    """Find keys whose values do not fit a feature.
 
     Args:
-        read: returns the value of a key; None where it is null or missing.
+        read: returns the value of a key; None if it is null or missing.
         off: the override that switches the feature off.
         parts, alongside: see ``Problem``.
 

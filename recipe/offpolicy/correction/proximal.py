@@ -10,16 +10,16 @@ from torch import Tensor
 Proximal = Literal["recompute", "bypass", "reuse", "loglinear", "same_engine"]
 
 Alpha = float | Literal["by_age"]
-"""Share of pi in ``loglinear``: one for all tokens, or by each token's age."""
+"""Share of pi in ``loglinear``: one number for all tokens, or depending on each token's age."""
 BY_AGE: Literal["by_age"] = "by_age"
 WITHOUT_FORWARD = ("bypass", "reuse", "loglinear")
-"""Sources that need no forward pass for pi_old."""
+"""Sources of pi_old that need no forward pass."""
 OF_THE_TRAINER = ("recompute", "reuse")
-"""Sources by which pi_old is the policy of the trainer's weights at the start of the step."""
+"""Sources for which pi_old is the policy of the trainer's weights at the start of the step."""
 TOLERANCE = 1e-6
 """Greatest |log mu - log pi_old| of a token with ``same_engine``, nats: float32 rounds a log-prob of -8 to 1e-6."""
 MU_ITSELF = ("bypass", "same_engine")
-"""Sources by which pi_old is mu, and pi_old / mu is 1."""
+"""Sources for which pi_old is mu, so pi_old / mu is 1."""
 
 
 def proximal_log_prob(
@@ -33,28 +33,29 @@ def proximal_log_prob(
 ) -> Tensor:
     """Compute log pi_old as corrections and the base loss read it.
 
-    * ``recompute``: as it was computed by the trainer at the start of the step. Three policies, decoupled PPO.
-    * ``bypass``: mu itself, so that PPO's ratio is pi / mu. Two policies.
-    * ``reuse``: the current policy, detached. Exact where each batch gets a single gradient step, whose pi it is.
-    * ``loglinear``: (1 - alpha) log mu + alpha log pi, detached: between where the data came from and where the
-      policy is. An approximation, which costs no forward pass. With ``alpha=by_age`` each token of age a has
-      alpha = (a - 1) / a, and 0 at age 0, as AReaL's ``compute_prox_logp_approximations`` has it: of the a versions
-      from the token's to those in force, which it takes for pi, the one before the last is taken for pi_old. Its
-      documentation describes pi_old as one step behind the policy that is trained, which would be a / (a + 1).
-    * ``same_engine``: mu itself, as an engine returns it that was seen to be the trainer's own: the trainer computes
-      pi_old in its first step and stops unless the two agree, see ``proof.rollout_checks``.
+    * ``recompute``: the trainer computed it at the start of the step. There are three policies, as in decoupled PPO.
+    * ``bypass``: mu itself, so PPO's ratio is pi / mu. There are two policies.
+    * ``reuse``: the current policy, detached. It is exact if each batch gets a single gradient step, because pi_old
+      then equals pi.
+    * ``loglinear``: (1 - alpha) log mu + alpha log pi, detached: an interpolation between the sampling and the current
+      policy. It is an approximation that costs no forward pass. With ``alpha=by_age``, alpha is (a - 1) / a for a token
+      of age a, and 0 at age 0, as in AReaL's ``compute_prox_logp_approximations``. That function takes the newest
+      weights for pi, a versions after the token's, and those one version earlier for pi_old. AReaL's documentation
+      describes pi_old as one step behind the trained policy, which would be a / (a + 1).
+    * ``same_engine``: mu itself, for an engine whose log-probs equal the trainer's: the trainer computes pi_old in its
+      first step and stops unless the two agree, see ``proof.rollout_checks``.
 
     Args:
-        old_log_prob: (B, T), read by ``recompute`` alone.
+        old_log_prob: (B, T), read only for ``recompute``.
         rollout_log_prob: (B, T), log mu.
         log_prob: (B, T), log pi, detached here.
-        ages: (B,) or (B, T) versions of the weights since each row, or token, was sampled; read by ``by_age`` alone.
+        ages: (B,) or (B, T) versions of the weights since each row, or token, was sampled; read only for ``by_age``.
 
     Raises:
-        ValueError: ``by_age``, and no ages.
+        ValueError: ``by_age`` without ages.
 
     Returns:
-        (B, T), in the dtype of what it is made of; of ``loglinear`` in float32 or wider.
+        (B, T), in the dtype of the log-probs that it comes from; float32 or wider for ``loglinear``.
 
     Example:
         >>> old, mu, pi = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[-4.0]])

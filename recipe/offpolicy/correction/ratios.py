@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 EXP_CLAMP = 20.0
-"""Log-ratios are clamped to +-20 nats where they are exponentiated, and only there."""
+"""Log-ratios are clamped to +-20 nats only when they are exponentiated."""
 
 
 def find_valid_tokens(response_mask: Tensor, *log_probs: Tensor) -> Tensor:
-    """Find the tokens that count: in the response mask, and finite in each of the log-probs.
+    """Find the tokens that are in the response mask and finite in each of the log-probs.
 
     Args:
         response_mask: (B, T) bool, integer or float; true on tokens that the policy chose.
@@ -39,8 +39,8 @@ def compute_log_ratio(numerator: Tensor, denominator: Tensor, valid: Tensor) -> 
         valid: (B, T) bool.
 
     Returns:
-        (B, T) float64, 0 where not valid, whatever stands there. The difference of two float32 is not a float32 once
-        they are a factor of 2 apart, and a sum over thousands of tokens would show it.
+        (B, T) float64, 0 for tokens that are not valid, whatever their values. The difference of two float32 numbers is
+        not always a float32 if they differ by a factor of 2, and a sum over thousands of tokens would show the error.
 
     Example:
         >>> pi_old, mu = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, 7.0]])
@@ -54,7 +54,7 @@ def compute_finite_log_ratio(numerator: Tensor, denominator: Tensor, response_ma
     """Compute ``find_valid_tokens`` and ``compute_log_ratio`` in one pass over the log-probs.
 
     Args:
-        numerator, denominator: log-probs of any float dtype and one shape, detached here.
+        numerator, denominator: log-probs of any float dtype and of the same shape, detached here.
         response_mask: bool, of that shape.
 
     Returns:
@@ -67,13 +67,13 @@ def compute_finite_log_ratio(numerator: Tensor, denominator: Tensor, response_ma
         ([[True, False]], [[0.5, 0.0]])
     """
     difference = numerator.detach().double() - denominator.detach()
-    # A difference is finite where both of its terms are, and a number less itself is 0 where it is finite.
+    # A difference is finite if both terms are, and a finite number minus itself is 0.
     valid = response_mask & (difference - difference == 0)
     return valid, torch.where(valid, difference, 0.0)
 
 
 def promote_weight_dtype(*log_probs: Tensor) -> torch.dtype:
-    """Return the dtype of weights computed from log-probs: theirs, and float32 at least.
+    """Return the dtype of weights computed from log-probs: the dtype of the log-probs, but at least float32.
 
     Example:
         >>> promote_weight_dtype(torch.zeros(1, dtype=torch.bfloat16))
@@ -86,7 +86,7 @@ def promote_weight_dtype(*log_probs: Tensor) -> torch.dtype:
 
 
 def clamp_and_exp(log_value: Tensor) -> Tensor:
-    """Clamp a log-ratio to +-20 nats and exponentiate it, so that the ratio is finite in float32.
+    """Clamp a log-ratio to +-20 nats and exponentiate it, so the ratio is finite in float32.
 
     Example:
         >>> clamp_and_exp(torch.tensor([0.0, float("inf")])).log().tolist()
@@ -96,7 +96,7 @@ def clamp_and_exp(log_value: Tensor) -> Tensor:
 
 
 def compute_excess(log_value: Tensor) -> Tensor:
-    """Compute r - 1 from log r, clamped to +-20 nats: float64, exact where r is near 1.
+    """Compute r - 1 from log r, clamped to +-20 nats: float64, exact if r is near 1.
 
     Example:
         >>> compute_excess(torch.tensor([0.0, 1e-12], dtype=torch.float64)).tolist() == [0.0, 1e-12 + 5e-25]
@@ -108,7 +108,7 @@ def compute_excess(log_value: Tensor) -> Tensor:
 def exceeds_bounds(value: Tensor, lower: Tensor | float, upper: Tensor | float) -> Tensor:
     """Flag values outside [lower, upper], inclusive; compared in float32, as every bound is.
 
-    A bound is one for all, or a float32 for each value.
+    A bound is one number for all values, or a float32 for each value.
 
     Example:
         >>> exceeds_bounds(torch.tensor([0.4, 0.5, 2.0, 2.1]), 0.5, 2.0).tolist()

@@ -1,4 +1,4 @@
-"""What is recommended for asynchronous and stale data, with the measurement that it rests on, and for two engines.
+"""Recommended settings for asynchronous and stale data and for mismatched engines, with the supporting measurement.
 
 Everything that gives this advice reads it here: ``correction=auto``, the start-up checks, the attribution, the report
 and ``run_async.sh``; README and docs repeat it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 DELTA: Final = 0.1
-"""Of every OPSM mask that was measured, in nats a token."""
+"""Delta of every OPSM mask that was measured, in nats per token."""
 
 OPTIONS: Final = ("opsm",)
 VALUES: Final = {"correction.masks.opsm.delta": DELTA}
@@ -17,11 +17,11 @@ VALUES: Final = {"correction.masks.opsm.delta": DELTA}
 
 OVERRIDES: Final = ("correction=opsm", f"correction.masks.opsm.delta={DELTA}")
 LINE: Final = " ".join(OVERRIDES)
-"""As it is pasted behind a launch."""
+"""The overrides as appended to a launch command."""
 
 WEIGHTED_OPTIONS: Final = ("decoupled_ppo", "opsm")
 WEIGHTED_LINE: Final = f"'correction=[decoupled_ppo,opsm]' correction.masks.opsm.delta={DELTA}"
-"""For what needs a weight, such as an eta that follows the effective sample size. Measured too, and worse."""
+"""For features that need a weight, such as an eta that follows the effective sample size. It was measured as worse."""
 
 WHY: Final = (
     "with an engine eight steps late it ends at 0.602 exact matches, where uncorrected runs and decoupled_ppo end at "

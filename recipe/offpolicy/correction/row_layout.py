@@ -18,8 +18,8 @@ _ONE_LAYOUT = "Pass all of them padded, or all of them as torch.nested tensors o
 class RowLayout(ABC):
     """Row-wise operations on tokens in one layout.
 
-    A tensor of tokens is (B, T) where padded and (N,) where packed; a column holds one value a row, (B, 1) where padded
-    and (B,) where packed. Nothing here waits for the device.
+    A tensor of tokens is (B, T) if padded and (N,) if packed. A column holds one value per row, (B, 1) if padded and
+    (B,) if packed. Nothing here waits for the device.
     """
 
     @property
@@ -29,7 +29,7 @@ class RowLayout(ABC):
 
     @abstractmethod
     def tokens(self, given: Tensor) -> Tensor:
-        """Return the tensor of tokens behind one that a caller gave."""
+        """Return the tensor of tokens that a caller's tensor contains."""
 
     @abstractmethod
     def to_given_layout(self, tokens: Tensor) -> Tensor:
@@ -45,11 +45,11 @@ class RowLayout(ABC):
 
     @abstractmethod
     def min(self, tokens: Tensor) -> Tensor:
-        """Compute the least integer of each row: a column of their dtype, its greatest number for an empty row."""
+        """Compute the least integer of each row: a column of the same dtype; the dtype's maximum for an empty row."""
 
     @abstractmethod
     def max(self, tokens: Tensor) -> Tensor:
-        """Compute the greatest value of each row: a column, float64, -inf for a row of no length."""
+        """Compute the greatest value of each row: a column, float64, -inf for an empty row."""
 
     @abstractmethod
     def broadcast(self, column: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class RowLayout(ABC):
 
     @abstractmethod
     def sort(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Sort the tokens of each row by value; return them and the last-dimension position that each came from."""
+        """Sort the tokens of each row by value; return them and their former positions along the last dimension."""
 
     @abstractmethod
     def to_position(self, number: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class RowLayout(ABC):
 
 @dataclass(frozen=True)
 class PaddedRows(RowLayout):
-    """Tokens as (B, T), every row of one width."""
+    """Tokens as (B, T), with all rows padded to the same width."""
 
     shape: torch.Size
 
@@ -151,9 +151,9 @@ class PackedRows(RowLayout):
     """Tokens as (N,), the rows end to end.
 
     Attributes:
-        offsets: (B + 1,) integers, the start of each row, and N.
+        offsets: (B + 1,) integers: the start of each row, then N.
         length: N.
-        like: what a caller gave, nested.
+        like: a nested tensor of the caller.
     """
 
     offsets: Tensor
@@ -177,7 +177,8 @@ class PackedRows(RowLayout):
         return given.values()
 
     def to_given_layout(self, tokens: Tensor) -> Tensor:
-        # Made from offsets alone it would not know its longest row, and torch would pad it to the number of all tokens.
+        # A nested tensor made only from offsets has no longest row, and torch would pad it to the total number of
+        # tokens.
         nested = torch.empty_like(self.like, dtype=tokens.dtype, requires_grad=False)
         nested.values().copy_(tokens)
         return nested
@@ -186,7 +187,7 @@ class PackedRows(RowLayout):
         return by_row
 
     def sum(self, tokens: Tensor) -> Tensor:
-        # By segment, since atomic additions would differ in their last digits from run to run on a GPU.
+        # Summed by segment, since atomic additions on a GPU would differ in their last digits from run to run.
         return torch.segment_reduce(tokens.double(), "sum", offsets=self.offsets, initial=0, unsafe=True)
 
     def min(self, tokens: Tensor) -> Tensor:
@@ -217,8 +218,8 @@ class PackedRows(RowLayout):
         return self._scan(tokens.double(), torch.maximum, -math.inf)
 
     def _scan(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor], neutral: float) -> Tensor:
-        """Combine the tokens of each row up to each token, in log2(N) passes of doubling distance."""
-        # A cumulative sum over all rows less its value at the start of each would lose digits of short rows.
+        """Combine the tokens of each row up to each token, in log2(N) passes with doubling distance."""
+        # A cumulative sum over all rows, minus its value at each row's start, would lose digits of short rows.
         distance = 1
         while distance < self.length:
             alike = self.row_index[distance:] == self.row_index[:-distance]
@@ -256,7 +257,7 @@ def detect_layout(**given: Tensor) -> RowLayout:
     packed = [name for name, tensor in given.items() if tensor.is_nested]
     if not packed:
         shape = next(iter(given.values())).shape
-        # Compared without a hash, which would fix the sizes of a compiled graph.
+        # Compared without hashing, which would fix the sizes of a compiled graph.
         if len(shape) != 2 or any(tensor.shape != shape for tensor in given.values()):
             shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
             raise ValueError(f"expected tensors of one shape (B, T), got {shapes}")
@@ -306,7 +307,7 @@ def _packed_rows(given: dict[str, Tensor]) -> PackedRows:
             continue
         alike = theirs.shape == offsets.shape and here == length
         if alike and (offsets.device.type != "cpu" or torch.compiler.is_compiling()):
-            # Found out on the device: to ask for the answer would be to wait for it.
+            # Checked on the device, because reading the result would wait for it.
             torch._assert_async((theirs == offsets).all(), f"rows of {name} and {first} differ in length")
         elif not alike or not torch.equal(theirs, offsets):
             raise ValueError(
@@ -322,13 +323,13 @@ def _offsets(nested: Any) -> Tensor:
 
 
 def _is_narrowed(nested: Any) -> bool:
-    """Return True if some of its values belong to no row."""
+    """Return True if some values of the tensor belong to no row."""
     return nested.lengths() is not None
 
 
 BLOCK = 1 << 17
-"""Tokens of a block, padding included. A fresh temporary of more is handed out page by page, which takes longer than
-what is computed in it."""
+"""Tokens of a block, including padding. Memory for a larger temporary is allocated page by page, which takes longer
+than the computation in it."""
 
 
 def split_tokens(
@@ -336,16 +337,16 @@ def split_tokens(
 ) -> Iterator[tuple[slice, RowLayout, dict[str, Tensor]]]:
     """Split columns into blocks of whole rows, as tensors of tokens that share the columns' memory.
 
-    A block of nested rows is not nested itself: to nest it can take longer than what is computed of it, and the layout
-    of one of several gives nothing back in the layout of the columns. A batch that lies on another device than a CPU is
-    one block, since to cut nested rows is to wait for it.
+    A block of nested rows is not nested itself, because nesting can take longer than the computation on the block; if
+    there are several blocks, their layouts cannot return tensors in the layout of the columns. A batch on a device
+    other than a CPU is one block, because cutting nested rows waits for the device.
 
     Args:
         columns: (B, T) each, or each nested by row.
-        most: tokens of a block at most; a longer row is a block by itself.
+        most: maximum number of tokens in a block; a longer row is its own block.
 
     Yields:
-        The rows of each block, how its tokens lie, and the tokens of each column.
+        The rows of each block, the layout of its tokens, and the tokens of each column.
 
     Raises:
         ValueError: layouts or shapes that differ.

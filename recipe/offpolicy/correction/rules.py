@@ -1,4 +1,4 @@
-"""Rules on which parts of a correction can be combined."""
+"""Rules for combining the parts of a correction."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def centers_mask(mask: MaskSpec) -> bool:
 
 
 def read_centering(mapping: Mapping[str, Any]) -> int | None:
-    """Read K from the plain values under ``correction``; None: no centering.
+    """Read K from the plain values under ``correction``; None for no centering.
 
     Raises:
-        SpecError: not a number of tokens.
+        SpecError: the value is not a number of tokens.
 
     Example:
         >>> read_centering({"centering": 20}), read_centering({})
@@ -50,7 +50,7 @@ def read_centering(mapping: Mapping[str, Any]) -> int | None:
 
 
 def check_centering(spec: CorrectionParts) -> None:
-    """Refuse parts whose effect on tokens that were not sampled is unknown, and a term that is always 0.
+    """Refuse parts whose effect on unsampled tokens is unknown, and a term that is always 0.
 
     Raises:
         SpecError: names the part's key.
@@ -83,7 +83,7 @@ def check_centering(spec: CorrectionParts) -> None:
 
 
 def find_unknown(spec: CorrectionParts) -> dict[str, tuple[Any, str]]:
-    """Find the keys of such parts, below ``correction`` -> their values, and the reason.
+    """Find the parts whose effect on unsampled tokens is unknown: key below ``correction`` -> (value, reason).
 
     Example:
         >>> find_unknown(CorrectionParts(support="engine"))
@@ -151,7 +151,7 @@ def check_together(spec: CorrectionParts) -> None:
 
 
 def _check_weights(spec: CorrectionParts) -> None:
-    """Refuse weights of which two would hold for one token."""
+    """Refuse weights if two of them would apply to the same token."""
     if spec.weight is not None and spec.weights:
         name, weight = spec.weights[0]
         raise SpecError(
@@ -189,7 +189,7 @@ def _check_kl(spec: CorrectionParts) -> None:
 
 
 def _check_support(spec: CorrectionParts) -> None:
-    """Refuse what reads another policy than the one over the support, and what has nothing to allow."""
+    """Refuse parts that need log-probs over the whole vocabulary, and permissions without effect."""
     if spec.support is None:
         return
     alongside = {"correction.support": spec.support}
@@ -223,7 +223,7 @@ def _check_support(spec: CorrectionParts) -> None:
 
 
 def _list_of_batch(spec: CorrectionParts) -> dict[str, Any]:
-    """List the keys that have something fixed for the whole batch, with their values."""
+    """List the keys that need a constant of the whole batch, with their values."""
     found: dict[str, Any] = {f"{key}.normalize": True for key, weight in spec.all_weights.items() if weight.normalize}
     found |= {f"masks.{name}.budget": mask.budget for name, mask in spec.masks if mask.budget is not None}
     around = (("denominator", "original"), ("nonfinite", "counted"), ("baseline", "include"))
@@ -315,7 +315,7 @@ def _refuse_inert(spec: CorrectionParts, ratio: str, why: str, instead: str) -> 
 
 
 def _batch_level_keys(spec: CorrectionParts) -> dict[str, Any]:
-    """Collect the keys that are fixed for the whole batch, with their values."""
+    """Collect the keys whose decision is fixed for the whole batch, with their values."""
     keys: dict[str, Any] = {}
     keys |= {f"correction.{part}.normalize": True for part, weight in spec.all_weights.items() if weight.normalize}
     keys |= {f"correction.masks.{name}.budget": mask.budget for name, mask in spec.masks if mask.budget is not None}
@@ -327,7 +327,7 @@ def _batch_level_keys(spec: CorrectionParts) -> dict[str, Any]:
 
 
 def _find_step_rejection(spec: CorrectionParts) -> str | None:
-    """Return the key of the first part that can drop tokens by the current policy or the advantages."""
+    """Return the key of the first part that can drop tokens based on the current policy or the advantages."""
     weights = spec.all_weights
     return next((part for part in spec.step_parts if part not in weights or weights[part].kind == "reject"), None)
 
@@ -414,7 +414,7 @@ def _check_skyrl(spec: CorrectionParts) -> None:
 
 
 def _check_factors(spec: CorrectionParts) -> None:
-    """Refuse bounds by age where another bound, of one width, stands in their place."""
+    """Refuse age-dependent bounds if a bound with the same width at every age replaces them."""
     for name, part in spec.age_parts.items():
         if part.by_staleness is None:
             continue

@@ -1,6 +1,6 @@
-"""Shadow mode: report what corrections that are switched off would have done, without touching the gradient.
+"""Shadow mode: report what inactive corrections would have done, without changing the gradient.
 
-They go through the same two stages as the correction that is on.
+They go through the same two stages as the active correction.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def compute_shadow_statistics(
         old_log_prob, rollout_log_prob, response_mask, log_prob, advantages: (B, T), see the stages.
         segment_ids, versions: (B, T) integers, for the levels that need them.
         staleness: (B,) or (B, T) integers; accepted as the stages accept it.
-        constants: name -> what is fixed for the batch; None: these rows are the whole batch.
-        alongside: measured stage of the active correction for the same tensors; spares what all of them share.
+        constants: name -> constants of the batch; None: these rows are the whole batch.
+        alongside: measured stage of the active correction for the same tensors; its shared results are reused.
 
     Raises:
-        ValueError: whatever a stage raises, with the name of the shadow; and constants that leave out a correction
-            that needs them.
+        ValueError: a stage raised it, and the message names the shadow; or ``constants`` lacks a correction that needs
+            them.
 
     Example:
         >>> from .mask_spec import MaskSpec

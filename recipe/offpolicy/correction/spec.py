@@ -52,10 +52,10 @@ class CorrectionSpec(CorrectionParts):
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any] | None) -> CorrectionSpec:
-        """Build from the plain values under the Hydra key ``correction``; a mask or named weight of null is removed.
+        """Build from the plain values under the Hydra key ``correction``; null masks and named weights are removed.
 
         Raises:
-            SpecError: a malformed value, or parts that cannot go together.
+            SpecError: a malformed value, or parts that cannot be combined.
         """
         if not isinstance(mapping, Mapping):
             raise SpecError(
@@ -92,7 +92,7 @@ class CorrectionSpec(CorrectionParts):
         """Build from another framework's configuration: a mapping of its keys, whole or a section, or an object.
 
         Args:
-            name: a key of ``dialects.PEERS``. What a framework left out has the default of its newest release there.
+            name: a key of ``dialects.PEERS``. A missing key has the default of the newest release listed there.
 
         Raises:
             SpecError: as ``Peer.read_source``.
@@ -140,7 +140,7 @@ class CorrectionSpec(CorrectionParts):
 
     @classmethod
     def from_slime(cls, source: Any) -> CorrectionSpec:
-        """Build from slime's arguments, with those of ``mis.yaml`` where its function is chosen."""
+        """Build from slime's arguments, including those of ``mis.yaml`` if its function is chosen."""
         return cls.from_peer("slime", source)
 
     @classmethod
@@ -170,35 +170,35 @@ class CorrectionSpec(CorrectionParts):
         return cls.from_peer("prime_rl", source)
 
     def to_skyrl(self) -> dict[str, Any]:
-        """Return SkyRL's ``off_policy_correction`` that says the same; SpecError where there is none."""
+        """Return the equivalent ``off_policy_correction`` of SkyRL; SpecError if there is none."""
         return build_skyrl(self)
 
     def to_trl(self) -> dict[str, Any]:
-        """Return the fields of TRL's ``GRPOConfig`` that say the same; SpecError where there are none."""
+        """Return the equivalent fields of TRL's ``GRPOConfig``; SpecError if there are none."""
         return build_trl(self)
 
     def to_verl(self) -> dict[str, Any]:
-        """Return verl's ``algorithm.rollout_correction`` that says the same; SpecError where there is none."""
+        """Return the equivalent ``algorithm.rollout_correction`` of verl; SpecError if there is none."""
         return build_verl(self)
 
     def fingerprint(self) -> int:
         """Return an integer in [0, 2^31), equal for equal specs, in every process and release."""
-        # 31 bits are exact as a float too, in which metrics carry it.
+        # Metrics carry it as a float, which represents 31 bits exactly.
         text = json.dumps(self.to_mapping(), sort_keys=True, separators=(",", ":"))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def _drop_removed(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop parts that are null: ``correction.masks.gsm=null`` is ``~correction.masks.gsm``, in YAML too."""
+    """Drop parts that are null: ``correction.masks.gsm=null`` means ``~correction.masks.gsm``, also in YAML."""
     named = {name: each for name in ("masks", "weights") if isinstance(each := mapping.get(name), Mapping)}
     return {**mapping} | {name: {k: v for k, v in parts.items() if v is not None} for name, parts in named.items()}
 
 
 def _refuse_beside_its_part(mapping: Mapping[str, Any]) -> None:
-    """Refuse a key of a part that stands outside the part, such as ``masks.upper`` or ``gsm.upper``.
+    """Refuse a part's key outside the part, such as ``masks.upper`` or ``gsm.upper``.
 
     Raises:
-        SpecError: names the key of each part that has one.
+        SpecError: names the key in each part that has such a key.
     """
     sections = {name: each for name in ("masks", "weights") if isinstance(each := mapping.get(name), Mapping)}
     parts = {"weight": mapping.get("weight")} | {
@@ -266,10 +266,10 @@ def _weights(value: Any) -> tuple[tuple[str, WeightSpec], ...]:
 
 
 def _refuse_misspelt(given: str, masks: Mapping[str, Any]) -> None:
-    """Refuse a few keys of a mask that is not there, whose name resembles one that is.
+    """Refuse incomplete keys of a mask that does not exist, if its name resembles an existing mask's.
 
     Raises:
-        SpecError: names the other.
+        SpecError: names the existing mask.
     """
     keys = masks.get(given)
     if not isinstance(keys, Mapping) or {"level", "aggregate"} & set(keys):
@@ -313,7 +313,7 @@ def _kl_clip(value: Any) -> tuple[float, float] | None:
     if value is None:
         return None
     key = "correction.kl_clip"
-    # A single number is what PPO's own clip takes: the distance of both bounds from 1.
+    # A single number is the form of PPO's own clip: the distance of both bounds from 1.
     width = value if isinstance(value, float) and 0 < value < 1 else 0.2
     bounds_around_1 = {"lower": round(1 - width, 6), "upper": round(1 + width, 6)}
     if not isinstance(value, Mapping):

@@ -1,11 +1,11 @@
 """The two stages of a correction.
 
-``rollout_stage`` holds what mu and pi_old decide, once per rollout; ``step_stage`` adds what pi and the advantages
-decide, at every gradient step. log(pi/mu) is the sum of the first stage's log(pi_old/mu) and the second stage's
-log(pi/pi_old), so OPSM costs one new sum a step.
+``rollout_stage`` makes the decisions that depend only on mu and pi_old, once per rollout. ``step_stage`` adds those
+that need pi or the advantages, at every gradient step. log(pi/mu) is the sum of the first stage's log(pi_old/mu) and
+the second stage's log(pi/pi_old), so OPSM costs one new sum per step.
 
-Tensors are (B, T), or nested by row with layout ``torch.jagged``, all of them in one layout. Nested ones are worked on
-as they lie, and what comes out is nested likewise. Nothing waits for the device once ``constants`` are there.
+Tensors are (B, T), or nested by row with layout ``torch.jagged``, all in the same layout. Nested tensors are processed
+without padding, and the results are nested too. Nothing waits for the device if ``constants`` are given.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def rollout_stage(
 ) -> RolloutStage:
     """Compute the weights, masks and statistics that depend on pi_old / mu alone.
 
-    A token whose pi_old is not finite leaves weights, masks, T and statistics, and is counted; so does one whose mu is
-    not, unless the correction does not read mu: then it leaves statistics of ratios alone.
+    A token whose pi_old is not finite is excluded from weights, masks, T and statistics, and is counted. The same holds
+    for a token whose mu is not finite, but if the correction does not read mu, the token is excluded only from
+    statistics of ratios.
 
     Args:
         old_log_prob: (B, T) log pi_old, any float dtype; see ``proximal_log_prob``.
@@ -50,16 +51,16 @@ def rollout_stage(
         response_mask: (B, T) bool or 0/1; padding is never read.
         segment_ids: (B, T) integers, the turn of each token, see ``units.turns``; for level ``turn`` and ``post_tool``.
         versions: (B, T) integers, the version of the weights that sampled each token; for level ``version``.
-        constants: of the batch that these rows belong to; None: these rows are the whole batch.
-        staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use, or (B, T)
-            those of each token. Statistics read it, as they read ``segment_ids`` whatever the levels are, and masks
-            and bounds that go by age.
-        measure: ``all`` statistics, ``decisions``: those of weight and keep, or ``nothing``; in both stages.
-        alongside: measured stage of another correction for the very same tensors; spares what does not depend on the
-            correction.
+        constants: constants of the batch to which these rows belong; None: these rows are the whole batch.
+        staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use, or (B, T) per
+            token. It is read by masks and bounds that depend on age, and by statistics, which also read ``segment_ids``
+            at any level.
+        measure: ``all`` statistics, ``decisions`` for those of weight and keep, or ``nothing``; applies to both stages.
+        alongside: measured stage of another correction for the same tensors; its results that do not depend on the
+            correction are reused.
 
     Raises:
-        ValueError: shapes that differ, a level whose ids are missing, an age that is not known, or a stage of other
+        ValueError: shapes differ, the ids of a level are missing, an age is unknown, or ``alongside`` belongs to other
             tensors.
 
     Example:
@@ -145,13 +146,13 @@ def step_stage(
 
     Args:
         stage: from ``rollout_stage`` of the same rows.
-        log_prob: (B, T) log pi, detached here. The caller stops on a value that is not finite (it is counted in
-            ``nonfinite/log_prob``, and advantages likewise): no mask can keep it out of the gradient.
-        advantages: (B, T); only signs are used, see ``MaskSpec.sign``. None where no mask looks at them; statistics
-            by sign then find no row.
+        log_prob: (B, T) log pi, detached here. Non-finite values are counted in ``nonfinite/log_prob``, and those of
+            advantages likewise. The caller stops on them, because no mask can remove them from the gradient.
+        advantages: (B, T); only signs are used, see ``MaskSpec.sign``. None if no mask reads them; statistics by sign
+            are then empty.
 
     Raises:
-        ValueError: shapes that differ, a stage of another correction, or a mask whose advantages are missing.
+        ValueError: shapes differ, the stage belongs to another correction, or a mask's advantages are missing.
 
     Example:
         >>> spec = CorrectionSpec(masks=(("far", MaskSpec("ppo", "token", "product", 0.5, 2.0, "any")),))

@@ -1,6 +1,6 @@
-"""Statistics that carry their own reduction, so that micro-batches and ranks add up, and their catalogue.
+"""Statistics that carry their own reduction, so they add up over micro-batches and ranks, and their catalogue.
 
-A mean travels as a sum and a count, an effective sample size as two sums and a count. Nothing is averaged twice.
+A mean is sent as a sum and a count, an effective sample size as two sums and a count. Nothing is averaged twice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Reduction(Enum):
-    """Rule by which two statistics of one name are merged; the comments give the parts."""
+    """Rule by which two statistics with the same name are merged; the comments list the parts."""
 
     SUM = "sum"  # (total,)
     MEAN = "mean"  # (total, count)
@@ -27,13 +27,13 @@ class Reduction(Enum):
     ESS = "ess"  # (total, square, count), taken about 1
     CHI2 = "chi2"  # (total, square, count), taken about 1
     PERPLEXITY = "perplexity"  # (total of log-probs, count)
-    MIN = "min"  # (value, count), the value without meaning where nothing is counted
+    MIN = "min"  # (value, count), the value is meaningless if the count is 0
     MAX = "max"  # (value, count), likewise
 
 
 _EXTREMES: Final = (Reduction.MIN, Reduction.MAX)
 _LEAST_SQUARE: Final = 2.0**-40
-"""Least mean square of weights whose effective sample size is known: moments about 1 are rounded to 2^-52 a weight."""
+"""Least mean square of weights with a known effective sample size: moments about 1 are rounded to 2^-52 per weight."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Statistic:
     """A metric as mergeable partial sums.
 
     Attributes:
-        reduction: how parts become one.
-        parts: 0-dim float64 tensors where it is taken, floats once it has left the device.
-        about: what has been subtracted from each value before its mean, least or greatest was taken.
+        reduction: rule by which parts are merged.
+        parts: 0-dim float64 tensors on the device, floats once the statistic has been copied to the host.
+        about: number that was subtracted from each value before the mean, minimum or maximum was computed.
     """
 
     reduction: Reduction
@@ -61,7 +61,7 @@ class Statistic:
         return replace(self, parts=tuple(map(sum, columns)))
 
     def value(self) -> float:
-        """Compute the number to log; NaN for a statistic of nothing, except that a sum of nothing is 0."""
+        """Compute the number to log; NaN for a statistic without values, but 0 for a sum."""
         parts = [float(part) for part in self.parts]
         match self.reduction:
             case Reduction.SUM:
@@ -79,25 +79,25 @@ class Statistic:
             case Reduction.STD:
                 return math.sqrt(max(square / count - (total / count) ** 2, 0.0))
             case Reduction.CHI2:
-                # E[w^2] - 1 = E[(w-1)^2] + 2 E[w-1]: nothing near 1 is subtracted from 1.
+                # E[w^2] - 1 = E[(w-1)^2] + 2 E[w-1]: no number near 1 is subtracted from 1.
                 return (square + 2 * total) / count
             case _:
-                # (sum w)^2 / (n sum w^2), in (0, 1]: the share of the sample that the weights leave.
+                # (sum w)^2 / (n sum w^2), in (0, 1]: the share of the sample that is effective under the weights.
                 weights, squares = count + total, count + 2 * total + square
                 return weights * weights / (count * squares) if squares > _LEAST_SQUARE * count else math.nan
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Partial sums of a sample of weights w, taken of w - 1, which keeps its digits where w is near 1.
+    """Partial sums over a sample of weights w, computed from w - 1, which keeps its digits if w is near 1.
 
-    Each a 0-dim float64 tensor.
+    Each is a 0-dim float64 tensor.
 
     Attributes:
         excess: sum of w - 1.
         square: sum of (w - 1)^2.
-        count: how many weights.
-        least, greatest: of w - 1; of no meaning for no weight.
+        count: number of weights.
+        least, greatest: least and greatest w - 1; meaningless without weights.
     """
 
     excess: Tensor
@@ -142,14 +142,15 @@ def build_mean(value: Tensor, count: Tensor, about: float = 0.0) -> Statistic:
 
 
 class FlatStatistics(Mapping[str, Statistic]):
-    """Statistics by name as two plain objects, however many they are: their layout and their numbers.
+    """Statistics by name, stored as two plain objects for any number of statistics: their layout and their numbers.
 
-    So they travel: as objects, the statistics of all ranks are so many that the garbage collector takes longer than
-    what is computed of them. A layout is read once, since ranks and steps have the same as a rule.
+    They are sent in this form because the statistics of all ranks, as separate objects, are so many that garbage
+    collection takes longer than the computation. A layout is read once, since ranks and steps usually have the same
+    layout.
 
     Attributes:
-        layout: the pickled statistics without parts, and the places of these among the numbers.
-        numbers: of all parts; statistics that share both parts and reduction share their places.
+        layout: the pickled statistics without their parts, and the parts' places among the numbers.
+        numbers: numbers of all parts; statistics that share both parts and reduction share their places.
     """
 
     def __init__(self, layout: bytes, numbers: bytes) -> None:
@@ -170,7 +171,7 @@ class FlatStatistics(Mapping[str, Statistic]):
 
 
 def flatten(statistics: Mapping[str, Statistic]) -> Mapping[str, Statistic]:
-    """Flatten statistics that have left the device; an empty or flat mapping is returned as it is.
+    """Flatten statistics that are on the host; an empty or flat mapping is returned unchanged.
 
     Example:
         >>> flat = flatten({"x": Statistic(Reduction.MEAN, (2.0, 1.0)), "n": Statistic(Reduction.SUM, (3.0,))})
@@ -182,7 +183,7 @@ def flatten(statistics: Mapping[str, Statistic]) -> Mapping[str, Statistic]:
     numbers = array("d")
     places: dict[tuple[Reduction, int], slice] = {}
     layout = {}
-    held = dict(statistics)  # by which an id stays that of one object
+    held = dict(statistics)  # keeps the objects alive, so that ids stay unique
     for name, one in held.items():
         key = (one.reduction, id(one.parts))
         if key not in places:
@@ -202,7 +203,7 @@ def _read_layout(layout: bytes) -> dict[str, tuple[Statistic, slice]]:
 def merge_all(samples: Iterable[Mapping[str, Statistic]]) -> dict[str, Statistic]:
     """Merge statistics by name over micro-batches, mini-batches and ranks (host side).
 
-    Statistics of one reduction that share their parts in each sample share them afterwards.
+    Statistics with the same reduction that share their parts in every sample also share them in the result.
 
     Example:
         >>> parts = [{"x": Statistic(Reduction.MEAN, (2.0, 1.0))}, {"x": Statistic(Reduction.MEAN, (1.0, 2.0))}]
@@ -232,9 +233,9 @@ def merge_all(samples: Iterable[Mapping[str, Statistic]]) -> dict[str, Statistic
 
 
 def _merge_columns(samples: Sequence[FlatStatistics]) -> dict[str, Statistic]:
-    """Merge statistics of one layout, each number with its like."""
+    """Merge statistics with the same layout, number by number."""
     columns = list(zip(*(sample.numbers for sample in samples), strict=True))
-    # Python's own sum, in the order of the samples, as in ``Statistic.merge``.
+    # Uses Python's sum, in the order of the samples, as in ``Statistic.merge``.
     sums = tuple(map(sum, columns))
     return {
         name: replace(one, parts=_find_extreme(one.reduction, *columns[at]) if one.reduction in _EXTREMES else sums[at])
@@ -243,7 +244,7 @@ def _merge_columns(samples: Sequence[FlatStatistics]) -> dict[str, Statistic]:
 
 
 def _find_extreme(reduction: Reduction, values: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, Any]:
-    """Find the least or greatest of the values that count; the first where none does. Its count is that of all."""
+    """Find the least or greatest value with a count, else the first value; the returned count is the total."""
     extreme = min if reduction is Reduction.MIN else max
     counted = [value for value, count in zip(values, counts, strict=True) if count]
     return extreme(counted) if counted else values[0], sum(counts)
@@ -257,7 +258,7 @@ def _exp(value: float) -> float:
 
 
 BUCKETS: Final = {"le16": 16, "le64": 64, "le256": 256, "le1024": 1024, "le4096": 4096, "gt4096": None}
-"""Length buckets -> the most valid tokens of a row in it; None: no limit."""
+"""Length bucket -> largest number of valid tokens in its rows; None: no limit."""
 
 SIGNS: Final = ("positive", "negative")
 TURNS: Final = ("first", "post_tool")
@@ -268,7 +269,7 @@ _DISTRIBUTION: Final = {part: Reduction(part) for part in ("mean", "std", "min",
 
 @dataclass(frozen=True)
 class StatisticEntry:
-    """Keys that share one meaning.
+    """Keys with the same meaning.
 
     Attributes:
         key: below ``offpolicy/``; {a,b} stands for each of a and b, and <name> for any name.
@@ -281,7 +282,7 @@ class StatisticEntry:
     meaning: str
 
     def expand(self) -> Iterator[tuple[str, Reduction]]:
-        """Yield each key, with <name> left as it stands, and its reduction."""
+        """Yield each key, with <name> unchanged, and its reduction."""
         pieces = [piece.split(",") for piece in self.key.replace("{", "\0").replace("}", "\0").split("\0")]
         for chosen in product(*pieces):
             for part, reduction in self.parts.items():

@@ -1,12 +1,12 @@
-"""Statistics of a correction, which add up over micro-batches and ranks.
+"""Measurement of a correction's statistics, which add up over micro-batches and ranks.
 
 ``catalogue`` defines each one. Everything is summed in float64, over the original response mask.
 
-On long rows, new tensors of the size of all tokens are what costs: each log-ratio is exponentiated once, and counts by
-length, sign and staleness come from sums by row. On short ones it is the number of operations. A boolean mask is used
-as a number, for torch selects by booleans at a fraction of the speed of its arithmetic on CPU.
+On long rows, the cost is in new tensors as large as all tokens, so each log-ratio is exponentiated once, and counts by
+length, sign and staleness are computed from row sums. On short rows, the cost is the number of operations. Boolean
+masks are used as numbers, because on CPU torch selects by booleans much more slowly than it does arithmetic.
 
-Tensors of tokens and columns are those of ``row_layout.RowLayout``.
+For "tensor of tokens" and "column" see ``row_layout.RowLayout``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .units import Units
 from .weights import Bound, WeightSpec
 
 Measure = Literal["all", "decisions", "nothing"]
-"""All statistics, those of weights and of what is kept, or none."""
+"""All statistics, only those of weights and kept tokens, or none."""
 
 _GEOMETRIC: Final = (math.log(0.99), math.log(1.01))
 _PRODUCT: Final = (math.log(0.5), math.log(2.0))
@@ -35,10 +35,10 @@ _PRODUCT: Final = (math.log(0.5), math.log(2.0))
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Sums of the rollout stage that statistics of the step stage reuse.
+    """Results of the rollout stage that statistics of the step stage reuse.
 
     Attributes:
-        ratio: of pi_old / mu by token.
+        ratio: moments of pi_old / mu per token.
         old_total: sum of log pi_old over valid tokens.
     """
 
@@ -48,15 +48,17 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class AppliedWeight:
-    """A weight before and after its bounds, with the tokens that it rejects.
+    """A weight before and after its bounds are applied, with the tokens that it rejects.
 
     Attributes:
-        spec: of the weight.
+        spec: specification of the weight.
         by_unit: float64, log of the raw weight of each of ``units``.
-        raw, weight: by token, before and after bounds and normalisation, 0 off valid tokens.
-        drop: bool by token, what a weight of kind reject drops, without meaning off valid tokens; None for others.
-        bounds: lower and upper of the raw weight, one for all or by token; None for an open side.
-        at: bool by token, valid tokens that it weighs; None: all of them.
+        raw, weight: per token, before and after bounds and normalisation, 0 for tokens that are not valid.
+        drop: bool per token, tokens that a weight of kind ``reject`` drops, meaningful only for valid tokens; None for
+            other kinds.
+        bounds: lower and upper bound of the raw weight, one number for all tokens or one per token; None for an open
+            side.
+        at: bool per token, valid tokens to which the weight applies; None: all of them.
     """
 
     spec: WeightSpec
@@ -69,7 +71,7 @@ class AppliedWeight:
     at: Tensor | None = None
 
     def restrict(self, at: Tensor) -> AppliedWeight:
-        """Restrict it to the valid tokens that ``at`` flags; what else it says of others has no meaning."""
+        """Restrict the weight to the valid tokens that ``at`` flags; its values for other tokens become meaningless."""
         at = self.units.valid & at
         return replace(self, at=at, drop=None if self.drop is None else self.drop & at)
 
@@ -78,7 +80,7 @@ class AppliedWeight:
 def measure_rollout(
     sample: TokenSample, log_rho: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor
 ) -> tuple[dict[str, Statistic], Mismatch]:
-    """Measure the mismatch pi_old / mu, each tensor by token.
+    """Measure the mismatch pi_old / mu; each tensor holds one value per token.
 
     Example:
         >>> from .row_layout import detect_layout
@@ -138,7 +140,7 @@ def measure_rollout(
         statistics[f"staleness/{name}/kl_k3"] = st.build_mean(k3, counted)
     if sample.staleness is not None:
         some = (sample.tokens > 0).double() if sample.ages is None else to_float64(sample.mask)
-        # Ages are 0 or more, so that what does not count is never the oldest.
+        # Ages are 0 or more, so tokens that do not count are never the oldest.
         ages = some * sample.staleness
         counted = some.sum()
         statistics["staleness/mean"] = st.build_mean(ages.sum(), counted)
@@ -150,7 +152,7 @@ def measure_rollout(
 def measure_step(
     sample: TokenSample, mismatch: Mismatch, log_r: Tensor, log_full: Tensor, log_prob: Tensor, advantages: Tensor
 ) -> tuple[dict[str, Statistic], Moments]:
-    """Measure the drift pi / pi_old and the full ratio pi / mu at one gradient step; also return the latter's moments.
+    """Measure the drift pi / pi_old and the full ratio pi / mu at one gradient step; also return moments of pi / mu.
 
     Example:
         >>> from .row_layout import detect_layout
@@ -178,11 +180,11 @@ def measure_step(
 
 @torch.no_grad()
 def measure_weight(sample: TokenSample, weighed: AppliedWeight | None, ratio: Moments | None) -> dict[str, Statistic]:
-    """Measure the weight as applied, with 0 where it rejects, next to the raw one.
+    """Measure the applied weight, which is 0 for rejected tokens, and the raw weight.
 
     Args:
-        weighed: None where no weight is configured, and all are 1.
-        ratio: of the ratio that is weighed, by token; None leaves the raw weight out.
+        weighed: None if no weight is configured and all weights are 1.
+        ratio: moments of the weighted ratio, per token; None leaves the raw weight out.
 
     Example:
         >>> from .row_layout import detect_layout
@@ -211,11 +213,11 @@ def measure_weight(sample: TokenSample, weighed: AppliedWeight | None, ratio: Mo
 def measure_weights_by_sign(
     sample: TokenSample, weighed: Sequence[AppliedWeight], *, raw: bool
 ) -> dict[str, Statistic]:
-    """Measure weights of which each holds for some tokens, as ``measure_weight`` does one; 1 where none holds.
+    """Measure weights that each apply to some tokens, like ``measure_weight``; a token without a weight counts as 1.
 
     Args:
-        weighed: restricted to tokens that no other has, see ``AppliedWeight.restrict``.
-        raw: measure them before their bounds as well.
+        weighed: weights restricted to disjoint sets of tokens, see ``AppliedWeight.restrict``.
+        raw: also measure the weights before their bounds are applied.
 
     Example:
         >>> from .row_layout import detect_layout
@@ -251,8 +253,8 @@ def measure_penalty(log_ratio: Tensor, decided: Tensor) -> dict[str, Statistic]:
     """Measure the mean of (log r)^2, which a penalty multiplies by its coefficient.
 
     Args:
-        log_ratio: log r by token, 0 off ``decided``.
-        decided: bool by token, the tokens that have one.
+        log_ratio: log r per token, 0 outside ``decided``.
+        decided: bool per token, the penalised tokens.
 
     Example:
         >>> measure_penalty(torch.tensor([[2.0, 0.0]]).double(), torch.tensor([[True, True]]))["penalty/mean"].value()
@@ -270,7 +272,7 @@ def measure_keep(
     decided: Tensor,
     token_masks: Collection[str] = (),
 ) -> dict[str, Statistic]:
-    """Measure what is kept, and what each part rejects by itself of the ``decided`` tokens, each tensor by token.
+    """Measure the kept tokens, and those of the ``decided`` tokens that each part rejects; all tensors are per token.
 
     ``token_masks`` are the keys of ``rejected`` that ``token_mask_ratio`` counts, each token once.
 
@@ -302,7 +304,7 @@ def measure_keep(
         dropped = rows.sum(decided & drop)
         columns[f"{key} tokens"] = dropped
         columns[f"{key} rows"] = (dropped == length) * rows_with_length
-    # The sign of a row is that of its sum, as masks see it. A value that is not finite stops the run.
+    # The sign of a row is the sign of its sum, as for masks. A value that is not finite stops the run.
     advantage = rows.sum(advantages.nan_to_num(0.0, 0.0, 0.0) * decided)
     by_group = sample.groups.add_signs(advantage, SIGNS).sum_columns(columns)
     sums = by_group[""]
@@ -332,25 +334,25 @@ def measure_keep(
 
 
 def _of_tokens(sample: TokenSample, above: Tensor) -> Moments:
-    """Compute the moments of one weight per valid token from ``above``, the weight less 1: float64, 0 elsewhere."""
+    """Compute the moments of one weight per valid token from ``above``, the weight minus 1: float64, 0 elsewhere."""
     return Moments(above.sum(), sum_squares(above), sample.count, *sample.min_and_max(above))
 
 
 def _of_units(weighed: AppliedWeight, valid: Tensor) -> Moments:
-    """Compute the moments of the raw weight of each valid token, from the weights of the units that they share."""
+    """Compute the moments of the raw weight per valid token from the weights of the units."""
     units = weighed.units
     seen = units if units.valid is valid else replace(units, valid=valid)
     return _of_counted(weighed.by_unit, seen.sharing)
 
 
 def _of_counted(log_weight: Tensor, count: Tensor) -> Moments:
-    """Compute the moments of weights that occur ``count`` times each, from their logs; both float64 of one shape."""
+    """Compute the moments of weights that occur ``count`` times each, from their logs; both are float64."""
     above = compute_excess(log_weight)
     counted = count * above
     none, far = (count == 0).double(), torch.finfo(torch.float64).max
     least = greatest = torch.zeros_like(counted.sum())
     if none.numel():
-        # Moves weights that do not occur beyond all that do: cheaper than to select by a mask.
+        # Moves weights that do not occur beyond all others, which is cheaper than selecting by a mask.
         least, greatest = torch.add(above, none, alpha=far).amin(), torch.sub(above, none, alpha=far).amax()
     return Moments(counted.sum(), sum_products(counted, above), count.sum(), least, greatest)
 
@@ -360,7 +362,7 @@ def _greatest(column: Tensor) -> Tensor:
 
 
 def _out_of_bounds(weighed: AppliedWeight, valid: Tensor) -> Tensor:
-    """Count the valid tokens whose raw weight, 0 elsewhere, lies outside the bounds."""
+    """Count the valid tokens whose raw weight lies outside the bounds."""
     (lower, upper), raw = weighed.bounds, weighed.raw
     outside = torch.zeros_like(valid) if upper is None else valid & (raw > upper)
     if lower is not None:

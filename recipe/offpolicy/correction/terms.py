@@ -1,4 +1,4 @@
-"""Terms next to the policy term: the weight of KL as a loss, and the squared log-ratio."""
+"""Parts that act outside the policy term: the weight of the KL loss, and the penalty on the squared log-ratio."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KlWeightSpec:
 
     Attributes:
         ratio: ``full`` pi / mu, ``ppo`` pi / pi_old.
-        upper: greatest ratio, > 1, beyond which it is a constant; None for any.
+        upper: limit, > 1; a ratio above it is replaced by this constant. None for no limit.
     """
 
     ratio: KlRatio
@@ -58,11 +58,11 @@ PenaltyRatio = Literal["full", "ppo"]
 class PenaltySpec:
     """A penalty on (log r)^2 of every valid token, neither weighted nor masked.
 
-    Kimi k1.5's l2 term (Kimi Team 2025, eq. 3), there with tau / 2 on pi / mu; prime-rl's ``kl_tau``.
+    It is Kimi k1.5's l2 term (Kimi Team 2025, eq. 3, with coefficient tau / 2 on pi / mu), and prime-rl's ``kl_tau``.
 
     Attributes:
         ratio: ``full`` pi / mu, ``ppo`` pi / pi_old.
-        coefficient: of the loss's aggregate of (log r)^2, > 0.
+        coefficient: factor of the loss's aggregate of (log r)^2, > 0.
     """
 
     ratio: PenaltyRatio
@@ -93,11 +93,11 @@ class PenaltySpec:
 
 
 def compute_squared_log_ratio(log_prob: Tensor, other: Tensor, response_mask: Tensor) -> Tensor:
-    """Compute (log pi - log other)^2 by token, 0 off the mask and where ``other`` is not finite; differentiable in pi.
+    """Compute (log pi - log other)^2 per token, 0 outside the mask or if ``other`` is not finite; differentiable in pi.
 
     Args:
         log_prob: (B, T) log pi.
-        other: (B, T) log-probs of the policy that it is held to, detached here.
+        other: (B, T) log-probs of the reference policy of the penalty, detached here.
         response_mask: (B, T) bool.
 
     Example:
@@ -108,5 +108,5 @@ def compute_squared_log_ratio(log_prob: Tensor, other: Tensor, response_mask: Te
     dtype = torch.promote_types(log_prob.dtype, torch.float32)
     other = other.detach().to(dtype)
     valid = response_mask & torch.isfinite(other)
-    # Chosen before the difference, so that no gradient passes through what is not finite.
+    # Selected before the difference, so that no gradient passes through non-finite values.
     return (log_prob.to(dtype) - torch.where(valid, other, log_prob.detach().to(dtype))).square() * valid

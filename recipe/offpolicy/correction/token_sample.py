@@ -1,4 +1,4 @@
-"""Tokens and rows that statistics are taken over, and sums over them."""
+"""Tokens and rows over which statistics are computed, and sums over them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class RowGroups:
     """Groups of rows.
 
     Attributes:
-        names: of each; "" holds all rows with a response token.
-        members: (G, B) float64 of 0 and 1. A row of no valid token has no length.
+        names: names of the groups; the group "" holds all rows with a response token.
+        members: (G, B) float64 of 0 and 1. A row without a valid token is in no length group.
     """
 
     names: tuple[str, ...]
@@ -32,28 +32,28 @@ class RowGroups:
         return {group: {name: next(sums) for name in columns} for group in self.names}
 
     def add_signs(self, sums: Tensor, names: tuple[str, str]) -> RowGroups:
-        """Add the groups of rows whose value in a column is above, and below, 0."""
+        """Add two groups: the rows whose value in a column is above 0, and those whose value is below 0."""
         signs = _matrix([sums > 0, sums < 0], self.members.shape[1])
         return RowGroups((*self.names, *names), torch.cat((self.members, signs.double())))
 
 
 @dataclass(frozen=True)
 class TokenSample:
-    """Tokens and rows that statistics are taken over; for tensors of tokens and columns see ``row_layout.RowLayout``.
+    """Tokens and rows for statistics; for "tensor of tokens" and "column" see ``row_layout.RowLayout``.
 
     Attributes:
-        rows: how tokens lie in rows.
-        mask, valid: bool by token, response tokens, and those of them whose mu and pi_old are finite.
-        valid_number, invalid_number: float64 by token, ``valid`` as 0 and 1, and its opposite.
-        first: 0-dim int64, where the first valid token lies among all; None where there are no tokens at all.
-        tokens, length: columns, float64, response tokens and valid tokens of each row.
-        rows_with_length: column, float64 of 0 and 1, rows with a valid token.
-        count: 0-dim float64, valid tokens.
-        groups: of rows.
-        turns: (len(TURNS), tokens in all) float64 of 0 and 1, the tokens of each group within ``mask``; None without
+        rows: layout of the tokens.
+        mask, valid: bool per token: response tokens, and response tokens whose mu and pi_old are finite.
+        valid_number, invalid_number: float64 per token, ``valid`` as 0 and 1, and its complement.
+        first: 0-dim int64, index of the first valid token among all tokens; None if there are no tokens.
+        tokens, length: columns, float64, number of response tokens and of valid tokens in each row.
+        rows_with_length: column, float64, 1 for rows with a valid token, else 0.
+        count: 0-dim float64, number of valid tokens.
+        groups: groups of rows.
+        turns: (len(TURNS), total tokens) float64 of 0 and 1, the tokens of each group within ``mask``; None without
             segment ids.
-        staleness: column, or by token, float64, or None.
-        ages: (len(STALENESS), tokens in all), as ``turns``; None unless staleness is by token.
+        staleness: column or tensor of tokens, float64, or None.
+        ages: (len(STALENESS), total tokens), like ``turns``; None unless staleness is per token.
     """
 
     rows: RowLayout
@@ -72,26 +72,26 @@ class TokenSample:
     ages: Tensor | None
 
     def min_and_max(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the least and greatest of the valid tokens' values, 0-dim; without meaning where there is none.
+        """Compute the least and greatest value of the valid tokens, 0-dim; meaningless if there are none.
 
         Args:
-            values: float64 by token, 0 off ``valid``.
+            values: float64 per token, 0 outside ``valid``.
         """
         if self.first is None:
             return values.new_zeros(()), values.new_zeros(())
-        # What fills the places that do not count is one of the values that do.
+        # Tokens that are not valid are filled with the value of a valid token.
         return torch.addcmul(values, self.invalid_number, values.take(self.first)).aminmax()
 
     def sum_by_turn(self, *columns: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Sum columns by group of turns, 0-dim float64; empty without segment ids.
+        """Sum tensors of tokens by turn group, 0-dim float64; empty without segment ids.
 
         Args:
-            columns: float64 by token.
+            columns: float64 per token.
         """
         return _sum_by_group(TURNS, self.turns, columns)
 
     def sum_by_age(self, *columns: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Sum columns by age likewise; empty unless staleness is by token."""
+        """Sum tensors of tokens by age in the same way; empty unless staleness is per token."""
         return _sum_by_group(STALENESS, self.ages, columns)
 
 
@@ -152,7 +152,7 @@ def sum_products(one: Tensor, other: Tensor) -> Tensor:
 
 
 def to_float64(mask: Tensor) -> Tensor:
-    """Convert bool to 0 and 1 in float64; on CPU faster by way of bytes than straight from bool.
+    """Convert bool to 0 and 1 in float64; on CPU, converting through bytes is faster than directly from bool.
 
     Example:
         >>> to_float64(torch.tensor([True, False])).tolist()
@@ -177,7 +177,7 @@ def _sum_by_group(
 ) -> dict[str, tuple[Tensor, ...]]:
     if members is None:
         return {}
-    # Column by column: to put them side by side would take as much memory as all of them.
+    # Column by column, because concatenating them would need as much memory as all of them together.
     sums = [(members @ column.flatten()).unbind() for column in columns]
     return dict(zip(names, zip(*sums, strict=True), strict=True))
 
@@ -191,13 +191,13 @@ def _groups(rows: int, tokens: Tensor, length: Tensor, age: Tensor | None) -> Ro
 
 @dataclass(frozen=True)
 class _Bounds:
-    """Thresholds that sort rows into groups: the last bound of a column that a row's number exceeds names its group.
+    """Thresholds that sort rows into groups: a row is in the group of the last bound that its number exceeds.
 
     Attributes:
-        names: of the groups.
+        names: names of the groups.
         column: (G,) int64, index of the number: tokens, length, age.
         bound: (G, 1) float64.
-        less_the_next: (G, G) float64, takes from each group what lies above the next bound of the same number.
+        less_the_next: (G, G) float64, removes from each group the rows above the next bound of the same number.
     """
 
     names: tuple[str, ...]

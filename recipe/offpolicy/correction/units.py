@@ -1,4 +1,4 @@
-"""Units, the tokens of a row that share one weight or one decision, and the tokens that these apply to."""
+"""Units: the tokens of a row that share one weight or one decision; and checks of the tokens to which these apply."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .row_layout import RowLayout, detect_layout
 When = Literal["any", "negative", "positive", "post_tool"]
 Sign = Literal["row", "token"]
 MaskWhen = Literal["any", "negative", "positive", "outward", "post_tool"]
-"""A mask can also look at tokens whose update takes the two policies of its ratio r further apart: A log r > 0."""
+"""A mask can also select tokens whose update moves the two policies of its ratio r further apart: A log r > 0."""
 
 
 def check_sign_is_read(when: MaskWhen, sign: Sign, key: str, proposed: dict[str, Any]) -> None:
-    """Check that ``sign`` says whose advantage only where one is looked at.
+    """Check that ``sign`` is set only if ``when`` reads the advantage.
 
     Raises:
         SpecError: ``sign=token`` alongside ``when=any`` or ``post_tool``.
@@ -40,10 +40,10 @@ def check_sign_is_read(when: MaskWhen, sign: Sign, key: str, proposed: dict[str,
 
 
 def check_tool_is_seen(when: MaskWhen, level: str, by_age: bool, key: str) -> None:
-    """Check that a part after a tool's result has units that such a result can lie in, and one bound for all ages.
+    """Check that a ``post_tool`` part has units that can follow a tool's result, and the same bound for all ages.
 
     Raises:
-        SpecError: ``when=post_tool`` at level prefix, or by age.
+        SpecError: ``when=post_tool`` at level ``prefix``, or with age-dependent bounds.
 
     Example:
         >>> check_tool_is_seen("post_tool", "sequence", False, "correction.masks.opsm")
@@ -63,7 +63,7 @@ def check_tool_is_seen(when: MaskWhen, level: str, by_age: bool, key: str) -> No
 
 
 def overlap(one: tuple[When, Sign], other: tuple[When, Sign]) -> bool:
-    """Return True if some token can be looked at by both, each a pair of ``when`` and ``sign``.
+    """Return True if some token can be selected by both pairs of ``when`` and ``sign``.
 
     Example:
         >>> overlap(("negative", "row"), ("positive", "row")), overlap(("negative", "row"), ("positive", "token"))
@@ -79,19 +79,19 @@ Level = Literal["token", "sequence", "turn", "version", "prefix"]
 
 @dataclass(frozen=True)
 class Units:
-    """A partition of each row's tokens, or with level ``prefix`` each token with all valid tokens before it in its row.
+    """A partition of each row's tokens; at level ``prefix``, each token with all valid tokens before it in its row.
 
-    One value a unit is a column by sequence (see ``RowLayout``) and a tensor of tokens otherwise: a row of T tokens
-    has no more than T units, and to ask for the exact number would be to wait for the device. Units without a valid
-    token sum to 0.
+    Values per unit are a column for level ``sequence`` (see ``RowLayout``), otherwise a tensor of tokens: a row of T
+    tokens has at most T units, and reading the exact number would wait for the device. Units without a valid token sum
+    to 0.
 
     Attributes:
         valid: (B, T) bool, or (N,) packed: the tokens that belong to a unit.
-        index: of their shape, int64, last-dimension position of the value of each token's unit; None by token
-            and by sequence.
-        level: what a unit is.
-        rows: how tokens lie in rows.
-        ages: float64 of the shape of ``valid``, versions of the weights since each token was sampled; None: not known.
+        index: int64 in the same shape, position along the last dimension of the value of each token's unit; None for
+            levels ``token`` and ``sequence``.
+        level: kind of unit.
+        rows: layout of the tokens.
+        ages: float64 in the shape of ``valid``, versions of the weights since each token was sampled; None: unknown.
     """
 
     valid: Tensor
@@ -102,7 +102,7 @@ class Units:
     _known: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over the tokens of each unit, float64; ``values`` by token, 0 off ``valid``."""
+        """Sum over the tokens of each unit, float64; per-token ``values`` are 0 outside ``valid``."""
         if self.level == "token":
             return values.double()
         if self.level == "prefix":
@@ -113,13 +113,13 @@ class Units:
         return sums.scatter_add_(-1, self.index, values.double())
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average over the tokens of each unit, float64, 0 for no token; ``values`` by token, 0 off ``valid``."""
+        """Average over each unit's tokens, float64, 0 for no token; per-token ``values`` are 0 outside ``valid``."""
         if self.level == "token":
             return values.double()
         return self.total(values) / self.tokens.clamp(min=1)
 
     def greatest(self, values: Tensor) -> Tensor:
-        """Compute the greatest value of each unit, float64, -inf for no token; ``values`` by token."""
+        """Compute the greatest value of each unit, float64, -inf for no token; ``values`` are per token."""
         chosen = torch.where(self.valid, values.double(), -math.inf)
         if self.level == "token":
             return chosen
@@ -131,7 +131,7 @@ class Units:
         return least.scatter_reduce_(-1, self.index, chosen, "amax")
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return the value of each token's unit, by token; without meaning off ``valid``."""
+        """Return the value of each token's unit, per token; meaningless outside ``valid``."""
         if self.level in ("token", "prefix"):
             return values
         if self.index is None:
@@ -139,18 +139,18 @@ class Units:
         return values.gather(-1, self.index)
 
     def least_before(self, values: Tensor) -> Tensor:
-        """Compute the least value of the valid tokens before each in its row, and 0 at most, float64; by token."""
+        """Compute, per token, the least value of the valid tokens before it in its row, at most 0, float64."""
         below = torch.where(self.valid, values.double(), 0.0).clamp(max=0)
         return -self.rows.previous(self.rows.cumulative_max(-below), 0.0)
 
     @property
     def exists(self) -> Tensor:
-        """Units that have a valid token, bool; of level ``prefix`` those that end with one."""
+        """Units with a valid token, bool; at level ``prefix``, units whose last token is valid."""
         return self.valid if self.level in ("token", "prefix") else self.tokens > 0
 
     @property
     def sharing(self) -> Tensor:
-        """Number of valid tokens that have the unit's value, float64: those of the unit, or its last for a prefix."""
+        """Number of valid tokens that have the unit's value, float64: all of the unit, or only the last of a prefix."""
         return self.valid.double() if self.level == "prefix" else self.tokens
 
     @property
@@ -175,10 +175,10 @@ class Units:
         return self._known["oldest"]
 
     def scale_limit(self, limit: float, factors: Sequence[float] | None, power: float | None) -> Tensor | float:
-        """Multiply a log bound by the factor of each unit's age, or by its number of tokens to ``power``.
+        """Multiply a log bound by the factor of each unit's age, or by its number of tokens to the power ``power``.
 
         Returns:
-            float32, as bounds are compared, one a unit; the limit itself where it is open or nothing scales it.
+            float32, as in comparisons, one per unit; the limit itself if it is infinite or nothing scales it.
         """
         if abs(limit) == math.inf:
             return limit
@@ -187,12 +187,12 @@ class Units:
         return limit if power is None else (limit * self.scale_by_position(power)).float()
 
     def scale_by_position(self, power: float) -> Tensor:
-        """Compute the number of tokens of each unit to ``power``, float64; 1 for a unit without a token."""
-        # 0 to a negative power is infinite, and times the log of a bound of 1 not a number.
+        """Compute the number of tokens of each unit to the power ``power``, float64; 1 for a unit without a token."""
+        # 0 to a negative power is infinite, and its product with the log of a bound of 1 is NaN.
         return self.tokens.clamp(min=1).pow(power)
 
     def choose_by_age(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """Choose one of ``values`` for each unit by its age: that of 0, 1, ... versions; the last holds for older."""
+        """Choose one of ``values`` for each unit by its age of 0, 1, ... versions; the last holds for older units."""
         table = torch.tensor(values, dtype=dtype, device=self.valid.device)
         return table[self.oldest.clamp(0, len(values) - 1).long()]
 
@@ -204,9 +204,9 @@ def partition_units(
 
     Args:
         valid: (B, T) bool, or (N,) packed.
-        ids: integers of that shape for ``turn`` and ``version``: tokens of a row with one id form a unit.
-        rows: how they lie; None: padded.
-        ages: of that shape, for what decides by age.
+        ids: integers in that shape for ``turn`` and ``version``: tokens of a row with the same id form a unit.
+        rows: layout of the tokens; None: padded.
+        ages: in that shape, for parts that decide by age.
 
     Example:
         >>> partition_units("sequence", torch.tensor([[True, True, False]]), None).tokens.tolist()
@@ -221,10 +221,10 @@ def turns(response_mask: Tensor) -> Tensor:
     """Number the turns of each row by the runs of the response mask, which tool outputs interrupt: (B, T) int64 from 0.
 
     Args:
-        response_mask: (B, T) bool or 0/1, or nested by row; the turns are then nested likewise.
+        response_mask: (B, T) bool or 0/1, or nested by row; the turns are then nested too.
 
     Example:
-        >>> turns(torch.tensor([[1, 1, 0, 1, 0]])).tolist()  # a tool token has the turn before it
+        >>> turns(torch.tensor([[1, 1, 0, 1, 0]])).tolist()  # a tool token belongs to the turn before it
         [[0, 0, 0, 1, 1]]
     """
     rows = detect_layout(response_mask=response_mask)
@@ -234,9 +234,9 @@ def turns(response_mask: Tensor) -> Tensor:
 
 
 def _places(ids: Tensor, valid: Tensor, rows: RowLayout) -> Tensor:
-    """Find the position of each token's unit: units of a row in the order of their ids, from its first position."""
-    # A token opens a unit where its id differs from the one before it in the row sorted by id. Tokens that do not count
-    # join the unit of id 0, to which they add nothing, so that no number that stands there can matter.
+    """Find the position of each token's unit: a row's units follow its first position in the order of their ids."""
+    # A token starts a unit if its id differs from the previous id in the row sorted by id. Tokens that are not valid
+    # join the unit of id 0, to which they add nothing, so their ids do not matter.
     ordered, order = rows.sort(ids * valid)
     number = rows.cumulative_count(~rows.equals_previous(ordered)) - 1
     return rows.to_position(torch.empty_like(number).scatter_(-1, order, number))

@@ -1,4 +1,4 @@
-"""Readers of a correction's plain values; each error has key, value, reason and fix."""
+"""Readers of a correction's plain values; each error contains a key, its value, a reason and a fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .aggregates import AGGREGATES
 from .problem import SpecError, find_closest
 from .units import Level
 
-_MISSING = "???"  # what OmegaConf leaves where a value is mandatory
+_MISSING = "???"  # OmegaConf's marker of a missing mandatory value
 _IN_USE = {
     "coefficient": 0.001,
     "delta": 0.1,
@@ -25,16 +25,16 @@ _IN_USE = {
 _ELSEWHERE = dict.fromkeys(("cap", "max", "high", "clip", "threshold", "upper_bound"), "upper") | dict.fromkeys(
     ("min", "low", "floor", "lower_bound"), "lower"
 )
-"""Names that other frameworks have for a bound."""
+"""Names of bounds in other frameworks."""
 _TRUTH = {"yes": True, "on": True, "1": True, "no": False, "off": False, "0": False}
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def require_mapping(value: Any, key: str, fix: str, off: Any = ...) -> Mapping[str, Any]:
-    """Return ``value`` if it is a mapping; the error proposes ``fix``, and of null or false what switches the key off.
+    """Return ``value`` if it is a mapping; the error proposes ``fix``, or for null or false how to switch the key off.
 
     Args:
-        off: the value that does; by default the key is removed.
+        off: the value that switches the key off; by default the key is removed.
 
     Example:
         >>> require_mapping({"level": "token"}, "correction.weight", "Remove it.")
@@ -78,7 +78,7 @@ def check_known_keys(mapping: Mapping[str, Any], known: Iterable[str], key: str)
 
 
 def require_keys(mapping: Mapping[str, Any], required: Iterable[str], key: str, optional: Iterable[str] = ()) -> None:
-    """Check that a mapping has all required keys, with values, and no others than the optional ones.
+    """Check that a mapping has values for all required keys, and no other keys except the optional ones.
 
     Example:
         >>> require_keys({"lower": None, "upper": 2.0}, ("lower", "upper"), "correction.weight")
@@ -121,7 +121,7 @@ def _refuse_without_level(mapping: Mapping[str, Any], left_open: list[str], key:
 
 
 def read_choice(mapping: Mapping[str, Any], name: str, options: Any, key: str, default: str | None = None) -> Any:
-    """Read one of the options of a Literal type, or of a tuple.
+    """Read a value that must be one of the options in a Literal type or a tuple.
 
     Example:
         >>> read_choice({"kind": "clip"}, "kind", ("clip", "reject"), "correction.weight")
@@ -145,7 +145,7 @@ def read_choice(mapping: Mapping[str, Any], name: str, options: Any, key: str, d
 
 
 def read_bool(mapping: Mapping[str, Any], name: str, key: str) -> bool:
-    """Read True or False; False where the key is left out.
+    """Read True or False; False if the key is left out.
 
     Example:
         >>> read_bool({"normalize": True}, "normalize", "correction.weight")
@@ -185,7 +185,7 @@ def read_number(value: Any, key: str, *, nullable: bool = True) -> float | None:
         )
     try:
         converted = float(value)
-    except OverflowError:  # an integer beyond float64
+    except OverflowError:  # an integer outside float64's range
         converted = math.inf
     if not math.isfinite(converted):
         raise SpecError(
@@ -196,11 +196,11 @@ def read_number(value: Any, key: str, *, nullable: bool = True) -> float | None:
             meant={key: None} if nullable and math.isinf(converted) else None,
             proposed={} if in_use is None else {key: in_use},
         )
-    return converted + 0.0  # -0.0 is 0.0, also in the fingerprint
+    return converted + 0.0  # turns -0.0 into 0.0, also in the fingerprint
 
 
 def read_factors(mapping: Mapping[str, Any], key: str) -> tuple[float, ...] | None:
-    """Read ``by_staleness``: the factor of |log bound| at age 0, 1, ...; None where it is left out or null.
+    """Read ``by_staleness``: the factors of |log bound| at age 0, 1, ...; None if it is left out or null.
 
     Example:
         >>> read_factors({"by_staleness": [1, 1.5]}, "correction.weight")
@@ -229,7 +229,7 @@ def read_factors(mapping: Mapping[str, Any], key: str) -> tuple[float, ...] | No
 
 
 def read_power(mapping: Mapping[str, Any], key: str) -> float | None:
-    """Read ``by_position``: |log bound| is multiplied by t to this power at the t-th token; None where it is left out.
+    """Read ``by_position``: |log bound| is multiplied by t to this power at the t-th token; None if it is left out.
 
     Example:
         >>> read_power({"by_position": 0.5, "level": "prefix"}, "correction.weight")
@@ -275,7 +275,7 @@ def read_numbers(value: Any) -> list[float]:
 
 
 def _meant(key: str, value: Any) -> dict[str, Any]:
-    """Propose the number, or the two bounds, that a value contains; nothing where there is none."""
+    """Propose the number, or the two bounds, that a value contains; nothing if it contains none."""
     owner, _, name = key.rpartition(".")
     numbers = sorted(read_numbers(value))
     if len(numbers) == 2 and name in ("lower", "upper"):
@@ -284,7 +284,7 @@ def _meant(key: str, value: Any) -> dict[str, Any]:
 
 
 def read_ordered_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:
-    """Read ``lower`` <= ``upper``, either of them None for an open side.
+    """Read ``lower`` <= ``upper``; either can be None for an open side.
 
     Example:
         >>> read_ordered_bounds({"lower": None, "upper": 0.2}, "correction.masks.kl")
@@ -324,7 +324,7 @@ def read_ratio_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | Non
 
 
 def usual_bound(mapping: Mapping[str, Any], side: str, key: str) -> dict[str, Any]:
-    """Propose the bound in use for a malformed one, ``key.side`` -> number; nothing where it would be null or cross.
+    """Propose a common bound for a malformed one, ``key.side`` -> number; nothing if it would be null or cross.
 
     Example:
         >>> usual_bound({"aggregate": "geometric", "lower": 0.99}, "upper", "correction.masks.gsm")
@@ -339,13 +339,13 @@ def usual_bound(mapping: Mapping[str, Any], side: str, key: str) -> dict[str, An
 
 
 def propose_value(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, Any]:
-    """Propose a value for a key that is left out or malformed: null next to another bound, else one in use.
+    """Propose a value for a missing or malformed key: null for a bound if the other bound is set, else a common value.
 
     Args:
-        mapping: what is next to it, of a weight or a mask.
+        mapping: all keys of the weight or mask.
 
     Returns:
-        ``key.name`` -> the value; empty where none is in use.
+        ``key.name`` -> the value; empty if there is no common value.
 
     Example:
         >>> propose_value({"lower": 0.5}, "upper", "correction.masks.gsm")
@@ -366,7 +366,7 @@ def propose_value(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, 
 
 
 def get_usual_bounds(aggregate: str) -> tuple[float | None, float | None]:
-    """Return the bounds in use on an aggregate; None for an open side.
+    """Return the common bounds on an aggregate; None for an open side.
 
     Example:
         >>> get_usual_bounds("geometric"), get_usual_bounds("k3_mean")
@@ -379,7 +379,7 @@ def check_metric_name(name: str, key: str, mask: Any = None) -> str:
     """Check that a name can be part of a metric: verl reduces metrics by the substrings "min" and "max".
 
     Args:
-        mask: what has the name, as it was given.
+        mask: the value under this name, as given.
 
     Example:
         >>> check_metric_name("gsm", "correction.masks")

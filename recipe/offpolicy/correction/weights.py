@@ -37,21 +37,24 @@ class WeightSpec:
     """A detached importance weight on a ratio of policies.
 
     Attributes:
-        level: tokens that share one weight: ``token`` each its own, ``sequence`` a row, ``turn`` a run of response
-            tokens between tool outputs, ``version`` the tokens of a row that one version of the weights sampled.
-        kind: ``truncate`` binds one side, ``clip`` both, ``reject`` drops what lies outside and leaves the rest
-            weighted (masked importance sampling). ``gamma`` has no bounds: exp(rate (1 - w)) w^power, which is 1 at
-            w = 1 and greatest at w = power / rate (VESPO, Shen et al. 2026).
+        level: which tokens share one weight: ``token``: each token has its own weight; ``sequence``: all tokens of a
+            row; ``turn``: a run of response tokens between tool outputs; ``version``: the tokens of a row that were
+            sampled by the same version of the weights.
+        kind: ``truncate`` bounds one side, ``clip`` both; ``reject`` drops units outside and keeps the weight of the
+            others (masked importance sampling). ``gamma`` has no bounds: exp(rate (1 - w)) w^power, which is 1 at w = 1
+            and greatest at w = power / rate (VESPO, Shen et al. 2026).
         lower, upper: inclusive bounds, > 0, or None for an open side.
         aggregate: ``product`` prod_t rho_t, ``geometric`` its T-th root, over the tokens that share it; ``minimum``, at
-            level prefix, rho_t times the least ratio before it, and 1 at most (MinPRO, Lei et al. 2026).
+            level prefix, rho_t times the least ratio before it, where that ratio counts as at most 1 (MinPRO, Lei et
+            al. 2026).
         ratio: ``rollout`` pi_old / mu; ``full`` pi / mu, for base losses without a ratio of their own.
-        normalize: divide by the mean over the whole batch, of tokens at token level and of rows, turns or versions
-            at theirs; what is rejected counts as 0.
+        normalize: divide by the mean over the whole batch: over tokens at token level, else over rows, turns or
+            versions. Rejected weights count as 0.
         by_staleness: factor of |log bound| by age, see ``MaskSpec.by_staleness``.
         power, rate: k and lambda of kind ``gamma``, > 0; None for the others.
-        by_position: |log bound| is multiplied by t to this power at the t-th valid token of a row; level prefix alone.
-        when, sign: the tokens that it weighs, see ``MaskSpec.when``; 1 for the others.
+        by_position: |log bound| is multiplied by t to this power at the t-th valid token of a row; only at level
+            prefix.
+        when, sign: the tokens to which the weight applies, see ``MaskSpec.when``; others have weight 1.
     """
 
     level: Level
@@ -205,7 +208,7 @@ class WeightSpec:
         factors, power, when, sign = (mapping.pop(name) for name in ("by_staleness", "by_position", "when", "sign"))
         for name in ("lower", "upper") if self.kind == "gamma" else _GAMMA:
             del mapping[name]
-        # Left out where they are not set, so that fingerprints of corrections without them stay as they were.
+        # Left out if they are not set, so that fingerprints of corrections without them stay the same.
         mapping |= {} if factors is None else {"by_staleness": list(factors)}
         mapping |= {} if power is None else {"by_position": power}
         return mapping if when == "any" else mapping | {"when": when, "sign": sign}
@@ -217,7 +220,7 @@ class WeightSpec:
 
     @property
     def picks_tokens(self) -> bool:
-        """True if it weighs some tokens of a unit and not others."""
+        """True if the weight can apply to only some tokens of a unit."""
         return self.when == "post_tool" or (self.when != "any" and self.sign == "token")
 
 
@@ -229,7 +232,7 @@ def _read_positive(mapping: Mapping[str, Any], name: str, key: str) -> float:
 
 
 Bound = Tensor | float | None
-"""A bound of a weight, for all or for each; None where it is open."""
+"""A bound of a weight, one for all units or one for each; None if it is open."""
 
 
 def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Tensor:
@@ -239,11 +242,11 @@ def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Ten
     ``minimum``, by prefix, log r_t + min(0, min_{s<t} log r_s) (MinPRO, Lei et al. 2026).
 
     Args:
-        log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 where not valid.
+        log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 for tokens that are not valid.
         units: of ``spec.level``.
 
     Returns:
-        One float64 a unit, in nats; 0 for a unit without a token.
+        One float64 per unit, in nats; 0 for a unit without a token.
 
     Example:
         >>> from .units import partition_units
@@ -258,7 +261,7 @@ def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Ten
 
 
 def choose_bounds(spec: WeightSpec, units: Units) -> tuple[Bound, Bound]:
-    """Choose the bounds of each unit's weight by its age or length, float64; those of ``spec`` where neither is read.
+    """Choose the bounds of each unit's weight by its age or length, float64; the bounds of ``spec`` if neither is used.
 
     Example:
         >>> from .units import partition_units
@@ -277,7 +280,7 @@ def _scale(bound: float | None, spec: WeightSpec, units: Units) -> Bound:
         return (math.log(bound) * units.scale_by_position(spec.by_position)).exp()
     if bound is None or spec.by_staleness is None:
         return bound
-    # A factor of 1 leaves the bound as it is, to the bit.
+    # A factor of 1 leaves the bound bitwise unchanged.
     by_age = [bound if factor == 1 else math.exp(math.log(bound) * factor) for factor in spec.by_staleness]
     return units.choose_by_age(by_age, torch.float64)
 
@@ -288,7 +291,7 @@ def apply_bounds(spec: WeightSpec, raw: Tensor, bounds: tuple[Bound, Bound] | No
     ``gamma`` has no bounds: exp(rate (1 - raw)) raw^power.
 
     Args:
-        bounds: from ``choose_bounds``, in the shape and dtype of ``raw``; None: those of ``spec``.
+        bounds: from ``choose_bounds``, in the shape and dtype of ``raw``; None: the bounds of ``spec``.
 
     Yao et al. 2025 truncate by token, Liu et al. 2025 by sequence; SkyRL ships the caps 2.0 and 5.0.
 
@@ -305,16 +308,16 @@ def apply_bounds(spec: WeightSpec, raw: Tensor, bounds: tuple[Bound, Bound] | No
 
 
 def find_rejected_units(spec: WeightSpec, log_value: Tensor, units: Units) -> Tensor:
-    """Find the units that ``reject`` drops: outside [lower, upper], inclusive, compared in float32 in log space.
+    """Find the units that ``reject`` drops: those outside [lower, upper], inclusive, compared in float32 in log space.
 
-    Masked importance sampling of Liu et al. 2025: rho 1[lower <= rho <= upper].
+    This is masked importance sampling, rho 1[lower <= rho <= upper] (Liu et al. 2025).
 
     Args:
         log_value: from ``compute_log_weight``.
         units: of ``spec.level``.
 
     Returns:
-        One bool a unit.
+        One bool per unit.
 
     Example:
         >>> from .units import partition_units
@@ -334,7 +337,7 @@ def find_rejected_units(spec: WeightSpec, log_value: Tensor, units: Units) -> Te
 def sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tensor, Tensor]:
     """Sum the weights of all units that have a token, with 0 for rejected ones, and count these units.
 
-    Their quotient is what ``normalize`` divides by.
+    ``normalize`` divides by their quotient.
 
     Returns:
         Two 0-dim float64 tensors.

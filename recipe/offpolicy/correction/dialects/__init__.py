@@ -1,8 +1,8 @@
-"""Converters from the configuration keys of other frameworks to ours, as plain values, and to those of three.
+"""Converters between our plain values and other frameworks' configuration keys: from all frameworks, and to three.
 
-A key left out has the default of the newest release that a converter names. Options that the framework would ignore
-in silence, options without an equivalent here, and unknown keys that may be about a correction raise ``SpecError``
-with the framework's own key.
+A missing key has the default of the newest release that a converter names. ``SpecError``, with the framework's own key,
+is raised for options that the framework would silently ignore, for options without an equivalent here, and for unknown
+keys that may concern a correction.
 """
 
 from __future__ import annotations
@@ -37,6 +37,6 @@ PEERS: Final[Mapping[str, Peer]] = {
     "trl": TRL,
     "verl": VERL,
 }
-"""Frameworks whose keys can be read, by the name that the command has for them."""
+"""Frameworks whose keys can be read, by their names on the command line."""
 
 __all__ = ["PEERS"]

@@ -59,7 +59,7 @@ def _convert(options: Options) -> dict[str, Any]:
 
 
 def _list_corrections(options: Options) -> dict[str, dict[str, Any]]:
-    """List the rejections that are set, by their key, in the values of ``rejection_sampling``; three generations."""
+    """List the configured rejections, from three generations of keys, as values of ``rejection_sampling``."""
     found: dict[str, dict[str, Any]] = {}
     if options.has_section(_SECTION):
         if options[f"{_SECTION}.upper"] is None:
@@ -121,7 +121,7 @@ def _bound_divergence(metric: str, level: str, agg: str, values: Mapping[str, An
     if metric == "kl_k2":
         return build_mask(level, f"k2_{how}", lower, upper)
     if how == "max":
-        # The greatest log r is bounded where each is.
+        # A bound on the greatest log r is a bound on every log r.
         if lower is not None:
             raise refuse("no mask here bounds the greatest log-ratio from below.", f"{where}.lower", lower)
         return build_mask(level, "any", None, math.exp(upper))
@@ -175,12 +175,13 @@ AREAL: Final = Peer(
 )
 """AReaL's rules.
 
-* Without ``use_decoupled_loss`` pi_old is mu, or with ``recompute_logprob`` a forward pass, and nothing weighs.
-* ``rejection_sampling`` weighs each token by prox / behave, or at level sequence with metric ratio each row by its
-  geometric mean; ``mask`` rejects and leaves that weight as it is, ``clamp`` bounds it. ``behave_imp_weight_cap`` and
-  ``_mode`` of 1.0.1 to 1.0.3 and ``behav_imp_weight_cap`` of 1.0.0 are read as their equals.
-* ``kl_k1`` is log r there, so that its bounds change sides; ``kl_k3`` is that of 1 / r, which no aggregate here is;
-  ``binary_kl``, of a branch, is KPop's, by token alone.
+* Without ``use_decoupled_loss`` pi_old is mu, or comes from a forward pass with ``recompute_logprob``, and there is no
+  weight.
+* ``rejection_sampling`` weights each token by prox / behave, or, at level sequence with metric ratio, each row by its
+  geometric mean. ``mask`` rejects and leaves that weight unchanged, ``clamp`` bounds it. ``behave_imp_weight_cap`` and
+  ``_mode`` of 1.0.1 to 1.0.3 and ``behav_imp_weight_cap`` of 1.0.0 are read as equivalents.
+* ``kl_k1`` is log r there, so its bounds change sides. ``kl_k3`` is the k3 of 1 / r, for which there is no aggregate
+  here. ``binary_kl``, from a branch, is KPop's and works only per token.
 
-A log-ratio that is not finite is 0 there, and here the token leaves the loss.
+AReaL replaces a log-ratio that is not finite by 0; here the token is excluded from the loss.
 """

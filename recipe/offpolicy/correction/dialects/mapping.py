@@ -1,4 +1,4 @@
-"""Readers of another framework's keys, with its defaults and error messages in its own names."""
+"""Readers of another framework's keys, with its defaults and with error messages that use its names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_options(
 
 
 def read_choice(value: Any, options: Iterable[str], key: str, *, optional: bool = True) -> str | None:
-    """Read a choice among ``options``, or None where it is optional.
+    """Read a choice among ``options``, or None if it is optional.
 
     Example:
         >>> read_choice("token", ("token", "sequence"), "tis.level")
@@ -45,7 +45,7 @@ def read_choice(value: Any, options: Iterable[str], key: str, *, optional: bool 
 
 
 def read_ratio_bound(value: Any, key: str, *, zero_opens: bool = False) -> float | None:
-    """Read a bound on a ratio, which must lie where a log-ratio clamped to +-20 nats can reach it.
+    """Read a bound on a ratio, which must be within the reach of a log-ratio clamped to +-20 nats.
 
     Args:
         zero_opens: 0 leaves the side open, as null does.
@@ -71,7 +71,7 @@ def read_ratio_bound(value: Any, key: str, *, zero_opens: bool = False) -> float
 
 
 def read_width(value: Any, key: str) -> float:
-    """Read a number of at least 0, of a key that has a default.
+    """Read a number of at least 0 from a key that has a default.
 
     Example:
         >>> read_width(0.2, "loss.dppo_mask_low")
@@ -84,9 +84,9 @@ def read_width(value: Any, key: str) -> float:
 
 
 def build_dppo_masks(low: float, high: float) -> dict[str, Any]:
-    """Build the masks of tokens whose update takes p_pi further from p_mu: by ``high`` upwards, ``low`` downwards.
+    """Build masks of tokens whose update moves p_pi further away from p_mu: more than ``high`` above or ``low`` below.
 
-    A width of 1 or more, which no difference of probabilities exceeds, is no mask.
+    A width of 1 or more makes no mask, because no difference of probabilities exceeds it.
 
     Example:
         >>> list(build_dppo_masks(0.2, 1.0))
@@ -102,7 +102,7 @@ def build_dppo_masks(low: float, high: float) -> dict[str, Any]:
 def build_mask(
     level: str, aggregate: str, lower: float | None, upper: float | None, ratio: str = "rollout"
 ) -> dict[str, Any]:
-    """Build the plain values of a mask that acts for advantages of either sign.
+    """Build the plain values of a mask that applies to advantages of either sign.
 
     Example:
         >>> build_mask("token", "product", 0.5, 2.0)["when"]
@@ -113,7 +113,7 @@ def build_mask(
 
 
 def read_flag(value: Any, key: str) -> bool:
-    """Read True or False, of a key that has a default.
+    """Read True or False from a key that has a default.
 
     Example:
         >>> read_flag(True, "use_tis")
@@ -125,13 +125,13 @@ def read_flag(value: Any, key: str) -> bool:
 
 
 def check_weight_of_rows(weight: Mapping[str, Any] | None, name: str, key: str, value: Any) -> None:
-    """Refuse weights of tokens or turns where the base loss has one ratio per row and differentiates the row's mean.
+    """Refuse per-token or per-turn weights if the base loss has one ratio per row and differentiates the row's mean.
 
     The sum of a row's weights then scales the gradient of the whole row. verl's ``gspo`` multiplies the gradient of
     each token by the token's own weight.
 
     Raises:
-        SpecError: a weight of another level than ``sequence``.
+        SpecError: the weight's level is not ``sequence``.
 
     Example:
         >>> check_weight_of_rows(build_weight("sequence", None, 2.0), "TRL", "importance_sampling_level", "sequence")
@@ -144,7 +144,7 @@ def check_weight_of_rows(weight: Mapping[str, Any] | None, name: str, key: str, 
 def build_weight(
     level: str, lower: float | None, upper: float | None, *, reject: bool = False, **more: Any
 ) -> dict[str, Any]:
-    """Build the plain values of a weight bound on the sides that are given; 0 is an open lower side.
+    """Build the plain values of a weight with the given bounds; 0 is an open lower side.
 
     Example:
         >>> build_weight("token", 0.0, 2.0)["kind"], build_weight("token", 0.5, 2.0)["kind"]
@@ -156,7 +156,7 @@ def build_weight(
 
 
 def refuse(reason: str, key: str, value: Any, fix: str = "") -> SpecError:
-    """Build the error of an option that has no equivalent here.
+    """Build the error for an option that has no equivalent here.
 
     Example:
         >>> str(refuse("it has no equivalent here.", "roll.is_weight.detach", False))

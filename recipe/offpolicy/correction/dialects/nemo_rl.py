@@ -1,4 +1,4 @@
-"""Converter of NeMo-RL's ``loss_fn`` section about the generation engine."""
+"""Converter of the keys in NeMo-RL's ``loss_fn`` section that concern the generation engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _convert(options: Options) -> dict[str, Any]:
         if kind is None and upper is not None:
             if lower is not None:
                 raise refuse("a lower bound is a type's.", f"{_RATIO}_min", lower, f"Set {_TYPE}.")
-            # The only rule until 0.5.0, which had no types.
+            # This was the only rule until 0.5.0, which had no types.
             kind = "tis"
         if kind is not None and upper is None:
             raise refuse("a type has a ratio.", _RATIO, None, "Set it to 2.0 for example.")
@@ -96,11 +96,11 @@ NEMO_RL: Final = Peer(
     context=words("reference_policy_kl_penalty sequence_level_importance_ratios use_kl_in_reward", "loss_fn"),
     switches=frozenset({_CORRECTS, "loss_fn.force_on_policy_ratio", "loss_fn.use_on_policy_kl_approximation"}),
 )
-"""NeMo-RL's rules, on prev / generation log-probs.
+"""NeMo-RL's rules, on the ratio of prev to generation log-probs.
 
-``tis`` clamps the weight, ``icepop`` leaves it inside the bounds and drops what is outside, ``seq-mask-tis`` drops
-rows by their geometric mean and leaves token weights unbounded. A ratio without a type is a cap, the rule of 0.5.0;
-later releases stop there. With neither the weight has no bound. Rows that ``grpo.seq_logprob_error_threshold`` drops
-leave NeMo-RL's counts, so that it sets ``denominator: kept``. With ``use_on_policy_kl_approximation`` the KL term in
-the loss has the weight pi / generation.
+``tis`` clamps the weight. ``icepop`` keeps it inside the bounds and drops tokens outside. ``seq-mask-tis`` drops rows
+by their geometric mean and leaves token weights unbounded. A ratio without a type is a cap, as in 0.5.0; later releases
+stop with an error. With neither, the weight has no bound. NeMo-RL does not count rows that
+``grpo.seq_logprob_error_threshold`` drops, so this key sets ``denominator: kept``. With
+``use_on_policy_kl_approximation`` the KL term in the loss has the weight pi / generation.
 """

@@ -40,7 +40,7 @@ def _convert(options: Options) -> dict[str, Any]:
         return plain
     low, high = (read_ratio_bound(options[key], key, zero_opens=True) for key in _name("mask"))
     if low is not None or high is not None:
-        # A band on tokens with one side open is one on each by itself.
+        # A band on tokens with one open side bounds each token separately.
         how = "any" if level == "token" and None in (low, high) else aggregate
         plain["masks"]["rho"] = build_mask(level, how, low, high)
     return plain
@@ -87,11 +87,11 @@ OPEN_INSTRUCT: Final = Peer(
     elsewhere=words("cache_logprobs_only loss_type mask_tool_use mask_truncated_completions"),
     switches=frozenset({"use_rho_correction", _OLD}),
 )
-"""open-instruct's rules; a bound of 0 is none.
+"""open-instruct's rules; a bound of 0 means no bound.
 
-rho is clamped as a weight, and what lies outside the mask's bounds is dropped; with ``rho_mask_sequence_level`` both
-go by the row's geometric mean. With ``rho_mask_tv_divergence`` (VACO) the bounds are on the row's mean of |rho - 1|,
-twice what ``tv_mean`` is here, and tokens that lead back stay. Log-ratios are clamped to +-10 there and to +-20 here.
-With ``use_vllm_logprobs`` pi_old is mu, and nothing is corrected. A cap of 0.2.0,
-``truncated_importance_sampling_ratio_cap``, is the whole correction, 0 none.
+rho is clamped as a weight, and tokens outside the mask's bounds are dropped; with ``rho_mask_sequence_level`` both use
+the row's geometric mean. With ``rho_mask_tv_divergence`` (VACO) the bounds are on the row's mean of |rho - 1|, twice
+our ``tv_mean``, and tokens whose update moves the policies closer together are kept. Log-ratios are clamped to +-10
+there and to +-20 here. With ``use_vllm_logprobs`` pi_old is mu, and nothing is corrected. In 0.2.0 the cap
+``truncated_importance_sampling_ratio_cap`` is the whole correction, and 0 means none.
 """

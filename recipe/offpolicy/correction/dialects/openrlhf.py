@@ -1,4 +1,4 @@
-"""Converter of OpenRLHF's arguments about the vLLM engine."""
+"""Converter of OpenRLHF's arguments that concern the vLLM engine."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _convert(options: Options) -> dict[str, Any]:
     else:
         threshold = f"{_IS}threshold"
         level = options[f"{_IS}level"]
-        # YAML reads a bare off as false.
+        # YAML reads an unquoted off as false.
         level = "off" if level is False else read_choice(level, ("off", "token", "seq"), f"{_IS}level", optional=False)
         mode = read_choice(options[f"{_IS}mode"], ("mask", "clip"), f"{_IS}mode", optional=False)
         gating = read_choice(options[f"{_IS}gating"], ("ratio", "binary_kl", "tv"), f"{_IS}gating", optional=False)
         on, rule = level != "off", (str(level), str(mode), str(gating))
     plain: dict[str, Any] = {"proximal": "recompute"}
-    # Unbiased KL is a straight-through estimate there, with w pi's gradient alone.
+    # Unbiased KL is a straight-through estimate there: w is constant in its gradient.
     if read_flag(options["algo.kl.unbiased_gradient"], "algo.kl.unbiased_gradient") and options["algo.kl.use_loss"]:
         reason = (
             "it has the gradient of w k2 with w = pi / pi_old held constant, which no weight of the KL loss here has."
@@ -49,11 +49,11 @@ def _convert(options: Options) -> dict[str, Any]:
         return plain
     loss = options[_LOSS] if _LOSS in options.given else options["policy_loss_type"]
     if loss == "gspo":
-        # The correction is the ratio itself, pi / mu by row.
+        # The loss's own ratio, pi / mu per row, is the correction.
         return {"proximal": "bypass"}
     if loss != "ppo":
         raise refuse("OpenRLHF corrects under ppo alone.", _LOSS, loss, "Set it to ppo.")
-    # Two until 0.11.1; 0.9.0 had a cap alone.
+    # Until 0.11.1 there were two bounds; 0.9.0 had only a cap.
     bounds = _read_bounds(options[threshold], threshold, may_be_one=not {f"{_IS}enable", f"{_IS}type"} & set(named))
     return plain | _correct(rule, *bounds, threshold)
 
@@ -125,8 +125,8 @@ OPENRLHF: Final = Peer(
 """OpenRLHF's rules, on pi_old / mu.
 
 * 0.11.2: ``is_correction_level`` token or seq, ``_mode`` mask or clip, ``_gating`` ratio, binary_kl or tv. ``clip``
-  bounds the weights of tokens; ``mask`` drops what is outside, and what stays keeps its token weights.
-* Before, and with ``vllm_is_*`` until 0.10.1: ``_type`` tis is token and clip, icepop token and mask, seq-mask-tis
-  seq and mask.
-* It corrects under ``actor.policy_loss_type=ppo`` alone; under ``gspo`` its own ratio becomes pi / mu.
+  bounds the weights of tokens. ``mask`` drops what is outside and leaves the token weights of the rest unchanged.
+* Earlier releases, which until 0.10.1 use ``vllm_is_*``: ``_type`` tis means token and clip, icepop means token and
+  mask, and seq-mask-tis means seq and mask.
+* OpenRLHF corrects only under ``actor.policy_loss_type=ppo``; under ``gspo`` the loss's own ratio becomes pi / mu.
 """

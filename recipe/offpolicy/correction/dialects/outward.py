@@ -1,6 +1,6 @@
 """Converters from our plain values to the configuration keys of SkyRL, TRL and verl.
 
-What the framework cannot say raises ``SpecError`` with our own key, so that nothing is left out in silence.
+Parts that the framework cannot express raise ``SpecError`` with our own key, so that nothing is silently omitted.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _AROUND: Final = {
     "centering": "its key for score centering was not in the releases whose keys are known",
     "support": "it does not keep the support of truncated sampling",
 }
-"""Keys that none of the three can say -> why."""
+"""Key that none of the three can express -> reason."""
 
 
 def build_skyrl(spec: CorrectionParts) -> dict[str, Any]:
-    """Build SkyRL's ``off_policy_correction`` for ``spec``, with its defaults left out.
+    """Build SkyRL's ``off_policy_correction`` for ``spec``, without keys at their defaults.
 
     Raises:
-        SpecError: names what SkyRL cannot say.
+        SpecError: names the part that SkyRL cannot express.
 
     Example:
         >>> from ..weights import WeightSpec
@@ -89,13 +89,13 @@ def _find_skyrl_stem(key: str, mask: MaskSpec) -> str:
 
 
 def build_trl(spec: CorrectionParts) -> dict[str, Any]:
-    """Build the fields of TRL's ``GRPOConfig`` for ``spec``, from 1.6.0 on, all that correct.
+    """Build all correction fields of TRL's ``GRPOConfig`` for ``spec``; needs TRL 1.6.0 or later.
 
-    ``use_bias_correction_kl`` is false, as no KL term is weighed here unless ``kl_weight`` is set, which is refused:
-    TRL weighs a KL term of coefficient ``beta`` alone, and a correction has no coefficient.
+    ``use_bias_correction_kl`` is false, because no KL term is weighted here unless ``kl_weight`` is set, which is
+    refused: TRL weights only a KL term with coefficient ``beta``, and a correction has no such coefficient.
 
     Raises:
-        SpecError: names what TRL cannot say.
+        SpecError: names the part that TRL cannot express.
 
     Example:
         >>> build_trl(CorrectionParts())["vllm_importance_sampling_correction"]
@@ -124,17 +124,17 @@ def build_trl(spec: CorrectionParts) -> dict[str, Any]:
             _fail(f"masks.{key}", mask.to_mapping(), name, "has one such mask")
         threshold = mask.delta
     values |= {"off_policy_mask_threshold": threshold, "use_bias_correction_kl": False}
-    # Without it TRL has no mu.
+    # Without ``use_vllm`` TRL has no mu.
     return values | ({"use_vllm": True} if weight is not None or threshold is not None else {})
 
 
 def build_verl(spec: CorrectionParts) -> dict[str, Any]:
-    """Build verl's ``algorithm.rollout_correction`` for ``spec``, with its defaults left out.
+    """Build verl's ``algorithm.rollout_correction`` for ``spec``, without keys at their defaults.
 
-    A weight on pi / mu is ``loss_type=reinforce``, where verl needs bypass mode.
+    A weight on pi / mu becomes ``loss_type=reinforce``, for which verl needs bypass mode.
 
     Raises:
-        SpecError: names what verl cannot say.
+        SpecError: names the part that verl cannot express.
 
     Example:
         >>> from ..weights import WeightSpec
@@ -174,7 +174,7 @@ def build_verl(spec: CorrectionParts) -> dict[str, Any]:
 
 
 def _write_cap(upper: float) -> float | str:
-    # As a number verl's own reader takes a cap below 1 for a mistyped pair.
+    # A string, because our reader of verl's keys treats a number below 1 as a mistyped pair of bounds.
     return upper if upper >= 1 else repr(upper)
 
 
@@ -220,7 +220,7 @@ def _get_upper(weight: WeightSpec, name: str) -> float:
 
 
 def _list_masks(spec: CorrectionParts, name: str, *, ratio: str) -> list[tuple[str, MaskSpec]]:
-    """List the masks on one ratio, whatever the advantage, by their key; the error names another one."""
+    """List the masks on this ratio that act for any advantage, by their keys; an error names the first other mask."""
     found = []
     for own, mask in spec.masks:
         key = f"masks.{own}"

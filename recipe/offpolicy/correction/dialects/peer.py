@@ -1,4 +1,4 @@
-"""Tables of other frameworks' keys, and the reader that lets no key about a correction pass in silence."""
+"""Tables of other frameworks' keys, and the reader that silently ignores no key that concerns a correction."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SCORE_CENTERING: Final = (
     (False, None),
     "score centering needs the engine's K likeliest tokens; set correction.centering.",
 )
-"""Entry of ``unsaid``: values that switch it off, and the reason."""
+"""Entry of ``unsaid``: values that switch the key off, and the reason."""
 _MISSING: Final = "???"
 _LOOSELY: Final = re.compile(r"is_|tis")
 _NEAR: Final = 0.83
-"""Similarity of two names, as ``difflib`` has it, from which one may be a slip for the other."""
+"""Similarity, by ``difflib``, at which one name may be a misspelling of the other."""
 
 
 def names_a_correction(name: str) -> bool:
-    """Return True for a name that may be that of a correction.
+    """Return True if a name may be a correction's.
 
     Example:
         >>> names_a_correction("vllm_is_truncated_threshold"), names_a_correction("statistics_dir")
@@ -38,16 +38,16 @@ def names_a_correction(name: str) -> bool:
 
 
 def _to_snake(name: str) -> str:
-    """Write a name in lower case with underscores, as the tables have it."""
+    """Write a name in lower case with underscores, as in the tables."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 @dataclass(frozen=True)
 class Options:
-    """Values of the keys that a converter reads, by their whole path.
+    """Values of the keys that a converter reads, by full path.
 
     Attributes:
-        values: of every such key, the framework's default where it is not given.
+        values: values of all these keys; the framework's default if a key is not given.
         given: the keys that are given.
     """
 
@@ -58,19 +58,19 @@ class Options:
         return self.values[path]
 
     def has_section(self, path: str) -> bool:
-        """Return True if a section is given, with keys or empty, and not null."""
+        """Return True if a section is given and not null; it may be empty."""
         below = any(each.startswith(f"{path}.") for each in self.given)
         return below or (path in self.given and self.values[path] is not None)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read from a configuration.
+    """Result of reading a configuration.
 
     Attributes:
         plain: the correction's plain values.
-        ignored: keys of the loss and of similar names that correct nothing, with their values.
-        idle: keys of the correction without which the translation is the same.
+        ignored: keys that correct nothing but belong to the loss or have a similar name, with their values.
+        idle: keys of the correction that do not change the translation, with their values.
     """
 
     plain: dict[str, Any]
@@ -79,7 +79,7 @@ class Reading:
 
 
 def words(text: str, under: str = "") -> frozenset[str]:
-    """Split names, each put under a section.
+    """Split names, and prefix each with a section.
 
     Example:
         >>> sorted(words("lr dtype", "actor"))
@@ -90,19 +90,21 @@ def words(text: str, under: str = "") -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Peer:
-    """Table of a framework's keys: how each is read.
+    """Table of a framework's keys, with how each is read.
 
     Attributes:
         name, releases: the framework, and its releases whose keys are known.
-        sections: paths below which every key is known; a configuration may also be one of them, or lie between.
+        sections: paths below which every key is known; a configuration may also start at one of them, or between the
+            root and one of them.
         read: keys that ``convert`` reads -> default.
-        convert: from the values of ``read`` to our plain values.
+        convert: converts the values of ``read`` to our plain values.
         unsaid: keys of corrections that have no equivalent here -> values that switch them off, and the reason.
-        plain: keys that correct nothing, with all below them.
+        plain: keys that correct nothing, including all keys below them.
         elsewhere: last names of keys that correct nothing, wherever they are.
-        switches: keys of ``read`` that, given as off, say that no correction is meant.
+        switches: keys of ``read`` that mean "no correction" if they are switched off.
         context: keys of ``read`` that correct nothing by themselves.
-        mixed: sections of more than loss and correction, whose other keys pass unless their names speak of one.
+        mixed: sections that contain more than loss and correction; their other keys pass unless their names suggest a
+            correction.
     """
 
     name: str
@@ -126,15 +128,15 @@ class Peer:
     def read_source(
         self, source: Any, ignore: frozenset[str] = frozenset(), more: Mapping[str, Any] | None = None
     ) -> Reading:
-        """Read a configuration: the whole, a section or flat options, as a mapping or as an object with attributes.
+        """Read a whole configuration, a section or flat options, given as a mapping or as an object with attributes.
 
         Args:
-            ignore: keys or sections, as they are given, of which the caller says that they correct nothing.
-            more: values of whole paths that the source does not have.
+            ignore: keys or sections, as given, that correct nothing according to the caller.
+            more: values that the source lacks, by full path.
 
         Raises:
-            SpecError: a key that is not known and may be about a correction, a malformed value, a correction without
-                an equivalent here, and one that the framework itself would not apply.
+            SpecError: an unknown key that may concern a correction, a malformed value, a correction without an
+                equivalent here, or a correction that the framework itself would not apply.
         """
         flat = flatten(source, self.name)
         document = {path: value for path, value in flat.items() if self._find(ignore, path) is None}
@@ -154,7 +156,7 @@ class Peer:
             if full in self.read:
                 given[full] = value
             elif self._find(self.read, full.rpartition(".")[0]) in given:
-                continue  # of a list, which its converter reads
+                continue  # inside a list, which its converter reads
             elif (owner := self._find(self.unsaid, full)) is not None:
                 self._refuse(owner, full, value, document, start)
             elif (owner := self._find(self.plain, full)) is not None:
@@ -169,7 +171,7 @@ class Peer:
         return Reading(plain, ignored, idle)
 
     def _find_start(self, paths: list[str]) -> str:
-        """Find what a configuration's paths leave out of the whole ones: a section, what is above one, or nothing."""
+        """Find the prefix that a configuration's paths lack: a section, the path above a section, or nothing."""
         owners = {f"{section}." for section in self.sections}
         for start in self._list_starts():
             inside = [path for path in paths if f"{start}{path}.".startswith(tuple(owners))]
@@ -190,7 +192,7 @@ class Peer:
         return sorted(set(found), key=len)
 
     def _judge_unknown(self, path: str, full: str, value: Any, section: str) -> dict[str, Any]:
-        """Return the key if it passes as one that corrects nothing and is listed."""
+        """Return the key if it corrects nothing and must be listed; refuse it if it may concern a correction."""
         inside = bool(section) and section not in self.mixed
         if not inside and not self.elsewhere.isdisjoint(path.split(".")):
             return {path: value}
@@ -224,7 +226,7 @@ class Peer:
             raise SpecError(why, key=full, value=value)
 
     def _find_idle(self, options: Options, given: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-        """Find keys that change nothing; an error where nothing else is corrected and nothing is switched off."""
+        """Find keys that change nothing; raise if no correction results although nothing is switched off."""
         idle = {}
         for path, value in given.items():
             if path not in self.switches and not _is_same(value, self.read[path]):
@@ -251,7 +253,7 @@ class Peer:
 
     @staticmethod
     def _find(known: Mapping[str, Any] | frozenset[str], path: str) -> str | None:
-        """Find the entry that has a path or one above it."""
+        """Find the entry for a path or for one of its parents."""
         while path:
             if path in known:
                 return path
@@ -260,7 +262,7 @@ class Peer:
 
 
 def flatten(source: Any, where: str) -> dict[str, Any]:
-    """Flatten a configuration to whole paths; ``--use-tis`` and ``+a.b`` are read as ``use_tis`` and ``a.b``.
+    """Flatten a configuration to full paths; ``--use-tis`` and ``+a.b`` are read as ``use_tis`` and ``a.b``.
 
     Example:
         >>> flatten({"actor": {"lr": 1.0, "norm": {}}, "--use-tis": True}, "slime")
@@ -278,10 +280,10 @@ def _walk(mapping: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
     for key in mapping:
         try:
             value = mapping[key]
-        except Exception:  # OmegaConf's, of a mandatory value that is missing or an interpolation of nothing
+        except Exception:  # OmegaConf's, for a missing mandatory value or a failing interpolation
             value = _MISSING
         path = above + str(key).lstrip("-+").replace("-", "_")
-        # Of an object within one, its own attributes alone: a date or a path has others without end.
+        # Only a nested object's own attributes are read: following those of a date or a path would never end.
         own = getattr(value, "__dict__", None) or is_dataclass(value)
         nested = value if isinstance(value, Mapping) else _list_attributes(value) if own else {}
         value = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

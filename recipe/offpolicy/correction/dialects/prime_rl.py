@@ -40,7 +40,7 @@ def _convert(options: Options) -> dict[str, Any]:
     if kind == "default":
         plain["masks"] = build_dppo_masks(numbers["dppo_mask_low"], numbers["dppo_mask_high"])
     elif kind == "ipo":
-        if (far := numbers["ipo_threshold"]) < 1:  # as no difference of probabilities is greater
+        if (far := numbers["ipo_threshold"]) < 1:  # no difference of probabilities is greater
             plain["masks"]["ipo"] = build_mask("token", "binary_tv", -far, far, "full")
     else:
         plain["masks"]["kpop"] = build_mask("token", "binary_kl", None, numbers["kpop_threshold"], "full")
@@ -61,13 +61,13 @@ PRIME_RL: Final = Peer(
     },
     convert=_convert,
     unsaid={f"{_SECTION}.score_centering": SCORE_CENTERING},
-    # Of a loss of one's own, which is refused by its type.
+    # Keys of custom losses, which are refused by their type.
     plain=words("import_path kwargs", _SECTION),
     elsewhere=words("enable_router_replay logprob_offset loss_mask max_off_policy_steps"),
 )
-"""prime-rl's rules, for ``actor.policy_loss.loss_mode=gpg``; ``kpop`` and ``kimi_k15`` are of branches.
+"""prime-rl's rules, for ``actor.policy_loss.loss_mode=gpg``; ``kpop`` and ``kimi_k15`` come from branches.
 
-The policy term is -A pi / mu by token, unbounded, of what the mask keeps (``kimi_k15``: -A log pi of all); next to it
-stands ``kl_tau`` (``tau`` / 2) times the squared log-ratio of all tokens. Tokens with A = 0 have no gradient here,
-where prime-rl masks them as it masks those with A < 0.
+The policy term is -A pi / mu per token, unbounded, over the tokens that the mask keeps (``kimi_k15``: -A log pi over
+all tokens). Added to it is ``kl_tau`` (``tau`` / 2) times the squared log-ratio of all tokens. Tokens with A = 0 have
+no gradient here; prime-rl masks them like tokens with A < 0.
 """

@@ -51,7 +51,7 @@ _RECOMPUTE: Final = "enable_old_logprobs_recompute"
 _FORCED: Final = "force_disable_old_logprobs_recompute"
 _VARIANT: Final = "actor_train.pg_variant"
 _LEVELS: Final = ("importance_sampling", "ratio_type")
-"""Keys by which the ratio of PPO's clip is that of a row (seq) or of a turn (segment)."""
+"""Keys that make the ratio in PPO's clip the ratio of a row (seq) or of a turn (segment)."""
 
 
 def _convert(options: Options) -> dict[str, Any]:
@@ -134,7 +134,8 @@ ROLL: Final = Peer(
 )
 """ROLL's rules.
 
-``segment`` is the mean over a turn. Without ``enable_old_logprobs_recompute``, ROLL's default, pi_old is the current
-policy. What a filter drops leaves the response mask there, so that KL and denominators lose it as well; here it
-leaves the policy term alone. Of ``pg_variant`` vanilla, ppo and cispo are policy losses, set by verl's own keys.
+``segment`` is the mean over a turn. By default, without ``enable_old_logprobs_recompute``, pi_old is the current
+policy. ROLL removes filtered tokens from the response mask, and so also from KL and denominators; here they are removed
+only from the policy term. The values vanilla, ppo and cispo of ``pg_variant`` are policy losses, which verl's own keys
+set.
 """

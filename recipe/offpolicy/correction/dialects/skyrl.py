@@ -60,19 +60,19 @@ def _convert(options: Options) -> dict[str, Any]:
 
 
 def _reject(options: Options) -> dict[str, Any]:
-    """Convert the loss -sg(r [r in 1 - low .. 1 + high]) A log pi, r = pi / mu."""
+    """Convert the loss -sg(r 1[1 - low <= r <= 1 + high]) A log pi, r = pi / mu."""
     low, high = _read_widths(options, f"{_ALGORITHM}.eps_clip")
     return {"proximal": "bypass", "weight": build_weight("token", max(1 - low, 0), 1 + high, reject=True, ratio="full")}
 
 
 def _clip(options: Options) -> dict[str, Any]:
-    """Convert CISPO round mu: -sg(clamp(r, 1 - low, 1 + high)) A log pi, r = pi / mu."""
+    """Convert CISPO with mu as the anchor: -sg(clamp(r, 1 - low, 1 + high)) A log pi, r = pi / mu."""
     low, high = _read_widths(options, f"{_ALGORITHM}.cispo.cispo_eps_clip")
     return {"proximal": "bypass", "weight": build_weight("token", max(1 - low, 0), 1 + high, ratio="full")}
 
 
 def _mask_divergence(options: Options) -> dict[str, Any]:
-    """Convert DPPO: -r A of tokens whose update does not take p_pi further than delta from p_mu, r = pi / mu."""
+    """Convert DPPO: -r A, r = pi / mu, for tokens whose update does not move p_pi further than delta from p_mu."""
     key = f"{_ALGORITHM}.dppo.dppo_type"
     kind = read_choice(options[key], ("binary_tv", "binary_kl"), key, optional=False)
     low, high = _read_widths(options, f"{_ALGORITHM}.dppo.delta")
@@ -94,7 +94,7 @@ def _read_widths(options: Options, stem: str) -> list[float]:
 
 def _convert_correction(options: Options) -> dict[str, Any]:
     values = {key: options[f"{_SECTION}.{key}"] for key in SKYRL_DEFAULTS}
-    # SkyRL's own translation of its older keys.
+    # This follows SkyRL's own translation of its older keys.
     old, cap_of_old = f"{_ALGORITHM}.use_tis", f"{_ALGORITHM}.tis_imp_ratio_cap"
     if read_flag(options[old], old):
         if options[cap_of_old] in (None, -1, -1.0):
@@ -197,8 +197,8 @@ SKYRL: Final = Peer(
 )
 """SkyRL's rules.
 
-It lets a token mask act before anything that looks at whole sequences; where both are there, ``skyrl_compat``
-reproduces that order. Its outlier mask takes whole rows, so that acting first changes nothing. Its losses round mu,
-``rollout_is``, ``dppo`` by total variation and ``cispo`` with ``cispo_anchor=rollout``, are weights on pi / mu for
-``actor.policy_loss.loss_mode=gpg``; the others keep pi_old and are set by verl's own keys.
+SkyRL applies a token mask before anything that decides by sequence; if both are configured, ``skyrl_compat`` reproduces
+that order. Its outlier mask drops whole rows, so acting first changes nothing. Its losses anchored at mu
+(``rollout_is``, ``dppo`` by total variation, and ``cispo`` with ``cispo_anchor=rollout``) become weights on pi / mu for
+``actor.policy_loss.loss_mode=gpg``; its other losses keep pi_old and are set by verl's own keys.
 """

@@ -1,4 +1,4 @@
-"""Converter of slime's and miles' arguments about the rollout engine."""
+"""Converter of slime's and miles' arguments that concern the rollout engine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _convert(options: Options) -> dict[str, Any]:
     bypass, tis, path = flags["use_rollout_logprobs"], flags["use_tis"], options["custom_tis_function_path"]
     name = str(path).rpartition(".")[2].rpartition(":")[2]
     of_mis = name.startswith("compute_mis_weights")
-    # With get_mismatch_metrics alone a function of weights is called as well, and mis.py's alone then leaves the loss.
+    # With only get_mismatch_metrics, a weight function is called too, and only mis.py's then leaves the loss unchanged.
     tis |= flags["get_mismatch_metrics"] and path is not None and not of_mis
     plain: dict[str, Any] = {"proximal": "bypass" if bypass else "recompute", "masks": {}}
     of_file = sorted(key for key, value in _MIS.items() if options[key] != value)
@@ -156,7 +156,7 @@ SLIME: Final = Peer(
     elsewhere=words(
         "custom_megatron_before_log_prob_hook_path kl_loss_type log_probs_chunk_size log_probs_max_tokens_per_gpu"
         " loss_mask_type loss_type use_rollout_routing_replay use_routing_replay"
-        # Megatron's own.
+        # Keys of Megatron.
         " attention_mask_in_dataloader attention_softmax_in_fp32 create_attention_mask_in_dataloader eod_mask_loss"
         " mask_factor mask_prob mask_type masked_softmax_fusion no_create_attention_mask_in_dataloader"
         " no_masked_softmax_fusion reset_attention_mask"
@@ -167,14 +167,14 @@ SLIME: Final = Peer(
 """slime's rules.
 
 * ``use_tis`` clamps pi_old / mu to [tis_clip_low, tis_clip]; with ``use_rollout_logprobs`` pi_old is mu.
-* ``custom_tis_function_path`` to ``mis.py`` reads the keys of ``mis.yaml``: level and mode of the weight, a rejection
-  (``use_rs``) and a veto of rows with a token below ``rs_veto_threshold``; to ``icepop_function`` it drops what is
-  outside tis_clip.
-* A rejection of tokens by ``mis.py`` divides the loss of a row by its kept tokens, and is read with
-  ``calculate_per_token_loss`` alone; weights of tokens do not go with ``advantage_estimator=gspo``.
-* ``use_opsm`` masks tokens of negative advantage in rows with mean log(pi_old / pi) > opsm_delta.
-* ``use_unbiased_kl`` weighs the KL loss by pi / pi_old.
-* With ``rollout_top_p`` below 1 log-probs are over the sampled support, of any size; here over that of
+* With ``custom_tis_function_path`` set to ``mis.py``, the keys of ``mis.yaml`` are read: level and mode of the weight,
+  a rejection (``use_rs``), and a veto of rows with a token below ``rs_veto_threshold``. With ``icepop_function``,
+  tokens outside the bounds are dropped.
+* If ``mis.py`` rejects tokens, the loss of a row is divided by its kept tokens, so this is read only with
+  ``calculate_per_token_loss``. Token weights cannot be combined with ``advantage_estimator=gspo``.
+* ``use_opsm`` masks tokens with negative advantage in rows with mean log(pi_old / pi) > opsm_delta.
+* ``use_unbiased_kl`` weights the KL loss by pi / pi_old.
+* With ``rollout_top_p`` below 1, log-probs are over the sampled support, of any size. Here they are over the support of
   ``correction.support=engine``, which masks a token whose support has more members than vLLM was asked for.
 """
 MILES: Final = replace(
@@ -189,4 +189,4 @@ MILES: Final = replace(
         " use_rollout_indexer_replay"
     ),
 )
-"""miles' rules, which are slime's; ``skip_actor_forward_only`` takes pi_old from the gradient step."""
+"""miles' rules, which equal slime's; ``skip_actor_forward_only`` takes pi_old from the gradient step."""

@@ -42,7 +42,7 @@ def _convert(options: Options) -> dict[str, Any]:
                 key=key,
                 value=threshold,
             )
-        # Without an engine TRL compares pi_old with pi.
+        # Without a rollout engine TRL compares pi_old with pi.
         ratio = "full" if engine else "ppo"
         opsm = {"ratio": ratio, "level": "sequence", "aggregate": "geometric", "delta": threshold, "when": "negative"}
         plain["masks"]["opsm"] = opsm
@@ -54,7 +54,7 @@ def _convert(options: Options) -> dict[str, Any]:
 def _convert_weight(options: Options) -> dict[str, Any]:
     cap, upper_key, lower_key = (f"{_STEM}_{name}" for name in ("cap", "clip_max", "clip_min"))
     if options[cap] is not None:
-        # TRL sets clip_max to its older name where that is given.
+        # TRL sets clip_max to the older key's value if that key is given.
         if upper_key in options.given and options[upper_key] != options[cap]:
             alongside = {upper_key: options[upper_key]}
             raise SpecError(
@@ -125,8 +125,8 @@ TRL: Final = Peer(
 )
 """TRL's rules.
 
-Its ``*_mask`` modes leave the ratio as a weight inside the bounds. ``off_policy_mask_threshold`` is off-policy
-sequence masking on pi / mu with the sign of the row's advantage. With ``beta`` above 0 and ``use_bias_correction_kl``
-the KL term has the weight pi / pi_old. TRL corrects with ``use_vllm=True`` alone, which a configuration that leaves
-it out is taken to have, and clamps no log-ratio. A token whose mu is NaN has ratio 1 there, and leaves the loss here.
+Inside the bounds, the ``*_mask`` modes keep the ratio as a weight. ``off_policy_mask_threshold`` is off-policy sequence
+masking on pi / mu with the sign of the row's advantage. With ``beta`` above 0 and ``use_bias_correction_kl`` the KL
+term has the weight pi / pi_old. TRL corrects only with ``use_vllm=True``, which is assumed if the key is missing, and
+does not clamp log-ratios. TRL gives a token whose mu is NaN the ratio 1; here the token is excluded from the loss.
 """

@@ -96,20 +96,20 @@ def _convert(options: Options) -> dict[str, Any]:
     rejections = read_verl_rejections(values["rollout_rs"], values["rollout_rs_threshold"], f"{where}.")
     for option, (lower, upper) in rejections.items():
         unit, aggregate = VERL_REJECTIONS[option]
-        # The name becomes part of a metric, which must not hold "max".
+        # The name becomes part of a metric, which must not contain "max".
         masks[option.replace("max", "largest")] = build_mask(unit, aggregate, lower, upper, ratio)
     proximal = "bypass" if bypass else "recompute"
     return {"weight": weight, "masks": masks, "proximal": proximal}
 
 
 def read_verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, float]:
-    """Read verl's ``rollout_is_threshold`` as bounds on a weight: a cap, or "lo_hi" outside of which it is 0.
+    """Read verl's ``rollout_is_threshold`` as bounds on a weight: a cap, or "lo_hi", outside which it is 0.
 
     Returns:
         (lower, upper); lower is None for a cap.
 
     Raises:
-        SpecError: malformed, missing, or beyond the clamp of +-20 nats.
+        SpecError: the threshold is malformed, missing, or outside the clamp of +-20 nats.
 
     Example:
         >>> read_verl_weight_bounds(2.0, "rollout_is_threshold")
@@ -135,16 +135,16 @@ def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[s
     """Read verl's rejection options in the order given, each with its bounds.
 
     Args:
-        rollout_rs: None, or options separated by commas; repeated ones count once.
-        threshold: one for all options, or one each, separated by commas.
-        prefix: what error messages put before verl's keys.
+        rollout_rs: None, or options separated by commas; a repeated option counts once.
+        threshold: one threshold for all options, or one for each, separated by commas.
+        prefix: prefix of verl's keys in error messages.
 
     Returns:
-        option -> (lower, upper): of k1 on the ratio of the trainer's policy to mu, which is the inverse of what verl
-        writes; of k2 and k3 in nats, with lower None.
+        option -> (lower, upper). For k1 they bound the ratio of the trainer's policy to mu, the inverse of verl's
+        ratio; for k2 and k3 they are in nats, and lower is None.
 
     Raises:
-        SpecError: unknown options, malformed or missing thresholds.
+        SpecError: an option is unknown, or a threshold is malformed or missing.
 
     Example:
         >>> read_verl_rejections("token_k1,seq_mean_k3", "0.5_4.0,0.01", "")  # token_k1: mu / pi_old in [0.5, 4]
@@ -273,10 +273,10 @@ VERL: Final = Peer(
 """verl's rules.
 
 * k1 is -log r, so verl bounds mu / pi_old: "lo_hi" keeps pi_old / mu in [1/hi, 1/lo], and a single u in [1/u, u].
-* With ``bypass_mode`` verl decides by pi / mu, at every gradient step. ``loss_type=ppo_clip`` takes its weights for
-  metrics alone, so that none is set here. ``loss_type=reinforce`` is a weight on a loss without a ratio of its own:
-  set ``actor_rollout_ref.actor.policy_loss.loss_mode=gpg`` with it.
+* With ``bypass_mode`` verl decides by pi / mu, at every gradient step. ``loss_type=ppo_clip`` uses its weights only for
+  metrics, so no weight is set here. ``loss_type=reinforce`` is a weight on a loss without a ratio of its own: set
+  ``actor_rollout_ref.actor.policy_loss.loss_mode=gpg`` with it.
 * verl clamps a token's log-ratio to +-20 nats before it is summed; here it is clamped where it is exponentiated.
-* The attributes of a ``RolloutCorrectionConfig`` are read as they are: its ``rollout_is`` is "sequence" unless it is
-  said otherwise, while a key left out of a mapping has the YAML's null.
+* The attributes of a ``RolloutCorrectionConfig`` are read unchanged: its ``rollout_is`` is "sequence" by default, while
+  a key missing from a mapping has the YAML's null.
 """
