@@ -170,7 +170,7 @@ def test_an_extension(copy: Copy) -> None:
     assert "wobble" in copy.fails(check)
     copy.insert("configs/offpolicy_base.yaml", "  - _self_", "  - wobble: null\n")
     assert "wobble" in copy.fails(check)
-    copy.insert("docs/extensions.md", "Shipped are", "Another is `wobble`.\n")
+    copy.insert("docs/extensions.md", "The shipped extensions are", "Another is `wobble`.\n")
     copy.test(check, "tests/unit/test_layering.py")
     launch = ("-m", "recipe.offpolicy.main_offpolicy", "--check", "wobble=on", "actor_rollout_ref.rollout.name=vllm")
     done = copy.run(*launch, *NEEDED, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8")

@@ -50,7 +50,7 @@ The [doctor](liveness.md#before-the-launch) prints the start-up messages before 
 """
 DURING = """## Errors of a run and of the tools
 
-The class is named in the traceback, its message names the cause.
+The traceback names the class; the message names the cause.
 
 | class | meaning | read |
 |---|---|---|"""
