@@ -1,4 +1,4 @@
-"""Routes of a row as a client notes them, and of a micro-batch, mapped to the tokens of one forward.
+"""Routes of one row as recorded by a client, and of a micro-batch, mapped to the tokens of one forward.
 
 A note is ``[tokens, checksum]``: the number of the row's tokens that the rollout engine forwarded, from the first on,
 and a checksum of their routes. The last token of a response was sampled but never forwarded, so it has no routes.
@@ -37,14 +37,14 @@ class RouteNote(list[int]):
         return list, (list(self),)
 
     def keep_sampled(self, tokens: Sequence[int], routes: Tensor) -> Tensor:
-        """Join the routes of a further request of the row to those that its earlier tokens were sampled with.
+        """Append a later request's routes to those with which the row's earlier tokens were sampled.
 
-        A later turn forwards the earlier tokens again, in other batches or with newer weights, so its routes for them
-        differ from the ones that they were sampled with.
+        A later turn forwards the earlier tokens again, in other batches or with newer weights, so its routes for these
+        tokens differ from the routes with which they were sampled.
 
         Args:
             tokens: ids of the request: its prompt and its response.
-            routes: (n, layers, k) of its first n tokens.
+            routes: (n, layers, k), routes of the request's first n tokens.
 
         Returns:
             (n, layers, k): earlier routes while the tokens are the same, then the given ones.
@@ -175,7 +175,7 @@ def read_routes(data: TensorDict, layout: TokenLayout, mode: Mode, step: int, ol
     """Read the routes of a micro-batch.
 
     Args:
-        mode: source of the routes: R2 the trainer's, of all tokens; R3 the rollout engine's, of tokens in its notes.
+        mode: source of the routes: R2, the trainer, for all tokens; R3, the rollout engine, for tokens in its notes.
         step: the trainer's step.
         oldest: age in versions up to which routes are replayed; None: all.
 
@@ -236,7 +236,7 @@ def hash_routes_by_row(routes: Tensor) -> Tensor:
 
 
 def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
-    """Check that routes arrived as the rollout engine's client, or the worker that recorded them, noted them.
+    """Check received routes against the checksums noted by the rollout engine's client or the recording worker.
 
     Rows that verl has truncated are skipped.
 
@@ -296,7 +296,7 @@ def _read_ages(data: TensorDict, step: int, layout: TokenLayout) -> Tensor | Non
 
 
 def _find_oldest(fields: Mapping[str, Any]) -> int | None:
-    """Find the oldest version that sampled a token of a row, or None."""
+    """Find the oldest weight version that sampled a token of the row, or None."""
     noted = [version for turn in fields.get(CHUNKS) or () for version, _ in turn]
-    # verl's value is that of the first attempt, which may have been aborted before its first token.
+    # verl's value comes from the first attempt, which may have been aborted before its first token.
     return min(noted) if noted and UNKNOWN not in noted else fields.get(OLDEST_VERSION)

@@ -1,4 +1,4 @@
-"""A client of verl's rollout servers that records the routes that each row's tokens were sampled with.
+"""A client of verl's rollout servers that records the routes with which each row's tokens were sampled.
 
 verl's tool agent uses the routes of its last turn for all tokens; this client keeps each turn's own routes.
 """
@@ -29,7 +29,7 @@ class RoutedClient(LLMServerClient):
     """True if different rows can have the same request id."""
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
-        """Generate like verl's client, with the row's note and the routes that its tokens were sampled with.
+        """Generate like verl's client, and add the row's note and the routes with which its tokens were sampled.
 
         Raises:
             ReplayError: the server returned no routes.
@@ -65,10 +65,10 @@ _ROUTED: dict[type, type[RoutedClient]] = {
 
 
 def note_routes(client: LLMServerClient) -> LLMServerClient:
-    """Replace a client by one that records routes.
+    """Replace a client by a client that records routes.
 
     Raises:
-        ReplayError: it is not one of verl's clients.
+        ReplayError: the given client is not one of verl's.
     """
     if (kind := _ROUTED.get(type(client))) is None:
         raise ReplayError(

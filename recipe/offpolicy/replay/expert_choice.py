@@ -1,8 +1,8 @@
 """Replacement of a router's choice of experts by recorded ids, which are checked against the model.
 
 A router of transformers chooses by one ``topk`` over its experts' scores, (tokens, experts). Replay replaces its result
-by the scores at the given ids. Their further use (softmax before or after, bias, groups, scaling) stays the model's,
-and gradients reach the gate (R3, Ma et al. 2025).
+by the scores at the given ids. The model still decides how to use these scores (softmax before or after, bias, groups,
+scaling), and gradients reach the gate (R3, Ma et al. 2025).
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class RouterSlot:
         self._ids: Tensor | None = None
         self._rows: Tensor | None = None
         self.entered: Tensor | None = None
-        """(tokens, k) ids with which its experts were called in the last forward, if they are called by ids."""
+        """(tokens, k) ids with which the layer's experts were called in the last forward, if they are called by ids."""
         self.gradient: Tensor | None = None
-        """() float32, sum of |gradient| of the router's scores since it was reset; None: not watched."""
+        """() float32, sum of |gradient| of the router's scores since the last reset; None: not watched."""
 
     @property
     def is_armed(self) -> bool:
@@ -89,7 +89,7 @@ class RouterSlot:
         """Run the forward of the choosing module.
 
         Raises:
-            ReplayError: it made no choice or several, or is recomputed for a backward with other routes.
+            ReplayError: the module made no choice or several, or is recomputed for a backward with other routes.
         """
         self._check_recomputation()
         if not self.is_armed:
@@ -188,7 +188,7 @@ class _Replacement(TorchFunctionMode):
 def find_scores(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], experts: int, top_k: int) -> Tensor | None:
     """Find the scores, (tokens, experts), if a torch call chooses ``top_k`` of ``experts`` experts; None otherwise.
 
-    The choice of a group of experts has another width.
+    A choice among expert groups has a different width.
     """
     if func not in _TOPK:
         return None
@@ -204,7 +204,7 @@ def _is_scored(result: Any, experts: int) -> bool:
 
 
 def equal_sets(ids: Tensor, other: Tensor) -> Tensor:
-    """Flag rows that name the same experts in any order.
+    """Flag rows that contain the same experts in any order.
 
     Args:
         ids, other: (..., k) integers.
@@ -247,10 +247,10 @@ class RoutedLayers:
 
 
 def find_routed_rows(routes: Tensor) -> Tensor:
-    """Flag the tokens that have routes, which are not zero in all layers.
+    """Flag the tokens that have routes; routes are not zero in all layers.
 
-    Engines leave zeros where a token was never forwarded. With k = 1 these look like the routes of a token that went to
-    expert 0 in each layer.
+    Engines leave zeros for tokens that were never forwarded. With k = 1 these look like the routes of a token that went
+    to expert 0 in each layer.
 
     Args:
         routes: (tokens, layers, k) integers.

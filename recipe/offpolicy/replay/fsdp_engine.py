@@ -1,7 +1,7 @@
 """Routing replay in verl's FSDP engine: wraps three methods of the engine's instance, copies nothing.
 
-With equal inputs, a router usually chooses the same experts as another engine did for the token (98 % of choices at
-equal weights). If it agrees better with the routes of another row or layer, the routes are misplaced.
+With equal inputs, a router usually chooses the same experts for a token as another engine did (98 % of choices at equal
+weights). If the router agrees better with the routes of another row or layer, the routes are misplaced.
 
 Patched functions in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, micro_batch)`` arms
 the routers, ``forward_step(self, micro_batch, loss_function, forward_only)`` counts what they did and returns recorded
@@ -52,13 +52,13 @@ def _count(own: Tensor, shipped: list[ChoiceRecord], rows: Tensor) -> Tensor:
 
 
 def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
-    """Check that no layer chooses what was shipped for another one.
+    """Check that no layer chooses the experts that were shipped for another layer.
 
     Args:
         records: records of one replayed forward, by layer.
 
     Raises:
-        ReplayError: names the first such layer and the layer whose routes it agrees with.
+        ReplayError: a layer does; names the first such layer and the layer whose routes it agrees with.
     """
     layers = list(records)
     for place, counts in enumerate(compare_layers(records).tolist()):
@@ -73,13 +73,13 @@ def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
 
 
 def check_row_order(records: Mapping[int, ChoiceRecord]) -> None:
-    """Check that routers do not choose what was shipped for the previous or next row.
+    """Check that routers do not choose the experts that were shipped for the previous or next row.
 
     Args:
         records: records of one replayed forward, by layer.
 
     Raises:
-        ReplayError: names the shift.
+        ReplayError: they do; names the shift.
     """
     own = sum(int(record.count_equal()) for record in records.values())
     for shift, where in ((1, "after"), (-1, "before")):
@@ -108,7 +108,7 @@ def _exceeds(other: int, own: int) -> bool:
 REPORT = "offpolicy_routing"
 """Key of the ``RoutingReport`` in the metrics of an update."""
 _FLAG = "enable_routing_replay"
-"""verl's flag, True in calls whose routes are recorded or replayed; it is not set for the reference's calls."""
+"""verl's flag, True in calls whose routes are recorded or replayed; not set in calls of the reference policy."""
 
 
 class ReplayingEngine:
@@ -117,7 +117,8 @@ class ReplayingEngine:
     Args:
         engine: verl's engine, initialised.
         model: the routers of its module.
-        mode: R2 records in the forward of pi_old and replays in updates; R3 replays the rollout engine's in both.
+        mode: R2 records routes in the forward of pi_old and replays them in updates; R3 replays the rollout engine's
+            routes in both.
         oldest: age in versions of the weights up to which routes are replayed; None: all.
     """
 
@@ -256,6 +257,6 @@ def _flatten(nested: Tensor) -> Tensor:
 
 
 def install_in_worker(worker: Any, settings: ReplaySettings) -> None:
-    """Make the actor's engine replay routes, and flag the batches of its calls, but not of the reference's."""
+    """Make the actor's engine replay routes, and flag the batches of its calls but not of the reference policy's."""
     worker.enable_routing_replay = True
     install_in_engine(worker.actor.engine, settings.mode, settings.oldest)

@@ -78,7 +78,7 @@ class WatchedEngine:
 
     @property
     def places(self) -> bool:
-        """True if a rank forwards the tokens of a micro-batch in the order in which they are shipped."""
+        """True if a rank forwards a micro-batch's tokens in the order in which their routes are shipped."""
         config, engine = self.engine.tf_config, self.engine.engine_config
         split = config.tensor_model_parallel_size * config.context_parallel_size > 1 or engine.dynamic_context_parallel
         return not (split or config.fp8 or getattr(config, "experimental_attention_variant", None))
@@ -131,7 +131,7 @@ class WatchedEngine:
         return output
 
     def _select(self, routes: Tensor, layer: int) -> Tensor:
-        """Select a layer's routes: R2 omits dense layers."""
+        """Select a layer's routes; R2 omits dense layers."""
         frequency = self.engine.tf_config.moe_layer_freq
         if routes.shape[1] == self.engine.tf_config.num_layers:
             return routes[:, layer]
@@ -197,8 +197,8 @@ def count_replayed(
         drops: full experts drop tokens.
 
     Returns:
-        (5,) int64: tokens; of these, tokens to replay; of those, tokens sent to their target, and tokens whose target
-        is the shipped one; 0.
+        (5,) int64: tokens; tokens to replay; of the latter, tokens sent to their target, and tokens whose target is the
+        shipped one; 0.
 
     Raises:
         ReplayError: the routes belong to another number of tokens.

@@ -35,7 +35,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def find_routers(
     model: nn.Module, inputs: Mapping[str, Any] | None = None
 ) -> tuple[RoutedLayers, dict[int, nn.Module]]:
-    """Find the module of each layer whose forward chooses the token's experts, innermost first.
+    """Find the innermost module of each layer whose forward chooses the token's experts.
 
     Runs one or two forwards without gradients, in which every rank of a sharded model takes part. Dropout is off, and
     no random generator advances.
@@ -96,7 +96,7 @@ def _refuse(name: str, reason: str) -> ReplayError:
 def _read_size(name: str, config: Any, keys: tuple[str, ...]) -> int:
     for key in keys:
         value = getattr(config, key, None)
-        # HunYuan's may be lists with one value per layer.
+        # In HunYuan's configuration these values may be lists with one value per layer.
         sizes = set(value) if isinstance(value, list | tuple) else {value}
         if len(sizes) > 1:
             raise _refuse(name, f"{key}={value} differs by layer")
@@ -113,7 +113,7 @@ def _read_layer(name: str, path: str) -> int:
 
 
 def find_experts(model: nn.Module) -> dict[int, nn.Module]:
-    """Find the modules called experts, by absolute number of their layer."""
+    """Find the modules named ``experts``, by absolute layer number."""
     named = ((path, module) for path, module in model.named_modules() if path.endswith(".experts"))
     return {int(numbers[0]): module for path, module in named if (numbers := _LAYER.findall(path))}
 

@@ -42,7 +42,7 @@ class RoutingReplay(AddOn):
     def run_step(self, run: Callable[[], Any], metrics: dict[str, Any]) -> Any:
         self._reports = ()
         batch = run()
-        # Over all updates of the step: verl would average shares that some updates lack.
+        # Summed over all updates of the step, because verl would average shares that some updates lack.
         routing: dict[str, float] = measure_routes(self._reports) if self._reports else {}
         metrics.update({f"offpolicy/routing/{name}": value for name, value in routing.items()})
         return batch
@@ -54,7 +54,7 @@ class RoutingReplay(AddOn):
         return note_routes(client) if self._settings.mode == "R3" else client
 
     def batch_flags(self) -> dict[str, Any]:
-        # Rows of an extension were not sampled with any route.
+        # Rows from an extension were not sampled, so they have no routes.
         return {REPLAY_STEP: self._run.global_steps}
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:

@@ -21,8 +21,8 @@ class SupportAttempts(LLMServerClient):
     """verl's client with ``NOTE`` in ``extra_fields``.
 
     A tool agent keeps the extra fields of its first turn, so this client updates the row's note in these. Tokens that
-    the server answered without a support have no entry, and the worker then stops the run. An error here would not stop
-    it: verl would count the row as failed and continue.
+    the server returns without a support have no entry, and the worker then stops the run. An error raised here would
+    not stop the run: verl would count the row as failed and continue.
     """
 
     shares_ids: bool
@@ -44,7 +44,7 @@ class SupportResumingClient(FullyAsyncLLMServerClient, SupportAttempts):
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         """Generate like verl's client, which does not return the extra fields of its attempts."""
-        # Keeps the note alive over all attempts; the table holds it only weakly.
+        # Keeps the note alive over all attempts, because the table has only a weak reference to it.
         note = _rows.find(request_id, shared=self.shares_ids)
         output = await super().generate(request_id, **kwargs)
         output.extra_fields[NOTE] = note
@@ -63,13 +63,13 @@ _NOTING: dict[type, type[SupportAttempts]] = {
 
 
 def note_supports(client: LLMServerClient, key: str = SUPPORT) -> LLMServerClient:
-    """Replace a client by one that records supports.
+    """Replace a client by a client that records supports.
 
     Args:
-        key: names in errors what needs them.
+        key: the key that needs supports, for errors.
 
     Raises:
-        SupportError: it is not one of verl's clients.
+        SupportError: the given client is not one of verl's.
     """
     if (kind := _NOTING.get(type(client))) is None:
         raise SupportError(

@@ -49,7 +49,7 @@ class SupportEngine:
         """Run verl's method; an update's metrics get a report.
 
         Raises:
-            SupportError: tokens have no support, or another token's; raised before the optimizer steps.
+            SupportError: tokens have no support, or the support of another token; raised before the optimizer steps.
         """
         self._tally, self._trains = SupportTally(), not forward_only
         output = self._run(data, loss_function, forward_only=forward_only)

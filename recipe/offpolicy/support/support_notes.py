@@ -1,4 +1,4 @@
-"""A client's note of the supports of one row's sampled tokens, sent in the row's extra fields."""
+"""The client's note with the supports of a row's sampled tokens, sent in the row's extra fields."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class RowSupports:
     Attributes:
         spans: (first position, tokens) of each run of sampled tokens; positions count from the row's first token.
         supports: supports of these tokens, without masses.
-        masses: minimum and maximum of mu's sum over a known support, and the sum over the ids returned for others.
+        masses: minimum and maximum of mu's sum over a known support, and the sum over the ids returned for tokens of
+            unknown support.
         checksum: checksum of positions, tokens and supports.
     """
 
@@ -67,7 +68,7 @@ class SupportNote:
 
         Args:
             prompt: ids of the request, starting with the row's earlier tokens.
-            sampled: ids that it sampled.
+            sampled: ids that the request sampled.
             supports: supports of the sampled ids.
         """
         shared = count_shared(self._tokens, prompt, len(prompt))

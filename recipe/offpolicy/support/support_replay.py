@@ -27,7 +27,7 @@ from .support_tally import SupportReport
 WORSE = 1.1
 """Largest accepted ratio of k3 over the support to k3 over the vocabulary."""
 _ROUNDING = 1e-6
-"""k3 per token of two engines that agree, up to rounding."""
+"""k3 per token between two engines that agree up to rounding."""
 
 
 def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first: bool) -> tuple[dict[str, float], str]:
@@ -109,7 +109,7 @@ class SupportReplay(AddOn):
         return note_supports(client)
 
     def batch_flags(self) -> dict[str, Any]:
-        # Rows of an extension were not sampled from a support.
+        # Rows from an extension were not sampled, so they have no support.
         return {FLAG: True}
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:

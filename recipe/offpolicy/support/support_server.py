@@ -1,4 +1,4 @@
-"""vLLM servers that return with each token the ids that could have been sampled.
+"""vLLM servers that return, with each token, the ids that could have been sampled.
 
 Patched in verl 0.9.1: ``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of
 ``vLLMReplica``, ``_preprocess_engine_kwargs(self, engine_kwargs)`` of ``vLLMHttpServer``, and two names that its
@@ -73,7 +73,7 @@ class SupportServer(vllm_async_server.vLLMHttpServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        # vLLM takes either spelling, and -1 for any number.
+        # vLLM accepts either spelling, and -1 for any number.
         given = [engine_kwargs.pop(name, None) for name in ("max_logprobs", "max-logprobs")]
         asked = [int(each) for each in given if each is not None]
         engine_kwargs["max_logprobs"] = -1 if -1 in asked else max([self.support.size, *asked])

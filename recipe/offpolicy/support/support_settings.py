@@ -28,7 +28,7 @@ _OF_BOTH = (
     Requirement("process_reward", (None,), _SERVER),
 )
 OF_CENTERING = (*_OF_BOTH, Requirement("opd", (None,), _SERVER))
-"""What hides the logits or the likeliest tokens; an enabled section has the value "on"."""
+"""Settings that hide the logits or the likeliest tokens; an enabled section has the value "on"."""
 REQUIREMENTS = (
     *_OF_BOTH,
     Requirement(f"{_MODEL}.lora_rank", (0,), _REFERENCE),
@@ -38,7 +38,7 @@ REQUIREMENTS = (
     Requirement("distillation.enabled", (False,), _FULL),
     Requirement("opd", (None,), _FULL),
 )
-"""The same for the support, and what reads other log-probs than those over it."""
+"""The same for the support, and settings that read log-probs not taken over the support."""
 
 
 SUPPORT = "correction.support"
@@ -48,7 +48,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 DEFAULT_SIZE = 32
 """Ids requested per token if top-k does not bound the support."""
 TIES = 4
-"""Ids requested beyond top-k, which keeps ties with its last id."""
+"""Number of ids requested in addition to top-k, because top-k keeps ties with its last id."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class SupportSettings:
 
     @classmethod
     def for_centering(cls, config: DictConfig) -> SupportSettings | None:
-        """Read what score centering requests; None if nothing is centred."""
+        """Read the settings of the request for score centering; None if nothing is centred."""
         size = OmegaConf.select(config, CENTERING)
         return None if size is None else cls(size=int(size), unknown="full", likeliest=True)
 
 
 def choose_size(top_k: int | None) -> int:
-    """Choose K from top-k, which is -1 or 0 if it is off.
+    """Choose K from top-k; top-k is off at -1 or 0.
 
     Example:
         >>> choose_size(5), choose_size(-1)

@@ -28,7 +28,7 @@ class SupportReport:
         least_mass, greatest_mass: minimum and maximum of mu's sum over known supports.
         unknown_mass: sum of mu over the ids returned for tokens of unknown support.
         k3_tokens: number of tokens with a known support in an update's first mini-batch.
-        k3, k3_without: sums of k3(mu, pi) over these: over the support and over the vocabulary.
+        k3, k3_without: sums of k3(mu, pi) over these tokens, with pi over the support and over the vocabulary.
     """
 
     tokens: int
@@ -116,7 +116,7 @@ class SupportTally:
         """Copy the counts to the host.
 
         Raises:
-            SupportError: tokens have no support, or another token's.
+            SupportError: tokens have no support, or the support of another token.
         """
         counts = torch.stack(self._counts).sum(0).tolist() if self._counts else [0] * len(_COUNTS)
         found = dict(zip(_COUNTS, counts, strict=True))

@@ -1,7 +1,8 @@
 """Supports of sampled tokens, read from vLLM's log-probs, and the softmax that is renormalised over them.
 
-vLLM's processed log-probs are -inf outside the support. Of the K largest that it returns per token, the finite ones are
-the support if one is not finite, or if their probabilities sum to 1. Score centering keeps all K, with their log-probs.
+vLLM's processed log-probs are -inf outside the support. vLLM returns the K largest per token; the ids with finite
+log-probs are the support if another is not finite, or if their probabilities sum to 1. Score centering keeps all K ids
+with their log-probs.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ def compute_truncated_log_probs(
         logits: (N, V) float.
         places: (m,) int64, the row of ``logits`` from which each token was sampled.
         tokens: (m,) int64.
-        ids: (m, K) integers, the support of each token in any order, padded with -1; K may be 0 if m is.
+        ids: (m, K) integers, the support of each token in any order, padded with -1; K may be 0 if m is 0.
         temperature: (m,) float.
 
     Returns:
-        (m,) float32, or float64 for float64 logits. Above 0 where a token is not in its support.
+        (m,) float32, or float64 for float64 logits; above 0 if a token is not in its support.
 
     Example:
         >>> logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
@@ -80,8 +81,8 @@ class TokenSupports:
         sizes: (n,) unsigned integers, number of ids in each token's support; 0 if unknown.
         ids: (sum of sizes,) unsigned integers, the sampled token's id first.
         masses: (n,) float32, sum of mu over the ids that the engine returned.
-        log_probs: (sum of sizes,) float32, log mu of the ids; empty for support replay, which does not read it. With
-            them, the ids are the likeliest ones, in this order, among which the sampled token may be missing.
+        log_probs: (sum of sizes,) float32, log mu of the ids; empty for support replay, which does not read them. If
+            given, the ids are the likeliest tokens in descending order, and the sampled token may be missing.
     """
 
     sizes: Array
@@ -134,7 +135,7 @@ class TokenSupports:
 def read_supports(
     ids: Sequence[int], log_probs: Sequence[float], count: int, *, likeliest: bool = False
 ) -> TokenSupports:
-    """Read the supports of sampled tokens from vLLM's result: for each token itself, then its K most likely ids.
+    """Read the supports of sampled tokens from vLLM's result, which lists the sampled id and then the K likeliest ids.
 
     Args:
         ids, log_probs: values of all tokens, concatenated.
