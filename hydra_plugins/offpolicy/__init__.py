@@ -1,4 +1,4 @@
-"""Hydra plugin: makes the configuration groups of this package known to every Hydra program of the environment.
+"""Hydra plugin: makes this package's configuration groups available to every Hydra program in the environment.
 
 Hydra imports it in each launching process, and nowhere else.
 """

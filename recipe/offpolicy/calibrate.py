@@ -2,7 +2,7 @@
 
 python -m recipe.offpolicy.calibrate DIR --spec 'correction=[tis_token,gsm]' --target-kept 0.98 --target-ess 0.9
 
-Exit status: 0, 1 where a bound was not found, 2 where the recording or an argument is invalid.
+Exit status: 0; 1 if a bound was not found; 2 if the recording or an argument is invalid.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ USAGE, UNREACHED = 2, 1
 def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
     """Build the correction to calibrate, and the keys in it that have no value yet.
 
-    It is what the overrides compose; without any, the correction that acted at the last recorded step.
+    Overrides compose the correction; without overrides it is the correction of the last recorded step.
 
     Raises:
-        SpecError: it is malformed, or there is none.
+        SpecError: the correction is malformed, or there is none.
         RecordingError: the recording cannot be read.
     """
     from .analysis.calibration.parts import fill_placeholders
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.html:
             check_target("--html", options.html, "calibration.html")
         recording = Recording(options.directory)
-        card = recording.card  # read first, so that a damaged one fails before the work
+        card = recording.card  # read first, so that a damaged card fails before the work
         spec, unset = _build_spec(recording, options.spec)
         jobs = read_arguments(options, recording, recording.steps)
         sample = PromptSample.of_recording(recording)
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"calibrate: {sample.sentence}", file=sys.stderr)  # noqa: T201
         result = propose_bounds(recording, spec, request, unset, sample=sample, jobs=jobs)
         faults = describe_recorded_faults(recording, card, jobs)
-        # A correction with a value that is missing keeps nothing that could be counted.
+        # A correction with a missing value cannot keep anything, so nothing can be counted.
         *now, then = compute_joint_shares(recording, [*([] if unset else [spec]), result.spec], jobs)
         _show(options, result, now[0] if now else None, then, faults)
     except BrokenPipeError:
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(
     options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
 ) -> None:
-    """Write figure, page, JSON or tables, as the options ask."""
+    """Write a figure, a page, JSON or tables, as requested by the options."""
     from .analysis.calibration import calibration_tables as tables
 
     confidence = options.confidence

@@ -1,4 +1,4 @@
-"""Common to the command-line tools: missing packages, readers that leave early, numbers of processes."""
+"""Functions shared by the command-line tools: missing packages, closed pipes, numbers of processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BAD_INPUT, CLOSED = 2, 141
 """Exit status: a package is missing; the reader closed the pipe (128 + SIGPIPE)."""
 TOKENIZER = "folder of the tokenizer that makes text of token ids (default: of the model that was recorded)"
 PROGRAM = "OFFPOLICY_PROGRAM"
-"""Variable with what started a tool, such as ``offpolicy doctor``; unset: ``python -m``."""
+"""Environment variable with the command that started a tool, such as ``offpolicy doctor``; unset: ``python -m``."""
 _DISTRIBUTIONS = {"hydra": "hydra-core", "wandb_workspaces": "wandb-workspaces"}
 _OURS = ("bokeh", "hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "polars", "pyarrow", "rich", "torch", "xxhash")
 
 
 def name_program(tool: str) -> str:
-    """Return what starts a tool, as its usage shows it."""
+    """Return the command that starts a tool, as its usage shows it."""
     return os.environ.get(PROGRAM, f"python -m recipe.offpolicy.{tool}")
 
 
@@ -46,7 +46,7 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
 
 
 def read_steps(text: str) -> tuple[int, int | None]:
-    """Parse ``FIRST:LAST`` into the first and the last step; a last of None is open."""
+    """Parse ``FIRST:LAST`` into the first and the last step; None as the last step means no limit."""
     found = re.fullmatch(r"([0-9]{0,18})(:?)([0-9]{0,18})", text.strip())
     if found is None or not (found[1] or found[3]):
         raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, as in 3:10, 3: or :10, or one number")
@@ -65,7 +65,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_score(text: str) -> float:
-    """Parse a finite number: with NaN no answer would be right."""
+    """Parse a finite number; with NaN no answer would be right."""
     try:
         found = float(text)
     except ValueError:
@@ -76,18 +76,18 @@ def parse_score(text: str) -> float:
 
 
 def run(tool: str, main: Callable[[], int]) -> int:
-    """Run ``main`` and return its exit status, without a traceback where a reader leaves or a package is missing.
+    """Run ``main`` and return its exit status, without a traceback if the pipe closes or a package is missing.
 
-    What it prints is redacted.
+    The output of ``main`` is redacted.
     """
     try:
-        with suppress(ModuleNotFoundError):  # main says which packages are missing, all at once
+        with suppress(ModuleNotFoundError):  # main reports all missing packages at once
             from .fault_tolerance.redaction import redact_streams
 
             redact_streams()
         try:
             return main()
-        finally:  # also behind --help, which ends the program
+        finally:  # also after --help, which ends the program
             sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes standard output at exit, and would fail again on the closed pipe.

@@ -1,4 +1,4 @@
-"""Hydra callback that checks a launch of any verl program with our sections, and hands its workers our hooks."""
+"""Hydra callback that checks the launch of any verl program with our sections, and adds our hooks to its workers."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ from .trainer.hooked import MODULE, mark
 
 
 def prepare(config: DictConfig, program: str = OURS) -> tuple[CorrectionSpec, Preflight]:
-    """Run the start-up checks, print what is on, and turn verl's idle correction off, in place.
+    """Run the start-up checks, print the active settings, and turn verl's idle correction off, in place.
 
     Args:
-        config: the launch's, composed.
-        program: as ``python -m`` names it.
+        config: the launch's composed configuration.
+        program: the program, as ``python -m`` names it.
 
     Returns:
-        The correction to train with, and what the checks found.
+        The correction to train with, and the result of the checks.
 
     Raises:
-        CheckError: something stops the launch; all of it at once.
+        CheckError: a problem stops the launch; reports all such problems at once.
     """
     found = examine(config, read_task_overrides(), say=say, own_main=is_own(program))
     if found.spec is None or found.stopping:
         raise CheckError(found.stopping)
     if not found.spec.is_none and not found.run.active:
-        # At its defaults verl's helper corrects nothing but runs every step over the padded batch.
+        # At its defaults, verl's helper corrects nothing, but still runs every step over the padded batch.
         with open_dict(config):
             config.algorithm.rollout_correction = None
     return found.spec, found
 
 
 def say(line: str) -> None:
-    """Print a line of ours."""
+    """Print a line of this package's output."""
     print(f"offpolicy: {line}", flush=True)
 
 
 def check(config: DictConfig, program: str = OURS) -> list[str]:
-    """Run all checks on a launch and put into its configuration what its workers need.
+    """Run all checks on a launch and add the values that its workers need to its configuration.
 
     Returns:
         Lines that say what would train.
 
     Raises:
-        CheckError, PatchError: what stops the launch.
+        CheckError, PatchError: a problem stops the launch.
     """
     attention = flash_attention.settle(config)
     spec, found = prepare(config, program)
@@ -77,7 +77,7 @@ def check(config: DictConfig, program: str = OURS) -> list[str]:
 
 
 class LaunchCallback(Callback):
-    """Checks before verl's own main begins. Hydra logs what a callback raises and goes on, so that this one exits."""
+    """Checks before verl's own main begins. Hydra only logs exceptions of callbacks, so this callback exits itself."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         redact_streams()
@@ -96,7 +96,7 @@ class LaunchCallback(Callback):
                     config.hydra = hydra
         except (SpecError, CheckError, PatchError, OmegaConfBaseException) as error:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
-        except Exception as error:  # Hydra would warn of it, and train uncorrected
+        except Exception as error:  # Hydra would log a warning and train uncorrected
             traceback.print_exc()
             sys.exit(f"offpolicy: stopped before anything was started, by an internal error: {error}")
         for line in lines:
@@ -108,6 +108,6 @@ class LaunchCallback(Callback):
 
 
 def _share_with_local_ray(config: DictConfig) -> None:
-    """Set in this process too what programs may leave out that start Ray without ``ray_kwargs``."""
+    """Set the variables in this process too, for programs that start Ray without ``ray_kwargs``."""
     given = OmegaConf.select(config, f"{KEY}.env_vars") or {}
     os.environ.update({name: str(given[name]) for name in VARIABLES_OF_WORKERS if name in given})

@@ -3,9 +3,9 @@
 python -m recipe.offpolicy.lengths metrics.jsonl [DIR ...] [--png lengths.png]
 python -m recipe.offpolicy.lengths val/100.jsonl val/1000.jsonl --tokenizer FOLDER [--png lengths.png]
 
-A file is of verl's logger `file`: length_penalty=none adds the metrics by correctness. A directory is a recording. Of
-validation dumps, the first one's checkpoint fixes easy and hard prompts. Exit status: 0, or 2 where an argument is
-invalid.
+A metrics file is written by verl's logger `file`; length_penalty=none adds the metrics by correctness. A directory is a
+recording. With validation dumps, the first dump's checkpoint fixes which prompts are easy and hard. Exit status: 0, or
+2 if an argument is invalid.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _follow(options: argparse.Namespace) -> int:
-    """Show classes of prompts over the checkpoints of dumps."""
+    """Show prompt classes over the checkpoints of the dumps."""
     from .analysis.lengths.by_length import assign, build_rows, build_table, draw_classes, read_checkpoints
     from .analysis.lengths.curves import CurveError
     from .analysis.pages import open_console, print_blocks

@@ -68,7 +68,7 @@ def main() -> None:
 
     @hydra.main(config_path=CONFIG_DIR, config_name="offpolicy_trainer", version_base=None)
     def run(config: DictConfig) -> None:
-        for line in passed:  # who waits for them may read Hydra's folder then
+        for line in passed:  # a caller that waits for these lines may then read Hydra's folder
             say(line)
         train(checked[0])
 
@@ -81,7 +81,7 @@ def main() -> None:
     except (LaunchError, SpecError, CheckError, PatchError, OmegaConfBaseException) as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
     if given == arguments:
-        GlobalHydra.instance().clear()  # of the configuration that was checked
+        GlobalHydra.instance().clear()  # Hydra still has the checked configuration
         run()
     else:
         for line in passed:

@@ -4,7 +4,7 @@ python -m recipe.offpolicy.panels --tensorboard LOGDIR     # then: tensorboard -
 python -m recipe.offpolicy.panels --wandb ENTITY/PROJECT   # saves a workspace there; needs a login
 python -m recipe.offpolicy.panels --wandb ENTITY/PROJECT --out workspace.json   # only its definition, offline
 
-Exit status: 0, or 2 where an argument is invalid.
+Exit status: 0, or 2 if an argument is invalid.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Estimate pass@k from verl's validation dumps, without bias, extrapolate it by a fit, and rank checkpoints.
+"""Estimate pass@k from verl's validation dumps without bias, extrapolate it with a fit, and rank checkpoints.
 
 python -m recipe.offpolicy.pass_at_k DUMP... --k 1,8,64 --extrapolate 256,1024 --rank
 
-Exit status: 0, or 2 where a dump or an argument is invalid.
+Exit status: 0, or 2 if a dump or an argument is invalid.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_counts(text: str) -> list[int]:
-    """Parse counts that are separated by commas, in rising order.
+    """Parse comma-separated counts, and sort them in ascending order.
 
     Raises:
-        ArgumentTypeError: they are none.
+        ArgumentTypeError: the text is not a list of counts.
     """
     try:
         found = sorted({int(part) for part in text.split(",") if part})

@@ -1,4 +1,4 @@
-"""Settings by which a process of this package starts fast: one that trains, and one that checks a launch and ends."""
+"""Settings that make this package's processes start fast, for training and for checking a launch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import gc
 from verl_patches import compiler_imports, lazy_imports
 
 CHECK_FLAG = "--check"
-"""The argument by which a launch is checked and not made."""
+"""The argument that checks a launch without starting it."""
 
 
 def hasten_start() -> None:
-    """Collect no garbage in this process until ``end_start``, and parse YAML in C; before verl is imported."""
+    """Disable garbage collection until ``end_start``, and parse YAML in C; call it before verl is imported."""
     import yaml
 
-    # What is imported stays until the end, and collecting garbage among it takes a quarter of the time.
+    # Imported objects stay until the end, and garbage collection among them takes a quarter of the time.
     gc.disable()
-    # OmegaConf derives its loader from this class each time that it reads a file.
+    # OmegaConf derives its loader from this class whenever it reads a file.
     yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def hasten_check() -> None:
-    """Do the same, and have this process import verl lazily and compile nothing: half of the time of a check.
+    """Do the same, and make this process import verl lazily and compile nothing, which halves the time of a check.
 
-    Not for a process that trains: it needs what verl imports, and PyTorch's compiler.
+    A training process must not call this: it needs verl's imports and PyTorch's compiler.
     """
     hasten_start()
     compiler_imports.leave_out()
@@ -31,6 +31,6 @@ def hasten_check() -> None:
 
 
 def end_start() -> None:
-    """Collect garbage again, and never among what has been imported."""
+    """Enable garbage collection again, except for objects that have been imported."""
     gc.freeze()
     gc.enable()

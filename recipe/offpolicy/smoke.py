@@ -1,10 +1,10 @@
-"""Smoke test: one update on the CPU through the installed verl, without Ray, to see that the correction is live.
+"""Smoke test: one update on the CPU through the installed verl, without Ray, to check that the correction is live.
 
     python -m recipe.offpolicy.smoke
 
 A bigram model scores four rows; ``OffPolicyLoss`` calls verl's own ``ppo_loss`` with a truncated weight and a
-geometric mask; one optimizer step follows. Two judges that know nothing of each other must agree that the correction
-reached the gradient: the proof of life of a real run, and the gradient worked out below from the formulas alone.
+geometric mask; one optimizer step follows. Two independent checks must agree that the correction reached the gradient:
+a real run's proof of life, and the gradient derived below from the formulas alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SPEC = CorrectionSpec.from_mapping(
         },
     }
 )
-# log pi_old - log mu, a row each: one token beyond the cap; a whole row beyond the mask; two rows within both.
+# log pi_old - log mu per row: one token beyond the cap; a whole row beyond the mask; two rows within both.
 LOG_RATIOS = ((0.9, -0.2, -0.1, -0.3), (0.3, 0.4, 0.3), (0.1, -0.1, 0.2, 0.0, -0.1), (-0.1, 0.1))
 ADVANTAGES = (1.0, -0.5, -1.5, 0.8)
 VOCABULARY = 11
@@ -67,10 +67,10 @@ def run_update() -> dict[str, float]:
     """Run forward, backward, both verdicts and an optimizer step.
 
     Returns:
-        The metrics of ``liveness.verify``, and ``parameter_error``, relative.
+        The metrics of ``liveness.verify``, and the relative ``parameter_error``.
 
     Raises:
-        LivenessError: the correction did not reach the gradient, or did so otherwise than its formulas say.
+        LivenessError: the correction did not reach the gradient, or the gradient differs from the formulas.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -113,7 +113,7 @@ def _judge_parameters(model: torch.nn.Linear, tokens: list[Tensor]) -> float:
 
 
 def _by_the_formulas(model: torch.nn.Linear, tokens: list[Tensor], *, corrected: bool) -> Tensor:
-    """Build a scalar with the loss's gradient: at pi = pi_old PPO's ratio is 1 and its gradient that of -A log pi."""
+    """Build a scalar with the loss's gradient: at pi = pi_old PPO's ratio is 1, and its gradient that of -A log pi."""
     total = torch.zeros(())
     for row, log_ratios, advantage in zip(tokens, LOG_RATIOS, ADVANTAGES, strict=True):
         log_ratio = torch.tensor(log_ratios)
@@ -125,7 +125,7 @@ def _by_the_formulas(model: torch.nn.Linear, tokens: list[Tensor], *, corrected:
 
 
 def _scored(model: torch.nn.Linear, row: Tensor) -> Tensor:
-    """Compute (tokens,) log-probs of the next token, in verl's flat layout: shifted left, the last entry is unused."""
+    """Compute (tokens,) log-probs of the next token in verl's flat layout: shifted left, with the last entry unused."""
     logits = model(torch.nn.functional.one_hot(row[:-1], VOCABULARY).to(model.weight.dtype))
     scored = logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0]
     return torch.cat([scored, scored.new_zeros(1)])

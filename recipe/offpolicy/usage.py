@@ -1,4 +1,4 @@
-"""Answer ``--help`` before the imports of a command that take seconds or belong to another program."""
+"""Answer ``--help`` before a command's imports, which take seconds or belong to another program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay other corrections over recorded steps: tables, a picture, a page or JSON."""
+"""Replay other corrections over recorded steps, and write tables, a figure, a page or JSON."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from .command_line import add_jobs, list_output_modules, name_program, read_steps, require_modules, run
 
 MISMATCH, BAD_INPUT = 1, 2
-"""Exit status: the replay differs from the recording; nothing could be replayed."""
+"""Exit statuses: the replay differs from the recording; nothing could be replayed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status, 0 where the replay agrees with the recording."""
+    """Run the command; return its exit status, 0 if the replay agrees with the recording."""
     given = build_parser().parse_args(arguments)
     shown = list_output_modules(json=given.json, png=bool(given.png), html=bool(given.html))
     require_modules("whatif", "numpy", "torch", "pyarrow", "xxhash", "hydra", *shown)

@@ -51,7 +51,7 @@ class CheckpointFolder:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> CheckpointFolder:
-        """Build it from a composed configuration, relative to the current directory."""
+        """Build the folder from a composed configuration, relative to the current directory."""
         return cls(Path.cwd() / config.trainer.default_local_dir)
 
     def step_path(self, step: int) -> Path:
@@ -96,7 +96,7 @@ class CheckpointFolder:
         return actor.is_dir() and not any(actor.iterdir())
 
     def list_complete_steps(self) -> list[int]:
-        """List the steps that the records call complete, newest first."""
+        """List the steps whose records say that they are complete, newest first."""
         found = {}
         for path in self.path.glob(f"{_STEP}*/{RECORD}"):
             with contextlib.suppress(CheckpointError):
@@ -150,7 +150,7 @@ def guard_save(
         content[_STALENESS] = dict(staleness)
     write_json(record, content)
     if complete:
-        # verl has just written the same, but not atomically: a kill during that write leaves no number.
+        # verl has just written the same number, but not atomically: a kill during that write leaves no number.
         _write(folder.path / TRACKER, str(step))
     (folder.path / SAVING).unlink(missing_ok=True)
 

@@ -27,7 +27,7 @@ HOLDERS = (
     "agent_loop_manager.agent_loop_workers",
     "reward_loop_manager.reward_loop_workers",
 )
-"""Attributes below the trainer that list handles of Ray actors, in verl 0.7.1 to 0.9.1; each trainer has some."""
+"""Trainer attributes that hold Ray actor handles, in verl 0.7.1 to 0.9.1; each trainer has some of them."""
 FAILURE = "_offpolicy_failure"
 """Attribute of an actor with its failure message."""
 
@@ -52,7 +52,7 @@ class LostWorkerDetector:
         deaths = of_ray.RayActorError, of_ray.OutOfMemoryError, of_ray.NodeDiedError, of_ray.WorkerCrashedError
         listed = {handle: holder for holder, handle in list_actor_handles(self._trainer)}
         for handle in listed.keys() - self._waiting.values():
-            # A builtin, which every process has.
+            # getattr is a builtin, so every process has it.
             self._waiting[handle.__ray_call__.remote(getattr, FAILURE, None)] = handle
         if not self._waiting:
             return None
@@ -98,7 +98,7 @@ def end_workers(trainer: Any) -> None:
 
 
 def list_actor_handles(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """List (attribute of the trainer, handle) of every Ray actor that the trainer holds."""
+    """List (trainer attribute, handle) for every Ray actor that the trainer holds."""
     for path in HOLDERS:
         found = [trainer]
         for part in path.split("."):

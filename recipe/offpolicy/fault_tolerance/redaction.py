@@ -30,7 +30,7 @@ _ALWAYS = re.compile(
 )
 """Hidden with everything below it, at any position in a dotted name."""
 _LAST = re.compile(r"(?:^|_)(?:(?P<before>[a-z0-9]+)_)?(?P<kind>token|tok|key|auth|pass|pat|jwt|bearer)$")
-"""Text secrets; the preceding word tells them from a vocabulary's tokens and a table's columns."""
+"""Secrets in text; the preceding word distinguishes them from a vocabulary's tokens and a table's columns."""
 _NO_SECRET = {
     "token": re.compile(
         r"[be]os|pad|unk|sep|cls|mask|stop|start|end|begin|first|last|next|image|video|audio|vision|think|special|"
@@ -115,7 +115,7 @@ def hide(secret: str) -> None:
 
 
 def redact_streams() -> None:
-    """Redact everything that this process prints from now on; idempotent."""
+    """Redact everything that this process prints from now on. Idempotent."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, RedactedStream):

@@ -1,8 +1,8 @@
 """A watchdog thread that ends a run that hangs or lost a worker, in bounded time, and names the phase.
 
 verl waits for its workers without a limit: a weight sync that hangs, a rollout engine that stops answering, or rollouts
-that fail and are requested again forever keep an idle run alive. A thread in the trainer's process knows the current
-phase of the step, through wrapped methods, and its duration.
+that fail and are requested again forever keep an idle run alive. A thread in the trainer's process tracks the current
+phase of the step and its duration through wrapped methods.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching; idempotent."""
+        """Stop watching. Idempotent."""
         self._stopped.set()
         if self._before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(SIGNAL, self._before)
@@ -240,7 +240,7 @@ class Watchdog:
         phases = " > ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.phases.list_current())
         self.verdict = WatchdogError(f"{sentence} Step {self.step()}, phase {phases}.")
         logger.error("the watchdog ends the run. %s", self.verdict)
-        # To descriptor 2, which Ray forwards to the driver even if sys.stderr has been replaced.
+        # Written to descriptor 2, which Ray forwards to the driver even if sys.stderr has been replaced.
         with contextlib.suppress(OSError):
             faulthandler.dump_traceback(file=2, all_threads=True)
         if self._before is not None and self._main.ident is not None:
