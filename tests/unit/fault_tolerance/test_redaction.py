@@ -108,6 +108,7 @@ IN_TEXT = [
     ("Bearer sk-live-abcdef", f"Bearer {HIDDEN}"),
     ("header: bearer abc", f"header: bearer {HIDDEN}"),
     ("https://user:pass@host:80/path", f"https://{HIDDEN}@host:80/path"),
+    ("user:pass@k:80 user:pass@10.0.0.1", f"{HIDDEN}@k:80 {HIDDEN}@10.0.0.1"),
     ("https://user:p@ss@host/a@b", f"https://{HIDDEN}@host/a@b"),
     ("http://ghtoken@host", f"http://{HIDDEN}@host"),
     ("https://hooks.slack.com/services/T0/B0/xyz", f"https://hooks.slack.com/{HIDDEN}"),
@@ -180,6 +181,8 @@ IN_TEXT = [
      f"-----BEGIN PRIVATE KEY-----{HIDDEN}-----END PRIVATE KEY-----"),
 ]  # fmt: skip
 NOT_IN_TEXT = [
+    "INFO:2026-11-27 15:53:23,964:pass@k LIVE on 48 sequences",
+    "val:best@16/mean",
     "actor_rollout_ref.rollout.max_num_batched_tokens=8192",
     "data.prompt_key=prompt",
     "correction=[tis_token,gsm]",
