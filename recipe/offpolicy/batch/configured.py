@@ -1,4 +1,4 @@
-"""A configuration as start-up checks read it: values at dotted keys, and problems of keys at the values they have."""
+"""A configuration as start-up checks read it: values at dotted keys, and problems of keys with their present values."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Configured:
     """A composed configuration.
 
     Args:
-        config: of the launch.
-        parts: what its problems concern, see ``Problem``.
+        config: configuration of the launch.
+        parts: corrections that its problems concern, see ``Problem``.
     """
 
     def __init__(self, config: DictConfig, *parts: str) -> None:
         self.config, self._parts = config, parts or EVERYTHING
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value at a dotted key; null where it is null, ``default`` where it is missing."""
+        """Return the value at a dotted key; None if it is null, ``default`` if it is missing."""
         return OmegaConf.select(self.config, key, default=default)
 
     def problem(
@@ -36,13 +36,13 @@ class Configured:
         alongside: Mapping[str, Any] | Iterable[str] = (),
         **more: Any,
     ) -> Problem:
-        """Build the problem of a key at the value that it has.
+        """Build the problem of a key with its present value.
 
         Args:
-            sets: the overrides that fix it, or keys and their values.
-            parts: None: those of this configuration.
-            alongside: other keys without whose values it would be fine, with these values if they have others here.
-            more: a ``value`` that the configuration does not show, or fields of ``Problem``.
+            sets: the overrides that fix the problem, or keys and their values.
+            parts: corrections that the problem concerns; None: those of this configuration.
+            alongside: other keys without whose values the key would be fine; a mapping overrides their present values.
+            more: a ``value`` that is not in the configuration, or other fields of ``Problem``.
         """
         overrides = [set_to(*each) for each in sets.items()] if isinstance(sets, Mapping) else sets
         value = more.pop("value") if "value" in more else self.get(key)

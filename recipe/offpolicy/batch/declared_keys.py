@@ -26,8 +26,8 @@ class Key:
     Attributes:
         fits: returns True for an accepted value.
         words: description of accepted values, after "expected".
-        read_with: (another key, its value, or ... for any but null) without which this key is unused.
-        options: words that it chooses from, of which the nearest is proposed if there is no default.
+        read_with: (another key, its value, or ... for any value except null) without which this key is unused.
+        options: the accepted words; the most similar one is proposed if there is no default.
     """
 
     fits: Callable[[Any], bool]
@@ -85,7 +85,7 @@ class Section:
         yield from self.check(self.read(config))
 
     def check(self, given: Any) -> Iterator[Problem]:
-        """Find the same in plain values."""
+        """Find the same problems in plain values."""
         if given is None:
             return
         if not isinstance(given, Mapping):
@@ -107,7 +107,7 @@ class Section:
             yield from self._find_contradictions({**default, **known})
 
     def _replace(self, name: str, value: Any, default: Any) -> tuple[str, ...]:
-        """Build the override for the intended value, else the default, or the hint if null would disable the key."""
+        """Build the override that sets the intended value, else the default, else the hint if null disables the key."""
         meant = [number for number in read_numbers(value) if self.keys[name].fits(number)]
         near = find_closest(value, self.keys[name].options, 0.7) if isinstance(value, str) else None
         usual = default if default is not None else (self.hints or {}).get(name)
@@ -159,7 +159,7 @@ class Section:
 
 
 def build_unknown(key: str, value: Any, fix: str, *overrides: str) -> Problem:
-    """Build the problem of a key that nothing knows."""
+    """Build the problem of an unknown key."""
     return Problem(key, value, "unknown key.", fix, parts=(), overrides=overrides)
 
 
@@ -209,7 +209,7 @@ def flag(*, read_with: tuple[str, Any] | None = None) -> Key:
 
 
 def choice(*options: str, null: str = "", read_with: tuple[str, Any] | None = None) -> Key:
-    """Declare one of some words, or null, by what that means.
+    """Declare a choice of words; ``null`` describes the meaning of null if null is accepted.
 
     Example:
         >>> choice("wait", "drop").words

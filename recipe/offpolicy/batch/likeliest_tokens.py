@@ -1,4 +1,4 @@
-"""Score centering of a micro-batch: log-probs of the sampler's K likeliest tokens, and the term that they make."""
+"""Score centering of a micro-batch: log-probs of the sampler's K likeliest tokens, and the term computed from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LikeliestTokens:
 
     @classmethod
     def of(cls, batch: MicroBatch) -> LikeliestTokens:
-        """Read those of a micro-batch.
+        """Read the likeliest tokens of a micro-batch.
 
         Raises:
             KeyError: the engine did not compute them.
@@ -77,7 +77,7 @@ def compute_centering_term(
     """
     coefficients = likeliest.coefficients(spec)
     centred = {f"masks.{name}" for name, mask in spec.masks if centers_mask(mask)} | set(spec.all_weights)
-    # As the policy term does, C leaves out tokens without mu or pi_old.
+    # Like the policy term, C leaves out tokens without mu or pi_old.
     kept = batch.policy_mask & torch.isfinite(batch.rollout_log_prob + batch.old_log_prob)
     for part, drop in step.rejected.items():
         kept = kept if part in centred else kept & ~drop
@@ -92,7 +92,7 @@ def compute_centering_term(
 def measure_drift(
     spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], batch: MicroBatch, likeliest: LikeliestTokens
 ) -> dict[str, Statistic]:
-    """Measure the drift that the correction would have without centering, and that of each shadow by token."""
+    """Measure the drift that the correction, and each shadow that decides by token, would have without centering."""
     specs = {"drift": spec}
     known = {name: shadow for name, shadow in shadows.items() if not find_unknown(shadow)}
     specs |= {f"drift/{rename_for_metrics(name)}": shadow for name, shadow in known.items()}

@@ -54,9 +54,9 @@ WEIGHTS = "rollout_is_weights"  # verl's ppo_loss multiplies the policy term by 
 PI_OLD = "offpolicy_pi_old"
 """Key in the loss's data: log pi_old, finite or not, for terms with their own ratio."""
 FULL_LOG_PROBS = "offpolicy_full_log_probs"
-"""Key of a model output: log-probs over the whole vocabulary, where ``log_probs`` are over the replayed support."""
+"""Key of a model output: log-probs over the whole vocabulary, if ``log_probs`` are over the replayed support."""
 WITHHELD = "offpolicy_withheld"
-"""Key of a model output: tokens, flagged one position before, that leave the policy term: their support is unknown."""
+"""Key of a model output: flags, one position early, of tokens left out of the policy term: their support is unknown."""
 SUPPORT_SIZE = "offpolicy_support_size"
 """Key of a model output, and of a recorded column: size of each token's support, 0 if unknown."""
 VERSIONS_SEALED = "versions"
@@ -77,17 +77,17 @@ class MicroBatch:
     ``log_prob`` carries the gradient, ``responses`` are token ids.
 
     Attributes:
-        old_log_prob: as it was sent; ``choose_pi_old`` decides which pi_old a correction uses.
+        old_log_prob: pi_old as sent; ``choose_pi_old`` decides which pi_old a correction uses.
         versions: versions of the weights that sampled each row, or each token; None if verl does not record them.
         plan: the trainer's constants for the whole batch; None if it sent none.
-        scale: (B,) float64 of ``denominator=kept`` or ``nonfinite=excluded``; None if the trainer sent none.
-        counted: raises when read if that was counted over other mini-batches than the engine's.
-        withheld: (B, T) bool, tokens that leave the policy term, masks and statistics under any correction; None for
+        scale: (B,) float64 factors of ``denominator=kept`` or ``nonfinite=excluded``; None if the trainer sent none.
+        counted: raises when read if the scale was counted over mini-batches that differ from the engine's.
+        withheld: (B, T) bool, tokens left out of the policy term, masks and statistics under any correction; None for
             none.
-        last: the rows belong to the update's last mini-batch, as far as verl reports it.
+        last: True if verl reports that the rows belong to the update's last mini-batch.
         marks: the trainer's request for a proof, see ``PROVE``: 1 or 2 for each marked row.
         layout: position of the responses in the model output; None if they are cut out and padded already.
-        model_output, data: arguments of the engine's call of its loss; empty for rows alone, see ``detached``.
+        model_output, data: arguments with which the engine calls its loss; empty for rows from ``detached``.
     """
 
     responses: Tensor
@@ -114,7 +114,7 @@ class MicroBatch:
 
     @cached_property
     def policy_mask(self) -> Tensor:
-        """(B, T) bool, response tokens that the correction decides on, without the withheld ones."""
+        """(B, T) bool, response tokens on which the correction decides, without the withheld ones."""
         return self.response_mask if self.withheld is None else self.response_mask & ~self.withheld
 
     @cached_property
@@ -399,7 +399,7 @@ def find_token_versions(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Ten
         rows: with "response_mask" and the keys that ``read_versions`` reads.
 
     Raises:
-        SealError: they are not those that the client of the rollout servers recorded.
+        SealError: they differ from those that the rollout servers' client recorded.
     """
     if not spec.reads_token_versions:
         return {}
@@ -413,7 +413,7 @@ def read_bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mappi
     """Map each part to the bounds that the trainer sent with this update.
 
     Raises:
-        KeyError: they are not those of ``names``, whose bounds move.
+        KeyError: the sent parts differ from ``names``, whose bounds move.
     """
     sent = _plan(batch).bounds
     if set(sent) != set(names):

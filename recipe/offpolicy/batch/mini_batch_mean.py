@@ -1,4 +1,4 @@
-"""verl's mini-batch mean, as its own loss takes it in each micro-batch, and the check of its denominators.
+"""verl's mini-batch mean, as verl's own loss computes it in each micro-batch, and the check of its denominators.
 
 verl adds up the losses of micro-batches and ranks. ``agg_loss`` divides each by ``batch_num_tokens`` or by
 ``global_batch_size``, and multiplies it by ``dp_size``, because the engine averages gradients over the ranks.
@@ -21,7 +21,7 @@ from ..correction.deferred_value import DeferredValue
 from .seals import LivenessError, SealError
 
 Shares = dict[str, float]
-"""Denominator -> share of it that some micro-batches fill: 1 for those of one optimizer step, from all ranks."""
+"""Denominator -> the share that some micro-batches fill; it is 1 for one optimizer step's, from all ranks."""
 _TOKENS, _ROWS = "batch_num_tokens", "global_batch_size"
 
 
@@ -48,7 +48,7 @@ def check_ranks(data: TensorDict, dp_group: Any) -> None:
     """Check that ``dp_size`` is the size of the engine's group of data-parallel ranks, if both are known.
 
     Raises:
-        SealError: it is not.
+        SealError: it differs.
     """
     sent = tu.get_non_tensor_data(data, "dp_size", None)
     if dp_group is None or sent is None or sent == (ranks := torch.distributed.get_world_size(dp_group)):
@@ -62,7 +62,7 @@ def check_ranks(data: TensorDict, dp_group: Any) -> None:
 def defer_shares(response_mask: Tensor, data: TensorDict) -> DeferredValue[Shares]:
     """Compute the share of each denominator that this micro-batch fills; empty if verl sent none, as for legacy actors.
 
-    A denominator of 0 is filled without limit, and by a mini-batch without tokens to NaN.
+    The share of a denominator of 0 is infinite, or NaN for a mini-batch without tokens.
     """
     rows = len(response_mask)
     sent = {name: tu.get_non_tensor_data(data, name, None) for name in (_TOKENS, _ROWS)}
@@ -79,7 +79,7 @@ def _divide(filled: int, of: float) -> float:
 
 
 def add_shares(parts: Iterable[Shares]) -> Shares:
-    """Add the shares of micro-batches; one without limit prevails over NaN."""
+    """Add the shares of micro-batches; infinity prevails over NaN."""
     found: dict[str, list[float]] = {}
     for part in parts:
         for name, share in part.items():

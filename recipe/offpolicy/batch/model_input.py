@@ -11,7 +11,7 @@ from .padding import values_of
 from .seals import hash_block, hash_columns
 
 COLUMNS = ("input_ids", "position_ids")
-"""Columns of the model input, nested by row, or padded and then with "attention_mask"."""
+"""Columns of the model input, nested by row, or padded and accompanied by "attention_mask"."""
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Positions of a micro-batch's responses in verl's two layouts, their padding, and parts of rows of similar length.
+"""Positions of a micro-batch's responses in verl's two layouts, their padding, and splits by similar row length.
 
 verl's ``no_padding_2_padding`` slices row by row, with lengths that it reads from the device, and each nested column
 costs torch one pass. Here one index table serves every column, without a host transfer.
@@ -68,9 +68,9 @@ class Layout:
         return self._gathered(values, self._of_output)
 
     def place(self, values: Tensor, total: int) -> Tensor:
-        """Put (B, T) values where ``responses_of`` takes them from: (total,), zeros elsewhere.
+        """Put (B, T) values at the positions from which ``responses_of`` takes them: (total,), zeros elsewhere.
 
-        It waits for the device.
+        This waits for the device.
         """
         there = ~self.absent
         placed = values.new_zeros(total)
@@ -80,7 +80,7 @@ class Layout:
     def input_of(self, values: Tensor) -> Tensor:
         """Select the responses, (B, T), from the model's input over prompts and responses: (total tokens,).
 
-        Without meaning on padding.
+        The result is meaningless on padding.
         """
         return values[1:][self._of_output]
 
@@ -132,9 +132,9 @@ def pad_column(column: Tensor, layout: Layout, key: str) -> Tensor:
 
 
 AT_ONCE = 1 << 18
-"""Most padded tokens of a part, unless one row is longer; a smaller micro-batch is not split."""
+"""Maximum padded tokens of a part, unless one row is longer; a smaller micro-batch is not split."""
 FEW = 1 << 15
-"""Padded tokens up to which rows stay in one part, however different their lengths."""
+"""Number of padded tokens up to which rows stay in one part, however different their lengths are."""
 _UNREAD = ("multi_modal_inputs",)
 """Columns of the model's input that the loss does not use."""
 
@@ -145,7 +145,7 @@ MicroBatchPart = tuple[Mapping[str, Any], TensorDict]
 def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list[MicroBatchPart]:
     """Split a micro-batch as the engine hands it to its loss; the parts' outputs carry the gradient of the whole.
 
-    A micro-batch with few tokens is returned unchanged. The lengths of others are read from the device.
+    A micro-batch with few tokens is returned unchanged. For other micro-batches, row lengths are read from the device.
 
     Args:
         model_output: its log-probs are nested, or (B, T) from a legacy actor, whose rows come without prompts.
@@ -185,7 +185,7 @@ def _cut_padding(data: TensorDict, width: int, longest: int) -> TensorDict:
     cut = data.select(*data.keys())
     for name, column in data.items():
         padded = isinstance(column, Tensor) and not column.is_nested and column.dim() > 1
-        # The engine has counted all of loss_mask, padding included, so the loss compares all of it.
+        # The engine has counted all of loss_mask, including padding, so the loss compares all of it.
         if not padded or name in ("prompts", "loss_mask"):
             continue
         axis = column.dim() - 1 if name == "position_ids" else 1

@@ -81,7 +81,7 @@ class SharedPlan:
         step: the trainer's step, from which the age of a row's weights is counted.
         constants: constants of the correction.
         shadow_constants: constants of the shadow corrections, by name.
-        update: split of the batch, if it must be recorded.
+        update: order of the rows, if the update must be recorded.
         bounds: part -> the bounds of this update, for masks and a weight (``WEIGHT``) whose bounds move.
         sealed: columns whose seals are sent with the batch, see ``seals``.
         prove: the micro-batches of the rows that ``PROVE`` marks must be proved.
@@ -107,7 +107,7 @@ class BatchSplit:
     Attributes:
         ranks: number of data-parallel ranks.
         mini_batch_rows: number of rows per mini-batch, over all ranks.
-        loss_agg_mode: verl's ``actor.loss_agg_mode``, or the one that its policy loss uses instead.
+        loss_agg_mode: verl's ``actor.loss_agg_mode``, or the mode that its policy loss uses instead.
     """
 
     ranks: int
@@ -138,8 +138,8 @@ def build_plan(
     Args:
         step: the trainer's step.
         rows: returns the batch with ``COLUMNS``; called only if needed.
-        batch_split: returns how verl will split the batch; called only if needed.
-        bounds: bounds of parts whose bounds move; ``spec`` has them already.
+        batch_split: returns verl's split of the batch; called only if needed.
+        bounds: bounds of parts whose bounds move; ``spec`` already contains them.
     """
     counts = spec.recounts
     if not (spec.needs_constants or counts or any(shadow.needs_constants for shadow in shadows.values())):

@@ -1,4 +1,4 @@
-"""Reports that workers send among an update's metrics, and the comparison of the rows they saw with those sent."""
+"""Reports that workers send among an update's metrics, and the comparison of the rows they got with the rows sent."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def find_difference(
 
 
 def are_same_rows(sent: Sequence[int], seen: Sequence[int], times: int = 1) -> bool:
-    """Return True if the rows seen are those that were sent, each ``times`` times.
+    """Return True if the loss got exactly the rows that were sent, each ``times`` times.
 
     Example:
         >>> are_same_rows([7, 8], [8, 7, 7, 8], times=2)

@@ -80,8 +80,8 @@ def measure_spread(values: Tensor, *, centred: bool, size: float = 0.0) -> Sprea
 
     Args:
         values: (n,) float; fewer than two have no spread about their mean.
-        centred: True: the unbiased standard deviation about the mean; False: the root mean square, for a scale without
-            centring.
+        centred: True for the unbiased standard deviation about the mean; False for the root mean square, for a scale
+            without centring.
         size: magnitude of the numbers from which the values were computed, for example as differences; rounding is
             relative to the larger of it and the largest value.
 

@@ -1,9 +1,9 @@
 """Seals: a per-row hash of each column that the loss reads, taken where the column is made and compared in the loss.
 
-Sum over a row's tokens of mix(mix(2^32 place + token) + seed + bits of the value), where place is the number of the
-row's response tokens up to it and the seed depends on the precision. ``mix`` is the finaliser of SplitMix64 (Steele,
-Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators), a bijection of 64 bits, in wrapping int64. The hash
-protects against mistakes, not against deliberate collisions.
+Sum over a row's tokens of mix(mix(2^32 place + token) + seed + bits of the value), where place is the number of
+response tokens in the row up to this token, and the seed depends on the precision. ``mix`` is the finaliser of
+SplitMix64 (Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators), a bijection of 64 bits, in
+wrapping int64. The hash protects against mistakes, not against deliberate collisions.
 
 A seal travels as a column next to the column that it seals. It holds the hash and the mean of the row's values, so an
 error can report the original mean.
@@ -44,7 +44,7 @@ def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
         values: (B, T) of the float dtypes that training uses.
 
     Raises:
-        KeyError: values of another dtype.
+        KeyError: the dtype of the values is not supported.
         ValueError: layouts or shapes that differ.
     """
     return hash_columns(tokens, mask, [values])[:, 0]
@@ -110,7 +110,7 @@ INPUT = "model_input"
 
 
 class LivenessError(RuntimeError):
-    """A configured correction was not seen to act; the message says which, and what was seen instead."""
+    """There is no evidence that a configured correction acts; the message says which, and what was found instead."""
 
 
 class SealError(LivenessError):
