@@ -20,7 +20,7 @@ def install_offpolicy(self: Any, parts: Sequence[EnginePart]) -> None:
 
 
 def add_method(worker: type) -> None:
-    """Add the method to a class of verl's actor workers, in every process of a run."""
+    """Add ``install_offpolicy`` to a class of verl's actor workers, in every process of a run."""
     from verl.single_controller.base.decorator import Dispatch, register
 
     method: Any = register(dispatch_mode=Dispatch.ONE_TO_ALL)(install_offpolicy)

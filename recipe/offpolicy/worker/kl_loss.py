@@ -71,10 +71,11 @@ def compute_weighted_kl(
 
     Args:
         log_prob: (B, T) log pi, carries the gradient.
-        other_log_prob: (B, T) of the policy that sampled, or its substitute; the term is 0 where it is not finite.
+        other_log_prob: (B, T) log-probs of the policy that sampled, or of its substitute; the term is 0 where they are
+            not finite.
         ref_log_prob: (B, T).
         kind: verl's ``kl_loss_type``.
-        upper: largest ratio, beyond which it is a constant; None for no limit.
+        upper: largest ratio; a larger ratio becomes this constant. None for no limit.
 
     Returns:
         (B, T).

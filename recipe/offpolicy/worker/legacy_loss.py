@@ -47,7 +47,7 @@ _ROWS = (
     mb.ROLLOUT_LOG_PROBS,
     mb.WEIGHTS,
 )
-_PG_LOSS = "actor/pg_loss"  # the actor sums this one itself
+_PG_LOSS = "actor/pg_loss"  # the actor sums this metric itself
 
 
 def _padded_ppo_loss(
@@ -77,7 +77,7 @@ class LegacyLoss(OffPolicyLoss):
 
     Attributes:
         policy: the policy term alone, for an actor that adds the KL term itself.
-        old_log_prob, rollout_log_prob: (B, T) pi_old and mu as the last micro-batch saw them.
+        old_log_prob, rollout_log_prob: (B, T) pi_old and mu of the last micro-batch.
     """
 
     policy: LegacyLoss
@@ -97,7 +97,7 @@ class LegacyLoss(OffPolicyLoss):
             base_loss=_padded_ppo_loss,
             extensions=settings.extensions,
         )
-        # The actor computes policy and KL term separately; the copy computes only the first.
+        # The actor computes policy and KL term separately; the copy computes only the policy term.
         self.policy = copy.copy(self)
         alone: BoundLoss = partial(_padded_ppo_loss, replace(config, use_kl_loss=False, global_batch_info={}))
         self.policy.base_loss = self.policy.verl_loss = alone

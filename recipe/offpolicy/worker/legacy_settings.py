@@ -1,4 +1,4 @@
-"""The correction that a legacy actor trains with, and the batch-level constants."""
+"""The correction with which a legacy actor trains, and the batch-level constants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..recording.record_settings import RecordSettings
 
 @dataclass(frozen=True)
 class LegacySettings:
-    """The correction, by value, and the constants of the batch that it is sent with.
+    """The correction, by value, and the constants of the batch with which it is sent.
 
     Attributes:
         spec: the correction.

@@ -46,7 +46,8 @@ def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
     verl's loss has the denominators of the whole mini-batch, so gradient accumulation does not scale it. FSDP starts
     with 1, or with the loss scale of fp16 training. verl's Megatron engine multiplies by the number of micro-batches,
     by which Megatron's schedule divides. The schedule multiplies by the number of context-parallel ranks, over which
-    gradients are averaged, or verl by the routed tokens, by which they are divided; then follows the loss scale.
+    gradients are averaged, or verl multiplies by the number of routed tokens, by which gradients are divided; then
+    follows the loss scale.
 
     Args:
         loss: scalar.
@@ -106,12 +107,12 @@ class OffPolicyLoss:
         extensions: section -> worker extension, which adds terms to the loss and reports on each micro-batch, in order.
 
     Attributes:
-        spec: the correction, with the bounds of the last update that it saw.
+        spec: the correction, with the bounds of the last update.
         fingerprint: fingerprint of the parts that do not move.
         verl_loss: the base loss as verl runs it.
         base_loss: the base loss with the KL term that the correction configures.
         extensions: as given.
-        ledger: unsent packets of this process; None: they report nothing.
+        ledger: unsent packets of this process; None: packets report nothing.
         takes_padded: the base loss accepts the result of ``MicroBatch.padded_output``.
     """
 
@@ -238,7 +239,7 @@ class OffPolicyLoss:
         """Compute verl's loss with the correction: (scalar loss, verl's metrics, the recorder's statistics).
 
         Args:
-            likeliest: of the batch, for score centering; None: read where it is needed.
+            likeliest: likeliest tokens of the batch, for score centering; None: read if needed.
         """
         if mb.WEIGHTS in batch.data.keys():
             raise ValueError(
@@ -273,7 +274,8 @@ class OffPolicyLoss:
         """Copy the loss for trial calls, whose packets are not sent.
 
         Args:
-            random_state: of the CPU's generator before the proved loss: clip_cov draws the tokens that it clips.
+            random_state: state of the CPU's random generator before the proved loss, because clip_cov draws the tokens
+                that it clips.
         """
         # Without a ledger, a trial reports nothing.
         trial = copy.copy(self)

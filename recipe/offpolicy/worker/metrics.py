@@ -1,8 +1,8 @@
 """Statistics of mu, pi_old and pi, measured on the device, and the metrics that the worker's loss sends.
 
-On a small micro-batch the cost of measuring is the number of operations, not of tokens: measuring the rows of many
-micro-batches together takes little longer than measuring one. Everything here adds up over rows, except the agreement
-of mu and pi, which compares rows with each other and gains from more rows.
+On a small micro-batch, the cost of measuring depends on the number of operations, not tokens: measuring the rows of
+many micro-batches together takes little longer than measuring a single micro-batch. Everything here adds up over rows,
+except the agreement of mu and pi, which compares rows with each other and gains from more rows.
 
 verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet is
 one opaque object per micro-batch in these lists, and is taken out before that reduction.
@@ -57,7 +57,7 @@ class Observation:
 
     Attributes:
         batch: the rows, detached.
-        spec: the correction that acted on them, with the bounds that it had.
+        spec: the correction that was applied to them, with its bounds at that time.
         shadows: corrections that are reported without being applied, by name.
         moving: parts whose bounds are sent with each update, and the sides that move.
         trained: the rows produced a gradient with this correction, so its liveness and its bounds are judged on them.
@@ -186,7 +186,7 @@ class Packet:
     Attributes:
         fingerprint: fingerprint of the worker's spec.
         statistics: name -> typed statistic, in floats.
-        rows: checksums of mu and the tokens it was used with, see ``micro_batch.compute_row_checksums``.
+        rows: checksums of mu and its tokens, see ``micro_batch.compute_row_checksums``.
         plan: fingerprint of the plan that arrived; 0 for none.
         bounds: part -> the bounds that were used, for parts whose bounds move.
         histograms: histograms of these parts, see ``monitor.bounds.bound_measurement``.
@@ -363,7 +363,7 @@ class Ledger:
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the metrics of the parts of a micro-batch as verl merges those of micro-batches; packets stay separate."""
+    """Merge the metrics of a micro-batch's parts as verl merges those of micro-batches; packets stay separate."""
     merged: dict[str, Any] = {}
     for key, first in parts[0].items():
         values = [part[key] for part in parts]

@@ -1,8 +1,8 @@
 """Seals of the log-probs that a worker computes for pi_old or the reference, and of routes that it records.
 
 Patched function in verl 0.8.0 to 0.9.1: ``verl.workers.engine_workers.TrainingWorker.infer_batch(self, data:
-TensorDict)``, which ``ActorRolloutRefWorker`` calls on its ``actor`` and ``ref`` and which returns "log_probs" over
-prompt and response of each row.
+TensorDict)``, which ``ActorRolloutRefWorker`` calls on its ``actor`` and ``ref``. It returns "log_probs" over each
+row's prompt and response.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def seal_scores() -> None:
 
     @functools.wraps(scores)
     def infer_batch(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        # verl removes this from the batch. Its dispatch passes names of rows; ``actor`` and ``ref`` get rows.
+        # verl removes this entry from the batch. Its dispatch passes names of rows; ``actor`` and ``ref`` get the rows.
         is_rows = isinstance(data, TensorDict)
         of_reference = is_rows and (tu.get(data, "no_lora_adapter", False) or self.engine_config.forward_only)
         output = scores(self, data, *args, **kwargs)
@@ -49,7 +49,7 @@ def seal_scores() -> None:
 
 
 def _seal(data: TensorDict, log_probs: Any) -> Any:
-    # Uses the rows on the host, where verl puts the result.
+    # Use the rows on the host, where verl puts the result.
     rows = data.select(*_READ, "attention_mask", strict=False).cpu()
     layout = Layout.of(rows)
     tokens, mask = (pad_column(rows[name], layout, name) for name in _READ[1:])
