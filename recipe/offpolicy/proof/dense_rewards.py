@@ -20,7 +20,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 KEY = "algorithm.adv_estimator"
 BY_TOKEN = "reinforce_plus_plus"
-"""An estimator of verl that uses the position of a reward and needs no critic."""
+"""A verl estimator that uses the position of a reward and needs no critic."""
 
 
 class DenseRewardError(CheckError):
@@ -47,7 +47,7 @@ class DenseRewardGuard:
     Args:
         config: configuration of the run.
         compute: verl's ``compute_advantage``.
-        outcome: names of estimators known to sum a sequence's rewards, for those that the probe cannot run.
+        outcome: names of estimators that are known to sum a sequence's rewards, in case the probe cannot run them.
     """
 
     def __init__(self, config: DictConfig, compute: Callable[..., Any], outcome: Collection[str] = ()) -> None:

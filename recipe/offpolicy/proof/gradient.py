@@ -49,13 +49,13 @@ class Proof:
         marked: sum of the marks by which the trainer requested the proof of this micro-batch.
         tried: trials were made.
         identical_tokens: number of tokens whose mu equals pi_old bitwise.
-        tolerance: for every error here, by the dtype of the log-probs.
+        tolerance: largest accepted value of every error here, by the dtype of the log-probs.
         log_prob_bits: bits of the coarsest of mu, pi_old and pi.
-        distances: sums over tokens of |log pi_old - log mu|, in nats, with mu of the previous, the same and the next
-            token; they reveal a mu that is off by one token. If pi_old is not computed, pi is used instead.
-        inner_tokens: number of tokens that these are summed over.
-        row_distances: sums over tokens of |log pi - log pi_old|, in nats, with pi_old of the same row and of the next
-            row; they reveal an engine whose log-probs belong to other rows. If pi_old is not computed, mu is used
+        distances: sums over tokens of |log pi_old - log mu|, in nats, with the mu of the previous, the same and the
+            next token; they reveal a mu that is off by one token. If pi_old is not computed, pi is used instead.
+        inner_tokens: number of tokens over which these are summed.
+        row_distances: sums over tokens of |log pi - log pi_old|, in nats, with the pi_old of the same row and of the
+            next row; they reveal an engine whose log-probs belong to other rows. If pi_old is not computed, mu is used
             instead.
         shifts: correction name -> result on the shifted micro-batch.
         gradient_tokens: tokens at which the uncorrected policy term has a gradient; with 0 the proof shows nothing.
@@ -190,7 +190,7 @@ def _finite(old_log_prob: Tensor, batch: mb.MicroBatch) -> Tensor:
 
 
 def _demanded(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the expected gradient of a correction and the uncorrected policy term's, each (total tokens,).
+    """Compute the expected gradient of a correction and that of the uncorrected policy term, each (total tokens,).
 
     The factor multiplies only the policy term, so the expected gradient is factor * (g(1) - g(0)) + g(0). Here g(c) is
     verl's gradient under constant weights c; g(0) is the contribution of KL and other terms.

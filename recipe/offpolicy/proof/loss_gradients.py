@@ -1,4 +1,4 @@
-"""Gradients of verl's loss and of the installed one, and the evidence of a trial: shared by all parts of the proof."""
+"""Gradients of verl's loss and of the installed loss, and the evidence of a trial, for all parts of the proof."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ShiftResult:
     """Gradient error of one correction on log-probs shifted beyond its bound.
 
     Attributes:
-        error: largest difference between the observed and the expected gradient, relative to the larger of the
-            expected and the uncorrected one.
+        error: largest difference between the observed and the expected gradient, relative to the larger of the expected
+            and the uncorrected gradient.
         vacuous: the uncorrected gradient is zero, so the trial shows nothing.
     """
 
@@ -105,7 +105,7 @@ def penalty_gradient(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.Mic
     """Compute 2 c log r times each token's share of verl's mean, 0 where it is not finite: (total tokens,).
 
     Args:
-        batch: with pi_old as the loss uses it.
+        batch: micro-batch with the pi_old that the loss uses.
     """
     assert spec.penalty is not None
     share = token_share(adapter, replace(spec, denominator="original"), batch)

@@ -1,6 +1,7 @@
 """Trials of weights and masks at level ``prefix``, where the decision on a token depends on all tokens up to it.
 
-In each row only one token has a log-ratio, the second one if it exists; it determines the value of every later prefix.
+In each row only one token has a log-ratio: the second token if it exists. It determines the value of every later
+prefix.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _build_mask_trial(
     looks: bool = True,
     mixed: bool = False,
 ) -> Trial:
-    """Build a trial; ``looks``: the mask applies to advantages of this sign; ``mixed``: later tokens have the other."""
+    """Build a trial; ``looks``: the mask applies to this advantage sign; ``mixed``: later tokens have the other."""
     mask = batch.response_mask
     by_mass = spec.aggregate.startswith("binary_")
     # The difference for two tokens may exceed the largest difference of one token's probabilities.

@@ -1,7 +1,7 @@
 """Checks of the rollout's log-probs at every update: they are present, finite and belong to their tokens.
 
 The cost is small compared with a step: one checksum per sequence and a few sign comparisons. ``verify`` judges the
-first update, these checks judge every update.
+first update; these checks judge every update.
 
 One engine with one set of weights computes one log-prob per token, so the forward pass for pi_old repeats the
 rollout's. In the first step of a run this module checks it on every token, against the pass that later steps skip.
@@ -74,7 +74,7 @@ class RolloutChecker:
             groups: prompt of each row.
 
         Raises:
-            RolloutLogProbError: zeros replace mu, or mu is not the distribution that tokens were sampled from.
+            RolloutLogProbError: zeros replace mu, or mu is not the distribution from which tokens were sampled.
             AlignmentError: mu is off by one token or belongs to other rows.
         """
         mask, mu, log_prob = _take_columns(rows, ALIGNED)
@@ -86,7 +86,7 @@ class RolloutChecker:
             self._excess.judge()
 
     def check_tallies(self, tallies: Iterable[AlignmentTally | None]) -> None:
-        """Check the workers' tallies; where pi_old is mu, only the current policy can reveal a fault.
+        """Check the workers' tallies; if pi_old is mu, only the current policy can reveal a fault.
 
         Raises:
             AlignmentError: mu is off by one token or belongs to other rows.

@@ -1,4 +1,4 @@
-"""Detection of rollout log-probs that are missing, replaced, or of another distribution than the sampled one.
+"""Detection of rollout log-probs that are missing, replaced, or not those of the sampled distribution.
 
 The sum over the vocabulary of mu(v) * pi_old(v) / mu(v) is 1 for any pi_old, however far the weights differ. An engine
 that samples from p but reports q gives the sum of p * pi_old / q. With pi_old = p this is 1 + chi2(p | q) > 1, for
@@ -112,9 +112,9 @@ def check_placeholders(
 ) -> None:
     """Check that no placeholder replaces mu at some tokens, such as an end of sequence that an agent loop appended.
 
-    A placeholder is 0 in two rows, or one number in eight rows at one token id, where the trainer's log-probs are far
-    from it. It must do so in 1 % of the rows and in half of the tokens that have this number. Rows of one group with
-    equal tokens count once, because an engine gives them equal log-probs.
+    A placeholder is 0 in two rows, or the same number in eight rows at the same token id, where the trainer's log-probs
+    are far from it. This must hold in 1 % of the rows and for half of the tokens with this number. Rows of one group
+    with equal tokens count once, because an engine gives them equal log-probs.
 
     Args:
         rollout_log_prob, trainer_log_prob, response_mask: (B, T), or nested by row.
@@ -168,7 +168,7 @@ def find_zero_rows(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_
 
 
 def _count_zero_rows(rows: RowLayout, mu: Tensor, trainer: Tensor, mask: Tensor) -> Tensor:
-    """Count all-zero rows, those of them that the trainer contradicts, their tokens, and all tokens: (4,) int64.
+    """Count all-zero rows, all-zero rows that the trainer contradicts, their tokens, and all tokens: (4,) int64.
 
     Args:
         mu, trainer, mask: flat tensors of tokens in this layout.

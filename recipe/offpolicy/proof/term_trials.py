@@ -1,4 +1,4 @@
-"""Trials of the terms next to the policy term: KL, penalty, score centering."""
+"""Trials of the terms outside the policy term: KL, penalty, score centering."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEAST_TAIL = 1e-6
 
 
 def expect_coefficients(spec: CorrectionSpec, log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
-    """Expect the gradient of C at log p of the likeliest tokens, m(v) - a p(v): (..., K) float64.
+    """Compute the expected gradient of C at log p of the likeliest tokens, m(v) - a p(v): (..., K) float64.
 
     Args:
         log_prob, rollout_log_prob: (..., K) log p and log q; log q is -inf where there is no token.
@@ -37,7 +37,7 @@ def expect_coefficients(spec: CorrectionSpec, log_prob: Tensor, rollout_log_prob
     q = rollout_log_prob.double().exp()
     p = torch.where(q > 0, log_prob.detach().double().exp(), 0.0)
     rho = (1 - q.sum(-1, keepdim=True)).clamp(min=0) / (1 - p.sum(-1, keepdim=True)).clamp(min=_LEAST_TAIL)
-    # For each token the pair of its masses; the tail's are 1 and rho.
+    # The pair of masses for each token; the tail's masses are 1 and rho.
     m = _weigh(spec, torch.cat([p, torch.ones_like(rho)], -1), torch.cat([q, rho], -1))
     return torch.where(q > 0, m[..., :-1] - m[..., -1:] * p, 0.0)
 
@@ -62,7 +62,7 @@ def _weigh_by(weight: WeightSpec, ratio: Tensor, p: Tensor, q: Tensor) -> Tensor
 
 
 def _keeps(mask: MaskSpec, ratio: Tensor) -> Tensor:
-    """Tell the ratios of single tokens that the mask keeps."""
+    """Flag the single-token ratios that the mask keeps."""
     log_ratio = ratio.log()
     match mask.aggregate.split("_")[0]:
         case "k1":
@@ -96,10 +96,10 @@ def place_masses(spec: CorrectionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
                 ratios += [1.3 * bound, bound / 1.3]
     ratios += [1.7, 0.6, 1.0]
     count = like.shape[-1]
-    # Positions begin with another ratio each, so that few tokens show all bounds.
+    # Each position begins with a different ratio, so few tokens show all bounds.
     turns = torch.arange(like.numel() // count)[:, None] + torch.arange(count)
     table = torch.tensor(ratios, dtype=torch.float64)[turns % len(ratios)].view(like.shape)
-    # The masses of both sum to less than 1/2.
+    # The masses of each policy sum to less than 1/2.
     p = torch.full_like(table, min(0.4, 0.4 * min(ratios)) / count)
     return p.log().float(), (p / table).log().float()
 
@@ -116,7 +116,7 @@ def try_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
     apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3)
     batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + apart).float()))
     errors, scales = [], []
-    # Beyond the upper bound, beyond the lower one, and inside.
+    # Beyond the upper bound, beyond the lower bound, and inside.
     for ratio in (1.1 * upper, lower / 1.1, math.sqrt(upper)):
         moved = replace(
             batch,
@@ -178,10 +178,10 @@ def try_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroB
 
 
 def try_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare the gradient of a penalty with 2 c log r of its own ratio, where the policy term has none."""
+    """Compare the gradient of a penalty with 2 c log r of its own ratio, with a policy term that has no gradient."""
     assert spec.penalty is not None
     log_prob = batch.log_prob.double()
-    # Far enough that its gradient is as large as a policy term's, in either direction.
+    # Far enough in either direction that the penalty's gradient is as large as a policy term's.
     far = min(0.25 / spec.penalty.coefficient, _FAR)
     shift = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, far, -far)
     of_mu = spec.penalty.ratio == "full"
@@ -200,7 +200,7 @@ def try_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBat
 
 
 def expect_centering(adapter: CorrectedLoss, batch: mb.MicroBatch, step: StepStage) -> tuple[Tensor, Tensor, Tensor]:
-    """Expect the gradient at the log-probs of the likeliest tokens: the output, the gradient, and its scale."""
+    """Compute the expected gradient at the likeliest tokens' log-probs: the output, the gradient, and its scale."""
     spec, output = adapter.spec, batch.model_output
     by_token = {name for name, _ in select_token_parts(spec).masks}
     kept = batch.policy_mask & torch.isfinite(batch.rollout_log_prob) & torch.isfinite(batch.old_log_prob)
@@ -212,7 +212,7 @@ def expect_centering(adapter: CorrectedLoss, batch: mb.MicroBatch, step: StepSta
         select_token_parts(spec), mb.flatten(output[LOG_PROBS]), mb.flatten(output[ROLLOUT_LOG_PROBS])
     )
     demanded = batch.spread(pull).double()[:, None] * coefficients
-    # Rounding grows with the coefficients, which have no bound where the policy has no tail.
+    # Rounding grows with the coefficients, which are unbounded if the policy has no tail.
     scale = torch.cat([pull.flatten(), demanded.flatten()]).abs().max()
     return output[LOG_PROBS], demanded, scale
 

@@ -1,9 +1,9 @@
 """Token alignment of mu: checks against the trainer's log-probs that mu belongs to its tokens, over whole batches.
 
-Of two rows that differ at a position, the rollout engine and the trainer usually find the same one more likely, at any
-mismatch and with stale weights: the share of agreements is near 1. Log-probs of other rows agree by chance, in half of
-the pairs. Log-probs that are off by one token agree better with the neighbouring token. Only signs are counted, so
-neither a drift common to all tokens nor one extreme token matters.
+If two rows differ at a position, the rollout engine and the trainer usually give the higher log-prob to the same row,
+at any mismatch and with stale weights: the share of agreements is near 1. Log-probs that belong to other rows agree
+only by chance, in half of the pairs. Log-probs that are off by one token agree better with the neighbouring token. Only
+signs are counted, so neither a drift common to all tokens nor one extreme token matters.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def compute_chance_limit(rows: int) -> float:
 
 
 class AlignmentError(RuntimeError):
-    """Log-probs that a server returned belong to other tokens than the ones they were returned with."""
+    """Log-probs that a server returned do not belong to the tokens with which they were returned."""
 
 
 @dataclass
@@ -237,7 +237,7 @@ class AlignmentChecker:
 
 
 def find_shift(count: PairCounts) -> int:
-    """Find the lag at which both policies agree better than at 0: -1, 1, or 0 if there is none."""
+    """Find the lag at which both policies agree better than at lag 0: -1, 1, or 0 if there is none."""
     alongside = max((-1, 1), key=lambda lag: count.concordance(lag) if _has_enough_pairs(count, lag) else -2.0)
     # Pairs within a row are dependent: 16 of them count as one row.
     better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16, 1)))

@@ -35,18 +35,18 @@ BEYOND = 0.01
 """Distance beyond a bound, in nats: larger than rounding errors and inside the base loss's own clip."""
 
 MEAN_WEIGHT = 2.0
-HIGH = 0.95  # the higher of two probabilities that differ
+HIGH = 0.95  # the higher of two different probabilities
 _NEAR = 0.02
-"""Distance from a bound, as a share of the bound in nats, at which a bound with another factor is told from it."""
+"""Distance from a bound, as a share of the bound in nats, that distinguishes it from a bound with another factor."""
 _LEAST = 1e-4  # nats, larger than the rounding error of float32 log-probs
 _ON_RATIO = ("product", "geometric", "any", "exp_abs_mean")
 """Aggregates whose bounds are ratios; they are compared in log space."""
 _WIDE_GAP = 0.5
-"""Largest difference of probabilities that one token gets where a unit shares a sum of differences."""
+"""Largest difference of probabilities that one token gets if a unit's tokens share a sum of differences."""
 _WIDE_KL = 1.0
 """Largest binary KL divergence, in nats, that one token gets."""
 MOST_UPWARD = 2.5
-"""Nats of KL(low, ``HIGH``) that a low probability reaches; KL(``HIGH``, low) reaches 12.9."""
+"""Largest KL(low, ``HIGH``), in nats, of a low probability; KL(``HIGH``, low) reaches 12.9."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
     """Build trials of a weight: raw weights beyond and inside each bound on every other unit, 1 on the rest.
 
     A weight with age-dependent bounds is tried at each age, on the unit of each row's first token. A weight for one
-    sign of the advantage is tried with advantages of that sign, of the other, and of both signs in one row.
+    sign of the advantage is tried with advantages of that sign, of the other sign, and of both signs in one row.
     """
     if spec.when == "post_tool":
         batch = open_second_turn(batch)
@@ -101,7 +101,7 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
     constants = BatchConstants(weight_mean=mean)
     units = _number_units(spec.level, batch)
     hit = _choose_units(units, spec.by_staleness is not None, spec)
-    # On one token: spread over thousands, the rounding errors would sum to more than the proof tolerates.
+    # Placed on one token: over thousands of tokens, rounding errors would sum to more than the proof tolerates.
     first = hit & _find_unit_starts(units, batch.response_mask)
     size = (
         _count_tokens(units, batch.response_mask) if spec.aggregate == "geometric" else torch.ones_like(units).double()
@@ -150,7 +150,7 @@ def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[
 
 
 def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
-    # A budget's cutoff depends on the batch; the trial sets the one of ``list_bounds``.
+    # A budget's cutoff depends on the batch; the trial sets the cutoff that ``list_bounds`` yields.
     constants = BatchConstants(cutoffs={name: 0.04} if spec.budget is not None else {})
     signs = {"negative": (-1.0,), "positive": (1.0,)}.get(spec.when, (-1.0, 1.0))
     for side, bound in list_bounds(spec):
@@ -188,7 +188,7 @@ def _list_ages(factors: tuple[float, ...]) -> Iterator[tuple[int, float]]:
 
 
 def _measure_near(bound: float) -> float:
-    """Measure the step from a bound, in nats, that tells it from a bound with another factor."""
+    """Compute the step from a bound, in nats, that distinguishes it from a bound with another factor."""
     return max(_NEAR * abs(bound), _LEAST)
 
 
@@ -204,7 +204,7 @@ def _step_from_bound(spec: MaskSpec, bound: float, side: float, beyond: bool) ->
 
 
 def measure_step(spec: MaskSpec, bound: float) -> float:
-    """Measure the step beyond a bound, in its own unit; half of what is left where it is a probability's difference."""
+    """Compute the step beyond a bound, in its own unit; at most half the remaining range for a probability gap."""
     if spec.aggregate in _ON_RATIO:
         return BEYOND
     step = min(BEYOND, 0.1 * abs(bound) + 1e-4)
@@ -221,7 +221,7 @@ def _build_mask_trial(
     beyond: bool,
     inward: bool = False,
 ) -> Trial:
-    """Build a trial; ``inward``: where the ratio may have either sign, use the sign that the update reduces."""
+    """Build a trial; ``inward``: if the ratio may have either sign, use the sign that the update reduces."""
     advantages = torch.full_like(batch.log_prob, sign, dtype=torch.float64)
     moved, hit = _place_policies(spec, batch, value, side, advantages, inward=inward)
     if spec.when == "post_tool":
@@ -378,7 +378,7 @@ def invert_binary_kl(aggregate: str, value: float, up: bool) -> float:
     """Find the probability below ``HIGH`` whose binary KL divergence is ``value``.
 
     Args:
-        up: the numerator has ``HIGH`` and the denominator this one; otherwise the other way round.
+        up: the numerator has ``HIGH`` and the denominator the probability found; otherwise the reverse.
     """
 
     def divergence(p: float, q: float) -> float:
@@ -451,15 +451,15 @@ def _measure_runs(mask: Tensor) -> Iterator[list[int]]:
 
 
 def open_second_turn(batch: MicroBatch) -> MicroBatch:
-    """Turn the second response token of each row into a tool's, so that the tokens after it are a further turn."""
+    """Turn the second response token of each row into a tool token, so that the tokens after it form a second turn."""
     mask = batch.response_mask
     return replace(batch, response_mask=mask & (mask.cumsum(-1) != 2))
 
 
 def _choose_units(units: Tensor, aged: bool, spec: MaskSpec | WeightSpec) -> Tensor:
-    """Choose the units that a trial acts on: every other unit, or the first one of each row if only it is aged.
+    """Choose the units on which a trial acts: every other unit, or the first unit of each row if only it is aged.
 
-    Of turns, those after a tool's result if the part applies to no others.
+    If the part applies only after a tool's result, the turns after it are chosen.
     """
     later = spec.when == "post_tool" and spec.level == "turn"
     return units == 0 if aged else units % 2 == int(later)

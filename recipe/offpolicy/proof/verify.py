@@ -1,7 +1,7 @@
 """Trainer side of the liveness proof: checks the workers' evidence and stops the run if anything is missing.
 
-Every micro-batch must report, hold the trainer's spec, use the mu that was sampled, and show that each configured
-correction acts in the gradient.
+Every micro-batch must report, have the trainer's spec, use the sampled mu, and show that each configured correction
+acts in the gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .gradient import Proof, isolate_parts
 FOREIGN = 0.1
 """Mean |log pi - log pi_old|, in nats per token, below which both belong to one policy and to the same sequences."""
 LEAST_INNER = 8
-"""Fewest tokens with two neighbours that show mu off by one token: fewer can agree better with one by chance."""
+"""Fewest tokens with two neighbours that can show mu off by one token: fewer can match a neighbour better by chance."""
 
 
 class UpdateEvidence(Protocol):
@@ -55,15 +55,15 @@ def verify(
     """Check an update with proofs, the first one or a later one.
 
     Args:
-        packets: one per micro-batch, from every rank.
+        packets: one packet per micro-batch, from every rank.
         spec: the trainer's spec, with the bounds of this update.
         sampled_rows: checksums of mu as the rollout returned it, see ``micro_batch.compute_row_checksums``.
         epochs: how often the worker visits each row.
         allow_identical: mu may be bitwise identical to pi_old.
         moving: parts whose bounds are sent with each update; the fingerprint excludes them.
         plan: fingerprint of the plan sent with this update; None: not compared.
-        marked: sum of the marks of what must be proved; None: all micro-batches.
-        again: the correction was proved before; a few rows may not show all of it, which is no failure.
+        marked: sum of the marks that request proofs; None: all micro-batches must be proved.
+        again: the correction was proved before; it is no failure if a few rows do not show all its parts.
         steps: number of optimizer steps that the engine made; 0: unknown.
 
     Returns:
@@ -91,7 +91,7 @@ def verify(
         _verify_two_policies(proofs)
     gradient_error = _verify_gradient(proofs)
     tried = [proof for proof in proofs if proof.tried]
-    # A base loss without a ratio does not read pi_old: other parts must be seen to act, proximal cannot be.
+    # A base loss without a ratio does not read pi_old, so ``proximal`` cannot be proved; other parts still must be.
     unread = bool(spec.all_weights or spec.masks or spec.penalty) and not _seen(tried, "proximal")
     names = [name for name, _ in isolate_parts(spec) if not (unread and name == "proximal")]
     if again:
@@ -127,8 +127,8 @@ def verify_update(
 ) -> None:
     """Check the evidence of every update: adapter, spec, bounds, mu, the engine's factor and verl's denominators.
 
-    Each micro-batch must come from the adapter, hold the trainer's spec and bounds, and use the mu that was sampled,
-    and the engine must have multiplied its loss by the right factor. Over an optimizer step they must fill verl's
+    Each micro-batch must come from the adapter, have the trainer's spec and bounds, and use the sampled mu. The engine
+    must have multiplied its loss by the right factor. The micro-batches of an optimizer step must fill verl's
     denominators.
 
     Raises:
@@ -312,7 +312,7 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
 
 
 def describe_proof(spec: CorrectionSpec, live: Mapping[str, float]) -> str:
-    """Say in one sentence which parts were seen to act, from the metrics of ``verify``."""
+    """Say in one sentence which parts act, according to the metrics of ``verify``."""
     if spec.is_none:
         return "no correction is configured; statistics only."
     names = ", ".join(name for name, _ in isolate_parts(spec) if name not in _find_unread(spec, live))
@@ -325,7 +325,7 @@ def describe_proof(spec: CorrectionSpec, live: Mapping[str, float]) -> str:
 def describe_rest(
     spec: CorrectionSpec, live: Mapping[str, float], sealed: Sequence[str], add_ons: Mapping[str, str | None]
 ) -> str:
-    """Say what else was compared at this update, and what was not proved.
+    """Describe what else was compared at this update, and what was not proved.
 
     Args:
         live: metrics of ``verify``.
