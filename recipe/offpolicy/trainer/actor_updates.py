@@ -33,7 +33,7 @@ class UnadoptedUpdate:
 
 
 class AdoptedUpdate:
-    """``update_actor`` of a corrected trainer's worker group; a copy in another process is an ``UnadoptedUpdate``.
+    """``update_actor`` of a corrected trainer's worker group; a copy in another process becomes an ``UnadoptedUpdate``.
 
     Args:
         update: called with verl's own method and the arguments.

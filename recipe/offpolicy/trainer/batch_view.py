@@ -1,4 +1,4 @@
-"""Common part of the views of a batch for add-ons, and their log-probs by the trainer's own forward pass."""
+"""Common part of the batch views for add-ons, and log-probs from the trainer's own forward pass."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Pair = tuple[list[int], list[int]]
 
 
 class MediaError(RuntimeError):
-    """A row has images, videos or audio, and would be scored without them or with those of another row."""
+    """A row has images, videos or audio, and would be scored without them or with another row's."""
 
 
 def demand_text(inputs: Iterable[Mapping[str, Any] | None]) -> None:
     """Raise if a row of the batch has ``multi_modal_inputs``: an extension's rows contain only token ids.
 
     Raises:
-        MediaError: a row has some.
+        MediaError: a row has such inputs.
     """
     for row, given in enumerate(inputs):
         if names := sorted((given or {}).keys()):
@@ -46,7 +46,7 @@ def _shape_positions(positions: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def count_rows(rows: int, batch: int, ranks: int, config: DictConfig) -> int:
-    """Count the rows of a pass over ``rows``: the fewest that workers can split like a batch of ``batch`` rows.
+    """Compute the row count of a pass over ``rows``: the fewest that workers can split like a batch of ``batch`` rows.
 
     An engine with pipeline stages can require a number of micro-batches, so it gets as many rows as the batch.
     """
@@ -121,7 +121,7 @@ class HeldBatch:
         step: the trainer's step.
         sent: called with the columns that go to the workers, for all rows.
         forward: computes log-probs of (prompt, response) pairs by the trainer's own forward pass, outside the batch.
-        decide: runs the rollout stage of the correction in force on the batch.
+        decide: runs the rollout stage of the active correction on the batch.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class HeldBatch:
         raise NotImplementedError
 
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
-        """Replace the groups that extensions see, for all rows, and mark the rows whose advantage is 0."""
+        """Replace the groups that extensions read, for all rows, and mark the rows whose advantage is 0."""
         self._groups = list(self._of_real(groups))
         self.silent = self._of_real(torch.tensor(silent))
 
@@ -162,5 +162,5 @@ class HeldBatch:
         return advantages
 
     def _of_real(self, column: Any) -> Any:
-        """Reduce a column to the rows that are no padding."""
+        """Reduce a column to the rows that are not padding."""
         return column

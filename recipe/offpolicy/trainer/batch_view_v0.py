@@ -17,7 +17,7 @@ from ..extensions.batch_view import check_columns
 from .batch_view import ESTIMATES, HeldBatch
 
 _SCORES = ("token_level_scores", "rm_scores")
-"""Columns that exist from the advantages on, and from the rollout on."""
+"""Columns that exist after the advantages, and columns that exist after the rollout."""
 _REWARDS = "token_level_rewards"
 """Input of the estimator: the scores, minus the KL penalty if KL is in the reward."""
 
@@ -98,7 +98,7 @@ class DataProtoBatch(HeldBatch):
 
 
 class DataProtoPrompts:
-    """``PromptView`` of the DataProto that the V0 trainer is about to sample from."""
+    """``PromptView`` of the DataProto from which the V0 trainer is about to sample."""
 
     def __init__(self, prompts: DataProto, step: int) -> None:
         self._prompts = prompts

@@ -24,7 +24,7 @@ class TransferQueueBatch(HeldBatch):
     """One batch in TransferQueue; see also ``extensions.add_ons.TrainerBatch``.
 
     Attributes:
-        batch: verl's KVBatchMeta, with metadata that includes all columns put so far; verl continues with it.
+        batch: verl's KVBatchMeta, whose metadata includes all columns put so far; verl continues with it.
     """
 
     def __init__(self, batch: Any, *arguments: Any, **named: Any) -> None:

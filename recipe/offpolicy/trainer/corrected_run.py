@@ -69,7 +69,7 @@ class CorrectedRun:
         "_save_checkpoint",
         "_load_checkpoint",
     )
-    """Methods of verl's trainer that this object's methods of the same name replace; a trainer may lack some."""
+    """Methods of verl's trainer that this object's methods with the same names replace; a trainer may lack some."""
 
     _count_ranks: Callable[[], int]  # data-parallel ranks of the actor
     _count_updates: Callable[[], int]  # updates of a step
@@ -113,7 +113,7 @@ class CorrectedRun:
 
     @property
     def correction(self) -> CorrectionSpec:
-        """The correction in force."""
+        """The active correction."""
         return self.supervision.spec
 
     @cached_property
@@ -233,7 +233,7 @@ class CorrectedRun:
         """Finish the recording and the extensions when the context ends."""
         with ExitStack() as stack:
             stack.callback(self._end_extensions)
-            # Workers are killed after this, so the decisive update may not be written yet.
+            # Workers are killed after this, and the decisive update may not have been written yet.
             failed = stack.enter_context(ExitStack())
             failed.callback(self._finish_recording, AFTER_FAILURE)
             yield stack
@@ -258,7 +258,7 @@ class CorrectedRun:
         return DenseRewardGuard(self.config, plain_advantage(), OUTCOME)
 
     def _check_rewards(self, batch: ScoredRows) -> None:
-        """Stop a run whose rewards are not finite, or whose per-token rewards the estimator sums."""
+        """Stop a run if its rewards are not finite, or if the estimator sums its per-token rewards."""
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         self._dense_rewards.check(batch)
 
@@ -306,7 +306,8 @@ class CorrectedRun:
     def _load_checkpoint(self) -> Any:
         self._resumed = self._check_resumed()
         if self.add_ons.uses("load_prompts"):
-            # Every trainer has created it by now and not read from it; the checkpoint restores its state.
+            # By now every trainer has created the data loader without reading from it; the checkpoint restores its
+            # state.
             self.trainer.train_dataloader = self.add_ons.load_prompts(self.trainer.train_dataloader)
         loaded = self.verls._load_checkpoint()
         self._restore_add_ons()

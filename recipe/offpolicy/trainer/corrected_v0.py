@@ -65,7 +65,7 @@ NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
 
 
 class CorrectedV0(CorrectedRun):
-    """One run by ``RayPPOTrainer`` or by a class derived from it."""
+    """One run by ``RayPPOTrainer`` or a subclass."""
 
     METHODS: ClassVar[tuple[str, ...]] = (
         *CorrectedRun.METHODS,
@@ -98,9 +98,9 @@ class CorrectedV0(CorrectedRun):
         return made
 
     def _init_models(self) -> None:
-        """For trainers that sample in another process; Ray may call ``init_workers`` of the class, not the instance."""
+        """For trainers that sample in another process: Ray may call ``init_workers`` on the class, not the instance."""
         self.verls._init_models()
-        if hasattr(self.trainer, "actor_rollout_wg"):  # in a fork, a method of this name may create other models
+        if hasattr(self.trainer, "actor_rollout_wg"):  # in a fork, a method with this name may create other models
             self._adopt_workers()
 
     def _adopt_workers(self) -> None:
@@ -112,7 +112,7 @@ class CorrectedV0(CorrectedRun):
         self._hand_over_loss()
         adopt(self.workers, self._update_and_collect)
         around_advantage(self._around_advantage)
-        # Ray calls this trainer's ``load_checkpoint`` of the class, not of the instance.
+        # Ray calls the class's ``load_checkpoint`` for this trainer, not the instance's.
         if self._samples_elsewhere and (resumed := self._check_resumed()) is not None:
             self._restore_active(resumed)
             self._hand_over_loss()
@@ -298,7 +298,7 @@ class CorrectedV0(CorrectedRun):
         return output
 
     def _let_mu_stand_in(self, tensors: TensorDict) -> None:
-        """Replace a pi_old that was computed although the correction does not use it by mu."""
+        """Replace pi_old by mu if it was computed although the correction does not use it."""
         if self.supervision.takes_mu and not self._scored:
             tensors["old_log_probs"] = tensors[ROLLOUT_LOG_PROBS]
             self._seal(tensors, {"old_log_probs": tensors[ROLLOUT_LOG_PROBS]})
@@ -314,7 +314,7 @@ class CorrectedV0(CorrectedRun):
 
     def _with_plan(self, batch: Any) -> Any:
         """Add the plan to a batch of the worker group, and the loss for a legacy actor."""
-        self._read_rows(batch)  # the loss needs what it adds, the plan may not
+        self._read_rows(batch)  # the loss needs the columns that this adds, even if the plan does not
         tensors = _tensors(batch)
         versions = tensors[VERSIONS]
         plan, columns = self._plan_update(batch, len(batch))
@@ -378,7 +378,7 @@ class CorrectedV0(CorrectedRun):
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
         """Call the workers' ``update_actor`` with the plan, and judge the packets in its metrics.
 
-        A caller that bypasses ``_update_actor`` gets this package's metrics among the workers'.
+        For a caller that bypasses ``_update_actor``, this package's metrics are added to the workers'.
         """
         if self.correction.baseline == "exclude" and not self._advantage_metrics:
             raise LivenessError("correction.baseline=exclude: verl bypassed the hook that removes rejected sequences.")
@@ -412,7 +412,7 @@ def _tensors(batch: Any) -> TensorDict:
 def _objects(batch: Any, name: str) -> list[Any] | None:
     """Return the values of a non-tensor column per row, from a batch of either kind; None if it is missing."""
     column = batch.non_tensor_batch.get(name) if isinstance(batch, DataProto) else batch.get(name, None)
-    # As a value of the whole batch, the trainer's step has the same name as a row's version.
+    # The trainer's step, a value of the whole batch, has the same name as a row's version.
     if column is None or (name == VERSION and isinstance(column, NonTensorData)):
         return None
     return list(column) if isinstance(batch, DataProto) else column.tolist()
@@ -430,10 +430,10 @@ def _list_fields(batch: Any, versions: Tensor) -> list[dict[str, Any]] | None:
 def _versions(batch: Any, step: int) -> Tensor:
     """Stack the versions of the weights that sampled each row's first and last token, (B, 2) int64.
 
-    Where verl does not record them, this trainer is synchronous and sends the weights to the rollout engine between
-    an update and the next rollout, so the weights after the previous step sampled all rows.
+    If verl does not record them, this trainer is synchronous and sends the weights to the rollout engine between an
+    update and the next rollout, so all rows were sampled by the weights after the previous step.
     """
-    # verl 0.8.0 records one version of a request that is never resumed.
+    # verl 0.8.0 records only one version for a request that is never resumed.
     for ends in ((OLDEST_VERSION, NEWEST_VERSION), (VERSION, VERSION)):
         spans = [_objects(batch, end) or [None] for end in ends]
         if not any(version is None for span in spans for version in span):

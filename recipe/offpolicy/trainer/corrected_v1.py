@@ -2,7 +2,7 @@
 
 Patched functions in verl 0.9.1: ``METHODS`` of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and
 ``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``.update_actor(batch)`` / ``.compute_log_prob(batch)`` of the actor's worker
-group. ``parameter_sync_step`` is the number of updates per step. Columns are read and written by TransferQueue's
+group. ``parameter_sync_step`` is the number of updates per step. Columns are read and written with TransferQueue's
 ``kv_batch_get(keys, partition_id, select_fields)`` and ``kv_batch_put(keys, partition_id, fields)``.
 """
 
@@ -41,7 +41,7 @@ OF_A_FORWARD = ("uid", "position_ids", MEDIA)
 
 
 class CorrectedV1(CorrectedRun):
-    """One run by a V1 trainer of verl, or by a class derived from it."""
+    """One run by a V1 trainer of verl, or a subclass."""
 
     METHODS: ClassVar[tuple[str, ...]] = (
         *CorrectedRun.METHODS,
@@ -169,13 +169,13 @@ class CorrectedV1(CorrectedRun):
         return self.add_ons.old_log_prob(partial(self._score, metrics=metrics), batch, metrics)
 
     def _flag(self, batch: Any) -> None:
-        """Set the add-ons' flags on a batch for its workers; needed after each put, whose metadata has no flags."""
+        """Set the add-ons' flags on a batch for its workers; needed after each put, whose metadata lacks flags."""
         if flags := self.add_ons.batch_flags():
             batch.extra_info.update(flags)
 
     def _score(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self.supervision.wants_sampled:
-            # The trainer first sees these rows here, before other code can change them.
+            # The trainer first reads these rows here, before other code can change them.
             versions = (EXTRA_FIELDS,) if self.correction.reads_token_versions else ()
             with name_missing_column():
                 rows = read_columns(batch, *SAMPLED, *MODEL_INPUT, *versions)

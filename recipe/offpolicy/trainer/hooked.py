@@ -3,7 +3,7 @@
 The trainer of every supported program derives from ``RayPPOTrainer`` (V0: main_ppo, one_step_off_policy,
 fully_async_policy, recipes) or from the V1 ``PPOTrainer``. The hook is on instance creation, so it also works for
 trainers that do not call ``super().__init__``: a ``CorrectedRun`` sets its methods on the instance. This module imports
-nothing of verl; a process without a trainer pays only for the import hooks.
+nothing from verl; a process without a trainer pays only for the import hooks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .actor_updates import guard_groups
 MODULE = __name__
 """Module name for VERL_USE_EXTERNAL_MODULES."""
 HOOKED = "offpolicy.hooked"
-"""Key of the configuration that only a process with the hooks can resolve."""
+"""Configuration key that only a process with the hooks can resolve."""
 _RESOLVER = "offpolicy_hooked"
 _V0, _V1 = "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"
 _GROUPS = "verl.single_controller.base.worker_group"

@@ -1,4 +1,4 @@
-"""Set-up of this package's logger if verl sets up none.
+"""Set-up of this package's logger, in case verl sets up none.
 
 verl's V1 trainer sets up the logger ``verl``; with its V0 trainer no logger is set up, so INFO messages, for example
 that a correction is live, would be lost.

@@ -34,7 +34,7 @@ from ..worker.metrics import take_packets
 logger = logging.getLogger("verl.offpolicy")
 
 AFTER_MOVED = 10
-"""Number of updates between two proofs if bounds have moved in between, because they may move at each update."""
+"""Number of updates between two proofs if bounds have moved since the last proof; they can move at each update."""
 _COARSE = (
     "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats per token looks like mismatch, and narrow bands "
     "reject because of it. Compute log-probs in float32 in the trainer."
@@ -42,7 +42,7 @@ _COARSE = (
 
 
 class Supervision:
-    """Judge of each update, from the packets that the workers' loss sent.
+    """Judges each update from the packets that the workers' loss sent.
 
     Args:
         spec: the configured correction.
@@ -51,7 +51,7 @@ class Supervision:
 
     Attributes:
         proving: True if the active correction was not proved yet; the next update must prove it.
-        proof: proof of the last update, if it made one: a sentence, and the evidence.
+        proof: a sentence and the evidence, if the last update proved the correction.
         active_correction: the active correction and its bounds.
     """
 
@@ -85,11 +85,11 @@ class Supervision:
 
     @property
     def wants_sampled(self) -> bool:
-        """True if ``sampled`` and ``aligned`` must see each batch."""
+        """True if ``sampled`` and ``aligned`` must be called with each batch."""
         return not self.spec.is_none
 
     def sampled(self, rows: TensorDict) -> None:
-        """Check and remember the rollout ``rows``, which hold ``SAMPLED``, before other code can change it.
+        """Check and remember the rollout ``rows``, which hold ``SAMPLED``, before other code can change them.
 
         Raises:
             RolloutLogProbError: its log-probs are missing or invalid.
