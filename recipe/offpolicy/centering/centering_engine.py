@@ -22,8 +22,8 @@ from ..support.batch_supports import BatchSupports, ResponseTokens, lay_out_supp
 from ..support.token_supports import MASS
 
 MU_ERROR = 1e-5
-"""Largest accepted difference, in nats, between mu of a sampled token and that of the same token among the likeliest:
-both come from one answer of the rollout server."""
+"""Largest accepted difference, in nats, between a sampled token's mu and its mu among the likeliest tokens: both come
+from the same answer of the rollout server."""
 _COUNTS = ("tokens", "lacking", "members", "compared", "other", "checked", "wrong")
 _FIX = "Fix: find the code that changes them between rollout server and trainer, or set correction.centering=null."
 
@@ -38,9 +38,9 @@ class CenteringReport:
 
     Attributes:
         tokens: number of response tokens in the loss.
-        members: sum of the numbers of their likeliest tokens.
+        members: total number of their likeliest tokens.
         compared: number of rows whose checksums were compared.
-        checked: number of tokens that are among their likeliest ones, whose mu was compared.
+        checked: number of tokens that are among the likeliest of their position; their mu was compared.
         bytes: bytes of ids and log-probs, as received.
         mass: sum over tokens of the mass of mu on the likeliest tokens.
     """
@@ -64,12 +64,12 @@ class CenteringTally:
     def add(
         self, likeliest: BatchSupports, tokens: Tensor, responses: ResponseTokens, mu: Tensor, like: Tensor, pi: Tensor
     ) -> None:
-        """Add one forward.
+        """Add one forward pass.
 
         Args:
             tokens: (n,) int64, the sampled tokens.
             mu: column of the responses.
-            like: (total,), in the layout of the tokens.
+            like: (total,) tensor in the layout of the tokens.
             pi: (n, K) log pi of the likeliest tokens.
         """
         self.bytes += likeliest.bytes
@@ -108,7 +108,7 @@ class CenteringTally:
         """Copy the counts to the host.
 
         Raises:
-            CenteringError: tokens have no likeliest tokens, or those of other positions.
+            CenteringError: tokens have no likeliest tokens, or likeliest tokens of other positions.
         """
         counts = torch.stack(self._counts).sum(0).tolist() if self._counts else [0] * len(_COUNTS)
         found = dict(zip(_COUNTS, counts, strict=True))
@@ -173,7 +173,8 @@ class CenteringEngine:
         """Run verl's method; an update's metrics get a report.
 
         Raises:
-            CenteringError: tokens have no likeliest tokens, or those of others; raised before the optimizer steps.
+            CenteringError: tokens have no likeliest tokens, or likeliest tokens of other positions; raised before the
+                optimizer steps.
         """
         self._tally, self._trains = CenteringTally(), not forward_only
         output = self._run(data, loss_function, forward_only=forward_only)
@@ -206,7 +207,8 @@ class CenteringEngine:
         values = log_probs.values()
         laid = compute_log_probs(logits, output_args, layout, likeliest, tokens, values)
         self._tally.add(likeliest, tokens, responses, micro_batch[MU], values.detach(), laid.detach())
-        # The loss gets the sampled log-probs as a tensor of their own, at which the proof sees its gradient alone.
+        # The loss gets the sampled log-probs as a separate tensor, at which the proof reads only the loss's own
+        # gradient.
         found["log_probs"] = _nest(values.view_as(values), log_probs)
         found[LOG_PROBS] = _nest(_spread(laid, likeliest, len(values)), log_probs)
         mu = likeliest.log_probs.to(laid.device)
@@ -219,9 +221,9 @@ def _nest(values: Tensor, like: Any) -> Tensor:
 
 
 def _spread(values: Tensor, likeliest: BatchSupports, total: int, fill: float = 0.0) -> Tensor:
-    """Put values of the tokens, (n, K), one position before each: (total, K)."""
+    """Put the values of the tokens, (n, K), one position before each token: (total, K)."""
     if not values.shape[1]:
-        # Rows without likeliest tokens; the tally says so at the end of the mini-batch.
+        # There are rows without likeliest tokens; the tally reports them at the end of the mini-batch.
         values = torch.nn.functional.pad(values, (0, 1), value=fill)
     laid = values.new_full((total, values.shape[1]), fill)
     return laid.index_put((likeliest.places - 1,), values)
@@ -237,11 +239,11 @@ def compute_log_probs(
 ) -> Tensor:
     """Compute log p of the likeliest tokens: the sampled token's log-prob plus the difference of their logits.
 
-    The forward pass makes no further tensor of vocabulary size, unless verl's log-probs have less than 32 bits; the
-    gradient of the logits is one.
+    The forward pass creates no further tensor of vocabulary size, unless verl's log-probs have less than 32 bits; the
+    backward pass creates one, the gradient of the logits.
 
     Args:
-        logits: (..., V) of the whole forward.
+        logits: (..., V) logits of the whole forward pass.
         tokens: (n,) int64, the sampled tokens.
         log_probs: (total,) log p of all tokens, each one position before its token.
 
@@ -255,7 +257,8 @@ def compute_log_probs(
     else:
         temperature = output_args["temperature"][likeliest.rows]
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    # In the logits' dtype, as verl divides: a difference in rounding would change the mass of all likeliest tokens.
+    # Divided in the logits' dtype, like in verl: a difference in rounding would change the mass of all likeliest
+    # tokens.
     scale = temperature.clamp(min=1e-8).to(logits.dtype)[:, None]
     flat = logits.reshape(-1, logits.shape[-1])
     ids = torch.cat([tokens[:, None], likeliest.ids.clamp(min=0)], 1)

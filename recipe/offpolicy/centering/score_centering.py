@@ -1,4 +1,4 @@
-"""Score centering in a run: servers, client, workers that compute log-probs of the likeliest tokens, and the proof.
+"""Score centering in a run: servers, client, workers that compute the likeliest tokens' log-probs, and the proof.
 
 ``verl_patches.truncated_sampling`` lists the patched functions of verl 0.9.1.
 """
