@@ -1,9 +1,9 @@
 """Ages of the rows of a batch, in versions of the weights, and the limit on how many prompts may be issued.
 
 With B prompts per batch, N of them issued so far and i the version of the trainer's weights, AReaL's limit (arXiv:
-2505.24298) is floor((N - 1) / B) <= i + eta: the last prompt is trained by weights that are at most eta versions newer.
-Here step s begins with the weights of version s - 1, and N <= (s + eta) * B, which is the same for whole numbers. A
-fractional eta allows that fraction of another batch, so the largest age is eta rounded up.
+2505.24298) is floor((N - 1) / B) <= i + eta: the last prompt is trained by weights that are at most eta versions newer
+than those at its issue. Here step s begins with the weights of version s - 1, and N <= (s + eta) * B, which is the same
+for whole numbers. A fractional eta allows that fraction of another batch, so the largest age is eta rounded up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RateLimitError(RuntimeError):
 
 
 class RateLimit:
-    """Account of issued prompts that were trained or still can be.
+    """Account of issued prompts that were trained or can still be trained.
 
     Args:
         eta: batches by which sampling may run ahead of training, >= 0; a float is taken by its decimal text.
@@ -43,7 +43,7 @@ class RateLimit:
         self.account = 0
 
     def room(self, step: int) -> int:
-        """Compute how many prompts may be issued in ``step``, from 1; negative if fewer were allowed before."""
+        """Compute how many prompts may be issued in ``step``, from 1; negative if too many were issued already."""
         return math.floor((step + self.eta) * self.batch) - self.account
 
     def issued(self, count: int, step: int) -> None:
@@ -101,7 +101,7 @@ class AgeLimit:
 
     @property
     def eta(self) -> Fraction:
-        """In force."""
+        """The current eta."""
         return self._changes[-1][1]
 
     @property
@@ -123,7 +123,7 @@ class AgeLimit:
         return oldest if issued > self._resumed else max(oldest, self._restored)
 
     def admits(self, version: int, issued: int, step: int) -> bool:
-        """Return True if a row sampled by ``version`` is not too old in ``step``, starting with version step - 1."""
+        """Return True if a row sampled by ``version`` is not too old in ``step``, which begins at version step - 1."""
         return compute_age(version, step) <= self.get_oldest(issued)
 
     def state(self) -> list[list[Any]]:
@@ -196,10 +196,10 @@ def read_tags(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> list[Ro
 
 
 def check_newest(tags: Mapping[str, Mapping[str, Any]], step: int, eta: str) -> None:
-    """Check that no finished row names weights that do not exist yet.
+    """Check that no finished row reports weights that do not exist yet.
 
     Args:
-        tags: tags of rows, by key, before ``step`` has made its weights.
+        tags: tags of rows, by key, before the weights of ``step`` exist.
 
     Raises:
         StalenessError: a rollout server reports a newer version than it samples with.
@@ -237,14 +237,14 @@ def check_ages(rows: Sequence[RowTag], step: int, limit: AgeLimit) -> None:
 
 
 def check_seen(seen: float | None, entered: Sequence[RowTag], step: int, eta: str) -> None:
-    """Check that the loss saw no row older than the rows that entered it.
+    """Check that no row in the loss is older than the rows that were sent to it.
 
     Args:
-        seen: age of the oldest row in the loss, by the versions sent with the rows; None: it saw none.
+        seen: age of the oldest row in the loss, by the versions sent with the rows; None: the loss got no versions.
         entered: rows that have a token in the loss.
 
     Raises:
-        StalenessError: the loss saw an older row, or no versions.
+        StalenessError: the loss got an older row, or no versions.
     """
     oldest = min(entered, key=lambda row: row.version)
     if seen is None or seen > compute_age(oldest.version, step):
@@ -271,7 +271,7 @@ def split_too_old(too_old: Collection[int], rows: Sequence[RowTag], mini_batch: 
 
 
 RESPONSE_MASK = "response_mask"
-"""Column for runs of tokens; turns come from ``EXTRA_FIELDS``."""
+"""Column from which runs of tokens are read; turns come from ``EXTRA_FIELDS``."""
 
 
 Turns = Sequence[Sequence[Chunk]]
@@ -286,7 +286,7 @@ def list_turns(data: TensorDict) -> list[Turns | None]:
 def need_runs(rows: Sequence[RowTag], turns: Sequence[Turns | None]) -> bool:
     """Return True if the response mask is needed to detect a lost chunk.
 
-    A response has at most as many sampled tokens as tokens: if one turn is that long, each token has a version.
+    If one turn is as long as the whole response, each token has a version.
     """
     return any(
         noted is not None and not (len(noted) == 1 and sum(tokens for _, tokens in noted[0]) >= row.length)
@@ -298,7 +298,7 @@ def need_runs(rows: Sequence[RowTag], turns: Sequence[Turns | None]) -> bool:
 def check_noted(
     rows: Sequence[RowTag], turns: Sequence[Turns | None], runs: Sequence[Sequence[int]] | None, step: int, eta: str
 ) -> None:
-    """Check that each token has a version, and none an older one than was in force when its prompt was issued.
+    """Check that each token has a version, and that no version is older than the weights at the issue of its prompt.
 
     A prompt issued in step s, or restored from a checkpoint, is sampled by version s - 1 or newer.
 

@@ -8,11 +8,11 @@ partition_id, sampleable_keys, batch_size)``, ``_terminal_eviction_reasons(self,
 eviction_reasons)``, ``_wait_for_next_poll(self, partition_id, last_debug_time)``, and the prompt metadata of
 ``_sync_metadata_from_transfer_queue``.
 
-verl hands out finished groups in the order of their issue. With a limited rate, a group becomes too old only if others
-are trained first while it is being sampled. verl's own ``wait`` does not prevent that: it checks unfinished prompts
-only at their last step, when more than a batch of them may be due. Here ``wait`` skips an unfinished prompt only if all
-remaining prompts can still be trained in time. ``drop`` is verl's own, with a threshold of eta + 1; ``mask`` and
-``refresh`` are implemented here and in the trainer.
+verl hands out finished groups in the order of their issue. With a limited rate, a group becomes too old only if other
+groups are trained first while it is being sampled. verl's own ``wait`` does not prevent that: it checks unfinished
+prompts only at their last step, when more than a batch of them may be due. Here ``wait`` skips an unfinished prompt
+only if all remaining prompts can still be trained in time. ``drop`` is verl's own strategy, with a threshold of eta +
+1; ``mask`` and ``refresh`` are implemented here and in the trainer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def keeps_deadlines(due: Iterable[float], *, step: int, batch: int, left: int) -
 logger = logging.getLogger("verl.offpolicy")
 
 TRAIN = "train"
-"""Partition of TransferQueue that is trained on."""
+"""Partition of TransferQueue that holds the training rows."""
 _ANEW = "."
 """Separator in a uid before the number of times that its prompt was sampled again."""
 
@@ -95,7 +95,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return len(self.prompt_global_steps[TRAIN])
 
     def check_versions(self, step: int) -> None:
-        """Check the rows that finished by the end of ``step``, before its weights are handed out.
+        """Check the rows that finished by the end of ``step``, before its weights are sent to the servers.
 
         Raises:
             StalenessError: a rollout server reports a newer version than it samples with.

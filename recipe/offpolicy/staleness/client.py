@@ -1,8 +1,8 @@
 """A client of verl's rollout servers that records which version of the weights sampled how many tokens.
 
-A synchronisation of the weights aborts every request; verl's client then sends the prompt and the tokens so far again.
-So one version samples each attempt, and the server reports it with the tokens. verl's client passes on only the first
-and the last version.
+A synchronisation of the weights aborts every request; verl's client then resends the prompt and the tokens sampled so
+far. So one version samples each attempt, and the server reports it with the tokens. verl's client passes on only the
+first and the last version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RowNotes(WeakValueDictionary[str, Note], Generic[Note]):
     """Notes of rows whose agent loops still hold the client's result, by request id.
 
     With verl's ``full_determinism`` different rows have the same request id. An agent loop awaits all turns of its row
-    in one asyncio task, so the note is then that of the task.
+    in one asyncio task, so in that case notes are kept per task.
 
     Args:
         make: makes the note of a new row.
@@ -81,7 +81,7 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
     """verl's resuming client, whose every attempt goes through ``Attempts``; adds ``CHUNKS`` to ``extra_fields``.
 
     ``CHUNK_SEALS`` lets the trainer check them. A tool agent keeps the extra fields of its first turn, so later turns
-    are added to the lists in these.
+    are added to the lists in those fields.
     """
 
     shares_ids: bool
@@ -109,7 +109,7 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
 
 
 def note_versions(client: LLMServerClient) -> LLMServerClient:
-    """Replace verl's client by one that records versions; another client is returned unchanged."""
+    """Replace verl's client by a client that records versions; any other client is returned unchanged."""
     if type(client) is not FullyAsyncLLMServerClient:
         logger.warning(
             "the client of the rollout servers is %s: versions of the weights are known only per sequence.",

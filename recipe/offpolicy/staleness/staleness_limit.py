@@ -37,7 +37,7 @@ from .tally import Tally
 logger = logging.getLogger("verl.offpolicy")
 
 _MASKS = ("response_mask", "loss_mask")
-"""Columns that define the loss's tokens: verl's losses read the first, its engines count by the second."""
+"""Columns that define the loss's tokens: verl's losses read the first column, its engines count by the second."""
 _SEEN = "offpolicy/staleness/max"
 """Age of the oldest row in the loss, reported by the workers."""
 _MEAN = "offpolicy/staleness/mean"

@@ -1,8 +1,8 @@
 """The keys ``offpolicy.staleness``, and the controller that adapts eta to a target ESS.
 
-Raising eta helps only if the trainer waits for rows. A change takes effect after as many steps as rows are then old, so
-the steps until then are ignored. After a decrease, eta stays until the ESS has improved by its deficit; otherwise it
-would be raised again at once, because the trainer still waits where eta was too large.
+Raising eta helps only if the trainer waits for rows. A change takes effect after as many steps as the age of the rows
+at that time, so the steps until then are ignored. After a decrease, eta stays until the ESS has improved by its
+deficit; otherwise eta would be raised again at once, because the trainer still waits although eta was too large.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AdaptSettings:
 
 
 _STATE = ("since", "unsettled", "low", "lacked", "demanded")
-"""Attributes of the controller, without underscore, that a checkpoint holds as they are."""
+"""Attributes of the controller, without underscore, that a checkpoint stores unchanged."""
 
 
 class EtaController:
@@ -120,7 +120,7 @@ class EtaController:
         return {"eta": str(self.eta), "window": [list(seen) for seen in self._window]} | plain
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's ``state``, of a run with the same settings.
+        """Restore the ``state`` from a checkpoint of a run with the same settings.
 
         Raises:
             ValueError: eta is outside [floor, ceiling].

@@ -48,7 +48,8 @@ class WeightSnapshots(AddOn):
     def _find_lag(self, view: BatchView) -> dict[str, float]:
         """Score a few rows under the weights of each kept update; return metrics.
 
-        An update's weights are stored under its step's name, which verl's separate_async names do not clash with.
+        An update's weights are stored under its step's name, which does not clash with the names in verl's
+        separate_async mode.
         """
         workers, kept = self._run.workers, self._kept
         kept.append(f"offpolicy-{self._run.global_steps}")
