@@ -88,7 +88,7 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """A group of tensors as one rank of an engine holds it.
+    """A group of tensors on one rank of an engine.
 
     Attributes:
         sources: names of the tensors that were loaded into the same parameters, sorted.
@@ -186,7 +186,7 @@ def compare_adapter(
 
 
 def _name_fused(sources: Sequence[str]) -> tuple[str, ...]:
-    """Name the parameters of a layer's experts that Hugging Face fuses, from the tensors that verl sends for them."""
+    """Name the expert parameters of a layer that Hugging Face fuses, from the tensors that verl sends for them."""
     layers = {source.partition(".experts.")[0] for source in sources if ".experts." in source}
     kinds = {source.rpartition(".")[0].rpartition(".")[2] for source in sources}
     if len(layers) != 1 or not kinds <= {"gate_proj", "up_proj", "down_proj"}:
@@ -196,7 +196,7 @@ def _name_fused(sources: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_left_out(trained: Sequence[str], received: Sequence[str]) -> list[str]:
-    """Find trained parameters of which no tensor was sent, under any prefix that verl uses."""
+    """Find trained parameters for which no tensor was sent under any prefix that verl uses."""
     ends = {_end(name) for name in received}
     experts = {name.partition(".experts.")[0] for name in received if ".experts." in name}
     return [name for name in trained if _end(name) not in ends and name.partition(".experts.")[0] not in experts]

@@ -12,7 +12,7 @@ from ..correction import Problem
 
 SECTION = "offpolicy.delivery"
 LEAST_SEEN = 0.5
-"""Share of the updates that the engine's dtype lets through, below which they are rounded away."""
+"""Share of an update that survives rounding to the engine's dtype, below which updates count as rounded away."""
 FIX_ROUNDED = "actor_rollout_ref.rollout.dtype=float32, or a larger actor_rollout_ref.actor.optim.lr"
 
 

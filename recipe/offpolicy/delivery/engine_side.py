@@ -1,9 +1,9 @@
-"""Runs inside a rollout engine's processes: which parameters each tensor was loaded into, and their checksums.
+"""Runs inside a rollout engine's processes: records into which parameters each tensor was loaded, and their checksums.
 
 Patched functions, the same from verl 0.7.1 to 0.9.1:
 ``vLLMColocateWorkerExtension._update_weights(weights, peft_config, base_sync_done)``, which calls
-``model.load_weights``, whose result names the parameters that were written; and ``vLLMHttpServer.collective_rpc``,
-which in verl returns nothing.
+``model.load_weights``, whose result names the written parameters; and ``vLLMHttpServer.collective_rpc``, which in verl
+returns nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ class Sources:
 
     Attributes:
         names: plain names of all tensors.
-        targets: plain name without an expert's number -> names of the parameters that the tensor was loaded into.
-        tied: names that vLLM loads with the tensor that they are tied to, and refuses alone.
+        targets: plain name without an expert's number -> names of the parameters into which the tensor was loaded.
+        tied: names of tensors that vLLM loads together with the tensor to which they are tied, and refuses to load
+            alone.
         received: number of tensors since the last comparison.
         first: checksums of the tensors as received, rounded like their parameters; until the first comparison.
         adapter: checksums of the LoRA adapter's tensors as received, by plain name.
-        skipped: why nothing is judged; empty if it is judged.
+        skipped: why nothing is judged; empty if weights are judged.
     """
 
     names: set[str] = field(default_factory=set)
@@ -61,10 +62,10 @@ def load_observed(
     weights: Iterable[tuple[str, Tensor]],
     dtype_of: Callable[[str], torch.dtype | None] = lambda target: None,
 ) -> Any:
-    """Load weights by the model's own ``load``, and record the parameters that each new name was loaded into.
+    """Load weights with the model's own ``load``, and record into which parameters each new name was loaded.
 
-    A new name is loaded alone, once; the experts of a layer count as one name. A tied tensor that vLLM refuses alone is
-    left out, because vLLM loads the one that it is tied to, which verl may send in another bucket.
+    A new name is loaded alone, once; the experts of a layer count as one name. A tied tensor that vLLM refuses to load
+    alone is left out: vLLM loads the tensor to which it is tied, which verl may send in another bucket.
 
     Args:
         dtype_of: returns the dtype of a parameter by its name; None if there is none.
@@ -133,7 +134,7 @@ def weigh_parameters(worker: Any, named: bool) -> dict[str, Any]:
 
     Args:
         worker: vLLM's worker with verl's extension.
-        named: list the sources of each group; False returns only their number, for a caller that knows the names.
+        named: list the sources of each group; False returns only their number, for a caller that already has the names.
     """
     sources: Sources = vars(worker).setdefault("_offpolicy_sources", Sources())
     model = worker.model_runner.model
@@ -179,7 +180,7 @@ def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], l
 def tell_root_cause(error: BaseException) -> str:
     """Describe the first exception of a chain and its location, in one line.
 
-    vLLM passes on only the text of the last exception, which may come from the clean-up or be a KeyError's bare name.
+    vLLM passes on only the text of the last exception, which may come from the clean-up or be only a KeyError's name.
     """
     while (before := error.__cause__ or error.__context__) is not None:
         error = before

@@ -29,7 +29,7 @@ Answers = Sequence[Sequence[float]]
 """Log-probs in nats, per sequence, of each token except the first."""
 
 FLIPS = 4095
-"""Number of random sign vectors for the p-value; the observed one makes 4096."""
+"""Number of random sign vectors for the p-value; with the observed vector there are 4096."""
 LEVEL = 1e-3
 LEAST_SLOPE = 0.5
 RESOLVED = 0.2
@@ -100,8 +100,8 @@ class ProbeTest:
 
         Returns:
             ``first``: there is nothing to compare with; ``unresolved``: the expected change is too small to judge and
-            accumulates; ``follows``: the engine follows; ``differs``: it does not, which noise may explain; ``fails``:
-            it does not for the ``IN_A_ROW``-th time in a row.
+            accumulates; ``follows``: the engine follows; ``differs``: it does not follow, which noise may explain;
+            ``fails``: it does not follow for the ``IN_A_ROW``-th time in a row.
         """
         now = _stack(engine), _stack(expected)
         if self._reference is None:
@@ -127,9 +127,9 @@ logger = logging.getLogger("verl.offpolicy")
 
 Pair = tuple[list[int], list[int]]
 SEQUENCES, BEFORE, TOKENS = 32, 8, 16
-"""Number of sequences in the probe, prompt tokens at the start of each, and most tokens of each."""
+"""Number of sequences in the probe, number of prompt tokens at the start of each, and maximum tokens of each."""
 CACHED = 600
-"""Tokens of the request that must not be found in a prefix cache."""
+"""Length of the request whose tokens must not be found in a prefix cache."""
 PATIENCE = 60.0
 """Seconds to wait for missing answers when the trainer is about to update."""
 KEPT_IN_A_ROW = 2
@@ -150,7 +150,7 @@ def draw_probe(rows: Sequence[Pair], uids: list[str]) -> list[list[int]]:
 
 
 def join_responses(rows: Sequence[Pair], most: int) -> list[int]:
-    """Join responses to a request of at most ``most`` tokens that starts like no rollout."""
+    """Join responses to a request of at most ``most`` tokens that does not start like any rollout."""
     return [token for _, response in rows for token in response][: max(min(most, CACHED), 0)]
 
 
@@ -158,7 +158,7 @@ class Probe:
     """The probe of one run.
 
     Args:
-        longest: most tokens that the engine accepts.
+        longest: maximum number of tokens that the engine accepts.
         advice: last sentence of errors: what to do.
     """
 

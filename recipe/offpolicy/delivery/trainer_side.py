@@ -1,7 +1,7 @@
 """Runs in the trainer's workers: checksums of the trained weights, rounded like the rollout engine's.
 
 It reads ``actor.engine.module`` of verl's ``ActorRolloutRefWorker`` and ``actor_module_fsdp`` of the legacy worker.
-Where the sent tensors are not the parameters (FSDP1, other engines, merged LoRA), it patches the engine's
+If the sent tensors are not the parameters (FSDP1, other engines, merged LoRA), it patches the engine's
 ``get_per_tensor_param`` or ``rollout.update_weights``.
 """
 
@@ -31,7 +31,7 @@ def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str,
         others: plain name -> dtype of the other tensors, or ``AS_SENT``.
 
     Returns:
-        ``weights``: plain name -> count, sum, sum of squares and whether it is trained; ``sent``: True if they are
+        ``weights``: plain name -> count, sum, sum of squares and whether it is trained; ``sent``: True if these are
         checksums of the tensors as sent; ``update``: see ``UpdateSample.step``.
     """
     if _SENT in vars(worker):
@@ -92,7 +92,7 @@ class UpdateSample:
     def step(self, shards: Any) -> list[float]:
         """Compare with the previous synchronisation: [sum of u r, sum of u^2, changed in u, changed in r, count].
 
-        u is the change of an element, r the change of the element as the engine rounds it. Empty at the first call.
+        u is the change of an element, r the change of the element after the engine's rounding. Empty at the first call.
         """
         sums = torch.zeros(5, dtype=torch.float64)
         before, self._before = self._before, {}
@@ -110,7 +110,7 @@ class UpdateSample:
 
 
 def watch_sent(worker: Any, dtype: str) -> None:
-    """Make a worker record checksums of the tensors that it sends, where these are not its parameters.
+    """Make a worker record checksums of the tensors that it sends, if these are not its parameters.
 
     Args:
         worker: verl's actor worker; for the legacy workers of 0.7.1 the rollout is patched.
@@ -157,7 +157,7 @@ def _sends_other_tensors(worker: Any) -> bool:
         return True
     model = getattr(module, "_fsdp_wrapped_module", module)
     engine = getattr(getattr(worker, "actor", None), "engine", None)
-    # Other engines, and models whose names verl converts, send tensors under other names than their parameters.
+    # For other engines, and for models whose names verl converts, the sent tensors are not named like the parameters.
     renamed = bool(getattr(model, "_checkpoint_conversion_mapping", None))
     if renamed or not (engine is None or type(engine).__name__.startswith("FSDP")):
         return True

@@ -31,11 +31,11 @@ from .trainer_side import AS_SENT, watch_sent
 logger = logging.getLogger("verl.offpolicy")
 
 NAMED = 6
-"""Most tensors that an error names."""
+"""Maximum number of tensors that an error names."""
 FEWEST = 64
-"""Updates without a synchronisation that stop a run too short to know its own interval."""
+"""Number of updates without a synchronisation that stop a run whose own interval is not known yet."""
 SEEN_OVER = 3
-"""Number of last updates of which an engine must see ``LEAST_SEEN``."""
+"""Number of last updates of which a share of ``LEAST_SEEN`` must survive the engine's rounding."""
 KEPT = 4
 """Number of past synchronisations whose checksums are kept, to recognise late weights."""
 
@@ -183,7 +183,7 @@ class WeightDelivery(AddOn):
         self._report(found, update, first=given.at == 1)
 
     def before_update(self) -> None:
-        self._compare_sums()  # a program's own loop may have called none of the hooks before
+        self._compare_sums()  # a custom training loop may not have called any earlier hook
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
         self._updates += 1
@@ -217,7 +217,7 @@ class WeightDelivery(AddOn):
                 )
 
     def _explain(self, comparison: Comparison, engine: Engine) -> str:
-        """Say from which earlier synchronisation the engine holds the differing tensors."""
+        """Describe from which earlier synchronisation the engine's differing tensors come."""
         for back, past in enumerate(reversed(self._past), start=1):
             if not set(comparison.different) & set(engine.compare(past, judge=False).different):
                 return f"It holds those of {back} synchronisation{'s' if back > 1 else ''} before."
