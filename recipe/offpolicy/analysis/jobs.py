@@ -1,4 +1,4 @@
-"""Work on the steps of a recording, in order, by this process, others of this machine, or tasks of a Ray cluster."""
+"""Work on a recording's steps, in order, by this process, other local processes, or tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..recording import Recording, Step
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 LARGE: Final = 64e6
-"""Bytes of files from which processes are worth the seconds that they take to start."""
+"""Bytes of files from which starting processes is worth the seconds that it takes."""
 AHEAD: Final = 2
-"""Items under way for each process; what they return waits in memory until its turn."""
+"""Items in progress for each process; their results wait in memory until their turn."""
 TRIES: Final = 3
-"""Times that an item is begun before its death counts as its own fault."""
+"""Number of attempts on an item before the deaths of its processes count as the item's own fault."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGEST_KEPT, _MOST_KEPT = 32 * 2**20, 256 * 2**20
-"""Bytes of an allocation that glibc keeps when it is freed, the largest that it takes; and of all that it keeps."""
+"""Bytes of the largest allocation that glibc keeps when it is freed (its own maximum), and of all that it keeps."""
 
 
 class JobsError(RuntimeError):
@@ -37,13 +37,13 @@ class JobsError(RuntimeError):
 
 @dataclass(frozen=True)
 class Jobs:
-    """Who works on the steps of a recording.
+    """The processes that work on the steps of a recording.
 
     Attributes:
-        count: processes of this machine; 1: this process alone.
-        ray: address of a running Ray cluster, whose tasks do the work in their place; None for none. Its nodes need
-            this package and the recording under the same path. The first ``map`` connects this process, unless it is
-            connected, until it ends.
+        count: number of processes on this machine; 1 means only this process.
+        ray: address of a running Ray cluster, whose tasks do the work instead; None for no cluster. Its nodes need
+            this package, and the recording under the same path. The first ``map`` connects this process, unless it
+            is already connected, until the process ends.
     """
 
     count: int = 1
@@ -52,7 +52,7 @@ class Jobs:
     def map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
         """Yield ``work(item)`` for each of ``items``, in their order, with few results in memory at a time.
 
-        Where a process dies, what it worked on is begun again.
+        If a process dies, its items are started again.
 
         Args:
             work: a function of a module, or a partial of one.
@@ -98,7 +98,7 @@ def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], cou
 
 
 def _prepare_forks(work: Callable[[Item], Result]) -> BaseContext:
-    """Return a context that forks processes from a server which imports once, for all of them, and does nothing else.
+    """Return a context that forks processes from a server that only does the imports, once for all of them.
 
     A fork of this process would copy torch's threads in whatever state they are.
     """
@@ -109,12 +109,12 @@ def _prepare_forks(work: Callable[[Item], Result]) -> BaseContext:
 
 
 def prepare_process() -> None:
-    """Set this process up for arrays of a few MB: one thread, and freed memory is kept for the next array."""
+    """Prepare this process for arrays of a few MB: use one thread, and keep freed memory for the next array."""
     import pyarrow
     import torch
 
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
-    # numpy's matrix products have threads of their own, which spin: what is done of each step multiplies by torch.
+    # numpy's matrix products have threads of their own, which spin, so the work on each step multiplies with torch.
     torch.set_num_threads(1)
     pyarrow.set_cpu_count(1)
     # By default glibc returns each such array to the system, whose fresh pages cost as much as the arithmetic.
@@ -127,7 +127,7 @@ def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: 
     import ray
 
     _connect(address)
-    # Ray begins the task of a dead worker again, and counts the tries.
+    # Ray starts the task of a dead worker again, and counts the attempts.
     task = ray.remote(max_retries=TRIES - 1, num_cpus=1)(_run_alone)
     shared, ahead = ray.put(work), iter(items)
     most = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
@@ -147,15 +147,15 @@ def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: 
 
 
 def _connect(address: str) -> None:
-    """Connect this process to a cluster, where it is not connected."""
+    """Connect this process to a cluster, unless it is connected."""
     import ray
 
-    # Once for all that a tool does: each connection starts workers of its own, which import torch again.
+    # A tool connects only once, because each connection starts its own workers, which import torch again.
     if ray.is_initialized():
         return
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except Exception as error:  # of several types, by what is wrong with the address
+    except Exception as error:  # the type depends on what is wrong with the address
         raise JobsError(
             f"--ray {address}: no cluster answers there ({error}). Fix: give the address that `ray start` printed."
         ) from error
@@ -182,13 +182,13 @@ def map_steps(
     *,
     in_pieces: bool = False,
 ) -> Iterator[Result]:
-    """Yield ``work`` of each step, in order, with a progress bar.
+    """Yield the result of ``work`` for each step, in order, with a progress bar.
 
     Args:
-        work: takes one step, which comes once for each correction that acted in it; of a module, or a partial of one.
-        steps: a recording, or steps in memory, each by itself, which this process works on.
-        what: is done, for the bar.
-        in_pieces: a large step of a recording comes to ``work`` piece by piece, see ``Recording.pieces``.
+        work: a module's function, or a partial of one; it gets one step, once for each correction that acted in it.
+        steps: a recording, or separate steps in memory, on which this process works.
+        what: name of the work, for the bar.
+        in_pieces: pass a large step of a recording to ``work`` piece by piece, see ``Recording.pieces``.
     """
     if not isinstance(steps, Recording):
         return (work([step]) for step in steps)
@@ -198,7 +198,7 @@ def map_steps(
 
 
 def show_progress(results: Iterable[Result], total: int, what: str) -> Iterator[Result]:
-    """Yield ``results`` and show how many of ``total`` have come, on standard error where that is a terminal."""
+    """Yield ``results`` and show how many of ``total`` have arrived, on standard error if that is a terminal."""
     if not sys.stderr.isatty():
         yield from results
         return

@@ -52,8 +52,8 @@ class Part:
     Attributes:
         rows: number of rows that are attributed.
         left_out: number of rows without pi_old, see ``scored_rows.ScoredRows``.
-        sums: of ``resample``, as ``decompose`` takes them.
-        cells: by the buckets of all ``PROFILES``, see ``merge``.
+        sums: the result of ``resample``, in the form that ``decompose`` takes.
+        cells: sums by the buckets of all ``PROFILES``, see ``merge``.
         ages: number of rows with a token of each staleness.
         tokens, worst: the worst examples, see ``find_worst``, with rows numbered from the first.
         stale: whether a token is recorded as stale.
@@ -75,10 +75,10 @@ def summarize_rows(rows: Rows, seed: tuple[int, ...], *, worst: int, left_out: i
     """Summarize rows of one step; all of them are the sample.
 
     Args:
-        rows: with log pi_old by the trainer's own weights.
-        seed: of bootstrap draws.
-        worst: tokens and rows to list.
-        left_out: rows besides whose pi_old is not known.
+        rows: rows with log pi_old by the trainer's own weights.
+        seed: seed of the bootstrap draws.
+        worst: number of tokens and of rows to list.
+        left_out: number of further rows, whose pi_old is unknown.
     """
     cells, loss = sum_cells(rows)
     sums = {"recorded": place_cells(cells, len(rows)), **compute_routing_sums(rows)}
@@ -128,9 +128,9 @@ def _join_frames(parts: list[Part], worst: int) -> Part:
 
 
 WORST = 12
-"""Number of tokens and of rows that are listed."""
+"""Number of tokens, and of rows, that are listed."""
 SEARCHED = 1_000_000
-"""Most tokens of the sample that is searched for causes."""
+"""Largest number of tokens in the sample that is searched for causes."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,10 @@ class Attribution:
         versions: mismatch by the age of the weights that sampled a token.
         profiles: mismatch by position, length, probability, turn and staleness.
         tokens, worst: tokens and rows with the largest mismatch, with their text.
-        without_text: why ids are shown instead of text; empty where text is.
+        without_text: why ids are shown instead of text; empty if text is.
         causes: verdict on each possible cause.
-        mend_first: sentence on the faults to fix before a bound is set, see ``faults.describe_faults``; or empty.
-        searched: number of tokens that were searched for causes, where they are a sample; 0 where all were.
+        mend_first: sentence on the faults to fix before setting a bound, see ``faults.describe_faults``; or empty.
+        searched: number of tokens that were searched for causes if they are a sample; 0 if all were searched.
     """
 
     steps: Sequence[int]
@@ -178,13 +178,13 @@ def attribute(
     """Read a recording step by step and attribute its mismatch.
 
     Args:
-        steps: first and last step to read, a last of None being the last recorded; None: all.
+        steps: first and last step to read; a last step of None means the last recorded one, and None all steps.
         worst: tokens and rows to list.
-        jobs: who reads them.
-        tokenizer: folder of the tokenizer that makes text of token ids; empty: of the model that was recorded.
+        jobs: the processes that read them.
+        tokenizer: folder of the tokenizer that converts token ids to text; if empty, the recorded model's tokenizer.
 
     Raises:
-        RecordingError: a file is damaged, no such step or no token was recorded, or pi_old of none is known.
+        RecordingError: a file is damaged, no such step or no token was recorded, or pi_old is unknown for all rows.
     """
     chosen = recording.choose_steps(steps)
     size = sum(path.stat().st_size for step in chosen for path in recording.files[step])
@@ -215,7 +215,7 @@ def _read_step(worst: int, sample: RowSample, recording: Recording) -> Part:
 def _add_up(
     parts: Iterable[tuple[int, Part]], card: Mapping[str, Any], *, worst: int, sampled: bool = False
 ) -> Attribution:
-    """Add up the parts of steps as they come, and search the rows that they bring for causes."""
+    """Add up the parts of the steps in turn, and search the rows of their samples for causes."""
     by_step: dict[int, Decomposition] = {}
     total = join_parts(_decompose_steps(parts, by_step), worst)
     if left_out := total.left_out:

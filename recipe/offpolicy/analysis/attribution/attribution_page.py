@@ -25,7 +25,7 @@ _SHOWN: Final = {
     "length": "length of the response, tokens",
     "turn": "turn",
 }
-"""Profile -> what its buckets are ranges of."""
+"""Profile -> the quantity whose ranges are its buckets."""
 _HEIGHT: Final = 3.4
 
 
@@ -52,7 +52,7 @@ def _build_steps(attribution: Attribution) -> Panel:
         label = attribution.whole.together if name == "rollout" else name
         marks.append(Mark(steps, heights, label, plotting.PALETTE[_COLOURS[name]], bar=0.7, base=base))
         base = [below + height for below, height in zip(base, heights, strict=True)]
-    y = Axis("nats a token", limits=(0.0, 1.05 * max(base) or 1.0))
+    y = Axis("nats per token", limits=(0.0, 1.05 * max(base) or 1.0))
     x = Axis("step", form="whole")
     return Panel("KL of mu and pi by step", "KL by step and part", x, y, marks, height=_HEIGHT, columns=3)
 
@@ -112,7 +112,7 @@ def _build_profile(name: str, buckets: Sequence[Bucket]) -> Panel:
 
 
 def _height(part: Decomposition, name: str) -> float:
-    """Compute nats a token; 0 where both policies agree exactly and there is nothing to share."""
+    """Compute nats per token; 0 if both policies agree exactly and there is nothing to split."""
     return max((getattr(part.kl, name) or 0.0) * part.kl.whole, 0.0) if part.kl.whole > 0 else 0.0
 
 
@@ -162,7 +162,7 @@ def build_page(attribution: Attribution, source: str) -> Page:
         "steps": f"{attribution.steps[0]} to {attribution.steps[-1]}",
         "rows": attribution.rows,
         "tokens": attribution.whole.tokens,
-        "KL(mu, pi), nats a token": attribution.whole.kl.whole,
+        "KL(mu, pi), nats per token": attribution.whole.kl.whole,
         "variance of log pi/mu": attribution.whole.variance.whole,
     }
     page.add_section("Recording", facts)

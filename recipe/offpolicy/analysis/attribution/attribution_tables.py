@@ -1,4 +1,4 @@
-"""Tables and sentences of an attribution, also of a mismatch without a present cause."""
+"""Tables and sentences of an attribution, including one that finds no cause."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from .scored_rows import describe_left_out
 
 
 def compute_kl(attribution: Attribution) -> float:
-    """Compute KL(mu, pi_old) by k3, nats a token, over all tokens; NaN where there are none."""
+    """Compute KL(mu, pi_old) by k3, nats per token, over all tokens; NaN if there are none."""
     tokens = sum(version.tokens for version in attribution.versions)
     return sum(version.k3 * version.tokens for version in attribution.versions) / tokens if tokens else math.nan
 
 
 def is_healthy(attribution: Attribution) -> bool:
-    """Check whether KL(mu, pi_old) is no larger than two healthy engines leave it."""
+    """Check whether KL(mu, pi_old) is no larger than between two healthy engines."""
     return compute_kl(attribution) <= THRESHOLDS.healthy
 
 
 def describe_unexplained(attribution: Attribution) -> str:
-    """Describe an attribution without a present cause in one or two sentences."""
+    """Describe an attribution that found no cause in one or two sentences."""
     kl = compute_kl(attribution)
     if not is_healthy(attribution):
         return (
-            f"A large mismatch of unknown cause: KL(mu, pi_old) {kl:.2g} nats a token, where two healthy engines leave "
-            f"at most {THRESHOLDS.healthy:g}.{_only_stale(attribution)}"
+            f"A large mismatch of unknown cause: KL(mu, pi_old) {kl:.2g} nats per token, where two healthy engines "
+            f"leave at most {THRESHOLDS.healthy:g}.{_only_stale(attribution)}"
         )
     if all(cause.verdict == "not testable" for cause in attribution.causes):
         why = list(dict.fromkeys(cause.sentence for cause in attribution.causes))
@@ -38,8 +38,8 @@ def describe_unexplained(attribution: Attribution) -> str:
     correlation = _correlation(attribution)
     if correlation < THRESHOLDS.related:
         return (
-            f"KL(mu, pi_old) is small, {kl:.2g} nats a token, but log pi_old and log mu correlate at {correlation:.2f} "
-            f"only: the recorded log-probs are too alike to tell a cause."
+            f"KL(mu, pi_old) is small, {kl:.2g} nats per token, but log pi_old and log mu correlate at "
+            f"{correlation:.2f} only: the recorded log-probs are too alike to tell a cause."
         )
     return (
         f"No cause stands out: what differs is as small and as even as two healthy engines leave it, {kl:.2g} nats a "
@@ -48,9 +48,9 @@ def describe_unexplained(attribution: Attribution) -> str:
 
 
 def _only_stale(attribution: Attribution) -> str:
-    """Add that age alone may be the cause, where no row is fresh; else empty."""
+    """Say that age alone may be the cause if no row is fresh; otherwise empty."""
     ages = [version.staleness for version in attribution.versions]
-    # With fresh rows the decomposition has already separated age; unknown versions say nothing of it.
+    # With fresh rows the decomposition has already separated age; unknown versions do not show it.
     if 0 in ages or max(ages, default=-1) < 1:
         return ""
     age = f"{max(ages)} step{'s' * (max(ages) > 1)}"
@@ -58,7 +58,7 @@ def _only_stale(attribution: Attribution) -> str:
 
 
 def _correlation(attribution: Attribution) -> float:
-    """Return the measured correlation of log mu and log pi_old at the same token; NaN where not measured."""
+    """Return the measured correlation of log mu and log pi_old at the same token; NaN if it was not measured."""
     found = (cause for cause in attribution.causes if cause.name == misalignment.NAME)
     return next((cause.evidence.get("correlation_0", math.nan) for cause in found), math.nan)
 
@@ -100,7 +100,7 @@ def _without_replay(found: Decomposition) -> str:
 
 
 def _parts(found: Decomposition) -> dict[str, tuple[str, str]]:
-    """Map the name of a share to its label and meaning; backend and staleness as one where not identified."""
+    """Map the name of a share to its label and meaning; backend and staleness are merged if unidentified."""
     named = {name: (name, meaning) for name, meaning in PARTS.items()}
     if found.kl.routing is None:
         del named["routing"]
@@ -121,11 +121,11 @@ def format_shares(whole: Decomposition) -> str:
 
 
 def format_replayed(whole: Decomposition) -> str:
-    """Format the KL with replay and without; empty where log-probs without replay are not recorded."""
+    """Format the KL with replay and without; empty if log-probs without replay are not recorded."""
     if whole.replayed_kl is None:
         return ""
     without, replayed = f"{whole.kl.whole:.2e}", f"{whole.replayed_kl:.2e}"
-    return f"KL(mu, pi) is {without} nats a token without replay of routes, and {replayed} with it."
+    return f"KL(mu, pi) is {without} nats per token without replay of routes, and {replayed} with it."
 
 
 def build_steps_table(by_step: dict[int, Decomposition]) -> Table:
@@ -161,7 +161,7 @@ def build_versions_table(attribution: Attribution) -> Table:
 
 
 def build_profile_tables(attribution: Attribution, least: int = 0) -> list[Table]:
-    """Build the table of each profile of more than ``least`` buckets."""
+    """Build the table of each profile that has more than ``least`` buckets."""
     numbers = [
         Column("tokens"),
         Column("mean", "log pi_old/mu", digits=4),
@@ -179,7 +179,7 @@ def build_profile_tables(attribution: Attribution, least: int = 0) -> list[Table
 
 
 def build_tokens_table(attribution: Attribution) -> Table:
-    """Build the table of the worst tokens, each between marks in its context, with the rows that have it there."""
+    """Build the table of the worst tokens, each between marks in its context, with the number of rows that have it."""
     columns = [
         Column("step"),
         Column("place"),
@@ -229,12 +229,12 @@ def build_causes_table(attribution: Attribution) -> Table:
 
 
 def list_fixes(attribution: Attribution) -> list[str]:
-    """List the fix of each present cause, one a line, so that no table cell breaks an override."""
+    """List the fix of each present cause, one per line, so that no table cell breaks an override."""
     return [f"{cause.name}: {cause.fix}" for cause in attribution.causes if cause.fix]
 
 
 def format_verdict(attribution: Attribution) -> str:
-    """Format the present causes, or the finding without one, and the rows that were left out."""
+    """Format the causes that were found, or the finding if there are none, and the rows that were left out."""
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
     sentences = [f"{cause.name}: {cause.sentence}." for cause in present] or [describe_unexplained(attribution)]
     if note := describe_left_out(attribution.left_out):

@@ -43,7 +43,7 @@ BOUNDS: Final = tuple(_compute_bounds())
 def draw_poisson(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Draw Poisson variables of mean 1, in an array of this shape, each value with its probability to 2^-32.
 
-    By inversion of the distribution function; numpy's own draws, of any mean, take several times as long.
+    This inverts the distribution function; numpy's own draws, which support any mean, take several times as long.
     """
     uniform = random.integers(0, _UNIFORM, shape, dtype=np.uint32)
     counts = np.zeros(shape, dtype=np.uint8)
@@ -66,12 +66,12 @@ class Decomposition:
 
     Attributes:
         tokens: number of tokens.
-        variance, kl: shares of the variance of log pi/mu, and of its KL; with a share of routing, of log pi/mu as it
-            would be without replay.
-        intervals: "variance.drift" and the like -> interval of ``LEVEL`` by resampling rows; of identified shares.
-        floor_from: where the backend's share comes from: "own rows", "earlier steps", or "" where not identified.
-        together: label of the rollout's share where its two parts are not identified.
-        replayed_kl: KL(mu, pi) with replay, nats a token, where ``kl`` is of it without; else None.
+        variance, kl: shares of the variance of log pi/mu, and of its KL; with a share of routing, they are shares of
+            log pi/mu as it would be without replay.
+        intervals: key such as "variance.drift" -> interval of ``LEVEL`` by resampling rows, for identified shares.
+        floor_from: source of the backend's share: "own rows", "earlier steps", or "" if it is not identified.
+        together: label of the rollout's share if its two parts are not identified.
+        replayed_kl: KL(mu, pi) with replay, nats per token, if ``kl`` is without replay; otherwise None.
     """
 
     tokens: int
@@ -88,10 +88,10 @@ class VersionMismatch:
     """Mismatch of the tokens of one staleness.
 
     Attributes:
-        staleness: steps between the weights that sampled and those that the step began with; -1: not known.
-        mean, std: of log pi_old - log mu, nats.
-        k3: KL(mu, pi_old), nats a token.
-        backend: part of ``k3`` that fresh tokens of the same probability have; None where not identified.
+        staleness: steps between the weights that sampled and those at the start of the step; -1 if unknown.
+        mean, std: mean and standard deviation of log pi_old - log mu, nats.
+        k3: KL(mu, pi_old), nats per token.
+        backend: part of ``k3`` that also occurs in fresh tokens of the same probability; None if not identified.
     """
 
     staleness: int
@@ -106,12 +106,12 @@ class VersionMismatch:
 def resample(sums: Array, seed: Sequence[int] = (0,)) -> Array:
     """Sum rows, and bootstrap draws of them: (1 + REPLICATES, *SHAPE), which add up over sets of rows.
 
-    Each row is in a draw as often as a Poisson variable of mean 1 says, whatever other rows there are (Chamandy et al.
-    2012): draws of two sets add up to draws of their union.
+    The count of each row in a draw is a Poisson variable of mean 1, independent of other rows (Chamandy et al. 2012),
+    so draws of two sets add up to draws of their union.
 
     Args:
-        sums: (N, *SHAPE), of ``compute_row_sums``.
-        seed: of the draws: alike for the same rows, whoever draws them and when.
+        sums: (N, *SHAPE), from ``compute_row_sums``.
+        seed: seed of the draws, which are equal for equal rows, whichever process draws them.
     """
     counts = draw_poisson(np.random.default_rng(seed), (REPLICATES, len(sums)))
     flat = sums.reshape(len(sums), math.prod(sums.shape[1:]))
@@ -128,8 +128,8 @@ def decompose(found: Mapping[str, Array], earlier: Array | None = None) -> Decom
     """Decompose the mismatch of rows into shares, with intervals.
 
     Args:
-        found: of ``resample``: of the log-probs as they were ``recorded``, and of ``compute_routing_sums``.
-        earlier: SHAPE, of rows before them, whose fresh tokens stand in where these have none.
+        found: results of ``resample``, for the log-probs as ``recorded`` and for ``compute_routing_sums``.
+        earlier: SHAPE, sums of earlier rows, whose fresh tokens are used if these rows have none.
     """
     split, native = found.get("replayed", found["recorded"]), found.get("native")
     floor, source = choose_floor(split[0], earlier)
@@ -139,14 +139,14 @@ def decompose(found: Mapping[str, Array], earlier: Array | None = None) -> Decom
         variance=of_variance,
         kl=of_kl,
         intervals=_compute_intervals(split, native, None if source == "own rows" else floor),
-        # Without stale tokens the backend is read off the fresh ones, and needs no floor.
+        # Without stale tokens the backend is measured directly on the fresh ones and needs no floor.
         floor_from=(source or "own rows") if of_variance.backend is not None else "",
         replayed_kl=None if native is None else compute_shares(found["recorded"][0])[1].whole,
     )
 
 
 def _compute_shares(sums: Array, floor: BackendFloor | None, native: Array | None) -> tuple[Shares, Shares]:
-    """Compute the shares of variance and of KL, with one of routing where sums are ``native`` as well."""
+    """Compute the shares of variance and of KL, including routing's share if there are ``native`` sums."""
     found = compute_shares(sums, floor)
     if native is None:
         return found
@@ -162,7 +162,7 @@ def _subtract(one: float | None, other: float | None) -> float | None:
 
 
 def drop_drift(found: Decomposition) -> Decomposition:
-    """Mark drift as not identified, for rows of first gradient steps alone: later ones are not seen."""
+    """Mark drift as not identified if only rows of first gradient steps are known: later ones are missing."""
     return replace(
         found,
         variance=replace(found.variance, drift=None),
@@ -172,7 +172,7 @@ def drop_drift(found: Decomposition) -> Decomposition:
 
 
 def merge_backend_and_staleness(found: Decomposition) -> Decomposition:
-    """Mark backend and staleness as not identified, for stale rows whose versions do not show it."""
+    """Mark backend and staleness as not identified, for stale rows whose versions do not show their staleness."""
     return replace(
         found,
         variance=replace(found.variance, backend=None, staleness=None),
@@ -186,7 +186,7 @@ def merge_backend_and_staleness(found: Decomposition) -> Decomposition:
 
 
 class StepDecomposer:
-    """Decomposes one step after another; one without fresh rows takes the floor from ``RECENT`` steps before it."""
+    """Decomposes one step after another; a step without fresh rows takes the floor from ``RECENT`` earlier steps."""
 
     def __init__(self) -> None:
         # Never later steps: the share of a step must not depend on what followed.
@@ -203,8 +203,8 @@ def summarize_by_version(cells: pl.DataFrame, ages: Mapping[int, int], sums: Arr
     """Summarise the tokens of each staleness, with the backend's floor from the fresh ones.
 
     Args:
-        cells, ages: as ``Part`` has them.
-        sums: SHAPE, over all rows.
+        cells, ages: fields of ``Part``.
+        sums: SHAPE, summed over all rows.
     """
     floor = estimate_floor(sums)
     return [_of_version(age, ages[age], cells.filter(staleness=age), floor) for age in sorted(ages)]
@@ -232,7 +232,7 @@ def _of_version(age: int, rows: int, cells: pl.DataFrame, floor: BackendFloor | 
 
 
 def _compute_intervals(split: Array, native: Array | None, floor: BackendFloor | None) -> dict[str, Interval]:
-    """Compute percentiles of the draws' shares; the floor is resampled too where it is the rows' own."""
+    """Compute percentiles of the draws' shares; the floor is resampled too if it comes from the same rows."""
     found = compute_many_shares(split[1:], floor)
     after = (None, None) if native is None else compute_many_shares(native[1:])
     drawn: dict[str, Array] = {}
@@ -246,6 +246,6 @@ def _compute_intervals(split: Array, native: Array | None, floor: BackendFloor |
     ends = {
         key: np.percentile(values, [edge, 100 - edge]).tolist()
         for key, values in finite.items()
-        if len(values) > REPLICATES / 2  # an interval of few identified draws would be of a selection
+        if len(values) > REPLICATES / 2  # an interval of few identified draws would be biased by their selection
     }
     return {key: (low, high) for key, (low, high) in ends.items()}

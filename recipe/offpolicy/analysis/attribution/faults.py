@@ -1,4 +1,4 @@
-"""Faults to fix before a bound is set: a bound chosen by a faulty run's mismatch fits the fault."""
+"""Faults to fix before a bound is set, because a bound chosen from a faulty run's mismatch fits the fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .causes import Cause, find_causes_in_rows, numerics, stale_weights
 from .scored_rows import RowSample, select_scored_rows
 
 TOKENS = 400_000
-"""Most tokens of the sample that is searched for causes."""
+"""Largest number of tokens in the sample that is searched for causes."""
 
 
 def has_stale_tokens(rows: Rows) -> bool:
@@ -31,9 +31,9 @@ def has_unnoticed_staleness(causes: Iterable[Cause], *, stale: bool) -> bool:
 
 
 def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
-    """Name the faults among ``causes`` in a sentence; empty where there is none.
+    """Name the faults among ``causes`` in a sentence; empty if there is none.
 
-    Numerics, and older weights whose age was noted, are what a correction is for.
+    Numerics, and older weights whose age was recorded, are not faults: a correction handles them.
 
     Args:
         stale: whether a token is recorded as stale.
@@ -51,11 +51,11 @@ def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
 
 
 def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs: Jobs = ALONE) -> str:
-    """Name the faults in a sample of a recording's rows, see ``describe_faults``; empty where there is none.
+    """Name the faults in a sample of a recording's rows, see ``describe_faults``; empty if there is none.
 
     Args:
-        card: of the recording.
-        jobs: who reads the steps of the sample.
+        card: the recording's card.
+        jobs: the processes that read the steps of the sample.
     """
     sample = RowSample.of_steps(recording.steps, TOKENS)
     assert sample.steps is not None, "of some steps"
@@ -73,7 +73,7 @@ def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs
 
 
 def _take_sample(sample: RowSample, steps: Iterable[Step]) -> list[Step]:
-    """Take the sample of a step, which comes in pieces, of each correction that acted in it."""
+    """Take a step's sample for each correction that acted in it; the step comes in pieces."""
     kept: list[Step] = []
     for piece in steps:
         kept = [_take(step, sample.choose(step.rows, spare=True)) for step in join_alike([*kept, piece])]

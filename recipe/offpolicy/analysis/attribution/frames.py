@@ -28,7 +28,7 @@ class ValidTokens:
         row, place: number of the row, and position in its response, from 0.
         mu, old, pi: log-probs, float64.
         turn: number of the model's turn.
-        index: of the token in the rows' own columns.
+        index: index of the token in the rows' own columns.
     """
 
     row: NDArray[np.int64]
@@ -40,7 +40,7 @@ class ValidTokens:
     index: NDArray[np.int64]
 
     def take(self, chosen: NDArray[np.bool_]) -> ValidTokens:
-        """Return these tokens alone."""
+        """Return only these tokens."""
         return ValidTokens(**{each.name: getattr(self, each.name)[chosen] for each in fields(self)})
 
     @cached_property
@@ -52,7 +52,7 @@ class ValidTokens:
     def probability(self) -> NDArray[np.int64]:
         """Index into ``BINS`` of the probability under mu."""
         found = np.zeros(self.mu.shape, dtype=np.int8)
-        # np.digitize gives the same in several times as long.
+        # np.digitize gives the same result but takes several times as long.
         for edge in EDGES:
             found += self.mu >= edge
         return found.astype(np.int64)
@@ -62,7 +62,7 @@ def select_valid_tokens(rows: Rows) -> ValidTokens:
     """Select the response tokens whose three log-probs are finite."""
     columns = (rows.rollout_log_prob, rows.old_log_prob, rows.log_prob)
     index = np.flatnonzero(np.logical_and.reduce([rows.response_mask, *map(np.isfinite, columns)]))
-    # Most often all are valid, and a slice takes no copy.
+    # Usually all are valid, and a slice makes no copy.
     chosen = index if len(index) < rows.tokens else slice(None)
     mu, old, pi = (column[chosen].astype(np.float64) for column in columns)
     turn = rows.turn[chosen].astype(np.int64)
@@ -75,8 +75,8 @@ def compute_k3(log_ratio: Array) -> Array:
 
 
 def hash_ids(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Hash the ids of each row up to and with each one, (M,) modulo 2^64."""
-    # The position is hashed too, so that order counts; a running sum then gives every prefix in one pass.
+    """Hash each row's ids up to and including each token, (M,) modulo 2^64."""
+    # The position is hashed too, so that order matters; a running sum then covers every prefix in one pass.
     starts = np.repeat(offsets[:-1], np.diff(offsets))
     words = mix(ids.astype(np.uint64) * np.uint64(1 << 32) + (np.arange(len(ids)) - starts).astype(np.uint64))
     ends = np.cumsum(words, dtype=np.uint64)
@@ -84,7 +84,7 @@ def hash_ids(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.u
 
 
 def hash_prompts(rows: Rows) -> NDArray[np.uint64]:
-    """Hash the prompt of each row, (N,); its uid where no prompt was recorded."""
+    """Hash the prompt of each row, (N,), or its uid if no prompt was recorded."""
     if not len(rows.prompt_ids):
         return pl.Series(map(str, rows.uid), dtype=pl.String).hash().to_numpy()
     whole = np.append(hash_ids(rows.prompt_ids, rows.prompt_offsets), np.uint64(0))
@@ -101,20 +101,20 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 PROFILES: Final = ("position", "length", "probability", "turn", "staleness")
 BLOCK: Final = 2**16
-"""Tokens that are summed at a time, so that what is computed of each stays in the cache."""
+"""Number of tokens that are summed at a time, so that intermediate results stay in the cache."""
 _MOST_CELLS: Final = 1 << 16
-"""Combinations of buckets that are counted in a table; more, which long gaps between numbers make, are sorted."""
+"""Largest number of combinations of buckets that are counted in a table; more, caused by large gaps, are sorted."""
 SIZES: Final = (1, 4, 16, 64, 256, 1024, 4096)
-"""Upper ends of buckets of places and lengths, beyond the first."""
+"""Upper ends of the buckets of positions and lengths, after the first."""
 
 
 def sum_cells(rows: Rows) -> tuple[pl.DataFrame, Array]:
     """Sum the valid tokens of each row and combination of buckets.
 
     Returns:
-        A row a cell: ``row``, the bucket of each of ``PROFILES``, ``COLUMNS``, ``drift``, which is log pi - log pi_old,
-        and the squared distances of gap and drift from their means in the cell. And k3 of log pi/mu of each token,
-        (M,), below 0 where it is not valid.
+        A frame with one row per cell: ``row``, the bucket of each of ``PROFILES``, ``COLUMNS``, ``drift``, which is
+        log pi - log pi_old, and the squared distances of gap and drift from their means in the cell; and k3 of
+        log pi/mu of each token, (M,), below 0 if the token is not valid.
     """
     found, loss = [], np.full(rows.tokens, -1.0)
     sizes = np.searchsorted(SIZES, np.arange(int(np.diff(rows.offsets).max(initial=0)) + 1))
@@ -147,12 +147,12 @@ def sum_cells(rows: Rows) -> tuple[pl.DataFrame, Array]:
 
 
 def _sum_block(keys: Mapping[str, NDArray[np.int64]], columns: Mapping[str, Array]) -> dict[str, NDArray[Any]]:
-    # A table of all combinations, as numpy counts in one in a third of the time of a group-by.
+    # A table of all combinations, because numpy counts into it in a third of the time of a group-by.
     least = {name: int(key.min(initial=0)) for name, key in keys.items()}
     shape = [int(key.max(initial=0)) - least[name] + 1 for name, key in keys.items()]
     cell = np.zeros(len(keys["row"]), dtype=np.int64)
     for (name, key), size in zip(keys.items(), shape, strict=True):
-        if size > 1:  # most often one turn, and one age
+        if size > 1:  # usually one turn and one age
             cell *= size
             cell += key
             cell -= least[name]
@@ -174,7 +174,7 @@ def _sum_block(keys: Mapping[str, NDArray[np.int64]], columns: Mapping[str, Arra
 
 
 def iterate_bounds(offsets: NDArray[np.int64], size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Yield first and behind the last row of blocks of at most ``size`` tokens, or of one row; one without rows."""
+    """Yield (start, stop) of blocks of rows, of at most ``size`` tokens or one row; one empty block without rows."""
     start, rows = 0, len(offsets) - 1
     while start < rows or start == 0:
         stop = int(np.searchsorted(offsets, offsets[start] + size, side="right")) - 1
@@ -184,10 +184,10 @@ def iterate_bounds(offsets: NDArray[np.int64], size: int = BLOCK) -> Iterator[tu
 
 
 def merge(frame: pl.DataFrame, *keys: str) -> pl.DataFrame:
-    """Merge cells that are alike in ``keys``."""
+    """Merge cells that are equal in ``keys``."""
 
     def spread(name: str) -> pl.Expr:
-        # Chan et al. 1983: no difference of large sums of squares.
+        # Chan et al. 1983, which avoids differences of large sums of squares.
         tokens, total = pl.col("tokens"), pl.col(name)
         between = tokens * (total / tokens - total.sum() / tokens.sum()) ** 2
         return (pl.col(f"{name}_spread") + between).sum().alias(f"{name}_spread")
@@ -197,14 +197,14 @@ def merge(frame: pl.DataFrame, *keys: str) -> pl.DataFrame:
 
 
 def count_by_age(cells: pl.DataFrame, rows: Rows) -> Counter[int]:
-    """Count the rows that have a token of each staleness; those without a valid token are as old as their first."""
+    """Count the rows that have a token of each staleness; rows without a valid one are as old as their first token."""
     row = cells["row"].to_numpy()
     ages = cells.select("row", "staleness").unique()["staleness"]
     return Counter([*ages, *rows.staleness[np.bincount(row, minlength=len(rows)) == 0].tolist()])
 
 
 def place_cells(cells: pl.DataFrame, rows: int) -> Array:
-    """Add up cells as ``mismatch.shares.compute_sums_by_row`` does the tokens of padded rows: (rows, *SHAPE)."""
+    """Add up cells like ``mismatch.shares.compute_sums_by_row`` adds up the tokens of padded rows: (rows, *SHAPE)."""
     age = cells["staleness"].to_numpy()
     kind = np.where(age < 0, AGES.index("unknown"), age > 0)
     sums = np.zeros((rows, *SHAPE))
@@ -218,16 +218,16 @@ def compute_row_sums(rows: Rows) -> Array:
 
 
 def compute_routing_sums(rows: Rows) -> dict[str, Array]:
-    """Compute the sums that set routing apart, (N, *SHAPE) each; none where log-probs without replay are not known.
+    """Compute the sums that separate routing, (N, *SHAPE) each; none if log-probs without replay are unknown.
 
-    Both are of the whole log pi/mu + R that rows would have without replay, where R = log n - log a is the routing
-    part of a token: log pi_old by the trainer's own expert routes, less that by replayed ones. ``replayed`` has log a
-    as pi_old: what is left of the whole is R + drift. ``native`` has log n: what is left is the drift.
+    Both cover the whole log pi/mu + R that rows would have without replay, where R = log n - log a is the routing part
+    of a token: log pi_old under the trainer's own expert routes minus log pi_old under replayed ones. ``replayed`` uses
+    log a as log pi_old, which leaves R + drift of the whole. ``native`` uses log n, which leaves the drift.
     """
     native = rows.extensions.get(WITHOUT_REPLAY)
     if native is None or not np.isfinite(native[rows.response_mask]).any():
         return {}
-    # NaN where one of the two is not known, so that the token counts in neither.
+    # NaN if one of the two is unknown, so that the token counts in neither.
     whole = rows.log_prob + (native - rows.old_log_prob)
     return {
         "replayed": compute_row_sums(replace(rows, log_prob=whole)),
@@ -241,10 +241,10 @@ class Bucket:
 
     Attributes:
         name: value or range that the tokens share.
-        mean, std: of log pi_old - log mu, nats.
-        k3: KL(mu, pi_old), nats a token.
-        share: of the sum of k3 over all tokens; NaN where that is 0.
-        drift_std: of log pi - log pi_old, nats; NaN where not identified.
+        mean, std: mean and standard deviation of log pi_old - log mu, nats.
+        k3: KL(mu, pi_old), nats per token.
+        share: share of the sum of k3 over all tokens; NaN if that sum is 0.
+        drift_std: standard deviation of log pi - log pi_old, nats; NaN if not identified.
     """
 
     name: str
@@ -257,7 +257,7 @@ class Bucket:
 
 
 def build_profiles(cells: pl.DataFrame) -> dict[str, list[Bucket]]:
-    """Build each profile from cells by all of them: its name -> its buckets that hold a token, in order."""
+    """Build each profile from cells by all profiles: its name -> its buckets that hold a token, in order."""
     starts = (1, *(edge + 1 for edge in SIZES))
     sizes = [f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, SIZES, strict=False)] + [f"> {SIZES[-1]}"]
     labels = {"position": sizes, "length": sizes, "probability": BINS}

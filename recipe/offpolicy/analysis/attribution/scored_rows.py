@@ -1,4 +1,4 @@
-"""Choice of recorded rows: a sample of prompts, and rows whose log pi_old by the trainer's own weights is known."""
+"""Choice of recorded rows: a sample of prompts, and rows with a known log pi_old by the trainer's own weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ...recording import Rows, Step, concatenate
 from ...recording.recording import find_scored_rows, get_trainers_pi_old
 
 STEPS: Final = 64
-"""Most steps of a sample that is not of all rows, evenly spread."""
+"""Largest number of steps in a sample that does not hold all rows; they are evenly spread."""
 BYTES_A_TOKEN: Final = 12
-"""Of a recorded file, compressed: nine columns, of which the log-probs hardly compress."""
+"""Size in a recorded file, compressed: nine columns, of which the log-probs hardly compress."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class RowSample:
     """The rows to take.
 
     Attributes:
-        steps: of which rows are taken; None: of all steps, all rows.
-        tokens: most of each step; at least one prompt is taken.
+        steps: steps from which rows are taken; None: all rows of all steps.
+        tokens: largest number of tokens from each step; at least one prompt is taken.
     """
 
     steps: frozenset[int] | None = None
@@ -33,16 +33,17 @@ class RowSample:
 
     @classmethod
     def of_steps(cls, steps: Sequence[int], tokens: int) -> RowSample:
-        """Choose at most ``STEPS`` of the steps, with so many tokens together."""
+        """Choose at most ``STEPS`` of the steps, with this many tokens in total."""
         places = np.linspace(0, len(steps) - 1, min(len(steps), STEPS)).round().astype(int)
         chosen = frozenset(steps[place] for place in places)
         return cls(chosen, tokens // max(len(chosen), 1))
 
     def choose(self, rows: Rows, *, spare: bool = False) -> NDArray[np.int64]:
-        """Choose rows, of one step: those of some prompts, the same ones in every step.
+        """Choose rows of one step: the rows of some prompts, which are the same in every step.
 
         Args:
-            spare: one prompt more, so that a choice among what was chosen of each piece is the choice of the step.
+            spare: choose one more prompt, so that choosing again among the rows chosen from each piece gives the choice
+                for the whole step.
         """
         if self.steps is None or not len(rows):
             return np.arange(len(rows))
@@ -58,12 +59,12 @@ class RowSample:
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Rows to attribute, and the count of those left out.
+    """Rows to attribute, and the number of rows that are left out.
 
     Attributes:
-        rows: with log pi_old by the trainer's own weights as ``old_log_prob``.
-        left_out: rows besides, whose pi_old is not known: of later gradient steps. Where there are any, what the
-            updates did is not identified.
+        rows: rows whose ``old_log_prob`` is log pi_old by the trainer's own weights.
+        left_out: number of other rows, from later gradient steps, whose pi_old is unknown. If there are any, the
+            effect of the updates is not identified.
     """
 
     rows: Rows
@@ -86,7 +87,7 @@ def select_scored_rows(parts: Iterable[Step]) -> ScoredRows:
 
 
 def describe_left_out(left_out: int) -> str:
-    """Describe the rows that are left out of an attribution; empty where there are none."""
+    """Describe the rows that are left out of an attribution; empty if there are none."""
     if not left_out:
         return ""
     return (
@@ -96,7 +97,7 @@ def describe_left_out(left_out: int) -> str:
 
 
 def describe_none_scored(left_out: int) -> str:
-    """Say why nothing can be attributed where all rows are left out, with the fix; without a full stop."""
+    """Explain why nothing can be attributed if all rows are left out, with the fix; without a full stop."""
     return (
         f"{left_out} rows are recorded, none at the first gradient step of its step, and pi_old of the trainer was not "
         f"recorded. Record with correction.proximal=recompute"

@@ -49,7 +49,7 @@ class TokenDecoder:
         self._tokenizer = tokenizer
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode to one line; ids where the tokenizer does not know them."""
+        """Decode to one line; ids if the tokenizer does not contain them."""
         ids = [int(token) for token in ids]
         if self._tokenizer is not None and ids:
             try:
@@ -61,10 +61,10 @@ class TokenDecoder:
 
 
 def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
-    """Load the decoder of a recording: of the tokenizer that its card names, else of its model.
+    """Load the decoder of a recording: the tokenizer that its card names, otherwise its model's.
 
     Returns:
-        The reader, and why it shows ids and how to get text; empty where it shows text. Nothing is fetched from a
+        The decoder, and why it shows ids and how to get text; empty if it shows text. Nothing is fetched from a
         network.
     """
     model = card.get("tokenizer") or card.get("model")
@@ -73,7 +73,7 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
     shown = escape(redact_text(model))
     absent = f"the model is not at {shown}. {_OPTION}"
     there = Path(model).is_dir()
-    # A name of Hugging Face's may be in this machine's cache.
+    # A Hugging Face name may be in this machine's cache.
     if not there and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return TokenDecoder(), absent
     try:
@@ -82,7 +82,7 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
         return TokenDecoder(), "transformers is not installed. Install it to see text"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    # A model folder may hold anything, and text is not worth failing the analysis for.
+    # A model folder may hold anything, and missing text must not fail the analysis.
     except Exception as error:
         if not there:
             return TokenDecoder(), absent
@@ -94,12 +94,12 @@ BEFORE: Final = 12
 AFTER: Final = 4
 """Tokens of context."""
 EXCERPT: Final = 60
-"""Tokens of a row that are shown."""
+"""Number of a row's tokens that are shown."""
 _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log_prob"}
 _SEARCHED: Final = 8
-"""Largest values that are looked at first, for each example: rows of one prompt share their first tokens."""
+"""Number of largest values that are examined first per example, because rows of one prompt share their first tokens."""
 _BLOCK: Final = 64
-"""Values of which the largest stands for all, in the search for the largest ones."""
+"""Number of values that are represented by their largest, in the search for the largest ones."""
 Example = TypeVar("Example", "WorstToken", "WorstRow")
 
 
@@ -108,10 +108,10 @@ class WorstToken:
     """A token in its context, with its k3 of log pi/mu.
 
     Attributes:
-        position: in its response, from 0.
+        position: position in its response, from 0.
         count: rows of the same step that sampled this token after the same ids; the one with the largest k3 is shown.
         mu, old, pi: log-probs.
-        share: of all of them together, of the sum of k3(log pi/mu) over all tokens.
+        share: their combined share of the sum of k3(log pi/mu) over all tokens.
         before, token, after: text, escaped; or ids.
     """
 
@@ -136,12 +136,12 @@ class WorstRow:
     """A row, with its mean k3 of log pi/mu.
 
     Attributes:
-        length: valid tokens.
+        length: number of valid tokens.
         count: rows of the same step with these ids, prompt and response; the one with the largest k3 is shown.
-        k3: mean a token.
+        k3: mean per token.
         log_ratio: sum of log pi/mu, nats.
-        share: of all of them together, of the sum of k3 over all rows.
-        text: its beginning, escaped; or ids.
+        share: their combined share of the sum of k3 over all rows.
+        text: the beginning of the text, escaped; or ids.
     """
 
     step: int
@@ -159,17 +159,17 @@ class WorstRow:
 def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Find the ``most`` tokens with the largest k3, and rows with the largest mean k3, of the rows of one step.
 
-    Each context, and each text, comes once; none where all log-probs agree.
+    Each context, and each text, is listed once; none if all log-probs agree.
 
     Args:
-        sums: (N, *SHAPE), of ``place_cells``.
-        loss: (M,) of ``sum_cells``.
+        sums: (N, *SHAPE), from ``place_cells``.
+        loss: (M,), from ``sum_cells``.
 
     Returns:
-        Frames with the fields of the examples, their text as lists of ids; and of each ``size``, by which they are
-        sorted, ``context``, and ``loss``, the sum of k3 over all its copies.
+        Frames with the fields of the examples, their text as lists of ids. Each example also has ``size``, by which
+        they are sorted, ``context``, and ``loss``, the sum of k3 over all its copies.
     """
-    # Of all ids from the prompt's first to each token's own.
+    # Hashes of all ids from the prompt's first to each token's own.
     contexts = hash_ids(rows.response_ids, rows.offsets) + np.repeat(hash_prompts(rows), np.diff(rows.offsets))
     found = _find_largest(loss, loss, contexts, most)
     index = found["place"].to_numpy()
@@ -205,8 +205,8 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
 
 
 def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: int) -> pl.DataFrame:
-    """Find the ``most`` largest sizes above 0, one of each context, with ``count`` and ``loss`` of all its copies."""
-    # A value of each block stands for it in the search for the least of the largest.
+    """Find the ``most`` largest sizes above 0, one per context, with ``count`` and ``loss`` of all its copies."""
+    # One value per block represents it in the search for the smallest of the largest.
     tops = np.maximum.reduceat(size, np.arange(0, len(size), _BLOCK)) if len(size) else size
     count = _SEARCHED * most
     while True:
@@ -218,7 +218,7 @@ def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: i
         if len(places) == most or least <= 0:
             break
         count *= _BLOCK
-    # By a few bits first, in one pass over all.
+    # A few bits are compared first, in one pass over all values.
     bits, known = context.astype(np.uint16), np.zeros(2**16, dtype=bool)
     known[bits[places]] = True
     near = np.flatnonzero(known[bits])
@@ -236,7 +236,7 @@ def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: i
 
 
 def merge_copies(found: pl.DataFrame, most: int) -> pl.DataFrame:
-    """Merge examples of several pieces by step and context, the largest first; it stands for all copies."""
+    """Merge examples from several pieces by step and context, the largest first; it represents all copies."""
     firsts = pl.all().exclude("step", "context", "count", "loss").first()
     ordered = found.sort("size", descending=True, maintain_order=True)
     merged = ordered.group_by("step", "context", maintain_order=True)
@@ -244,7 +244,7 @@ def merge_copies(found: pl.DataFrame, most: int) -> pl.DataFrame:
 
 
 def build_examples(kind: type[Example], found: pl.DataFrame, k3: float, reader: TokenDecoder) -> list[Example]:
-    """Build tokens, or rows, from their frame, with shares of ``k3``, the sum over all tokens."""
+    """Build the examples (tokens or rows) from their frame, with shares of ``k3``, the sum over all tokens."""
     found = found.with_columns(share=pl.col("loss") / k3).select(field.name for field in fields(kind))
     text = [name for name, dtype in found.schema.items() if dtype == pl.List]
     each: Iterable[dict[str, Any]] = found.iter_rows(named=True)

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LEAST_SHARE = 0.5
-"""Where kept shares begin on a picture: below it no bound is of interest."""
+"""Smallest kept share in a figure; below it no bound is of interest."""
 _FAR = 30
-"""Times the last unit's place beyond which a bound is not drawn."""
+"""Multiple of the last unit's position beyond which a bound is not drawn."""
 _ALIKE = 1.05
 _HEIGHT = 4.3
-"""Inches of a panel: some have nine lines to name."""
+"""Height of a panel in inches; some have nine lines to label."""
 
 
 def draw_curves(proposals: Sequence[Proposal], confidence: float) -> Figure:
@@ -65,7 +65,7 @@ def _build_panel(proposal: Proposal, confidence: float) -> Panel:
         band = (curve.low, curve.high)
         own = {entry.bucket: entry.curve for entry in proposal.lengths if isinstance(entry.curve, KeptCurve)}
         lines |= {f"T {format_bucket(bucket)}": (each.radius, each.share) for bucket, each in own.items()}
-        # The axis starts where the first line reaches the least share of interest.
+        # The axis starts where the first line reaches the smallest share of interest.
         first = min(radius[share >= _LEAST_SHARE].min(initial=math.inf) for radius, share in lines.values())
         shares = (_LEAST_SHARE, 1.0 + 0.02 * (1 - _LEAST_SHARE))
         y = Axis(f"share of {proposal.part.looks_at} kept", limits=shares)
@@ -90,7 +90,7 @@ def _widen(proposal: Proposal, first: float, last: float) -> tuple[float, float]
 
 
 def _mark_bounds(proposal: Proposal, limits: tuple[float, float] | None) -> list[Rule]:
-    """Mark the backend noise, the proposed bound and the present one."""
+    """Mark the backend noise, the proposed bound and the current one."""
     found = []
     if proposal.floor is not None and proposal.floor.delta > 0:
         start = min(proposal.floor.delta / 10, limits[0] if limits else math.inf)
@@ -105,7 +105,7 @@ def _mark_bounds(proposal: Proposal, limits: tuple[float, float] | None) -> list
 
 
 def _now(proposal: Proposal) -> list[float]:
-    """List the radii of the present bounds; one for two that a figure cannot distinguish."""
+    """List the radii of the current bounds, with one entry for two that a figure cannot distinguish."""
     part = proposal.part
     if part.unset:
         return []
@@ -118,7 +118,7 @@ def _now(proposal: Proposal) -> list[float]:
 def _bound_label(proposal: Proposal) -> str:
     part = proposal.part
     if "delta" in part.now:
-        return "delta, nats a token" if getattr(part.spec, "aggregate", "") == "geometric" else "delta, nats"
+        return "delta, nats per token" if getattr(part.spec, "aggregate", "") == "geometric" else "delta, nats"
     if not part.on_ratio or part.by_batch:
         return "bound"
     return {

@@ -32,7 +32,7 @@ class JointShares:
 
     Attributes:
         tokens: share of response tokens kept.
-        rows: share of rows with a token kept.
+        rows: share of rows with a kept token.
         ess: (sum w)^2 / (n sum w^2) of weight times keep over valid tokens.
     """
 
@@ -44,11 +44,11 @@ class JointShares:
 def compute_joint_shares(
     steps: Iterable[Step], specs: Sequence[CorrectionSpec], jobs: Jobs = ALONE
 ) -> list[JointShares]:
-    """Replay each of ``specs`` over ``steps`` and compute what it keeps; shares of nothing are NaN.
+    """Replay each of ``specs`` over ``steps`` and compute what it keeps; shares without a denominator are NaN.
 
     Args:
         steps: a recording, or steps in memory.
-        jobs: who replays the steps of a recording.
+        jobs: the processes that replay the steps of a recording.
     """
     found = np.zeros((len(specs), 7))
     whole = any(spec.needs_constants for spec in specs)
@@ -69,7 +69,7 @@ def _build_shares(
 
 @torch.no_grad()
 def _sum_step(specs: Sequence[CorrectionSpec], steps: Iterable[Step]) -> NDArray[np.float64]:
-    """Sum what each spec decides on one step: (specs, 7), the arguments of ``_build_shares``."""
+    """Sum each spec's decisions on one step: (specs, 7), the arguments of ``_build_shares``."""
     found = np.zeros((len(specs), 7))
     for step in steps:
         recorded = read_recorded_spec(step)
@@ -93,7 +93,7 @@ BY_LENGTH = "advice: the correction takes one bound; these show which lengths it
 
 
 def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
-    """Build the table of proposals: present and proposed bounds, and what each keeps."""
+    """Build the table of proposals: current and proposed bounds, and what each keeps."""
     partial = any(proposal.looked < 1 for proposal in result.proposals)
     columns = (
         Column("bound"),
@@ -175,7 +175,7 @@ def build_joint_table(now: JointShares | None, then: JointShares) -> Table:
 
 
 def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
-    """Format what limits the tables, a sentence each."""
+    """Format the limitations of the tables, one sentence each."""
     sentences = []
     for proposal in result.proposals:
         name, threshold = proposal.part.key, proposal.threshold
@@ -214,7 +214,7 @@ def _describe_length_dependence(proposal: Proposal, confidence: float) -> str:
 
 
 def list_overrides(result: CalibrationResult) -> list[str]:
-    """List the overrides of the correction with the bounds that were found; empty where none was."""
+    """List the overrides of the correction with the bounds that were found; empty if none was."""
     if not any(proposal.found for proposal in result.proposals):
         return []
     with initialize_composer():
@@ -291,7 +291,7 @@ def _threshold(part: BoundedPart, threshold: Threshold) -> dict[str, Any]:
 
 
 def _end(part: BoundedPart, name: str, radius: float) -> float:
-    """Convert an end of an interval to the configured value ``name``; infinite where it is open."""
+    """Convert an end of an interval to the configured value ``name``; infinite if it is open."""
     return radius if not math.isfinite(radius) else part.compute_values_at(radius)[name]
 
 

@@ -1,4 +1,4 @@
-"""Caps of a weight that reach a target effective sample size, with a band from resampled prompt groups."""
+"""Caps of a weight that reach a target effective sample size, with intervals from resampled prompt groups."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Floats = NDArray[np.float64]
 
 DRAWS = 500
 _PLACES = 96
-"""Caps at which the curve is drawn; the interval is read off it."""
+"""Number of caps at which the curve is computed; the interval is read from it."""
 _EXACT = 50  # halvings: to float64
 _CLOSE = 0.02
-"""Share of the ESS that is given up by which a cap may be narrower, for fewer digits."""
+"""Share of 1 - target by which the ESS may exceed the target, so that the cap has fewer digits."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class EssCurve:
     """ESS by cap, with bootstrap draws.
 
     Attributes:
-        radius: (K,) ascending, log of the cap; that of the lower bound where only that moves.
-        ess: (K,) of the recording.
-        resampled: (draws, K) of resampled prompt groups; no draw where there is one group.
+        radius: (K,) ascending, log of the cap, or of the lower bound if only that moves.
+        ess: (K,) ESS of the recording.
+        resampled: (draws, K) ESS of resampled prompt groups; no draws if there is only one group.
     """
 
     radius: Floats
@@ -39,7 +39,7 @@ class EssCurve:
     resampled: Floats
 
     def compute_band(self, confidence: float) -> tuple[Floats, Floats]:
-        """Compute the percentiles of the bootstrap draws, (K,) each; NaN where there are none."""
+        """Compute the percentiles of the bootstrap draws, (K,) each; NaN if there are none."""
         if not len(self.resampled):
             return np.full_like(self.ess, math.nan), np.full_like(self.ess, math.nan)
         low, high = np.quantile(self.resampled, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
@@ -47,7 +47,7 @@ class EssCurve:
 
 
 def compute_ess(part: BoundedPart, scores: Scores, limits: tuple[float, float]) -> float:
-    """Compute (sum w)^2 / (n sum w^2) over tokens, with bounds at ``limits`` in nats; in [0, 1], NaN for no token."""
+    """Compute (sum w)^2 / (n sum w^2) over tokens, with bounds at ``limits`` in nats; in [0, 1], NaN without tokens."""
     if not len(scores):
         return math.nan
     lower, upper = limits
@@ -64,7 +64,7 @@ def find_cap_for_ess(
     """Find the widest bound of a weight that leaves an ESS of at least ``target``.
 
     The ESS of a weight that truncates or clips falls as its cap rises, because its weights grow more unequal in the
-    Lorenz order: exactly one cap meets the target. For a weight that rejects several bounds may.
+    Lorenz order, so exactly one cap meets the target. For a weight that rejects, several bounds may meet it.
     """
     if not len(scores):
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
@@ -74,7 +74,7 @@ def find_cap_for_ess(
         return build_not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
     curve = compute_ess_curve(part, scores, seed=seed)
     if part.rejects:
-        # The ESS of a weight that rejects is not monotonic in its bound: start from the widest that fits.
+        # The ESS of a weight that rejects is not monotonic in its bound: start from the widest bound that fits.
         fit = np.nonzero(curve.ess >= target)[0]
         start = float(curve.radius[fit[-1]]) if len(fit) else math.nan
     else:
@@ -109,16 +109,16 @@ def compute_ess_curve(part: BoundedPart, scores: Scores, *, seed: int = 0, draws
 
 
 def _group_totals(part: BoundedPart, scores: Scores, radius: Floats, group: NDArray[np.int64], groups: int) -> Floats:
-    """Compute (G, K, 3) tokens, sum of weights and of their squares by group, with the bounds at each radius.
+    """Compute (G, K, 3): tokens, and sums of weights and of their squares, by group, with the bounds at each radius.
 
-    One histogram by group over the radii, accumulated from below: a unit inside the bounds has its own weight, one
-    outside that of the bound.
+    This takes one histogram per group over the radii, accumulated from below: a unit inside the bounds has its own
+    weight, and a unit outside has the bound's.
     """
     value = np.clip(scores.low, -EXP_CLAMP, EXP_CLAMP)
     places = len(radius)
-    # The bound that each unit is nearer to.
+    # The bound that is nearer to each unit.
     above = value >= 0 if part.side == "both" else np.full(len(value), part.side == "upper")
-    # The first radius that holds the unit; index K where none does.
+    # The first radius that holds the unit; index K if none does.
     first = np.searchsorted(radius, np.where(above, value, -value), side="left")
     weight = np.exp(value)
 

@@ -1,6 +1,6 @@
-"""Backend-noise floor of OPSM's delta: log(mu / pi) where both engines have the same weights.
+"""Backend-noise floor of OPSM's delta: log(mu / pi) when both engines have the same weights.
 
-A delta below it drops rows for the rounding of two engines, not for drift.
+A delta below it drops rows because of the engines' rounding, not because of drift.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .scores import RowState, Scores
 Floats = NDArray[np.float64]
 
 _LOWER = (0.95, 0.9, 0.8)
-"""Quantiles that are advised where the recording is too short for the one that was asked for."""
+"""Quantiles that are suggested if the recording is too short for the requested one."""
 
 
 class NotIdentifiedError(ValueError):
@@ -28,7 +28,7 @@ class NotIdentifiedError(ValueError):
     Attributes:
         key: the value, below ``correction``.
         reason: what is missing and how to get it.
-        share: a quantile of the noise that the recording can bound; None for none.
+        share: a quantile of the noise that the recording can bound; None if there is none.
     """
 
     def __init__(self, key: str, reason: str, share: float | None = None) -> None:
@@ -42,10 +42,10 @@ class NoiseFloor:
 
     Attributes:
         delta: that bound, in nats; at least 0.
-        quantile: of the noise, as measured.
-        share: which quantile.
-        rows, groups: that it rests on.
-        unknown_versions: of these rows, those whose versions of the weights were not recorded; they count as fresh.
+        quantile: measured quantile of the noise.
+        share: which quantile it is.
+        rows, groups: numbers of rows and prompt groups that it is based on.
+        unknown_versions: number of these rows whose weight versions were not recorded; they count as fresh.
     """
 
     delta: float
@@ -61,22 +61,22 @@ def estimate_noise_floor(
 ) -> NoiseFloor:
     """Estimate the floor of a delta from rows that fresh weights sampled, before their batch's first gradient step.
 
-    Every such row counts, whatever the sign of its advantage, on which noise does not depend. Where the recorded
-    pi_old is the trainer's, a row counts only if pi is pi_old up to ``ROUNDING``; under another ``proximal`` pi stands
-    in for pi_old, so that the condition always holds.
+    Every such row counts, whatever the sign of its advantage, because noise does not depend on the sign. If the
+    recorded pi_old is the trainer's, a row counts only if pi equals pi_old up to ``ROUNDING``; under another
+    ``proximal`` pi is used as pi_old, so the condition always holds.
 
     Args:
         share: the quantile of the noise that delta has to exceed.
-        confidence: of its one-sided upper bound.
+        confidence: confidence of its one-sided upper bound.
 
     Raises:
         NotIdentifiedError: there are no such rows, or too few.
     """
     key = f"{part.key}.delta"
     first = state.mini_batch == 0
-    # An unknown version, -1, counts as fresh; the result says how many do.
+    # An unknown version, -1, counts as fresh; the result reports how many there are.
     fresh = first & (state.staleness <= 0)
-    # NaN, no finite token, is never same.
+    # NaN (no finite token) never counts as same.
     same = fresh & (state.apart <= ROUNDING)
     if not first.any():
         raise NotIdentifiedError(
@@ -101,7 +101,7 @@ def estimate_noise_floor(
         raise NotIdentifiedError(
             key,
             f"at mini_batch 0 log_prob differs from old_log_prob by "
-            f"{float(np.nanmin(state.apart[fresh])):.2g} nats a token or more, so that pi = pi_old does not hold and "
+            f"{float(np.nanmin(state.apart[fresh])):.2g} nats per token or more, so that pi = pi_old does not hold and "
             "the backend noise is not identified. Record steps in which it does.",
         )
     rows = scores.select(same[scores.row])
@@ -129,7 +129,7 @@ def estimate_noise_floor(
 def _bounded(
     noise: Floats, ordered: Floats, group: NDArray[np.int64], share: float, confidence: float
 ) -> tuple[float, float, ClusteredShare]:
-    """Compute a quantile of the noise, its upper bound (inf where rows are too few), and the effective counts."""
+    """Compute a quantile of the noise, its upper bound (inf if there are too few rows), and the effective counts."""
     quantile = float(ordered[max(math.ceil(share * len(ordered)) - 1, 0)]) if len(ordered) else math.nan
     found = estimate_share(noise <= quantile, group)
     _, upper = compute_quantile_interval(ordered, share, found.effective, confidence, one_sided=True)

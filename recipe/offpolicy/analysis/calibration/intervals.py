@@ -19,10 +19,10 @@ class ClusteredShare:
 
     Attributes:
         share: kept / count.
-        count: how many units.
-        groups: how many prompt groups they come from.
-        effective: independent units of the same precision, count / design effect (Kish 1965); NaN where
-            one group leaves it unknown.
+        count: number of units.
+        groups: number of prompt groups that they come from.
+        effective: number of independent units of the same precision, count / design effect (Kish 1965); NaN if there
+            is only one group, which leaves it unknown.
     """
 
     share: float
@@ -34,7 +34,7 @@ class ClusteredShare:
 def estimate_share(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> ClusteredShare:
     """Estimate the share of ``kept``, with the variance of a ratio of group totals (Cochran 1977, 3.27).
 
-    A design effect below 1 counts as 1: that siblings are more unlike than strangers is taken for chance.
+    A design effect below 1 counts as 1, because greater differences within groups than between them are chance.
 
     Args:
         kept: (U,).
@@ -50,16 +50,16 @@ def estimate_share(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> Cluster
     independent = share * (1 - share) / count
     if groups < 2:
         return ClusteredShare(share, count, groups, math.nan)
-    # Linearised ratio estimator: groups vary in size as well as in what they keep.
+    # This is the linearised ratio estimator, because groups vary in size as well as in what they keep.
     residual = totals - share * sizes
     variance = groups / (groups - 1) * float(residual @ residual) / count**2
-    # At a share of 0 or 1 the variance is 0; the design effect is then that of full dependence.
+    # At a share of 0 or 1 the variance is 0; the design effect is then taken from full dependence.
     effect = max(variance / independent, 1.0) if independent > 0 else float((sizes.astype(float) ** 2).sum() / count)
     return ClusteredShare(share, count, groups, count / effect)
 
 
 def compute_share_interval(found: ClusteredShare, confidence: float) -> Interval:
-    """Compute Wilson's score interval (1927) at the effective count; NaN where that is not known."""
+    """Compute Wilson's score interval (1927) at the effective count; NaN if that is unknown."""
     n = found.effective
     if not n > 0:
         return math.nan, math.nan
@@ -74,16 +74,16 @@ def compute_quantile_interval(
 ) -> Interval:
     """Compute a distribution-free interval of the ``share``-quantile by order statistics (Woodruff 1952).
 
-    How many of n units lie below the quantile is binomial in (n, share); with n the effective count this holds for
-    clustered units too (Korn and Graubard 1998).
+    The number of n units below the quantile is binomial in (n, share); if n is the effective count, this also holds for
+    clustered units (Korn and Graubard 1998).
 
     Args:
         ordered: (U,) ascending.
         effective: see ``ClusteredShare``.
-        one_sided: the upper end alone, at ``confidence``; the lower is -inf.
+        one_sided: compute only the upper end, at ``confidence``; the lower is -inf.
 
     Returns:
-        The two ends; infinite where there are too few units to bound that side, NaN where ``effective`` is.
+        The two ends; infinite if there are too few units to bound that side, NaN if ``effective`` is NaN.
     """
     n = math.floor(effective) if effective > 0 else 0
     if not n:
@@ -101,7 +101,7 @@ def compute_quantile_interval(
 
 
 def compute_least_count(share: float, confidence: float) -> int:
-    """Compute the independent units that an upper bound of the ``share``-quantile takes: share^n <= 1 - confidence."""
+    """Compute the independent units needed for an upper bound of the ``share``-quantile: share^n <= 1 - confidence."""
     return math.ceil(math.log(1 - confidence) / math.log(share))
 
 
@@ -109,7 +109,7 @@ def resample_totals(totals: NDArray[np.float64], *, draws: int, seed: int) -> ND
     """Sum over groups drawn with replacement, the cluster bootstrap (Davison and Hinkley 1997).
 
     Args:
-        totals: (G, ...) one entry a group.
+        totals: (G, ...) one entry per group.
 
     Returns:
         (draws, ...).

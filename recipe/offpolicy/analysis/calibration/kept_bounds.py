@@ -18,7 +18,7 @@ from .parts import BoundedPart
 from .scores import Scores
 
 _FURTHEST_WEIGHT = math.log(1e3)
-"""Nats of a token, or of their mean: at a ratio of 1000 nothing is left of one policy in the other."""
+"""Nats of a token, or of a mean over tokens: at a ratio of 1000 the two policies have nothing in common."""
 
 
 def find_largest_radius(part: BoundedPart) -> float:
@@ -31,7 +31,7 @@ def find_largest_radius(part: BoundedPart) -> float:
 
 
 def check_radius(part: BoundedPart, radius: float) -> str:
-    """Say why a bound at ``radius`` is not worth setting; empty where it is."""
+    """Explain why a bound at ``radius`` is not worth setting; empty if it is."""
     most = find_largest_radius(part)
     if radius < most:
         return ""
@@ -43,9 +43,9 @@ def check_radius(part: BoundedPart, radius: float) -> str:
 
 
 _COARSE = 0.02
-"""A bound may be rounded outward by this share of itself, where no unit lies in between."""
+"""Share of itself by which a bound may be rounded outward if no unit lies in between."""
 _SLACK = 1e-4
-"""Share of the units that may be kept beyond the target for fewer digits: none of fewer than 10,000."""
+"""Share of the units that may be kept beyond the target for fewer digits: none if there are fewer than 10,000."""
 _DIGITS = 17  # of a float64
 
 
@@ -57,14 +57,14 @@ class Threshold:
     """A proposed position of a moving bound.
 
     Attributes:
-        values: the configuration's values, e.g. ``{"lower": 0.98, "upper": 1.02}``; empty where none was found.
-        radius: where that is, in what the part compares: nats for ratios; NaN where none was found.
-        interval: of the radius, at the confidence asked for; infinite or NaN where the recording does not bound it.
-        reached: what the values reach on the recording, in the target's own measure.
-        count, groups: units and prompt groups that it rests on; of a kept share those that the part applies to.
+        values: the configuration's values, e.g. ``{"lower": 0.98, "upper": 1.02}``; empty if none was found.
+        radius: its position in the units that the part compares: nats for ratios; NaN if none was found.
+        interval: of the radius, at the requested confidence; infinite or NaN if the recording does not bound it.
+        reached: value that the bound reaches on the recording, in the target's own measure.
+        count, groups: units and prompt groups that it is based on; for a kept share, those that the part applies to.
         note: limitation of the bound, or the reason why there is none; empty for none.
         outcome: found, or why there are no values.
-        missing: what the recording lacks for a floor, where that is why.
+        missing: what the recording lacks for a floor, if that is the reason.
     """
 
     values: dict[str, float]
@@ -86,7 +86,7 @@ def build_not_found(
 
 
 def compute_kept_share(part: BoundedPart, scores: Scores, limits: tuple[float, float]) -> float:
-    """Compute the share kept of the units that the part applies to; NaN where it applies to none."""
+    """Compute the kept share of the units that the part applies to; NaN if it applies to none."""
     if not scores.looked.any():
         return math.nan
     return float(1 - scores.find_outside(limits, exact=part.by_batch).sum() / scores.looked.sum())
@@ -103,10 +103,10 @@ def find_bound_for_kept_share(
     """Find the narrowest bound that keeps at least ``target`` of the units that the part applies to.
 
     Args:
-        floor: nats below which the radius must not fall, such as what backend noise alone reaches.
+        floor: nats below which the radius must not fall, such as the reach of backend noise alone.
 
     Returns:
-        The bound in as few digits as the recording can tell apart.
+        The bound, in as few digits as the recording can distinguish.
     """
     if not len(scores):
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
@@ -131,7 +131,7 @@ def find_bound_for_kept_share(
     if reason := check_radius(part, radius):
         return build_not_found(scores, reason)
     kept = radii <= radius
-    # The first unit that rounding must not keep; of very many, a few may slip in for fewer digits.
+    # The first unit that rounding must not keep; if there are very many, a few may be kept for fewer digits.
     slack = int(_SLACK * len(ordered))
     further = ordered[min(int(np.searchsorted(ordered, radius, side="right")) + slack, len(ordered) - 1)]
     following = float(further) if further > radius else math.inf
@@ -154,7 +154,7 @@ def find_bound_for_kept_share(
 
 
 def _least(part: BoundedPart) -> float:
-    """Return the least radius that the configuration takes; -inf for one side of a ratio, which may lie beyond 1."""
+    """Return the smallest radius that the configuration accepts; -inf for one side of a ratio, which may cross 1."""
     one_ratio = part.side != "both" and part.on_ratio and "delta" not in part.now
     return -math.inf if one_ratio else 0.0
 
@@ -177,7 +177,7 @@ def _outward(name: str, value: float, digits: int) -> float:
 
 
 def _reaches(part: BoundedPart, values: dict[str, float]) -> list[float]:
-    """Compute the radius of each value, in the precision in which masks compare; -inf where it has none."""
+    """Compute the radius of each value, in the precision in which masks compare; -inf if it has none."""
     reaches = []
     for name, value in values.items():
         reach = value
@@ -201,10 +201,10 @@ class KeptCurve:
     """Kept share by radius of the moving bound, (K,) each.
 
     Attributes:
-        radius: ascending, in what the part compares.
-        share: kept.
-        low, high: its interval; NaN where one prompt leaves it unknown.
-        count: units that it rests on.
+        radius: ascending, in the units that the part compares.
+        share: kept share.
+        low, high: its interval; NaN if there is only one prompt, which leaves it unknown.
+        count: number of units that it is based on.
     """
 
     radius: Floats
@@ -220,14 +220,14 @@ def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
     radii = radii[radii > 0]
     if not len(radii):
         return np.zeros(0)
-    # By rank the curve is resolved near 1, evenly in log where it falls.
+    # Ranks resolve the curve near 1, and even steps in log resolve it where it falls.
     by_rank = np.quantile(radii, 1 - np.geomspace(1.0, 1 / (2 * len(radii)), _PLACES // 2))
     even = np.geomspace(max(float(np.quantile(radii, 0.02)), 1e-12), float(radii.max()), _PLACES // 2)
     return np.unique(np.concatenate([by_rank, even]))
 
 
 def compute_kept_curve(part: BoundedPart, scores: Scores, radius: Floats, confidence: float) -> KeptCurve:
-    """Compute the share of the units that the part applies to and keeps, at each ``radius``."""
+    """Compute the kept share of the units that the part applies to, at each ``radius``."""
     radii, scores = compute_needed_radii(part, scores), scores.select(scores.looked)
     found: list[ClusteredShare] = [estimate_share(radii <= place, scores.group) for place in radius]
     ends = np.array([compute_share_interval(share, confidence) for share in found]).reshape(-1, 2)

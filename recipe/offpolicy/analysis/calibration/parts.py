@@ -17,7 +17,7 @@ ShareOf = Literal["tokens", "rows", "turns", "versions"]
 
 PLACEHOLDER = 1.0
 """Nats: placeholder of a required delta that is not set, so that the rest of the correction can be parsed."""
-_OPEN = "???"  # what OmegaConf leaves where a value is mandatory
+_OPEN = "???"  # OmegaConf's value for a mandatory key that is not set
 _UNITS: dict[str, ShareOf] = {
     "token": "tokens",
     "sequence": "rows",
@@ -39,9 +39,9 @@ class BoundedPart:
 
     Attributes:
         key: ``masks.<name>``, ``weight`` or ``weights.<name>``.
-        spec: what it is.
-        side: ``both`` moves the bounds symmetrically about no mismatch, in log space where they are ratios; ``lower``
-            and ``upper`` move one and leave the other as it is.
+        spec: its specification.
+        side: ``both`` moves the bounds symmetrically about no mismatch, in log space if they are ratios; ``lower`` and
+            ``upper`` move one bound and leave the other unchanged.
         unset: the bound has no value yet.
     """
 
@@ -57,13 +57,13 @@ class BoundedPart:
 
     @property
     def share_of(self) -> ShareOf:
-        """The unit that kept shares count: the unit of decision, or tokens where signs are by token."""
+        """The unit that kept shares count: the unit of decision, or tokens if signs are per token."""
         by_token = self.spec.picks_tokens
         return "tokens" if by_token else _UNITS[self.spec.level]
 
     @property
     def looks_at(self) -> str:
-        """The units that kept shares are of: ``rows``, or ``rows with A < 0`` for a part of one sign."""
+        """The units that kept shares refer to: ``rows``, or ``rows with A < 0`` for a part of one sign."""
         sign = _SIGNS.get(self.spec.when, "")
         return f"{self.share_of}{sign}"
 
@@ -79,7 +79,7 @@ class BoundedPart:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Bounds as they are compared, infinite where open; a budget bounds the running mean of squares."""
+        """Bounds as they are compared, infinite if open; a budget bounds the running mean of squares."""
         if isinstance(self.spec, MaskSpec):
             return (-math.inf, self.spec.budget) if self.spec.budget is not None else self.spec.limits
         lower, upper = self.spec.lower, self.spec.upper
@@ -89,7 +89,7 @@ class BoundedPart:
         """Compute the radius of the bound that keeps each unit.
 
         Args:
-            low, high: least and greatest value of each unit, as they are compared.
+            low, high: smallest and largest value of each unit, as they are compared.
         """
         if self.side == "both":
             return np.maximum(high, -low)
@@ -103,7 +103,7 @@ class BoundedPart:
         return (lower, radius) if self.side == "upper" else (-radius, upper)
 
     def compute_limits_with(self, values: Mapping[str, float]) -> tuple[float, float]:
-        """Compute the compared bounds with these configured values instead of the present ones."""
+        """Compute the compared bounds with these configured values instead of the current ones."""
         lower, upper = self.limits
         for name, value in values.items():
             if name == "delta":
@@ -127,7 +127,7 @@ class BoundedPart:
 
     @property
     def now(self) -> dict[str, float | None]:
-        """The configured values of the moving bounds; None where there is none yet."""
+        """The configured values of the moving bounds; None if there is none yet."""
         if self.by_batch or (isinstance(self.spec, MaskSpec) and self.spec.delta is not None):
             name = "budget" if self.by_batch else "delta"
             return {name: None if self.unset else getattr(self.spec, name)}
@@ -141,7 +141,7 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = ()) -> list[Bounde
         unset: keys below ``correction`` of values that are placeholders.
 
     Raises:
-        SpecError: there is nothing to calibrate, or parts that depend on one another.
+        SpecError: there is nothing to calibrate, or parts depend on one another.
     """
     if spec.skyrl_compat:
         raise SpecError(
@@ -186,7 +186,7 @@ def set_values(spec: CorrectionSpec, key: str, values: Mapping[str, float]) -> C
     """Return ``spec`` with these values of one of its parts.
 
     Raises:
-        SpecError: they cannot go there.
+        SpecError: the part cannot have these values.
     """
     plain = spec.to_mapping()
     node = plain

@@ -1,7 +1,7 @@
-"""Sample of a recording's prompts: all of a small one; the units of a large one's sampled prompts are kept in memory.
+"""Sample of a recording's prompts: all of a small recording; of a large one, only sampled prompts stay in memory.
 
-Rows of one prompt are dependent, so that they are in the sample together, and the intervals of a calibration hold. A
-prompt is drawn by a hash of its name, whoever reads it and in which order.
+Rows of one prompt are dependent, so they are sampled together, and the intervals of a calibration hold. A prompt is
+drawn by a hash of its name, independent of the process and of the order of reading.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..attribution.scored_rows import BYTES_A_TOKEN
 from .parts import BoundedPart
 
 TOKENS: Final = 4_000_000
-"""Tokens up to which a recording is kept whole, and those of a larger one's sample; estimated by the size of files."""
+"""Tokens up to which a recording is kept whole, and tokens in a larger one's sample, estimated from file sizes."""
 ROWS: Final = 400_000
 """Rows of a larger one's sample, for parts that decide by row: of prompts with eight rows, even if all eight are alike,
 a kept share of 0.98 then has a standard error of 0.0006."""
@@ -30,8 +30,8 @@ class PromptSample:
     """Shares of the prompts whose units are kept; a smaller sample is part of a larger one.
 
     Attributes:
-        tokens: for parts that decide by token, turn or version.
-        rows: for parts that decide by row.
+        tokens: share for parts that decide by token, turn or version.
+        rows: share for parts that decide by row.
     """
 
     tokens: float = 1.0
@@ -47,7 +47,7 @@ class PromptSample:
 
     @property
     def sentence(self) -> str:
-        """The sentence about the sample; empty where there is none."""
+        """The sentence about the sample; empty if there is none."""
         if self == EVERY_PROMPT:
             return ""
         by_row = f"{self.rows:.2g}" if self.rows < 1 else "all"
@@ -66,7 +66,7 @@ class PromptSample:
         return (prompt / 2.0**64 < share) | (share >= 1)  # a hash near 2^64 is rounded to it
 
     def group_by_share(self, parts: Sequence[BoundedPart]) -> dict[float, list[BoundedPart]]:
-        """Group parts by the share of the prompts that they look at."""
+        """Group parts by the share of the prompts that they use."""
         found: dict[float, list[BoundedPart]] = {}
         for part in parts:
             found.setdefault(self.rows if part.share_of == "rows" else self.tokens, []).append(part)
@@ -77,12 +77,12 @@ EVERY_PROMPT: Final = PromptSample()
 
 
 def hash_prompts(rows: Rows) -> NDArray[np.uint64]:
-    """Hash the name of each row's prompt, (N,); a row without one is by itself."""
+    """Hash the name of each row's prompt, (N,); a row without one forms its own prompt."""
     hashes: dict[str, int] = {}
     found = np.empty(len(rows), dtype=np.uint64)
     places = zip(rows.step, rows.rank, rows.mini_batch, strict=True)
     for index, (place, uid) in enumerate(zip(places, rows.uid, strict=True)):
-        # NUL cannot occur in a uid, so that a made-up name collides with none.
+        # NUL cannot occur in a uid, so a made-up name collides with no uid.
         name = str(uid) or "\0" + "/".join(map(str, (*place, index)))
         if name not in hashes:
             hashes[name] = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
@@ -91,7 +91,7 @@ def hash_prompts(rows: Rows) -> NDArray[np.uint64]:
 
 
 def number_prompts(prompt: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Number prompts in the order in which they first come, from 0: (N,)."""
+    """Number prompts in the order of their first occurrence, from 0: (N,)."""
     _, first, place = np.unique(prompt, return_index=True, return_inverse=True)
     number = np.empty(len(first), dtype=np.int64)
     number[np.argsort(first)] = np.arange(len(first))

@@ -1,4 +1,4 @@
-"""Proposed bounds for a target, from a recording: overall, by length where it matters, above the noise floor.
+"""Proposed bounds for a target, from a recording: overall, by length if it matters, above the noise floor.
 
 Zero-mean noise averages out in a mean over T tokens, whose spread falls as T^-1/2, and adds up in their sum, whose
 spread grows as T^1/2: a bound on a geometric mean then rejects short rows, one on a product long rows.
@@ -37,7 +37,7 @@ from .prompt_sample import EVERY_PROMPT, PromptSample
 from .scores import RowState, Scores, compute_scores
 
 LEAST_ROWS = 20
-"""Rows that a bucket needs to enter the test."""
+"""Number of rows that a bucket needs to enter the test."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,11 @@ class LengthTest:
     """Spearman's rank correlation of a row's distance with its length.
 
     Attributes:
-        correlation: of the distance named by ``measure``; NaN where there is nothing to compare.
+        correlation: correlation of the distance named by ``measure``; NaN if there is nothing to compare.
         interval: its interval, from the variance over prompt groups.
-        measure: ``size``, the distance from no mismatch, or ``spread``, from the median of rows of like length.
-        rows: that were compared.
+        measure: ``size``, the distance from no mismatch, or ``spread``, the distance from the median of rows of similar
+            length.
+        rows: number of rows that were compared.
     """
 
     correlation: float
@@ -71,9 +72,9 @@ def find_length_bucket(length: NDArray[np.int64]) -> NDArray[np.int64]:
 def measure_length_dependence(scores: Scores, confidence: float) -> LengthTest:
     """Test size and spread against length at half of the error each (Bonferroni); return the clearer one.
 
-    What is decided by token or turn is averaged over its row first, so that a row counts once.
+    Values per token or turn are averaged over their row first, so that a row counts once.
     """
-    # The two tests see different faults: a shift of the mean, and a change of the scatter around it.
+    # The two tests detect different faults: a shift of the mean, and a change of the scatter around it.
     size, row_length, group = _by_row(np.maximum(np.abs(scores.low), np.abs(scores.high)), scores)
     middle = (scores.low + scores.high) / 2
     spread, _, _ = _by_row(np.abs(middle - _bucket_medians(middle, scores.length)), scores)
@@ -132,12 +133,12 @@ class CalibrationRequest:
     """Targets and options of a calibration.
 
     Attributes:
-        target_kept: share that each mask, and a weight that rejects, is to keep by itself, of what it applies to (OPSM:
-            of rows with a negative advantage); None for none.
-        target_ess: effective sample size that the weight is to have; None for none.
-        confidence: of every interval.
+        target_kept: share of the units it applies to that each mask, and a weight that rejects, must keep by itself
+            (OPSM: of rows with a negative advantage); None for no target.
+        target_ess: effective sample size that the weight must have; None for no target.
+        confidence: confidence of every interval.
         floor_quantile: see ``estimate_noise_floor``.
-        settle: where the recording is too short for ``floor_quantile``, take the highest quantile that it can bound.
+        settle: if the recording is too short for ``floor_quantile``, take the highest quantile that it can bound.
     """
 
     target_kept: float | None = None
@@ -162,10 +163,10 @@ class LengthBound:
 
     Attributes:
         bucket: its name in the metrics.
-        rows: of these lengths that the part applies to.
-        reached: value that the bound for all lengths reaches on them: the proposed one, else the present one.
-        threshold: the bound that would reach the target on them alone.
-        curve: of a kept share.
+        rows: number of rows of these lengths that the part applies to.
+        reached: value that the bound for all lengths, the proposed or otherwise the current one, reaches on them.
+        threshold: the bound that would reach the target on these rows alone.
+        curve: curve of a kept share.
     """
 
     bucket: str
@@ -180,14 +181,14 @@ class Proposal:
     """A proposed bound, its evidence and its effect.
 
     Attributes:
-        part: whose bound.
+        part: the part whose bound is proposed.
         target: measure to reach, and ``goal`` its value.
         looked: share of all units that the part applies to; it keeps the others whatever its bound is.
-        now: value that the present bound reaches; NaN where it has no value yet.
+        now: value that the current bound reaches; NaN if it has no value yet.
         threshold: the bound for all lengths together.
-        floor: of a delta; None for other bounds.
+        floor: noise floor of a delta; None for other bounds.
         length: whether the statistic depends on T.
-        lengths: bounds by length; empty where it does not.
+        lengths: bounds by length; empty if the statistic does not depend on it.
         curve: kept share or ESS by bound.
     """
 
@@ -217,9 +218,9 @@ class CalibrationResult:
     """All proposals, and the correction with the proposed bounds.
 
     Attributes:
-        spec: the correction with the proposed bounds, less masks that have no bound at all.
+        spec: the correction with the proposed bounds, without masks that have no bound at all.
         skipped: key -> why nothing was proposed for it.
-        grouped: share of rows whose prompt is known; intervals take the others as independent.
+        grouped: share of rows whose prompt is known; intervals treat the other rows as independent.
         nonfinite: tokens that parts on pi leave out, because log pi is not finite.
     """
 
@@ -242,14 +243,14 @@ def propose_bounds(
     """Propose bounds for ``spec`` from recorded steps.
 
     Args:
-        steps: a recording, or steps in memory; gone through once.
+        steps: a recording, or steps in memory; iterated once.
         unset: keys of values that are placeholders, see ``parts.fill_placeholders``.
-        sample: of the prompts that the bounds rest on.
-        jobs: who reads the steps of a recording.
+        sample: sample of the prompts that the bounds are based on.
+        jobs: the processes that read the steps of a recording.
 
     Raises:
-        SpecError: nothing can be calibrated, or a target that no part takes.
-        RecordingError: there is nothing to calibrate by.
+        SpecError: nothing can be calibrated, or no part accepts a target.
+        RecordingError: the recording has no data to calibrate with.
     """
     request.check()
     parts, skipped = _targeted(list_parts(spec, unset), request)
@@ -273,7 +274,7 @@ def propose_bounds(
 
 
 def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[list[BoundedPart], dict[str, str]]:
-    """Split parts into those that have a target, and the reasons why others have none."""
+    """Split parts into those that have a target, and the reasons why other parts have none."""
     taken, skipped = [], {}
     for part in parts:
         if _goal(part, request) is not None:
@@ -291,7 +292,7 @@ def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[li
 
 
 def _goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float] | None:
-    """Return the target of a part; a weight that rejects takes either, the kept share first."""
+    """Return the target of a part; a weight that rejects accepts either, and the kept share takes precedence."""
     if part.rejects and request.target_kept is not None:
         return "kept", request.target_kept
     if isinstance(part.spec, WeightSpec) and part.spec.by_staleness is None and request.target_ess is not None:
@@ -305,7 +306,7 @@ def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: Calib
     target, goal = chosen
     share = float(scores.looked.mean())
     if target == "ess":
-        # An ESS is that of the weights which a part gives.
+        # The ESS is computed from the weights that a part gives.
         scores = scores.select(scores.looked)
     floor, lacking = None, None
     if "delta" in part.now:
@@ -382,7 +383,7 @@ def _by_length(
 
 
 def _few(units: Scores) -> str:
-    """Say that units have fewer rows than a bound takes; empty for enough."""
+    """Say that units have fewer rows than a bound needs; empty if there are enough."""
     rows = len(np.unique(units.row))
     return f"{rows} rows, and a bound takes {LEAST_ROWS}" if rows < LEAST_ROWS else ""
 

@@ -32,14 +32,14 @@ class Scores:
     """Units of one part, in recorded order.
 
     Attributes:
-        low, high: (U,) float64, least and greatest of what the part compares, in the precision in which it compares:
-            nats for ratios, divided by the factor of the unit's age where bounds go by it. They differ where each
-            token of a unit has to lie inside by itself.
+        low, high: (U,) float64, smallest and largest value that the part compares, in the precision in which it
+            compares: nats for ratios, divided by the factor of the unit's age if bounds depend on it. They differ if
+            each token of a unit must lie inside the bounds by itself.
         looked: (U,) bool, whether the part applies to the unit at all, see ``MaskSpec.when``.
         tokens: (U,) int64, valid tokens of the unit.
         length: (U,) int64, T, valid tokens of the row that it belongs to.
         row: (U,) int64, that row, numbered over all steps.
-        group: (U,) int64, its prompt: rows of one uid, or the row by itself where no uid was recorded.
+        group: (U,) int64, its prompt: rows of one uid, or the row by itself if no uid was recorded.
     """
 
     low: NDArray[np.float64]
@@ -54,7 +54,7 @@ class Scores:
         return len(self.low)
 
     def select(self, units: NDArray[np.bool_]) -> Scores:
-        """Return these units alone: (U,) bool."""
+        """Return only these units: (U,) bool."""
         return Scores(**{f.name: getattr(self, f.name)[units] for f in fields(self)})
 
     def find_outside(self, limits: tuple[float, float], *, exact: bool = False) -> NDArray[np.bool_]:
@@ -68,10 +68,10 @@ class RowState:
     """Sampling state of the recorded rows, (N,) each.
 
     Attributes:
-        mini_batch: gradient steps of the batch before the row was recorded.
-        staleness: versions between its sampling and its use; -1 where not known.
-        apart: mean |log pi - log pi_old| over its valid tokens, nats, with pi_old by the trainer's own weights: 0 where
-            pi stands in for it, see ``recording.recording``; NaN for none.
+        mini_batch: number of the batch's gradient steps before the row was recorded.
+        staleness: versions between the row's sampling and its use; -1 if unknown.
+        apart: mean |log pi - log pi_old| over its valid tokens, nats, with pi_old by the trainer's own weights: 0 if pi
+            is used instead, see ``recording.recording``; NaN without valid tokens.
         grouped: whether its prompt is known.
         nonfinite: response tokens whose log pi is not finite, though mu and pi_old are.
     """
@@ -83,7 +83,7 @@ class RowState:
     nonfinite: NDArray[np.int64]
 
     def select(self, rows: NDArray[np.int64]) -> RowState:
-        """Return the state of these rows alone."""
+        """Return the state of only these rows."""
         return RowState(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
@@ -92,8 +92,8 @@ class _StepScores:
     """Units of one step.
 
     Attributes:
-        scores: key of a part -> its units, with rows numbered within the step and groups not yet.
-        state, prompt: of the rows that are numbered, (N,).
+        scores: key of a part -> its units, with rows numbered within the step and groups not yet numbered.
+        state, prompt: state and prompt of the numbered rows, (N,).
         seen: whether the step holds a row.
     """
 
@@ -111,18 +111,18 @@ def compute_scores(
     sample: PromptSample = EVERY_PROMPT,
     jobs: Jobs = ALONE,
 ) -> tuple[dict[str, Scores], RowState]:
-    """Compute the units of each part of ``spec`` over all ``steps``, one step or piece of one in memory at a time.
+    """Compute the units of each part of ``spec`` over all ``steps``, with one step or piece in memory at a time.
 
     Args:
-        sample: of the prompts whose units are kept.
-        jobs: who reads the steps of a recording.
+        sample: sample of the prompts whose units are kept.
+        jobs: the processes that read the steps of a recording.
 
     Returns:
-        Key of the part -> its units, at least one; tokens that are not finite in mu or pi_old, or in pi where the part
-        compares it, and rows without any other, have none. And the state of all rows, by their number.
+        Key of the part -> its units, at least one; and the state of all rows, by their number. Tokens whose mu or
+        pi_old, or pi if the part compares it, is not finite have no unit; neither have rows with only such tokens.
 
     Raises:
-        SpecError: what was recorded is not enough for ``spec``.
+        SpecError: the recording does not have all that ``spec`` needs.
         RecordingError: no response or no finite token is recorded, or a step's metadata holds no valid correction.
     """
     work = partial(_score_step, spec, parts, sample)
@@ -135,7 +135,7 @@ def compute_scores(
     starts = np.cumsum([0, *(len(step.prompt) for step in found)])
     scores = {}
     for part in parts:
-        # Popped, as the units of a large recording are worth their memory once.
+        # Popped, because the units of a large recording must not be in memory twice.
         pieces = [step.scores.pop(part.key) for step in found]
         rows = [piece.row + start for piece, start in zip(pieces, starts, strict=False)]
         row = np.concatenate(rows)
@@ -153,7 +153,7 @@ def compute_scores(
 def _score_step(
     spec: CorrectionSpec, parts: Sequence[BoundedPart], sample: PromptSample, steps: Iterable[Step]
 ) -> _StepScores:
-    """Compute the units of the step, which comes once for each correction that acted in it."""
+    """Compute the units of the step, which is passed once for each correction that acted in it."""
     pieces: dict[str, list[Scores]] = {part.key: [] for part in parts}
     states, prompts, before = [_NO_STATE], [np.zeros(0, dtype=np.uint64)], 0
     for step in steps:
@@ -165,7 +165,7 @@ def _score_step(
         kept = np.flatnonzero(sample.find_rows(prompt))
         states.append(_state(step).select(kept))
         prompts.append(prompt[kept])
-        # Number of each kept row among those of the step.
+        # Number of each kept row among the step's rows.
         number = np.full(len(prompt), -1)
         number[kept] = before + np.arange(len(kept))
         before += len(kept)
@@ -215,11 +215,11 @@ def read_recorded_spec(step: Step) -> CorrectionSpec:
 
 def _of_block(part: BoundedPart, block: Block, old: Tensor) -> Scores:
     mu, pi = block.rollout_log_prob, block.log_prob
-    # No bound can be read off a ratio that is not finite; training stops at such a pi.
+    # No bound can be derived from a ratio that is not finite; training stops at such a pi.
     compared = (old, mu) if part.spec.ratio == "rollout" else (old, mu, pi)
     valid = find_valid_tokens(block.mask, *compared)
     log_rho, log_r = compute_log_ratio(old, mu, valid), compute_log_ratio(pi, old, valid)
-    # The sum in which step_stage forms it, so that both give the same float32.
+    # This sum has the same order as in step_stage, so that both give the same float32.
     value, above, below = {
         "rollout": (log_rho, old, mu),
         "full": (log_rho + log_r, pi, mu),
@@ -233,7 +233,7 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor) -> Scores:
         low = high = compute_log_weight(part.spec, value, units)
     looked = find_applicable(part.spec, block.advantages, valid, log_ratio=value, turns=block.turn)
     if part.spec.by_staleness is not None:
-        # Inside a bound times a factor lies what lies inside the bound once it is divided by it.
+        # A value is inside a bound times a factor if the value divided by the factor is inside the bound.
         factors = units.choose_by_age(part.spec.by_staleness, torch.float64)
         low, high = low / factors, high / factors
     if part.spec.by_position is not None:
@@ -255,17 +255,17 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor) -> Scores:
         tokens=tokens.numpy()[there].astype(np.int64),
         length=valid.sum(-1).numpy()[at].astype(np.int64),
         row=row,
-        group=row,  # until all steps are there, and prompts are numbered
+        group=row,  # until all steps are read and prompts are numbered
     )
 
 
 def _by_budget(tokens: Scores) -> Scores:
-    """Compute, for ``second_moment``, the least budget that keeps each token of a batch.
+    """Compute, for ``second_moment``, the smallest budget that keeps each token of a batch.
 
     It is the mean of the squares up to the token's own, in ascending order.
 
     Args:
-        tokens: of one batch, with (log r)^2 for their value.
+        tokens: tokens of one batch, with (log r)^2 as their value.
     """
     ordered, inverse, counts = np.unique(tokens.low, return_inverse=True, return_counts=True)
     # Equal values stand or fall together: each counts with all of its equals.

@@ -41,7 +41,7 @@ class CurveError(ValueError):
 
 @dataclass(frozen=True)
 class LengthStep:
-    """Mean length of each of ``NAMES`` at one step, NaN where there is none, and the mean reward."""
+    """Mean length of each of ``NAMES`` at one step, NaN if there is none, and the mean reward."""
 
     step: int
     lengths: Mapping[str, float]
@@ -95,7 +95,7 @@ def measure_rows(rows: Rows, correct_at_least: float) -> LengthStep:
 
 
 def build_table(curves: Sequence[LengthStep], title: str = "", most: int = 20) -> Table:
-    """Build a table of evenly spread steps, first and last among them."""
+    """Build a table of evenly spread steps, including the first and the last."""
     chosen = sorted({round(at * (len(curves) - 1) / max(min(most, len(curves)) - 1, 1)) for at in range(most)})
     rows = [
         [curves[at].step, *(curves[at].lengths[name] for name in NAMES), curves[at].reward]
@@ -107,7 +107,7 @@ def build_table(curves: Sequence[LengthStep], title: str = "", most: int = 20) -
 
 
 def draw_curves(curves: Mapping[str, Sequence[LengthStep]], ends: Mapping[str, Sequence[Answers]] = {}) -> Figure:
-    """Draw length by correctness over steps, and the reward next to it, a row of panels for each run.
+    """Draw length by correctness over steps, and the reward next to it, with one row of panels per run.
 
     Runs with ``ends``, answers of the first and the last steps, get a row of reward and answers over length.
     """

@@ -1,6 +1,6 @@
 """Tables, figures and self-contained HTML pages of the command-line tools.
 
-Independent of corrections. Rich, matplotlib, Bokeh and Jinja2 are imported where they are used.
+They are independent of corrections. Rich, matplotlib, Bokeh and Jinja2 are imported where they are used.
 """
 
 from .page import Block, Code, Details, Page

@@ -1,4 +1,4 @@
-"""One self-contained HTML file without network access, light or dark as the reader's system is."""
+"""One self-contained HTML file without network access, light or dark according to the reader's system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 LARGEST = 5_000_000
-"""Bytes that a page may have, so that it can be sent to a colleague."""
+"""Largest size of a page in bytes, so that it can be sent to a colleague."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Details:
 
 
 Block: TypeAlias = "str | Table | Mapping[str, Any] | Sequence[Panel] | Code | Details"
-"""A paragraph, a table, names with their values, panels, and these."""
+"""A paragraph, a table, names with their values, panels, preformatted text, or folded blocks."""
 
 
 @dataclass
@@ -47,9 +47,9 @@ class Page:
     """A title and sections, in the order in which they are added.
 
     Attributes:
-        title: of the page, also its heading.
-        subtitle: a line below it.
-        refresh: seconds after which a browser loads the page again; 0: never.
+        title: title and heading of the page.
+        subtitle: line below the heading.
+        refresh: seconds after which a browser reloads the page; 0: never.
     """
 
     title: str
@@ -63,12 +63,12 @@ class Page:
             self._sections.append({"heading": heading, "blocks": found})
 
     def render(self) -> str:
-        """Render the whole page, with the scripts of its panels where it has some."""
+        """Render the whole page, with the scripts of its panels if it has any."""
         from markupsafe import Markup
 
         drawn = any(PANEL in block for section in self._sections for block in section["blocks"])
         scripts = [*_read_scripts(), LOADER] if drawn else []
-        # Scripts that the policy does not name by their digest do not run, whatever a recorded text contains.
+        # Scripts whose digest the policy does not list do not run, whatever a recorded text contains.
         digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
         return render_template(
             "page",

@@ -22,7 +22,7 @@ _MARKERS = dict(
     zip("osD^vPX", ("circle", "square", "diamond", "triangle", "inverted_triangle", "plus", "x"), strict=True)
 )
 _PIXELS = 90
-"""Of a page for each inch of a panel's height."""
+"""Pixels on a page per inch of a panel's height."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Axis:
 
     Attributes:
         log: base of a logarithmic scale; 0 for a linear one.
-        limits: None: by the marks. From the greater to the less for one that points down or left.
-        ticks: text of places; empty: by their numbers.
-        form: of these numbers.
+        limits: from the larger to the smaller for an axis that points down or left; None: chosen from the marks.
+        ticks: labels by position; empty: numbers.
+        form: format of these numbers.
     """
 
     label: str = ""
@@ -50,7 +50,7 @@ class Mark:
     Attributes:
         x, y: (n,) each; NaN for a missing value.
         band: ends of intervals, (n,) each.
-        dash: empty for markers alone.
+        dash: empty for only markers.
         bar: width of bars from ``base``; 0 for a line.
     """
 
@@ -85,9 +85,9 @@ class Panel:
     """One panel of a figure.
 
     Attributes:
-        alt: what it shows, for who cannot see it.
-        note: shown instead of marks.
-        height: in inches, of a picture; the width is ``plotting.PANEL_WIDTH``.
+        alt: what it shows, for readers who cannot see it.
+        note: text shown instead of marks.
+        height: height in a picture, in inches; the width is ``plotting.PANEL_WIDTH``.
     """
 
     title: str
@@ -210,7 +210,7 @@ def _set_axis(axes: Axes, name: str, axis: Axis) -> None:
         getattr(axes, f"set_{name}lim")(*axis.limits)
     if axis.log:
         first, last = getattr(axes, f"get_{name}lim")()
-        # With 2 and 5 between powers of ten where the range is short.
+        # With 2 and 5 between powers of ten if the range is short.
         parts = (1.0, 2.0, 5.0) if axis.log == 10 and last < 100 * first else (1.0,)
         own.set_major_locator(LogLocator(axis.log, parts, numticks=12))
         own.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -267,7 +267,7 @@ def _percent() -> Any:
 
 
 def limit_shares(axis: Axis, marks: Sequence[Mark | Rule]) -> Axis:
-    """Limit an axis of shares from a little below the least to a little above 1."""
+    """Limit an axis of shares from a little below the smallest to a little above 1."""
     values = np.concatenate(
         [np.asarray(mark.y, dtype=float) for mark in marks if isinstance(mark, Mark)] or [np.ones(1)]
     )

@@ -31,16 +31,16 @@ def check_target(option: str, path: Path, example: str) -> None:
     """Raise PageError if no file can be written at the path that an option names.
 
     Args:
-        example: a name of such a file; if it is a picture's, the path must have a picture's suffix too.
+        example: a possible file name; if it names a picture, the path must have a picture's suffix too.
     """
     if Path(example).suffix in PICTURES and path.suffix.lower() not in PICTURES and not path.is_dir():
         raise PageError(f"{option} {path}: {path.suffix or 'no suffix'} is not a picture format. Name it {_KINDS}.")
     if path.is_dir():
         raise PageError(f"{option} {path}: it is a directory. Name a file, such as {option} {path / example}.")
     if path.exists() and not path.is_file():
-        # What is written takes the place of what is there: of a device as well.
+        # Writing replaces what is there, even a device.
         raise PageError(f"{option} {path}: it is no regular file. Name a file, such as {option} {example}.")
-    # Missing folders are made when the file is written: the nearest existing one has to allow it.
+    # Missing folders are created when the file is written, so the nearest existing one has to allow it.
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise PageError(f"{option} {path}: no file can be written below {above}. Name another place.")
@@ -57,10 +57,10 @@ PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e
 MARKERS: Final = "osD^vPX"
 DASHES: Final = ("-", "--", "-.", ":")
 PANEL_WIDTH: Final = 5.2
-"""Inches: the type is that of the text around it where a page shows two panels next to one another."""
+"""Width in inches, at which the font size matches the surrounding text if a page shows two panels side by side."""
 
 _LEGEND = 60
-"""Characters of a legend's text that a panel is wide."""
+"""Width of a panel in characters of a legend's text."""
 
 _STYLE: Any = {
     "font.size": 10, "text.color": INK, "figure.facecolor": "white", "savefig.facecolor": "white",
@@ -88,14 +88,14 @@ def create_axes(
     """Create an empty figure and its axes, row by row; call it within ``apply_style``.
 
     Args:
-        width, height: in inches; None: 4.4 a column and 3.8 a row.
-        options: of ``Figure.subplots``, such as ``sharex``.
+        width, height: in inches; None: 4.4 per column and 3.8 per row.
+        options: options of ``Figure.subplots``, such as ``sharex``.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width or 4.4 * columns, height or 3.8 * rows), layout="constrained")
-    FigureCanvasAgg(figure)  # the canvas that pyplot would attach, without which nothing can be saved
+    FigureCanvasAgg(figure)  # the canvas that pyplot would attach; without it nothing can be saved
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(axes.flat)
 
@@ -114,9 +114,9 @@ class FigurePanel:
     """One panel of a figure.
 
     Attributes:
-        draw: puts it onto empty axes.
-        alt: what it shows, for who cannot see it.
-        height: in inches; the width is ``PANEL_WIDTH``.
+        draw: draws it onto empty axes.
+        alt: what it shows, for readers who cannot see it.
+        height: height in inches; the width is ``PANEL_WIDTH``.
     """
 
     draw: Callable[[Axes], None]
@@ -136,7 +136,7 @@ def draw_panels(drawn: Sequence[Drawable], columns: int = 1, title: str = "") ->
         for axis, panel in zip(axes, drawn, strict=False):
             panel.draw(axis)
         if left := axes[len(drawn) :]:
-            # The last panel takes the places that nothing is drawn in.
+            # The last panel fills the places that would remain empty.
             last = axes[len(drawn) - 1]
             grid = last.get_gridspec()
             assert grid is not None  # subplots have one
@@ -149,12 +149,12 @@ def draw_panels(drawn: Sequence[Drawable], columns: int = 1, title: str = "") ->
 
 
 def add_legend(axes: Axes, columns: int = 2) -> None:
-    """Add a legend below the axes, where it hides no line; none where no line is labelled."""
+    """Add a legend below the axes, where it hides no line; none if no line is labelled."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         # A legend wider than its panel would leave no room for the curves.
         names = [textwrap.fill(label, _LEGEND // columns) for label in labels]
-        below = 4.0 if axes.get_xlabel() else 2.4  # of the type's size: the numbers, and the name of the axis
+        below = 4.0 if axes.get_xlabel() else 2.4  # in multiples of the font size: the numbers, and the axis's name
         axes.legend(
             handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=below, ncols=columns
         )  # fmt: skip
@@ -183,10 +183,10 @@ def get_line_style(index: int) -> dict[str, Any]:
 
 
 def save(figure: Figure, path: Path, *, dpi: int = 130) -> None:
-    """Write the figure in the format of the suffix of ``path``; equal figures make equal files.
+    """Write the figure in the format that the suffix of ``path`` names; equal figures produce equal files.
 
     Raises:
-        PageError: a suffix that matplotlib does not know.
+        PageError: matplotlib does not support the suffix.
         OSError: the file cannot be written.
     """
     kind = path.suffix.removeprefix(".").lower() or "png"

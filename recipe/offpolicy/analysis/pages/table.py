@@ -21,9 +21,9 @@ MISSING = "-"
 """Shown for None and NaN: there is no value."""
 _LARGE = 1e6
 _READABLE = 24
-"""Characters from which text that is broken at words is easy to read."""
+"""Width in characters from which text that is broken at words is easy to read."""
 _BORDER = 3
-"""Characters that a terminal's table adds to each column, next to one for the whole."""
+"""Characters that a terminal's table adds to each column, in addition to one for the whole table."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Table:
     """Rows of cells: str, numbers, bool, or None for a missing value.
 
     Attributes:
-        rows: one cell a column each.
-        title: above it; empty for none.
+        rows: one cell per column each.
+        title: title above the table; empty for none.
 
     Raises:
-        ValueError: a row with more or fewer cells than columns.
+        ValueError: a row has more or fewer cells than there are columns.
     """
 
     columns: Sequence[Column]
@@ -80,8 +80,8 @@ class Table:
 def format_cell(value: Any, digits: int = 3) -> str:
     """Format a cell as text.
 
-    Integers have their digits in groups; floats have ``digits`` decimals, or powers of ten where that would show 0 or
-    more than six digits before the point; None and NaN are ``MISSING``.
+    Digits of integers are grouped; floats have ``digits`` decimals, or powers of ten if that would show 0 or more than
+    six digits before the point; None and NaN are ``MISSING``.
     """
     if value is None:
         return MISSING
@@ -101,7 +101,7 @@ def format_cell(value: Any, digits: int = 3) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert values at any depth to those that JSON can hold; NaN and infinities become null, keys text."""
+    """Convert values at any depth to what JSON supports; NaN and infinities become null, and keys become text."""
     if is_dataclass(value):
         return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
@@ -115,7 +115,7 @@ def to_rich(table: Table, width: int | None = None) -> RichTable:
     """Convert for a terminal; square brackets in cells are text, not markup.
 
     Args:
-        width: of the terminal, in which a longer title is broken.
+        width: width of the terminal, at which a longer title is broken.
     """
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -133,7 +133,7 @@ def to_rich(table: Table, width: int | None = None) -> RichTable:
 
 
 def fit_to_width(table: Table, width: int) -> list[RichTable]:
-    """Split between columns into tables that fit a terminal of ``width`` characters with every number whole.
+    """Split the table between columns to fit a terminal of ``width`` characters without breaking a number.
 
     Each has the first column, so that rows can be told apart; a table that fits stays whole.
     """
@@ -171,7 +171,7 @@ def to_html(table: Table) -> Markup:
 
 
 def _part(table: Table, columns: Sequence[int], *, first: bool) -> Table:
-    """Return the table with these columns alone."""
+    """Return the table with only these columns."""
     title = f"{table.title}, continued" if table.title and not first else table.title
     return Table([table.columns[at] for at in columns], [[row[at] for at in columns] for row in table.rows], title)
 
@@ -204,7 +204,7 @@ def _is_number(value: Any) -> bool:
 
 
 PIPE_WIDTH = 100
-"""Characters of a line of a table that goes to a file or a pipe."""
+"""Width in characters of a table that goes to a file or a pipe."""
 
 
 def open_console() -> Console:
@@ -215,7 +215,7 @@ def open_console() -> Console:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table, split between columns where it is wider than the console; no number is cut."""
+    """Print a table, split between columns if it is wider than the console; no number is cut."""
     for part in fit_to_width(table, console.width):
         console.print(part)
 
@@ -224,7 +224,7 @@ def print_blocks(console: Console, *blocks: Table | str, wrap: bool = False) -> 
     """Print tables and lines of text; empty ones are left out.
 
     Args:
-        wrap: break lines between words on a terminal, where nothing in them is to be pasted.
+        wrap: break lines between words on a terminal, for text that is not meant to be pasted.
     """
     from rich.text import Text
 

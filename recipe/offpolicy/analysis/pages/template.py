@@ -49,7 +49,7 @@ _TABLE = """\
 {% endfor %}</tbody></table></div>"""
 
 PANEL = 'type="application/json" class="panel"'
-"""Of a panel's data on a page."""
+"""Attributes of the script element with a panel's data."""
 LOADER = """
 for (const data of document.querySelectorAll("script.panel"))
   Bokeh.embed.embed_item(JSON.parse(data.textContent), data.previousElementSibling);

@@ -1,4 +1,4 @@
-"""Counts of right answers from verl's validation dumps, and their pass@k as tables, JSON and a curve."""
+"""Counts of right answers in verl's validation dumps, and their pass@k as tables, JSON and a curve."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 Prompt = tuple[str, str]
-"""Input and ground truth, which tell prompts apart."""
+"""Input and ground truth, which distinguish prompts."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Samples and right ones of each prompt at one step.
+    """Number of samples, and of right ones, of each prompt at one step.
 
     Attributes:
-        step: of the trainer.
-        n, c: of each prompt.
-        pooled: prompts that stand more than once in the data set, as far as the dumps tell.
-        named: the dumps tell prompts apart by uid.
+        step: step of the trainer.
+        n, c: number of samples, and of right ones, of each prompt.
+        pooled: number of prompts that the data set contains more than once, as far as the dumps show it.
+        named: the dumps identify prompts by uid.
         prompts: identity of each prompt.
         run: the name of the dumps' folder, see ``validation_dumps.name_runs``.
     """
@@ -60,10 +60,11 @@ class _Prompt:
 def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts]:
     """Read dumps, one ``Counts`` per folder and step: further rounds of dynamic validation add samples to its prompts.
 
-    Prompts are told apart by input and ground truth. On the V1 trainer it is seen where a data set holds one twice.
+    Prompts are distinguished by input and ground truth. Dumps of the V1 trainer also show if a data set contains a
+    prompt twice.
 
     Raises:
-        DumpError: a line that is none of a dump's.
+        DumpError: a line does not belong to a dump.
         OSError: a file cannot be read.
     """
     steps: dict[tuple[str, int], dict[Prompt, _Prompt]] = {}
@@ -134,7 +135,7 @@ def estimate(
     """Estimate pass@k of one step's counts.
 
     Raises:
-        ValueError: counts that the rule of stopping cannot give.
+        ValueError: the counts are impossible under the stopping rule.
     """
     summary = summarize(counts.n, counts.c, ks, extrapolate=extrapolate, stopping=stopping)
     return Estimates(
@@ -210,7 +211,7 @@ def build_json(found: Estimates) -> dict[str, Any]:
 
 
 def name_interval(values: tuple[float, float, float]) -> dict[str, float]:
-    """Name the parts of an estimate with its interval."""
+    """Map names to the parts of an estimate with its interval."""
     return dict(zip(("estimate", "low", "high"), values, strict=True))
 
 

@@ -15,7 +15,7 @@ from ..pages import Column, Table, to_plain
 from .dumps import Counts, name_interval
 
 DRAWS, LEVEL, LEAST_PROMPTS = 2000, 0.95, 10
-"""Bootstrap draws, level of the intervals, and number of prompts below which they separate no checkpoints."""
+"""Bootstrap draws, level of the intervals, and number of prompts below which they cannot separate checkpoints."""
 FIT_DRAWS = 400
 
 
@@ -29,7 +29,7 @@ class Place:
 
     Attributes:
         number: 1 for the first; equal statistics share a place.
-        value: its statistic, see ``Ranking.by``, and its own 95 % interval.
+        value: its statistic, see ``Ranking.by``, and the statistic's own 95 % interval.
         behind: its difference from the first place, with an interval that holds for all pairs together.
         may_be_best: no other checkpoint is better by an interval above 0.
     """
@@ -43,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Checkpoints in falling order.
+    """Checkpoints in descending order.
 
     Attributes:
         by: the statistic: unbiased, fit, or Bernoulli, which estimates nothing and only ranks.
@@ -73,7 +73,7 @@ def rank_checkpoints(
 
     Raises:
         RankingError: fewer than two checkpoints, no common prompt, or a fit that is not identified.
-        ValueError: counts that the rule of stopping cannot give.
+        ValueError: the counts are impossible under the stopping rule.
     """
     if len(checkpoints) < 2:
         raise RankingError("a ranking needs the dumps of two or more checkpoints.")
@@ -217,7 +217,7 @@ def build_places(found: Ranking) -> dict[str, dict[str, object]]:
 
 
 def list_notes(found: Ranking) -> list[str]:
-    """List what must be known next to a ranking."""
+    """List the notes that a reader of a ranking needs."""
     return [
         *found.notes,
         f"{len(found.places)} checkpoints, {found.pairs} pairs: the intervals behind the first hold for all pairs "

@@ -1,4 +1,4 @@
-"""A report of a run that goes on: one file that is written again after each recorded step."""
+"""A report of a running run: one file that is rewritten after each recorded step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def follow(
     """Write the page whenever a step is added, until interrupted; each step is read once.
 
     Args:
-        directory: of the recording; it may not exist yet.
-        out: the page, which a browser loads again every ``seconds``.
-        say: called with a sentence when the page was written, and once while there is nothing to read.
+        directory: directory of the recording; it may not exist yet.
+        out: the page, which a browser reloads every ``seconds``.
+        say: called with a sentence whenever the page was written, and once while there is nothing to read.
 
     Raises:
         RecordingError: a step is damaged.

@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 _DECADES = 30
 _MARKED = 40
-"""Steps up to which each has a marker."""
+"""Number of steps up to which each has a marker."""
 _KEPT = {"tokens kept": "kept_tokens", "rows kept": "kept_rows", "ESS of weight x keep": "ess"}
 _MISMATCH = {"mismatch, KL(mu, pi_old)": "kl", "drift, mean |log pi / pi_old|": "drift"}
 _LENGTH = {"all answers": "length", "right answers": "length_right", "wrong answers": "length_wrong"}
 
 
 def build_step_panels(timeline: Timeline) -> list[Panel]:
-    """Build the panels of reward, mismatch, kept shares, length, and staleness where there is any, by step."""
+    """Build the panels of reward, mismatch, kept shares, length, and staleness if there is any, by step."""
     graded = all(np.isfinite(timeline.get_column(name)).any() for name in ("length_right", "length_wrong"))
     lengths = _LENGTH if graded else {"": "length"}
     kept = _plot(timeline, "What the recorded correction kept", "Shares kept and effective sample size", "share", _KEPT)
     panels = [
         _plot(timeline, "Reward", "Mean reward", "mean reward of a response", {"": "reward"}),
-        _limit_nats(_plot(timeline, "Mismatch", "KL(mu, pi_old) and drift", "nats a token", _MISMATCH)),
+        _limit_nats(_plot(timeline, "Mismatch", "KL(mu, pi_old) and drift", "nats per token", _MISMATCH)),
         replace(kept, y=limit_shares(kept.y, kept.marks)),
         _plot(timeline, "Response length", "Response length", "mean T, tokens", lengths),
     ]
@@ -80,7 +80,7 @@ def build_length_panels(timeline: Timeline) -> list[Panel]:
 
 
 def _plot(timeline: Timeline, title: str, shown: str, unit: str, names: Mapping[str, str]) -> Panel:
-    """Plot columns of a timeline, equal ones as one line; one that was not recorded is named so."""
+    """Plot columns of a timeline, equal ones as one line; a column that was not recorded is labelled as such."""
     steps = timeline.get_column("step")
     columns: dict[str, Series] = {label: timeline.get_column(name) for label, name in names.items()}
     marks = []
@@ -95,7 +95,7 @@ def _plot(timeline: Timeline, title: str, shown: str, unit: str, names: Mapping[
 
 
 def _limit_nats(panel: Panel) -> Panel:
-    """Make the axis logarithmic where its values span powers of ten."""
+    """Make the axis logarithmic if its values span powers of ten."""
     values = np.concatenate([np.asarray(mark.y) for mark in panel.marks if isinstance(mark, Mark)] or [np.zeros(0)])
     values = values[values > 0]
     wide = values.size and values.max() > _DECADES * values.min()
@@ -104,7 +104,7 @@ def _limit_nats(panel: Panel) -> Panel:
 
 CONFIDENCE = 0.95
 _LONGEST_CONFIG = 400_000
-"""Characters of the configuration that are shown."""
+"""Number of the configuration's characters that are shown."""
 _LONGEST_TABLE = 60
 _CARD = ("model", "release", "path", "started", "fingerprint")
 
@@ -115,9 +115,9 @@ class ReportContents:
 
     Attributes:
         source: the recording's directory.
-        card, proof: as recorded, less secrets; empty where they were not.
-        studies: None: of a run that goes on, whose page has the timeline alone.
-        refresh: seconds after which a browser loads the page again; 0: never.
+        card, proof: as recorded, without secrets; empty if they were not recorded.
+        studies: None for a running run, whose page has only the timeline.
+        refresh: seconds after which a browser reloads the page; 0: never.
     """
 
     source: str

@@ -45,8 +45,8 @@ class Studies:
     """Results of the three tools, or the reason why there is none.
 
     Attributes:
-        new: calibrated parts that were not on, such as ``masks.gsm``.
-        sampled: sentence on the sample that bounds rest on; empty where it is all.
+        new: calibrated parts that were not active, such as ``masks.gsm``.
+        sampled: sentence on the sample that bounds are based on; empty if they are based on all rows.
     """
 
     new: frozenset[str]
@@ -68,11 +68,11 @@ def run_studies(
     """Run all three tools over all steps.
 
     Args:
-        recorded: what acted at the last step.
-        stale: older weights sampled some rows, by the versions that were recorded.
-        spec: overrides of the correction that is calibrated; empty: what was recorded, with what it has no
-            part of in ``DEFAULT``, or in what is recommended for stale rows.
-        jobs: who reads the steps.
+        recorded: the correction that acted at the last step.
+        stale: older weights sampled some rows, according to the recorded versions.
+        spec: overrides of the correction that is calibrated; if empty, the recorded correction, completed by the parts
+            that it lacks from ``DEFAULT``, or from the correction that is recommended for stale rows.
+        jobs: the processes that read the steps.
         tokenizer: see ``attribute``.
 
     Raises:
@@ -98,7 +98,7 @@ def run_studies(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The correction to calibrate, its keys without a value, and its parts that were not on."""
+    """The correction to calibrate, its keys without a value, and its parts that were not active."""
 
     spec: CorrectionSpec
     unset: frozenset[str]
@@ -109,7 +109,7 @@ def _asked(recorded: CorrectionSpec, spec: Sequence[str], default: Sequence[str]
     """Build the correction to calibrate; without ``spec`` the recorded one, completed by the default's parts.
 
     Returns:
-        A reason where nothing can be calibrated next to the recorded pi_old.
+        The correction, or a reason if nothing can be calibrated with the recorded pi_old.
 
     Raises:
         SpecError: ``spec`` is malformed.
@@ -125,7 +125,7 @@ def _asked(recorded: CorrectionSpec, spec: Sequence[str], default: Sequence[str]
     try:
         correction = CorrectionSpec.from_mapping(filled)
     except SpecError as error:
-        # The default's parts may not go with the recorded pi_old: then the recorded parts alone.
+        # The default's parts may not be compatible with the recorded pi_old; then only the recorded parts are used.
         return _Asked(recorded, frozenset(), frozenset()) if _parts(recorded) else str(error)
     new = _parts(correction) - _parts(recorded)
     return _Asked(correction, frozenset(key for key in unset if key.rpartition(".")[0] in new), frozenset(new))

@@ -19,7 +19,7 @@ from ..jobs import ALONE, Jobs, map_steps
 
 Floats = NDArray[np.float64]
 RIGHT = 1.0
-"""Reward from which an answer counts as right."""
+"""Smallest reward at which an answer counts as right."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class StepNumbers:
 
     Attributes:
         rows, tokens: responses, and response tokens.
-        unscored: responses whose pi_old is not known.
+        unscored: responses whose pi_old is unknown.
         compared: response tokens with a finite mu and a known and finite pi_old.
         reward: mean over rows whose reward is known.
         length: mean T.
-        length_right, length_wrong: of responses with a reward of at least 1, and with less.
-        kl: KL(mu, pi_old), k3 in nats a token, over ``compared``.
+        length_right, length_wrong: mean T of responses with a reward of at least 1, and of responses with less.
+        kl: KL(mu, pi_old), k3 in nats per token, over ``compared``.
         kl_fresh, fresh_tokens: KL over tokens that fresh weights sampled (staleness 0 or unknown); their count.
         copied: whether mu is pi_old to the bit in all of ``compared``.
-        drift: mean |log pi - log pi_old|, nats a token; NaN where a response is ``unscored``.
+        drift: mean |log pi - log pi_old|, nats per token; NaN if a response is ``unscored``.
         staleness: mean over rows whose versions are known.
         kept_tokens, kept_rows: shares that the recorded correction kept.
         ess: (sum w)^2 / (n sum w^2) of its weight times keep.
@@ -72,7 +72,7 @@ class LengthBucket:
     """Statistics of the rows of one length bucket, over all steps.
 
     Attributes:
-        rows: with a response token whose mu and pi_old are finite.
+        rows: number of rows with a response token whose mu and pi_old are finite.
         kept_tokens, kept_rows: shares that the recorded corrections kept.
     """
 
@@ -87,9 +87,9 @@ class Timeline:
     """Statistics of a recording by step and by length.
 
     Attributes:
-        reasons: what rejected tokens, and the share of response tokens that each rejected by itself, over all steps.
-        correction: plain values of what acted at the last step.
-        changed: steps whose correction differs from that of the step that was read before.
+        reasons: the parts that rejected tokens -> the share of all response tokens that each rejected by itself.
+        correction: plain values of the correction that acted at the last step.
+        changed: steps whose correction differs from the correction of the step read before.
     """
 
     steps: tuple[StepNumbers, ...]
@@ -113,7 +113,7 @@ class Timeline:
 
     @property
     def extensions(self) -> list[str]:
-        """Columns of extensions that any step has."""
+        """Columns of extensions that occur in any step."""
         return list(dict.fromkeys(name for step in self.steps for name in step.extensions))
 
     def get_column(self, name: str) -> Floats:
@@ -136,7 +136,7 @@ def build_timeline(steps: Iterable[Step], jobs: Jobs = ALONE) -> Timeline:
 
     Args:
         steps: a recording, or steps in memory.
-        jobs: who reads the steps of a recording.
+        jobs: the processes that read the steps of a recording.
     """
     return merge_parts(chain.from_iterable(map_steps(summarize_steps, steps, jobs, "over time")))
 
@@ -178,7 +178,7 @@ def _of_step(step: Step) -> StepNumbers:
     old = get_trainers_pi_old(step).astype(np.float64)
     unscored = int((~find_scored_rows(step)).sum())
     with np.errstate(invalid="ignore"):
-        # The correction compared mu with its own pi_old; the mismatch of the engines is with the trainer's.
+        # The correction compared mu with its own pi_old; the engines' mismatch is measured with the trainer's.
         log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
         gap, moved = old - rows.rollout_log_prob, rows.log_prob - old
     valid = mask & np.isfinite(log_rho)
@@ -242,7 +242,7 @@ def _of_lengths(rows: Rows) -> Floats:
     ).astype(np.float64)
     edges = [most for most in BUCKETS.values() if most is not None]
     sums = np.zeros((len(BUCKETS), columns.shape[1]))
-    # ``add.at`` accumulates rows of one bucket, where indexed += would keep the last.
+    # ``add.at`` accumulates rows of one bucket, while an indexed += would keep only the last.
     np.add.at(sums, np.searchsorted(np.asarray(edges), length[there], side="left"), columns[there])
     return sums
 

@@ -1,4 +1,4 @@
-"""Verdict of a report: question, answer and evidence, a line each."""
+"""Verdict of a report: lines with a question, its answer and the evidence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .studies import Studies
 from .timeline import Floats, Timeline
 
 _LEAST_STEPS = 3
-"""Steps from which a beginning and an end can be compared."""
+"""Number of steps from which a beginning and an end can be compared."""
 _GREW = 2.0
 _SWINGS = 10.0
 _NEXT = {
@@ -48,9 +48,9 @@ def build_answers(
     """Build the lines of the verdict.
 
     Args:
-        spec: what acted at the last step.
-        proof: the liveness proof, as recorded; empty where there is none.
-        studies: None: the lines that rest on them are left out.
+        spec: the correction that acted at the last step.
+        proof: the liveness proof, as recorded; empty if there is none.
+        studies: None: the lines that are based on them are left out.
     """
     return (
         answer_liveness(spec, proof),
@@ -106,10 +106,10 @@ def _mismatch(timeline: Timeline) -> Answer:
     fresh, counts = timeline.get_column("kl_fresh"), timeline.get_column("fresh_tokens")
     if not counts.sum():
         because = "Every row was sampled by older weights: mismatch and staleness cannot be told apart. With both "
-        return Answer(question, "unknown", f"{because}{mean:.2g} nats a token; {describe_trend(kl, 'nats')}.{end}")
+        return Answer(question, "unknown", f"{because}{mean:.2g} nats per token; {describe_trend(kl, 'nats')}.{end}")
     mine = counts > 0
     engines = float(np.average(fresh[mine], weights=counts[mine]))
-    answer = f"KL(mu, pi_old) {engines:.2g} nats a token"
+    answer = f"KL(mu, pi_old) {engines:.2g} nats per token"
     stale = timeline.get_column("staleness")
     if np.nanmax(stale, initial=0.0) <= 0:
         return Answer(
@@ -165,7 +165,7 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
 
 
 def _fit(studies: Studies) -> list[Answer]:
-    """Answer for each bound, after the faults that are to be fixed first."""
+    """Answer for each bound, after the faults that must be fixed first."""
     faults = "" if isinstance(studies.attribution, str) else studies.attribution.mend_first
     first = [Answer("Can a bound be set?", "fix the cause first", faults)] if faults else []
     if isinstance(studies.calibrated, str):
@@ -238,7 +238,7 @@ def describe_trend(values: Floats, unit: str) -> str:
         return "too few steps for a trend"
     (first, _), (last, _) = thirds
     least, most = float(np.nanmin(values)), float(np.nanmax(values))
-    # Swings come before the trend: one spike in a third would otherwise pass for growth.
+    # Swings are checked before the trend, because one spike in a third would otherwise count as growth.
     if _GREW * max(first, last) < most and _SWINGS * least < most:
         return f"from step to step it swings between {least:.2g} and {most:.2g} {unit}"
     if first > 0 and (last > _GREW * first or first > _GREW * last):
@@ -254,7 +254,7 @@ def _thirds(values: Floats) -> tuple[tuple[float, float], tuple[float, float]] |
     third = max(len(known) // 3, 1)
 
     def of(part: Floats) -> tuple[float, float]:
-        # A third of one step has no deviation of its own: that of all steps stands in.
+        # A third of one step has no deviation of its own, so the deviation over all steps is used.
         spread = float(part.std(ddof=1)) if len(part) > 1 else float(known.std(ddof=1))
         return float(part.mean()), spread / math.sqrt(len(part))
 

@@ -1,4 +1,4 @@
-"""Agreement of replays: of corrections with each other, and of the recorded one with its record."""
+"""Agreement of replays: of corrections with each other, and of the recorded correction with its record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Matrix = NDArray[np.float64]
 
 
 class AgreementCounter:
-    """Counts, over blocks, of what each pair of S corrections rejects in common."""
+    """Counts, over blocks, of the tokens and rows that both corrections of each pair of S reject."""
 
     def __init__(self, corrections: int) -> None:
         self.tokens, self.rows = (np.zeros((corrections, corrections)) for _ in range(2))
@@ -27,10 +27,10 @@ class AgreementCounter:
         """Add one block.
 
         Args:
-            places: which of the S corrections these are.
-            keep: of each correction, (B, W) bool.
-            weighed: of each correction, (B, W) float64, its gradient weights f A.
-            counted: (B, W) bool, tokens that are compared. A row is rejected if all of these are.
+            places: indices of these corrections among the S.
+            keep: (B, W) bool for each correction.
+            weighed: (B, W) float64 for each correction, its gradient weights f A.
+            counted: (B, W) bool, tokens that are compared. A row is rejected if all of these tokens are.
         """
         if not places:
             return
@@ -51,7 +51,7 @@ class AgreementCounter:
         self.gram += other.gram
 
     def compute_agreement(self, places: list[int]) -> Agreement:
-        """Compute the agreement of those corrections that were in every block."""
+        """Compute the agreement of the corrections that were in every block."""
         at = np.ix_(places, places)
         tokens, rows, gram = self.tokens[at], self.rows[at], self.gram[at]
         # The Gram matrix of the gradient weights gives all cosines at once.
@@ -66,12 +66,12 @@ class AgreementCounter:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of each pair of S corrections; (S, S) each, symmetric, NaN where undefined.
+    """Agreement of each pair of S corrections; (S, S) each, symmetric, NaN if undefined.
 
     Attributes:
-        jaccard_tokens, jaccard_rows: of what either rejects, the share that both reject; undefined where neither
-            rejects anything.
-        cosine: of the gradient weights f A.
+        jaccard_tokens, jaccard_rows: share that both reject of the tokens, or rows, that either rejects; undefined if
+            neither rejects anything.
+        cosine: cosine of the gradient weights f A.
     """
 
     jaccard_tokens: Matrix
@@ -86,7 +86,7 @@ def _jaccard(both: Matrix) -> Matrix:
 
 
 TOLERANCE = 1e-5
-"""Of a weight, relative. Weights are float32, exponentiated on the run's own device."""
+"""Relative tolerance of a weight. Weights are float32, exponentiated on the run's own device."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ class Fidelity:
     """Comparison of the recorded correction's replay with the record.
 
     Attributes:
-        tokens: response tokens compared, mu and pi_old finite: on others nothing acts.
-        weights: of these, whose weight differs by more than ``TOLERANCE``.
-        rejections: of these, rejected by other parts than recorded; decisions are compared to the bit.
-        weight_error: greatest relative difference of a weight.
+        tokens: number of compared response tokens, whose mu and pi_old are finite; a correction does not act on others.
+        weights: number of these tokens whose weight differs by more than ``TOLERANCE``.
+        rejections: number of these tokens that other parts rejected than recorded; decisions are compared to the bit.
+        weight_error: largest relative difference of a weight.
     """
 
     tokens: int = 0
@@ -122,18 +122,18 @@ def compare_with_record(by: Decision, of: Block, reasons: Sequence[str]) -> Fide
     """Compare one block.
 
     Args:
-        by: what the recorded correction decided in the replay.
+        by: the recorded correction's decision in the replay.
         reasons: names of the bits of ``rejected_by``.
     """
-    # Rebuilds the recorded bit field, a bit a reason.
+    # Rebuilds the recorded bit field, with one bit per reason.
     replayed = torch.zeros_like(of.rejected_by)
     for bit, reason in enumerate(reasons):
         if (drop := by.rejected.get(reason)) is not None:
             replayed |= (drop & by.valid).int() << bit
     other = of.mask & (replayed != of.rejected_by)
-    # A part that the record has no name for rejects here as well.
+    # A part that is not named in the record rejects here as well.
     other |= of.mask & by.valid & ((of.rejected_by == 0) != by.keep)
-    # Off the valid tokens weights act on nothing.
+    # Outside the valid tokens weights have no effect.
     error = ((by.weight - of.weight).abs() / of.weight.abs().clamp(min=1e-30)).nan_to_num(torch.inf)
     error = torch.where(by.valid & (by.weight != of.weight), error, 0.0)
     beyond = error > TOLERANCE

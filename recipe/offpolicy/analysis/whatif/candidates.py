@@ -1,4 +1,4 @@
-"""Corrections to replay: the recorded one, those that overrides compose, and grids over either."""
+"""Corrections to replay: the recorded one, corrections composed from overrides, and grids over either."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .compose import compose_correction, initialize_composer, parse_grid, parse_
 RECORDED = "recorded"
 """Stands for the correction that acted, which may differ from step to step."""
 UNCORRECTED = "uncorrected"
-"""Stands for the recorded pi_old with no weight and no mask."""
+"""Stands for a correction without weight and mask on the recorded pi_old."""
 MOST = 400
-"""Corrections in one replay."""
+"""Largest number of corrections in one replay."""
 _OPTIONAL = (
     "sign",
     "normalize",
@@ -34,9 +34,9 @@ class Candidate:
     Attributes:
         label: its overrides, unique within a replay.
         base: the label without the grid's values.
-        point: the grid's values as they were given, by key; empty off a grid.
-        spec: None where it goes by what was recorded, or where the point is invalid.
-        error: why the point is invalid; None where it is valid.
+        point: the grid's values as they were given, by key; empty without a grid.
+        spec: None if it depends on the recorded correction, or if the point is invalid.
+        error: why the point is invalid; None if it is valid.
     """
 
     label: str
@@ -61,9 +61,9 @@ class Candidate:
 def build_candidates(
     specs: Sequence[Sequence[str]], grids: Sequence[str], recorded: Mapping[str, Any]
 ) -> tuple[Candidate, ...]:
-    """Build all corrections of a replay: every spec crossed with those grid keys that it has.
+    """Build all corrections of a replay: every spec crossed with the grid keys that it has.
 
-    What was recorded stays as it was, for comparison, unless it is the only spec.
+    The recorded correction is not varied, for comparison, unless it is the only spec.
 
     Args:
         specs: overrides of each correction, or ``["recorded"]``.
@@ -71,7 +71,7 @@ def build_candidates(
         recorded: plain values of the correction that acted at the first step.
 
     Raises:
-        SpecError: a spec that is malformed without a grid, a grid key that no spec has, or more than ``MOST``.
+        SpecError: a spec is malformed without a grid, no spec has a grid key, or there are more than ``MOST``.
     """
     axes = [parse_grid(grid) for grid in grids]
     repeated = [key for index, (key, _) in enumerate(axes) if key in [other for other, _ in axes[:index]]]
@@ -89,7 +89,7 @@ def build_candidates(
         own = [axis for axis in axes if _has(mapping, axis[0])] if alone or label != RECORDED else []
         for point in _points(own):
             candidate = _candidate(label, mapping, point)
-            # Two specs may cross into the same correction: it is replayed once.
+            # Two specs may yield the same correction, which is then replayed once.
             found.setdefault(candidate.label, candidate)
             if len(found) > MOST:
                 raise SpecError(f"--grid: more than {MOST} corrections. Give fewer values.")
@@ -114,7 +114,7 @@ def _candidate(base: str, mapping: Mapping[str, Any], point: Mapping[str, str]) 
     except SpecError as error:
         if not point:
             raise
-        # A grid may cross into bounds that exclude each other: the other points are still replayed.
+        # A grid may yield bounds that exclude each other; the other points are still replayed.
         return Candidate(label, base, point, error=str(error))
     return Candidate(label, base, point, None if base == RECORDED else spec)
 

@@ -37,7 +37,7 @@ from ...preflight.own_keys import list_groups
 _CONFIGS = Path(__file__).resolve().parents[2] / "config"
 _PRIMARY = "offpolicy_replay"
 _NEAR = 0.7
-"""Likeness, as difflib measures it, from which a name is taken for a misspelt one."""
+"""Similarity, as difflib measures it, from which a name counts as misspelt."""
 _EXAMPLE = f"Give {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.upper=1.02 for example."
 
 
@@ -47,7 +47,7 @@ def initialize_composer() -> Iterator[None]:
     # Hydra is a process-wide singleton: a caller, such as a launch, may have it initialised.
     before, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
-    # The lines of offpolicy_trainer.yaml less verl's own configuration, which a correction does not read.
+    # The lines of offpolicy_trainer.yaml without verl's own configuration, which a correction does not read.
     defaults = ["offpolicy_base", "_self_", {GROUP: "none"}]
     ConfigStore.instance().store(
         name=_PRIMARY, node={"defaults": defaults}, provider="recipe.offpolicy.analysis.whatif"
@@ -64,8 +64,8 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
     """Compose the plain values under ``correction``; a mandatory value that is left out stays "???".
 
     Raises:
-        SpecError: a malformed override, one of another group, an unknown option, two options that set
-            one key, or ``correction=auto``.
+        SpecError: an override is malformed or belongs to another group, an option is unknown, two options set one key,
+            or it is ``correction=auto``.
     """
     for override in overrides:
         key = parse_key(override)
@@ -102,8 +102,8 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def suggest_keys(name: str, known: Sequence[str]) -> str:
-    """Format the nearest known names in a sentence, or all of them where none is near."""
-    # What all keys begin with makes none of them likely.
+    """Format the most similar known names in a sentence, or all of them if none is similar."""
+    # The prefix that all keys share makes none of them more likely.
     by_rest = {key.removeprefix(f"{GROUP}."): key for key in known}
     near = difflib.get_close_matches(name.removeprefix(f"{GROUP}."), by_rest, n=3, cutoff=_NEAR)
     names = [by_rest[rest] for rest in near] or sorted(known)
@@ -151,15 +151,15 @@ _OPEN = "???"
 
 
 def build_overrides(spec: CorrectionSpec) -> list[str]:
-    """Build the overrides: shipped options by name where they match its parts, then single keys.
+    """Build the overrides: shipped options by name if they match its parts, then single keys.
 
-    Where pi_old is of the trainer's weights, which of the two ways is taken is left to the launch.
+    If pi_old comes from the trainer's weights, the launch decides which of the two ways computes it.
     """
     wanted = _plain(spec)
     compose_correction([f"{GROUP}=none"])  # the application in which options are looked up
     options = list_options()
     weight = [name for name in options if wanted["weight"] and _is_of(name, {"weight": wanted["weight"]})]
-    # Of options that are alike but for their bounds, the one with these bounds, then the one with the shortest name.
+    # Among options that differ only in their bounds, the one with these bounds comes first, then the shortest name.
     weight.sort(key=lambda name: (_differences(load_option(name)["weight"], wanted["weight"]), len(name), name))
     known = wanted["masks"].items()
     by_mask = {name: MOVED.get(name, name) for name, _ in known}
@@ -172,7 +172,7 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
         overrides.append(set_to(f"{GROUP}.weight", wanted["weight"]))
     overrides += [f"+{set_to(f'{GROUP}.masks.{name}', mask)}" for name, mask in known if name not in masks]
     overrides += [f"+{set_to(f'{GROUP}.weights.{name}', one)}" for name, one in wanted.get("weights", {}).items()]
-    if wanted.get("kl_weight"):  # whole: an open bound, null, is no default of a part that is not there
+    if wanted.get("kl_weight"):  # whole, because an open bound (null) is no default of a missing part
         overrides.append(set_to(f"{GROUP}.kl_weight", wanted["kl_weight"], add=True))
     composed = compose_correction(overrides)
     there = dict(_leaves(composed))
@@ -191,7 +191,7 @@ def _plain(spec: CorrectionSpec) -> dict[str, Any]:
 
 
 def _is_of(option: str, part: Mapping[str, Any]) -> bool:
-    """Check whether an option sets this part and nothing else, but for its bounds."""
+    """Check whether an option sets this part and nothing else, apart from its bounds."""
     values = dict(_leaves(load_option(option)))
     return {key.rpartition(".")[0] for key in values} == {key.rpartition(".")[0] for key, _ in _leaves(part)} and all(
         key.rpartition(".")[2] in _BOUNDS or dict(_leaves(part)).get(key) == value for key, value in values.items()
@@ -203,14 +203,14 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
 
 
 def _filled(plain: Any, wanted: Any) -> Any:
-    """Fill what is open in ``plain`` from ``wanted``."""
+    """Fill the missing values of ``plain`` from ``wanted``."""
     if isinstance(plain, Mapping) and isinstance(wanted, Mapping):
         return {key: _filled(value, wanted.get(key)) for key, value in plain.items()}
     return wanted if plain == _OPEN else plain
 
 
 def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of all that is no mapping; an empty mapping has none."""
+    """Yield dotted key and value of every entry that is not a mapping; an empty mapping has none."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{path}{name}.")

@@ -1,10 +1,10 @@
-"""Sums over the rows of a step of what one correction does to the gradient, in float64.
+"""Sums, over the rows of a step, of one correction's effect on the gradient, in float64.
 
-A token's *gradient weight* is the factor of grad log pi in the policy gradient, less what every correction shares:
-f_t = w_t k_t r_t s with weight w, keep k and the base loss's own factor r, see ``BaseLoss`` (1 next to a weight on
-pi / mu, whose loss has no ratio). s is the row's factor of ``denominator=kept`` or
-``nonfinite=excluded``, see ``study``; 1 otherwise. Where a penalty pulls besides, f A is less ``compute_pull``.
-Uncorrected it is r alone, of the recorded pi_old.
+A token's *gradient weight* is the factor of grad log pi in the policy gradient, without the factors that every
+correction shares: f_t = w_t k_t r_t s with weight w, keep k and the base loss's own factor r, see ``BaseLoss`` (1 next
+to a weight on pi / mu, whose loss has no ratio). s is the row's factor of ``denominator=kept`` or
+``nonfinite=excluded``, see ``study``; 1 otherwise. If there is also a penalty, ``compute_pull`` is subtracted from f A.
+Without a correction, f is r alone, with the recorded pi_old.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BaseLoss:
     """The run's ``actor.policy_loss.loss_mode`` and clips, as recorded.
 
     Attributes:
-        name: the mode; empty where the recording does not say.
+        name: the mode; empty if the recording does not contain it.
         low, high: PPO's clip, to 1 - low and 1 + high; None for no clip.
         dual: upper clip for negative advantages (dual-clip PPO, Ye et al. 2020); None for none.
     """
@@ -44,7 +44,7 @@ class BaseLoss:
 
     @classmethod
     def from_card(cls, card: Mapping[str, Any]) -> BaseLoss:
-        """Read the base loss from a recording's card; clips are read for ``vanilla`` alone."""
+        """Read the base loss from a recording's card; clips are read only for ``vanilla``."""
         name = read_config(card, "actor_rollout_ref.actor.policy_loss.loss_mode")
         if not isinstance(name, str):
             return cls()
@@ -53,7 +53,7 @@ class BaseLoss:
         both, low, high, dual = (
             read_config(card, f"actor_rollout_ref.actor.clip_ratio{side}") for side in ("", "_low", "_high", "_c")
         )
-        # verl takes clip_ratio where a side is not set.
+        # verl uses clip_ratio for a side that is not set.
         low, high = (both if side is None else side for side in (low, high))
         return cls(name, _number(low), _number(high), _number(dual))
 
@@ -94,7 +94,7 @@ def _number(value: Any) -> float | None:
 
 
 TURN_GROUPS = ("is0", "is1", "is2", "ge3")
-"""Turns of a row by number, the first is 0; named as staleness is."""
+"""Turns of a row by number, from 0; they are named like staleness."""
 REFERENCES = ("token", "sequence")
 CELLS = tuple(f"{reference}/{sign}" for reference in REFERENCES for sign in SIGNS)
 
@@ -128,12 +128,12 @@ class ReferenceBlock:
 
     Attributes:
         block: the rows.
-        counted: (B, W) float64 of 0 and 1, tokens that gradient weights are compared on: all of mu, pi_old, pi and A
+        counted: (B, W) float64 of 0 and 1, tokens on which gradient weights are compared: mu, pi_old, pi and A are all
             finite.
         advantages: (B, W) float64, 0 off ``counted``.
-        base_loss: of the run.
+        base_loss: base loss of the run.
         base_factor: (B, W) float64, its factor with the recorded pi_old.
-        references: log of rho, pi / mu of the token, (B, W), and of the row's tokens, (B, 1); exponentiated.
+        references: rho, pi / mu of the token, (B, W), and of all of the row's tokens, (B, 1).
         mismatch: (B, W) float64, k3 = rho - 1 - log rho by token, whose sum estimates KL(mu, pi); never below 0.
     """
 
@@ -162,7 +162,7 @@ class ReferenceBlock:
 
     @cached_property
     def turns(self) -> list[Tensor]:
-        """(B, W) bool for each of ``TURN_GROUPS``; empty where no row has a second turn."""
+        """(B, W) bool for each of ``TURN_GROUPS``; empty if no row has a second turn."""
         turn, mask = self.block.turn, self.block.mask
         if not bool((turn > 0).any()):
             return []
@@ -170,7 +170,7 @@ class ReferenceBlock:
 
     @cached_property
     def shared(self) -> dict[str, Tensor]:
-        """Columns that no correction changes, (B,) each."""
+        """Columns that do not depend on the correction, (B,) each."""
         tokens = self.block.mask.sum(-1).double()
         columns = {
             "tokens": tokens,
@@ -190,7 +190,7 @@ class ReferenceBlock:
 
 
 def build_reference_block(block: Block, base_loss: BaseLoss) -> ReferenceBlock:
-    """Build the quantities that the corrections of a block are compared with."""
+    """Build the quantities with which a block's corrections are compared."""
     log_probs = (block.rollout_log_prob, block.old_log_prob, block.log_prob)
     counted = find_valid_tokens(block.mask, *log_probs, block.advantages)
     full = compute_log_ratio(block.log_prob, block.rollout_log_prob, counted)
@@ -214,7 +214,7 @@ def compute_gradient_weight(
     """Compute f_t of the module's docstring: (B, W) float64, 0 off ``of.counted``.
 
     Args:
-        scale: (N,) s of each row of the step; None: 1.
+        scale: (N,) s of each row in the step; None: 1.
     """
     applied = torch.where(by.keep, by.weight, 0.0).double() * of.counted
     if scale is not None:
@@ -222,7 +222,7 @@ def compute_gradient_weight(
     # A weight on pi / mu replaces the base loss's ratio.
     if spec.weighs_full_ratio:
         return applied
-    # Same pi_old, same factor: computed once for the block.
+    # The same pi_old has the same factor, which is computed once per block.
     if by.old_log_prob is of.block.old_log_prob:
         return applied * of.base_factor
     log_r = compute_log_ratio(of.block.log_prob, by.old_log_prob, of.counted.bool())
@@ -232,10 +232,10 @@ def compute_gradient_weight(
 def compute_pull(
     spec: CorrectionSpec, by: Decision, of: ReferenceBlock, scale: NDArray[np.float64] | None = None
 ) -> Tensor:
-    """Compute 2 c log r, what a penalty takes from f_t A_t: (B, W) float64, 0 off ``of.counted``.
+    """Compute 2 c log r, which a penalty subtracts from f_t A_t: (B, W) float64, 0 off ``of.counted``.
 
     Args:
-        scale: as ``compute_gradient_weight`` takes it; that of ``denominator=kept`` is of the policy term alone.
+        scale: as in ``compute_gradient_weight``; with ``denominator=kept`` it applies only to the policy term.
     """
     assert spec.penalty is not None
     other = of.block.rollout_log_prob if spec.penalty.ratio == "full" else by.old_log_prob
@@ -283,7 +283,7 @@ class Grouping:
     """Groups of a step's N rows, G of them, each split by length into L buckets.
 
     Attributes:
-        names: of the groups; "" holds all rows.
+        names: names of the groups; "" holds all rows.
         member: (G L, N) float64 of 0 and 1.
     """
 
@@ -300,9 +300,8 @@ class Grouping:
 def build_grouping(rows: Rows) -> Grouping:
     """Group rows as ``correction.telemetry`` does.
 
-    Length counts valid tokens, mu and pi_old finite; the sign is that of the sum of the row's advantages over them;
-    staleness is that of the row's first token.
-    The last of the L buckets holds rows without a valid token.
+    Length counts valid tokens, whose mu and pi_old are finite; the sign is the sign of the row's sum of advantages over
+    them; staleness is that of the row's first token. The last of the L buckets holds rows without a valid token.
     """
     valid = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
     length = _by_row(valid.astype(np.float64), rows)
@@ -328,5 +327,5 @@ def _by_row(values: NDArray[np.float64], rows: Rows) -> NDArray[np.float64]:
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """Sum the product over each row, without a temporary of its size, which torch's einsum takes twice as long for."""
+    """Sum the product over each row without a temporary of its size; torch's einsum takes twice as long."""
     return torch.from_numpy(np.einsum("bw,bw->b", one.numpy(), other.numpy()))

@@ -2,7 +2,7 @@
 
 Keys:
 
-* ``schema``: 1; grows whenever a key is removed or changes its meaning.
+* ``schema``: 1; increases whenever a key is removed or changes its meaning.
 * ``recording``: ``directory``, ``steps`` (list), ``rows``, ``tokens`` (response tokens).
 * ``fidelity``: comparison of the recorded correction's replay with the recording: ``agrees`` (null: not compared),
   ``tolerance``, and the fields of ``fidelity.Fidelity``.
@@ -37,37 +37,37 @@ Sums = NDArray[np.float64]
 """(L, len(COLUMNS)): the sums over a group's rows of each length bucket; the last line is of rows without length."""
 
 FEW = 30.0
-"""Effective rows that a reference by sequence needs."""
+"""Number of effective rows that a reference per sequence needs."""
 
 
 @dataclass(frozen=True)
 class CorrectionMeasures:
-    """Effect of a correction on a set of tokens; None where there is nothing to measure by.
+    """Effect of a correction on a set of tokens; a field is None if it cannot be measured.
 
     f = w k r s is a token's gradient weight, r its base loss's factor, s the scale of its row under
     ``denominator=kept``, A its advantage (``gradient_sums``); n counts valid tokens.
 
     Attributes:
         tokens, rows: response tokens, and rows with one.
-        kept_tokens, kept_rows: shares kept of them; a row is kept if a token of it is.
+        kept_tokens, kept_rows: kept shares of them; a row is kept if one of its tokens is.
         ess: effective sample size of w k, (sum w k)^2 / (n sum (w k)^2), at most ``kept_tokens``.
-        mismatch_left: share of the mismatch that lies on tokens which are kept, sum k3 k / sum k3 with
-            k3 = rho - 1 - log rho of the token's rho = pi / mu (Schulman 2020), the sum of which estimates KL(mu, pi).
-            What a mask is for: the further below ``kept_tokens``, the better it picks the tokens that are off.
-        lr_scale: norm of the corrected gradient weights against that of the uncorrected ones,
-            sqrt(sum (f A)^2 / sum (r A)^2): by how much the correction turns the learning rate, were the gradients of
-            tokens of one size and unrelated.
-        reference_rows: effective number of rows whose pi / mu the reference of ``bias_sequence`` rests on,
-            (sum rho)^2 / sum rho^2.
+        mismatch_left: share of the mismatch that lies on kept tokens, sum k3 k / sum k3 with k3 = rho - 1 - log rho of
+            the token's rho = pi / mu (Schulman 2020), the sum of which estimates KL(mu, pi). This is the purpose of a
+            mask: the further below ``kept_tokens``, the better it picks the deviating tokens.
+        lr_scale: norm of the corrected gradient weights relative to the uncorrected ones, sqrt(sum (f A)^2 / sum (r
+            A)^2): the factor by which the correction changes the learning rate if the tokens' gradients had equal size
+            and were unrelated.
+        reference_rows: effective number of rows on whose pi / mu the reference of ``bias_sequence`` is based, (sum
+            rho)^2 / sum rho^2.
         bias_token, bias_sequence: distance of the gradient weights from those of an unbiased estimator, relative to
             the latter's norm, sqrt(sum ((f - rho) A)^2 / sum (rho A)^2). The reference rho is the untruncated pi / mu
             of the token (unbiased for PPO's surrogate, which leaves the distribution of prefixes as it is) or of the
             whole row (unbiased for the policy gradient). By the Cauchy-Schwarz inequality no gradient of unit second
-            moment can be off by more: an upper bound of the bias, which also counts noise that would average out.
-            None by sequence, where the reference rests on fewer than ``FEW`` rows.
-        bias_token_systematic, bias_sequence_systematic: the part of that which cannot average out over these tokens:
-            the shift of the mean in each cell of length bucket and sign of A,
-            sqrt(sum_c n_c mean_c((f - rho) A)^2 / sum (rho A)^2). What varies within a cell is not in it.
+            moment can be off by more: this is an upper bound of the bias, which also counts noise that would average
+            out. ``bias_sequence`` is None if the reference is based on fewer than ``FEW`` rows.
+        bias_token_systematic, bias_sequence_systematic: the part of this distance that cannot average out over these
+            tokens: the shift of the mean in each cell of length bucket and sign of A, sqrt(sum_c n_c mean_c((f - rho)
+            A)^2 / sum (rho A)^2). Variation within a cell is not included.
     """
 
     tokens: int
@@ -90,7 +90,7 @@ class TurnShare:
 
     Attributes:
         tokens: response tokens.
-        kept_tokens: share kept of them; None where there is none.
+        kept_tokens: kept share of them; None if there are none.
     """
 
     tokens: int
@@ -104,7 +104,7 @@ def compute_measures(sums: Sums) -> CorrectionMeasures:
         return float(sums[:, INDEX[name]].sum())
 
     reference_rows = _over(of("ratio") ** 2, of("ratio_square")) or 0.0
-    # A reference that rests on a few rows is noise: then no bias by sequence is reported.
+    # A reference based on few rows is noise, so no bias per sequence is reported then.
     judges = reference_rows >= FEW
     bias = {name: _root(_over(of(f"distance/{name}"), of(f"reference/{name}"))) for name in REFERENCES}
     shift = {name: _root(_over(_shift(name, sums), of(f"reference/{name}"))) for name in REFERENCES}
@@ -161,11 +161,11 @@ class CorrectionOutcome:
     """Effect of one correction on the recorded steps.
 
     Attributes:
-        candidate: which one.
-        overall: over everything.
-        groups: by ``length/<bucket>``, ``advantage/<sign>``, ``staleness/<group>``, those with a row.
-        turns: by ``turn/<number>``, those with a token.
-        steps: step -> over that step.
+        candidate: the correction.
+        overall: measures over all rows.
+        groups: measures by ``length/<bucket>``, ``advantage/<sign>``, ``staleness/<group>``, for groups with a row.
+        turns: shares by ``turn/<number>``, for turns with a token.
+        steps: step -> measures over that step.
     """
 
     candidate: Candidate
@@ -180,14 +180,14 @@ class Study:
     """The result of a replay.
 
     Attributes:
-        directory: of the recording.
-        steps: that were replayed.
-        rows, tokens: response tokens of these steps, and rows with one.
-        outcomes: of each correction that could be replayed.
-        failures: label -> why it could not.
-        agreement: between ``outcomes``, in their order.
-        fidelity: of the recorded correction's replay.
-        notes: what limits the figures, a sentence each.
+        directory: directory of the recording.
+        steps: the replayed steps.
+        rows, tokens: response tokens of these steps, and rows with a response token.
+        outcomes: outcome of each correction that could be replayed.
+        failures: label -> why the correction could not be replayed.
+        agreement: agreement between ``outcomes``, in their order.
+        fidelity: comparison of the recorded correction's replay with the record.
+        notes: limitations of the figures, one sentence each.
     """
 
     directory: str
@@ -212,7 +212,7 @@ class RunningOutcome:
 
     def add(self, step: int, names: tuple[str, ...], sums: Sums) -> None:
         self.names = names
-        # A step comes once for each correction that acted in it.
+        # A step is added once for each correction that acted in it.
         self.steps[step] = sums[0] + self.steps.get(step, 0)
         self.total = sums if self.total is None else self.total + sums
 
@@ -235,7 +235,7 @@ SCHEMA = 1
 
 
 def build_document(study: Study) -> dict[str, Any]:
-    """Build the document, of plain values."""
+    """Build the document from plain values."""
     document = {
         "schema": SCHEMA,
         "recording": {

@@ -24,7 +24,7 @@ from ...correction.proximal import OF_THE_TRAINER, TOLERANCE
 from ...recording import Rows
 
 SIZE = 2**16
-"""Places of a block, padding included; a longer row is a block by itself."""
+"""Positions in a block, including padding; a longer row is a block by itself."""
 _COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")
 _SHORTEST = 0.8  # of the longest row of a block
 
@@ -34,12 +34,12 @@ class Block:
     """B rows of at most W tokens; padding holds zeros (False), turn -1.
 
     Attributes:
-        rows: (B,) int64, which rows of the step these are.
+        rows: (B,) int64, numbers of these rows in the step.
         place: (B, W) bool, whether a token was recorded there.
         mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, W), as recorded.
         rejected_by, turn: (B, W) int32 with the recorded bits, and int16.
-        version: (B, W) int32 of the weights that sampled the token; -1 where it is not known.
-        staleness: (B, W) int64, its age, see ``Rows.token_staleness``; -1 where it is not known.
+        version: (B, W) int32, version of the weights that sampled the token; -1 if unknown.
+        staleness: (B, W) int64, its age, see ``Rows.token_staleness``; -1 if unknown.
     """
 
     rows: NDArray[np.int64]
@@ -64,7 +64,7 @@ def iterate_blocks(rows: Rows, size: int = SIZE) -> Iterator[Block]:
     start = 0
     while start < len(order):
         widest = max(int(ordered[start]), 1)
-        # Rows come in descending length: the first that is too short for this block opens the next.
+        # Rows are in descending order of length, and the first row that is too short for this block starts the next.
         stop = int(np.searchsorted(-ordered, -_SHORTEST * widest, side="right"))
         stop = min(max(stop, start + 1), start + max(size // widest, 1))
         yield pad_rows(rows, order[start:stop])
@@ -119,11 +119,11 @@ class Decision:
     """Decision of one correction on one block.
 
     Attributes:
-        old_log_prob: (B, W) log pi_old as the correction takes it.
+        old_log_prob: (B, W) log pi_old as the correction uses it.
         valid: (B, W) bool, valid tokens of the rollout stage.
         weight: (B, W), before masks.
         keep: (B, W) bool.
-        rejected: what rejects -> (B, W) bool, without meaning off ``valid``.
+        rejected: rejecting part -> (B, W) bool, meaningless outside ``valid``.
     """
 
     old_log_prob: Tensor
@@ -134,7 +134,7 @@ class Decision:
 
 
 def check_gradient_known(spec: CorrectionSpec) -> None:
-    """Raise SpecError if scores are centred: that changes gradients, and neither weights nor kept tokens."""
+    """Raise SpecError if scores are centred, which changes gradients but neither weights nor kept tokens."""
     if spec.centering is not None:
         raise SpecError(
             f"correction.centering={spec.centering}: a recording holds no log-probs of tokens that were not sampled: "
@@ -149,7 +149,7 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         recorded: the correction that acted when ``rows`` were recorded.
 
     Raises:
-        SpecError: pi_old was never computed, or the version of the weights, by row or by token, is not known.
+        SpecError: pi_old was never computed, or the version of the weights, per row or per token, is unknown.
     """
     if spec.proximal == "recompute" and recorded.proximal not in (*OF_THE_TRAINER, "same_engine"):
         raise SpecError(
@@ -175,7 +175,7 @@ def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
     """Check that a run with ``proximal=same_engine`` would not have stopped at these rows.
 
     Raises:
-        SpecError: it would have, or pi_old was never computed.
+        SpecError: it would have stopped, or pi_old was never computed.
     """
     if recorded.proximal not in OF_THE_TRAINER:
         raise SpecError(
@@ -198,9 +198,9 @@ def _count_rows(rows: Rows, tokens: NDArray[np.bool_]) -> int:
 
 
 def needs_other_advantages(spec: CorrectionSpec, recorded: CorrectionSpec) -> bool:
-    """Check whether training with ``spec`` would have had other advantages than those recorded.
+    """Check whether training with ``spec`` would have had other advantages than the recorded ones.
 
-    ``baseline=exclude`` makes them from the rows that the correction keeps.
+    ``baseline=exclude`` computes them from the rows that the correction keeps.
     """
     if spec.baseline == recorded.baseline == "include":
         return False
@@ -221,8 +221,8 @@ def decide(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block, constant
     """Run both stages on a block.
 
     Args:
-        recorded: what acted when the rows were recorded.
-        constants: of the step that the rows belong to.
+        recorded: the correction that acted when the rows were recorded.
+        constants: constants of the step that the rows belong to.
     """
     old = compute_pi_old(spec, recorded, rows)
     stage = rollout_stage(spec, old_log_prob=old, constants=constants, measure="nothing", **_rollout(rows))
@@ -235,11 +235,11 @@ def count_kept_tokens(
 ) -> NDArray[np.float64]:
     """Count the tokens of each row that the loss's denominator keeps, (N,).
 
-    Those that the rollout stage keeps, or with ``nonfinite=excluded`` those whose mu is finite.
+    These are the tokens that the rollout stage keeps, or with ``nonfinite=excluded`` the tokens whose mu is finite.
 
     Args:
-        recorded, constants: as ``decide`` takes them.
-        size: places of a padded block, see ``iterate_blocks``.
+        recorded, constants: as in ``decide``.
+        size: positions in a padded block, see ``iterate_blocks``.
     """
     kept = np.zeros(len(rows))
     if spec.denominator == "original":
@@ -253,7 +253,7 @@ def count_kept_tokens(
 
 
 def compute_pi_old(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block) -> Tensor:
-    """Compute log pi_old for ``spec``, (B, W); the recorded one where it has the same source."""
+    """Compute log pi_old for ``spec``, (B, W); it is the recorded one if that has the same source."""
     if (spec.proximal, spec.alpha) == (recorded.proximal, recorded.alpha):
         return rows.old_log_prob
     return proximal_log_prob(

@@ -1,4 +1,4 @@
-"""Replay of all corrections over all chosen steps of a recording, few of them in memory at a time."""
+"""Replay of all corrections over all chosen steps of a recording, with few steps in memory at a time."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from .replay import (
 
 @dataclass(frozen=True)
 class DenominatorCounts:
-    """Settings of a run that decide what its loss divides by, as its card says.
+    """Settings of a run that decide its loss's denominator, from its card.
 
     Attributes:
-        mode: the aggregation of the policy loss, by ``actor.loss_agg_mode``; None where the card does not say.
+        mode: the aggregation of the policy loss, by ``actor.loss_agg_mode``; None if the card does not contain it.
         mini_batch_rows: rows of a mini-batch over all ranks; None if unknown.
         sampled: only a share of the rows was recorded.
     """
@@ -60,7 +60,7 @@ class DenominatorCounts:
 
     @classmethod
     def from_card(cls, card: Mapping[str, Any], *, sampled: bool) -> DenominatorCounts:
-        """Read the settings from a recording's card; mini-batches are split as ``batch.plan`` says."""
+        """Read the settings from a recording's card; mini-batches are split as in ``batch.plan``."""
         mode = read_config(card, "actor_rollout_ref.actor.loss_agg_mode")
         prompts = read_config(card, "actor_rollout_ref.actor.ppo_mini_batch_size")
         responses = read_config(card, "actor_rollout_ref.rollout.n")
@@ -71,10 +71,10 @@ class DenominatorCounts:
         return cls(mode if isinstance(mode, str) else None, prompts * responses if whole else None, sampled)
 
     def explain_unknown(self, rows: Rows) -> str:
-        """Say why N and R of the mini-batches of ``rows`` are not known; empty where they are.
+        """Explain why N and R of the mini-batches of ``rows`` are unknown; empty if they are known.
 
         Args:
-            rows: all that is recorded of the updates under one correction, of one step.
+            rows: all recorded rows of one step's updates under one correction.
         """
         if self.sampled:
             return "only a sample of the rows was recorded"
@@ -91,7 +91,7 @@ class DenominatorCounts:
         """Compute the factor of each row, (N,) float64; see ``correction.denominator.compute_scale_of_counts``.
 
         Args:
-            rows: for which ``explain_unknown`` is empty.
+            rows: rows for which ``explain_unknown`` is empty.
             kept: (N,) response tokens of each row that the correction keeps.
         """
         assert self.mode is not None, "explain_unknown is empty"
@@ -107,12 +107,12 @@ class DenominatorCounts:
 
 
 _NAMED = 5
-"""Corrections that a note names."""
+"""Largest number of corrections that a note names."""
 
 
 @dataclass
 class _ReplayNotes:
-    """Counts of what limits the figures, collected during the replay."""
+    """Counts of the figures' limitations, collected during the replay."""
 
     fidelity: Fidelity = field(default_factory=Fidelity)
     rows: int = 0
@@ -139,7 +139,7 @@ class _ReplayNotes:
         self.other_advantages |= other.other_advantages
 
     def format_notes(self, *, sampled: bool, needs_batch: bool) -> Iterator[str]:
-        """Yield what limits the figures, a sentence each."""
+        """Yield the limitations of the figures, one sentence each."""
         if self.uncounted:
             yield (
                 f"{self.uncounted} response tokens have a log-prob or an advantage that is not finite: their gradient "
@@ -174,8 +174,8 @@ class _StepReplay:
     Attributes:
         sums: place of a correction -> names of its groups and their sums, for each correction that acted in the step.
         failures: label -> why a correction could not be replayed.
-        tally, seen: of this step alone.
-        needs_batch: a correction fixes something for the whole batch.
+        tally, seen: for this step alone.
+        needs_batch: a correction has a constant for the whole batch.
         filled: the step holds a row.
     """
 
@@ -199,8 +199,8 @@ def run_study(
     """Replay ``candidates`` over ``steps``, and compare the recorded correction's replay with the record.
 
     Args:
-        size: places of a padded block, see ``iterate_blocks``.
-        jobs: who replays the steps.
+        size: positions in a padded block, see ``iterate_blocks``.
+        jobs: the processes that replay the steps.
 
     Raises:
         RecordingError: a step is damaged, none was chosen, or none holds a row; steps without rows are skipped.
@@ -219,7 +219,7 @@ def run_study(
     for number, step in zip(steps, show_progress(found, len(steps), "replaying"), strict=True):
         for place, names, sums in step.sums:
             running[place].add(number, names, sums)
-        failures = step.failures | failures  # the first step at which one fails is named
+        failures = step.failures | failures  # the first step at which a correction fails is named
         tally.add_counts(step.tally)
         seen.add(step.seen)
         needs_batch = needs_batch or step.needs_batch
@@ -228,7 +228,7 @@ def run_study(
         raise RecordingError(
             f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record others."
         )
-    # A correction may fail at a later step than the one that noted it.
+    # A correction may fail at a later step than the step that noted it.
     seen.other_advantages -= failures.keys()
     done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
     outcomes = tuple(running[place].build_outcome() for place in done)
@@ -252,7 +252,7 @@ def run_study(
 
 @dataclass(frozen=True)
 class _Setting:
-    """Facts alike in all steps: the run's base loss and denominator, places of a block, rows being a sample."""
+    """Facts that are equal in all steps: base loss, denominator, positions in a block, whether rows are a sample."""
 
     base_loss: BaseLoss
     counts: DenominatorCounts
@@ -264,7 +264,7 @@ class _Setting:
 def _replay_step(candidates: Sequence[Candidate], setting: _Setting, recording: Recording) -> _StepReplay:
     (number,) = recording.steps
     found = _StepReplay(AgreementCounter(len(candidates)))
-    # What is fixed for a whole batch needs all of the step; anything else adds up.
+    # A constant of the whole batch needs all rows of the step; anything else adds up.
     for part in join_alike(recording.in_pieces(), partial(_needs_batch, candidates)):
         if not len(part.rows):
             continue
@@ -281,9 +281,9 @@ def _replay_step(candidates: Sequence[Candidate], setting: _Setting, recording: 
 
 
 def _needs_batch(candidates: Sequence[Candidate], part: Step) -> bool:
-    """Check whether a correction fixes something for the whole batch, the one that acted included."""
+    """Check whether a correction, including the one that acted, has a constant for the whole batch."""
     for resolve in (CorrectionSpec.from_mapping, *(candidate.resolve_spec for candidate in candidates)):
-        with contextlib.suppress(SpecError):  # named where it is replayed
+        with contextlib.suppress(SpecError):  # reported when it is replayed
             spec = resolve(part.spec)
             if spec.needs_constants or spec.recounts:
                 return True
@@ -291,7 +291,7 @@ def _needs_batch(candidates: Sequence[Candidate], part: Step) -> bool:
 
 
 def _of_extensions(recording: Recording) -> Iterator[str]:
-    """Yield what extensions of the run mean for its replay."""
+    """Yield the effects of the run's extensions on its replay."""
     for section, each in read_extensions(recording.card).items():
         if each["replay"]:
             yield f"{section}: {each['replay']}"
@@ -302,7 +302,7 @@ class _Specs:
     """The corrections of one step.
 
     Attributes:
-        recorded: what acted.
+        recorded: the correction that acted.
         active: place of each running correction that can be replayed -> its spec.
     """
 
@@ -373,7 +373,7 @@ def _replay(step: Step, number: int, specs: _Specs, found: _StepReplay, setting:
             of.counted.bool(),
         )
         found.seen.add_block(of)
-        # The record of a sample does not hold what was fixed for the whole batch.
+        # The record of a sample does not contain the constants of the whole batch.
         known = not (setting.sampled and specs.recorded.needs_constants)
         if known:
             found.seen.fidelity += compare_with_record(decisions[specs.recorded], block, step.reasons)
@@ -386,7 +386,7 @@ def _replay(step: Step, number: int, specs: _Specs, found: _StepReplay, setting:
 
 
 def _few_rows(outcomes: Sequence[CorrectionOutcome]) -> Iterator[str]:
-    for outcome in outcomes[:1]:  # the reference is the same for all
+    for outcome in outcomes[:1]:  # the reference is the same for all corrections
         overall = outcome.overall
         if overall.rows and overall.reference_rows < FEW:
             yield (
@@ -396,6 +396,6 @@ def _few_rows(outcomes: Sequence[CorrectionOutcome]) -> Iterator[str]:
 
 
 def read_recorded_share(card: Mapping[str, Any]) -> float:
-    """Read the share of rows that was recorded, ``offpolicy.record.share``; 1 where the card does not say."""
+    """Read the share of rows that was recorded, ``offpolicy.record.share``; 1 if the card does not contain it."""
     share = read_config(card, "offpolicy.record.share")
     return float(share) if isinstance(share, int | float) and not isinstance(share, bool) else 1.0

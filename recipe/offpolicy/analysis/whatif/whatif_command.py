@@ -21,11 +21,11 @@ def run_from_arguments(given: argparse.Namespace) -> Study:
     """Replay the corrections over the steps that the command line names.
 
     Raises:
-        RecordingError, SpecError: one of them cannot be read.
+        RecordingError, SpecError: a recording or a correction cannot be read.
     """
     recording = Recording(given.directory)
     steps = recording.choose_steps(given.steps)
-    # Grid keys are checked against what acted first; each step is replayed with its own.
+    # Grid keys are checked against the correction that acted first; each step is replayed with its own correction.
     first = recording.part(steps[0], 0).spec
     specs = given.spec or [[RECORDED]]
     asked = build_candidates(specs, given.grid, first)
@@ -37,13 +37,13 @@ def run_from_arguments(given: argparse.Namespace) -> Study:
 
 
 def write_result(result: Study, given: argparse.Namespace) -> None:
-    """Write tables or JSON first, so that a failing figure or page loses nothing of the replay."""
+    """Write tables or JSON first, so that a failing figure or page does not lose the replay."""
     try:
         found = json.dumps(build_document(result), indent=2, allow_nan=False) + "\n" if given.json else _tables(result)
         sys.stdout.write(found)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has enough, and files are wanted all the same. What is left in the buffer goes nowhere.
+        # The reader has closed the pipe, but files are still wanted. The rest of the buffer is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     _write(result, given)
 
@@ -61,7 +61,7 @@ def _write(result: Study, given: argparse.Namespace) -> None:
 
 
 def _tables(result: Study) -> str:
-    """Format the tables as text; Rich itself would end the program where a reader closes the pipe."""
+    """Format the tables as text; Rich itself would end the program if a reader closes the pipe."""
     console = open_console()
     shown = [
         whatif_tables.build_overall_table(result),

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 MOST_LINES = 4
-"""Lines of panels; more corrections than these hold are in the tables alone."""
+"""Largest number of lines of panels; further corrections are only in the tables."""
 _MOST_TICKS = 8
-"""Values of a grid whose texts find room below a panel."""
+"""Largest number of grid values whose texts fit below a panel."""
 _KEPT = {
     "kept_tokens": "tokens kept",
     "kept_rows": "rows kept",
@@ -48,10 +48,10 @@ class PanelRow:
 
     Attributes:
         title: what its corrections have in common.
-        label: of the horizontal axis.
+        label: label of the horizontal axis.
         ticks: a text for each correction.
-        outcomes: in the order of the axis.
-        ordered: whether the axis is that of a number.
+        outcomes: outcomes in the order of the axis.
+        ordered: whether the axis is numeric.
     """
 
     title: str
@@ -62,9 +62,9 @@ class PanelRow:
 
 
 def group_into_rows(study: Study) -> list[PanelRow]:
-    """Group the corrections into rows: one for each spec and value of the other keys; the rest in the last.
+    """Group the corrections into rows: one for each spec and value of the other keys; the last row holds the rest.
 
-    The axis is the grid's key with most values.
+    The axis is the grid key with the most values.
     """
     bases: dict[str, list[CorrectionOutcome]] = {}
     for outcome in study.outcomes:
@@ -90,7 +90,7 @@ def _of_base(outcomes: Sequence[CorrectionOutcome]) -> list[PanelRow]:
 
 
 def draw_study(study: Study) -> Figure:
-    """Draw all panels into one figure, two next to one another; off-grid corrections are horizontal lines."""
+    """Draw all panels into one figure, two side by side; corrections outside a grid are horizontal lines."""
     drawn = build_panels(study)
     return plotting.draw_panels([panel for line in drawn for panel in line], columns=2, title=_title(study, len(drawn)))
 
@@ -148,7 +148,7 @@ def _build_row(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[Panel
 
 
 def _collect_groups(line: PanelRow) -> tuple[Series, str]:
-    """Collect kept shares by length; where all rows are of one length, by the groups that split the tokens."""
+    """Collect kept shares by length, or, if all rows have one length, by the groups that split the tokens."""
     names = list_groups(line.outcomes[0])
     lengths = [name for name in names if name.startswith("length/")]
     if len(lengths) < 2:
@@ -196,7 +196,7 @@ def _build_panel(
 
 
 def _limit(series: Sequence[plotting.Series], *, share: bool) -> tuple[float, float]:
-    """Limit shares from a little below the least one to 1, other values from 0."""
+    """Limit shares from a little below the smallest one to 1, other values from 0."""
     values = [value for one in series for value in map(float, one) if not math.isnan(value)]
     least, greatest = min(values, default=0.0), max(values, default=1.0)
     if not share:
@@ -210,7 +210,7 @@ def _along(title: str, axis: str, outcomes: Sequence[CorrectionOutcome]) -> Pane
         try:
             return float(outcome.candidate.point[axis])
         except ValueError:
-            # Values that are no numbers, such as null, stand last.
+            # Values that are not numbers, such as null, come last.
             return math.inf
 
     ordered = sorted(outcomes, key=number)
@@ -242,7 +242,7 @@ def _title(study: Study, drawn: int) -> str:
 
 
 _STEPS = 60
-"""Steps up to which the table by step is shown."""
+"""Number of steps up to which the table by step is shown."""
 MEANINGS = {
     "tokens kept, rows kept": "share of response tokens, and of rows with a token, that get a gradient.",
     "mismatch left": (

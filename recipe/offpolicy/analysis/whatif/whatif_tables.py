@@ -23,7 +23,7 @@ OVERALL = {
 }
 """Field of ``CorrectionMeasures`` -> heading."""
 MOST_COMPARED = 30
-"""Corrections up to which tables have a column for each: beyond, they are unreadable and the page too large."""
+"""Number of corrections up to which tables have a column for each; more would be unreadable and the page too large."""
 _FAMILIES = ("length", "advantage", "staleness", "turn")
 
 
@@ -34,7 +34,7 @@ def shorten_label(label: str) -> str:
 
 
 def build_overall_table(study: Study) -> Table:
-    """Build the table of measures by correction; a measure that none of them has is left out."""
+    """Build the table of measures by correction; a measure that no correction has is left out."""
     keys = _grid_keys(study)
     columns = [Column("#"), Column("correction"), *(Column(shorten_label(key), align="right") for key in keys)]
     fields = [name for name in OVERALL if any(getattr(one.overall, name) is not None for one in study.outcomes)]
@@ -82,14 +82,14 @@ def build_group_table(study: Study) -> Table:
 
 
 def build_step_table(study: Study, field: str) -> Table:
-    """Build the table of one measure by step, a column a correction."""
+    """Build the table of one measure by step, with one column per correction."""
     columns = [Column("step"), *(Column(f"#{place}") for place in range(len(study.outcomes)))]
     rows = [[step, *(getattr(outcome.steps[step], field) for outcome in study.outcomes)] for step in study.steps]
     return Table(columns, rows, title=f"{OVERALL[field]} by step")
 
 
 def describe_left_out(corrections: int) -> list[str]:
-    """Say which tables are left out for this many corrections; none where all are shown."""
+    """Report which tables are left out for this many corrections; empty if all are shown."""
     if corrections <= MOST_COMPARED:
         return []
     return [
@@ -99,7 +99,7 @@ def describe_left_out(corrections: int) -> list[str]:
 
 
 def build_agreement_tables(study: Study) -> Iterator[Table]:
-    """Yield matrices between each pair of up to ``MOST_COMPARED`` corrections, on rejections where both reject."""
+    """Yield matrices over pairs of up to ``MOST_COMPARED`` corrections, for rejections only of those that reject."""
     if len(study.outcomes) > MOST_COMPARED:
         return
     agreement = study.agreement

@@ -23,7 +23,7 @@ LENGTHS = [20] * 64
 
 
 def later() -> Rows:
-    """Of the second gradient step, at which pi has moved by 0.5 nats a token."""
+    """Of the second gradient step, at which pi has moved by 0.5 nats per token."""
     rows = drawn_rows(LENGTHS, seed=1, backend=0.1, drift=0.5)
     return replace(rows, mini_batch=np.ones(64, dtype=np.int32))
 
@@ -38,9 +38,9 @@ def said(recording: Recording, proximal: str) -> tuple[Answer, Answer]:
 
 @pytest.mark.parametrize("proximal", few_when_quick([*MADE_OF_MU, "reuse"], lambda each: each in MADE_OF_MU))
 def test_engines_are_judged_by_the_trainers_own_weights(proximal: str, tmp_path: Path) -> None:
-    """Noise of 0.1 nats is a KL of 0.1^2 / 2 nats a token, whatever the correction takes for pi_old."""
+    """Noise of 0.1 nats is a KL of 0.1^2 / 2 nats per token, whatever the correction takes for pi_old."""
     engines, origin = said(recorded_under(proximal, tmp_path / "run", drawn_rows(LENGTHS, backend=0.1)), proximal)
-    assert engines.answer == "KL(mu, pi_old) 0.0051 nats a token"
+    assert engines.answer == "KL(mu, pi_old) 0.0051 nats per token"
     assert "Backend 100%, staleness 0%, drift 0% of KL(mu, pi)." in origin.because
 
 
@@ -50,7 +50,7 @@ def test_rows_of_later_gradient_steps_are_left_out(proximal: str, tmp_path: Path
     rows = drawn_rows(LENGTHS, backend=0.1)
     recording = recorded_under(proximal, tmp_path / "run", concatenate([rows, later()]))
     engines, origin = said(recording, proximal)
-    assert engines.answer == "KL(mu, pi_old) 0.0051 nats a token"
+    assert engines.answer == "KL(mu, pi_old) 0.0051 nats per token"
     assert "Mean over 1,280 response tokens" in engines.because
     assert "64 rows of later gradient steps are left out" in engines.because
     assert "Backend 100%, staleness 0% of KL(mu, pi_old)." in origin.because

@@ -212,9 +212,9 @@ def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:
     ("ages", "answer", "because"),
     [
         # Fresh: k3 of log rho 0.01, 5.0e-5; stale: of log rho 1, e - 2 = 0.72; of two rows as long, 0.36.
-        ([0, 3], "KL(mu, pi_old) 5e-05 nats a token", "With stale rows, sampled by older weights, 0.36."),
+        ([0, 3], "KL(mu, pi_old) 5e-05 nats per token", "With stale rows, sampled by older weights, 0.36."),
         ([3, 3], "unknown", "Every row was sampled by older weights"),
-        ([0, 0], "KL(mu, pi_old) 0.36 nats a token", "Mean over 4 response tokens"),
+        ([0, 0], "KL(mu, pi_old) 0.36 nats per token", "Mean over 4 response tokens"),
     ],
 )
 def test_engines_are_judged_by_fresh_rows(tmp_path: Path, ages: list[int], answer: str, because: str) -> None:

@@ -1,7 +1,7 @@
 """Verdict on one possible cause of a mismatch, and the thresholds that decide it.
 
-Chosen on the recordings in tests/data/faults/tuning alone, except ``above``, which was set on simulated noise: in
-those recordings the mass cut off lies far from it.
+The thresholds were chosen only on the recordings in tests/data/faults/tuning, except ``above``, which was set on
+simulated noise, because in those recordings the mass cut off lies far from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Cause:
 
     Attributes:
         name: one of ``NAMES``.
-        verdict: "not testable" where the recording holds nothing to judge it by; ``sentence`` says what is lacking.
+        verdict: "not testable" if the recording lacks the data to judge it; ``sentence`` says what is missing.
         evidence: what was measured, by name: effects, interval ends, counts.
         sentence: the finding, with its numbers.
         fix: a Hydra override or what else to do; empty unless present.
@@ -51,31 +51,31 @@ def report_absent(name: str, sentence: str, **evidence: float) -> Cause:
 
 
 def report_untestable(name: str, sentence: str, **evidence: float) -> Cause:
-    """Build the verdict "not testable"; ``sentence`` says what is lacking."""
+    """Build the verdict "not testable"; ``sentence`` says what is missing."""
     return Cause(name, "not testable", evidence, sentence)
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Smallest effects that count; the interval of an effect has to lie beyond its threshold.
+    """Smallest effects that count; an effect's interval has to lie beyond its threshold.
 
     Attributes:
-        shift: by how much log mu has to correlate better with the log pi_old of the token alongside.
-        related, part_related: correlation of log mu with log pi_old below which, over all tokens, they are
-            unrelated; and that of one step or turn which contradicts it.
-        healthy: KL(mu, pi_old), nats a token, up to which a mismatch without a cause needs none.
-        turn_factor: KL of one turn over that of the cleanest one, at equal probability.
-        growth: KL of a step over that of the freshest steps.
+        shift: gain in correlation that log mu must have with the log pi_old of the adjacent token.
+        related, part_related: correlation of log mu with log pi_old over all tokens below which they are unrelated; and
+            correlation in one step or turn that contradicts this.
+        healthy: KL(mu, pi_old), nats per token, up to which a mismatch needs no explanation.
+        turn_factor: KL of one turn divided by the cleanest turn's KL, at equal probability.
+        growth: KL of a step divided by the KL of the freshest steps.
         slope: distance from 1 of the slope of log mu on log pi_old within a context.
         slope_explains: share of the variance of log pi_old - log mu within contexts that the slope has to explain.
         slope_fits: share of the variance of log mu within contexts that is linear in log pi_old.
-        missing: probability under pi_old that mu has not kept.
+        missing: probability under pi_old of the tokens that mu excludes.
         one_sided: share of the sum of (log mu - log pi_old)^2 where mu is the larger one.
-        above: deviation, in nats, of log pi_old - log mu where pi_old is the larger one, beyond which its mean says
-            nothing of mass that was cut off.
-        exhausted: contexts whose sampled tokens are all that mu allows, a count.
+        above: deviation, in nats, of log pi_old - log mu where pi_old is the larger one, beyond which its mean does not
+            show mass that was cut off.
+        exhausted: number of contexts whose sampled tokens are all that mu allows.
         noise: standard deviation of log pi_old - log mu, in nats, of tokens with a probability of 0.1 to 0.9.
-        tail: this deviation below a probability of 0.1 over that above 0.5.
+        tail: this deviation below a probability of 0.1 divided by the one above 0.5.
     """
 
     shift: float = 0.1

@@ -1,10 +1,8 @@
-"""Search for the causes of a mismatch, tested one after another, and causes that the run has seen itself.
+"""Search for the causes of a mismatch, tested one after another, and causes that the run itself has detected.
 
-Misalignment is tested first: log-probs of other tokens invalidate every other test. What is re-tokenized
-is then left out turn by turn, and what is stale step by step, so that the remaining tests see the backend alone.
-
-Told from staleness, which delivered weights of an earlier step have, by the comparison of weights at each
-synchronisation.
+Misalignment is tested first: log-probs of other tokens invalidate every other test. Re-tokenised turns and stale steps
+are then left out, so that the remaining tests cover only the backend. Undelivered weights are distinguished from the
+staleness of delivered ones by comparing weights at each synchronisation.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from .sampled_tokens import collect_tokens
 def find_causes(recording: Recording | Rows) -> list[Cause]:
     """Judge every cause of ``NAMES``, in that order.
 
-    Log pi_old has to be of the trainer's own weights: of a recording only such rows are judged
-    (``select_scored_rows``), rows that are passed have to be so. The card supplies the sampling settings, which rows
-    do not show.
+    Log pi_old must come from the trainer's own weights: only such rows of a recording are judged
+    (``select_scored_rows``), and rows passed as an argument must be of this kind. The card supplies the sampling
+    settings, which rows do not contain.
     """
     if isinstance(recording, Rows):
         return find_causes_in_rows(recording, {})
@@ -65,7 +63,7 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
             report_untestable(name, why) for name in (truncation.TRUNCATED, truncation.EXTRA, numerics.NAME)
         ]
     truncated, extra = truncation.find(sampled, sampling)
-    # A constant offset by context would pass for noise: numerics then looks within contexts only.
+    # A constant offset by context would pass for noise, so numerics then tests only within contexts.
     offset = "present" in (truncated.verdict, extra.verdict)
     return [*found, truncated, extra, numerics.find(sampled, offset=offset)]
 
@@ -81,7 +79,7 @@ UNDELIVERED, ROUNDED = "weights not delivered", "updates rounded away"
 
 
 def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
-    """Judge both causes by what a run recorded at its synchronisations; empty for a run that recorded nothing.
+    """Judge both causes from what a run recorded at its synchronisations; empty if it recorded nothing.
 
     Args:
         lines: ``step``, ``verdict`` (``equal`` or what was wrong), ``sentence``, and ``along`` and ``square`` of the

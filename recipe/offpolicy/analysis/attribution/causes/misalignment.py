@@ -59,9 +59,9 @@ def _beside(sampled: SampledTokens) -> Cause:
 
 
 def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause | None:
-    """Test whether the two correlate nowhere; None where they do, or are too near each other to tell.
+    """Test whether the two correlate nowhere; None if they do, or are too close to tell.
 
-    A single step or turn that correlates points to staleness, or re-tokenisation, of the others.
+    A single step or turn that correlates points to staleness or re-tokenisation in the others.
     """
     count = len(sampled)
     if count < LEAST_TOKENS:
@@ -84,13 +84,13 @@ def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause |
         "present",
         {**evidence, "correlation_0": here.value, "correlation_0_low": here.low, "correlation_0_high": here.high},
         f"log mu is unrelated to log pi_old: they correlate at {here.value:.2f} [{here.low:.2f}, "
-        f"{here.high:.2f}] with {compute_k3(gap).mean():.2g} nats a token of KL",
+        f"{here.high:.2f}] with {compute_k3(gap).mean():.2g} nats per token of KL",
         "find where mu and its rows part: they are joined in another order, or mu is of other weights altogether",
     )
 
 
 def _pairs(sampled: SampledTokens, lag: int) -> tuple[Integers, Integers]:
-    """Return indices of tokens, and of those ``lag`` positions further in the same row."""
+    """Return indices of tokens, and of the tokens ``lag`` positions later in the same row."""
     row, place = sampled.tokens.row, sampled.tokens.place
     first = np.arange(len(row))
     if lag == 0:

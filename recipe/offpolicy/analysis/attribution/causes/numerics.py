@@ -20,7 +20,8 @@ def find(sampled: SampledTokens, *, offset: bool) -> Cause:
     """Test the deviation of the gap at mid probabilities, and its growth towards low probability.
 
     Args:
-        offset: mu lies above pi_old by a constant in each context: only what is left within contexts is judged.
+        offset: True if mu lies above pi_old by a constant in each context; then only variation within contexts is
+            judged.
     """
     mu, gap, cluster = sampled.tokens.mu, sampled.tokens.gap, sampled.cluster
     if offset:

@@ -1,4 +1,4 @@
-"""Re-tokenisation test: the gap sits in some turns of a conversation, where the trainer sees other tokens."""
+"""Re-tokenisation test: the gap sits in some turns of a conversation, in which the trainer gets other tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
     """Test the KL of each turn against the cleanest one, at equal probability under mu.
 
     Returns:
-        The verdict, and which tokens are in clean turns: all of them unless it is present.
+        The verdict, and which tokens are in clean turns: all tokens unless the cause is present.
     """
     everything = np.ones(len(sampled), dtype=bool)
     if sampled.turns < 2:
@@ -26,7 +26,7 @@ def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
     if len(numbers) < 2:
         return report_untestable(NAME, f"fewer than two turns have {LEAST_TOKENS} tokens"), everything
     means = {number: float(compute_k3(sampled.tokens.gap[turn == number]).mean()) for number in numbers}
-    # The cleanest turn stands for what the backend alone does.
+    # The cleanest turn represents the effect of the backend alone.
     cleanest = min(means, key=lambda number: means[number])
     evidence: dict[str, float] = {f"kl_turn_{number}": value for number, value in means.items()}
     evidence["cleanest"] = cleanest
@@ -61,7 +61,7 @@ def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
 
 
 def _factor(sampled: SampledTokens, number: int, cleanest: int) -> Estimate | None:
-    """Estimate KL of a turn over that of the cleanest turn at the same probabilities."""
+    """Estimate a turn's KL divided by the cleanest turn's at the same probabilities."""
     loss = compute_k3(sampled.tokens.gap)
     bins, width = sampled.tokens.probability, len(BINS)
     here, there = sampled.tokens.turn == number, sampled.tokens.turn == cleanest

@@ -1,7 +1,7 @@
 """Recorded tokens grouped for tests: by prompt, by context, and their statistics within one context.
 
-Rows of one prompt share their first tokens. Where two rows have sampled from one and the same context, the two
-policies' distributions there are seen at several points, and what differs by a constant is told from what does not.
+Rows of one prompt share their first tokens. If two rows have sampled from the same context, the two policies'
+distributions in it are observed at several points, so a difference that is constant can be told from one that is not.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class SampledTokens:
 
     Attributes:
         tokens: log-probs and places, (n,) each.
-        step: (n,) of each token.
-        staleness: (n,) of each token, -1 where not known.
+        step: (n,) step of each token.
+        staleness: (n,) staleness of each token, -1 if unknown.
         cluster: (n,) number of the group that is resampled together: the rows of one prompt in one step.
         context: (n,) number of the context: prompt, step, versions and all tokens before, hence one distribution.
         token_id: (n,).
-        again: (n,) steps since the prompt of each token's row first came; 0 where it is new, -1 where not recorded.
-        turns: number of turns that any row has.
+        again: (n,) steps since the prompt of each token's row first occurred; 0 if it is new, -1 if it was not
+            recorded.
+        turns: largest number of turns in a row.
     """
 
     tokens: ValidTokens
@@ -49,7 +50,7 @@ class SampledTokens:
         return len(self.step)
 
     def take(self, chosen: NDArray[np.bool_]) -> SampledTokens:
-        """Return these tokens alone."""
+        """Return only these tokens."""
         columns = ("step", "staleness", "cluster", "context", "token_id", "again")
         return replace(self, tokens=self.tokens.take(chosen), **{name: getattr(self, name)[chosen] for name in columns})
 
@@ -86,11 +87,11 @@ def sum_by_cluster(columns: Iterable[NDArray[np.generic]], cluster: Integers) ->
 
 
 def estimate(sums: Array, statistic: Callable[[Array], float], *, seed: int = 0) -> Estimate | None:
-    """Estimate a statistic of sums over all tokens, with a cluster-bootstrap interval; None where it is not finite.
+    """Estimate a statistic of sums over all tokens, with a cluster-bootstrap interval; None if it is not finite.
 
     Args:
-        sums: (clusters, k), of ``sum_by_cluster``.
-        statistic: of the k totals.
+        sums: (clusters, k), from ``sum_by_cluster``.
+        statistic: computes the statistic from the k totals.
     """
     count = len(sums)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -102,14 +103,14 @@ def estimate(sums: Array, statistic: Callable[[Array], float], *, seed: int = 0)
         weights = rng.multinomial(count, np.full(count, 1.0 / count), size=REPLICATES)
         drawn = np.array([statistic(row) for row in weights @ sums])
     drawn = drawn[np.isfinite(drawn)]
-    # An interval of the finite draws alone would be of a selection.
+    # An interval of only the finite draws would be biased by their selection.
     if len(drawn) < REPLICATES / 2:
         return None
     return Estimate(float(value), float(np.percentile(drawn, 1)), float(np.percentile(drawn, 99)))
 
 
 def _groups(rows: Rows) -> Integers:
-    """Number the prompts, (N,): by uid, else by the prompt's tokens, else each row by itself."""
+    """Number the prompts, (N,): by uid, otherwise by the prompt's tokens, otherwise with each row as its own prompt."""
     prompts = [
         str(uid) or (rows.prompt_ids[start:end].tobytes().hex() or f"row {index}")
         for index, (uid, start, end) in enumerate(
@@ -126,7 +127,7 @@ def _groups(rows: Rows) -> Integers:
 
 
 def _again(rows: Rows) -> Integers:
-    """Compute (N,) steps since a prompt of the same tokens first came; -1 where a row has no prompt."""
+    """Compute (N,) steps since a prompt of the same tokens first occurred; -1 if a row has no prompt."""
     first: dict[bytes, int] = {}
     ages = np.full(len(rows), -1, dtype=np.int64)
     for index in np.argsort(rows.step, kind="stable"):
@@ -143,7 +144,7 @@ def _prefixes(rows: Rows) -> NDArray[np.uint64]:
 
 
 def _newer(rows: Rows) -> NDArray[np.uint64]:
-    """Hash the version of tokens that newer weights sampled than their row's first, (M,); 0 for the others."""
+    """Hash the version of tokens sampled by newer weights than their row's first token, (M,); 0 for other tokens."""
     newer = (rows.version != np.repeat(rows.oldest_version, np.diff(rows.offsets))) & (rows.version >= 0)
     return np.where(newer, mix(rows.version.astype(np.uint64)), np.uint64(0))
 
@@ -159,9 +160,9 @@ class Contexts:
     """Contexts from which at least two different tokens were sampled, with centred log-probs.
 
     Attributes:
-        index: of their tokens, one of each kind in a context, (n,).
-        context: (n,) from 0.
-        count: how many contexts.
+        index: (n,) indices of their tokens, one of each kind per context.
+        context: (n,) number of the context, from 0.
+        count: number of contexts.
         mu, old: (n,) log-probs without their context's mean.
     """
 
@@ -188,7 +189,7 @@ class Support:
 
 def _find_distinct_tokens(sampled: SampledTokens) -> Integers:
     """Return indices of one token of each kind in each context, sorted by context."""
-    # Sorted by context, then token of 32 bits: duplicates become neighbours.
+    # Sorted by context, then by the 32-bit token, so that duplicates become neighbours.
     key = (sampled.context << 32) + sampled.token_id
     order = np.argsort(key, kind="stable")
     first = np.ones(len(order), dtype=bool)

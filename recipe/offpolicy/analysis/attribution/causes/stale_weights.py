@@ -1,8 +1,9 @@
 """Stale-weights test: the gap grows from step to step and falls back at a synchronisation.
 
-Keys and values of older weights stay in an engine's prefix cache where it is not cleared when new weights arrive. They
-are taken for prompts that come again and not for new ones. That alone does not tell them from older weights: an update
-moves most what it was trained on, and prompts that come again were. But older weights act on new prompts as well.
+Keys and values of older weights stay in an engine's prefix cache if it is not cleared when new weights arrive. They are
+used for repeated prompts and not for new ones. That alone does not distinguish them from older weights, because an
+update changes most the prompts that it was trained on, and repeated prompts were among them. But older weights act on
+new prompts as well.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ Mask = NDArray[np.bool_]
 
 
 def find(sampled: SampledTokens) -> tuple[Cause, Mask]:
-    """Compare KL of each step, or staleness, with the freshest, and of repeated prompts with new ones.
+    """Compare the KL of each step, or staleness, with the freshest, and of repeated prompts with new ones.
 
     Returns:
-        The verdict, and which tokens are fresh: all of them unless it is present.
+        The verdict, and which tokens are fresh: all tokens unless the cause is present.
     """
     again = sampled.again > 0
     kept, of_prompts = _kept(sampled, again)
@@ -68,18 +69,18 @@ def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> 
         "present",
         evidence,
         f"rows whose prompt came before have {kept.value:,.0f} times the KL that rows with a new one have in the same "
-        f"steps at equal probability, {evidence['kl_again']:.2g} against {evidence['kl_new']:.2g} nats a token, "
+        f"steps at equal probability, {evidence['kl_again']:.2g} against {evidence['kl_new']:.2g} nats per token, "
         f"{which}",
         _FIX_CACHE if alone else _FIX,
     )
 
 
 def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping[str, float]]:
-    """Estimate KL of rows with a repeated prompt over that of rows with a new one, with the evidence.
+    """Estimate the KL of rows with a repeated prompt divided by the KL of rows with a new one, with the evidence.
 
-    Compared in the same step, at the same staleness and at the same probability under mu, so that the age of a
-    step and certainty are not in it. A prompt that came before and was not recorded counts as new, which
-    makes the factor smaller. None where ``LEAST_TOKENS`` of either are not there to compare.
+    They are compared in the same step, at the same staleness and at the same probability under mu, so that neither a
+    step's age nor certainty affects the result. A prompt that occurred before but was not recorded counts as new, which
+    makes the factor smaller. None if either kind has fewer than ``LEAST_TOKENS`` to compare.
     """
     new = sampled.again == 0
     loss = compute_k3(sampled.tokens.gap)
@@ -91,7 +92,7 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
     again, new = again & shared, new & shared
     if min(again.sum(), new.sum()) < LEAST_TOKENS:
         return None, {}
-    # New rows count as if they were spread over steps and probabilities as the others are.
+    # New rows are weighted to the same spread over steps and probabilities as the repeated ones.
     scale = (counts[0] / np.maximum(counts[1], 1))[stratum]
     chosen = again | new
     columns = (column[chosen] for column in (again * loss, new * scale * loss))
@@ -109,7 +110,7 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
 
 
 def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
-    """Describe whether weights or cache are stale, where prompts of both kinds were compared."""
+    """Describe whether weights or cache are stale if prompts of both kinds were compared."""
     ratio = f"; prompts that come again have {kept.value:.1f} times the KL of new ones"
     if kept.high < THRESHOLDS.growth:
         return f"{ratio}, so it is the weights"
@@ -119,7 +120,7 @@ def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
 
 
 def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
-    """Describe whether weights or cache are stale, where prompts could not be compared."""
+    """Describe whether weights or cache are stale if prompts could not be compared."""
     if (sampled.staleness > 0).any():
         return ""  # recorded versions identify the weights
     if (sampled.again < 0).any():
@@ -130,7 +131,7 @@ def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
 
 
 def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
-    """Test KL of each step, or of each staleness where it is known, against the freshest."""
+    """Test the KL of each step, or of each staleness if known, against the freshest."""
     everything = np.ones(len(sampled), dtype=bool)
     if (sampled.staleness > 0).any() and (sampled.staleness == 0).sum() >= LEAST_TOKENS:
         return _by_version(sampled)
@@ -155,7 +156,7 @@ def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
             ),
             everything,
         )
-    # Steps within twice the least KL pass for fresh in the tests that follow.
+    # Steps within twice the smallest KL count as fresh in the tests that follow.
     fresh = np.isin(sampled.step, [step for step in steps if series[step] < 2 * series[freshest]])
     return (
         Cause(
@@ -198,7 +199,7 @@ def _by_version(sampled: SampledTokens) -> tuple[Cause, Mask]:
             "present",
             evidence,
             f"rows that older weights sampled, by up to {oldest} step{'s' * (oldest > 1)}, have {factor.value:.0f} "
-            f"times the KL of fresh ones: {loss[stale].mean():.2g} against {loss[fresh].mean():.2g} nats a token",
+            f"times the KL of fresh ones: {loss[stale].mean():.2g} against {loss[fresh].mean():.2g} nats per token",
             _FIX,
         ),
         fresh,

@@ -20,7 +20,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
     """Test the slope within contexts, and the share of the gap that it explains.
 
     Args:
-        sampling: sampling settings of the card, ``temperature`` and the like; empty where there is none.
+        sampling: sampling settings in the card, such as ``temperature``; empty if there are none.
     """
     contexts = center_within_contexts(sampled)
     evidence: dict[str, float] = {"contexts": contexts.count}

@@ -1,14 +1,15 @@
 """Truncation test: sampling from a subset of tokens, or from a larger vocabulary, offsets log mu by a constant.
 
 Where mu keeps a set K of the tokens, mu = pi_old / pi_old(K) on it. So log mu - log pi_old = -log pi_old(K) >= 0 for
-all tokens of a context alike, and E_mu[pi_old / mu] = pi_old(K): one less its mean is the mass cut off. That mean is 1
-for any other cause that leaves every token possible, where so many tokens are drawn that it is near its mean: noise of
-more than a nat gives the ratio a tail that few samples hold, and their mean comes out below 1. Such noise also puts
-pi_old above mu by about as much, where it does; what is cut off does not.
+all tokens of a context alike, and E_mu[pi_old / mu] = pi_old(K): one minus this mean is the mass cut off. The mean is 1
+for any other cause that leaves every token possible, if enough tokens are drawn: noise of more than a nat gives the
+ratio a tail that few samples reach, so their mean is below 1. Such noise also puts pi_old above mu at some tokens, by
+about as much; cutting tokens off does not.
 
-The two are told apart by what was cut. Top-p, top-k and min-p leave few tokens: now and then a group's rows have
-sampled every one of them, and then their mu sum to 1 while their pi_old do not, which nothing else does. A padded
-vocabulary leaves all real tokens. A top-k beyond the rows of a group is not seen that way: then the run's card decides.
+The two are told apart by what was cut. Top-p, top-k and min-p leave few tokens: sometimes a group's rows have sampled
+every one of them, and then their mu sum to 1 while their pi_old do not, which has no other cause. A padded vocabulary
+leaves all real tokens. A top-k larger than the number of rows in a group is not detected that way: then the run's card
+decides.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .sampled_tokens import Estimate, SampledTokens, estimate, sum_by_cluster, s
 
 TRUNCATED, EXTRA = "truncated sampling", "extra vocabulary"
 WHOLE = 1e-4
-"""Distance from 1 at which probabilities have summed to it."""
+"""Distance from 1 within which probabilities count as summing to 1."""
 SHORT = 1e-2
 """Mass that pi_old has to miss for a context to count."""
 
@@ -34,11 +35,12 @@ class Offset:
     """Estimates of the constant by which log mu lies above log pi_old.
 
     Attributes:
-        missing: mass under pi_old that mu has not kept.
-        one_sided: share of the squared gap where mu is the larger.
-        above: root of the mean squared gap, in nats, of the tokens where pi_old is the larger; None where it never is.
-        exhausted: share of contexts in which pi_old misses ``SHORT`` or more whose sampled tokens are all of mu.
-        contexts: how many those are.
+        missing: mass under pi_old of the tokens that mu excludes.
+        one_sided: share of the squared gap at tokens where mu is larger.
+        above: root of the mean squared gap, in nats, of the tokens where pi_old is the larger; None if it never is.
+        exhausted: share of contexts whose sampled tokens are all that mu allows, among those in which pi_old misses
+            ``SHORT`` or more.
+        contexts: number of contexts whose sampled tokens are all that mu allows, but not all that pi_old does.
     """
 
     missing: Estimate
@@ -49,7 +51,7 @@ class Offset:
 
 
 def _measure_offset(sampled: SampledTokens) -> Offset | None:
-    """Estimate the offset; None where both policies agree to the bit."""
+    """Estimate the offset; None if both policies agree to the bit."""
     gap = sampled.tokens.gap
     larger_mu, larger_old = np.square(np.minimum(gap, 0.0)), np.square(np.maximum(gap, 0.0))
     columns = (np.ones_like(gap), -np.expm1(np.clip(gap, -20, 20)), larger_mu, gap * gap, gap > 0, larger_old)
@@ -58,7 +60,7 @@ def _measure_offset(sampled: SampledTokens) -> Offset | None:
     one_sided = estimate(sums, lambda total: float(total[2] / total[3]))
     above = estimate(sums, lambda total: float(np.sqrt(total[5] / total[4])))
     support = sum_probabilities(sampled)
-    # Only contexts whose sampled tokens are all of mu, yet not all of pi_old, show truncation.
+    # Only contexts whose sampled tokens hold all of mu's mass, but not all of pi_old's, show truncation.
     short = support.old < 1.0 - SHORT
     whole = short & (support.mu > 1.0 - WHOLE)
     counted = sum_by_cluster((short, whole), support.cluster)
@@ -72,7 +74,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
     """Judge truncated sampling and extra vocabulary.
 
     Args:
-        sampling: sampling settings of the card, ``top_p`` and the like; empty where there is none.
+        sampling: sampling settings in the card, such as ``top_p``; empty if there are none.
     """
     if sampling.get("support") == "engine" and sampling.get("support_unknown") == "mask":
         why = "the run's card says that pi_old was renormalised over the support that was sampled from"
@@ -86,7 +88,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
         return report_absent(TRUNCATED, why), report_absent(EXTRA, why)
     missing, one_sided, exhausted = offset.missing, offset.one_sided, offset.exhausted
     if missing.value < -1.0:
-        # One less a mean ratio above 2 is no mass.
+        # One minus a mean ratio above 2 is not a mass.
         ratio = {"mean_ratio": 1.0 - missing.value, "one_sided": one_sided.value}
         why = f"pi_old/mu averages {1.0 - missing.value:.2g} over mu's samples: with mass cut off it is below 1"
         return report_absent(TRUNCATED, why, **ratio), report_absent(EXTRA, why, **ratio)
