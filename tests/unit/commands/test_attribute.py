@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +22,7 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
     resample,
     summarize_by_version,
 )
-from recipe.offpolicy.analysis.attribution.frames import PROFILES, build_profiles, compute_row_sums, merge, sum_cells
+from recipe.offpolicy.analysis.attribution.frames import compute_row_sums
 from recipe.offpolicy.recording import Rows
 from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record
@@ -75,17 +74,6 @@ def test_json_says_everything(recorded: Path, capsys: pytest.CaptureFixture[str]
     # Noise of 0.02 in the backend and of 0.01 in the drift: 4 to 1.
     assert split["backend"] == pytest.approx(0.8, abs=0.1)
     assert len(found["causes"]) == 7
-
-
-@pytest.mark.slow
-def test_pictures(recorded: Path, tmp_path: Path) -> None:
-    png, html = tmp_path / "a.png", tmp_path / "out" / "a.html"
-    assert attribute.main([str(recorded), "--png", str(png), "--html", str(html), "--json"]) == 0
-    assert png.read_bytes().startswith(b"\x89PNG")
-    page = html.read_text()
-    assert "Where the mismatch comes from" in page
-    assert 'src="http' not in re.sub("(?s)<script>.*?</script>", "", page)
-    assert len(page) < 2_000_000
 
 
 @pytest.mark.slow
@@ -210,24 +198,3 @@ def test_versions() -> None:
     assert old.k3 == pytest.approx(0.05**2 / 2, rel=0.3)
     # The same engine sampled both: what fresh rows show is what stale ones have.
     assert old.backend == pytest.approx(old.k3, rel=0.4)
-
-
-def test_a_row_of_two_versions_is_summarised_by_token() -> None:
-    """The rows above, two by two end to end: the ages of their tokens, and no row's, decide."""
-    ages = np.repeat([0, 2], [16, 16])
-    apart = drawn_rows([16] * 32, step=5, backend=0.05, oldest_version=4 - ages, newest_version=4 - ages)
-    order = np.arange(32).reshape(2, 16)[::-1].T.flatten()
-    joined = replace(apart.take(order), offsets=np.arange(17) * 32, length=np.full(16, 32, dtype=np.int32))
-    rows = {name: getattr(joined, name)[::2] for name in ("step", "rank", "mini_batch", "uid", "reward")}
-    rows |= {name: getattr(joined, f"{name}_version")[start::2] for start, name in enumerate(("oldest", "newest"))}
-    rows |= {f"{name}_version": rows.pop(name) for name in ("oldest", "newest")}
-    joined = replace(joined, **rows, prompt_offsets=joined.prompt_offsets[::2])
-    assert (joined.oldest_version.tolist(), joined.newest_version.tolist()) == ([2] * 16, [4] * 16)
-    found, expected = map(summarize, (joined, apart))
-    assert [(v.staleness, v.rows, v.tokens) for v in found] == [(0, 16, 256), (2, 16, 256)]
-    for one, other in zip(found, expected, strict=True):
-        assert one.k3 == pytest.approx(other.k3)
-        assert one.backend == pytest.approx(other.backend)
-    assert decompose(sum_rows(joined)).kl.staleness == pytest.approx(decompose(sum_rows(apart)).kl.staleness)
-    buckets = build_profiles(merge(sum_cells(joined)[0], *PROFILES))["staleness"]
-    assert [(bucket.name, bucket.tokens) for bucket in buckets] == [("0", 256), ("2", 256)]

@@ -9,7 +9,6 @@ import pytest
 from recipe.offpolicy.analysis.attribution.attribution import Attribution
 from recipe.offpolicy.analysis.attribution.attribution_tables import (
     build_profile_tables,
-    build_versions_table,
     format_verdict,
     list_fixes,
 )
@@ -31,11 +30,6 @@ def test_only_causes_that_are_present_have_a_fix(attribution: Attribution) -> No
     )
     found = list_fixes(replace(attribution, causes=causes))
     assert found == ["temperature: actor_rollout_ref.rollout.temperature=1"]
-
-
-def test_a_line_for_each_staleness_that_the_rows_have(attribution: Attribution) -> None:
-    (row,) = build_versions_table(attribution).rows
-    assert (row[1], row[2]) == (3, 12)
 
 
 def test_a_line_for_each_bucket_of_a_profile(attribution: Attribution) -> None:

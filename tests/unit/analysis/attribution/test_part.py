@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import pytest
 
 from recipe.offpolicy.analysis.attribution import attribution
@@ -20,15 +19,10 @@ from recipe.offpolicy.analysis.attribution.decomposition import resample
 from recipe.offpolicy.analysis.attribution.frames import (
     build_profiles,
     compute_row_sums,
-    count_by_age,
     hash_ids,
-    hash_prompts,
-    iterate_bounds,
     mix,
-    sum_cells,
 )
 from recipe.offpolicy.analysis.attribution.scored_rows import RowSample
-from recipe.offpolicy.analysis.attribution.worst_examples import merge_copies
 from recipe.offpolicy.recording import Recording, RecordingError, Rows, concatenate
 from tests.support.attributed import attribute_rows
 from tests.support.recordings import drawn_rows, record, same
@@ -94,13 +88,6 @@ def test_pieces_of_a_step_add_up_to_the_step() -> None:
     assert same(spare.take(sample.choose(spare)), both.take(sample.choose(both)))
 
 
-def test_blocks_hold_every_row_once() -> None:
-    offsets = np.array([0, 3, 5, 12, 13])
-    assert list(iterate_bounds(offsets, 5)) == [(0, 2), (2, 3), (3, 4)]
-    assert list(iterate_bounds(offsets, 100)) == [(0, 4)]
-    assert list(iterate_bounds(offsets[:1])) == [(0, 0)]
-
-
 def test_a_large_step_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws of rows are of each piece, so that intervals alone differ."""
     ranks = [replace(draw(5), rank=np.full(12, rank, dtype=np.int32)) for rank in range(3)]
@@ -115,38 +102,12 @@ def test_a_large_step_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(map(close, found.tokens, whole.tokens))
 
 
-def test_the_larger_of_two_copies_stands_for_both() -> None:
-    one = summarize_rows(draw(5), (0,), worst=1).worst
-    less = one.with_columns(size=pl.col("size") / 2, count=pl.lit(2, pl.Int64), loss=pl.lit(0.25))
-    found = merge_copies(pl.concat([less, one]), 1)
-    assert found.select("size", "count", "loss").row(0) == (one["size"][0], 3, one["loss"][0] + 0.25)
-
-
 def test_ids_are_hashed_up_to_each_token() -> None:
     """Rows 7 8, 7 8 9, none, and 8 7."""
     found = hash_ids(np.array([7, 8, 7, 8, 9, 8, 7], dtype=np.int32), np.array([0, 2, 5, 5, 7]))
     assert found[0] == mix(np.array([7 << 32], dtype=np.uint64))
     assert found[:2].tolist() == found[2:4].tolist()
     assert len(set(found.tolist())) == 5
-
-
-def test_a_row_without_a_valid_token_is_as_old_as_its_first() -> None:
-    rows = drawn_rows([2, 1, 0], step=5, oldest_version=np.array([4, 2, 3]))
-    rows = replace(rows, version=np.array([4, 3, 2], dtype=np.int32), log_prob=np.float32([-1, -1, np.nan]))
-    assert count_by_age(sum_cells(rows)[0], rows) == {0: 1, 1: 2, 2: 1}
-
-
-def test_prompts_are_told_apart_by_their_ids_else_by_uid() -> None:
-    ids = np.array([7, 8, 7, 8, 8, 7], dtype=np.int32)
-    named = drawn_rows([1, 1, 1, 1], prompt_offsets=np.array([0, 2, 4, 6, 6]), prompt_ids=ids)
-    first, second, other, none = hash_prompts(named)
-    assert first == second
-    assert len({first, other, none}) == 3
-    unnamed = replace(named, prompt_offsets=np.zeros(5, dtype=np.int64), prompt_ids=ids[:0])
-    unnamed = replace(unnamed, uid=np.array(["a", "b", "a", ""], dtype=object))
-    first, second, other, none = hash_prompts(unnamed)
-    assert first == other
-    assert len({first, second, none}) == 3
 
 
 def test_draws_of_rows_have_the_spread_of_a_bootstrap() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +60,6 @@ def two_rows(**columns: Any) -> Rows:
     return drawn_rows([2, 3], **(values | columns))
 
 
-class Letters:
-    """A tokenizer whose id i is one letter."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return "".join(chr(ord("a") + token) for token in token_ids)
-
-
 def profile(rows: Rows) -> dict[str, list[Bucket]]:
     return build_profiles(merge(sum_cells(rows)[0], *PROFILES))
 
@@ -111,52 +103,6 @@ def test_log_probs_that_are_not_finite_are_left_out() -> None:
     assert cells["tokens"].sum() == 3
 
 
-def test_worst_token_and_its_context() -> None:
-    rows = two_rows()
-    (worst, *_) = find(rows, 2, TokenDecoder(Letters()))[0]
-    assert (worst.row, worst.position, worst.turn) == (1, 2, 1)
-    # Prompt 3, 4 and the response 12, 13 before it; nothing after it.
-    assert (worst.before, worst.token, worst.after) == ("demn", "o", "")
-    assert worst.share == pytest.approx(k3(-1.0) / (3 * k3(0.1) + k3(-1.0)), rel=1e-5)
-    first = find(rows, 4, TokenDecoder(Letters()))[0][1:]
-    assert {token.before for token in first} == {"bc", "bck", "de"}
-
-
-@pytest.mark.parametrize("prompts", [True, False])
-def test_a_context_is_listed_once_with_its_rows(prompts: bool) -> None:
-    """Four rows of two tokens: three of prompt 1 begin with 7, of which two go on alike; one is of prompt 2.
-
-    Gaps of the first tokens: 0.4, 0.5, 0.3 in prompt 1, and 0.2 in prompt 2; of the second tokens none.
-    """
-    gap = np.array([0.4, 0, 0.5, 0, 0.3, 0, 0.2, 0], dtype=np.float32)
-    mu = np.full(8, -1.0, dtype=np.float32)
-    rows = drawn_rows(
-        [2, 2, 2, 2],
-        rollout_log_prob=mu,
-        old_log_prob=mu + gap,
-        log_prob=mu + gap,
-        uid=np.array(["1", "1", "1", "2"], dtype=object),
-        response_ids=np.array([7, 8, 7, 8, 7, 9, 7, 8], dtype=np.int32),
-        prompt_offsets=np.arange(5) if prompts else np.zeros(5, dtype=np.int64),
-        prompt_ids=np.array([1, 1, 1, 2] if prompts else [], dtype=np.int32),
-    )
-    first, second = find(rows, 3)[0]
-    assert (first.row, first.count, first.token, first.after) == (1, 3, "7", "8")
-    assert first.old == pytest.approx(-0.5)
-    whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
-    assert first.share == pytest.approx(1 - k3(0.2) / whole, rel=1e-5)
-    assert (second.row, second.count) == (3, 1)
-
-
-def test_worst_row() -> None:
-    rows = two_rows()
-    listed = find(rows, 5, TokenDecoder(Letters()))[1]
-    assert [row.row for row in listed] == [1, 0]
-    assert listed[0].k3 == pytest.approx((k3(0.1) + k3(-1.0)) / 2, rel=1e-5)
-    assert listed[0].log_ratio == pytest.approx(-0.9, rel=1e-5)
-    assert listed[0].text == "mno"
-
-
 def test_a_text_is_listed_once_with_its_rows() -> None:
     """Four rows of one token 7: gaps of 0.4, 0.5 and 0.3 after prompt 1, and of 0.2 after prompt 2."""
     mu = np.full(4, -1.0, dtype=np.float32)
@@ -175,12 +121,6 @@ def test_a_text_is_listed_once_with_its_rows() -> None:
     assert first.k3 == pytest.approx(k3(0.5), rel=1e-5)
     whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
     assert first.share == pytest.approx(1 - k3(0.2) / whole, rel=1e-5)
-
-
-def test_equal_log_probs_have_no_worst() -> None:
-    rows = two_rows()
-    equal = two_rows(old_log_prob=rows.rollout_log_prob, log_prob=rows.rollout_log_prob)
-    assert find(equal, 3) == ([], [])
 
 
 @pytest.mark.parametrize(

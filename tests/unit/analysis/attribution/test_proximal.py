@@ -76,15 +76,6 @@ def test_drift_is_not_identified_beside_later_gradient_steps(proximal: str, tmp_
     assert "correction.proximal=recompute" in format_verdict(found)
 
 
-def test_later_gradient_steps_of_a_known_pi_old_are_attributed(tmp_path: Path) -> None:
-    first, later = of_two_gradient_steps()
-    found = attribute(recorded_under("recompute", tmp_path / "run", concatenate([first, later])))
-    assert (found.rows, found.left_out) == (128, 0)
-    assert found.whole.kl.drift is not None
-    assert found.whole.kl.drift > 0.5
-    assert "left out" not in format_verdict(found)
-
-
 @pytest.mark.parametrize("proximal", few_when_quick(MADE_OF_MU, lambda _: "made of mu"))
 def test_nothing_is_claimed_without_a_first_gradient_step(
     proximal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -95,11 +86,3 @@ def test_nothing_is_claimed_without_a_first_gradient_step(
     assert all("Record with correction.proximal=recompute" in cause.sentence for cause in causes)
     assert command.main([str(recording.directory)]) == 2
     assert "64 rows are recorded, none at the first gradient step" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_pictures_without_a_drift(tmp_path: Path) -> None:
-    recording = recorded_under("bypass", tmp_path / "run", concatenate(of_two_gradient_steps()))
-    page = tmp_path / "a.html"
-    assert command.main([str(recording.directory), "--html", str(page), "--png", str(tmp_path / "a.png")]) == 0
-    assert "64 rows of later gradient steps are left out" in page.read_text()

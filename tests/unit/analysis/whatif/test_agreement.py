@@ -47,17 +47,6 @@ def test_cosine() -> None:
     assert math.isnan(agreement.cosine[0, 2])
 
 
-def test_blocks_add_up_and_what_dropped_out_is_left_out() -> None:
-    whole = tally(ONE, OTHER)
-    parts = AgreementCounter(3)
-    for row in range(2):
-        parts.add([0, 2], [ONE[[row]], OTHER[[row]]], [ONE[[row]].double(), OTHER[[row]].double()], COUNTED[[row]])
-    for one, other in zip(
-        vars(whole.compute_agreement([0, 1])).values(), vars(parts.compute_agreement([0, 2])).values(), strict=True
-    ):
-        np.testing.assert_allclose(one, other)
-
-
 def test_nothing_compared() -> None:
     empty = AgreementCounter(2).compute_agreement([0, 1])
     assert all(np.isnan(matrix).all() for matrix in vars(empty).values())

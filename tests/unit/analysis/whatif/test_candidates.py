@@ -11,14 +11,10 @@ from hydra.core.global_hydra import GlobalHydra
 from recipe.offpolicy.analysis.whatif.candidates import MOST, build_candidates
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from tests.support.applications import CONFIGS, DELTAS, OPTIONS
-from tests.support.corrections import GSM, TIS, opsm, spec
+from tests.support.corrections import GSM, TIS, spec
 
 RECORDED = spec(TIS, gsm=GSM).to_mapping()
 UPPER = "correction.masks.gsm.upper"
-
-
-def labels(*specs: list[str], grid: tuple[str, ...] = (), recorded: Any = RECORDED) -> list[str]:
-    return [candidate.label for candidate in build_candidates(specs, grid, recorded)]
 
 
 QUICK = {"none", "gsm", "opsm", "tis_turn", "verl/bypass_pg_geo_rs_seq_tis"}
@@ -45,24 +41,6 @@ def _plain(value: Any) -> Any:
     return {str(name): _plain(value[name]) for name in value} if hasattr(value, "keys") else value
 
 
-def test_overrides_and_stacks() -> None:
-    (candidate,) = build_candidates([["correction=[tis_token,opsm]", "correction.masks.opsm.delta=0.2"]], [], RECORDED)
-    assert candidate.spec == spec(TIS, opsm=opsm(0.2))
-    assert candidate.point == {}
-
-
-def test_a_grid_is_crossed_and_each_point_is_labelled() -> None:
-    found = build_candidates(
-        [["correction=[tis_token,gsm]"]], [f"{UPPER}=1.02,1.05", "correction.weight.upper=2,3"], RECORDED
-    )
-    assert [dict(candidate.point) for candidate in found] == [
-        {UPPER: upper, "correction.weight.upper": cap} for upper in ("1.02", "1.05") for cap in ("2", "3")
-    ]
-    assert found[1].label == f"correction=[tis_token,gsm] {UPPER}=1.02 correction.weight.upper=3"
-    assert found[1].spec == spec(TIS | {"upper": 3.0}, gsm=GSM | {"upper": 1.02})
-    assert len({candidate.spec for candidate in found}) == 4
-
-
 def test_what_goes_by_age_is_asked_as_at_a_launch() -> None:
     stale = "+correction.masks.stale={aggregate: staleness, level: token, upper: 1}"
     (candidate,) = build_candidates([["correction=tis_token", stale]], [], RECORDED)
@@ -74,20 +52,6 @@ def test_what_goes_by_age_is_asked_as_at_a_launch() -> None:
     ]
 
 
-def test_sweeps_of_hydra_and_single_values() -> None:
-    assert labels(["correction=gsm"], grid=(f"{UPPER}=1.5",)) == [f"correction=gsm {UPPER}=1.5"]
-    assert labels(["correction=gsm"], grid=(f"{UPPER}=range(2,4)",)) == [f"correction=gsm {UPPER}={n}" for n in (2, 3)]
-    (open_side,) = build_candidates([["correction=gsm"]], [f"{UPPER}=null"], RECORDED)
-    assert open_side.spec == spec(None, gsm=GSM | {"upper": None})
-
-
-def test_a_grid_acts_on_the_specs_that_have_its_key_and_leaves_what_was_recorded() -> None:
-    found = labels(["correction=gsm"], ["correction=tis_token"], ["recorded"], grid=(f"{UPPER}=1.02,1.05",))
-    assert found == [
-        f"correction=gsm {UPPER}=1.02", f"correction=gsm {UPPER}=1.05", "correction=tis_token", "recorded",
-    ]  # fmt: skip
-
-
 def test_what_was_recorded_changed_at_one_key() -> None:
     _, wide = build_candidates([["recorded"]], [f"{UPPER}=1.01,1.5"], RECORDED)
     assert wide.resolve_spec(RECORDED) == spec(TIS, gsm=GSM | {"upper": 1.5})
@@ -95,11 +59,6 @@ def test_what_was_recorded_changed_at_one_key() -> None:
     other = spec(TIS | {"upper": 7.0}, gsm=GSM).to_mapping()
     assert wide.resolve_spec(other) == spec(TIS | {"upper": 7.0}, gsm=GSM | {"upper": 1.5})
     assert RECORDED["masks"]["gsm"]["upper"] == 1.01
-
-
-def test_a_mandatory_value_can_come_from_the_grid() -> None:
-    (candidate,) = build_candidates([["correction=opsm"]], ["correction.masks.opsm.delta=0.3"], RECORDED)
-    assert candidate.spec == spec(None, opsm=opsm(0.3))
 
 
 def test_an_invalid_point_is_reported_and_the_others_stay() -> None:

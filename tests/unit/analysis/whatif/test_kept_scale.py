@@ -71,17 +71,6 @@ def test_the_learning_rate_by_hand(tmp_path: Path, mode: str, scale: float) -> N
     assert not any("denominator" in note for note in result.notes)
 
 
-def test_each_mini_batch_by_itself(tmp_path: Path) -> None:
-    """Rows 0 and 1 as above, then two rows of pi_old = mu and A = 1 of which nothing is rejected."""
-    four = by_hand(
-        [*OLD, [-1.0], [-1.0]], [*MU, [-1.0], [-1.0]],
-        advantages=np.array([1, 1, 1, -2, -2, 1, 1], dtype=np.float32),
-        mini_batch=np.array([0, 0, 3, 3], dtype=np.int32),
-    )  # fmt: skip
-    _, kept = replayed(tmp_path, card(), four).outcomes
-    assert kept.overall.lr_scale == pytest.approx(math.sqrt((3 * (5 / 3) ** 2 + 2) / 13))
-
-
 @pytest.mark.parametrize("mode", HAS_DENOMINATOR)
 def test_rows_are_scaled_as_training_scales_them(tmp_path: Path, mode: str) -> None:
     rows = varied_rows(24, seed=4)

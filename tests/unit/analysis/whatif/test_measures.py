@@ -18,7 +18,7 @@ from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Rows
 from tests.support.acted import by_hand, recorded
-from tests.support.corrections import GSM, TIS, band, spec
+from tests.support.corrections import TIS, band, spec
 
 LOG2 = math.log(2.0)
 # pi_old / mu by token: row 0 (A = 1): 4, 1, 1/2; row 1 (A = -2): 2, 2. All powers of two.
@@ -105,29 +105,6 @@ def test_a_mask(tmp_path: Path) -> None:
     assert list(outcome.turns) == ["turn/is0"]
 
 
-@pytest.mark.usefixtures("trust_two_rows")
-def test_untruncated_weights_are_their_own_reference(tmp_path: Path) -> None:
-    token = spec(TIS | {"upper": None})
-    sequence = spec(TIS | {"upper": None, "level": "sequence"})
-    _, by_token, by_row = replayed(tmp_path, by_hand(OLD, MU, advantages=A), token, sequence).outcomes
-    assert by_token.overall.bias_token == pytest.approx(0, abs=1e-7)
-    assert by_token.overall.bias_sequence == pytest.approx(math.sqrt((4 + 1 + 2.25 + 32) / 140))  # 2, -1, -3/2 | 4, 4
-    assert by_row.overall.bias_sequence == pytest.approx(0, abs=1e-7)
-
-
-@pytest.mark.usefixtures("trust_two_rows")
-def test_uncorrected_rejects_nothing_and_has_the_whole_mismatch(tmp_path: Path) -> None:
-    outcome = replayed(tmp_path, by_hand(OLD, MU, advantages=A)).outcomes[0]
-    close(
-        outcome.overall,
-        kept_tokens=1.0,
-        ess=1.0,
-        lr_scale=1.0,
-        # (1 - rho) A = -3, 0, 1/2 | 2, 2.
-        bias_token=math.sqrt((9 + 0.25 + 8) / 49.25),
-    )
-
-
 def test_the_base_loss_brings_its_own_ratio(tmp_path: Path) -> None:
     """pi / pi_old = 2 on the first token: its gradient weight is w 2 A, the uncorrected one 2 A."""
     log_prob = np.concatenate([np.asarray(row, dtype=np.float32) for row in OLD])
@@ -169,20 +146,6 @@ def test_two_rows_are_no_reference(tmp_path: Path) -> None:
     assert result.outcomes[1].overall.bias_sequence_systematic is None
     assert result.outcomes[1].overall.bias_token is not None
     assert any("leaves 1.8 effective rows of 2" in note for note in result.notes)
-
-
-def test_length_is_what_a_shift_is_found_by(tmp_path: Path) -> None:
-    """A mask that drops a short row shifts the mean of short rows and leaves that of long ones."""
-    old, mu = [[-1.0 + LOG2] * 2, [-1.0] * 20], [[-1.0] * 2, [-1.0] * 20]
-    rows = by_hand(old, mu, advantages=np.ones(22, dtype=np.float32))
-    outcome = replayed(tmp_path, rows, spec(None, gsm=GSM)).outcomes[1]
-    # Dropped: two tokens of rho = 2. (0 - 2)^2 * 2 of 4 * 2 + 20, all of it shift of the bucket T <= 16.
-    assert outcome.overall.bias_token == pytest.approx(math.sqrt(8 / 28))
-    assert outcome.overall.bias_token_systematic == pytest.approx(math.sqrt(8 / 28))
-    # Over all lengths at once the shift would be -4 over 22 tokens, 16 / 22.
-    assert outcome.groups["length/le16"].kept_tokens == 0.0
-    assert outcome.groups["length/le64"].kept_tokens == 1.0
-    assert outcome.groups["length/le64"].bias_token == pytest.approx(0, abs=1e-7)
 
 
 def test_a_token_that_is_not_finite_is_left_out_and_counted(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.analysis.whatif import replay as module
-from recipe.offpolicy.analysis.whatif.candidates import RECORDED, UNCORRECTED, Candidate
+from recipe.offpolicy.analysis.whatif.candidates import Candidate
 from recipe.offpolicy.analysis.whatif.outcomes import Study
 from recipe.offpolicy.analysis.whatif.replay import iterate_blocks, pad_rows
 from recipe.offpolicy.analysis.whatif.study import read_recorded_share, run_study
@@ -230,32 +230,6 @@ def test_what_acted_otherwise_is_found(column: str, tmp_path: Path) -> None:
         assert fidelity.rejections > 1
 
 
-@pytest.mark.slow
-def test_recorded_may_change_from_step_to_step(tmp_path: Path) -> None:
-    recorded(tmp_path, SPECS["tis"], varied_rows(seed=3, step=5))
-    recorded(tmp_path, SPECS["sequence"], varied_rows(seed=3, step=6))
-    read = Recording(tmp_path)
-    acting = Candidate(RECORDED, RECORDED)
-    uncorrected = Candidate(UNCORRECTED, UNCORRECTED)
-    both, bare = run_study(read, read.steps, [acting, uncorrected]).outcomes
-    alone = run(tmp_path, {name: SPECS[name] for name in ("tis", "sequence")}).outcomes
-    assert both.steps[5] == alone[0].steps[5]
-    assert both.steps[6] == alone[1].steps[6]
-    assert both.steps[5] != both.steps[6]
-    assert bare.overall.kept_tokens == 1.0
-
-
-def test_a_constant_of_the_batch_is_that_of_the_whole_step(tmp_path: Path) -> None:
-    """Weights are divided by their mean over the step, so that their mean is 1 over it."""
-    path = recorded(tmp_path, spec(), varied_rows(seed=3))
-    rows = Recording(path).step(5).rows
-    normalised = spec(TIS | {"normalize": True})
-    outcome, plain = run(path, {"n": normalised, "p": spec(TIS)}, size=200).outcomes
-    ratio = np.exp(np.minimum(rows.old_log_prob.astype(float) - rows.rollout_log_prob, 20))[rows.response_mask]
-    mean = np.minimum(ratio, 2).mean()
-    assert outcome.overall.lr_scale == pytest.approx(plain.overall.lr_scale / mean, rel=1e-6)
-
-
 @pytest.mark.parametrize(("share", "told"), [(0.5, True), (1.0, False), (None, False)])
 def test_a_sample_has_no_constants_of_the_batch(share: float | None, told: bool, tmp_path: Path) -> None:
     path = recorded(tmp_path, SPECS["normalised"], varied_rows(seed=3))
@@ -296,16 +270,6 @@ def test_versions_by_row_are_not_known_by_token_where_there_are_several(tmp_path
     result = run(path, {name: SPECS[name] for name in ("version", "tis")})
     assert "of 1 of 60 rows it is not known which version" in result.failures["version"]
     assert [outcome.candidate.label for outcome in result.outcomes] == ["tis"]
-
-
-def test_a_step_without_rows_of_a_kind_adds_up(tmp_path: Path) -> None:
-    """Steps of different groups: lengths and staleness of one are missing in the other."""
-    short, long = drawn_rows([3, 4], step=1), drawn_rows([100, 2000], step=2, seed=1)
-    outcome = run(recorded(tmp_path, spec(), short, long), {"tis": SPECS["tis"]}).outcomes[0]
-    assert {name: group.rows for name, group in outcome.groups.items() if name.startswith("length/")} == {
-        "length/le16": 2, "length/le256": 1, "length/le4096": 1,
-    }  # fmt: skip
-    assert outcome.overall.tokens == 2107
 
 
 @pytest.mark.parametrize("mapping", [{"masks": {"gsm": GSM | {"upper": 0.5}}}, {"unheard": 1}])

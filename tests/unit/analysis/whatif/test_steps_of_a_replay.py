@@ -12,7 +12,6 @@ import torch
 from recipe.offpolicy.analysis.whatif.replay import (
     Block,
     check_replayable,
-    compute_constants,
     compute_pi_old,
     decide,
     pad_rows,
@@ -68,29 +67,7 @@ def test_mu_in_the_place_of_pi_old_is_replayed_where_the_run_would_have_gone_on(
     assert torch.equal(compute_pi_old(one_engine, NONE, whole(alike)), whole(alike).rollout_log_prob)
 
 
-def test_units_by_version_are_those_of_the_tokens() -> None:
-    """Ratios of 4, 1 and 1/2 in a row whose last token a newer version sampled: units of 4 and 1/2."""
-    by_version = spec(TIS | {"level": "version", "upper": 9.0})
-    noted = replace(rows(), version=np.array([3, 3, 4, 4, 4], dtype=np.int32))
-    check_replayable(by_version, NONE, noted)
-    found = decide(by_version, NONE, whole(noted), BatchConstants())
-    assert found.weight[0].tolist() == pytest.approx([4.0, 4.0, 0.5])
-
-
-AGED = np.array([0, 2, 2, 3, 1], dtype=np.int32)
-"""Versions by token of rows of step 5: ages 4, 2, 2 and 1, 3."""
 STALE = spec(stale={"aggregate": "staleness", "level": "token", "upper": 2})
-
-
-def test_what_goes_by_age_is_replayed_by_the_versions_of_the_tokens() -> None:
-    noted = replace(rows(), step=np.full(2, 5), version=AGED)
-    check_replayable(STALE, NONE, noted)
-    masked = decide(STALE, NONE, whole(noted), BatchConstants())
-    assert masked.keep.tolist() == [[False, True, True], [True, False, False]]
-    capped = decide(spec(TIS | {"upper": 1.2, "by_staleness": [1, 1, 2, 3]}), NONE, whole(noted), BatchConstants())
-    assert capped.weight.tolist() == [pytest.approx([1.2**3, 1.0, 0.5]), pytest.approx([1.2, 1.2**3, 0.0])]
-    normalised = compute_constants(spec(TIS | {"by_staleness": [1, 1, 0.5], "normalize": True}), NONE, noted)
-    assert normalised.weight_mean == pytest.approx((2**0.5 + 1 + 0.5 + 2 + 2**0.5) / 5)
 
 
 def test_a_token_of_an_unknown_version_is_as_old_as_its_row() -> None:
