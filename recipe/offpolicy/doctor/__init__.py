@@ -6,8 +6,8 @@
     python -m recipe.offpolicy.doctor --script run.sh '+correction@correction=[tis_token,gsm]'
 
 Composes the configuration that the launch would train with, runs all start-up checks, and reports for each correction
-OK, NO-OP because ..., or ERROR because ..., with the override that fixes it. verl's own validation runs too, except
-that of the critic and of LoRA's rank, which is left to the launch.
+OK, NO-OP because ..., or ERROR because ..., with the override that fixes it. verl's own validation runs too, except for
+the critic and LoRA's rank, which are left to the launch.
 
 The last form shows what your script would do with that override appended; the script must pass its arguments on, with
 "$@" at the end of the launch.
@@ -19,7 +19,7 @@ cut, date, dirname, expr, grep, head, hostname, nproc, readlink, realpath, seq, 
 code that only looks up releases of packages and locations of modules, in an isolated interpreter. Each has 5 seconds,
 512 MiB of memory and 1 MiB of output; the whole script has 20 seconds.
 
-Exit status: 0 everything configured is OK, or nothing is configured; 1 something is NO-OP: it would have no effect;
-2 something is ERROR: it would not do what its name says, or end the run; or there is no configuration, or the doctor
-itself failed.
+Exit status: 0 if everything configured is OK, or nothing is configured; 1 if something is NO-OP: it would have no
+effect; 2 if something is ERROR: it would not do what its name says, or would end the run; also 2 if there is no
+configuration, or the doctor itself failed.
 """

@@ -31,5 +31,5 @@ except Exception as error:  # even the doctor's own modules could not be importe
 for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(BrokenPipeError):
         stream.flush()
-# Tearing the interpreter down would take another second.
+# Shutting down the interpreter would take another second.
 os._exit(status)

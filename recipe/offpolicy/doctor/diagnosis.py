@@ -115,7 +115,7 @@ def _judge_verl(run: Composed, launch: Launch, overrides: Sequence[str]) -> Diag
     else:
         reason = "it has its own trainer: which keys it reads was not checked."
         fix = "Add a correction of this package instead, +correction@correction=tis_token for example."
-        # Without a correction, none can act differently than configured.
+        # Without a correction, nothing can act differently from its configuration.
         problems.append(Problem("module", launch.module, reason, fix, "ERROR" if run.active else "NOTE"))
     if where.release not in TESTED:
         reason = f"which keys this release reads was not checked; supported are {', '.join(TESTED)}."
@@ -153,7 +153,7 @@ def _take_unread(config: DictConfig, launch: Launch, overrides: Sequence[str]) -
 def _arrange_rows(
     parts: Iterable[ConfiguredPart], problems: Iterable[Problem]
 ) -> tuple[tuple[VerdictRow, ...], tuple[Problem, ...]]:
-    """Arrange problems into one row per part, rows for problems of no part, and notes."""
+    """Arrange problems into one row per part, rows for problems that belong to no part, and notes."""
     parts = list(parts)
     rows = {part.name: VerdictRow(part.name, part.meaning) for part in parts}
     notes = []

@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _diagnose(known: argparse.Namespace, given: Sequence[str], out: IO[str] | None) -> list[Diagnosis]:
     """Diagnose the launch; for a script, each launch in a loop or function call.
 
-    What the text of a script shows comes first, because judging a launch imports torch and verl, which takes seconds.
+    Problems visible in a script's text are shown first, because judging a launch imports torch and verl, which takes
+    seconds.
 
     Args:
         out: takes arguments that a script does not pass on, as soon as they are known; None for JSON.

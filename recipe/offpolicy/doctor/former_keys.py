@@ -54,7 +54,7 @@ def find_last_release(key: str) -> str | None:
 
 
 def find_successor(key: str, value: str, last: str) -> str:
-    """Say how to replace an override of a key that releases after ``last`` do not have."""
+    """Explain how to replace an override of a key that releases after ``last`` do not have."""
     if key.endswith(".grad_offload"):
         return "Delete it: param_offload frees the gradients' memory too."
     if key == "trainer.use_legacy_worker_impl":

@@ -39,7 +39,7 @@ _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
 """A relative entry of a search path, resolved from the current directory."""
 
 _VERLS, _INSTALLED = "verl/trainer/config", "hydra.searchpath=[pkg://verl.trainer.config]"
-"""Where programs of verl look for its configurations, in a checkout, and the same of an installed verl."""
+"""Where verl's programs look for its configurations, in a checkout and in an installed verl."""
 _CONFIG_CLASS = re.compile(r"verl(\.\w+)*\.[A-Z]\w*(Config|Cfg)")
 
 

@@ -37,7 +37,7 @@ class Launch:
         module: the program, as ``python -m`` names it.
         arguments: Hydra's flags and overrides.
         origin: the script and line from which it was read; "" for the command line.
-        lost: arguments that were given to the script and that it does not pass on.
+        lost: arguments that were given to the script but that the script does not pass on.
         assumed: what reading the script assumed, as sentences without their end.
     """
 
@@ -69,7 +69,7 @@ class HydraMain:
     """The arguments of a program's ``@hydra.main``, None if not given, and its file.
 
     Attributes:
-        computed: names of those that the program computes, which only running it would show.
+        computed: names of the arguments that the program computes, so that their values are unknown without running it.
     """
 
     file: Path
@@ -78,7 +78,7 @@ class HydraMain:
     computed: tuple[str, ...] = ()
 
     def demand(self, flags: argparse.Namespace) -> None:
-        """Reject a computed argument that no flag of Hydra's replaces.
+        """Reject a computed argument that no Hydra flag replaces.
 
         Raises:
             LaunchError: names the flags.
@@ -145,7 +145,7 @@ def _refuse_another_verl(release: str) -> None:
 
 
 def _locate(module: str) -> str:
-    """Say where a program that was not found may be."""
+    """Suggest where a program that was not found may be."""
     top, _, below = module.partition(".")
     if top == "recipe" and find_source(moved := f"verl.experimental.{below}") is not None:
         return f"verl has moved it: launch {moved}."

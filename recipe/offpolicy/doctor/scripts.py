@@ -22,7 +22,7 @@ _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*"
 _FREE_TEXT = re.compile(
     r"\+{0,2}(trainer\.(experiment|project)_name=.*|(trainer\.\w+_dir|[\w.]*\.\w*log_dir)=.+)", re.S
 )
-"""Overrides whose value no check depends on, with an unset variable in the name, or below the first folder."""
+"""Overrides on whose values no check depends: an unset variable may be in the name, or below the first folder."""
 _NOUNSET = re.compile(r"^\s*set\s.*(-\w*u|nounset)|^#!.*\s-\w*u", re.M)
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
@@ -41,9 +41,9 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
         line: line of the launch, for scripts with several.
 
     Raises:
-        ScriptError: there is none, or there are several at different lines or too many at one, or a word of one is
-            unknown without running the script, or an argument other than an override has no effect; names the line
-            and what to do.
+        ScriptError: there is no launch, or there are several at different lines or too many at one line; or a word of a
+            launch is unknown without running the script; or an argument other than an override has no effect. Names the
+            line and what to do.
     """
     read, empty = _read(script, arguments, line)
     found = [
@@ -66,7 +66,7 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
         if taken := _find_taken(arguments, launch):
             argument, key = taken
             fix = f"give the script's own arguments first: --script {script} VALUE {shlex.join([argument])}"
-            if argument in launch.arguments:  # as would be VALUE, which Hydra refuses
+            if argument in launch.arguments:  # VALUE would be passed on as well, and Hydra refuses it
                 fix = f"add {shlex.join([argument])} to the launch in the script, because its $@ passes on VALUE too"
             raise ScriptError(f"{where}: the script uses its argument {argument} as the value of {key}. Fix: {fix}.")
         lost = [argument for argument in arguments if _is_lost(argument, launch, read.looked_at)]
@@ -93,7 +93,7 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
 
 
 def _read(script: Path, arguments: list[str], line: int | None) -> tuple[Script, list[str]]:
-    """Read a script, with unset variables empty that only names and folders of its launches take, as bash does."""
+    """Read a script; unset variables that only its launches' names and folders use are empty, as in bash."""
     empty: dict[str, str] = {}
     while True:
         read = read_script(script, arguments, {**os.environ, **empty})
@@ -108,7 +108,7 @@ def _read(script: Path, arguments: list[str], line: int | None) -> tuple[Script,
 
 
 def _is_free(word: Unknown) -> bool:
-    """Return True if a variable that bash takes as empty is all that is unknown of a name or folder."""
+    """Return True if the only unknown part of a name or folder is a variable that bash replaces by nothing."""
     return _FREE_TEXT.fullmatch(word.prefix) is not None and word.unset.isidentifier()
 
 
@@ -126,7 +126,7 @@ def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:
 
 
 def _find_taken(arguments: list[str], launch: Launch) -> tuple[str, str] | None:
-    """Find an override among the script's arguments that the launch has as the value of a key, and the key."""
+    """Find an override among the script's arguments that the launch uses as a key's value; return it and the key."""
     for argument in filter(_LIKE_AN_OVERRIDE.fullmatch, arguments):
         for word in launch.arguments:
             if word.endswith(f"={argument}") and (found := KEY.match(word)):
@@ -135,7 +135,7 @@ def _find_taken(arguments: list[str], launch: Launch) -> tuple[str, str] | None:
 
 
 def _is_lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool:
-    """Return True if an argument has no effect: an override in no word, or another that the script never reads."""
+    """Return True if an argument has no effect: an override in no word, or a value that the script never reads."""
     if argument in launch.arguments:
         return False
     if _LIKE_AN_OVERRIDE.fullmatch(argument):
@@ -147,7 +147,7 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
     """Build the launch of a call; None if the call is no launch.
 
     Raises:
-        ScriptError: it is a launch, but a word of it is unknown.
+        ScriptError: the call is a launch, but a word of it is unknown.
     """
     words = _replace_uv_run(list(called.words))
     start = next((i for i, word in enumerate(words) if isinstance(word, str) and _PYTHON.fullmatch(word)), None)
@@ -181,7 +181,7 @@ def _replace_uv_run(words: list[Field]) -> list[Field]:
     words = words[words.index("run", uv) + 1 :]
     texts = [word if isinstance(word, str) else "" for word in words]
     before = texts[: next((i for i, text in enumerate(texts) if _OVERRIDE.fullmatch(text)), None)]
-    # The last one, because one named by --python comes before it.
+    # The last Python, because a Python given with --python comes before it.
     if pythons := [i for i, word in enumerate(before) if _PYTHON.fullmatch(word)]:
         return words[pythons[-1] :]
     begin = next((i for i, word in enumerate(before) if word in ("-m", "--module") or word.endswith(".py")), None)

@@ -96,7 +96,7 @@ def _open_console(file: IO[str]) -> Console:
 def show(diagnosis: Diagnosis, file: IO[str]) -> None:
     """Print a table of verdicts, then each reason with its fix on separate unbroken lines.
 
-    What ``show_lost`` has printed is left out.
+    Lines that ``show_lost`` has printed are omitted.
     """
     console = _open_console(file)
     _print_line(console, _format_launch(diagnosis))
@@ -143,7 +143,7 @@ def _print_line(console: Console, *texts: str, style: str | None = None) -> None
     text.append(first, style=_STYLES[style] if style else "")
     for each in rest:
         text.append(f" {each}")
-    # A line broken here could not be pasted.
+    # If the line were wrapped here, it could not be pasted.
     console.print(text, soft_wrap=True)
 
 

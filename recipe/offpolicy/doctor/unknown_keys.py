@@ -22,7 +22,7 @@ from .former_keys import find_last_release, find_successor
 
 _OPEN = ("correction.masks", "correction.weights", "offpolicy.extensions")
 """Sections of this package with names of the user's choice."""
-# A name, or several names in a section, without a sign: neither an addition nor a deletion.
+# A name, or several names in a section, without a sign, so neither an addition nor a deletion.
 _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)*)\s*=(?P<value>.*)", re.S)
 _ADDED = re.compile(r"\+[A-Za-z_]\w*(\.[\w-]+)+\s*=")
 _CLOSE = 0.85
@@ -104,7 +104,7 @@ def _explain(
 
 
 def _waits_for_megatron(config: DictConfig, section: DictConfig, names: Sequence[str], depth: int) -> bool:
-    """Return True if the key belongs to another engine than the chosen one."""
+    """Return True if the key belongs to an engine other than the chosen one."""
     of_megatron = names[depth] == _MEGATRON or (_MEGATRON in names and TARGET not in section)
     return of_megatron and _ENGINE in config and config[_ENGINE] != _MEGATRON
 
@@ -142,7 +142,7 @@ def _find_reason(
 
 
 def _find_of_validation(section: DictConfig, names: Sequence[str], depth: int) -> str | None:
-    """Find the key of verl's sampling in validation that forks call ``val_temperature`` or ``n_val``."""
+    """Find verl's key for sampling in validation that forks call ``val_temperature`` or ``n_val``."""
     name = names[-1].removeprefix("val_").removesuffix("_val")
     known = section._get_node(_OF_VALIDATION) if _OF_VALIDATION in section else None
     if name == names[-1] or depth < len(names) - 1 or not isinstance(known, DictConfig) or name not in known:

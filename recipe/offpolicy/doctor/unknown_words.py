@@ -42,7 +42,7 @@ def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
 
 
 def propose_exports(names: Mapping[str, bool]) -> list[str]:
-    """Suggest exports of variables, with whether bash accepts an empty value, and script arguments, such as "1"."""
+    """Suggest exports of variables, noting if bash accepts an empty value, and script arguments for names like "1"."""
     as_empty = " (bash takes it as empty)"
     fixes = [f"export {name}=VALUE{as_empty * empty}" for name, empty in names.items() if not name.isdigit()]
     if any(name.isdigit() for name in names):

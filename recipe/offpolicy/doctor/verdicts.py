@@ -32,7 +32,7 @@ class VerdictRow:
 
     @property
     def verdict(self) -> State:
-        """The worst verdict of its problems, OK without any."""
+        """The worst verdict of the row's problems; OK without problems."""
         verdicts = {problem.verdict for problem in self.problems}
         return "ERROR" if "ERROR" in verdicts else "NO-OP" if "NO-OP" in verdicts else "OK"
 

@@ -1,4 +1,4 @@
-"""Branches, loops and subshells of a script, with what is unknown about the way through them."""
+"""Branches, loops and subshells of a script, and which of their commands may or may not run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .grammar import Case, Chain, Command, CommandGroup, If, Loop, Simple
 from .shell_values import LoopBreak, ProgramCall, ScriptEnd, ScriptError, ShellState, Unknown
 from .words import WordExpander
 
-_ROUNDS = 1000  # of a loop, after which it counts as endless
+_ROUNDS = 1000  # rounds after which a loop counts as endless
 
 
 class Branches:
@@ -65,7 +65,7 @@ class Branches:
     def _needs_file(self, end: ScriptEnd, tested: int, condition: list[Command], holds: bool) -> bool:
         """Return True if an exit with an error is due to a file that is missing here, and note that it is assumed.
 
-        A script checks in this way that it runs on the machine of the launch, which this one need not be.
+        With such a condition a script checks that it runs on the launch machine, which may not be this one.
 
         Args:
             tested: number of missing files before the condition.
@@ -159,7 +159,7 @@ class Branches:
             except LoopBreak as stopped:
                 if str(stopped) == "break":
                     break
-            if why := self._broken or _find_waiting(command):  # what it changes is unknown after any round
+            if why := self._broken or _find_waiting(command):  # its changes are unknown after any round
                 self.state = _merge(self.state, before, why)
                 return why
             self.run(command.step)
@@ -179,7 +179,7 @@ class Branches:
             self.state = outside
 
     def _run_maybe(self, run: Callable[[], object], why: Unknown) -> None:
-        """Run commands that may or may not run: what they change is unknown afterwards, unless they end the script."""
+        """Run commands that may or may not run: their changes are unknown afterwards, unless they end the script."""
         self._run_either(run, lambda: None, why)
 
     def _run_either(self, first: Callable[[], object], second: Callable[[], object], why: Unknown) -> Unknown:
@@ -193,7 +193,7 @@ class Branches:
                 run()
                 left.append(self.state)
             except (ScriptEnd, LoopBreak) as end:
-                # The script continues after a break, with what was assigned before it, but not after an exit.
+                # The script continues after a break, with the assignments before it, but not after an exit.
                 broken += [self.state] * isinstance(end, LoopBreak)
                 stopped = stopped if isinstance(stopped, LoopBreak) else end
         self._doubt = doubt

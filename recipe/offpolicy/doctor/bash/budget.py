@@ -21,7 +21,7 @@ PATTERN = 4096
 
 
 class OverBudget(Exception):
-    """A script takes too long or is too large to be read; no ValueError, which commands turn into an unknown value."""
+    """A script takes too long or is too large to read; not a ValueError, which commands turn into an unknown value."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ class Shell(Protocol):
 
 Builtin = Callable[[Shell, str, list[Field], int], Truth]
 _ENVIRONMENT = re.compile(r"(^|/)(activate|conda\.sh|\.?(bashrc|bash_profile|profile|zshrc)|set(env|vars)\.sh)$")
-"""Files that set up a shell or programs: of conda, virtual environments, logins, CANN and oneAPI."""
+"""Files that set up a shell or programs: conda, virtual environments, logins, CANN and oneAPI."""
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
@@ -125,7 +125,7 @@ def _do_true(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
 def _do_source(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Run a sourced file in the same state; if it is missing or unreadable, forget the variables.
 
-    A missing one that only sets up programs, such as an environment of conda, is assumed to assign none of the script's
+    A missing file that only sets up programs, such as a conda environment, is assumed to assign none of the script's
     variables.
     """
     path = shell.state.directory / arguments[0] if arguments and isinstance(arguments[0], str) else None
@@ -189,7 +189,7 @@ def _do_command(shell: Shell, name: str, arguments: list[Field], line: int) -> T
 
 
 def _forget_variables(shell: Shell, why: Unknown) -> None:
-    """Mark all variables except a few of the environment's as unknown, after unknown commands."""
+    """Mark all variables except a few environment variables as unknown, after unknown commands."""
     shell.state.variables = {
         key: value if key in ("HOME", "PWD", "PATH", "USER") else why for key, value in shell.state.variables.items()
     }

@@ -12,7 +12,7 @@ from .shell_values import ScriptError
 
 @dataclass
 class Simple:
-    """A simple command: assignments, words, and its input: a here-document, a here-string, or a file's name.
+    """A simple command: assignments, words, and an input, which is a here-document, a here-string, or a file name.
 
     Attributes:
         cut: why it may belong to the previous command; "" if nothing indicates that.

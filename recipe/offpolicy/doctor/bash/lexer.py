@@ -23,10 +23,10 @@ class Token:
     """A token with the line where it starts.
 
     Attributes:
-        text: of a word as written, with quotes; of an array its name with = or +=.
+        text: a word as written, with quotes; for an array, its name with = or +=.
         line: counted from 1.
-        words: of an array its elements, of the operator << its document.
-        cut: of a newline, why it ends a command whose line seems to be continued by a backslash.
+        words: an array's elements, or the document of the operator <<.
+        cut: for a newline, why it ends a command whose line seems to be continued by a backslash.
         indent: blanks before the line's first word, on that word.
     """
 
@@ -152,7 +152,7 @@ class Lexer:
             self._step()
 
     def _step(self) -> None:
-        """Skip one character, or one piece that is quoted or bracketed also inside of others."""
+        """Skip one character, or one quoted or bracketed piece, which may be inside another piece."""
         character = self.source[self.place]
         if character == "\\":
             self._advance(2)

@@ -25,10 +25,10 @@ class Parameter:
     """A parameter and the operation on it.
 
     Attributes:
-        index: of an array's element; @ or * for all of them.
-        operator, word: as written, e.g. ``:-`` and the default.
+        index: index of an array element; @ or * for all elements. operator, word: as written, e.g. ``:-`` and the
+        default.
         length: ``${#name}``.
-        indirect: ``${!name}``, the parameter that it names, or ``${!name[@]}``, the indices.
+        indirect: ``${!name}``, the parameter whose name is its value, or ``${!name[@]}``, the indices.
     """
 
     name: str

@@ -193,7 +193,7 @@ def find_python_code(words: list[str], given: str) -> str | None:
 
 
 def find_inner_script(words: list[Field]) -> list[Field] | None:
-    """Return what a call of a shell runs: -c and its text, or a file and its arguments; None for other programs."""
+    """Return what a shell call runs: -c and its text, or a file and its arguments; None for other programs."""
     for index, word in enumerate(words):
         if isinstance(word, str) and re.fullmatch(r"(.*/)?(xargs|parallel)", word):
             return None  # these change the text

@@ -21,8 +21,8 @@ class Script:
 
     Attributes:
         calls: the programs that it would run, in order.
-        looked_at: those of its arguments that it reads itself.
-        end: how it ends before its last line; None if it does not.
+        looked_at: the script arguments that the script itself reads.
+        end: how the script ends before its last line; None if it does not.
         assumed: what reading assumed about files that do not exist here.
     """
 

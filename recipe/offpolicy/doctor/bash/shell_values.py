@@ -44,7 +44,7 @@ class Unknown:
         why: a sentence without its end, such as "$NODES is not set".
         line: line of the script where the value comes from.
         prefix: known text of the word before it, such as ``trainer.nnodes=``.
-        variable: variable whose default it is, so it would not be needed if the environment had this variable.
+        variable: the variable whose default value this is; the default is unused if the environment sets the variable.
         unset: the unset variable, if that is the only cause.
         required: whether an empty value is not allowed, as in ${X:?}.
     """
@@ -64,7 +64,7 @@ class Unknown:
 
 @dataclass
 class FileTests:
-    """The tests of files that a script makes, which may be answered otherwise on the machine of the launch.
+    """The file tests in a script, whose results may differ on the launch machine.
 
     Attributes:
         missing: paths that were tested and do not exist here.

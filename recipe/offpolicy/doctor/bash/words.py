@@ -26,7 +26,7 @@ _ASSIGNS = re.compile(
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a word; ``split``: blanks in it end a field, ``ends``: a field ends after it."""
+    """A part of a word; ``split``: blanks in the part end a field; ``ends``: a field ends after the part."""
 
     value: Field
     split: bool = False
