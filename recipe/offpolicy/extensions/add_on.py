@@ -1,4 +1,4 @@
-"""Add-ons run next to the correction in the trainer's process: their protocol, and that of extensions.
+"""The protocol of add-ons, which run next to the correction in the trainer's process, and of extensions.
 
 ``AddOns`` calls the hooks in the order of their definition here. A hook that receives a function runs around a method
 of verl's trainer, which that function calls; the first add-on is the outermost.
@@ -49,7 +49,7 @@ class AddOn:
     proof_name: ClassVar[str] = ""
     """Subject of ``unproved``; empty: an extension's section."""
     phase: ClassVar[str] = ""
-    """The watchdog's name for the time of the hooks; empty: an extension's section, otherwise verl's own phase."""
+    """The watchdog phase that counts the hooks' time; empty: an extension's section, otherwise verl's own phase."""
 
     # Start and end ------------------------------------------------------------------------------------------
 
@@ -58,14 +58,14 @@ class AddOn:
         return build()
 
     def begin(self, config: DictConfig) -> None:
-        """Start with the run, in the trainer's process."""
+        """Start when the run starts, in the trainer's process."""
 
     def actor_class(self, worker: type) -> type:
-        """Choose the class of the actor's workers, given verl's or that of the next add-on."""
+        """Choose the class of the actor's workers, given verl's class or the next add-on's."""
         return worker
 
     def engine_part(self) -> Callable[[Any], object] | None:
-        """Make a function that is called in each of verl's actor workers after its model exists; None: nothing."""
+        """Make a function that each of verl's actor workers calls once its model exists; None: no function."""
         return None
 
     def rollout_client(self, client: Any) -> Any:
@@ -73,7 +73,7 @@ class AddOn:
         return client
 
     def load_prompts(self, loader: Any) -> Any:
-        """Return the data loader of training prompts: verl's, which is unread, or another."""
+        """Return the data loader of training prompts: verl's, from which nothing has been read, or another."""
         return loader
 
     def on_resumed(self) -> None:
@@ -104,7 +104,7 @@ class AddOn:
         """Receive the prompts before they are sampled."""
 
     def batch_flags(self) -> Mapping[str, Any]:
-        """Return flags sent to the workers with a batch of this step; an add-on's own rows have none."""
+        """Return flags sent to the workers with a batch of this step; an add-on's own rows get no flags."""
         return {}
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
@@ -112,7 +112,7 @@ class AddOn:
         return compute(batch)
 
     def on_rollout(self, batch: BatchView) -> None:
-        """Receive a batch whose rewards are known and whose pi_old is not computed yet."""
+        """Receive a batch whose rewards are known but whose pi_old is not computed yet."""
 
     def shape_rewards(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
         """Change the rewards (n, T) that verl's estimator sees; the raw rewards are restored afterwards."""
@@ -130,7 +130,7 @@ class AddOn:
         """Receive the advantages that go to the workers, after all extensions."""
 
     def before_update(self) -> None:
-        """Finish what an update of the actor would disturb."""
+        """Finish any work that an actor update would disturb."""
 
     def update_actor(self, run: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
         """Update the V1 trainer's actor, and read the metrics of the update."""
@@ -140,19 +140,19 @@ class AddOn:
         """Take an add-on's reports out of the metrics of the workers that have updated on ``batch``.
 
         Raises:
-            LivenessError: the configured add-on was not seen to act; the run stops.
+            LivenessError: the configured add-on has not been shown to act; the run stops.
         """
 
     def judge(self, reports: Sequence[Any]) -> Mapping[str, float]:
         """Judge the reports of one update, one per micro-batch and rank; returns metrics by full name.
 
         Raises:
-            LivenessError: the configured add-on was not seen to act; the run stops.
+            LivenessError: the configured add-on has not been shown to act; the run stops.
         """
         return {}
 
     def unproved(self) -> str | None:
-        """Say which evidence that the add-on acts is still missing, with the key it depends on; None: it has acted.
+        """Report which evidence that the add-on acts is still missing, and the key it depends on; None: it has acted.
 
         Until then ``offpolicy/live/NAME`` is 0, and a warning is repeated after 5, 10, 20, 40 ... updates.
         """
@@ -212,7 +212,7 @@ class WorkerExtension:
         return base_loss
 
     def report(self, rows: LossRows) -> Any:
-        """Report on one micro-batch, as plain Python or a dataclass of it, for ``Extension.judge``."""
+        """Report on one micro-batch for ``Extension.judge``, as plain Python or a dataclass of plain Python values."""
         return None
 
 
@@ -241,9 +241,9 @@ class Extension(AddOn):
 
     @property
     def needs_rollouter(self) -> Mapping[str, str]:
-        """Keys that need prompts, their columns or validation -> how to do without.
+        """Keys that need prompts, their columns or validation -> the alternative without them.
 
-        fully_async_policy has them in another process than the trainer.
+        In fully_async_policy these are in a different process from the trainer.
         """
         acts = any(implements(self, hook) for hook in _OF_ROLLOUTER)
         return {self.section: f"Set {self.section}=null."} if acts else {}
@@ -286,9 +286,9 @@ class Extension(AddOn):
 
     @property
     def sent(self) -> Mapping[str, int] | None:
-        """Hash of each row that the loss must see, by its key in ``BatchView.keys``; None: no rows are compared.
+        """Hash of each row that the loss must receive, by its key in ``BatchView.keys``; None: no rows are compared.
 
-        They are compared with the reports' ``hashes``, except for rows that have left, before ``judge``.
+        Before ``judge``, they are compared with the reports' ``hashes``, except for rows that have left the update.
         """
         return None
 
@@ -297,12 +297,12 @@ class Extension(AddOn):
 
     @property
     def resumes(self) -> str | None:
-        """The key that makes a resumed run need ``state``; None: it is optional."""
+        """The key because of which a resumed run needs ``state``; None: ``state`` is optional."""
         return None
 
     @property
     def noted(self) -> Mapping[str, Any]:
-        """Settings that must be equal for a checkpoint to be resumed."""
+        """Settings that must not differ when a checkpoint is resumed."""
         return self.settings
 
 

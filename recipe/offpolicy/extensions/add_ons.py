@@ -28,7 +28,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 _OF_ADVANTAGES = ("shape_rewards", "estimate", "shape_advantages", "on_advantages")
 PATIENCE = 5
-"""Number of updates without effect before the first warning; then twice as many, and so on."""
+"""Number of updates without effect before the first warning; the number doubles for each further warning."""
 Phase = Callable[[str], AbstractContextManager[Any]]
 """Counts the time in its context as a phase of the watchdog."""
 
@@ -55,7 +55,7 @@ class AddOns:
         own: other add-ons, outermost first; they precede the extensions.
 
     Attributes:
-        unproved: name -> what the last update has left unproved of an add-on; None: it was seen to act.
+        unproved: name of an add-on -> what is still unproved after the last update; None: it has acted.
     """
 
     def __init__(self, extensions: Sequence[Extension] = (), own: Sequence[AddOn] = ()) -> None:
@@ -91,11 +91,11 @@ class AddOns:
         return any(self._users(hook) for hook in hooks)
 
     def _users(self, hook: str) -> tuple[AddOn, ...]:
-        """Return the add-ons that implement a hook; the others need no call, and no batch is read for them."""
+        """Return the add-ons that implement a hook; other add-ons need no call, and no batch is read for them."""
         return tuple(each for each in self._all if implements(each, hook))
 
     def _within(self, add_on: AddOn) -> AbstractContextManager[Any]:
-        """Count the time of a hook as the add-on's watchdog phase."""
+        """Count a hook's time as the add-on's watchdog phase."""
         name = add_on.phase or _section(add_on)
         return self._phase(name) if name else nullcontext()
 
@@ -156,7 +156,7 @@ class AddOns:
         return self._through("update_actor", run, metrics)(batch)
 
     def before_update(self) -> None:
-        """Let add-ons finish what an update would disturb."""
+        """Let add-ons finish any work that an update would disturb."""
         self._each("before_update")
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
@@ -179,7 +179,7 @@ class AddOns:
         return run()
 
     def _through(self, hook: str, run: Callable[[Any], Any], *args: Any) -> Callable[[Any], Any]:
-        """Wrap a function of one batch with this hook of all add-ons."""
+        """Wrap a function that takes one batch with this hook of all add-ons."""
         for add_on in reversed(self._users(hook)):
             run = partial(_call, getattr(add_on, hook), run, args)
         return run
@@ -259,10 +259,10 @@ class AddOns:
         self._each("on_advantages", batch, Advantages(rewards, own, advantages))
 
     def take_out(self, batch: BatchView, why: str, *, masked: Collection[str], silenced: Collection[str] = ()) -> None:
-        """Record the rows that leave the update between its advantages and the loss.
+        """Record the rows that leave the update between the advantages and the loss.
 
         Args:
-            why: names the key that causes it.
+            why: the reason, with the key that causes it.
             masked: keys of rows without a token in the loss.
             silenced: keys of rows that keep their tokens, with an advantage of 0.
         """
@@ -308,7 +308,7 @@ class AddOns:
         self._say_unproved()
 
     def _say_unproved(self) -> None:
-        """Warn repeatedly, with growing intervals, of add-ons that were never seen to act."""
+        """Warn repeatedly, at growing intervals, of add-ons for which there is no evidence that they act."""
         self._updates += 1
         waited, rest = divmod(self._updates, PATIENCE)
         self.unproved = {each.proof_name or _section(each): each.unproved() for each in self._users("unproved")}
@@ -318,10 +318,10 @@ class AddOns:
                 logger.warning("%s is not proved yet, after %d updates: %s", name, self._updates, why)
 
     def _compare_rows(self, extension: Extension, reports: Sequence[Any], epochs: int) -> None:
-        """Compare the rows that the loss saw with those that were sent and did not leave.
+        """Compare the rows that reached the loss with the rows that were sent and did not leave the update.
 
         Raises:
-            LivenessError: they differ, or were not seen once per epoch.
+            LivenessError: the rows differ, or did not reach the loss once per epoch.
         """
         if (sent := extension.sent) is None:
             return
@@ -422,7 +422,7 @@ def _changed(given: Tensor | None, before: Tensor, add_on: AddOn, hook: str) -> 
     """Return a hook's result after checking it, or ``before`` if it returned None.
 
     Raises:
-        ValueError: it has another shape, or values that are not finite.
+        ValueError: the result has another shape, or values that are not finite.
     """
     if given is None:
         return before

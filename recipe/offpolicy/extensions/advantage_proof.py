@@ -1,4 +1,4 @@
-"""Proof that the advantages in the workers' loss are those that an extension produced, by a hash of each row."""
+"""Proof, by a hash per row, that the advantages in the workers' loss are the ones that an extension produced."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ class AdvantageWorker(WorkerExtension):
 
 
 class AdvantageExtension(Extension):
-    """An extension that shapes advantages, and compares those in the loss with the result of the hooks.
+    """An extension that shapes advantages, and compares the advantages in the loss with the hooks' result.
 
-    ``estimate`` or ``shape_advantages`` describes in ``_demanded`` an advantage of this batch that shows its effect.
+    ``estimate`` or ``shape_advantages`` stores in ``_demanded`` the description of an advantage in this batch that
+    shows the extension's effect.
     """
 
     title: ClassVar[str] = ""
@@ -56,7 +57,7 @@ class AdvantageExtension(Extension):
     prefix: ClassVar[str] = ""
     """First part of its metrics' names."""
     differs: ClassVar[bool] = True
-    """An advantage as demanded cannot be verl's own; the run stops if no row was changed."""
+    """A demanded advantage must differ from verl's own; the run stops if no row was changed."""
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)

@@ -14,7 +14,7 @@ from ..correction import Statistic
 
 
 class BatchView(Protocol):
-    """The rows of one batch, without verl's padding rows; ``n`` rows, ``T`` the longest response.
+    """The ``n`` rows of one batch, without verl's padding rows; ``T`` is the longest response.
 
     Attributes:
         step: the trainer's step, from 1.
@@ -22,7 +22,7 @@ class BatchView(Protocol):
         uids: (n,) the group of each row. Under ``baseline=exclude``, rejected rows have left their groups before
             rewards are shaped.
         sessions: (n,) the rollout that each row is an output of; an agent loop may return several rows.
-        is_padding: for all rows that verl holds; the view leaves out rows with True.
+        is_padding: for all rows in verl's batch; the view omits rows with True.
     """
 
     step: int
@@ -52,26 +52,26 @@ class BatchView(Protocol):
         """(n,) bool, rows whose advantage is 0 because of ``baseline=exclude``; None: none."""
 
     def weigh(self) -> tuple[Tensor, Mapping[str, Statistic]]:
-        """Compute what mu and pi_old decide: weight * keep (n, T) of the correction in force, and its statistics.
+        """Compute the active correction's weight * keep (n, T) from mu and pi_old, and its statistics.
 
-        What waits for pi or for advantages counts as 1. Later calls return the result of the first.
+        Parts that need pi or advantages count as 1. Later calls return the first call's result.
         """
 
     def compute_log_probs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Compute log-probs of responses by the trainer's own forward pass over (prompt, response), at temperature 1.
 
-        At most as many rows as the batch has; before pi_old is known, it uses the weights that sampled the rollouts
-        of a synchronous step.
+        Takes at most as many rows as the batch has. Before pi_old is known, the forward pass uses the weights that
+        sampled the rollouts of a synchronous step.
         """
 
     def rows(self, *names: str) -> dict[str, Any]:
-        """Read columns by verl's names: per token (n, T), right-padded; per row (n, ...); others as lists."""
+        """Read columns by verl's names: per-token ones (n, T), right-padded; per-row ones (n, ...); others as lists."""
 
     def put(self, **columns: Tensor) -> None:
         """Send columns to the workers' loss, (n, T) or (n,), named ``offpolicy_...``.
 
         Raises:
-            ValueError: another name, or another number of rows.
+            ValueError: a column has another name or another number of rows.
         """
 
 
@@ -108,7 +108,7 @@ def read_agent_fields(batch: BatchView, *names: str) -> list[Mapping[str, Any]]:
 
 
 def read_plain(batch: BatchView, name: str) -> list[Any]:
-    """Read a column that is no tensor, one value per row; TransferQueue wraps each one.
+    """Read a column that is not a tensor, one value per row; TransferQueue wraps each value.
 
     Raises:
         KeyError: the batch does not have it.
@@ -121,7 +121,7 @@ def check_columns(columns: Mapping[str, Tensor], rows: int) -> None:
     """Check names and lengths of columns for the workers.
 
     Raises:
-        ValueError: a name that the legacy actors would drop, or another number of rows.
+        ValueError: the legacy actors would drop a column's name, or it has another number of rows.
     """
     for name, column in columns.items():
         if not name.startswith(PREFIX):

@@ -1,4 +1,4 @@
-"""The learning rate by effective sample size: a factor per batch, proved by the optimizer's own rate.
+"""Scales the learning rate by the effective sample size of each batch, proved by the optimizer's own rate.
 
 Patched functions in verl 0.9.1, see ``verl_patches.optimizer_steps``: ``train_batch(self, data, loss_function)`` and
 ``optimizer_step(self)`` of the engine's instance.
@@ -33,7 +33,7 @@ _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 @dataclass(frozen=True)
 class EssLrSettings:
-    """Settings of one run: the factor is the ess, or its square root, and at least ``floor``."""
+    """Settings of one run: the factor is the ESS or its square root, but at least ``floor``."""
 
     rule: Literal["sqrt", "linear"]
     floor: float
@@ -60,9 +60,9 @@ class LrReport:
     """The learning rates of one optimizer step on one rank, one per group of parameters.
 
     Attributes:
-        factor: as it arrived; None: it did not.
-        planned: the scheduler's.
-        read: the optimizer's own, read after its step; None: it did not step.
+        factor: the received factor; None: none arrived.
+        planned: the scheduler's learning rates.
+        read: the optimizer's learning rates, read after its step; None: it did not step.
         stepped: whether the gradient was finite; verl steps only then.
     """
 
@@ -85,7 +85,7 @@ class ScaledSteps:
         engine.optimizer.register_step_post_hook(self._note)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """Run verl's method; its metrics get a report."""
+        """Run verl's method, and add a report to its metrics."""
         self._factor, self._report = tu.get_non_tensor_data(data, FLAG, default=None), None
         output = self._train(data, loss_function)
         output["metrics"][REPORT] = [self._report]
@@ -101,7 +101,7 @@ class ScaledSteps:
         try:
             norm = self._step()
         finally:
-            # The next step starts from the scheduler's rate, and so does a checkpoint.
+            # The next step and checkpoints use the scheduler's rate.
             for group, rate in zip(groups, before, strict=True):
                 group["lr"] = rate
         self._report = LrReport(self._factor, planned, self._read, math.isfinite(norm))
@@ -159,7 +159,7 @@ class EssLr(Extension):
 
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
         statistics = batch.weigh()[1]
-        # Without a weight, weight/ess is that of ones.
+        # Without a weight, weight/ess is computed from ones.
         self._ess = statistics["weight/ess" if "raw_weight/ess" in statistics else "rollout_ratio/ess"].value()
         self._factor = self.ess_lr.compute_factor(self._ess)
 

@@ -1,4 +1,4 @@
-"""A micro-batch in the worker's loss as extensions see it: padded, for the engine's and the legacy actors' layout."""
+"""A padded view of a micro-batch in the worker's loss for extensions, for the engine's and legacy actors' layouts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class LossRows:
         """Read a column of the micro-batch: per token (B, T), zeros on padding; per row (B,).
 
         Raises:
-            KeyError: it did not arrive.
+            KeyError: the column did not arrive.
         """
         if name not in self._data.keys():
             raise KeyError(f"{name} is not in the micro-batch that reached the loss.")

@@ -1,4 +1,4 @@
-"""The optimal off-policy baseline as an extension: advantages instead of verl's estimator."""
+"""The optimal off-policy baseline as an extension: it computes advantages instead of verl's estimator."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ ERROR = 1e-9
 
 
 def compute_advantages(rewards: Tensor, energy: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Compute R_i - b, b = sum_j e_j R_j / sum_j e_j over the group, or over the siblings of i alone.
+    """Compute R_i - b with b = sum_j e_j R_j / sum_j e_j over the group, or only over the siblings of i.
 
     Args:
         rewards: (n,) float64, of one group.
-        energy: (n,) float64, squared norm of each rollout's weighted gradient, w^2 times that of its score.
+        energy: (n,) float64, squared norm of each rollout's weighted gradient: w^2 times the squared norm of its score.
 
     Returns:
-        (n,) float64; 0 for a rollout that is compared with no energy: a group of one, or of weights of 0.
+        (n,) float64; 0 for a rollout whose comparison group has no energy: a group of one, or with all weights 0.
 
     Example:
         >>> rewards, energy = torch.tensor([1.0, 0.0]).double(), torch.tensor([3.0, 1.0]).double()
@@ -50,7 +50,7 @@ def compute_advantages(rewards: Tensor, energy: Tensor, *, leave_one_out: bool) 
     # Relative to the largest, so that nothing is divided by less than 1.
     largest = of_others.amax(-1, keepdim=True)
     shares = torch.where(largest > 0, of_others / largest, 0.0)
-    # From the first reward on, so that equal rewards give exactly 0.
+    # Relative to the first reward, so that equal rewards give exactly 0.
     above = rewards - rewards[0]
     baseline = (shares * above).sum(-1) / shares.sum(-1).clamp(min=1.0)
     return torch.where(largest[:, 0] > 0, above - baseline, 0.0)
@@ -74,7 +74,7 @@ def find_difference(
 
 
 class OptimalBaseline(AdvantageExtension):
-    """The optimal baseline of one run, made of all rollouts of a group or (``leave_one_out``) of the others."""
+    """The optimal baseline of one run, computed from all rollouts of a group or (``leave_one_out``) from the others."""
 
     title, prefix, differs = "optimal baseline", "optimal_baseline", False
 

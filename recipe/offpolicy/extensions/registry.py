@@ -1,6 +1,6 @@
 """The table of extensions: section of the configuration -> class, imported when the section is on.
 
-A section is on if it is a mapping, even an empty one (``{}``); null or absent, it is off.
+A section is on if it is a mapping, even an empty one (``{}``), and off if it is null or absent.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SHIPPED: dict[str, str] = {
     "optimal_baseline": "recipe.offpolicy.extensions.optimal_baseline:OptimalBaseline",
     "turn_credit": "recipe.offpolicy.extensions.turn_credit.turn_credit:TurnCredit",
     "process_reward": "recipe.offpolicy.extensions.process_reward.prefix_value_rewards:PrefixValueRewards",
-    # After the other ones, because it replaces their advantages in the distilled rows.
+    # After the other sections, because it replaces their advantages in the distilled rows.
     "opd": "recipe.offpolicy.extensions.opd.distillation:OnPolicyDistillation",
 }
-"""Sections of this package -> "module:Class". Hooks run in this order, followed by those of a fork."""
+"""Sections of this package -> "module:Class". Hooks run in this order, followed by a fork's hooks."""
 
 own_launch: ContextVar[bool] = ContextVar("own_launch", default=True)
-"""Whether the user launches it: for an unknown script no class is imported and no address is contacted."""
+"""Whether the user launches the run: for an unknown script no class is imported and no address is contacted."""
 
 
 def list_registered(config: DictConfig) -> dict[str, str]:
@@ -68,7 +68,7 @@ def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
 
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
-    """Find invalid values of ``offpolicy.extensions``, and sections that hold no keys."""
+    """Find invalid values of ``offpolicy.extensions``, and sections that are not mappings."""
     run = Configured(config)
     own = run.get(KEY)
     if own is not None and not isinstance(own, DictConfig):

@@ -1,7 +1,7 @@
 """Rollouts of a batch, one entry per session, and verl's dumps of validation answers.
 
-A line is a sample: ``input``, ``output``, ``gts``, ``score``, ``step``, and on the V1 trainer ``uid``, of the form
-PROMPT_SESSION_OUTPUT; the outputs of a session have one score.
+A line of a dump is one sample: ``input``, ``output``, ``gts``, ``score``, ``step``, and on the V1 trainer ``uid`` in
+the form PROMPT_SESSION_OUTPUT; all outputs of a session have the same score.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Sessions:
 
     Attributes:
         of_row: (n,) int64, the session of each row.
-        last: (S,) its last row.
-        uids: (S,) its group.
-        scores: (S,) float64, the raw score of its last row.
-        tokens: (S,) float64, response tokens of all its rows, without tool tokens.
-        truncated: (S,) bool, its last row has the maximum response length.
-        silent: (S,) bool, rejected with ``baseline=exclude``, or without remaining siblings.
+        last: (S,) the last row of each session.
+        uids: (S,) the group of each session.
+        scores: (S,) float64, the raw score of each session's last row.
+        tokens: (S,) float64, response tokens in all rows of each session, without tool tokens.
+        truncated: (S,) bool, the session's last row has the maximum response length.
+        silent: (S,) bool, sessions that ``baseline=exclude`` has rejected or left without siblings.
     """
 
     of_row: Tensor
@@ -102,9 +102,9 @@ def round_threshold(at_least: float) -> float:
 
 
 def identify_prompts(batch: BatchView, sessions: Sessions) -> list[str]:
-    """Compute an identity of each session's prompt that is stable over steps, because verl draws a new uid at each.
+    """Compute an identity of each session's prompt that is stable over steps; verl draws a new uid at each step.
 
-    It is a hash of the prompt's token ids, of the session's first row.
+    It is a hash of the prompt's token ids in the session's first row.
     """
     first = {number: row for row, number in reversed(list(enumerate(sessions.of_row.tolist())))}
     ids = batch.token_ids
@@ -118,7 +118,7 @@ _ROUND = re.compile(r"round_\d+")
 
 
 class DumpError(ValueError):
-    """A file that is no validation dump; names the line."""
+    """A file is not a validation dump; the message names the line."""
 
 
 class Dumped(NamedTuple):
@@ -131,12 +131,12 @@ class Dumped(NamedTuple):
 
 
 def find_run(path: Path) -> str:
-    """Find the folder of a run's dumps: that of the file, or its parent if it is ``round_N`` of dynamic validation."""
+    """Find the folder of a run's dumps: the file's folder, or its parent if it is ``round_N`` of dynamic validation."""
     return str(path.parent.parent if _ROUND.fullmatch(path.parent.name) else path.parent)
 
 
 def name_runs(runs: Iterable[str]) -> dict[str, str]:
-    """Name folders by what tells them apart, with a comma; one folder needs no name.
+    """Name folders by the parts in which they differ, followed by a comma; a single folder needs no name.
 
     Example:
         >>> name_runs(["out/a/val", "out/b/val"]), name_runs(["out/a"])
@@ -148,7 +148,7 @@ def name_runs(runs: Iterable[str]) -> dict[str, str]:
 
 
 def drop_repeated(paths: Iterable[Path]) -> list[Path]:
-    """Drop files that are named again, whose answers would count twice."""
+    """Drop repeated files, because their answers would count twice."""
     found: dict[Path, Path] = {}
     for path in paths:
         found.setdefault(path.resolve(), path)
@@ -169,12 +169,12 @@ def read_lines(path: Path, kind: type[ValueError], fix: str) -> Iterator[tuple[i
     """Read the numbers and values of a file's lines of JSON.
 
     Args:
-        kind, fix: error to raise if a line is not JSON, and end of its message.
+        kind, fix: error to raise if a line is not JSON, and the end of its message.
 
     Raises:
         OSError: the file cannot be read.
     """
-    # Bytes, because str.splitlines also ends lines at characters that JSON has within texts, such as U+2028.
+    # Bytes, because str.splitlines also splits at characters that JSON allows within texts, such as U+2028.
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             try:

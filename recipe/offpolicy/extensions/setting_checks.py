@@ -1,4 +1,4 @@
-"""The section of an extension: its keys, and its values merged over those of the option that ships them."""
+"""The section of an extension: checks its keys, and merges its values over those of the option that ships them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OWN_ESTIMATE = (
     Requirement("algorithm.use_kl_in_reward", (False,), "the KL is part of verl's rewards, but not of these."),
     Requirement("length_penalty.place", ("after",), "it checks verl's own advantages of the lowered rewards."),
 )
-"""What an extension needs that computes advantages of a group from rewards, instead of verl's estimator."""
+"""Requirements of an extension that computes a group's advantages from rewards, instead of verl's estimator."""
 _CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 
 
@@ -47,7 +47,7 @@ def read_values(
 
     Args:
         option: the file that ships all keys, such as ``opd/advantage``.
-        named: a key that has no default, with the reason and the fix of the problem that it is missing.
+        named: a key that has no default, with the reason and the fix to report if it is missing.
 
     Raises:
         CheckError: unknown keys, invalid values, unused keys and contradictions, all at once.
@@ -76,7 +76,7 @@ def _read_option(option: str) -> dict[str, Any]:
 
 
 def find_late_weights(section: str, run: Configured) -> Iterator[Problem]:
-    """Find corrections whose weights the trainer does not know before the update: they wait for pi or for signs."""
+    """Find corrections whose weights the trainer cannot compute before the update, because they need pi or signs."""
     off, key = f"or {section}=null.", "correction.proximal"
     if run.get(key) in REUSED:
         reason = f"pi_old is not computed before the update, so {section} does not know the weights."
@@ -92,7 +92,7 @@ def find_late_weights(section: str, run: Configured) -> Iterator[Problem]:
 
 
 def find_no_groups(section: str, run: Configured) -> Iterator[Problem]:
-    """Find what an extension cannot have that compares rollouts of a group instead of verl's estimator."""
+    """Find conflicts with an extension that compares rollouts of a group instead of verl's estimator."""
     off = f"{section}=null"
     yield from find_unmet(_OWN_ESTIMATE, run.get, off, (section,))
     if count_rollouts(run) == 1:
@@ -112,7 +112,7 @@ def list_train_files(run: Configured) -> list[str]:
 
 
 def read_train_column(run: Configured, column: str, rows: int | None = None) -> Iterator[tuple[str, list[Any]]]:
-    """Read a column of each file of the training data that is a Parquet file of this machine.
+    """Read a column from each training data file that is a Parquet file on this machine.
 
     Files that cannot be read are left to verl's loader.
 
@@ -139,7 +139,7 @@ def read_train_column(run: Configured, column: str, rows: int | None = None) -> 
 
 
 def load_tokenizer(path: str) -> Any:
-    """Load a tokenizer from this machine or its cache; None if it is not there."""
+    """Load a tokenizer from this machine or its cache; None if neither has it."""
     from transformers import AutoTokenizer
 
     try:

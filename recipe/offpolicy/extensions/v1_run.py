@@ -1,4 +1,4 @@
-"""A run by verl's V1 trainer, as far as add-ons read or call it outside their hooks."""
+"""The parts of a run by verl's V1 trainer that add-ons read or call outside their hooks."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class V1Run(Protocol):
     def view(self, batch: Any) -> BatchView: ...
 
     def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
-        """Seal the current columns of all rows: the loss stops the run if it reads other values."""
+        """Seal the current columns of all rows: if the loss reads other values, it stops the run."""
 
     def split_batch(self) -> BatchSplit: ...
 
     def take_out(self, batch: Any, why: str, *, masked: Collection[str], silenced: Collection[str]) -> Any:
-        """Report rows that leave to the extensions, see ``AddOns.take_out``; returns the batch to continue with."""
+        """Tell the extensions which rows leave, see ``AddOns.take_out``; returns the batch to continue with."""

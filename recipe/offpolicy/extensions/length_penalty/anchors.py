@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Answer = tuple[bool, float]
-"""True for a right answer, and its response tokens."""
+"""Whether the answer is right, and its number of response tokens."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Anchor:
 class Anchors:
     """Anchors of a run, by prompt or by data source.
 
-    Answers of a prompt are kept, step by step, until the share of right answers among at least ``min_samples`` exceeds
-    ``pass_rate``. Then the anchor is frozen for good and the answers are dropped. The order of a step's answers has no
-    influence: whole steps enter and leave the window.
+    A prompt's answers are kept, step by step, until the share of right answers among at least ``min_samples`` answers
+    exceeds ``pass_rate``. Then the anchor is frozen for good and the answers are dropped. The order of answers within a
+    step has no influence, because whole steps enter and leave the window.
 
     Attributes:
         pass_rate: in (0, 1), exclusive.
@@ -89,7 +89,7 @@ class Anchors:
 
 
 EASY, HARD = 0.9, 0.1
-"""Smallest share of right answers of an easy group, and largest of a hard group."""
+"""Smallest share of right answers in an easy group, and largest in a hard group."""
 CLASSES = ("right", "wrong", "easy", "hard")
 
 

@@ -16,7 +16,7 @@ EQUAL = 8 * RESOLUTION
 
 
 class Row(NamedTuple):
-    """A rollout of the group in question; ``anchor``: the length that it is compared with, None without one."""
+    """A rollout of the group in question; ``anchor``: the length with which it is compared, None without an anchor."""
 
     tokens: float
     right: bool
@@ -55,7 +55,7 @@ def state_shift(rows: Sequence[Row], settings: LengthSettings, weight: float, *,
     differ = _state_difference(scores) if by_std else 0.0
     if not differ or not any(apart):
         return apart
-    # Divided like verl's advantages, but limited to the largest of these or to the undivided value.
+    # Divided like verl's advantages, but limited to the largest of these advantages or to the undivided value.
     whole = [each / (_spread(scores) + 1e-6) for each in apart]
     middle, deviation = sum(scores) / len(scores), _spread(scores)
     most = max(max(map(abs, apart)), differ * max(abs(each - middle) for each in scores) / (deviation + 1e-6))

@@ -1,4 +1,4 @@
-"""Easy and hard prompts, fixed by an early checkpoint's answers, and the answers of later checkpoints to them."""
+"""Easy and hard prompts, fixed by an early checkpoint's answers, and later checkpoints' answers to these prompts."""
 
 from __future__ import annotations
 

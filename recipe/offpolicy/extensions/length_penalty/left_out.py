@@ -1,7 +1,7 @@
-"""Training prompts without those that an early checkpoint could hardly solve, as verl's data set.
+"""A verl data set of training prompts that omits prompts that an early checkpoint could hardly solve.
 
 Patched in verl 0.7.1 to 0.9.1: ``data.custom_cls``, and ``_read_files_and_tokenize`` of ``RLHFDataset``, which also
-reads the files again at a resume. verl makes the validation set of the same class.
+reads the files again at a resume. verl uses the same class for the validation set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class EasierPrompts(RLHFDataset):
     """verl's data set without the prompts whose pass rate in a dump is below a limit.
 
     Attributes:
-        total, known, left_out: number of prompts, of those that are in the dump, and of those that are left out.
+        total, known, left_out: number of all prompts, of prompts in the dump, and of prompts left out.
     """
 
     total = known = left_out = 0

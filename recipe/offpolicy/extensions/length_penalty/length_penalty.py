@@ -93,7 +93,7 @@ class LengthPenalty(AdvantageExtension):
         return {f"{name}.{key}": fix for key, fix in used.items() if fix}
 
     def load_prompts(self, loader: Any) -> Any:
-        """Check that the training prompts are those that are not left out."""
+        """Check that the left-out prompts are not among the training prompts."""
         if self.length.leave_out.dump is None:
             return loader
         from .left_out import EasierPrompts
@@ -126,7 +126,7 @@ class LengthPenalty(AdvantageExtension):
             return None
         sessions = measured.sessions
         mask = batch.rows("response_mask")["response_mask"].bool()
-        # For a row without a token, its first position.
+        # For a row without a token, this is its first position.
         ends = (torch.arange(mask.shape[1]) * mask).amax(-1)
         before = rewards.sum(-1)
         rewards[torch.arange(len(rewards)), ends] -= measured.penalty[sessions.of_row].to(rewards.dtype)
@@ -186,7 +186,7 @@ class LengthPenalty(AdvantageExtension):
         """Check that no answer of the maximum length has an advantage.
 
         Raises:
-            LivenessError: one has, for example because a later extension adds to it.
+            LivenessError: such an answer has an advantage, for example because a later extension adds to it.
         """
         for row, (_, response) in enumerate(batch.token_ids):
             if len(response) >= (self._most_tokens or math.inf) and bool(final[row].any()):
@@ -196,7 +196,7 @@ class LengthPenalty(AdvantageExtension):
                 )
 
     def _check_estimator(self, batch: BatchView, advantages: Advantages) -> None:
-        """Compare verl's advantages of the lowered rewards with a second implementation of its estimator.
+        """Compare verl's advantages for the lowered rewards with a second implementation of its estimator.
 
         GRPO compares sessions by their last rows; for other estimators each row is a sample.
         """
@@ -229,7 +229,7 @@ class LengthPenalty(AdvantageExtension):
         """Compare the changes of a group with the second implementation.
 
         Raises:
-            LivenessError: they differ.
+            LivenessError: the changes differ.
         """
         for at, (found, wanted) in enumerate(zip(seen, stated, strict=True)):
             if not abs(found - wanted) <= error:
@@ -275,7 +275,7 @@ class LengthPenalty(AdvantageExtension):
     # Validation and metrics ---------------------------------------------------------------------------------
 
     def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Fix easy and hard prompts by the first validation from a step on, and follow them in later ones."""
+        """Fix easy and hard prompts at the first validation from a given step on, and follow them later."""
         classes, step = self.length.classes, int(trainer.global_steps)
         if classes.from_step is None:
             return run()

@@ -22,7 +22,7 @@ class Measured:
 
     Attributes:
         right: (S,) bool.
-        anchors: (S,) lengths that sessions are compared with.
+        anchors: (S,) lengths with which sessions are compared.
         new: number of anchors that this batch has frozen.
         groups: sessions of each group, without silent ones.
         equal: groups whose rewards agree within float32 rounding.
@@ -78,7 +78,7 @@ def measure(
 def _find_anchors(
     section: str, settings: LengthSettings, anchors: Anchors, batch: BatchView, sessions: Sessions, right: Tensor
 ) -> tuple[list[float | None], int]:
-    """Find the length that each session is compared with, and count the anchors that this batch freezes."""
+    """Find the length with which each session is compared, and count the anchors that this batch freezes."""
     count = len(sessions.last)
     if settings.kind == "reference":
         return _read_references(section, settings.reference, batch, sessions), 0
@@ -99,7 +99,7 @@ def _read_references(
     """Read the reference length of each session.
 
     Raises:
-        ValueError: a row of the data set has none.
+        ValueError: a row of the data set has no reference length.
     """
     if not isinstance(reference, str):
         return [reference] * len(sessions.last)

@@ -19,9 +19,9 @@ def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence
     """Compute the decrease of advantages after normalisation, (P_i - mean P) / s in each group, (S,) float64.
 
     s is the standard deviation by which verl has divided the group's rewards, and 1 if these agree within float32
-    rounding, so that a coefficient keeps its meaning there. If penalties differ by more than rewards, 1 / s is bounded:
-    no shift exceeds both the group's largest advantage in verl, at most sqrt(n - 1) for n rows, and the largest
-    |P_i - mean P|. Means of groups are unchanged.
+    rounding, so that the coefficient keeps its meaning in such groups. If penalties differ by more than rewards, 1 / s
+    is bounded: no shift exceeds both the group's largest advantage in verl, at most sqrt(n - 1) for n rows, and the
+    largest |P_i - mean P|. Means of groups are unchanged.
 
     Args:
         penalty: (S,) penalty of each session.

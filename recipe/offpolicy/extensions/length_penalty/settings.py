@@ -45,7 +45,7 @@ class WarmupSettings:
 
 @dataclass(frozen=True)
 class ClassSettings:
-    """Settings of ``fixed_classes``; ``from_step``: fixed by the first validation from it on; None: never."""
+    """Settings of ``fixed_classes``; ``from_step``: the first validation from then on fixes classes; None: never."""
 
     from_step: int | None
     samples: int
@@ -66,7 +66,7 @@ class LengthSettings:
     """Settings of one run.
 
     Attributes:
-        kind: see ``penalties.penalties``; none: lengths are measured, and nothing is changed.
+        kind: see ``penalties.penalties``; none: lengths are only measured.
         coefficient: factor of the penalty.
         place: after verl's normalisation within the group, or before it, on the rewards.
         zero_variance: penalise or skip groups whose rewards agree within float32 rounding.
@@ -116,7 +116,7 @@ class LengthSettings:
 
 
 def read_length(info: Any, reference: str) -> float | None:
-    """Read the length that ``reference`` names in a row's extra_info; None: it is not a finite number above 0.
+    """Read the length named by ``reference`` from a row's extra_info; None if it is not a finite number above 0.
 
     Example:
         >>> [read_length({"budget": value}, "extra_info.budget") for value in ("300", float("inf"), "long", None)]

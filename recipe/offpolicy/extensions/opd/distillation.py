@@ -1,4 +1,4 @@
-"""On-policy distillation as an extension: asks a teacher about failed rollouts of hard prompts, and trains on it.
+"""On-policy distillation as an extension: trains on a teacher's log-probs for failed rollouts of hard prompts.
 
 A batch's requests start as soon as its rewards are known, and run while the workers compute pi_old; the computation of
 advantages waits for them. ``opd=advantage`` replaces the advantages of eligible tokens by K1, ``opd=loss`` adds K2 to
@@ -234,7 +234,7 @@ class OnPolicyDistillation(Extension):
         self._concordance = math.nan
         for source, alignment in self._alignments.items():
             found = alignment.judge(tally_agreements(student, teacher, self._near_of(source)))
-            # NaN is above no number, and remains only if all are.
+            # NaN compares as above no number, so it remains only if all values are NaN.
             known = found.get("concordance_rows", math.nan), self._concordance
             self._concordance = min(known, key=lambda each: math.inf if math.isnan(each) else each)
         self._asked = self._asked or bool(near.any())

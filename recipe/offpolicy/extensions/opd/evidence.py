@@ -19,14 +19,14 @@ COLUMN = Column("the teacher's log-probs", "Check the log of the server in opd.t
 ROUNDING = 2.0**-22
 """Relative difference of log-probs up to which two are the same number in float32."""
 APART, APART_ALONE, MOST_APART = 0.1, 0.3, 5.0
-"""Mean nats by which two answers about one row may differ, more for a row with few tokens; and largest of one token."""
+"""Mean nats by which two scores of a row may differ, more for a row with few tokens; cap on a token's difference."""
 
 
 def check_reports(reports: Sequence[OpdReport], mode: str) -> None:
     """Check the reports of one update.
 
     Raises:
-        LivenessError: the term does not act.
+        LivenessError: the distillation term does not act.
     """
     # This form also fails for NaN.
     if wrong := [report.error for report in reports if not report.error <= TOLERANCE[mode]]:
@@ -39,7 +39,7 @@ def check_reports(reports: Sequence[OpdReport], mode: str) -> None:
 
 
 def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
-    """Check that what the teacher returned can be log-probs of a policy other than the student, by its values.
+    """Check by their values that the teacher's scores can be log-probs of a policy other than the student.
 
     Args:
         student: (B, T) log pi_old.
@@ -47,7 +47,7 @@ def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
         scored: (B, T) bool.
 
     Raises:
-        LivenessError: zeros, one value, most not finite, above 0, or the student's own to the last bit of float32.
+        LivenessError: values are zeros, all equal, mostly not finite, above 0, or bitwise the student's in float32.
     """
     check_arrived(teacher, scored, COLUMN)
     check_zeros(teacher, student, scored, COLUMN)
@@ -61,10 +61,10 @@ def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
 
 
 def _compute_unrelated_limit(rows: int) -> float:
-    """Compute the concordance below which this many rows are no opinion about their tokens.
+    """Compute the concordance below which scores of this many rows carry no information about their tokens.
 
-    By chance it is 0, with a standard deviation of about 0.7 / sqrt(rows). A teacher may disagree about most tokens of
-    failed rows: one that improves its student had 0.17 there.
+    By chance the concordance is 0, with a standard deviation of about 0.7 / sqrt(rows). A teacher may disagree about
+    most tokens of failed rows: a teacher that improves its student had 0.17 on such rows.
     """
     return 0.12 - 2.8 / math.sqrt(rows)
 
@@ -82,7 +82,7 @@ def build_alignment(*, allow_unrelated: bool) -> AlignmentChecker:
 
 
 def check_repeated(first: Sequence[float], again: Sequence[float], what: str) -> None:
-    """Check that the teacher scores a row as it did before.
+    """Check that the teacher gives a row the same scores as before.
 
     Raises:
         LivenessError: the scores differ by more than the precision of 16-bit servers explains.
@@ -98,7 +98,7 @@ def check_repeated(first: Sequence[float], again: Sequence[float], what: str) ->
 
 
 def summarize_reports(reports: Sequence[OpdReport], coef: float, epochs: int = 1) -> Mapping[str, float]:
-    """Compute the workers' metrics of one update; means are NaN where no token was scored.
+    """Compute the workers' metrics of one update; means are NaN if no token was scored.
 
     Args:
         epochs: number of times that the loss saw each row, which counts once.

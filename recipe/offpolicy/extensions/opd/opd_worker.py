@@ -29,13 +29,13 @@ class OpdReport:
         missing: columns that did not reach the loss, or were changed on the way.
         tokens: number of scored tokens.
         response_tokens: number of response tokens of all rows, scored or not.
-        kept: number of these that no mask of the correction rejects.
-        k1, k2: sums over the scored tokens at the current policy, of bounded s - t and of its Huber loss.
-        teacher_pull, policy_pull: sums of |gradient at the log-prob| times the correction's factor, before the
-            denominator: of the scored tokens' own term, and of the advantages of all others.
-        error: mode loss: relative error of the term's gradient change when the teacher is shifted by ``SHIFT``; mode
-            advantage: relative error of the advantages against those computed from the columns. None without either.
-        visible: the trial expected a gradient other than 0, or advantages were compared.
+        kept: number of these response tokens that no mask of the correction rejects. k1, k2: sums of bounded s - t and
+        of its Huber loss over the scored tokens, at the current policy. teacher_pull, policy_pull: sums of |gradient at
+        the log-prob| times the correction's factor, before the denominator: for the scored tokens' own term, and for
+        the advantages of all other tokens.
+        error: in mode loss, relative error of the term's gradient change when the teacher is shifted by ``SHIFT``; in
+            mode advantage, relative error of the advantages against those computed from the columns; otherwise None.
+        visible: the shifted trial expected a nonzero gradient, or advantages were compared.
     """
 
     hashes: tuple[int, ...] | None = ()
@@ -122,7 +122,7 @@ class OpdWorker(WorkerExtension):
         )
 
     def _pulls(self, rows: LossRows, gaps: Tensor, scored: Tensor) -> tuple[float, float]:
-        """Sum |slope of the loss at a log-prob| before its denominator: of the teacher's term, and of advantages."""
+        """Sum |slope of the loss at a log-prob| before its denominator, for the teacher's term and for advantages."""
         dealt = (rows.column("advantages").float() * rows.response_mask).abs() * rows.weights
         if self.settings.mode == "loss":
             own = self.settings.coef * gaps.abs() * self._factor(rows)
@@ -136,7 +136,7 @@ class OpdWorker(WorkerExtension):
 
         Within max_gap the slope is s - t, which decreases as t increases; the gradient of a K1 would not change.
         """
-        if not scored.any():  # for example because all rows are padding or left
+        if not scored.any():  # for example because all rows are padding or have left the update
             return 0.0, False
         bound = self.settings.max_gap
         shift = min(SHIFT, bound / 4)

@@ -1,4 +1,4 @@
-"""Rejection fine-tuning (RFT): right answers of a student, put into the teacher's chat template, for SFT.
+"""Rejection fine-tuning (RFT): puts a student's right answers into the teacher's chat template, for SFT.
 
 A teacher's log-probs are meaningful only if the student writes in the teacher's format. The student is sampled from a
 server, its right answers are kept, and verl's SFT trainer trains it on them.
@@ -31,7 +31,7 @@ DATASET = "pkg://recipe.offpolicy.extensions.opd.rft_dataset"
 
 
 class RftError(RuntimeError):
-    """No data set can be made; what is wrong, and what to do."""
+    """No data set can be made; the message says what is wrong, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Sampling:
     Attributes:
         n: answers per prompt.
         max_tokens: tokens per answer; longer answers are dropped.
-        stop: texts at which an answer ends, without them.
+        stop: texts at which an answer ends; they are not part of the answer.
     """
 
     n: int = 8
@@ -67,7 +67,7 @@ class Found:
 
 
 def render_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Render a prompt as the student is sampled: by its chat template, or without one the bare texts, in lines."""
+    """Render a prompt for sampling the student: with its chat template or, without one, as bare texts, one per line."""
     if getattr(tokenizer, "chat_template", None):
         ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
         return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
@@ -131,7 +131,7 @@ def _read_answers(text: bytes, url: str, count: int) -> list[str | None]:
 
 
 def format_answer(text: str, pattern: str) -> str:
-    """Put an answer into the teacher's format: ``{response}`` is all of it, ``{last}`` its last line with text.
+    """Put an answer into the teacher's format: ``{response}`` is the whole answer, ``{last}`` its last line with text.
 
     Example:
         >>> format_answer("6 * 7\\nis 42", "<think>\\n{response}\\n</think>\\n\\n{last}")
@@ -150,7 +150,7 @@ def keep_right(
     An answer counts as right if its score is at least ``right_from`` both as sampled and in the teacher's format.
 
     Raises:
-        RftError: no right answer is right in that format, or the reward function gives no finite score.
+        RftError: no right answer is still right in that format, or the reward function returns no finite score.
     """
     source = row.get("data_source")
 
@@ -241,7 +241,7 @@ def write_dataset(rows: Sequence[Mapping[str, Any]], found: Sequence[Found], fol
 
 
 def _squeeze(text: str) -> str:
-    """Remove what tokenizers change: white space, and other forms of one letter."""
+    """Remove differences that tokenizers introduce: white space, and different forms of one letter."""
     return unicodedata.normalize("NFKC", "".join(text.split()))
 
 

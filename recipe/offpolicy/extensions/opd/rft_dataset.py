@@ -1,7 +1,7 @@
 """The data set of rejection fine-tuning, for verl's SFT trainer: ``data.custom_cls``.
 
 verl's own class renders each message by itself. Templates that treat the last answer differently, such as Qwen3's,
-then lose the answer's thinking. Here the prompt is rendered as at rollout, and the answer follows as it is.
+then lose the answer's thinking. Here the prompt is rendered as at rollout, and the answer is appended unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AnsweredPrompts(MultiTurnSFTDataset):
 
 
 def find_end(tokenizer: Any) -> str:
-    """Find what ends an answer in the chat template, or the tokenizer's end of text."""
+    """Find the text that ends an answer in the chat template, or the tokenizer's end-of-text token."""
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "#"}]
     tail = str(tokenizer.apply_chat_template(turn, tokenize=False)).rpartition("#")[2].strip()
     return tail or str(tokenizer.eos_token or "")

@@ -32,7 +32,7 @@ class TeacherSettings:
         timeout: seconds for the rows of one step.
         probe_every: steps after which rows are scored again and must get the same answer; None: never.
         retries: number of times that a request is sent again, to another address if there is one.
-        other_template: a chat template other than the student's is intended.
+        other_template: the teacher's chat template intentionally differs from the student's.
     """
 
     urls: tuple[str, ...]
@@ -80,7 +80,7 @@ class OpdSettings:
     """Settings of one run.
 
     Attributes:
-        teachers: teacher of each data source; "" is that of all others.
+        teachers: teacher of each data source; "" is the teacher of all other sources.
         mode: ``advantage`` replaces the advantages of eligible tokens by K1, ``loss`` adds K2.
         coef: factor of the signal.
         horizon: number of first response tokens that take part; None: all.
@@ -173,7 +173,7 @@ def _is_address(value: object) -> bool:
     try:
         parts = urlsplit(value if isinstance(value, str) else "")
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not match, or a port above 65535
+    except ValueError:  # unmatched brackets, or a port above 65535
         return False
 
 

@@ -57,7 +57,7 @@ def eligible(
     max_pass_rate: float,
     rows: str = "failed",
 ) -> Tensor:
-    """Find the rollouts to distil: those of prompts whose pass rate is at most ``max_pass_rate``, (B,) bool.
+    """Find the rollouts to distil, (B,) bool: rollouts of prompts whose pass rate is at most ``max_pass_rate``.
 
     Args:
         rewards, groups, passed_above: see ``compute_pass_rates``.
@@ -65,7 +65,7 @@ def eligible(
         rows: the ``failed`` rollouts of such prompts, or ``all`` rollouts of them.
 
     Raises:
-        ValueError: as ``compute_pass_rates``, or a setting is out of its range.
+        ValueError: as in ``compute_pass_rates``, or a setting is out of its range.
 
     Example:
         >>> eligible(torch.tensor([0.0, 0.0, 1.0, 1.0]), ["a", "a", "a", "b"], passed_above=0.0, max_pass_rate=0.5)
@@ -80,7 +80,7 @@ def eligible(
 
 
 LOG_PROBS = 1.0
-"""Typical size of log-probs in nats: gaps are their differences, with the rounding of numbers of this size."""
+"""Typical size of log-probs in nats: gaps are differences of log-probs, so they have rounding errors of this scale."""
 
 
 def find_horizon(tokens: Tensor, horizon: int | None) -> Tensor:
@@ -123,7 +123,7 @@ def compute_factor(value: float, *, start: float, end: float, final: float) -> f
 
 
 def compute_centre(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
-    """Compute what is subtracted from the gaps before they are scaled: their mean with ``mean_std``, otherwise 0."""
+    """Compute the value subtracted from the gaps before scaling: their mean with ``mean_std``, otherwise 0."""
     chosen = gaps[tokens].double()
     return float(chosen.mean()) if scale == "mean_std" and len(chosen) else 0.0
 
@@ -132,12 +132,12 @@ def compute_scale(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
     """Compute the divisor of the signal over a whole batch: the spread of ``gaps``, 1.0, or a number.
 
     ``mean_std`` is the standard deviation about the mean that ``compute_centre`` returns.
-    ``std`` is the deviation about 0, because nothing is centred: a teacher that finds all tokens less likely than the
-    student does teaches that as well. Over n tokens no gap exceeds sqrt(n) times it. 1.0 if all gaps are float32
-    rounding.
+    ``std`` is the deviation about 0, because nothing is centred: if a teacher finds all tokens less likely than the
+    student does, this is part of the signal. Over n tokens no gap exceeds sqrt(n) times ``std``. The divisor is 1.0 if
+    all gaps are float32 rounding.
 
     Raises:
-        ValueError: neither std, mean_std, none nor a finite number above 0.
+        ValueError: the scale is neither std, mean_std, none nor a finite number above 0.
     """
     if scale == "none":
         return 1.0
@@ -202,7 +202,7 @@ def k2_loss(student: Tensor, teacher: Tensor, mask: Tensor, *, max_gap: float) -
     ``student`` has a gradient.
 
     Raises:
-        ValueError: as ``compute_gaps``.
+        ValueError: as in ``compute_gaps``.
 
     Example:
         >>> k2_loss(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -9.0]), torch.tensor([True, True]), max_gap=4.0)
@@ -224,7 +224,7 @@ ROW = "offpolicy_opd_row"
 FACTOR = "offpolicy_opd_factor"
 """float32 per row: the schedule's factor / the divisor of the advantages, the same for the whole batch."""
 CENTRE = "offpolicy_opd_centre"
-"""float32 per row: what is subtracted from the gaps, the same for the whole batch."""
+"""float32 per row: the value subtracted from the gaps, the same for the whole batch."""
 SENT = (TEACHER, ROW, FACTOR, CENTRE)
 """All columns, which the loss needs."""
 

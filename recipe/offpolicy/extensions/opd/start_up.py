@@ -29,7 +29,7 @@ from .teacher_client import (
 PATIENCE = 10.0
 """Seconds to wait for an answer before the run."""
 LARGEST = 2**24
-"""Largest size of such an answer in bytes."""
+"""Largest size of an answer before the run, in bytes."""
 REPEATS = {"float32": 1e-3, "bfloat16": 0.05}
 """Nats by which a log-prob may differ between two requests; a 16-bit teacher is reported and accepted."""
 PROBES = (
@@ -115,7 +115,7 @@ def find_length(settings: TeacherSettings) -> int | None:
 
 
 def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequence[int]]) -> float:
-    """Measure by how many nats log-probs differ between requests of a row alone, twice, and together with others.
+    """Measure by how many nats log-probs differ between two requests of a row alone and one together with other rows.
 
     Args:
         ids: two rows of three or more ids.
@@ -138,7 +138,7 @@ def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequenc
 
 
 def find_other_vocabulary(settings: TeacherSettings, model: str, tokenizer: Any) -> Iterator[str]:
-    """Find strings for which the teacher's tokenizer gives other ids than the student's ``tokenizer``."""
+    """Find strings whose ids from the teacher's tokenizer differ from those of the student's ``tokenizer``."""
     for text in PROBES:
         theirs = _tokenize(settings, {"model": model, "prompt": text, "add_special_tokens": False})
         if theirs != tokenizer(text, add_special_tokens=False)["input_ids"]:

@@ -26,7 +26,7 @@ from ...fault_tolerance.redaction import hide, redact_text, show_variable
 from .settings import TeacherSettings
 
 ROWS = 16
-"""Most rows per request: one with 64 rows takes a third of the time of 64 with one, and blocks others only briefly."""
+"""Most rows per request: one with 64 rows takes a third of the time of 64 single ones; few rows block only briefly."""
 CONNECT = 5.0
 """Seconds for a connection."""
 PAUSE = 0.5
@@ -36,7 +36,7 @@ EXCLUDED = -9999.0
 
 
 POSITION, LARGEST = 512, 2**20
-"""Largest size of an answer in bytes: per position sent, and in addition."""
+"""Largest size of an answer in bytes: per position sent, plus a constant."""
 BUSY = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed."""
 REFUSED = (401, 403)
@@ -47,7 +47,7 @@ class TeacherError(RuntimeError):
     """The teacher gave no valid answer; the run stops instead of training without it.
 
     Attributes:
-        reason, fix: what is wrong, and what to do; ``fix`` is empty if ``reason`` holds it, or nothing is known.
+        reason, fix: what is wrong, and what to do; ``fix`` is empty if ``reason`` contains the fix or none is known.
     """
 
     def __init__(self, reason: str, fix: str = "") -> None:
@@ -57,7 +57,7 @@ class TeacherError(RuntimeError):
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids of one rollout: the prompt, and the part of the response that takes part.
+    """Token ids of one rollout: the prompt, and the scored part of the response.
 
     Attributes:
         number: its position in the batch, for messages.
@@ -75,7 +75,7 @@ class Scoring:
     Attributes:
         rows: rows as sent.
         started: start time in seconds of ``time.monotonic``.
-        ended: time of the last answer; of the start before the first answer.
+        ended: time of the last answer; before the first answer, the start time.
         retried: number of requests that were sent again.
     """
 
@@ -180,7 +180,7 @@ class TeacherClient:
         return [found[number] for number in range(len(rows))]
 
     def _post(self, body: dict[str, Any], rows: Sequence[Row], scoring: Scoring) -> tuple[str, bytes]:
-        """Post until there is an answer, trying one address after the other; returns the address and the answer.
+        """Post until there is an answer, trying one address after another; returns the address and the answer.
 
         Raises:
             TeacherError: every attempt failed, or a request was rejected.
@@ -220,13 +220,13 @@ class TeacherClient:
 def open_session(settings: TeacherSettings) -> requests.Session:
     """Open a session with the headers of the settings.
 
-    Their values are hidden in everything that this process prints from now on.
+    The headers' values are hidden in everything that this process prints from now on.
 
     Raises:
         TeacherError: an environment variable that holds a value is not set, or its value cannot be sent.
     """
     session = requests.Session()
-    # Proxies in the environment are for external addresses, not for a cluster's hosts.
+    # Proxies in the environment are meant for external addresses, not for a cluster's hosts.
     session.trust_env = False
     session.headers["Accept-Encoding"] = "identity"
     named = {"Authorization": settings.api_key} if settings.api_key is not None else {}

@@ -1,4 +1,4 @@
-"""Group sizes of a step by how much a prompt's group can teach about pass@k, with a fixed total."""
+"""Group sizes of a step for a fixed total, based on how much each prompt's group can teach about pass@k."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: in
     """Distribute ``total`` rollouts over prompts to maximise the sum of k (1 - p)^(k - 1) (1 - p^n - (1 - p)^n).
 
     The first factor is the derivative of pass@k = 1 - (1 - p)^k, which weighs hard prompts more, and all prompts
-    equally at k = 1. The second is the probability of a group with right and wrong answers, without which it teaches
+    equally at k = 1. The second is the probability that a group has both right and wrong answers; other groups teach
     nothing. Each further rollout of a prompt adds less than the one before, so the greedy choice is optimal; on ties,
     the hardest prompt gets it.
 

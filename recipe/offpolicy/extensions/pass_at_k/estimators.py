@@ -95,7 +95,7 @@ def _count_paths(looks: tuple[int, ...], successes: int, failures: int) -> dict[
 
 @dataclass(frozen=True, order=True)
 class RankingOnly:
-    """A number that only ranks prompts or checkpoints and estimates nothing: it has no arithmetic, and no float."""
+    """A number that only ranks prompts or checkpoints and estimates nothing: no arithmetic, no conversion to float."""
 
     value: float
 
@@ -107,7 +107,7 @@ def rank(n: int, c: int, k: int) -> RankingOnly:
     """Compute 1 - (1 - c/n)^k, pass@k if c/n were the prompt's own rate; biased low, and suitable only for ranking.
 
     Raises:
-        ValueError: as ``unbiased``, but k may be larger than n.
+        ValueError: as in ``unbiased``, but k may be larger than n.
     """
     n, c, k = _counts(n, c, k)
     return RankingOnly(1.0 - (1.0 - c / n) ** k)
@@ -124,7 +124,7 @@ def read_count(value: int, name: str) -> int:
     """Read a whole number of any integer type.
 
     Raises:
-        ValueError: it is not a whole number; the message has its name.
+        ValueError: the value is not a whole number; the message contains its name.
     """
     if isinstance(value, bool):
         raise ValueError(f"{name}={value}: not a count.")

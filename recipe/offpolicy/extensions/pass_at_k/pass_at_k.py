@@ -1,4 +1,4 @@
-"""pass@k as an extension: advantages instead of verl's estimator, group sizes, and validation."""
+"""pass@k as an extension: advantages that replace verl's estimator, group sizes, and validation."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class PassAtK(AdvantageExtension):
         """Read the data-set numbers of these prompts.
 
         Raises:
-            LivenessError: they come from another data loader.
+            LivenessError: the prompts come from another data loader.
         """
         try:
             return [str(int(number)) for number in prompts.rows(NUMBER)[NUMBER]]

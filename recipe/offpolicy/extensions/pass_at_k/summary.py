@@ -17,7 +17,7 @@ from .estimators import unbiased, unbiased_dynamic
 
 ITERATIONS = 200
 LARGEST_SUM, SMALLEST = 1e3, 1e-6
-"""Beyond this a + b per sample the likelihood is flat: no over-dispersion; below this a or b: all or nothing."""
+"""Above this a + b per sample the likelihood is flat (no over-dispersion); below this a or b it is all or nothing."""
 
 
 class NotIdentified(ValueError):

@@ -1,4 +1,4 @@
-"""Draws training prompts by how much their groups can teach about pass@k, instead of verl's sampler."""
+"""Replaces verl's sampler: draws training prompts according to how much their groups can teach about pass@k."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from .budget import PassRates
 
 NUMBER = "offpolicy_prompt"
-"""Column of a batch of prompts: each one's number in the data set."""
+"""Column of a batch of prompts: each prompt's number in the data set."""
 
 
 def compute_chances(rates: PassRates, prompts: int, n: int, uniform_share: float, k: int = 4) -> Tensor:
     """Compute the probability that each prompt is drawn next, (prompts,) float64, with sum 1.
 
-    ``uniform_share`` of it is uniform, so that every prompt comes again; the rest is proportional to
-    k (1 - p)^(k - 1) (1 - p^n - (1 - p)^n), see ``budget.allocate``.
+    ``uniform_share`` of the probability is uniform, so that every prompt is drawn again; the rest is proportional to k
+    (1 - p)^(k - 1) (1 - p^n - (1 - p)^n), see ``budget.allocate``.
 
     Args:
         rates: rates of prompts, by their number as a string.
@@ -52,7 +52,7 @@ class BlockSampler:
     Args:
         rows: number of rows of the data set.
         block: rows per block, at most ``rows``.
-        chances: computes (rows,) probabilities, again for each block.
+        chances: called for each block; computes (rows,) probabilities.
         seed: seed of the draws.
     """
 
@@ -113,7 +113,7 @@ class _Draws(Iterator[int]):
         """Continue from a ``state_dict``.
 
         Raises:
-            ValueError: it was saved with other data.
+            ValueError: the state was saved with other data.
         """
         rows = state.get("rows", len(self._sampler))
         if rows != len(self._sampler):

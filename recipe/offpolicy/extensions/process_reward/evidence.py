@@ -29,7 +29,7 @@ class ProcessWorker(AdvantageWorker):
 
 
 MOVED_ROWS = 8
-"""Most rows of which a utility is moved at the first update."""
+"""Largest number of rows in which a utility is moved at the first update."""
 COMPARED = 8
 """Number of prefixes that the trainer's own forward pass scores again at the first step."""
 TOLERANCES = {"float32": 1e-3, "fp32": 1e-3}
@@ -49,7 +49,8 @@ def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: S
         rows: rows to check, in this order.
 
     Returns:
-        Number of checked rows, at most ``MOVED_ROWS``; rows with a single episode, or no counting one, show nothing.
+        Number of checked rows, at most ``MOVED_ROWS``; rows with a single episode, or with none that counts, show
+        nothing.
 
     Raises:
         LivenessError: utilities were moved, but the advantages did not change.
@@ -75,8 +76,8 @@ def check_penalty(found: BatchUtilities, waste: Tensor, taken: Tensor, penalty: 
 
     Args:
         waste: (n, T) bool, last tokens of wasted episodes.
-        taken: (n, T), by how much the penalty lowers advantages.
-        penalty: of one episode.
+        taken: (n, T), the amount by which the penalty lowers advantages.
+        penalty: penalty of one episode.
         mask: (n, T) bool, response tokens.
 
     Raises:
@@ -112,10 +113,10 @@ def check_column(rows: Sequence[RowValues], floor: float) -> bool:
     """Check that the values of a batch can be log-probs; values at the floor do not count.
 
     Returns:
-        Whether all of them are exactly 0, which the trainer's own forward pass must confirm.
+        Whether all values are exactly 0, which the trainer's own forward pass must confirm.
 
     Raises:
-        LivenessError: a value is not finite or above 0, or all are one number.
+        LivenessError: a value is not finite or is above 0, or all values are the same number.
     """
     values = torch.tensor([[value for row in rows for value in row.values]])
     there = values != floor
@@ -128,7 +129,7 @@ def check_related(values: Sequence[float], own: Sequence[float], checker: Alignm
 
     Raises:
         LivenessError: all are 0, but the trainer is uncertain.
-        AlignmentError: over enough prefixes both agree only by chance.
+        AlignmentError: over enough prefixes, the two agree only by chance.
     """
     engine, trainer = torch.tensor(values)[:, None], torch.tensor(own)[:, None]
     there = torch.ones_like(engine, dtype=torch.bool)

@@ -123,7 +123,7 @@ class ScoringWorker:
             result = await continue_prefix(
                 output.prompt_ids, prefix, most, sample, score, samples=settings.samples, source=source
             )
-        except Exception as error:  # it would fail the row's group, which verl replaces by padding
+        except Exception as error:  # an exception would fail the row's group, which verl replaces by padding
             result = {"error": f"{type(error).__name__}: {error}"}
         return {"number": number, **result}
 

@@ -18,7 +18,7 @@ from .prefix_scorer import RowValues
 from .settings import MonteCarloSettings
 
 Sample = Callable[[list[int], int, int], Awaitable[list[int] | None]]
-"""Continue (ids, most tokens, seed) by the policy that sampled them; None: with other weights, or aborted."""
+"""Continue (ids, most tokens, seed) with the policy that sampled them; None: the weights changed, or it was aborted."""
 Score = Callable[[list[int]], Awaitable[float]]
 """Reward of a whole response."""
 
@@ -49,7 +49,7 @@ async def continue_prefix(
     """Sample ``samples`` responses that begin with ``prefix``, of up to ``most`` tokens, and reward them.
 
     Returns:
-        ``mean`` of the rewards and ``tokens`` sampled, or the ``error`` because of which there is none.
+        The rewards' ``mean`` and the number of sampled ``tokens``, or the ``error`` that prevented them.
     """
     room = most - len(prefix)
     ids = [*prompt, *prefix]
@@ -83,7 +83,7 @@ def compute_rank_correlation(one: Tensor, other: Tensor) -> float:
 
 
 def summarize_continuations(rows: Sequence[RowValues]) -> dict[str, float]:
-    """Compute the metrics of a check; empty for a batch without one."""
+    """Compute the metrics of a check; empty for a batch without a check."""
     chosen = [row for row in rows if row.monte_carlo is not None]
     if not chosen:
         return {}

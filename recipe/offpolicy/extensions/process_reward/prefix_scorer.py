@@ -44,10 +44,10 @@ def read_answers(row: Any, most: int) -> list[str]:
     """Read the answers of a row's ``reward_model`` column: an expression as text, a number, or several alternatives.
 
     Raises:
-        AnswerError: there is none, or there are more than ``most``.
+        AnswerError: there is no answer, or there are more than ``most``.
     """
     truth: Any = row.get("ground_truth") if hasattr(row, "get") else None
-    # numpy's arrays, as read from parquet.
+    # Values read from Parquet are numpy arrays.
     truth = truth[()] if isinstance(truth, np.ndarray) else truth
     given = list(truth) if isinstance(truth, list | tuple | np.ndarray) else [truth]
     answers = [_write(each) for each in given if each is not None and not isinstance(each, dict)]
@@ -69,7 +69,7 @@ def _write(answer: Any) -> str:
             raise AnswerError(f"the column {COLUMN} holds {answer}, which is no answer.")
         if isinstance(answer, Decimal):
             return f"{answer.normalize():f}"
-        # A float32 of 0.1 is "0.1", which it would not be as a Python float.
+        # A float32 of 0.1 is written "0.1"; converted to a Python float, it would have more digits.
         return np.format_float_positional(answer if answer else 0.0, trim="-")
     return str(answer).strip()
 
@@ -197,7 +197,7 @@ def _split(begin: int, end: int, stops: Sequence[int], max_tokens: int) -> Itera
 
 
 def _join(ends: list[int], most: int) -> list[int]:
-    """Keep ``most`` of the ends, evenly, the first and the last among them."""
+    """Keep ``most`` of the ends, evenly spaced, including the first and the last."""
     if len(ends) <= most:
         return ends
     if most == 1:
@@ -219,7 +219,7 @@ def find_region(pieces: Sequence[str], think_end: str) -> int:
 
 
 ROUNDS = 3
-"""Number of times that a row's values are requested, until all have one version, that of its last token."""
+"""Most attempts to request a row's values, until all have the same version as the row's last token."""
 PAUSE = 1.0
 """Seconds before a row is scored again after an abort, like verl's resuming client."""
 
@@ -262,9 +262,9 @@ class RowValues:
         version: version of the weights with which all of them were computed.
         answers: (ids of force prompt and answer, number of the answer's ids) of each alternative.
         best: the alternative of each value.
-        requests, forward, cached, rescored: number of requests, of their tokens that were computed and read from the
-            cache, and of requests repeated without the cache.
-        began, ended: seconds of ``time.time``.
+        requests, forward, cached, rescored: number of requests, of their tokens that were computed, of their tokens
+        that were read from the cache, and of requests repeated without the cache. began, ended: seconds of
+        ``time.time``.
         error: why the row was not scored.
         monte_carlo: the ``number`` of a prefix with the result of ``monte_carlo.continue_prefix``; None: no check.
     """
@@ -288,7 +288,7 @@ def find_boundaries(
     pieces: Sequence[str], mask: Sequence[int], response: Sequence[int], settings: ProcessSettings, eos: frozenset[int]
 ) -> list[int]:
     """Find the ends of a response's episodes, each after a token that the policy sampled."""
-    # A marker in a tool's output is not the policy's.
+    # A marker in a tool's output was not written by the policy.
     shown = [piece if own else "" for piece, own in zip(pieces, mask, strict=True)]
     count = find_region(shown, settings.think_end)
     while count and response[count - 1] in eos:
@@ -306,7 +306,7 @@ def find_boundaries(
 
 
 class PrefixScorer:
-    """Scores rows by a rollout server.
+    """Scores rows with a rollout server.
 
     Args:
         settings: settings of the run.
@@ -325,7 +325,7 @@ class PrefixScorer:
         try:
             await self._score(row, result)
         except Exception as error:
-            # Raised here, it would fail the row's group, which verl replaces by padding.
+            # An exception raised here would fail the row's group, which verl replaces by padding.
             kind = "" if isinstance(error, ScoringError | AnswerError) else f"{type(error).__name__}: "
             result.values, result.error = [], f"{kind}{error}"
         result.ended = time.time()

@@ -41,11 +41,12 @@ from .start_up import MANAGER, find_manager, find_problems, serve_scores
 logger = logging.getLogger("verl.offpolicy")
 
 UNFIT, UPDATES = 0.55, 5
-"""Separation below which values do not tell passed from failed rows, and updates in a row before the warning."""
+"""Separation below which values do not distinguish passed from failed rows; updates in a row before the warning."""
 
 COMPARISONS = {True: 2, False: 16}
-"""Number of first steps whose values are compared. In synchronous training: the first step and the one after the first
-synchronisation of trained weights, which must agree exactly; otherwise as many as show that they are related."""
+"""Number of first steps whose values are compared. In synchronous training these are the first step and the step after
+the first synchronisation of trained weights, which must agree exactly; otherwise enough steps to show that the values
+are related."""
 
 
 class PrefixValueRewards(AdvantageExtension):
@@ -193,7 +194,7 @@ class PrefixValueRewards(AdvantageExtension):
             )
 
     def _deal(self, batch: BatchView, mask: Tensor, values: Tensor, *, penalty: Tensor | float) -> Tensor:
-        """Compute coef * the process advantages (n, T) of utilities (n, T); 0 in rows that may have none."""
+        """Compute coef * the process advantages (n, T) of utilities (n, T); 0 in rows that must not have any."""
         assert self._utilities is not None
         dealt = token_advantages(
             values.double(),

@@ -125,7 +125,7 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
 
 
 def find_waste(found: BatchUtilities, within: float, floor: float) -> Tensor:
-    """Find the last tokens of wasted episodes, (n, T) bool: |U| <= ``within``, of values that are not at the floor.
+    """Find the last tokens of wasted episodes, (n, T) bool: |U| <= ``within``, with values that are not at the floor.
 
     The utility between two values at the floor is unknown, not 0.
     """
@@ -151,7 +151,7 @@ def move_utility(found: BatchUtilities, row: int) -> Tensor | None:
 
 
 def compute_separation(values: Tensor, passed: Tensor) -> float:
-    """Compute the share of pairs (one that passed, one that failed) in which the former's value is higher; ties half.
+    """Compute the share of (passed, failed) pairs in which the passed row's value is higher; ties count half.
 
     Args:
         values: (n,) float.

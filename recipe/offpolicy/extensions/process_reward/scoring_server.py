@@ -1,4 +1,4 @@
-"""vLLM servers that score a row's prefixes in one call, on every trainer of verl.
+"""vLLM servers that score a row's prefixes in one call, with every verl trainer.
 
 Patched in verl 0.9.1: ``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of
 ``vLLMReplica``, ``vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, ...)``, and
@@ -39,7 +39,7 @@ class ScoringServer(vllm_async_server.vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         engine_loss.check(agent_loops.build_server_seams())
-        # The server is the only one in its process, and reads the name at each answer.
+        # The server is the only one in its process, and looks the name up at each answer.
         vllm_async_server.extract_prompt_logprobs = keep_flat(vllm_async_server.extract_prompt_logprobs)
         super().__init__(*args, **kwargs)
 

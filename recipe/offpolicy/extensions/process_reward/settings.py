@@ -43,9 +43,9 @@ class ProcessSettings:
         think_end: episodes end before it; empty: the whole response is reasoning.
         markers, max_tokens, max_episodes: see ``episodes.episode_ends``.
         max_answer_tokens: limit of the answer, tokenised with the force prompt.
-        max_answers: limit of alternatives in the ground truth, of which the likeliest counts.
+        max_answers: limit of alternative answers in the ground truth; the likeliest one counts.
         floor: lower bound of a value, in nats.
-        prefix_cache: ``auto`` lets the engine read its cache if it reports how much it read, ``off`` never.
+        prefix_cache: ``auto`` lets the engine read its cache if it reports how much it read; ``off`` never does.
         normalize: see ``advantages.normalize_utilities``.
         coef: factor of the process advantages.
         probe_every: steps after which the trainer scores prefixes again; None: only at the first steps.

@@ -19,16 +19,16 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MANAGER = f"{ROLLOUT}.agent.agent_loop_manager_class"
 _HERE = __name__.rpartition(".")[0]
 MANAGERS = {"v0": f"{_HERE}.manager.ScoringManagerV0", "v1": f"{_HERE}.manager_v1.ScoringManagerV1"}
-"""Managers of agent loops, by verl's trainer."""
+"""Agent loop managers, by verl's trainer."""
 BY_TOKEN = ("gae", "reinforce_plus_plus")
 """verl's estimators that keep a per-token penalty per token."""
 FEW = 10
-"""Number of prefixes below which a rank correlation, whose standard error is about 1 / sqrt(n - 1), says nothing."""
+"""Number of prefixes below which a rank correlation, with a standard error of about 1 / sqrt(n - 1), says nothing."""
 TEXTS = ("3+3=1. So 1+2=3.", "Wait, x = 4.2!\n\nBut no", "naïve Übung", "数学 42")
 
 
 def find_manager(config: DictConfig) -> str:
-    """Find the manager of agent loops that scores rows for the run's trainer."""
+    """Find the agent loop manager that scores rows for the run's trainer."""
     return MANAGERS[live_path(config).trainer]
 
 

@@ -22,7 +22,7 @@ class ScoredPrompt(NamedTuple):
     """An engine's scores of a prompt.
 
     Attributes:
-        ids, log_probs: of its tokens except the first; if fewer, of the last ones.
+        ids, log_probs: ids and log-probs of the prompt's tokens except the first; if fewer, of the last tokens.
         cached: number of its tokens read from the prefix cache; None: the engine does not report it.
     """
 
@@ -67,8 +67,8 @@ class TailScores:
         means: mean log-probs of the answer's tokens; None if the engine did not score them.
         versions: versions of the weights with which they were computed.
         aborted: a synchronisation of the weights ended a request, so means are incomplete.
-        requests, forward, cached, rescored: number of requests, of their tokens that were computed and read from the
-            cache, and of requests repeated without the cache.
+        requests, forward, cached, rescored: number of requests, of their tokens that were computed, of their tokens
+        that were read from the cache, and of requests repeated without the cache.
         error: the server's answers hold no log-probs of prompts.
     """
 
@@ -85,10 +85,10 @@ class TailScores:
 def read_answer(
     scored: ScoredPrompt, prompt: Sequence[int], answer: Sequence[int], *, read_cache: bool
 ) -> list[float] | None:
-    """Read the answer's log-probs from the end of a scored prompt; None: they are not reliable.
+    """Read the answer's log-probs from the end of a scored prompt; None if they are not reliable.
 
-    Some engines omit the first tokens, so they are read from the end. The answer's own ids must be there, and if the
-    cache may have been read, the position before the answer must have been computed.
+    Log-probs are read from the end because some engines omit the first tokens. The prompt must end in the answer's own
+    ids, and if the cache may have been read, the position before the answer must have been computed.
     """
     count = len(answer)
     if list(scored.ids[-count:]) != list(answer) or len(scored.log_probs) != len(scored.ids):
@@ -135,7 +135,7 @@ async def _score(
 
 
 def build_sampling(*, read_cache: bool) -> dict[str, Any]:
-    """Build vLLM's sampling parameters of a request that scores its prompt, at temperature 1."""
+    """Build vLLM's sampling parameters for a request that scores its prompt, at temperature 1."""
     return {
         "temperature": 1.0,
         "top_p": 1.0,

@@ -1,1 +1,1 @@
-"""Advantages by turn of a rollout with tools."""
+"""Advantages per turn of a rollout with tools."""

@@ -1,9 +1,9 @@
-"""Advantages of the turns of a group's rollouts, from rewards of turns and of whole rollouts, normalised in the group.
+"""Advantages per turn for a group's rollouts, from rewards per turn and per rollout, normalised within the group.
 
-``turn_index`` compares the discounted return of a turn with those of its siblings' turns of the same number.
-``return_to_go`` normalises the rewards of turns over all turns of the group, and those of rollouts over its rollouts,
-and then sums them to the end of the rollout (process supervision of GRPO: DeepSeekMath, arXiv 2402.03300, section
-4.1.3, with a turn as the step).
+``turn_index`` compares a turn's discounted return with the returns of the siblings' turns with the same number.
+``return_to_go`` normalises turn rewards over all turns of the group and rollout rewards over its rollouts, and then
+sums them to the end of the rollout (process supervision in GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1.3, with a
+turn as the step).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...batch.safe_values import ROUNDING, SMALLEST, measure_spread
 
 Normalize = Literal["turn_index", "return_to_go"]
 ERROR = 1e-7
-"""Accepted error of an advantage in float64, relative to the largest number from which it is made."""
+"""Accepted error of an advantage in float64, relative to the largest number from which it is computed."""
 
 
 def compute_advantages(
@@ -35,7 +35,7 @@ def compute_advantages(
     """Compute the advantage of each turn of one group, (R, K) float64, 0 after a rollout's last turn.
 
     Args:
-        counts: (R,) int64, number of turns of each rollout, at most K.
+        counts: (R,) int64, number of turns in each rollout, at most K.
         rewards: (R, K) float64, rewards of turns; NaN where a turn has none.
         scores: (R,) float64, reward of each rollout, which its last turn earns; None: not used.
         coef: factor of ``rewards``.
@@ -65,7 +65,7 @@ def compute_advantages(
 
 
 def _discount(values: Tensor, gamma: float) -> Tensor:
-    """Sum each (R, K) value with the later ones of its row, discounted."""
+    """Sum each (R, K) value with the discounted later values in its row."""
     summed = values.clone()
     for k in range(values.shape[1] - 2, -1, -1):
         summed[:, k] += gamma * summed[:, k + 1]

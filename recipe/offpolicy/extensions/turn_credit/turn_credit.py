@@ -56,10 +56,10 @@ class TurnSettings:
     """Settings of one run.
 
     Attributes:
-        normalize: what a turn is compared with, see ``formula``.
-        turn_rewards: field of verl's agent loop with the rewards of turns; None: none.
-        episode: the rollout's reward counts, as one of its last turn.
-        coef: factor of the rewards of turns.
+        normalize: how turns are compared, see ``formula``.
+        turn_rewards: field of verl's agent loop output with the turn rewards; None: there are none.
+        episode: whether the rollout's reward counts, as a reward of its last turn.
+        coef: factor of the turn rewards.
     """
 
     normalize: Normalize
@@ -71,7 +71,7 @@ class TurnSettings:
 class TurnCredit(AdvantageExtension):
     """Turn-level credit of one run; see ``TurnSettings`` for its section."""
 
-    # Equal to GRPO's advantages where all rollouts of a group have the same number of turns.
+    # Equal to GRPO's advantages if all rollouts of a group have the same number of turns.
     title, prefix, differs = "turn-level credit", "turn_credit", False
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
@@ -153,10 +153,10 @@ class TurnCredit(AdvantageExtension):
         return torch.where(mask, by_token, 0.0)
 
     def _read_rewards(self, batch: BatchView, sessions: Sessions, of_row: Sequence[int], counts: Tensor) -> Tensor:
-        """Read the rewards of turns, (S, K) float64; NaN where a turn has none.
+        """Read the turn rewards, (S, K) float64; NaN where a turn has none.
 
         Raises:
-            LivenessError: they are missing, or cannot be assigned to turns.
+            LivenessError: turn rewards are missing, or cannot be assigned to turns.
         """
         most = max([1, *counts.tolist()])
         found = torch.full((len(counts), most), math.nan, dtype=torch.float64)
@@ -183,10 +183,10 @@ class TurnCredit(AdvantageExtension):
         return found
 
     def _to_numbers(self, given: Any, what: str) -> Tensor:
-        """Convert what an agent loop returned to (n,) float64.
+        """Convert an agent loop's returned values to (n,) float64.
 
         Raises:
-            LivenessError: it is not a list of finite numbers.
+            LivenessError: the values are not a list of finite numbers.
         """
         try:
             found = torch.tensor([float(each) for each in given], dtype=torch.float64)
@@ -205,7 +205,7 @@ class TurnCredit(AdvantageExtension):
 
 
 def _number_turns(mask: Tensor, sessions: Sessions) -> tuple[Tensor, Tensor, Tensor]:
-    """Number turns over all rows of a session: (n, T) of each token; counts of each row, (n,), and session, (S,)."""
+    """Number turns over a session's rows, (n, T) per token; also return turn counts per row, (n,), and session (S,)."""
     index = turns(mask)
     of_row = torch.where(mask.any(-1), index.amax(-1) + 1, 0)
     counts = torch.zeros(len(sessions.last), dtype=torch.int64)
