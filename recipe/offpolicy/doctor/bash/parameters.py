@@ -25,8 +25,8 @@ class Parameter:
     """A parameter and the operation on it.
 
     Attributes:
-        index: index of an array element; @ or * for all elements. operator, word: as written, e.g. ``:-`` and the
-        default.
+        index: index of an array element; @ or * for all elements.
+        operator, word: as written, e.g. ``:-`` and the default.
         length: ``${#name}``.
         indirect: ``${!name}``, the parameter whose name is its value, or ``${!name[@]}``, the indices.
     """

@@ -29,10 +29,10 @@ class OpdReport:
         missing: columns that did not reach the loss, or were changed on the way.
         tokens: number of scored tokens.
         response_tokens: number of response tokens of all rows, scored or not.
-        kept: number of these response tokens that no mask of the correction rejects. k1, k2: sums of bounded s - t and
-        of its Huber loss over the scored tokens, at the current policy. teacher_pull, policy_pull: sums of |gradient at
-        the log-prob| times the correction's factor, before the denominator: for the scored tokens' own term, and for
-        the advantages of all other tokens.
+        kept: number of these response tokens that no mask of the correction rejects.
+        k1, k2: sums of bounded s - t and of its Huber loss over the scored tokens, at the current policy.
+        teacher_pull, policy_pull: sums of |gradient at the log-prob| times the correction's factor, before the
+            denominator: for the scored tokens' own term, and for the advantages of all other tokens.
         error: in mode loss, relative error of the term's gradient change when the teacher is shifted by ``SHIFT``; in
             mode advantage, relative error of the advantages against those computed from the columns; otherwise None.
         visible: the shifted trial expected a nonzero gradient, or advantages were compared.

@@ -263,8 +263,8 @@ class RowValues:
         answers: (ids of force prompt and answer, number of the answer's ids) of each alternative.
         best: the alternative of each value.
         requests, forward, cached, rescored: number of requests, of their tokens that were computed, of their tokens
-        that were read from the cache, and of requests repeated without the cache. began, ended: seconds of
-        ``time.time``.
+            that were read from the cache, and of requests repeated without the cache.
+        began, ended: seconds of ``time.time``.
         error: why the row was not scored.
         monte_carlo: the ``number`` of a prefix with the result of ``monte_carlo.continue_prefix``; None: no check.
     """

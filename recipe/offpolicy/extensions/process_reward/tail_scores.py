@@ -68,7 +68,7 @@ class TailScores:
         versions: versions of the weights with which they were computed.
         aborted: a synchronisation of the weights ended a request, so means are incomplete.
         requests, forward, cached, rescored: number of requests, of their tokens that were computed, of their tokens
-        that were read from the cache, and of requests repeated without the cache.
+            that were read from the cache, and of requests repeated without the cache.
         error: the server's answers hold no log-probs of prompts.
     """
 
