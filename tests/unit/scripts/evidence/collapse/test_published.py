@@ -159,9 +159,9 @@ def find_stray(whole: pandas.DataFrame) -> str:
 def test_the_page_says_what_the_results_say() -> None:
     """Numbers in its sentences that are neither in a table nor a paired difference."""
     text, whole = " ".join(PAGE.read_text().split()), results.read()
-    assert f"greedy, after the last step, {find_start(results.DATA)}" in text
-    assert f"another warm start, {find_start(results.OTHER_START)}" in text
-    assert f"the most extreme of 24 steps is {find_stray(whole)} off 1" in text
+    assert f"after the last step ({find_start(results.DATA)})" in text
+    assert f"another warm start, with an accuracy of {find_start(results.OTHER_START)}" in text
+    assert f"in 24 steps the most extreme weight differs from 1 by {find_stray(whole)}" in text
     one, other = (analyse.outcomes(whole, arm)["outcome"] for arm in ("control_both", "control"))
     assert f"differ by up to {(one - other).abs().max():.2f} either way" in text
     steps = whole[whole["step"] > 0]
@@ -176,7 +176,7 @@ def test_the_page_says_what_the_results_say() -> None:
     spans = [f"{measured[eta].min():.1f} to {measured[eta].max():.1f}" for eta in (8, 2)]
     assert "the sampler is {} steps late at eta 8, {} at eta 2, and in step at eta 0".format(*spans) in text
     assert find_below(results.IN_PROCESS, [f"none-{eta}-0.001" for eta in (1, 2, 4)]) == [2, 5, 10]
-    assert "two end below their start at one step late, five at two, all ten at four" in text
+    assert "two end below their start with weights one step late, five with two steps and all ten with four" in text
     assert find_below(results.OTHER_START, ["none-0-0.001"]) == [4]
     assert "in step four of ten uncorrected seeds ended below their start" in text
     assert find_below(results.IN_PROCESS, ["bypass-8-0.001"]) == [5]
