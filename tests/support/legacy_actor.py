@@ -221,9 +221,9 @@ class Plain:
     pi_old: Callable[[Mapping[str, Tensor], Tensor], Tensor] = field(default=lambda rows, pi: rows["old_log_probs"])
 
 
-def plain_update(batch: Mapping[str, Tensor], what: Plain, module: Any = None) -> Parameters:
+def plain_update(batch: Mapping[str, Tensor], what: Plain) -> Parameters:
     """Parameters after gradient descent over mini-batches, one whole mini-batch a step."""
-    module = copy.deepcopy(model() if module is None else module)
+    module = copy.deepcopy(model())
     rows = len(batch["responses"])
     for _ in range(what.epochs):
         for start in range(0, rows, what.mini_rows):

@@ -1,4 +1,4 @@
-"""Tokens that several rows sampled after the same tokens, and statistics of sums with their intervals."""
+"""Log-probs of tokens that several rows sampled after the same tokens, centred."""
 
 from __future__ import annotations
 
