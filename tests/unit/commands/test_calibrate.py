@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -83,21 +81,6 @@ def test_the_table_says_what_is_counted(recording: Path, capsys: pytest.CaptureF
     assert "17 to 64" in out
     assert "no dependence on length shown" in out
     assert "masks.icepop by length" not in out
-
-
-@pytest.mark.slow
-def test_eighty_columns_break_no_number(
-    recording: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    _, out, _ = run(capsys, recording, "--spec", "correction=gsm", "--target-kept", 0.9)
-    said = re.sub(r"\x1b\[[0-9;]*m", "", out).split("Overrides:")[0]
-    assert max(map(len, said.splitlines())) <= 80
-    assert "Proposed bounds, continued" in said
-    cells = {cell.strip() for line in said.splitlines() if line.startswith("│") for cell in line.split("│")}
-    assert {"masks.gsm", "[0.99, 1.01]", "0.9000", "320", "80", "17 to 64"} <= cells
 
 
 def test_json_holds_what_the_tables_hold(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,13 +208,6 @@ def test_bounds_that_cannot_act_are_refused(tmp_path: Path, capsys: pytest.Captu
     assert "correction.masks.gsm.upper" in out
 
 
-def test_a_damaged_card_is_said(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (recording / "run.json").write_text("{")
-    status, out, err = run(capsys, recording, "--spec", GSM, "--target-kept", 0.9)
-    assert (status, out) == (2, "")
-    assert "run.json: not readable as JSON" in err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -250,12 +226,6 @@ def test_bad_input_is_a_sentence(
     assert out == ""
     assert err.startswith("calibrate: ")
     assert message in err
-
-
-def test_no_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = run(capsys, tmp_path, "--target-kept", "0.9")
-    assert status == 2
-    assert "no recorded step" in err
 
 
 def test_a_large_recording_is_calibrated_by_a_sample(

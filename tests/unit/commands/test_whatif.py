@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -181,22 +180,6 @@ def test_beyond_thirty_corrections_no_table_has_a_column_for_each(
     assert "lr scale by step" in page
 
 
-def test_eighty_columns_break_no_number(
-    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main([str(directory), *GRID]) == 0
-    said = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert max(map(len, said.splitlines())) <= 80
-    assert "What each correction would have done, continued" in said
-    cells = [cell.strip() for line in said.splitlines() if line.startswith("│") for cell in line.split("│")]
-    # Measures of "uncorrected" and the diagonal of the agreement are 1, in one piece.
-    assert cells.count("1.000") > 10
-    assert not {"1.0", "00", "1.00", ".000"} & set(cells)
-
-
 def test_steps_without_rows_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = drawn_rows([2]).take(np.zeros(0, dtype=np.int64))
     write(tmp_path / file_name(1, 0), empty, NONE, ())
@@ -232,15 +215,6 @@ def test_without_a_valid_token_nothing_is_compared(tmp_path: Path, capsys: pytes
 def test_no_valid_point_is_bad_input(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(directory), *GRID[:3], "correction.masks.gsm.upper=0.5,0.6"]) == 2
     assert capsys.readouterr().out.count("nothing lies between") == 2
-
-
-def test_damage_names_the_file(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in directory.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes()[: -100 if "6" in path.name else None])
-    assert main([str(tmp_path)]) == 2
-    assert "step_00000006" in capsys.readouterr().err
-    assert main([str(tmp_path / "nothing")]) == 2
-    assert "no such directory" in capsys.readouterr().err
 
 
 @pytest.mark.slow

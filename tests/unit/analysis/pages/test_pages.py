@@ -29,7 +29,6 @@ from recipe.offpolicy.analysis.pages import (
     open_console,
     plotting,
     print_blocks,
-    print_table,
 )
 from recipe.offpolicy.analysis.pages.panels import (
     Axis,
@@ -311,15 +310,6 @@ def test_blocks_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].strip() == "T"
     assert shown[-1] == "word [b] " * 40
-
-
-def test_a_wide_table_is_split_and_a_long_title_broken(capsys: pytest.CaptureFixture[str]) -> None:
-    numbers = [round(1000.125 + place, 3) for place in range(20)]
-    table = Table([Column("row"), *(Column(f"column {at}") for at in range(20))], [["a", *numbers]], "title " * 40)
-    print_table(open_console(), table)
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 100
-    assert all(f"{number:.3f}" in shown for number in numbers)
 
 
 def test_a_suffix_that_is_no_picture(tmp_path: Path) -> None:
