@@ -91,7 +91,7 @@ def replace_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> Correc
     """
     there = {name for name, _ in spec.masks} | (set() if spec.weight is None else {WEIGHT})
     if unknown := set(bounds) - there:
-        raise KeyError(f"bounds for {', '.join(sorted(unknown))}, and the correction has no part of that name")
+        raise KeyError(f"bounds were given for {', '.join(sorted(unknown))}, but the correction has no such part")
     masks = tuple((name, _moved(name, mask, bounds[name]) if name in bounds else mask) for name, mask in spec.masks)
     weight = spec.weight
     if weight is not None and WEIGHT in bounds:

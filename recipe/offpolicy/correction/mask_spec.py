@@ -87,7 +87,7 @@ class MaskSpec:
         aggregate = read_choice(mapping, "aggregate", tuple(AGGREGATES), key)
         if (AGGREGATES[aggregate].reduce == "batch") != ("budget" in mapping):
             raise SpecError(
-                "second_moment is bounded by budget, and nothing else is.",
+                "budget bounds second_moment, and no other aggregate.",
                 key=f"{key}.aggregate",
                 value=aggregate,
                 alongside={f"{key}.{name}": mapping[name] for name in sorted(bound_keys)},
@@ -101,7 +101,7 @@ class MaskSpec:
             budget = read_number(mapping["budget"], f"{key}.budget", nullable=False)
             if budget is None or budget <= 0:
                 raise SpecError(
-                    "a mean of (log ratio)^2, a number > 0.",
+                    "expected a mean of (log ratio)^2, a number > 0.",
                     key=f"{key}.budget",
                     value=mapping["budget"],
                     proposed={f"{key}.budget": 0.04},
@@ -129,7 +129,7 @@ class MaskSpec:
         for name, why in _WITHOUT_AGE.items():
             if name in mapping:
                 raise SpecError(
-                    f"{why} upper alone bounds an age.",
+                    f"{why} Only upper bounds an age.",
                     key=f"{key}.{name}",
                     value=mapping[name],
                     alongside={f"{key}.aggregate": AGE},
@@ -139,7 +139,7 @@ class MaskSpec:
         whole = isinstance(upper, int | float) and not isinstance(upper, bool) and 0 <= upper < 2**53
         if not whole or upper % 1:
             raise SpecError(
-                "the greatest age that is kept, in versions of the weights: a whole number >= 0.",
+                "expected the greatest age to keep, in versions of the weights: a whole number >= 0.",
                 f"Set {key}.upper=4 for example.",
                 key=f"{key}.upper",
                 value=upper,
@@ -161,7 +161,7 @@ class MaskSpec:
         for name, value in scales.items():
             if value is not None and not self.entry.on_ratio:
                 raise SpecError(
-                    f"{self.aggregate} is not bounded by a ratio, whose log could be multiplied.",
+                    f"the bounds of {self.aggregate} are not ratios, so they have no log to multiply.",
                     f"Set {key}.{name}=null, or {key}.aggregate=geometric with bounds on a ratio.",
                     key=f"{key}.{name}",
                     value=list(value) if isinstance(value, tuple) else value,
@@ -170,7 +170,7 @@ class MaskSpec:
         widest = max(abs(bound or 0.0) for bound in (self.lower, self.upper))
         if self.level == "prefix" and self.aggregate == "binary_tv_sum" and widest > 0.9:
             raise SpecError(
-                "at level prefix the sum already counts for the first token, which cannot differ by as much.",
+                "at level prefix the bound applies to the first token alone, which cannot differ by that much.",
                 key=f"{key}.upper",
                 value=self.upper,
                 alongside={f"{key}.lower": self.lower, f"{key}.level": "prefix"},
@@ -180,14 +180,14 @@ class MaskSpec:
         if half_set and self.level == "token" and self.entry.of_log_ratios and self.when == "any":
             side = "lower" if self.lower is None else "upper"
             raise SpecError(
-                "a band on single tokens has two bounds.",
+                "a band on single tokens needs two bounds.",
                 f"Set {key}.{side}, or {key}.aggregate=any if one side is meant to stay open.",
                 key=f"{key}.{side}",
                 proposed={f"{key}.aggregate": "any"},
             )
         if self.entry.reduce == "batch" and (self.level, self.ratio, self.when) != ("token", "rollout", "any"):
             raise SpecError(
-                "its cut is fixed for the batch from mu and pi_old, by token, whatever the advantage.",
+                "its cutoff is fixed for the whole batch from mu and pi_old, per token, whatever the advantage.",
                 key=f"{key}.aggregate",
                 value=self.aggregate,
                 alongside={f"{key}.{name}": getattr(self, name) for name in ("ratio", "level", "when")},
@@ -245,7 +245,7 @@ def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) ->
             first = sorted(chosen)[0]
             away = first if mapping[first] in (None, "???") else name
             raise SpecError(
-                "delta d stands for lower=exp(-d), upper=null, and budget for a cut by batch.",
+                "delta d means lower=exp(-d) and upper=null; budget means a cutoff for the whole batch.",
                 "Give delta, or budget, or the two bounds.",
                 key=f"{key}.{name}",
                 value=mapping[name],
@@ -284,7 +284,7 @@ def _delta(value: Any, aggregate: str, key: str) -> float:
         )
     if delta is None or delta < 0:
         raise SpecError(
-            "a row is dropped when mean log(mu/pi) > delta, so delta must be a number >= 0, in nats a token.",
+            "a row is dropped when mean log(mu/pi) > delta, so delta must be a number >= 0, in nats per token.",
             f"Set {key}.delta=0.1 for example.",
             key=f"{key}.delta",
             value=value,
@@ -292,7 +292,7 @@ def _delta(value: Any, aggregate: str, key: str) -> float:
         )
     if delta > EXP_CLAMP and AGGREGATES[aggregate].reduce == "mean":
         raise SpecError(
-            f"a drift of more than {EXP_CLAMP:g} nats never occurs in a mean, so that the mask never acts.",
+            f"a mean never drifts by more than {EXP_CLAMP:g} nats, so the mask never acts.",
             f"Set {key}.delta=0.1 for example, or remove the mask.",
             key=f"{key}.delta",
             value=delta,
@@ -334,7 +334,7 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
     outermost = lower is None or lower <= (1 if entry.on_ratio and entry.one_sided else entry.least)
     if outermost and (upper is None or upper >= entry.greatest):
         raise SpecError(
-            f"{aggregate} never lies outside, so that the mask never acts.",
+            f"{aggregate} never lies outside, so the mask never acts.",
             key=f"{key}.lower",
             value=lower,
             alongside={f"{key}.upper": upper},

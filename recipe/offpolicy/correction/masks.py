@@ -61,7 +61,7 @@ def _outside(
             return _beyond(spec, units, units.oldest)
         case "batch":
             if cutoff is None:
-                raise ValueError(f"{aggregate.name} cuts by the batch: pass the constants of batch_constants.")
+                raise ValueError(f"{aggregate.name} needs a batch cutoff: pass the constants of batch_constants.")
             return value > cutoff
         case "max":
             return _beyond(spec, units, units.greatest(value)) & units.exists

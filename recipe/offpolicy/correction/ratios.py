@@ -148,4 +148,4 @@ def compute_divergence(name: str, log_value: Tensor) -> Tensor:
         case "tv":
             return compute_excess(value).abs() / 2
         case _:
-            raise ValueError(f"no divergence {name!r}: one of k1, k2, k3, tv.")
+            raise ValueError(f"unknown divergence {name!r}: expected one of k1, k2, k3, tv.")

@@ -92,14 +92,14 @@ def find_unknown(spec: CorrectionParts) -> dict[str, tuple[Any, str]]:
     found: dict[str, tuple[Any, str]] = {}
     for name, weight in spec.all_weights.items():
         if weight.level != "token":
-            found[f"{name}.level"] = weight.level, "a weight of several tokens depends on those that were sampled."
+            found[f"{name}.level"] = weight.level, "a weight shared by several tokens depends on the sampled tokens."
         if weight.normalize:
-            found[f"{name}.normalize"] = True, "the mean weight is known for sampled tokens alone."
+            found[f"{name}.normalize"] = True, "the mean weight is known only for sampled tokens."
     for name, mask in spec.masks:
         if mask.level != "token" or mask.entry.of_age:
             continue
         if mask.ratio == "ppo":
-            found[f"masks.{name}.ratio"] = "ppo", "pi_old is known for sampled tokens alone."
+            found[f"masks.{name}.ratio"] = "ppo", "pi_old is known only for sampled tokens."
         elif not centers_mask(mask):
             found[f"masks.{name}.aggregate"] = mask.aggregate, "this aggregate does not follow from a ratio alone."
     by_token = spec.all_weights | {f"masks.{name}": mask for name, mask in spec.masks if centers_mask(mask)}
@@ -111,7 +111,7 @@ def find_unknown(spec: CorrectionParts) -> dict[str, tuple[Any, str]]:
     if spec.proximal in (*MU_ITSELF, "loglinear"):
         found["proximal"] = spec.proximal, "PPO's clip of pi / mu is part of that factor."
     if spec.skyrl_compat:
-        found["skyrl_compat"] = True, "its order of masks is defined for sampled tokens alone."
+        found["skyrl_compat"] = True, "its order of masks is defined only for sampled tokens."
     if spec.allow_truncated_sampling:
         found["allow_truncated_sampling"] = True, "pi is not normalised over the tokens that mu is normalised over."
     if spec.support is not None:
@@ -155,7 +155,7 @@ def _check_weights(spec: CorrectionParts) -> None:
     if spec.weight is not None and spec.weights:
         name, weight = spec.weights[0]
         raise SpecError(
-            "weight is of every token, so that a token of both would be weighed twice.",
+            "weight applies to every token, so some tokens would be weighted twice.",
             f"Set correction.weight=null, or correction.weights={{}} and correction.weights.{name}.when on it alone.",
             key="correction.weight",
             value=spec.weight.to_mapping(),
@@ -165,8 +165,8 @@ def _check_weights(spec: CorrectionParts) -> None:
         if overlap((one.when, one.sign), (other.when, other.sign)):
             key = f"correction.weights.{name}"
             raise SpecError(
-                f"a token can be weighed by {first} as well as by {name}: weights share no token.",
-                "Give one when=negative and one when=positive, of one sign, or remove one of them.",
+                f"a token can be weighted by both {first} and {name}, but weights share no token.",
+                "Give one when=negative and the other when=positive, with the same sign, or remove one of them.",
                 key=f"{key}.when",
                 value=other.when,
                 alongside={
@@ -180,7 +180,7 @@ def _check_weights(spec: CorrectionParts) -> None:
 def _check_kl(spec: CorrectionParts) -> None:
     if spec.kl_clip is not None and spec.kl_weight is not None:
         raise SpecError(
-            "kl_clip gives the KL loss a ratio already, clipped to both sides.",
+            "kl_clip already gives the KL loss a ratio, clipped on both sides.",
             "Set one of the two to null.",
             key="correction.kl_weight",
             value=spec.kl_weight.to_mapping(),
@@ -204,7 +204,7 @@ def _check_support(spec: CorrectionParts) -> None:
             )
     if spec.needs_batch and spec.support_unknown == "mask":
         raise SpecError(
-            "the trainer counts a batch's tokens before the worker masks those whose support is not known.",
+            "the trainer counts a batch's tokens before the worker masks those whose support is unknown.",
             "Set correction.support_unknown=full.",
             key="correction.support_unknown",
             value="mask",
@@ -213,7 +213,7 @@ def _check_support(spec: CorrectionParts) -> None:
         )
     if spec.allow_truncated_sampling:
         raise SpecError(
-            "with the support replayed mu is no other distribution, and there is nothing to allow.",
+            "with the support replayed, pi_old and mu are over the same tokens, so there is nothing to allow.",
             "Set it to false.",
             key="correction.allow_truncated_sampling",
             value=True,
@@ -234,7 +234,7 @@ def _check_proximal(spec: CorrectionParts) -> None:
     if spec.proximal == "loglinear":
         if spec.alpha is None or (spec.alpha != BY_AGE and not 0 < spec.alpha < 1):
             raise SpecError(
-                "the share of the current policy, between 0 (bypass) and 1 (reuse), or by_age.",
+                "expected the share of the current policy, between 0 (bypass) and 1 (reuse), or by_age.",
                 "Set correction.alpha=0.5 for example.",
                 key="correction.alpha",
                 value=spec.alpha,
@@ -253,9 +253,9 @@ def _check_proximal(spec: CorrectionParts) -> None:
         for part, weight in spec.all_weights.items():
             if weight.ratio == "rollout":
                 raise SpecError(
-                    "pi_old is mu, so that PPO's own ratio pi / mu corrects already and a weight would count it twice."
+                    "pi_old is mu, so PPO's own ratio pi / mu corrects already, and a weight would count it twice."
                     if spec.proximal == "bypass"
-                    else "mu is seen to be pi_old, and the weight is 1.",
+                    else "mu is checked to equal pi_old, so the weight is 1.",
                     f"Set correction.proximal=recompute, or correction.{part}=null."
                     if part == "weight"
                     else f"Set correction.proximal=recompute, or remove correction.{part}.",
@@ -278,7 +278,7 @@ def _check_proximal(spec: CorrectionParts) -> None:
             )
         if spec.kl_clip is not None:
             raise SpecError(
-                "pi / pi_old is 1, so that nothing is clipped.",
+                "pi / pi_old is 1, so nothing is clipped.",
                 key="correction.kl_clip",
                 value=spec.to_mapping()["kl_clip"],
                 alongside=_proximal(spec),
@@ -305,7 +305,7 @@ def _refuse_inert(spec: CorrectionParts, ratio: str, why: str, instead: str) -> 
         if mask.ratio == ratio and not mask.entry.of_age:
             key = f"correction.masks.{name}.ratio"
             raise SpecError(
-                f"{why}, so that the mask never acts.",
+                f"{why}, so the mask never acts.",
                 f"Set {key}={instead}, or correction.proximal=recompute.",
                 key=key,
                 value=ratio,
@@ -337,14 +337,14 @@ def _check_denominator(spec: CorrectionParts) -> None:
         return
     if late := _find_step_rejection(spec):
         raise SpecError(
-            f"correction.{late} is decided at each gradient step, so that the count would change within a mini-batch.",
+            f"correction.{late} is decided at each gradient step, so the count would change within a mini-batch.",
             key="correction.denominator",
             value="kept",
             proposed={"correction.denominator": "original"},
         )
     if not spec.rollout_rejects:
         raise SpecError(
-            "there is no mask: nothing is rejected, so that both counts are one.",
+            "there is no mask: nothing is rejected, so both counts are equal.",
             "Set correction.denominator=original, or add a mask.",
             key="correction.denominator",
             value="kept",
@@ -357,11 +357,11 @@ def _check_nonfinite(spec: CorrectionParts) -> None:
         return
     reason, alongside = "", {}
     if spec.denominator == "kept":
-        reason = "kept counts what is kept, and a token whose mu is not finite is not."
+        reason = "kept counts only kept tokens, so it already excludes tokens whose mu is not finite."
         alongside = {"correction.denominator": "kept"}
     elif not spec.reads_mu:
         reason = (
-            "nothing in the correction reads mu, so that tokens whose mu is not finite keep their gradient and count."
+            "nothing in the correction reads mu, so tokens whose mu is not finite keep their gradient and are counted."
         )
     if reason:
         raise SpecError(
@@ -378,7 +378,7 @@ def _check_baseline(spec: CorrectionParts) -> None:
         return
     if late := _find_step_rejection(spec):
         raise SpecError(
-            f"circular: what correction.{late} rejects is decided after the advantages, which the baseline makes.",
+            f"circular: correction.{late} rejects after the advantages are known, and the baseline determines these.",
             key="correction.baseline",
             value="exclude",
             proposed={"correction.baseline": "include"},
@@ -423,8 +423,8 @@ def _check_factors(spec: CorrectionParts) -> None:
             _refuse_skyrl(key, value, "key")
         if spec.proximal == "bypass":
             raise SpecError(
-                "pi_old is mu, so that the base loss clips pi / mu, staleness included, at one width for every age, "
-                "and a bound that widens with it is never reached.",
+                "pi_old is mu, so the base loss clips pi / mu, including staleness, at the same width for every age, "
+                "and a bound that widens with age is never reached.",
                 f"Set correction.proximal=recompute, or {key}=null.",
                 key=key,
                 value=value,
@@ -435,7 +435,7 @@ def _check_factors(spec: CorrectionParts) -> None:
 
 def _refuse_skyrl(key: str, value: Any, kind: str) -> None:
     raise SpecError(
-        f"SkyRL has no such {kind}, so that its order is not defined.",
+        f"SkyRL has no such {kind}, so its order is undefined.",
         key="correction.skyrl_compat",
         value=True,
         alongside={key: value},

@@ -66,7 +66,7 @@ def compute_shadow_statistics(
     statistics: dict[str, Statistic] = {}
     for name, spec in shadows.items():
         if constants is not None and spec.needs_constants and name not in constants:
-            raise ValueError(f"shadow {name} fixes something for the whole batch: constants has no {name!r}.")
+            raise ValueError(f"shadow {name} needs constants of the whole batch: constants has no {name!r}.")
         try:
             stage = rollout_stage(
                 spec,

@@ -237,7 +237,7 @@ def _weight(value: Any) -> WeightSpec | None:
     for name in ("when", "sign"):
         if name in given:
             raise SpecError(
-                "weight is of every token.",
+                "weight applies to every token.",
                 f"Give the weight as correction.weights.<name>, with {name}, or leave {name} out.",
                 key=f"{key}.{name}",
                 value=given[name],
@@ -325,7 +325,7 @@ def _kl_clip(value: Any) -> tuple[float, float] | None:
     lower, upper = read_ratio_bounds(bounds, key)
     if lower is None or upper is None or not lower < 1 < upper:
         raise SpecError(
-            "a clip of pi / pi_old, two bounds around 1.",
+            "expected a clip of pi / pi_old: two bounds around 1.",
             f"Set {key}.lower=0.8 and {key}.upper=1.2 for example, as PPO clips its ratio.",
             key=key,
             value={"lower": lower, "upper": upper},

@@ -77,7 +77,7 @@ def rollout_stage(
         if column is not None:
             detect_layout(response_mask=response_mask, **{name: column})
             if column.dtype == torch.bool or column.is_floating_point():
-                raise ValueError(f"{name} of dtype {column.dtype}: expected integers, one number a unit.")
+                raise ValueError(f"{name} of dtype {column.dtype}: expected integers, one number per unit.")
     segments, of_version = (None if column is None else rows.tokens(column) for column in numbers.values())
     ids = choose_ids(spec, segment_ids=segments, versions=of_version)
     by_token = staleness if staleness is not None and staleness.dim() == 2 else None
@@ -90,7 +90,7 @@ def rollout_stage(
     compared = None
     if alongside is not None:
         if alongside.old_log_prob is not old_log_prob or alongside.rollout_log_prob is not rollout_log_prob:
-            raise ValueError("next to is the stage of other tensors: pass the stage of these, or leave it out.")
+            raise ValueError("alongside is the stage of other tensors: pass the stage of these, or leave it out.")
         compared = rows.tokens(alongside.valid), rows.tokens(alongside.log_ratio)
     if constants is None:
         constants = batch_constants(

@@ -236,7 +236,7 @@ def measure_weights_by_sign(
     applied_above, raw_above = nothing, nothing
     outside = torch.zeros_like(sample.count)
     for one in weighed:
-        assert one.at is not None, "a weight of every token stands alone, see measure_weight"
+        assert one.at is not None, "measure_weight measures a weight that applies to every token"
         applied = one.weight.double() if one.drop is None else one.weight.double() * ~one.drop
         applied_above = torch.where(one.at, applied - 1, applied_above)
         outside = outside + _out_of_bounds(one, one.at)

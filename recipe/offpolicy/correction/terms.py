@@ -38,7 +38,7 @@ class KlWeightSpec:
         _, upper = read_ratio_bounds({"lower": None, **mapping}, key)
         if upper is not None and upper <= 1:
             raise SpecError(
-                "it would bind where the two policies agree.",
+                "it would act even if the two policies agree.",
                 f"Set {key}.upper=2.0 for example, or null.",
                 key=f"{key}.upper",
                 value=upper,
@@ -79,7 +79,7 @@ class PenaltySpec:
         coefficient = read_number(mapping["coefficient"], f"{key}.coefficient", nullable=False)
         if coefficient is None or coefficient <= 0:
             raise SpecError(
-                "a factor of the mean of (log r)^2, a number > 0.",
+                "expected a factor of the mean of (log r)^2, a number > 0.",
                 f"Set {key}.coefficient=0.001 for example, or {key}=null.",
                 key=f"{key}.coefficient",
                 value=mapping["coefficient"],

@@ -30,7 +30,7 @@ def check_sign_is_read(when: MaskWhen, sign: Sign, key: str, proposed: dict[str,
     """
     if sign == "token" and when in ("any", "post_tool"):
         raise SpecError(
-            "no advantage is looked at.",
+            "no advantage is read.",
             f"Set {key}.when=negative or positive, or {key}.sign=row.",
             key=f"{key}.sign",
             value="token",
@@ -50,11 +50,9 @@ def check_tool_is_seen(when: MaskWhen, level: str, by_age: bool, key: str) -> No
     """
     if when != "post_tool" or not (level == "prefix" or by_age):
         return
-    reason = (
-        "a prefix holds the tokens before the tool's result too." if level == "prefix" else "it goes by age as well."
-    )
+    reason = "a prefix also holds the tokens before the result." if level == "prefix" else "this part depends on age."
     raise SpecError(
-        f"post_tool is for parts by token, turn, version or sequence, with one bound for all ages: {reason}",
+        f"post_tool needs level token, turn, version or sequence, and the same bound for all ages: {reason}",
         key=f"{key}.when",
         value="post_tool",
         alongside={f"{key}.level": "prefix"} if level == "prefix" else {},
@@ -169,7 +167,7 @@ class Units:
             ValueError: ages are not known.
         """
         if self.ages is None:
-            raise ValueError("the age of the weights is asked for, and not known: pass staleness, (B,) or (B, T).")
+            raise ValueError("the age of the weights is needed but unknown: pass staleness, (B,) or (B, T).")
         if "oldest" not in self._known:
             self._known["oldest"] = self.greatest(self.ages)
         return self._known["oldest"]

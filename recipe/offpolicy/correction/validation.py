@@ -211,7 +211,7 @@ def read_factors(mapping: Mapping[str, Any], key: str) -> tuple[float, ...] | No
         return None
     if mapping.get("level") == "prefix":
         raise SpecError(
-            "the oldest token of a prefix would set the bounds of all tokens behind it.",
+            "the oldest token of a prefix would set the bounds of all tokens after it.",
             key=f"{key}.by_staleness",
             value=value,
             alongside={f"{key}.level": "prefix"},
@@ -243,7 +243,7 @@ def read_power(mapping: Mapping[str, Any], key: str) -> float | None:
     if not -1 <= power <= 1 or not power:
         reason = "expected a power of the token's position, in [-1, 1] and not 0."
     elif mapping.get("level") != "prefix":
-        reason, proposed = "read at level prefix alone.", {f"{key}.level": "prefix"}
+        reason, proposed = "read only at level prefix.", {f"{key}.level": "prefix"}
     if reason:
         raise SpecError(reason, key=f"{key}.by_position", value=power, proposed=proposed)
     return power
@@ -387,7 +387,7 @@ def check_metric_name(name: str, key: str, mask: Any = None) -> str:
     """
     if not _NAME.fullmatch(name) or "min" in name or "max" in name:
         raise SpecError(
-            "a mask's name is lower case letters, digits and _, without 'min' or 'max', by which verl reduces metrics.",
+            "expected lower-case letters, digits and _, without 'min' and 'max', by which verl reduces metrics.",
             "Rename the mask.",
             key=f"{key}.{name}",
             value=mask,

@@ -88,7 +88,7 @@ class WeightSpec:
         for side, bound in (("lower", lower), ("upper", upper)):
             if bound is not None and abs(math.log(bound)) > EXP_CLAMP:
                 raise SpecError(
-                    f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so that a weight never leaves "
+                    f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so a weight never leaves "
                     f"[{math.exp(-EXP_CLAMP):.3g}, {math.exp(EXP_CLAMP):.3g}].",
                     "Set a bound inside, or null to leave that side open.",
                     key=f"{key}.{side}",
@@ -97,7 +97,7 @@ class WeightSpec:
                 )
         if kind == "truncate" and lower is not None and upper is not None:
             raise SpecError(
-                "kind 'truncate' binds one side.",
+                "kind 'truncate' bounds only one side.",
                 f"Set {key}.kind=clip to bind both, or one of the bounds to null.",
                 key=f"{key}.lower",
                 value=lower,
@@ -106,7 +106,7 @@ class WeightSpec:
             )
         if kind == "clip" and (lower is None or upper is None):
             raise SpecError(
-                "'clip' binds both sides.",
+                "'clip' bounds both sides.",
                 f"Give both bounds, or set {key}.kind=truncate.",
                 key=f"{key}.kind",
                 value="clip",
@@ -156,7 +156,7 @@ class WeightSpec:
         if weight.normalize and weight.needs_step:
             of_policy = weight.ratio != "rollout"
             raise SpecError(
-                "the weight is decided at each gradient step, so that the batch's mean would depend on the split into "
+                "the weight is decided at each gradient step, so the batch's mean would depend on the split into "
                 "micro-batches.",
                 key=f"{key}.normalize",
                 value=True,
@@ -171,11 +171,11 @@ class WeightSpec:
         logs = [abs(math.log(bound)) for bound in (self.lower, self.upper) if bound is not None]
         reason = ""
         if not logs:
-            reason = "there is no bound that it could multiply."
+            reason = "there is no bound to multiply."
         elif max(logs) * max(self.by_staleness) > EXP_CLAMP:
             reason = (
                 f"|log bound| {max(logs):g} times {max(self.by_staleness):g} is beyond the +-{EXP_CLAMP:g} nats at "
-                f"which log-ratios are clamped, so that no bound is left at that age."
+                f"which log-ratios are clamped, so there is no bound at that age."
             )
         if reason:
             raise SpecError(
@@ -188,7 +188,7 @@ class WeightSpec:
     def _check_prefix(self, key: str) -> None:
         if self.aggregate == "minimum" and self.level != "prefix":
             raise SpecError(
-                "the least ratio before a token is that of its prefix.",
+                "minimum uses the least ratio in a token's prefix, so it needs level prefix.",
                 key=f"{key}.aggregate",
                 value="minimum",
                 alongside={f"{key}.level": self.level},
@@ -196,7 +196,7 @@ class WeightSpec:
             )
         if self.by_position is not None and self.lower is None and self.upper is None:
             raise SpecError(
-                "there is no bound that it could scale.",
+                "there is no bound to scale.",
                 key=f"{key}.by_position",
                 value=self.by_position,
                 proposed={f"{key}.by_position": None},

@@ -47,7 +47,7 @@ def test_a_bound_by_age_widens_in_log_space() -> None:
 
 def test_ages_that_are_not_known_are_not_guessed() -> None:
     for correction in (spec(stale=STALE), spec(TIS | {"by_staleness": [1.0, 2.0]})):
-        with pytest.raises(ValueError, match="the age of the weights is asked for, and not known"):
+        with pytest.raises(ValueError, match="the age of the weights is needed but unknown"):
             rollout_stage(correction, old_log_prob=ONE, rollout_log_prob=ONE, response_mask=ONE)
 
 
@@ -82,7 +82,7 @@ def test_bounds_of_one_width_are_written_as_before() -> None:
 def test_what_means_nothing_for_an_age_is_refused(key: str, value: Any) -> None:
     mapping = {"masks": {"stale": STALE | {key: value}}}
     refused(
-        mapping, f"correction.masks.stale.{key}=", "upper alone bounds an age", f"emove correction.masks.stale.{key}"
+        mapping, f"correction.masks.stale.{key}=", "Only upper bounds an age", f"emove correction.masks.stale.{key}"
     )
 
 
@@ -116,13 +116,13 @@ def test_factors_are_positive_numbers(factors: Any) -> None:
 @pytest.mark.parametrize("aggregate", ["k1_mean", "k3_sum", "tv_max", "binary_tv"])
 def test_bounds_that_are_no_ratios_have_no_log(aggregate: str) -> None:
     mask = band(None, 0.1, aggregate=aggregate, by_staleness=[1.0, 2.0])
-    refused({"masks": {"far": mask}}, "correction.masks.far.by_staleness=[1.0,2.0]", "not bounded by a ratio", "null")
+    refused({"masks": {"far": mask}}, "correction.masks.far.by_staleness=[1.0,2.0]", "no log to multiply", "null")
 
 
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
-        ({"upper": None}, "no bound that it could multiply"),
+        ({"upper": None}, "no bound to multiply"),
         ({"upper": math.exp(15), "by_staleness": [1.0, 1.5]}, "beyond the +-20 nats"),
     ],
 )

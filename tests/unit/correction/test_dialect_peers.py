@@ -383,7 +383,7 @@ def areal(rejection: Any = None, **actor: Any) -> CorrectionSpec:
 
 
 REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
-    (lambda: areal({}, use_decoupled_loss=False), "actor.rejection_sampling={}: AReaL reads it with"),
+    (lambda: areal({}, use_decoupled_loss=False), "actor.rejection_sampling={}: AReaL reads it only with"),
     (lambda: areal({"metric": "kl_k3"}), "actor.rejection_sampling.metric=kl_k3: AReaL's k3 is that of behave / prox"),
     (lambda: areal({"metric": "kl_k2", "action": "clamp"}), "actor.rejection_sampling.action=clamp"),
     (lambda: areal({"level": "sequence", "agg": "sum", "action": "clamp"}), "actor.rejection_sampling.agg=sum"),
@@ -392,7 +392,7 @@ REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
     (lambda: areal({"uper": 2.0}), "actor.rejection_sampling.uper=2.0: unknown key"),
     (lambda: areal({"metric": "k3"}), "actor.rejection_sampling.metric=k3: no such choice"),
     (lambda: areal(prox_logp_method="guess"), "actor.prox_logp_method=guess"),
-    (lambda: CorrectionSpec.from_nemo_rl({TYPE: "tis", RATIO: 2.0}), f"loss_fn.{TYPE}=tis: NeMo-RL needs"),
+    (lambda: CorrectionSpec.from_nemo_rl({TYPE: "tis", RATIO: 2.0}), f"loss_fn.{TYPE}=tis: NeMo-RL reads"),
     (lambda: CorrectionSpec.from_nemo_rl(IS | {TYPE: "tis"}), f"loss_fn.{RATIO}=null"),
     (lambda: CorrectionSpec.from_nemo_rl(IS | {TYPE: "icepop", RATIO: 2.0}), f"loss_fn.{RATIO}_min=null"),
     (

@@ -124,7 +124,7 @@ def test_what_a_prefix_alone_has() -> None:
     refused(weight(level="prefix", upper=None, by_position=0.5), "no bound", "correction.weight.by_position=null")
     refused(weight(level="prefix", by_staleness=[1.0, 2.0]), "weight.level=prefix", "weight.by_staleness=null")
     mask_by_position = mask(level="prefix", aggregate="k3_mean", lower=None, upper=0.1, by_position=0.5)
-    refused(mask_by_position, "by_position=0.5", "not bounded by a ratio")
+    refused(mask_by_position, "by_position=0.5", "no log to multiply")
     wide = mask(level="prefix", aggregate="binary_tv_sum", lower=None, upper=2.0)
     refused(wide, "upper=2.0", "first token", "level=sequence")
 

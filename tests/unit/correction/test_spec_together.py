@@ -31,7 +31,7 @@ def test_a_weight_is_one_where_mu_is_pi_old() -> None:
         weight() | {"proximal": "same_engine"},
         "correction.weight.ratio=rollout",
         "correction.proximal=same_engine",
-        "mu is seen to be pi_old, and the weight is 1",
+        "mu is checked to equal pi_old, so the weight is 1",
         "correction.proximal=recompute",
     )
     assert CorrectionSpec.from_mapping(weight(ratio="full") | {"proximal": "same_engine"})

@@ -79,7 +79,7 @@ def test_weights_that_share_tokens(weights: dict[str, Any]) -> None:
 
 def test_a_weight_of_every_token_leaves_none_for_others() -> None:
     refused(
-        {"weight": TIS, "weights": {"a": NEGATIVE}}, "correction.weight=", "weighed twice", "correction.weight=null"
+        {"weight": TIS, "weights": {"a": NEGATIVE}}, "correction.weight=", "weighted twice", "correction.weight=null"
     )
 
 
@@ -102,9 +102,13 @@ def test_what_applies_after_a_tools_result_cannot_have() -> None:
     tool = TIS | {"when": "post_tool"}
     refused({"weights": {"a": tool | {"sign": "token"}}}, "correction.weights.a.sign", "sign=row")
     refused({"weights": {"a": tool, "b": NEGATIVE}}, "correction.weights.b.when=", "weights share no token")
-    refused({"weights": {"a": tool | {"by_staleness": [1.0, 2.0]}}}, "correction.weights.a.when=post_tool", "by age")
-    refused({"weights": {"a": tool | {"level": "prefix"}}}, "correction.weights.a.when=post_tool", "a prefix holds")
-    refused(mask(when="post_tool", level="prefix"), "when=post_tool", "a prefix holds")
+    refused(
+        {"weights": {"a": tool | {"by_staleness": [1.0, 2.0]}}}, "correction.weights.a.when=post_tool", "depends on age"
+    )
+    refused(
+        {"weights": {"a": tool | {"level": "prefix"}}}, "correction.weights.a.when=post_tool", "a prefix also holds"
+    )
+    refused(mask(when="post_tool", level="prefix"), "when=post_tool", "a prefix also holds")
 
 
 def test_domains() -> None:

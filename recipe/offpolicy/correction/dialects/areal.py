@@ -34,12 +34,12 @@ def _convert(options: Options) -> dict[str, Any]:
     corrections = _list_corrections(options)
     if len(corrections) > 1:
         (first, _), (key, _) = list(corrections.items())[:2]
-        raise refuse(f"a key of another release than {first}.", key, options[key])
+        raise refuse(f"it belongs to a different release than {first}.", key, options[key])
     if not decoupled:
         for key in (*corrections, "actor.m2_threshold"):
             if key in corrections or options[key] is not None:
                 fix = "Set actor.use_decoupled_loss=true."
-                raise refuse("AReaL reads it with use_decoupled_loss alone.", key, options.values.get(key, {}), fix)
+                raise refuse("AReaL reads it only with use_decoupled_loss.", key, options.values.get(key, {}), fix)
         recompute = read_flag(options["actor.recompute_logprob"], "actor.recompute_logprob")
         return {"proximal": "recompute" if recompute else "bypass"}
     plain: dict[str, Any] = {"proximal": "recompute"}
@@ -52,7 +52,7 @@ def _convert(options: Options) -> dict[str, Any]:
         check_weight_of_rows(plain.get("weight"), "AReaL", key, options[key])
     budget = read_number(options["actor.m2_threshold"], "actor.m2_threshold")
     if budget is not None:
-        reason = "M2PO's cut goes over each micro-batch there, and over the batch here."
+        reason = "AReaL computes M2PO's cutoff per micro-batch, and this package over the whole batch."
         fix = f"The nearest option is paper/m2po, with correction.masks.m2po.budget={budget:g}."
         raise refuse(reason, "actor.m2_threshold", budget, fix)
     return plain
@@ -86,7 +86,7 @@ def _convert_rejection(values: Mapping[str, Any]) -> dict[str, Any]:
     agg = read_choice(values["agg"], ("sum", "mean", "max"), f"{where}.agg", optional=False)
     if metric != "ratio":
         if action == "clamp":
-            raise refuse("clamp bounds ratios alone.", f"{where}.action", action, f"Set {where}.action=mask.")
+            raise refuse("clamp bounds only ratios.", f"{where}.action", action, f"Set {where}.action=mask.")
         mask = _bound_divergence(str(metric), str(level), str(agg), values, where)
         return {"weight": build_weight("token", None, None), "masks": {"rejection": mask}}
     lower, upper = (read_ratio_bound(values[side], f"{where}.{side}") for side in ("lower", "upper"))
@@ -96,7 +96,7 @@ def _convert_rejection(values: Mapping[str, Any]) -> dict[str, Any]:
     if agg == "mean":
         return {"weight": build_weight("sequence", lower, upper, reject=rejects, aggregate="geometric")}
     if action == "clamp":
-        reason = "it bounds the geometric mean of rows by another number of theirs, which no weight here does."
+        reason = "it bounds a row's geometric mean by another aggregate of the row, which no weight here does."
         raise refuse(reason, f"{where}.agg", agg, f"Set {where}.agg=mean.")
     if agg == "max" and lower is not None:
         raise refuse("no mask here bounds the greatest ratio from below.", f"{where}.lower", lower)
@@ -110,7 +110,7 @@ def _bound_divergence(metric: str, level: str, agg: str, values: Mapping[str, An
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
             raise refuse("expected a number.", f"{where}.{side}", bound)
     if metric == "kl_k3":
-        reason = "AReaL's k3 is that of behave / prox, 1 / r - 1 + log r, which no aggregate here is."
+        reason = "AReaL's k3 is that of behave / prox, 1 / r - 1 + log r, for which there is no aggregate here."
         raise refuse(reason, f"{where}.metric", metric, f"Set {where}.metric=kl_k2.")
     how = "sum" if level == "token" else agg
     if metric == "binary_kl":
@@ -149,12 +149,12 @@ AREAL: Final = Peer(
     unsaid={
         "actor.use_sapo_loss": (
             (False, None),
-            "SAPO is no correction here but verl's own loss: actor.policy_loss.loss_mode=sapo, with actor.tau_pos and"
+            "SAPO is not a correction here but a loss of verl: actor.policy_loss.loss_mode=sapo, with actor.tau_pos and"
             " actor.tau_neg.",
         ),
         "actor.use_m2po_loss": (
             (False, None),
-            "no key that is known of AReaL 1.0.0 to 1.0.4, where M2PO is actor.m2_threshold.",
+            "not a known key of AReaL 1.0.0 to 1.0.4, where M2PO is actor.m2_threshold.",
         ),
     },
     plain=words(

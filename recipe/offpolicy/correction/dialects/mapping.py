@@ -62,7 +62,7 @@ def read_ratio_bound(value: Any, key: str, *, zero_opens: bool = False) -> float
         raise SpecError("ratios are positive.", fix, key=key, value=value)
     if abs(math.log(bound)) > EXP_CLAMP:
         raise SpecError(
-            f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so that this bound never acts.",
+            f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so this bound never acts.",
             f"Set one between {math.exp(-EXP_CLAMP):.3g} and {math.exp(EXP_CLAMP):.3g}.",
             key=key,
             value=value,

@@ -29,7 +29,7 @@ def _convert(options: Options) -> dict[str, Any]:
     mode = read_choice(options[_MODE], _MODES, _MODE)
     threshold = read_ratio_bound(options[_THRESHOLD], _THRESHOLD)
     if mode is not None and threshold is None:
-        raise refuse("it has a threshold.", _THRESHOLD, None, "Set it to 2.0 for example.")
+        raise refuse("it needs a threshold.", _THRESHOLD, None, "Set it to 2.0 for example.")
     if mode == "sequence_mask":
         plain["weight"] = build_weight("token", None, None)
         plain["masks"]["geometric"] = build_mask("sequence", "geometric", None, threshold)
@@ -52,10 +52,10 @@ def _convert(options: Options) -> dict[str, Any]:
 def _check_around(options: Options) -> None:
     loss = options["loss_type"]
     if loss in ("bnpo", ["bnpo"]) and options[_DELTA] is not None:
-        reason = "it divides by the tokens of the rows that are kept, and weights leave the count as it is."
+        reason = "it divides by the tokens of the rows that are kept, and weights leave that count unchanged."
         raise refuse(reason, "loss_type", loss)
     if loss in ("real", ["real"]):
-        raise refuse("ms-swift does not weigh it.", "loss_type", loss)
+        raise refuse("ms-swift does not weight it.", "loss_type", loss)
     in_reward = options["kl_in_reward"]
     if in_reward is None:
         in_reward = options["advantage_estimator"] in ("rloo", "reinforce_plus_plus")

@@ -35,7 +35,7 @@ def _convert(options: Options) -> dict[str, Any]:
     if not corrects:
         for key in (_TYPE, _RATIO, f"{_RATIO}_min"):
             if options[key] is not None:
-                raise refuse("NeMo-RL needs the correction for it.", key, options[key], f"Set {_CORRECTS}=true.")
+                raise refuse("NeMo-RL reads it only if it corrects.", key, options[key], f"Set {_CORRECTS}=true.")
     if corrects:
         lower = read_ratio_bound(options[f"{_RATIO}_min"], f"{_RATIO}_min", zero_opens=True)
         upper = read_ratio_bound(options[_RATIO], _RATIO)
@@ -52,7 +52,7 @@ def _convert(options: Options) -> dict[str, Any]:
         if kind == "seq-mask-tis":
             if by_row:
                 key = "loss_fn.sequence_level_importance_ratios"
-                raise refuse("seq-mask-tis weighs tokens.", key, True, "Set it to false.")
+                raise refuse("seq-mask-tis weights tokens.", key, True, "Set it to false.")
             plain |= {"weight": build_weight("token", None, None)}
             plain["masks"] = {"geometric": build_mask("sequence", "geometric", lower, upper)}
         elif kind is None:

@@ -19,7 +19,7 @@ def _convert(options: Options) -> dict[str, Any]:
         raise refuse(f"the key of 0.2.0 for {min(newer)}.", _OLD, options[_OLD], "Give the keys of one release.")
     if of_mu:
         if (corrects and "use_rho_correction" in options.given) or options[_OLD]:
-            reason = "pi_old is mu, and open-instruct refuses to correct it."
+            reason = "pi_old is mu, and open-instruct then refuses a correction."
             raise refuse(reason, "use_vllm_logprobs", True, "Set it to false, or the correction off.")
         return {"proximal": "bypass"}
     plain: dict[str, Any] = {"proximal": "recompute", "masks": {}}
@@ -52,7 +52,7 @@ def _name(action: str) -> tuple[str, str]:
 
 _ICEPOP: Final = (
     (False, None),
-    "no key that is known of open-instruct 0.2.0 to 0.3.0; set rho_mask_lower_bound and _upper_bound.",
+    "not a known key of open-instruct 0.2.0 to 0.3.0; set rho_mask_lower_bound and _upper_bound.",
 )
 
 OPEN_INSTRUCT: Final = Peer(

@@ -22,7 +22,7 @@ def _convert(options: Options) -> dict[str, Any]:
     used = {release: min(keys & set(named)) for release, keys in families.items() if keys & set(named)}
     if len(used) > 1:
         (_, first), (release, second) = list(used.items())[:2]
-        raise refuse(f"a key of {release}, alongside {first} of another release.", second, named[second])
+        raise refuse(f"it belongs to {release}, but {first} belongs to another release.", second, named[second])
     if "0.9.1 to 0.10.1" in used:
         threshold, kind = "vllm_is_truncated_threshold", options["vllm_is_correction_type"]
         on = read_flag(options["enable_vllm_is_correction"], "enable_vllm_is_correction")
@@ -41,9 +41,7 @@ def _convert(options: Options) -> dict[str, Any]:
     plain: dict[str, Any] = {"proximal": "recompute"}
     # Unbiased KL is a straight-through estimate there: w is constant in its gradient.
     if read_flag(options["algo.kl.unbiased_gradient"], "algo.kl.unbiased_gradient") and options["algo.kl.use_loss"]:
-        reason = (
-            "it has the gradient of w k2 with w = pi / pi_old held constant, which no weight of the KL loss here has."
-        )
+        reason = "its gradient is that of w k2 with w = pi / pi_old held constant, and no KL weight here does that."
         raise refuse(reason, "algo.kl.unbiased_gradient", True, "The nearest option is correction=kl_unbiased.")
     if not on:
         return plain
@@ -52,7 +50,7 @@ def _convert(options: Options) -> dict[str, Any]:
         # The loss's own ratio, pi / mu per row, is the correction.
         return {"proximal": "bypass"}
     if loss != "ppo":
-        raise refuse("OpenRLHF corrects under ppo alone.", _LOSS, loss, "Set it to ppo.")
+        raise refuse("OpenRLHF corrects only under ppo.", _LOSS, loss, "Set it to ppo.")
     # Until 0.11.1 there were two bounds; 0.9.0 had only a cap.
     bounds = _read_bounds(options[threshold], threshold, may_be_one=not {f"{_IS}enable", f"{_IS}type"} & set(named))
     return plain | _correct(rule, *bounds, threshold)
@@ -69,14 +67,14 @@ def _read_bounds(given: Any, key: str, *, may_be_one: bool) -> tuple[Any, Any]:
     pair = list(given) if isinstance(given, list | tuple) else [given]
     pair = [0.0, *pair] if len(pair) == 1 and may_be_one else pair
     if len(pair) != 2 or any(isinstance(each, bool) or not isinstance(each, int | float) for each in pair):
-        raise refuse("a low and a high threshold.", key, given, f"Set {key}=[0.5,5.0].")
+        raise refuse("expected a low and a high threshold.", key, given, f"Set {key}=[0.5,5.0].")
     return pair[0], pair[1]
 
 
 def _correct(rule: tuple[str, str, str], low: float, high: float, key: str) -> dict[str, Any]:
     level, mode, gating = rule
     if mode == "clip" and (level, gating) != ("token", "ratio"):
-        raise refuse("OpenRLHF clips the ratio of tokens alone.", f"{_IS}mode", "clip", f"Set {_IS}mode=mask.")
+        raise refuse("OpenRLHF clips only the ratio of tokens.", f"{_IS}mode", "clip", f"Set {_IS}mode=mask.")
     if gating == "ratio":
         lower, upper = read_ratio_bound(low, key, zero_opens=True), read_ratio_bound(high, key)
         if level == "seq":
@@ -84,13 +82,13 @@ def _correct(rule: tuple[str, str, str], low: float, high: float, key: str) -> d
             return {"weight": build_weight("token", None, None), "masks": {"geometric": mask}}
         return {"weight": build_weight("token", lower, upper, reject=mode == "mask")}
     if low > 0:
-        raise refuse("OpenRLHF bounds a divergence from above alone.", key, [low, high], f"Set {key}=[{high}].")
+        raise refuse("OpenRLHF bounds a divergence only from above.", key, [low, high], f"Set {key}=[{high}].")
     if gating == "binary_kl":
         aggregate = "binary_kl_forward_mean" if level == "seq" else "binary_kl_forward"
         mask = build_mask("sequence" if level == "seq" else "token", aggregate, None, high)
         return {"weight": build_weight("token", None, None), "masks": {"binary_kl": mask}}
     if level == "seq":
-        reason = "the mean of |p_old - p_mu| is no aggregate here: binary_tv_mean has signs."
+        reason = "no aggregate here is the mean of |p_old - p_mu|: binary_tv_mean has signs."
         raise refuse(reason, f"{_IS}gating", gating)
     mask = build_mask("token", "binary_tv", -high, high)
     return {"weight": build_weight("token", None, None), "masks": {"tv": mask}}

@@ -25,7 +25,7 @@ _AROUND: Final = {
     "kl_clip": "its KL loss has no clip",
     "kl_weight": "its KL loss is set elsewhere, in TRL by beta and use_bias_correction_kl",
     "penalty": "it has no term next to the policy term",
-    "centering": "its key for score centering was not in the releases whose keys are known",
+    "centering": "the releases whose keys are known here have no key for score centering",
     "support": "it does not keep the support of truncated sampling",
 }
 """Key that none of the three can express -> reason."""
@@ -50,15 +50,15 @@ def build_skyrl(spec: CorrectionParts) -> dict[str, Any]:
         _check_weight(weight, name, kinds=("truncate",))
         upper = _get_upper(weight, name)
         if weight.lower is not None:
-            _fail("weight.lower", weight.lower, name, "truncates from above alone")
+            _fail("weight.lower", weight.lower, name, "truncates only from above")
         values |= {"tis_ratio_type": weight.level, f"{weight.level}_tis_ratio_clip_high": upper}
     stems: dict[str, str] = {}
     for key, mask in _list_masks(spec, name, ratio="rollout"):
         stem = _find_skyrl_stem(key, mask)
         if stem in stems:
-            _fail(key, mask.to_mapping(), name, f"has one such mask, and {stems[stem]} is it")
+            _fail(key, mask.to_mapping(), name, f"has only one such mask, already used by {stems[stem]}")
         if {"geo_mask", "product_mask"} <= {*stems, stem}:
-            _fail(key, mask.to_mapping(), name, "masks sequences by one metric")
+            _fail(key, mask.to_mapping(), name, "masks sequences by only one metric")
         stems[stem] = key
         values |= {f"{stem}_low": mask.lower, f"{stem}_high": mask.upper}
         if stem in ("geo_mask", "product_mask"):
@@ -67,7 +67,7 @@ def build_skyrl(spec: CorrectionParts) -> dict[str, Any]:
         "sequence_mask_metric" in values or values.get("tis_ratio_type") == "sequence"
     )
     if ordered != spec.skyrl_compat:
-        why = "lets its token mask act before what goes by sequence" if ordered else "has no order of these parts"
+        why = "applies its token mask before parts by sequence" if ordered else "has no order of these parts"
         _fail("skyrl_compat", spec.skyrl_compat, name, why)
     return {key: value for key, value in values.items() if value != SKYRL_DEFAULTS[key]}
 
@@ -117,9 +117,7 @@ def build_trl(spec: CorrectionParts) -> dict[str, Any]:
     for key, mask in spec.masks:
         opsm = MaskSpec("full", "sequence", "geometric", mask.lower, None, "negative", delta=mask.delta)
         if mask != opsm or mask.delta is None:
-            _fail(
-                f"masks.{key}", mask.to_mapping(), name, "has off-policy sequence masking alone, by pi / mu and delta"
-            )
+            _fail(f"masks.{key}", mask.to_mapping(), name, "has only off-policy sequence masking, by pi / mu and delta")
         if threshold is not None:
             _fail(f"masks.{key}", mask.to_mapping(), name, "has one such mask")
         threshold = mask.delta
@@ -165,7 +163,7 @@ def build_verl(spec: CorrectionParts) -> dict[str, Any]:
         if option is None:
             _fail(key, mask.to_mapping(), name, "has no such rejection")
         if option in thresholds:
-            _fail(key, mask.to_mapping(), name, f"has {option} once")
+            _fail(key, mask.to_mapping(), name, f"has {option} only once")
         thresholds[option] = _write_threshold(option, key, mask)
     if thresholds:
         values["rollout_rs"] = ",".join(thresholds)
@@ -181,7 +179,7 @@ def _write_cap(upper: float) -> float | str:
 def _write_threshold(option: str, key: str, mask: MaskSpec) -> str:
     if not option.endswith("k1"):
         if mask.lower is not None or mask.upper is None:
-            _fail(key, mask.to_mapping(), "verl", f"bounds {option} from above alone")
+            _fail(key, mask.to_mapping(), "verl", f"bounds {option} only from above")
         return repr(mask.upper)
     if mask.lower is None or mask.upper is None:
         _fail(key, mask.to_mapping(), "verl", f"bounds {option} on both sides")
@@ -210,7 +208,7 @@ def _check_weight(weight: WeightSpec, name: str, *, kinds: tuple[str, ...], rati
     if weight.normalize and ratio == "full":
         _fail("weight.normalize", True, name, "divides pi / mu by each micro-batch's own mean")
     if weight.by_staleness is not None:
-        _fail("weight.by_staleness", list(weight.by_staleness), name, "knows no age of a token")
+        _fail("weight.by_staleness", list(weight.by_staleness), name, "does not know the age of a token")
 
 
 def _get_upper(weight: WeightSpec, name: str) -> float:
@@ -225,13 +223,13 @@ def _list_masks(spec: CorrectionParts, name: str, *, ratio: str) -> list[tuple[s
     for own, mask in spec.masks:
         key = f"masks.{own}"
         if mask.entry.of_age or mask.by_staleness is not None:
-            _fail(key, mask.to_mapping(), name, "knows no age of a token")
+            _fail(key, mask.to_mapping(), name, "does not know the age of a token")
         if mask.when != "any":
             _fail(f"{key}.when", mask.when, name, "does not look at advantages")
         if mask.ratio != ratio:
             _fail(f"{key}.ratio", mask.ratio, name, f"masks on {ratio} here")
         if mask.budget is not None:
-            _fail(f"{key}.budget", mask.budget, name, "has no cut by batch")
+            _fail(f"{key}.budget", mask.budget, name, "has no cutoff for a batch")
         if mask.delta is not None and not math.isfinite(mask.limits[1]):
             _fail(f"{key}.delta", mask.delta, name, "bounds ratios on both sides")
         found.append((key, mask))

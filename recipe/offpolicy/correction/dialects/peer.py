@@ -142,7 +142,7 @@ class Peer:
         document = {path: value for path, value in flat.items() if self._find(ignore, path) is None}
         included = document.pop("defaults", None)
         if included not in (None, [], ["_self_"]):
-            reason = "the files that it names are not read, and may set a correction."
+            reason = "the files that it names are not read, but may set a correction."
             fix = "Give the configuration as composed, or pass --ignore defaults if they set none."
             raise SpecError(reason, fix, key="defaults", value=included)
         start = self._find_start(list(document))
@@ -244,7 +244,7 @@ class Peer:
         if unread and not off and plain == self.convert(Options(self.read)):
             path = unread[0]
             raise SpecError(
-                f"{self.name} does not read it: nothing that is set switches a correction on.",
+                f"{self.name} does not read it: no key that is set switches a correction on.",
                 f"Set {' or '.join(sorted(self.switches - set(given)))}, or leave it out.",
                 key=path,
                 value=idle[path],

@@ -29,7 +29,7 @@ def _convert(options: Options) -> dict[str, Any]:
     names = [name for name in values if name != "sequence_regularizer"]
     numbers = {name: read_width(values[name], f"{_SECTION}.{name}") for name in names}
     if numbers["adv_tau"] != 1:
-        raise refuse("advantages are taken as they are.", f"{_SECTION}.adv_tau", numbers["adv_tau"], "Set it to 1.0.")
+        raise refuse("advantages are used unscaled.", f"{_SECTION}.adv_tau", numbers["adv_tau"], "Set it to 1.0.")
     plain: dict[str, Any] = {"proximal": "bypass", "masks": {}}
     if kind == "kimi_k15":
         if read_flag(values["sequence_regularizer"], f"{_SECTION}.sequence_regularizer"):

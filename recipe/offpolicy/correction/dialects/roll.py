@@ -75,7 +75,7 @@ def _convert(options: Options) -> dict[str, Any]:
                 check_weight_of_rows(plain["weight"], "ROLL", key, options[key])
     filters = options[_FILTERS]
     if filters is not None and not isinstance(filters, list | tuple):
-        raise SpecError("a list of filters.", key=_FILTERS, value=filters)
+        raise SpecError("expected a list of filters.", key=_FILTERS, value=filters)
     for place, each in enumerate(filters or ()):
         plain["masks"] |= _convert_filter(each, place, f"{_FILTERS}[{place}]")
     return plain
@@ -97,7 +97,7 @@ def _convert_filter(source: Any, place: int, where: str) -> dict[str, Any]:
         low, high = (read_number(values[f"diff_{side}"], f"{where}.diff_{side}") for side in ("low", "high"))
         masks[f"diff_{place}"] = build_mask(*_DIFFERENCES[kind], low, high)
     if not masks:
-        reason = "it is enabled, and neither ratio_enabled nor diff_enabled is: it drops nothing."
+        reason = "it is enabled, but neither ratio_enabled nor diff_enabled is set, so it drops nothing."
         raise SpecError(reason, f"Set {where}.ratio_enabled=true.", key=f"{where}.enabled", value=True)
     return masks
 

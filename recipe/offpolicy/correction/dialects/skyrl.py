@@ -54,7 +54,7 @@ def _convert(options: Options) -> dict[str, Any]:
     if loss not in ("rollout_is", "dppo") and not (loss == "cispo" and rollout):
         return plain | support
     if corrects:
-        reason = f"its ratio is pi / mu, which corrects already, and {_SECTION} corrects pi_old / mu next to it."
+        reason = f"its ratio is pi / mu, which corrects already, and {_SECTION} would also correct pi_old / mu."
         raise refuse(reason, _LOSS, loss)
     return {"rollout_is": _reject, "cispo": _clip, "dppo": _mask_divergence}[str(loss)](options) | support
 
@@ -79,7 +79,7 @@ def _mask_divergence(options: Options) -> dict[str, Any]:
     if kind == "binary_kl":
         if low != high:
             at = f"{_ALGORITHM}.dppo.delta_low"
-            reason = f"a mask of outward tokens has one bound for both signs, and delta_high={high:g}."
+            reason = f"a mask with when=outward has one bound for both signs, but delta_high={high:g}."
             raise refuse(reason, at, low, f"Set {at}={high:g}.")
         mask = build_mask("token", "binary_kl_forward", None, high, "full") | {"when": "outward", "sign": "token"}
         masks = {"dppo_kl": mask}

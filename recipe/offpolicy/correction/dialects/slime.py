@@ -64,7 +64,7 @@ def _convert(options: Options) -> dict[str, Any]:
     of_file = sorted(key for key, value in _MIS.items() if options[key] != value)
     if of_file and (tis or options["use_rs"]) and not (tis and of_mis):
         fix = "Set use_tis=true and custom_tis_function_path to its compute_mis_weights_with_cp."
-        raise refuse("mis.py alone reads it, with use_tis.", of_file[0], options[of_file[0]], fix)
+        raise refuse("only mis.py reads it, with use_tis.", of_file[0], options[of_file[0]], fix)
     if bypass and tis:
         reason = "pi_old is mu there, and a weight would count its ratio twice, or be 1."
         raise refuse(reason, "use_tis", True, "Set use_rollout_logprobs=false.")
@@ -111,9 +111,9 @@ def _convert_mis(options: Options) -> dict[str, Any]:
     lower = 1 / upper if given is None else given
     normalize = read_flag(options["tis_batch_normalize"], "tis_batch_normalize")
     if normalize and kind == "geometric":
-        raise refuse("mis.py has no mean of geometric weights.", "tis_batch_normalize", True)
+        raise refuse("mis.py computes no mean of geometric weights.", "tis_batch_normalize", True)
     if normalize and mode == "mask":
-        reason = "mis.py counts what it rejects in the mean that it divides by, and here it counts as 0."
+        reason = "mis.py includes rejected tokens' weights in the mean by which it divides; here they count as 0."
         raise refuse(reason, "tis_batch_normalize", True, "Set it to false.")
     level, aggregate = _LEVELS[kind]
     weight = build_weight(level, None if mode == "truncate" else lower, upper, reject=mode == "mask")
@@ -121,7 +121,7 @@ def _convert_mis(options: Options) -> dict[str, Any]:
     rejects = read_flag(options["use_rs"], "use_rs")
     for key, acts in (("tis_level", mode == "mask"), ("rs_level", rejects)):
         if acts and options[key] == "token" and not read_flag(options[_PER_TOKEN], _PER_TOKEN):
-            reason = "a row's loss is divided by its kept tokens there, and a row that keeps none still counts;"
+            reason = "a row's loss is divided by its kept tokens there, and a row without kept tokens still counts;"
             raise refuse(f"{reason} the nearest is correction.denominator=kept.", key, "token")
     if rejects:
         level, aggregate = _LEVELS[str(read_choice(options["rs_level"], tuple(_LEVELS), "rs_level", optional=False))]

@@ -37,7 +37,7 @@ def _convert(options: Options) -> dict[str, Any]:
     if threshold is not None:
         if not 0 <= threshold <= EXP_CLAMP:
             raise SpecError(
-                f"mean log(mu/pi) in nats a token, between 0 and {EXP_CLAMP:g}.",
+                f"expected a mean log(mu/pi) in nats per token, between 0 and {EXP_CLAMP:g}.",
                 f"Set {key}=0.5, or null for no mask.",
                 key=key,
                 value=threshold,
@@ -67,7 +67,7 @@ def _convert_weight(options: Options) -> dict[str, Any]:
         raise SpecError("nothing lies between.", "Swap them.", key=lower_key, value=lower, alongside={upper_key: upper})
     if lower is None and upper is None:
         raise SpecError(
-            f"{mode} has nothing to bind.",
+            f"{mode} has no bound.",
             f"Set {upper_key}=3.0, or {_STEM}_correction=false.",
             key=upper_key,
             alongside={lower_key: None},
@@ -79,12 +79,12 @@ def _convert_weight(options: Options) -> dict[str, Any]:
 def _convert_kl(options: Options) -> dict[str, Any]:
     key = "use_bias_correction_kl"
     if options[key] is None:
-        reason = "its default is false until 1.9.0 and true in 1.16.0, and beta sets a KL term."
+        reason = "its default is false until 1.9.0 and true in 1.16.0, and beta adds a KL term."
         raise refuse(reason, key, None, "Set it to true or false.")
     if not read_flag(options[key], key):
         return {}
     if options["importance_sampling_level"] != "token":
-        reason = "a row's ratio on the KL of tokens has no equivalent here."
+        reason = "a row's ratio as the weight of per-token KL has no equivalent here."
         raise refuse(reason, "importance_sampling_level", options["importance_sampling_level"])
     return {"kl_weight": {"ratio": "ppo", "upper": None}}
 

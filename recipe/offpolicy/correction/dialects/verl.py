@@ -50,7 +50,7 @@ def _convert(options: Options) -> dict[str, Any]:
     level = read_choice(values["rollout_is"], ("token", "sequence"), f"{where}.rollout_is")
     if loss_type == "reinforce" and not bypass:
         raise SpecError(
-            "verl reads loss_type in bypass mode alone.",
+            "verl reads loss_type only in bypass mode.",
             f"Set {where}.bypass_mode=true, or leave loss_type out.",
             key=f"{where}.loss_type",
             value="reinforce",
@@ -65,7 +65,7 @@ def _convert(options: Options) -> dict[str, Any]:
             alongside={f"{where}.rollout_is": None},
         )
     if options[_LOSS_MODE] == "bypass_mode" and not bypass:
-        reason = "this loss corrects by keys that are not read here."
+        reason = "this loss corrects with keys that are not read here."
         raise SpecError(
             reason, f"Set {where}.bypass_mode=true, and the correction there.", key=_LOSS_MODE, value="bypass_mode"
         )
@@ -77,7 +77,7 @@ def _convert(options: Options) -> dict[str, Any]:
         if not bypass or loss_type == "reinforce":
             if normalize and bypass:
                 raise SpecError(
-                    "verl divides by each micro-batch's own mean of pi / mu, so that the loss depends on how a batch "
+                    "verl divides by each micro-batch's own mean of pi / mu, so the loss depends on how a batch "
                     "is split.",
                     key=f"{where}.rollout_is_batch_normalize",
                     value=True,
@@ -161,7 +161,7 @@ def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[s
     options = list(dict.fromkeys(name for name in names if name))
     if not options:
         raise SpecError(
-            "no names of rejections.",
+            "expected names of rejections.",
             f"Set options separated by commas, or null. Known: {_known()}.",
             key=rs,
             value=rollout_rs,
@@ -200,7 +200,7 @@ def _rejection_bounds(option: str, threshold: Any, key: str) -> tuple[float | No
     lower, upper = _pair(threshold, key)
     if not option.endswith("k1"):
         if lower is not None:
-            raise SpecError(f"{option} has an upper bound alone.", key=key, value=threshold, proposed={key: upper})
+            raise SpecError(f"{option} has only an upper bound.", key=key, value=threshold, proposed={key: upper})
         return None, upper
     if lower is None:
         if upper < 1:
@@ -247,7 +247,7 @@ def _known() -> str:
     return ", ".join(VERL_REJECTIONS)
 
 
-_OLDER: Final = "of an older verl; set algorithm.rollout_correction.rollout_is=token and .rollout_is_threshold."
+_OLDER: Final = "belongs to an older verl; set algorithm.rollout_correction.rollout_is=token and .rollout_is_threshold."
 
 VERL: Final = Peer(
     name="verl",
