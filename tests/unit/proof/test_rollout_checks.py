@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
 from recipe.offpolicy.proof.rollout_checks import RolloutChecker, name_missing_column, pad_columns
 from recipe.offpolicy.proof.rollout_log_probs import RolloutLogProbError
-from recipe.offpolicy.proof.token_alignment import MOST_ELEMENTS, tally_agreements
+from recipe.offpolicy.proof.token_alignment import MOST_ELEMENTS, AlignmentError, tally_agreements
 from tests.support.growth import count_work
 
 ROWS, WIDTH = 64, 12
@@ -153,3 +153,22 @@ def test_a_large_batch_has_one_tally_in_both_layouts(grouped: bool, monkeypatch:
     tally = tally_agreements(*(nested[name] for name in names), groups)
     assert tally == tally_agreements(*(padded[name] for name in names), groups)
     assert tally.rows.pairs[1] > 0
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_zeros(nested: bool) -> None:
+    rows = rollout(nested=nested)
+    rows["rollout_log_probs"] = rows["rollout_log_probs"] * 0
+    watch = RolloutChecker()
+    watch.check_sampled(rows)
+    with pytest.raises(RolloutLogProbError, match="64 of 64 sequences hold only zeros"):
+        watch.check_aligned(rows)
+
+
+def test_rows_permuted_at_the_source() -> None:
+    rows = rollout(nested=False)
+    rows["rollout_log_probs"] = rows["rollout_log_probs"].flip(0)
+    watch = RolloutChecker()
+    watch.check_sampled(rows)  # nothing is wrong with them as far as they go
+    with pytest.raises(AlignmentError, match="belong to other sequences"):
+        watch.check_aligned(rows)
