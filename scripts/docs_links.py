@@ -1,4 +1,4 @@
-"""MkDocs hook: a page of the site for each file outside docs/ that a page links to.
+"""MkDocs hook: a site page for each file outside docs/ that a page links to.
 
 A link such as ``../tests/conftest.py`` then works on a git host and on the site, which has no address of the
 repository. Markdown files and notebooks become pages, other files show their text, and folders list their files.
@@ -69,7 +69,7 @@ def show(path: Path, found: set[Path]) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of linked files, and of those that they link to."""
+    """Add the pages of linked files, and of the files that these link to."""
     found: set[Path] = set()
     for page in files.documentation_pages():
         rewrite(page.content_string, DOCS / page.src_uri, found)

@@ -31,7 +31,7 @@ def find_imported(source: str, module: str) -> set[str]:
 
 
 def select_functions(source: str, names: set[str]) -> str:
-    """Leave out the top-level functions of a module that neither ``names`` nor a function that is kept reads."""
+    """Leave out a module's top-level functions that are neither in ``names`` nor used by a function that is kept."""
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     kept, todo = set(), names & functions.keys()
     while todo:

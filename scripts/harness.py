@@ -1,4 +1,4 @@
-"""What benchmarks and evidence share: whole runs of the quickstart, timed calls, options of a command, and tables."""
+"""Shared code of benchmarks and evidence: whole quickstart runs, timed calls, command-line options, and tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scripts.quickstart.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 UPDATED = "actor/grad_norm"
-"""Key of the metrics of a step, as against those of a validation."""
+"""Key that the metrics of a step have, but not those of a validation."""
 Records = list[tuple[int, dict[str, Any]]]
 """(step, metrics) as verl's logger ``file`` writes them."""
 T = TypeVar("T")
@@ -40,8 +40,8 @@ class Ended:
     Attributes:
         code: its exit status; None: the time limit ended it.
         said: what it printed.
-        folder: of its metrics and logs; None where it did not come so far.
-        records: metrics, the 0th step's being those of the validation before training.
+        folder: folder of its metrics and logs; None if it ended before creating one.
+        records: metrics; the 0th step's are those of the validation before training.
     """
 
     code: int | None
@@ -53,9 +53,9 @@ class Ended:
 def run_quickstart(
     overrides: Sequence[str], log: Path, *, limit: float | None = None, environment: Mapping[str, str] = {}
 ) -> Ended:
-    """Run scripts/quickstart.sh until it ends, or until this process or its time does.
+    """Run scripts/quickstart.sh until it ends, this process ends, or its time limit is reached.
 
-    It takes VENV, by default the environment that runs this, and with it the variables that are given.
+    It uses VENV, by default the environment that runs this, and the given variables.
     """
     command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *overrides]
     environment = {**os.environ, "VENV": os.environ.get("VENV") or sys.prefix, **environment}
@@ -80,7 +80,7 @@ def run_quickstart(
 
 
 def read_records(path: Path) -> Records:
-    """Read the metrics of a run; none where there is no file."""
+    """Read the metrics of a run; none if there is no file."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [(line["step"], line["data"]) for line in map(json.loads, lines)]
 
@@ -102,7 +102,7 @@ def format_row(cells: Sequence[Any]) -> str:
 
 
 class Seconds(NamedTuple):
-    """Of one call: CPU time of this process, and wall time."""
+    """Seconds of one call: CPU time of this process, and wall time."""
 
     cpu: float
     wall: float
@@ -116,10 +116,10 @@ def time_call(call: Callable[[], Any]) -> Seconds:
 
 
 def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, uncounted: int = 1) -> dict[str, list[T]]:
-    """Call each side once a round, so that all see the same load of the machine; the first one is last in turn.
+    """Call each side once per round, so that all have the same load of the machine; the order alternates.
 
     Args:
-        uncounted: rounds before those that count, which import and compile.
+        uncounted: number of rounds before the counted ones, in which sides import and compile.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(-uncounted, rounds):
@@ -136,14 +136,14 @@ def find_median_ratio(ours: Sequence[float], others: Sequence[float]) -> float:
 
 
 def run_in_fresh_process(work: Callable[..., T], *arguments: Any, preload: Sequence[str] | None = None) -> T:
-    """Return what ``work`` returns in a process of its own, so that one measurement leaves nothing behind for the next.
+    """Return the result of ``work`` in a separate process, so that one measurement leaves nothing behind for the next.
 
     Args:
-        preload: modules of a server that has imported them and computed nothing, from which the process is forked;
+        preload: modules that are imported by a server, which computes nothing and from which the process is forked;
             None: start Python again.
 
     Raises:
-        RuntimeError: the process ended without an answer, as one does that is killed for its memory.
+        RuntimeError: the process ended without an answer, for example because it was killed for its memory.
     """
     context: Any = multiprocessing.get_context("spawn" if preload is None else "forkserver")
     if preload is not None:
@@ -156,8 +156,8 @@ def run_in_fresh_process(work: Callable[..., T], *arguments: Any, preload: Seque
 
 
 def measure_growth(call: Callable[[], Any]) -> int:
-    """Measure the bytes that this process's resident set grows by at most in one call."""
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be taken again, unseen
+    """Measure the largest growth, in bytes, of this process's resident set in one call."""
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise memory freed before would be reused, unnoticed
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     before = _read_status("VmRSS")
     call()
@@ -170,7 +170,7 @@ def _read_status(field: str) -> int:
 
 
 def list_processes(pid: int) -> list[psutil.Process]:
-    """List a process and all that it has started."""
+    """List a process and all processes that it has started."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
 
@@ -182,7 +182,7 @@ def read_seconds(process: psutil.Process) -> float:
 
 
 def build_parser(about: str | None) -> argparse.ArgumentParser:
-    """Build a parser whose help is the text of a module."""
+    """Build a parser whose help is a module's docstring."""
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 

@@ -1,6 +1,6 @@
 """Submit a job to a Ray cluster and exit with its status; scripts/launch_ray.sh documents arguments and variables.
 
-Ray's own command joins words in a way that a POSIX shell reads otherwise, and ends with 0 where a job was stopped.
+Ray's own command joins words in a way that a POSIX shell parses differently, and ends with 0 if a job was stopped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class JobRequest:
 
     Attributes:
         wait: show the log and wait for the end.
-        variables: set in the command and its workers.
+        variables: environment of the command and its workers.
         command: program and arguments.
     """
 
@@ -58,7 +58,7 @@ def parse(words: Sequence[str]) -> JobRequest:
     """Read ``[--no-wait] [NAME=value ...] COMMAND [ARGUMENT ...]``.
 
     Raises:
-        JobError: there is no command, or an option that is not known.
+        JobError: there is no command, or an option is unknown.
     """
     rest = list(words)
     wait, variables = True, {}
@@ -86,14 +86,14 @@ def runtime_env(
     """Build Ray's runtime environment of the job.
 
     Args:
-        base: fields of the user's: a JSON or YAML file, JSON itself, or empty.
+        base: the user's fields: a JSON or YAML file, JSON itself, or empty.
         working_dir: a folder, a URI, "none", or empty if ``base`` has one.
         excludes: further patterns, separated by commas.
-        variables: given for this job.
-        environ: of this process; of it goes along what workers of a corrected run need.
+        variables: variables given for this job.
+        environ: environment of this process, from which the variables that workers of a corrected run need are sent.
 
     Raises:
-        JobError: a file or folder is not there, or two places contradict each other.
+        JobError: a file or folder is missing, or two settings contradict each other.
     """
     result = _read(base)
     try:
@@ -151,10 +151,10 @@ def follow(client: Any, job: str) -> int:
     """Show the log until the job ends.
 
     Returns:
-        0 if it succeeded, else the exit status of its command, or 1 where that is unknown or 0.
+        0 if it succeeded, otherwise the exit status of its command, or 1 if that is unknown or 0.
     """
 
-    import aiohttp  # which Ray's client is made with
+    import aiohttp  # the HTTP library of Ray's client
 
     async def tail() -> None:
         async for lines in client.tail_job_logs(job):
@@ -176,7 +176,7 @@ def follow(client: Any, job: str) -> int:
 
 
 def launch(request: JobRequest) -> int:
-    """Submit, and follow if that was asked for; returns the launcher's exit status."""
+    """Submit the job, and follow it if requested; return the launcher's exit status."""
     environment = runtime_env(
         os.environ.get("RUNTIME_ENV", ""),
         os.environ.get("WORKING_DIR", ""),
@@ -186,7 +186,7 @@ def launch(request: JobRequest) -> int:
     )
     address = os.environ.get("RAY_ADDRESS") or DEFAULT_ADDRESS
     client = connect(address)
-    # Every word quoted: without it brackets, quotes and dollars of Hydra's overrides would be the shell's.
+    # Every word is quoted, because the shell would interpret brackets, quotes and dollars in Hydra's overrides.
     entrypoint = shlex.join(request.command)
     job = client.submit_job(
         entrypoint=entrypoint,

@@ -1,13 +1,13 @@
-"""Time and memory of the analysis tools by the size of a recording.
+"""Time and memory of the analysis tools by size of the recording.
 
     python scripts/benchmark/analysis.py                              # 1e6 and 1e7 tokens, one process and all cores
     python scripts/benchmark/analysis.py --tokens 1e8 1e9 --jobs 1 8  # 12 GB of disk for 1e9
     python scripts/benchmark/analysis.py --tokens 4e6 --step 4e6 --ranks 16 --jobs 1    # one large step
 
-Each recording is drawn in steps of a quarter of a million tokens, by the largest of --jobs, a third of a second of one
-process for a million tokens, in --folder, and removed once the tools have read it, unless --keep keeps it for another
-time. Tools run as commands do, the start of Python included, once with each of --jobs. Memory is what all processes of
-a tool hold at most, pages that they share counted once (PSS); it and CPU time are looked at five times a second.
+Each recording is drawn in --folder in steps of a quarter of a million tokens, by as many processes as the largest of
+--jobs; a million tokens take one process a third of a second. It is removed once the tools have read it, unless --keep
+is given. Tools run as commands, including the start of Python, once with each of --jobs. Memory is the largest total of
+a tool's processes, with shared pages counted once (PSS); memory and CPU time are sampled five times a second.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ TOOLS: dict[str, tuple[str, ...]] = {
 }
 COLUMNS = ("tool", "tokens", "jobs", "wall, s", "CPU, s", "tokens a second", "memory, MiB")
 PAUSE = 0.2
-"""Seconds between two looks at what a tool uses."""
+"""Seconds between two samples of a tool's usage."""
 LEAST = 20
-"""Steps from which processes are worth their start."""
+"""Number of steps from which starting processes is worthwhile."""
 
 
 def draw(directory: Path, tokens: int, step_tokens: int = STEP, *, ranks: int = 1, jobs: int = 1) -> None:
-    """Draw what a recording of so many tokens lacks: rows of 500 in groups of 8, a quarter of them stale.
+    """Draw the missing steps of a recording of this many tokens: rows of 500 in groups of 8, a quarter of them stale.
 
     Args:
-        ranks: files of a step.
-        jobs: processes that draw.
+        ranks: number of files per step.
+        jobs: number of processes that draw.
     """
     files = itertools.product(range(1, max(tokens // step_tokens, 1) + 1), range(ranks))
     missing = [place for place in files if not (directory / file_name(*place)).exists()]
@@ -69,7 +69,7 @@ def draw(directory: Path, tokens: int, step_tokens: int = STEP, *, ranks: int = 
 
 
 def draw_file(directory: Path, rows: int, place: tuple[int, int]) -> None:
-    """Draw the rows of one step and rank, so many of them."""
+    """Draw this many rows of one step and rank."""
     step, rank = place
     ages = (np.arange(rows) % 4 == 0) * min(step - 1, 1)
     part = {"seed": step + 2**32 * rank, "step": step, "rank": rank, "group": 8, "backend": 0.02, "drift": 0.01}
@@ -80,20 +80,20 @@ def draw_file(directory: Path, rows: int, place: tuple[int, int]) -> None:
 def measure(tool: str, directory: Path, jobs: int) -> tuple[float, float, float]:
     """Run one tool; return seconds of wall time, of CPU time, and MiB of all its processes."""
     command = [sys.executable, "-m", f"recipe.offpolicy.{tool}", str(directory), *TOOLS[tool], "--jobs", str(jobs)]
-    # Next to the recording: a page takes the place of what is there, of /dev/null too.
+    # Written next to the recording, because a page replaces what is there, even /dev/null.
     command += ["--out", str(directory.with_suffix(".html"))] if tool == "report" else ["--json"]
     began, memory = time.perf_counter(), 0
     seconds: dict[int, float] = {}
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     while process.poll() is None:
-        with suppress(psutil.Error):  # one of them ended in between
+        with suppress(psutil.Error):  # a process ended in between
             held = 0
             for each in list_processes(process.pid):
                 seconds[each.pid] = read_seconds(each)
                 held += each.memory_full_info().pss
             memory = max(memory, held)
         time.sleep(PAUSE)
-    # 1: a bound was not found, or a replay differs, which is no failure of the tool.
+    # Status 1 means that a bound was not found or a replay differs, which is not a failure of the tool.
     if process.returncode not in (0, 1):
         sys.exit(f"{' '.join(command)}: ended with {process.returncode}.")
     return time.perf_counter() - began, sum(seconds.values()), memory / 2**20

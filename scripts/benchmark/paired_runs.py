@@ -1,23 +1,23 @@
-"""Whole runs in pairs, corrected and verl's own: ratio of their steps, and what the start takes more.
+"""Whole runs in pairs, corrected and verl's own: the ratio of their step times, and the additional start-up time.
 
     python scripts/benchmark/paired_runs.py --out pairs.jsonl [--pairs 10] [--steps 20] [--preset forward] [overrides]
     python scripts/benchmark/run_share.py --pairs 10 --out pairs.jsonl        # the same
     python scripts/benchmark/paired_runs.py --out pairs.jsonl --against offpolicy.delivery.probe=null
 
 Both runs of a pair are the quickstart's training, with the same seeds, keys and model: one is started as this package's
-main_offpolicy, the other as verl's own main_ppo, without anything of this package but what lets verl run on a CPU. They
-take turns, and in turn come first. With --against the other one is the corrected run under that override, too, and
-stands under verl's name in what is printed. Presets:
+main_offpolicy, the other as verl's own main_ppo, with nothing from this package except the patches that let verl run on
+a CPU. They take turns, and alternate in coming first. With --against the other run is also the corrected one, with that
+override, and is printed under verl's name. Presets:
 
   forward      the quickstart as it is: corrections that keep verl's forward pass for pi_old, two mini-batches
   no_forward   correction=gsm on one mini-batch of the whole batch, where correction.proximal=auto leaves that pass out,
                with a Qwen2 of 50 M parameters and random weights
 
-Step: median of ``timing_s/step`` of a run, without its first; of the pairs' ratios the geometric mean. Start: seconds
-from the command to the end of the first step; of the pairs' differences the mean. Phases that verl times, ``gen`` and
-``update_actor`` among them, are compared as differences of medians. Intervals: 95 %, by Student's t over the pairs.
-Each run that has ended is a line of --out, which a further call goes on from; a run that takes longer than --limit
-seconds is ended with all its processes, and stops the call.
+Step: a run's median ``timing_s/step``, without its first step; printed is the geometric mean of the pairs' ratios.
+Start: seconds from the command to the end of the first step; printed is the mean of the pairs' differences. Phases that
+verl times, such as ``gen`` and ``update_actor``, are compared as differences of medians. Intervals: 95 %, by Student's
+t over the pairs. Each run that has ended adds a line to --out, from which a further call continues; a run that takes
+longer than --limit seconds is ended with all its processes, and stops the call.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OUTPUTS = ROOT / "outputs"
 CACHE = OUTPUTS / "quickstart" / "cache"
 REWARD = ROOT / "scripts" / "quickstart" / "reward.py"
 LOOK = 0.1
-"""Seconds between two looks at a run's metrics."""
+"""Seconds between two reads of a run's metrics."""
 TIMED = "timing_s/"
 STEP = f"{TIMED}step"
 LARGE: dict[str, Any] = dict(
@@ -71,7 +71,7 @@ STUDENT_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
 )
-"""Quantile of Student's t at 0.975 for 1, 2, ... degrees of freedom; that of 20 serves for more."""
+"""Quantile of Student's t at 0.975 for 1, 2, ... degrees of freedom; the value for 20 is used for more."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Preset:
     Attributes:
         corrected: overrides of the corrected run alone.
         both: overrides of both runs.
-        large: train a model of ``LARGE`` and not the quickstart's.
+        large: train a model of shape ``LARGE`` instead of the quickstart's.
     """
 
     corrected: tuple[str, ...] = ()
@@ -116,7 +116,8 @@ class Run:
         side: one of ``SIDES``.
         start: seconds from the command to the end of the first step.
         seconds: ``timing_s/step`` of each step.
-        phases: medians of the other ``timing_s/...`` that verl logs, by what follows the slash, without the first step.
+        phases: medians of the other ``timing_s/...`` that verl logs, by the name after the slash, without the first
+            step.
     """
 
     settings: list[Any]
@@ -128,19 +129,19 @@ class Run:
 
 
 def order_sides(pair: int) -> tuple[str, ...]:
-    """Order the runs of a pair: in turn the one and the other comes first."""
+    """Order the runs of a pair: the two sides alternate in coming first."""
     return SIDES if pair % 2 else SIDES[::-1]
 
 
 def build_command(
     side: str, preset: Preset, pair: int, scratch: Path, overrides: Sequence[str], against: Sequence[str] = ()
 ) -> list[str]:
-    """Build the command of a run, but for data and model.
+    """Build the command of a run, without data and model.
 
     Args:
         scratch: folder of the run.
-        overrides: the user's, last, of both runs.
-        against: what the other run has beyond them, which then is corrected as well; empty: that is verl's own.
+        overrides: the user's overrides of both runs, which come last.
+        against: further overrides of the other run, which then is corrected as well; empty: it is verl's own.
     """
     from verl_patches.contract import installed_release
 
@@ -156,7 +157,7 @@ def build_command(
         quote("hydra.run.dir", scratch / "hydra"),
         quote("reward.custom_reward_function.path", REWARD),
         *build_release_overrides("cpu", release),
-        # Held-out questions are the same work for both.
+        # Held-out questions take the same work in both.
         *("trainer.val_before_train=false", "trainer.test_freq=-1"),
         *(f"data.seed={pair}", f"actor_rollout_ref.rollout.seed={pair}"),
         *preset.both,
@@ -170,7 +171,7 @@ def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, 
     """Run a command until it ends; return the seconds until its first step had ended, and each step's metrics.
 
     Raises:
-        RuntimeError: it failed, or took longer than ``limit`` seconds; with the end of its log.
+        RuntimeError: it failed, or took longer than ``limit`` seconds; the message has the end of its log.
     """
     metrics = scratch / "metrics.jsonl"
     env = build_child_environment(os.environ, "cpu", ROOT)
@@ -206,7 +207,7 @@ def compute_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def prepare(preset: Preset) -> list[str]:
-    """Make data and model where they are not there; return their overrides."""
+    """Make data and model if they are missing; return their overrides."""
     data, model = (find_made(CACHE, ["data", "model"]) or make_parts(CACHE, ["data", "model"])).values()
     if preset.large:
         source, model = model, OUTPUTS / "benchmark_pairs" / f"qwen2-50m-{model.name.removeprefix('model-')}"
@@ -229,7 +230,7 @@ def prepare(preset: Preset) -> list[str]:
 
 
 def run_pairs(given: argparse.Namespace) -> list[Run]:
-    """Run what is missing of the pairs, and append each run to ``out``; return all of these settings."""
+    """Make the missing runs of the pairs, and append each to ``out``; return all runs of these settings."""
     settings = [given.preset, given.steps, [*given.overrides, *(f"against {word}" for word in given.against)]]
     preset, runs, pairs = PRESETS[given.preset], read_runs(given.out, settings), range(1, given.pairs + 1)
     ended = {(run.pair, run.side) for run in runs}
@@ -301,7 +302,7 @@ def compare(runs: Sequence[Run]) -> dict[str, Interval]:
 
 
 def compare_phases(runs: Sequence[Run]) -> dict[str, tuple[float, Interval]]:
-    """Compare what steps are made of: verl's mean seconds, and the mean of the pairs' differences; absent is 0 s."""
+    """Compare the phases of a step: verl's mean seconds, and the mean of the pairs' differences; missing is 0."""
     pairs, found = pair_up(runs), {}
     for name in sorted({name for pair in pairs for run in pair for name in run.phases}):
         seconds = [[run.phases.get(name, 0.0) for run in pair] for pair in pairs]
@@ -311,7 +312,7 @@ def compare_phases(runs: Sequence[Run]) -> dict[str, tuple[float, Interval]]:
 
 
 def format_result(runs: Sequence[Run]) -> str:
-    """Format a row for each pair, and the comparison of all, with the phases that take a hundredth of a step."""
+    """Format a row for each pair, and the comparison of all, with the phases that take 1 % of a step or more."""
     rows, found = [], compare(runs)
     for verls, ours in pair_up(runs):
         one, other = compute_step(verls), compute_step(ours)
@@ -330,7 +331,7 @@ def format_result(runs: Sequence[Run]) -> str:
 
 
 def read_runs(out: Path, settings: Sequence[Any]) -> list[Run]:
-    """Read the runs of these settings that have ended; none where there is no file."""
+    """Read the runs of these settings that have ended; none if there is no file."""
     lines = out.read_text().splitlines() if out.exists() else []
     runs = [Run(**json.loads(line)) for line in lines]
     return [run for run in runs if run.settings == list(settings)]
@@ -350,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.pairs < 1 or given.steps < 2:
         parser.error("--pairs takes 1 or more, --steps 2 or more: the first step is left out.")
     become_subreaper()
-    # As an exception: what a run has started is ended on the way out.
+    # Raised as an exception, so that the processes that a run has started are ended.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:

@@ -4,10 +4,10 @@
     python scripts/benchmark/rollout_stage.py --markdown --first --curve docs/cost.png   # docs/evidence/cost.md
     python scripts/benchmark/rollout_stage.py --quick --json FILE                        # one small shape
 
-Right-padded float32 log-probs and an int64 mask, 30 % of its tokens valid. Time: CPU seconds of one thread, both
-helpers in turn, medians of the pairs. Memory: what the resident set of a fresh process grows by at most, in one call.
-``--curve`` goes from 2^18 to 2^27 tokens, verl's helper up to 2^23; the largest takes about 5 GiB and a minute.
-``--first`` adds what the first call of a process takes, where nothing is compiled yet and where it is; ``--repeats 7``.
+Inputs are right-padded float32 log-probs and an int64 mask, with 30 % of its tokens valid. Time: CPU seconds of one
+thread, both helpers in turn, medians of the pairs. Memory: largest growth of a fresh process's resident set in one
+call. ``--curve`` goes from 2^18 to 2^27 tokens, verl's helper up to 2^23; the largest takes about 5 GiB and a minute.
+``--first`` adds the time of a process's first call, before and after the loops are compiled; ``--repeats 7``.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def measure_memory(name: str, shape: tuple[int, int], options: dict[str, Any]) -
 
 def _first(options: dict[str, Any]) -> float:
     call, tensors = helper("ours"), draw_inputs(32, 256)
-    from verl.protocol import DataProto  # in a run it has been imported long before
+    from verl.protocol import DataProto  # in a run it is imported long before
 
     DataProto.from_dict({"mask": tensors[2]})
     return measure_seconds(call, tensors, options).cpu
 
 
 def measure_first_call(options: dict[str, Any]) -> dict[str, float]:
-    """Measure CPU seconds of the first call of a process, before and after another has compiled the loops."""
+    """Measure CPU seconds of a process's first call, before and after another process has compiled the loops."""
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, NUMBA_CACHE_DIR=folder):
         return {when: run_in_fresh_process(_first, options) for when in ("compiling", "compiled")}
 

@@ -1,9 +1,10 @@
-"""Cost of scoring prefixes next to the model's own work, in microseconds a prompt position, in the server's front end.
+"""Cost of scoring prefixes in the server's front end, without the model's own work, in microseconds per position.
 
     python scripts/benchmark/scoring_cost.py [--positions 2200]
 
-vLLM lays out log-probs of a prompt as flat lists, of which ``process_reward`` reads the last ones; and the way by
-an object a position, which verl's own requests take: its extraction and its pickling for Ray. Medians of the repeats.
+Measured are vLLM's log-probs of a prompt as flat lists, of which ``process_reward`` reads the last ones, and as one
+object per position, as in verl's own requests, with its extraction and its pickling for Ray. Figures are medians of the
+repeats.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ sys.path.insert(0, str(ROOT))
 from scripts.harness import add_counts, build_parser, take_turns, time_call
 
 ANSWER = 4
-"""Tokens of an answer."""
+"""Number of tokens in an answer."""
 
 
 def measure(positions: int, repeats: int) -> dict[str, float]:
-    """Measure "flat" and "by position", in microseconds a position."""
-    # Here, for they take seconds to import, and --help needs none.
+    """Measure "flat" and "by position", in microseconds per position."""
+    # Imported here, because they take seconds to import and --help needs none.
     import torch
     from vllm.logprobs import create_prompt_logprobs
     from vllm.v1.engine.logprobs import LogprobsProcessor

@@ -1,7 +1,7 @@
-"""Parts of a step at any size on drawn inputs, each a call without arguments, for ``simulated_scale.py`` to measure.
+"""Parts of a step at any size on drawn inputs, as calls without arguments that ``simulated_scale.py`` measures.
 
-Columns of tokens are float32 log-probs and int64 ids and masks, as verl ships them. Rows have up to 4096 tokens, at
-random, and half of that on average: padded, every other token is padding.
+Columns of tokens are float32 log-probs and int64 ids and masks, as verl ships them. Rows have up to 4096 tokens, drawn
+at random, and half of that on average, so half of a padded batch is padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CORRECTION: dict[str, Any] = {
         "opsm": dict(ratio="full", level="sequence", aggregate="geometric", delta=0.1, when="negative"),
     },
 }
-"""The quickstart's, [tis_token, gsm, opsm]."""
+"""The quickstart's correction, [tis_token, gsm, opsm]."""
 BATCH_WIDE: dict[str, Any] = {
     "weight": CORRECTION["weight"] | {"normalize": True},
     "masks": {
@@ -35,13 +35,13 @@ BATCH_WIDE: dict[str, Any] = {
     },
     "denominator": "kept",
 }
-"""Everything that is fixed for a whole batch."""
+"""A correction with every constant of a whole batch."""
 ROWS_OF_A_RANK = 195
-"""So that 512 ranks have 100 000 rows."""
+"""Number of rows per rank, so that 512 ranks have 100 000 rows."""
 TOKENS_OF_A_ROW = 64
-"""On average, of a batch that the driver checks."""
+"""Average number of tokens per row in a batch that the driver checks."""
 RANKS = 8
-"""That a batch of rows is split over for its plan."""
+"""Number of ranks over which a batch of rows is split for its plan."""
 Call = Callable[[], Any]
 
 
@@ -50,11 +50,11 @@ class Part:
     """A part of a step.
 
     Attributes:
-        build: from a size to the call that is measured.
-        unit: what its size counts.
-        bytes: that inputs and the call take of each unit, roughly, by which sizes are left out.
+        build: returns the measured call for a size.
+        unit: the unit in which its size is counted.
+        bytes: approximate bytes of inputs and call per unit, which decide the sizes that are left out.
         of_driver: the driver does it in each step.
-        largest: units beyond which a call takes minutes.
+        largest: number of units beyond which a call takes minutes.
     """
 
     build: Callable[[int], Call]
@@ -87,7 +87,7 @@ def draw_offsets(tokens: int, mean: int) -> Tensor:
     """Draw rows that lie end to end: their starts, and ``tokens``. Lengths are uniform up to twice their mean."""
     rows = max(tokens // mean, 1)
     lengths = torch.full((rows,), mean)
-    # Two by two, so that the sum is what is asked for.
+    # Drawn in pairs, so that the sum is the requested one.
     apart = torch.randint(mean, (rows // 2,), generator=torch.Generator().manual_seed(1))
     lengths[: rows // 2] -= apart
     lengths[rows // 2 : rows // 2 * 2] += apart
@@ -108,7 +108,7 @@ def draw_signs(rows: int) -> Tensor:
 
 
 def draw_tokens(tokens: int, *, nested: bool) -> Tokens:
-    """Draw the columns of a batch of so many tokens, padding included."""
+    """Draw the columns of a batch of this many tokens, including padding."""
     log_probs = draw_log_probs(tokens)
     if nested:
         offsets = draw_offsets(tokens, WIDTH // 2)
@@ -124,7 +124,7 @@ def draw_tokens(tokens: int, *, nested: bool) -> Tokens:
 
 
 def run_rollout_stage(given: Tokens) -> Any:
-    """Run the rollout stage with all statistics, the turns included."""
+    """Run the rollout stage with all statistics, including turns."""
     from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, turns
 
     return rollout_stage(
@@ -142,7 +142,7 @@ def build_rollout_stage(tokens: int, *, nested: bool) -> Call:
 
 
 def build_step_stage(tokens: int, *, nested: bool) -> Call:
-    """Build the call of a step stage, on a rollout stage that is there."""
+    """Build the call of a step stage, on an existing rollout stage."""
     from recipe.offpolicy.correction import step_stage
 
     given = draw_tokens(tokens, nested=nested)
@@ -151,11 +151,11 @@ def build_step_stage(tokens: int, *, nested: bool) -> Call:
 
 
 def build_batch(columns: dict[str, Tensor], *, micro_batches: int = 1, last: bool = True) -> TensorDict:
-    """Build a micro-batch of nested columns as verl's engine hands it to its loss.
+    """Build a micro-batch of nested columns as verl's engine passes it to its loss.
 
     Args:
-        micro_batches: of its mini-batch, all of one size.
-        last: of the update's last mini-batch.
+        micro_batches: number in its mini-batch, all of one size.
+        last: it belongs to the update's last mini-batch.
     """
     from recipe.offpolicy.batch.micro_batch import LAST
     from recipe.offpolicy.batch.plan import PLAN, SharedPlan
@@ -173,8 +173,8 @@ def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "c
     """Build a micro-batch of drawn rows: a call for the model's output, and the rest.
 
     Args:
-        lengths: of the rows, ``tokens`` in all; without, they are drawn.
-        device: where both lie.
+        lengths: lengths of the rows, ``tokens`` in total; drawn if not given.
+        device: device of both.
     """
     mu, old, pi = draw_log_probs(tokens)
     offsets = torch.tensor([0, *accumulate(lengths)]) if lengths else draw_offsets(tokens, WIDTH // 2)
@@ -182,7 +182,7 @@ def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "c
     starts = torch.arange(rows + 1) * PROMPT
     flat = torch.zeros(tokens + rows * PROMPT)
     places = torch.arange(tokens).add_((torch.arange(1, rows + 1) * PROMPT).repeat_interleave(offsets.diff()))
-    # What belongs to a token stands one place before it.
+    # Values of a token are stored one position before it.
     flat[places - 1] = pi
     responses, ids = torch.arange(tokens) % 997, torch.ones_like(flat, dtype=torch.int64)
     ids[places] = responses
@@ -207,7 +207,7 @@ def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "c
 
 
 def build_actor_config(rows: int) -> Any:
-    """Build verl's configuration of an actor with one mini-batch of so many rows."""
+    """Build verl's configuration of an actor with one mini-batch of this many rows."""
     from verl.workers.config import FSDPActorConfig
 
     sizes = {"ppo_mini_batch_size": rows, "ppo_micro_batch_size_per_gpu": rows}
@@ -235,7 +235,7 @@ def build_loss(tokens: int, *, corrected: bool) -> Call:
 
 
 def build_proof(tokens: int) -> Call:
-    """Build the call of what the first update does beyond others: verl's loss and ours again, on trials."""
+    """Build the call of the first update's additional work: verl's loss and ours again, on trials."""
     from recipe.offpolicy.batch import micro_batch as mb
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.gradient import prove
@@ -275,7 +275,7 @@ def build_aligned_check(rows: int) -> Call:
 
 
 def build_versions_call(rows: int) -> Call:
-    """Build the call that reads which weights sampled each token; of every fourth row two versions did."""
+    """Build the call that reads which weights sampled each token; every fourth row was sampled by two versions."""
     from recipe.offpolicy.batch.weight_versions import (
         CHUNKS,
         EXTRA_FIELDS,
@@ -295,7 +295,7 @@ def build_versions_call(rows: int) -> Call:
 
 
 def build_plan_call(rows: int) -> Call:
-    """Build the call of a plan with all that can be fixed for a whole batch."""
+    """Build the call of a plan with every constant of a whole batch."""
     from recipe.offpolicy.batch.plan import BatchSplit, build_plan
     from recipe.offpolicy.correction import CorrectionSpec
 
@@ -322,7 +322,7 @@ def build_regrouping(rows: int) -> Call:
 
 
 def build_collection(ranks: int) -> Call:
-    """Build the call of what the driver does with the packets of an update: unpickling, checks, merging, metrics."""
+    """Build the call of the driver's work on the packets of an update: unpickling, checks, merging, metrics."""
     from omegaconf import OmegaConf
 
     from recipe.offpolicy.correction import CorrectionSpec

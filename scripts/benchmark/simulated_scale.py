@@ -4,13 +4,13 @@
     python scripts/benchmark/simulated_scale.py --parts packets plan
     python scripts/benchmark/simulated_scale.py --quick                              # small sizes, to see that it runs
 
-Tokens go from 2^18 to 2^27, padding included, rows from 1 000 to 100 000 and ranks from 8 to 512. Time: CPU seconds of
-one thread in a call, the user's, in which it is computed, and apart from them the system's, in which it hands out pages
-again for each temporary of more than 32 MiB; torch keeps those of a GPU. Memory: what the resident set of a fresh
-process grows by at most in its first call, beyond its inputs. Sizes whose arrays would take more than ``--memory`` GiB
-(6) are left out, with a message. The exponent is the slope of log time, or log memory, over log size, of the larger
-half of the sizes, on which caches and fixed costs no longer tell: 1 is linear. The last line adds up what the driver
-does in a step of the most rows and ranks: 1 % of a step of 60 s is 0.6 s.
+Tokens range from 2^18 to 2^27, including padding, rows from 1 000 to 100 000 and ranks from 8 to 512. Time: CPU seconds
+of one thread in a call, separately the user's, for the computation, and the system's, which allocates pages again for
+each temporary of more than 32 MiB; on a GPU torch keeps them. Memory: largest growth of a fresh process's resident set
+in its first call, beyond its inputs. Sizes whose arrays would take more than ``--memory`` GiB (6) are left out, with a
+message. The exponent is the slope of log time, or log memory, over log size, for the larger half of the sizes, where
+caches and fixed costs no longer matter: 1 is linear. The last line adds up the driver's work in a step with the most
+rows and ranks: 1 % of a step of 60 s is 0.6 s.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ sys.path.insert(0, str(ROOT))  # also in the processes that measure
 from scripts.harness import build_parser, format_markdown, format_row, measure_growth, run_in_fresh_process, write_json
 
 LEAST_SECONDS = 0.5
-"""CPU seconds of all calls of a measurement together: the system counts by its clock's ticks."""
+"""Least CPU seconds of a measurement's calls together, because the system counts in clock ticks."""
 STEP = 60.0
-"""Seconds of the step that the driver's share is of."""
+"""Duration in seconds of the step to which the driver's share refers."""
 SIZES = {"row": (1_000, 10_000, 100_000), "rank": (8, 64, 512)}
 EXPONENTS = (18, 20, 22, 24, 25, 26, 27)
-"""Of 2, for sizes in tokens."""
+"""Exponents of 2, for sizes in tokens."""
 QUICK = {"token": (2**13, 2**14), "row": (64, 128), "rank": (2, 4)}
 LEAST_BYTES = 4 << 20
-"""Growth below which the allocator's own steps are all that is seen."""
+"""Growth below which only the allocator's own steps are visible."""
 PRELOAD = ("torch", "verl.workers.utils.losses", "recipe.offpolicy.trainer.supervision")
 COLUMNS = ("part", "size", "user, ms", "ns a unit", "system, ns a unit", "MiB", "bytes a unit")
 
@@ -51,7 +51,7 @@ def list_sizes(unit: str, largest: int, *, quick: bool) -> tuple[int, ...]:
 
 
 def measure_part(name: str, size: int) -> dict[str, float]:
-    """Measure one part at one size, in this process: seconds of user and system, and bytes."""
+    """Measure one part at one size, in this process: user and system seconds, and bytes."""
     import torch
 
     from scripts.benchmark.simulated_parts import PARTS
@@ -85,7 +85,7 @@ def fit_exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Fit the exponents of each part over its larger sizes: name -> of its time and of its memory."""
+    """Fit the exponents of each part over its larger sizes: name -> exponents of its time and of its memory."""
     found = {}
     for name in dict.fromkeys(row["part"] for row in rows):
         own = sorted((row for row in rows if row["part"] == name), key=lambda row: row["size"])
@@ -105,7 +105,7 @@ def add_up_driver(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def measure(names: Sequence[str], largest: int, memory: float, *, quick: bool) -> list[dict[str, Any]]:
-    """Measure the parts at all of their sizes; print each as it comes."""
+    """Measure the parts at all of their sizes; print each result at once."""
     from scripts.benchmark.simulated_parts import PARTS
 
     rows = []
@@ -125,7 +125,7 @@ def measure(names: Sequence[str], largest: int, memory: float, *, quick: bool) -
 
 
 def format_size(size: int) -> str:
-    """Format a size: a power of 2 where it is a large one.
+    """Format a size, as a power of 2 if it is a large one.
 
     Example:
         >>> format_size(2**20), format_size(512), format_size(100_000)

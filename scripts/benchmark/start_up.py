@@ -1,11 +1,11 @@
-"""Benchmark of start-up: doctor, ``--check`` and a launch until it starts Ray, of two checkouts in turn.
+"""Benchmark of start-up: doctor, ``--check`` and a launch until it starts Ray, for two checkouts in turn.
 
     python scripts/benchmark/start_up.py REVISION [--pairs 5] [--script FILE] [override ...]
 
-The other checkout is a worktree of REVISION, which is removed afterwards. Printed for each tool: medians of CPU time
-(user and system, of the process and its children) and wall time, the ratio of each pair's, and whether the tools said
-the same; next to them, verl's own launch without a correction, until it starts Ray. Compiled modules are not kept, so
-that neither checkout has an advantage of earlier runs.
+The other checkout is a worktree of REVISION, which is removed afterwards. For each tool it prints medians of CPU time
+(user and system, of the process and its children) and of wall time, the median of the pairs' ratios, and whether the
+tools printed the same; next to them, it measures verl's own launch without a correction, until it starts Ray. Compiled
+modules are not kept, so that neither checkout benefits from earlier runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ray.init = lambda *args, **given: sys.exit(0)
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
-"""Runs a launch, and ends it where it would start Ray."""
+"""Runs a launch, and ends it when it would start Ray."""
 _LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d ")
 """Lines that packages log while they are imported, with the time of day."""
 
@@ -73,11 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def build_commands(overrides: Sequence[str], script: str | None, scratch: str) -> dict[str, list[str]]:
-    """Build each tool's arguments of Python, by its name.
+    """Build the arguments of Python for each tool, by its name.
 
     Args:
         script: a launch script that the doctor reads as well.
-        scratch: folder for what Hydra writes of a launch.
+        scratch: folder for a launch's Hydra outputs.
     """
     program, written = "recipe.offpolicy.main_offpolicy", f"hydra.run.dir='{scratch}'"
     verls = [each for each in overrides if "correction" not in each]
@@ -106,7 +106,7 @@ def check_out(revision: str) -> Iterator[Path]:
 
 
 def run(checkout: Path, command: Sequence[str]) -> Run:
-    """Run Python with these arguments in a checkout, in a process of its own."""
+    """Run Python with these arguments in a checkout, in a separate process."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
     before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(

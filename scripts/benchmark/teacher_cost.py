@@ -1,10 +1,11 @@
-"""Cost of a teacher's log-probs, in microseconds a prompt position: of the server, and of the client next to training.
+"""Cost of a teacher's log-probs, in microseconds per prompt position, for the server and for the client in training.
 
     bash scripts/teacher.sh MODEL --port 8100 &
     python scripts/benchmark/teacher_cost.py http://127.0.0.1:8100 --pid $!
 
-Rows of random ids are asked about as ``opd`` asks; medians of the repeats, after one that is not counted. Client: CPU
-time of this process. Server: CPU time of the process ``--pid`` and its descendants; and the time that the answer took.
+Rows of random ids are requested as ``opd`` requests them; figures are medians of the repeats, after an uncounted one.
+Client: CPU time of this process. Server: CPU time of the process ``--pid`` and its descendants; and the time that the
+answer took.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ sys.path.insert(0, str(ROOT))
 from scripts.harness import add_counts, build_parser, list_processes, read_seconds, take_turns
 
 LEAST_ID, MOST_ID = 3, 20
-"""Ids that every vocabulary has."""
+"""Range of ids that every vocabulary has."""
 
 
 class Cost(NamedTuple):
-    """Microseconds a prompt position.
+    """Microseconds per prompt position.
 
     Attributes:
         answer: from the first request to the last answer.
         client: CPU time of this process.
-        server: CPU time of the server's processes; None where they are not known.
+        server: CPU time of the server's processes; None if they are unknown.
     """
 
     answer: float
@@ -42,7 +43,7 @@ class Cost(NamedTuple):
 
 def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None = None) -> Cost:
     """Measure the cost of ``rows`` rows of ``tokens`` ids, half of them the prompt's; median of the repeats."""
-    # Here, for they take seconds to import, and --help needs none.
+    # Imported here, because they take seconds to import and --help needs none.
     from recipe.offpolicy.extensions.opd.settings import TeacherSettings
     from recipe.offpolicy.extensions.opd.start_up import find_model
     from recipe.offpolicy.extensions.opd.teacher_client import Row, TeacherClient

@@ -4,15 +4,15 @@
         [--rows 64] [--prompt 13] [--response 10] [--pairs 25] [--device cpu] [--shadow]
         [--centering K] [--vocabulary V]
 
-The model's forward pass, verl's ``ppo_loss`` (A) or the same with a correction in it (B), the backward pass, of each
-micro-batch; the packets are pickled after each mini-batch, as verl gathers metrics, so that B's statistics are measured
-and fetched after the last. Optimizer steps are left out, and so is what verl's engine does around a forward pass. The
+Each micro-batch takes the model's forward pass, verl's ``ppo_loss`` (A) or the same loss with a correction (B), and the
+backward pass; the packets are pickled after each mini-batch, as verl gathers metrics, so B's statistics are measured
+and fetched after the last one. Optimizer steps, and the work of verl's engine around a forward pass, are left out. The
 quickstart's correction is on, with statistics and attribution; ``--shadow`` reports on another one as well; the proof
-of the first update is off. A and B take turns, in turn first; medians. On a CPU: CPU seconds of one thread; on a GPU:
-wall seconds between synchronisations.
+of the first update is off. A and B take turns and alternate in coming first; figures are medians: on a CPU, of CPU
+seconds of one thread; on a GPU, of wall seconds between synchronisations.
 
-With ``--centering K``, A is the correction alone and B the same with score centering over K tokens, with the notes and
-the checks of each micro-batch; on a CPU the growth of the resident set in an update is measured too.
+With ``--centering K``, A is the correction alone and B the same with score centering over K tokens, including the notes
+and checks of each micro-batch; on a CPU the growth of the resident set in an update is measured too.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ MODELS: dict[str, dict[str, Any]] = {
         pad_token_id=0,
     ),
 }
-"""Model -> what differs from the quickstart's."""
+"""Model -> its differences from the quickstart's."""
 SHADOW = {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0}}
 OBJECTS = 18
-"""Columns of a row that are no tensors, as verl's V1 trainer ships them with the quickstart."""
+"""Columns of a row that are not tensors, as verl's V1 trainer ships them with the quickstart."""
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
@@ -73,11 +73,11 @@ class Sizes:
     """Sizes of an update; by default those of the quickstart.
 
     Attributes:
-        rows: of a micro-batch.
-        prompt: tokens of each prompt.
+        rows: number of rows in a micro-batch.
+        prompt: number of tokens in each prompt.
         response: tokens of the longest response; the others have half of it or more.
-        micro_batches: of a mini-batch.
-        mini_batches: of the update.
+        micro_batches: number in a mini-batch.
+        mini_batches: number in the update.
     """
 
     rows: int = 64
@@ -88,7 +88,7 @@ class Sizes:
 
 
 class Spent(NamedTuple):
-    """Seconds of one update: in all, and in calls of the loss and in packing its metrics."""
+    """Seconds of one update: in total, and in calls of the loss and in packing its metrics."""
 
     whole: float
     loss: float
@@ -132,11 +132,11 @@ class Engine:
 def build_micro_batch(
     model: Any, sizes: Sizes, seed: int, *, last: bool = True, centering: int | None = None
 ) -> TensorDict:
-    """Build rows as verl's V1 trainer ships them, with pi_old of the model and mu a little apart.
+    """Build rows as verl's V1 trainer ships them, with pi_old from the model and mu slightly different.
 
     Args:
-        last: of the update's last mini-batch.
-        centering: K likeliest tokens of a mu over the whole vocabulary come with each token; None: none.
+        last: it belongs to the update's last mini-batch.
+        centering: each token comes with the K likeliest tokens of a mu over the whole vocabulary; None: with none.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -198,7 +198,7 @@ def draw_note(
 
 
 def compute_logits(model: Any, ids: Any) -> Tensor:
-    """Compute the logits of a forward pass, (B, S, V), padded on the right, where nothing before it attends to it."""
+    """Compute the logits of a forward pass, (B, S, V), padded on the right, to which no token attends."""
     logits: Tensor = model(input_ids=ids.to_padded_tensor(0), use_cache=False).logits
     return logits
 
@@ -294,7 +294,7 @@ def compare(
 
 
 def measure(sides: dict[str, Callable[[], Spent]], sizes: Sizes, pairs: int) -> dict[str, float]:
-    """Measure two sides in turn: seconds of a micro-batch, the second side's without a name before them."""
+    """Measure two sides in turn: seconds per micro-batch; the second side's figures have no prefix."""
     spent = take_turns(sides, pairs)
     each = sizes.micro_batches * sizes.mini_batches
     (base, in_base), (whole, in_loss) = (

@@ -2,10 +2,10 @@
 
 N = V^T sequences y of T tokens from a vocabulary of V.
 
-* pi_old has the logits theta . phi(y_<t), with phi the one-hot of the last token next to that of the position;
+* pi_old has the logits theta . phi(y_<t), with phi the one-hot of the last token and the one-hot of the position;
 * pi has theta moved by ``staleness`` x a fixed direction, as optimizer steps move it;
-* mu has pi_old's logits plus ``mismatch`` x fixed standard normal noise, drawn for each prefix and token, as another
-  engine's rounding is no function of the parameters.
+* mu has pi_old's logits plus ``mismatch`` x fixed standard normal noise, drawn for each prefix and token, because
+another engine's rounding is not a function of the parameters.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from recipe.offpolicy.correction.centering import compute_coefficients, select_t
 
 OPTIONS = Path(__file__).resolve().parents[2] / "configs" / "correction"
 DELTA, AGE = 0.1, 2
-"""Where an option leaves its delta open; and the age of all tokens, for what goes by age."""
+"""Value for an option without a delta; and the age of all tokens, for parts that depend on age."""
 CHOICES = ("auto",)
-"""Files that choose among the others at the start of a run."""
+"""Files that choose among the other options at the start of a run."""
 Family = Literal["none", "token weight", "sequence weight", "mask", "both", "option"]
 
 
 @dataclass(frozen=True)
 class World:
-    """Constants of an enumeration: all that is fixed while mismatch and staleness vary.
+    """Constants of an enumeration, which are fixed while mismatch and staleness vary.
 
     Attributes:
         tokens: (N, T) int64, every sequence once.
         features: (N, T, F) float64, phi of each prefix.
         theta: (F, V) float64, the parameters of pi_old.
-        direction: (F, V) float64, where staleness moves them.
+        direction: (F, V) float64, direction in which staleness moves them.
         noise: (N, T, V) float64, equal for equal prefixes.
-        rewards: (N,) float64, 1 where every token of the vocabulary occurs, else 0.
+        rewards: (N,) float64, 1 if every token of the vocabulary occurs, otherwise 0.
     """
 
     tokens: Tensor
@@ -149,12 +149,12 @@ def _scores(world: World, theta: Tensor) -> Tensor:
 
 
 def outer(features: Tensor, by_logits: Tensor) -> Tensor:
-    """Compute the derivative by the parameters, (N, T, P), from that by the logits, (N, T, V)."""
+    """Compute the derivative by the parameters, (N, T, P), from the derivative by the logits, (N, T, V)."""
     return torch.einsum("ntf,ntv->ntfv", features, by_logits).flatten(2)
 
 
 def _gradient(world: World, theta: Tensor) -> Tensor:
-    """Compute the gradient by automatic differentiation of J, and so independently of the scores."""
+    """Compute the gradient by automatic differentiation of J, independently of the scores."""
     theta = theta.clone().requires_grad_()
     value = _token_log_prob(world.features @ theta, world.tokens).sum(-1).exp() @ world.rewards
     return torch.autograd.grad(value, theta)[0].flatten()
@@ -162,7 +162,7 @@ def _gradient(world: World, theta: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Estimator:
-    """A correction under its name in the tables, where numbers are the bounds; an option under Hydra's.
+    """A correction under its name in the tables, in which numbers are the bounds; an option has Hydra's name.
 
     The base loss is PPO's without its clip, (pi / pi_old) A grad log pi, or REINFORCE, A grad log pi, under weights on
     pi / mu.
@@ -179,11 +179,12 @@ class Measurement:
 
     Attributes:
         bias: |E_mu[g] - grad J| / |grad J|.
-        cosine: between E_mu[g] and grad J; NaN where E_mu[g] = 0.
+        cosine: between E_mu[g] and grad J; NaN if E_mu[g] = 0.
         variance: trace of the covariance of one row's g, not divided by anything.
-        dropped: share of the tokens that mu samples and the correction removes.
+        dropped: share of the tokens sampled by mu that the correction removes.
         score_mean: |E_mu[sum_t w_t grad log pi_t]|; a baseline b moves E_mu[g] by b times this.
-        break_even: rows of a batch whose standard error is the bias, variance / |E_mu[g] - grad J|^2; inf without bias.
+        break_even: number of rows of a batch whose standard error equals the bias, variance / |E_mu[g] - grad J|^2; inf
+            without bias.
     """
 
     bias: float
@@ -213,7 +214,7 @@ def measure(estimator: Estimator, policies: Policies, *, turns: int = 1) -> Meas
     w (g - E[w g]) / E[w]. KL terms are left out: they do not change the policy term.
 
     Args:
-        turns: of each sequence, alike in length.
+        turns: number of turns in each sequence, all of equal length.
     """
     spec, mu = estimator.spec, policies.probability
     old = proximal_log_prob(
@@ -260,7 +261,7 @@ def measure(estimator: Estimator, policies: Policies, *, turns: int = 1) -> Meas
 def decide(
     spec: CorrectionSpec, policies: Policies, old: Tensor, advantage: Tensor, turns: int = 1
 ) -> tuple[RolloutStage, StepStage]:
-    """Run both stages, with what is fixed for a whole batch as its limit."""
+    """Run both stages, with the constants of a whole batch in their limit."""
     columns: dict[str, Any] = dict(
         old_log_prob=old,
         rollout_log_prob=policies.mu,
@@ -292,7 +293,7 @@ def _find_cutoff(budget: float, policies: Policies, log_ratio: Tensor) -> float:
 
 
 def _expected_score(spec: CorrectionSpec, policies: Policies, step: StepStage) -> Tensor:
-    """Compute sum_t of what score centering subtracts, over the whole vocabulary: (N, P)."""
+    """Compute the sum over t of the term that score centering subtracts, over the whole vocabulary: (N, P)."""
     shape = policies.all_pi.shape
     flat = (each.reshape(-1, shape[-1]) for each in (policies.all_pi, policies.all_mu))
     coefficients = compute_coefficients(spec, *flat).view(shape)

@@ -1,4 +1,4 @@
-"""The compared estimators, how many rows masks keep by length, and what is asserted of them exactly.
+"""The compared estimators, the rows that masks keep by length, and the claims that must hold exactly.
 
 Each claim is a function that returns a sentence with its figures.
 """
@@ -18,7 +18,7 @@ from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
 
 
 def build_estimator(name: str, family: Family, **correction: Any) -> Estimator:
-    """Build an estimator of values of the Hydra node ``correction``."""
+    """Build an estimator from values of the Hydra node ``correction``."""
     return Estimator(name, family, CorrectionSpec.from_mapping(correction))
 
 
@@ -47,7 +47,7 @@ PPO_CLIP: dict[str, dict[str, Any]] = {
     "high": {"level": "token", "aggregate": "any", "lower": None, "upper": 1.2, "when": "positive"},
     "low": {"level": "token", "aggregate": "any", "lower": 0.8, "upper": None, "when": "negative"},
 }
-"""The same by token; ``ratio`` is left to say whose clip it is."""
+"""The same per token; ``ratio`` still determines which ratio is clipped."""
 
 _VESPO = {
     when: {"level": "sequence", "kind": "gamma", "power": power, "rate": rate, "ratio": "full", "when": when}
@@ -105,7 +105,7 @@ CHUNK = 1_000_000  # simulated tokens held at a time
 
 @dataclass(frozen=True)
 class LogRatio:
-    """Independent normal log pi_old - log mu a token, in nats."""
+    """Independent normal log pi_old - log mu per token, in nats."""
 
     name: str
     mean: float
@@ -114,7 +114,7 @@ class LogRatio:
 
 CASES = (
     LogRatio("noise 0.03", 0.0, 0.03),
-    # Tokens that mu sampled have E[rho] = 1, so that the mean of log rho is -s^2 / 2 and not 0.
+    # Tokens that mu sampled have E[rho] = 1, so the mean of log rho is -s^2 / 2 instead of 0.
     LogRatio("noise 0.03, E[rho] = 1", -(0.03**2) / 2, 0.03),
     LogRatio("drift 0.001", 0.001, 0.0),
     LogRatio("drift 0.02", 0.02, 0.0),
@@ -161,7 +161,7 @@ Table = Mapping[float, Mapping[str, Measurement]]
 
 
 def gradient_agrees(policies: Policies) -> str:
-    """Assert that scores and automatic differentiation give one gradient."""
+    """Assert that scores and automatic differentiation give the same gradient."""
     by_scores = (policies.pi.sum(-1).exp() * policies.rewards) @ policies.scores.sum(1)
     error = float((by_scores - policies.gradient).norm() / policies.gradient.norm())
     require(error < 1e-12, f"sum pi R grad log pi differs from autograd's grad J by {error:.1e}, relative")
@@ -184,7 +184,7 @@ def sequence_is_unbiased(mismatches: Table, stalenesses: Table) -> str:
 
 
 def baselines_stay_unbiased(mismatches: Table) -> str:
-    """Assert E_mu[w_t grad log pi_t] = 0 for untruncated IS at every level and for MinPRO, and for nothing else."""
+    """Assert E_mu[w_t grad log pi_t] = 0 for untruncated IS at every level and for MinPRO, but no other."""
     held = max(row[e.name].score_mean for row in mismatches.values() for e in BASELINE_SAFE)
     require(held < 1e-12, f"untruncated IS has a score mean of {held:.1e}: a baseline would bias it")
     others = {
@@ -206,7 +206,7 @@ def slope(mismatches: Table, estimator: Estimator) -> float:
 
 
 def token_is_is_first_order(mismatches: Table) -> str:
-    """Assert that token IS has an error of the order of the mismatch itself, as has no weight at all."""
+    """Assert that token IS has an error of the order of the mismatch, like no weight at all."""
     token, none = slope(mismatches, TOKEN_IS), slope(mismatches, NONE)
     require(0.9 < token < 1.1, f"token IS: the bias grows as mismatch^{token:.3f}, expected an exponent of 1")
     return f"Token IS has a gradient error of first order: bias ~ mismatch^{token:.3f} (no correction: {none:.3f})."

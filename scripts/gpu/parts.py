@@ -1,7 +1,7 @@
-"""Parts of the GPU report, each run by ``kit.py`` in a process of its own: python -m scripts.gpu.parts NAME OUT.
+"""Parts of the GPU report, each run by ``kit.py`` in a separate process: python -m scripts.gpu.parts NAME OUT.
 
-A part returns lines for the page and figures; what it raises is its failure. With ``--dry-run`` sizes are smaller, the
-device is the CPU, and what only a GPU has is reported as not measured.
+A part returns lines for the page and figures; an exception is its failure. With ``--dry-run`` sizes are smaller, the
+device is the CPU, and figures that only a GPU has are reported as not measured.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 NOT_MEASURED = "not measured on a CPU"
 SYNCHRONISES = "called a synchronizing CUDA operation"
-"""What PyTorch warns of in its debug mode."""
+"""PyTorch's warning in its debug mode."""
 LARGE = 40e9
-"""Bytes of a GPU on which the model of half a billion parameters takes 8 sequences of 1280 tokens."""
+"""Memory of a GPU in bytes on which the model of half a billion parameters trains on 8 sequences of 1280 tokens."""
 Found = tuple[list[str], dict[str, Any]]
 
 
@@ -90,7 +90,7 @@ def read_driver() -> str:
 
 
 def train(dry_run: bool) -> Found:
-    """Train the quickstart's model for a few steps with vLLM, and read what the trainer proved."""
+    """Train the quickstart's model for a few steps with vLLM, and read the trainer's proof."""
     needed = "torch verl vllm ray transformers hydra reasoning_gym pandas pyarrow matplotlib psutil rich xxhash"
     missing = [name for name in needed.split() if importlib.util.find_spec(name) is None]
     fix = "pip install " + " ".join(missing).replace("_", "-")
@@ -221,7 +221,7 @@ PARTS: dict[str, Callable[[bool], Found]] = {
 
 def main(parts: Mapping[str, Callable[[bool], Found]], name: str, out: str, *flags: str) -> None:
     """Run one part and write what it found."""
-    # As an exception: what a part has started is ended on the way out. The kit may be killed, and not send it.
+    # Raised as an exception, so that a part's processes are ended on the way out. A killed kit may not send it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:

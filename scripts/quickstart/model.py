@@ -28,7 +28,7 @@ MIXTURE = dict(
 def build_tokenizer(instruction: str, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
     """Build a tokenizer of single bytes, with one token for the instruction that all questions share.
 
-    Bytes let the model see every letter of a word; the one token keeps prompts at a dozen tokens. `merges` are pairs
+    With bytes the model reads every letter of a word; the one token keeps prompts at a dozen tokens. `merges` are pairs
     of pieces that become tokens together with the bytes, the first to be merged first.
     """
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
@@ -49,7 +49,7 @@ def build_tokenizer(instruction: str, merges: Sequence[tuple[str, str]] = ()) ->
 def build_model(
     tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, spread: float = 0.02, mixture: bool = False, **shape: Any
 ) -> Any:
-    """Build a model with random weights, in float32: a Qwen2, or a mixture of 8 experts of which 2 see a token.
+    """Build a model with random weights, in float32: a Qwen2, or a mixture of 8 experts of which 2 process each token.
 
     Its vocabulary equals the tokenizer's: vLLM masks surplus logits and the trainer does not, which would bias every
     log-probability by a constant.
@@ -63,7 +63,7 @@ def build_model(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
-        num_attention_heads=4,  # of 32 dimensions each, which is the least that vLLM's attention takes
+        num_attention_heads=4,  # of 32 dimensions each, the fewest that vLLM's attention supports
         num_key_value_heads=4,
         num_hidden_layers=2,
         max_position_embeddings=256,

@@ -1,4 +1,4 @@
-"""Options of a run, from the caller's environment and overrides, and what they mean to the trainer."""
+"""Options of a run, from the caller's environment and overrides, and the trainer's settings that follow from them."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ ANY_MODEL_OVERRIDES = (
 )
 """Settings for a model other than the quickstart's own, before the user's overrides."""
 SUMS_OVERRIDES = (
-    # A chain of three steps, which takes 27 tokens; force prompt and answer stand behind prefixes.
+    # A chain of three steps, which takes 27 tokens; force prompt and answer follow the prefixes.
     "data.max_response_length=40",
     "actor_rollout_ref.rollout.max_model_len=160",
-    # vLLM's block on a CPU is 128 tokens, so that nothing of these rows would be cached.
+    # vLLM's block on a CPU is 128 tokens, so nothing of these rows would be cached.
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
     # Demonstrations err at random, so that the likeliest answer is right from the start.
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
-    # The first step, of which it is said what right and wrong steps are worth.
+    # The first step, for which the values of right and wrong steps are reported.
     "offpolicy.record.every=1000000",
 )
 FREE_LENGTH_OVERRIDES = (
@@ -72,7 +72,7 @@ FREE_LENGTH_OVERRIDES = (
 ARITHMETIC_OVERRIDES = (
     "data.train_batch_size=8",
     "data.max_response_length=20",
-    # At 1 the 4-bit weights sample a text of another topic every other time.
+    # At 1 the 4-bit weights sample a text on another topic every other time.
     "actor_rollout_ref.rollout.temperature=0.7",
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     "actor_rollout_ref.rollout.val_kwargs.temperature=0.7",
@@ -90,12 +90,12 @@ SMOLLM2_OVERRIDES = (f"{BUCKET}=128",)  # MiB; embeddings of 49152 tokens take 1
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained on.
+    """A task to train on.
 
     Attributes:
-        title: for the picture.
+        title: title of the figure.
         data, model: parts of the cache that hold the questions and the quickstart's own model.
-        overrides: settings that it needs, before the user's.
+        overrides: settings that the task needs, before the user's.
     """
 
     title: str
@@ -136,7 +136,7 @@ class Options:
         """Read MODEL, TASK and the overrides `platform=`, `model=` and verl's own path of the model.
 
         Raises:
-            ValueError: names the variable, its value and the fix.
+            ValueError: a value is invalid; the message names the variable, its value and the fix.
         """
         model = None
         given = find_last(MODEL_PATH, overrides)
@@ -177,14 +177,14 @@ class Options:
 def build_child_environment(
     base: Mapping[str, str], platform: str, root: Path, *, large: bool = False
 ) -> dict[str, str]:
-    """Build the children's environment: what the caller has set stays, lists are joined.
+    """Build the children's environment: the caller's variables stay, and lists are joined.
 
     Args:
         large: the model is large enough for its matrix products to be shared by all cores.
     """
     added = {**COMMON_ENVIRONMENT, **base, PYTHONPATH: joined(PYTHONPATH, str(root), base.get(PYTHONPATH, ""))}
     if platform.startswith("cpu"):
-        # First, because a module of the caller's that imports verl's workers asks for the platform.
+        # Comes first, because a caller's module that imports verl's workers reads the platform.
         modules = joined(EXTERNAL_MODULES, CPU_PATCHES, base.get(EXTERNAL_MODULES, ""))
         threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} if large else {}
         added = {**CPU_ENVIRONMENT, **threads, **added, EXTERNAL_MODULES: modules}
@@ -192,16 +192,16 @@ def build_child_environment(
 
 
 def build_release_overrides(platform: str, release: str, overrides: Sequence[str] = ()) -> list[str]:
-    """Build the overrides of this release of verl: the option of the group `platform`, and keys that others lack.
+    """Build the overrides of this release of verl: the option of the group `platform`, and keys of its own.
 
     Args:
-        overrides: the user's, which stand behind these.
+        overrides: the user's overrides, which follow these.
     """
     of = attributes_of(release)
     chosen = [f"platform={'cpu_before_0_9' if platform == 'cpu' and not of.platforms else platform}"]
     if of.v1_modes and (mode := find_trainer_mode(overrides)) != "sync":
         if is_set("offpolicy.staleness.eta", overrides):
-            # What eta takes the place of, and an option of the group `mode` may have set.
+            # Keys that eta replaces, and that an option of the group `mode` may have set.
             replaced = f"trainer.v1.{mode}.num_warmup_batches", "trainer.v1.sampler.max_off_policy_threshold"
             chosen += [f"{key}=null" for key in replaced]
     elif of.v1_modes:
@@ -211,23 +211,23 @@ def build_release_overrides(platform: str, release: str, overrides: Sequence[str
 
 
 def find_trainer_mode(overrides: Sequence[str]) -> str:
-    """Find verl's `trainer.v1.trainer_mode`, as overrides or an option of the group `mode` have it; sync by default."""
+    """Find verl's `trainer.v1.trainer_mode`, as set by overrides or an option of the group `mode`; sync by default."""
     mode = find_last("trainer.v1.trainer_mode", overrides)
     if mode is None and (option := find_last("mode", overrides)):
         file = CONFIGS / "mode" / f"{option}.yaml"
-        # Hydra refuses an option that is not there.
+        # Hydra rejects a missing option.
         mode = yaml.safe_load(file.read_text())["trainer"]["v1"]["trainer_mode"] if file.is_file() else None
     return mode or "sync"
 
 
 def find_last(key: str, overrides: Sequence[str]) -> str | None:
-    """Find the value that the last override of a key gives it; None where there is none."""
+    """Find the value that the last override of a key sets; None if there is none."""
     given = [override.lstrip("+").partition("=") for override in overrides]
     return next((value for name, _, value in reversed(given) if name == key), None)
 
 
 def is_set(key: str, overrides: Sequence[str]) -> bool:
-    """Return True if an override gives a key, or a section of it, another value than null."""
+    """Return True if an override sets a key, or a section of it, to a value other than null."""
     return find_last(key, overrides) not in (None, "null")
 
 
@@ -237,7 +237,7 @@ def needs_teacher(overrides: Sequence[str]) -> bool:
 
 
 def build_task_overrides(task: str, overrides: Sequence[str]) -> list[str]:
-    """Build what the task and the user's overrides ask of others."""
+    """Build the overrides that the task and the user's overrides require."""
     found = [*TASKS[task].overrides, *(build_length_overrides(overrides) if task == "free_length" else ())]
     if find_last("actor_rollout_ref.actor.fsdp_config.router_replay.mode", overrides) == "R3":
         found.append("actor_rollout_ref.rollout.enable_rollout_routing_replay=true")
@@ -251,7 +251,7 @@ def build_task_overrides(task: str, overrides: Sequence[str]) -> list[str]:
 
 
 def build_length_overrides(overrides: Sequence[str]) -> list[str]:
-    """Build the overrides of a length penalty: lengths are measured unless the user's say otherwise."""
+    """Build the overrides of a length penalty: lengths are measured unless the user's overrides differ."""
     kind = find_last("length_penalty", overrides)
     found = ["length_penalty=none"] if kind is None else []
     if kind in COEFFICIENTS:
@@ -262,6 +262,6 @@ def build_length_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def quote(key: str, path: str | Path) -> str:
-    """Build a Hydra override of a path, quoted, since paths may hold spaces, commas or brackets."""
+    """Build a Hydra override of a path, quoted, because paths may contain spaces, commas or brackets."""
     quoted = str(path).replace("'", "\\'")
     return f"{key}='{quoted}'"

@@ -1,4 +1,4 @@
-"""A model of the user's: what the quickstart needs of its folder, and the settings that follow from it."""
+"""A user's model: the requirements on its folder, and the settings that follow from it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from recipe.offpolicy.preflight.model_files import CONFIG, WEIGHTS, count_larges
 
 BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 LEAST_BUCKET = {"cpu": 16, "cpu_megatron": 16, "cuda": 256}
-"""Platform -> MiB, as configs/platform/ has them for the quickstart's own models."""
+"""Platform -> size of the bucket in MiB, as in configs/platform/ for the quickstart's own models."""
 BYTES = 4
-"""Of an element: the trainer holds and sends its weights in float32."""
+"""Bytes of an element: the trainer holds and sends its weights in float32."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def find_unusable(folder: Path, *, has_template: bool = False) -> str | None:
-    """Find out why a folder cannot be trained as a causal language model, before anything is started.
+    """Explain why a folder cannot be trained as a causal language model, before anything is started.
 
     Args:
         has_template: a chat template is configured, so the tokenizer needs none.
 
     Returns:
-        What is wrong and what to do; None if nothing is.
+        The problem and its fix; None if there is none.
     """
     return next(_list_obstacles(folder, has_template), None)
 
@@ -107,13 +107,13 @@ def _list_causal_models() -> set[str]:
 
 
 def build_bucket_override(folder: Path, platform: str, overrides: Sequence[str]) -> list[str]:
-    """Build the override of the size of the bucket in which weights go to the rollout engine.
+    """Build the override of the size of the bucket that sends weights to the rollout engine.
 
-    verl sends each tensor whole. On a CPU, and in verl 0.7.1 anywhere, a tensor that is larger than the bucket ends the
+    verl sends each tensor whole. On a CPU, and in verl 0.7.1 on any device, a tensor larger than the bucket ends the
     run.
 
     Args:
-        overrides: the user's; a bucket among them stays.
+        overrides: the user's overrides; a bucket among them is kept.
 
     Raises:
         ValueError: /dev/shm, which holds the bucket on a CPU, is smaller.

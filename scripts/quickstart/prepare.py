@@ -1,4 +1,4 @@
-"""Cache of data and model, one folder for each version of the code and the packages that make it.
+"""Cache of data and model, with one folder for each version of the code and packages that make it.
 
 python -m scripts.quickstart.prepare --cache DIR data [model] [mixture] [teacher]
 python -m scripts.quickstart.prepare --cache DIR sums sums_model
@@ -49,16 +49,16 @@ def folder(cache: Path, part: str) -> Path:
 
 
 def find_made(cache: Path, parts: Sequence[str]) -> dict[str, Path] | None:
-    """Find the folder of each part; None when one of them is still to be made."""
+    """Find the folder of each part; None if one of them has not been made."""
     folders = {part: folder(cache, part) for part in parts}
     return folders if all(path.exists() for path in folders.values()) else None
 
 
 def make_once(path: Path, build: Callable[[Path], None]) -> bool:
-    """Make the folder `path` unless it exists; True when it was there already.
+    """Make the folder `path` unless it exists; return True if it existed.
 
-    It is built under another name and renamed, so that an interrupted build leaves nothing that looks whole. Of two
-    processes that build it at once the first to end makes it.
+    It is built under another name and renamed, so that an interrupted build leaves nothing that looks complete. If two
+    processes build it at once, the first to end provides it.
     """
     if path.exists():
         return True
@@ -129,13 +129,13 @@ def prepare_model(path: Path, part: str = "model") -> None:
         say(f"step {step} (at most {settings.max_steps}), loss {loss:.2f}, {aim}, {time.monotonic() - start:.0f} s")
 
     def build(draft: Path) -> None:
-        # A batch is too small to be shared: on busy cores two threads wait for each other longer than they work.
+        # A batch is too small to share: on busy cores two threads wait for each other longer than they work.
         torch.set_num_threads(1)
         transformers.utils.logging.disable_progress_bar()
         entries = splits(TaskSettings())["warm_start"] if part != "sums_model" else []
         tokenizer = build_tokenizer(get_instruction(entries)) if entries else build_sums_tokenizer()
         if part == "mixture":
-            # verl knows Qwen3's turns by it, and asks every tokenizer of a model of that type.
+            # verl finds Qwen3's turns by it, and expects it in every tokenizer of a model of that type.
             tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
         spread = 0.02 if entries else warm_start.SPREAD_OF_SUMS
         model = build_model(tokenizer, mixture=part == "mixture", spread=spread)
@@ -167,7 +167,7 @@ def prepare_smollm2(path: Path, part: str = "smollm2") -> None:
 
 
 def prepare(cache: Path, parts: Sequence[str]) -> dict[str, Path]:
-    """Make the parts that are not there; return the folder of each."""
+    """Make the missing parts; return the folder of each part."""
     for part in parts:
         make = prepare_smollm2 if part == "smollm2" else prepare_data if part in DATA else prepare_model
         make(folder(cache, part), part)

@@ -1,4 +1,4 @@
-"""Processes of a run: started with a log, followed, and ended with all that they started, found by descent."""
+"""Processes of a run: started with a log, followed, and ended with all of their descendants."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SHM = Path("/dev/shm")
 Identity = tuple[int, int]
 """Device and inode of a file."""
 TICK = 0.25
-"""Seconds between two looks at a child."""
+"""Seconds between two checks of a child."""
 SERVER = Path(__file__).resolve().parents[1] / "teacher.sh"
 SERVES_WITHIN = 300.0
-"""Seconds in which a teacher serves; about 40 on two idle cores."""
+"""Seconds within which a teacher must serve; it takes about 40 on two idle cores."""
 LENGTH = 128
 """Longest sequence of a teacher; prompt and response have 74 tokens, and one is decoded."""
 
@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class StageFailed(RuntimeError):
-    """The child ended with a status other than 0; its log says why."""
+    """The child ended with a nonzero status; its log shows why."""
 
 
 class Tail:
@@ -58,9 +58,9 @@ class Tail:
 
 
 class Child:
-    """A process in its own session, whose output goes to a log: its daemons would hold a pipe open after its end.
+    """A process in its own session; its output goes to a log, because its daemons would keep a pipe open after its end.
 
-    It ends with this process, however that ends: see ``guard``.
+    It ends with this process, however this process ends: see ``guard``.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> None:
@@ -100,9 +100,9 @@ class Teacher:
 
     Args:
         model: folder of the model.
-        env: as the trainer has it.
-        log: where its output goes.
-        root: of the checkout.
+        env: the trainer's environment.
+        log: file for its output.
+        root: root of the checkout.
     """
 
     def __init__(self, model: Path, env: Mapping[str, str], log: Path, root: Path) -> None:
@@ -140,7 +140,7 @@ def _answers(url: str) -> bool:
 
 
 def guard() -> NoReturn:
-    """Run a command as its parent; end it and all that it started when the supervisor dies.
+    """Run a command as its parent; end it and all of its descendants when the supervisor dies.
 
     A supervisor that is killed (SIGKILL) cannot clean up; the kernel then signals this process, whose arguments are the
     supervisor's pid, the command and its arguments.
@@ -168,7 +168,7 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies; sends it at once if it is dead (Linux)."""
+    """Have the kernel send SIGTERM to this process when its parent dies, or at once if it is dead already (Linux)."""
     _control(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -194,7 +194,7 @@ def end_descendants(patience: float = 5.0, limit: float = 20.0) -> list[int]:
     """Ask all descendants to end, then kill them.
 
     Args:
-        patience: seconds between SIGTERM and SIGKILL, for those who unlink what they own on their way out.
+        patience: seconds between SIGTERM and SIGKILL, for processes that unlink their files on the way out.
         limit: seconds after which the survivors are given up.
 
     Returns:
@@ -205,7 +205,7 @@ def end_descendants(patience: float = 5.0, limit: float = 20.0) -> list[int]:
     # Daemons may start others while they end, so each round looks again.
     while (remaining := find_descendants()) and (elapsed := time.monotonic() - start) <= limit:
         for process in remaining:
-            with contextlib.suppress(psutil.Error):  # psutil checks that the pid still is this process
+            with contextlib.suppress(psutil.Error):  # psutil checks that the pid is still this process
                 if elapsed > patience:
                     process.kill()
                 elif process.pid not in asked:
@@ -216,9 +216,9 @@ def end_descendants(patience: float = 5.0, limit: float = 20.0) -> list[int]:
 
 
 class SharedMemoryWatch:
-    """The segments in /dev/shm that were seen in use by this process's descendants, and only those.
+    """The segments in /dev/shm that this process's descendants were observed to use, and no others.
 
-    Segments are told apart by device and inode: a semaphore is mapped under another name than the one it keeps.
+    Segments are identified by device and inode, because a semaphore is mapped under another name than its final one.
     """
 
     def __init__(self, folder: Path = SHM) -> None:
@@ -228,7 +228,7 @@ class SharedMemoryWatch:
         self._looked = -math.inf
 
     def observe(self, every: float = 0.0) -> None:
-        """Find the users of the segments that appeared, once in so many seconds; to be called often."""
+        """Find the users of the segments that appeared, at most once per interval; must be called often."""
         if time.monotonic() - self._looked < every:
             return
         self._looked = time.monotonic()
@@ -258,10 +258,10 @@ class SharedMemoryWatch:
 
 
 def read_used_files(pid: int, folder: Path = SHM) -> set[Identity]:
-    """Read device and inode of what a process has mapped or open below `folder`; empty if it cannot be inspected."""
+    """Read device and inode of files that a process has mapped or open below `folder`; empty if it cannot be read."""
     identities: set[Identity] = set()
     prefix = f"{folder}/"
-    with contextlib.suppress(OSError):  # the process has ended, or is not ours to look into
+    with contextlib.suppress(OSError):  # the process has ended, or we may not inspect it
         for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
             # address, permissions, offset, device as major:minor in hex, inode, path
             fields = line.split(maxsplit=5)
@@ -277,6 +277,6 @@ def read_used_files(pid: int, folder: Path = SHM) -> set[Identity]:
 
 
 def clean_up(segments: SharedMemoryWatch) -> tuple[list[int], list[str]]:
-    """End all descendants and remove their segments; return the pids that survive and the names of what was removed."""
+    """End all descendants and remove their segments; return the surviving pids and the names of removed segments."""
     segments.observe()
     return end_descendants(), segments.remove_leaked()

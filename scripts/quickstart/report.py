@@ -1,4 +1,4 @@
-"""Metrics of a run as verl's file logger wrote them, and what is said of them: lines, a verdict, a table, a figure."""
+"""Metrics of a run as verl's file logger wrote them, and reports on them: lines, a verdict, a table, a figure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 REWARD = "critic/rewards/mean|critic/score/mean"
-"""Of a key with alternatives the first that is there counts."""
+"""If a key has alternatives, the first that is present counts."""
 KL, KEPT = "offpolicy/kl/k3", "offpolicy/keep/token_share"
 ESS, RATIO_ESS = "offpolicy/weight/ess", "offpolicy/rollout_ratio/ess"
 PROVED, SECONDS = "offpolicy/live/proved", "timing_s/step"
@@ -45,16 +45,16 @@ OPTIONAL = (
         "seconds of scoring a step": "process_reward/cost/seconds",
     },
 )
-"""Rows of the summary that are shown where one of them has a value."""
+"""Rows of the summary that are shown if one of them has a value."""
 
 
 def pick(data: dict[str, Any], key: str) -> float:
-    """Return the value of a key; NaN when it is not there."""
+    """Return the value of a key; NaN if it is missing."""
     return next((float(data[each]) for each in key.split("|") if data.get(each) is not None), math.nan)
 
 
 def read_heldout_score(data: dict[str, Any]) -> float | None:
-    """Return verl's own validation score; None when the step was not validated.
+    """Return verl's own validation score; None if the step was not validated.
 
     The spelling task grades answers: right letters earn credit, so its score is above the share of exact matches.
 
@@ -64,7 +64,7 @@ def read_heldout_score(data: dict[str, Any]) -> float | None:
 
 
 def read_exact_share(data: dict[str, Any]) -> float | None:
-    """Return the share of held-out answers that match to the letter; None where the reward does not say."""
+    """Return the share of held-out answers that match to the letter; None if the reward does not report it."""
     return _read_validation(data, r"val-aux/.+/exact/mean@\d+")
 
 
@@ -79,7 +79,7 @@ class History:
     records: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     def add(self, lines: Iterable[str]) -> list[tuple[int, dict[str, Any]]]:
-        """Append lines of the file logger, and return what they say."""
+        """Append lines of the file logger, and return their contents."""
         new = [(line["step"], line["data"]) for line in map(json.loads, lines)]
         self.records += new
         return new
@@ -95,7 +95,7 @@ class History:
 
     @property
     def heldout(self) -> dict[str, list[tuple[int, float]]]:
-        """(step, value) of each validation by what was measured, exact match first; a second one is a graded score."""
+        """(step, value) of each validation by its measure, exact match first; a second measure is a graded score."""
         found: dict[str, list[tuple[int, float]]] = {}
         for name, read in (("exact match", read_exact_share), ("score", read_heldout_score)):
             values = [(step, value) for step, data in self.records if (value := read(data)) is not None]
@@ -105,13 +105,13 @@ class History:
 
     @property
     def ess(self) -> str:
-        """Key of the effective sample size: of the weights, or of the ratio where weights are all 1."""
+        """Key of the effective sample size: of the weights, or of the ratio if all weights are 1."""
         weights = [value for value in self.series(ESS) if not math.isnan(value)]
         return RATIO_ESS if all(value == 1.0 for value in weights) else ESS
 
     @property
     def proved(self) -> bool:
-        """True if the worker's gradient was seen to carry the correction."""
+        """True if the worker's gradient was proved to carry the correction."""
         return any(data.get(PROVED) == 1.0 for _, data in self.records)
 
 
@@ -119,9 +119,9 @@ def judge(history: History, *, corrected: bool, judged: bool, scored: bool = Tru
     """Judge a run that ended by itself: exit code and sentence.
 
     Args:
-        corrected: a correction is configured, so its proof of life must be there.
-        judged: the score must have risen by REQUIRED_RISE; False for fewer steps, or another model or task than ours.
-        scored: the held-out score was asked for, before training and after it.
+        corrected: a correction is configured, so its liveness proof must exist.
+        judged: the score must have risen by REQUIRED_RISE; False for fewer steps, or for another model or task.
+        scored: the held-out score was requested, before and after training.
     """
     *_, (judged_by, scores) = history.heldout.items()
     if not history.steps:
@@ -172,7 +172,7 @@ class Progress:
             self.line(f"{name}{f' ({detail})' if detail else ''}", style="bold")
 
     def tick(self) -> None:
-        """Show the time in this stage; to be called several times a second."""
+        """Show the time in this stage; must be called several times a second."""
         waited = f"{self._stage}, {self._clock() - self._stage_start:.0f} s"
         if self.console.is_terminal:
             self._status.update(waited)
@@ -185,8 +185,8 @@ class TrainingView:
 
     Args:
         steps: length of the training, 0 if unknown.
-        corrected: a proof of life is to be told.
-        scored: the held-out score is asked for, before training and after it.
+        corrected: a liveness proof must be reported.
+        scored: the held-out score is requested, before and after training.
     """
 
     def __init__(self, progress: Progress, history: History, steps: int, corrected: bool, scored: bool) -> None:

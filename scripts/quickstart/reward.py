@@ -1,4 +1,4 @@
-"""verl's `custom_reward_function` of each task; verl loads this file by its path, outside its package."""
+"""verl's `custom_reward_function` for each task; verl loads this file by its path, outside its package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORCE_PROMPT = "</think>\n\nThe answer is "
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **_: Any
 ) -> float | dict[str, float]:
-    """Score one answer by the questions that it is to: sums by chains, sums of two digits, or words.
+    """Score one answer by the kind of its question: sums by chains, sums of two digits, or words.
 
     Args:
         data_source: "sums" or "reasoning_gym/<family>".
@@ -28,7 +28,7 @@ def compute_score(
         extra_info: `question` and `metadata` (JSON), from which reasoning-gym's entry is rebuilt.
 
     Raises:
-        ValueError: the data comes from neither.
+        ValueError: the data comes from another source.
     """
     if data_source == "sums":
         return score_chain(solution_str, ground_truth)
@@ -46,26 +46,26 @@ def compute_score(
 def grade(family: str, answer: str, entry: Mapping[str, Any]) -> dict[str, float]:
     """Score by reasoning-gym: ``score`` and ``acc``, 0 to 1 with credit for right letters, and ``exact``, 1 for all.
 
-    The graded score hides a collapse: answers of the right letters in no order keep much of it. verl validates by each
-    key, and shows ``acc`` among its core metrics.
+    The graded score hides a collapse: answers with the right letters in random order keep much of it. verl validates by
+    each key, and shows ``acc`` among its core metrics.
     """
     score = float(_scorer(family)(answer=answer.strip(), entry=entry))
     return {"score": score, "acc": score, "exact": float(score >= 1.0)}
 
 
 def score_last_number(answer: str, ground_truth: str) -> float:
-    """Score 1 if reasoning-gym's own scorer finds the last number right, else 0."""
+    """Score 1 if reasoning-gym's own scorer accepts the last number, otherwise 0."""
     numbers = re.findall(r"-?\d+", answer)
     return float(bool(numbers) and _scorer("chain_sum")(answer=numbers[-1], entry={"answer": ground_truth}) >= 1.0)
 
 
 def score_chain(answer: str, ground_truth: str) -> float:
-    """Score 1 if what follows the force prompt is the sum, else 0."""
+    """Score 1 if the text after the force prompt is the sum, otherwise 0."""
     _chain, found, last = answer.partition(FORCE_PROMPT.strip())
     return float(bool(found) and last.strip() == ground_truth)
 
 
 def score_last_word(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
-    """Score 1 if the last word is the answer, else 0; what stands before it is as long as the policy likes."""
+    """Score 1 if the last word is the answer, otherwise 0; the text before it may have any length."""
     words = solution_str.split()
     return float(bool(words) and words[-1].casefold() == ground_truth.casefold())

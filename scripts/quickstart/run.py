@@ -58,11 +58,11 @@ OUTPUTS = ROOT / "outputs" / "quickstart"
 CACHE = OUTPUTS / "cache"
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 CHECKED = "offpolicy: all checks passed; "
-"""What the trainer prints before it starts anything; the correction follows, as JSON."""
+"""The trainer's first line, before it starts anything; the correction follows, as JSON."""
 SPLITS = (("train", "train"), ("val", "heldout"))
 """verl's key -> name of the file."""
 WATCH_EVERY = 2.0
-"""Seconds between two looks at /dev/shm."""
+"""Seconds between two checks of /dev/shm."""
 
 
 class Interrupted(BaseException):
@@ -74,7 +74,7 @@ class Interrupted(BaseException):
 
 
 class Quickstart:
-    """One run. `run` may raise anything; `close` is always to be called."""
+    """One run. `run` may raise any exception; `close` must always be called."""
 
     def __init__(self, options: Options, overrides: Sequence[str], progress: Progress) -> None:
         self.options = options
@@ -120,7 +120,7 @@ class Quickstart:
         files = [quote(f"data.{key}_files", folders[self.task.data] / f"{name}.parquet") for key, name in SPLITS]
         command += [*files, quote(MODEL_PATH, model), *self.overrides]
         lines = self._follow(self._start(command, "train.log"))
-        # What is corrected is known to the trainer alone, which has chosen for correction=auto.
+        # Only the trainer, which resolves correction=auto, knows the correction.
         correction, _ = json.JSONDecoder().raw_decode(self._await_checks(lines))
         self.progress.line(f"  all checks passed: {describe(correction)}")
         return self._train(lines, correction)
@@ -136,7 +136,7 @@ class Quickstart:
         return left
 
     def _check_and_prepare(self, command: list[str]) -> dict[str, Path]:
-        """Make data and models; checks run meanwhile, and fail within seconds when an override is wrong."""
+        """Make data and models; checks run meanwhile, and fail within seconds if an override is wrong."""
         self.progress.stage("checking the configuration")
         make = [sys.executable, "-m", "scripts.quickstart.prepare", "--cache", str(CACHE), *self.parts]
         preparation = self._start(make, "prepare.log")
@@ -148,7 +148,7 @@ class Quickstart:
         return {part: folder(CACHE, part) for part in self.parts}
 
     def _start_teacher(self, model: Path) -> None:
-        """Start a server of the teacher, and go on when it serves."""
+        """Start a server for the teacher, and continue when it serves."""
         self.progress.stage("starting the teacher")
         env = self._env | ({"PLATFORM": "cpu"} if self.options.platform.startswith("cpu") else {})
         teacher = Teacher(model, env | {"VENV": sys.prefix}, self._folder / "teacher.log", ROOT)
@@ -198,7 +198,7 @@ class Quickstart:
         self.progress.line(f"picture: {os.path.relpath(picture)}")
 
     def _report_lengths(self) -> None:
-        """Say how long answers were at first and at last, and draw length by correctness."""
+        """Report the length of answers at first and at last, and draw length by correctness."""
         from recipe.offpolicy.analysis.lengths.curves import draw_curves, read_curves
         from recipe.offpolicy.analysis.pages.plotting import save
 
@@ -253,7 +253,7 @@ def _explain(error: StageFailed | Interrupted, quickstart: Quickstart) -> tuple[
     if isinstance(error, Interrupted):
         return 128 + error.number, f"interrupted by {error}"
     if quickstart.current:
-        # Hydra lists every correction that there is; a traceback is shorter.
+        # Hydra lists every existing correction; a traceback is shorter.
         lines = 120 if quickstart.checking else 40
         quickstart.progress.line(f"the end of {quickstart.current.log}:")
         quickstart.progress.console.print(quickstart.current.end_of_log(lines), markup=False, soft_wrap=True)

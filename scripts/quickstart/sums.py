@@ -22,7 +22,7 @@ BASE = 5
 INSTRUCTION = f"Add up the digits modulo {BASE}: "
 MARKER = "So "
 LENGTHS = (3, 4)
-"""Digits of a question in the warm start; in training it is the last of these."""
+"""Numbers of digits of questions in the warm start; training uses the last of these."""
 STEP = re.compile(r"(\d)\+(\d)=(\d)\. ?")
 
 Digits = tuple[int, ...]
@@ -34,9 +34,9 @@ class SumsSettings:
 
     Attributes:
         wrong: share of a demonstration's steps that are wrong.
-        at_once, early: shares of demonstrations that give the answer without a step, and behind some of them, so that
-            the values of a prompt and of an early prefix mean something.
-        heldout: questions that are held out.
+        at_once, early: shares of demonstrations that give the answer without any step, and after only some steps, so
+            that the values of a prompt and of an early prefix are meaningful.
+        heldout: number of questions that are held out.
     """
 
     wrong: float = 0.12
@@ -47,14 +47,14 @@ class SumsSettings:
 
 
 def list_questions(settings: SumsSettings) -> dict[str, list[Digits]]:
-    """List all questions of the largest length, as "heldout" and "train", no question in both."""
+    """List all questions of the largest length, as "heldout" and "train"; no question is in both."""
     found = list(itertools.product(range(10), repeat=LENGTHS[-1]))
     random.Random(settings.seed).shuffle(found)
     return {"heldout": found[: settings.heldout], "train": found[settings.heldout :]}
 
 
 def demonstrate(digits: Digits, rng: random.Random, settings: SumsSettings) -> str:
-    """Sample a chain with its answer; a wrong step is carried on, and the answer follows from where the chain ended."""
+    """Sample a chain with its answer; a wrong step is carried on, and the answer follows from its end."""
     steps = len(digits) - 1
     drawn = rng.random() - settings.at_once
     stop = 0 if drawn < 0 else rng.randrange(1, steps) if drawn < settings.early else steps
@@ -69,7 +69,7 @@ def demonstrate(digits: Digits, rng: random.Random, settings: SumsSettings) -> s
 
 
 def check_steps(digits: Digits, text: str) -> list[bool]:
-    """Check each step of a chain, up to the first wrong one; what does not read as a step ends it.
+    """Check each step of a chain, up to the first wrong one; text that is not a step ends the chain.
 
     Example:
         >>> check_steps((3, 3, 2, 3), "3+3=1. So 1+2=4. So 4+3=2. ")
@@ -105,7 +105,7 @@ def to_row(digits: Digits, index: int, split: str) -> dict[str, Any]:
 
 
 def read_digits(prompt: str) -> Digits:
-    """Read the digits of a question out of its prompt."""
+    """Read the digits of a question from its prompt."""
     return tuple(map(int, re.findall(r"\d", prompt.partition(INSTRUCTION)[2])))
 
 
@@ -151,7 +151,7 @@ class StepUtilities(NamedTuple):
 
 
 def judge_utilities(rows: Sequence[tuple[str, str, Sequence[float]]]) -> StepUtilities:
-    """Sort utilities by what the verifier says of their steps.
+    """Sort utilities by the verifier's judgement of their steps.
 
     Args:
         rows: (prompt, response, utility of each episode).
@@ -184,7 +184,7 @@ def read_recorded(files: Sequence[Path], model: Path) -> list[tuple[str, str, li
 
 
 def describe_utilities(found: StepUtilities, first_value: float) -> str:
-    """Describe the values of the first step: what the policy believes before a chain, and what steps add."""
+    """Describe the values of the first step: the policy's belief before a chain, and the steps' contributions."""
 
     def mean(values: Sequence[float]) -> str:
         return f"{sum(values) / len(values):+.2f} (n = {len(values)})" if values else "none"

@@ -38,12 +38,12 @@ ARITHMETIC = TaskSettings(
 
 
 def splits(settings: TaskSettings) -> dict[str, list[Entry]]:
-    """Draw the questions of "heldout", "train" and "warm_start", no question in two of them.
+    """Draw the questions of "heldout", "train" and "warm_start"; no question is in two of them.
 
     Questions are compared without regard to case, because the scorer compares answers that way.
 
     Raises:
-        ValueError: the family has fewer different questions than the settings ask for.
+        ValueError: the family has fewer different questions than the settings require.
     """
     sizes = {"heldout": settings.heldout, "train": settings.train, "warm_start": settings.warm_start}
     wanted = sum(sizes.values())
@@ -69,7 +69,7 @@ def get_instruction(entries: Sequence[Entry]) -> str:
 
 
 def demonstrate(entry: Entry, rng: random.Random, careful: float) -> str:
-    """Sample an answer of a careless speller: right with probability `careful`, else the word as it stands.
+    """Sample an answer of a careless speller: right with probability `careful`, otherwise the word unchanged.
 
     The warm start learns from these, so the model knows two ways of answering and prefers the wrong one;
     the verifier's reward then has something to decide.

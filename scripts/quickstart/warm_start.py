@@ -17,9 +17,9 @@ from .task import Entry
 
 IGNORED = -100
 Batch = tuple[Sequence[list[int]], Sequence[str]]
-"""Token ids of prompts, and an answer to each."""
+"""Token ids of prompts, with an answer to each."""
 Report = Callable[[int, float, float], None]
-"""Takes step, loss and measured share of a check."""
+"""Callback for a check's step, loss and measured share."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class WarmStart:
     """Settings of a warm start.
 
     Attributes:
-        careful: share of demonstrations that are right, where the task does not say.
-        target, max_steps: training ends when the share that is measured has reached the one, or after so many steps.
-        rise: steps in which the learning rate rises.
-        cooling: steps after the target in which the learning rate falls to zero.
-        every: steps between two checks.
-        checked: questions of a check.
-        tokens: longest answer of a check.
+        careful: share of demonstrations that are right, if the task does not specify it.
+        target, max_steps: training ends when the measured share reaches ``target``, or after ``max_steps`` steps.
+        rise: number of steps in which the learning rate rises.
+        cooling: number of steps after the target in which the learning rate falls to zero.
+        every: number of steps between two checks.
+        checked: number of questions in a check.
+        tokens: longest answer in a check.
     """
 
     target: float
@@ -53,7 +53,7 @@ TEACHER = WarmStart(target=0.95, max_steps=600)
 FREE_LENGTH = WarmStart(target=0.5, max_steps=1600, every=100, tokens=free_length.MOST_TOKENS)
 SUMS = WarmStart(target=0.8, max_steps=1000, rise=30, cooling=200, every=40, checked=64, tokens=40)
 SPREAD_OF_SUMS = 0.06
-"""Standard deviation of the weights before it; from transformers' default, sums are learnt late or never."""
+"""Standard deviation of the initial weights; with transformers' default, sums are learnt late or never."""
 
 
 def tokenize_prompts(tokenizer: PreTrainedTokenizerFast, questions: Sequence[str]) -> list[list[int]]:
@@ -82,7 +82,7 @@ def collate(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad: int
 
 
 def update(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]) -> float:
-    """Make one update by a batch of ``collate``, and return its loss."""
+    """Make one update on a batch from ``collate``, and return its loss."""
     loss = model(**batch).loss
     optimizer.zero_grad()
     loss.backward()
@@ -112,8 +112,8 @@ def learn(
     """Train the model in place on drawn demonstrations.
 
     Returns:
-        The share that was measured by the first check that reached the target, from which the learning rate falls; else
-        by the last one.
+        The share measured by the first check that reached the target, after which the learning rate falls; otherwise by
+        the last check.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     share, reached = 0.0, None

@@ -1,11 +1,12 @@
-"""Does score centering help a sampler of lower precision? Training in one process, as collapse/in_process.py.
+"""Does score centering help a sampler of lower precision? Training in one process, as in collapse/in_process.py.
 
     python scripts/evidence/centering/experiment.py --list
     python scripts/evidence/centering/experiment.py [NAME ...] [--hours H]    # NAME: an arm, or a run: centred-3
     python scripts/evidence/centering/experiment.py --table                   # the committed results
 
-verl's training worker and the recipe's loss with the committed start weights of the evidence on collapse; the sampler
-holds the weights of this step, rounded to a few bits of mantissa. Plan: PLAN.md. What has finished is not run again.
+It runs verl's training worker and the recipe's loss with the committed start weights of the evidence on collapse; the
+sampler holds the weights of this step, rounded to a few bits of mantissa. Plan: PLAN.md. Finished runs are not
+repeated.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def list_runs() -> Iterator[Run]:
 
 
 def build_note(prompt: Sequence[int], answer: Tensor, log_probs: Tensor) -> dict[str, Any]:
-    """Build the note of a row's likeliest tokens as the client of the rollout servers does."""
+    """Build the note of a row's likeliest tokens as the rollout servers' client does."""
     values, ids = log_probs.topk(SIZE)
     own = log_probs.gather(-1, answer[:, None])
     listed = torch.cat([answer[:, None], ids], 1).flatten().tolist()
@@ -103,13 +104,13 @@ def train(run: Run, model: Path, steps: int = STEPS) -> Records:
 
 
 def pivot_outcomes(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Pivot the exact matches after each run's last step: seed by arm, seeds that all arms have finished."""
+    """Pivot the exact matches after each run's last step: seed by arm, for seeds that all arms have finished."""
     last = table.sort_values("step").groupby(["seed", "arm"])["exact"].last()
     return last.unstack("arm").dropna()
 
 
 def format_table(table: pandas.DataFrame) -> str:
-    """Format outcomes by arm and the paired differences; p values once all seeds are there."""
+    """Format outcomes by arm and the paired differences; p values once all seeds have finished."""
     outcomes = pivot_outcomes(table)
     done = len(outcomes)
     steps = table[table["step"] > 0]

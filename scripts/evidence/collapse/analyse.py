@@ -1,4 +1,4 @@
-"""Judges the hypotheses of PLAN.md, from committed results alone.
+"""Judges the hypotheses in PLAN.md, from only the committed results.
 
 python scripts/evidence/collapse/analyse.py        # tables and verdicts; a missing seed is an error, not left out
 python scripts/evidence/collapse/analyse.py --partial    # what there is, without verdicts
@@ -23,26 +23,26 @@ from collapse.arms import ARMS, ETAS, FIRST_SEED, IN_PROCESS, RATES, SEEDS
 from seeds import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip
 
 MOST, RECOVERED, MARGIN = 6, 0.75, 0.05
-"""Seeds of 8 in which H1 and H2 hold, share of the run in step that counts as recovered, margin of the control."""
+"""Number of the 8 seeds in which H1 and H2 must hold, share of `in_step` that counts as recovered, control's margin."""
 STRAY, ERROR = 1e-5, 1e-6
-"""What weights of the control may be off 1, and its first gradient off what it must be."""
+"""Largest deviation of the control's weights from 1, and of its first gradient from the expected one."""
 OFF_ETA = 0.5
-"""Steps by which the measured staleness of a run may be off its eta before the run is marked."""
+"""Steps by which a run's measured staleness may differ from its eta before the run is marked."""
 
 
 JUDGED = ("in_step", "late", "late_opsm", "control", "control_both")
 
 
 class MissingRunsError(ValueError):
-    """Runs that a verdict needs have not been made."""
+    """Runs that a verdict needs are missing."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A hypothesis and what was found.
+    """A hypothesis and the finding.
 
     Attributes:
-        p: before Holm's correction; NaN where none is part of it.
+        p: p value before Holm's correction; NaN if the verdict has none.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Verdict:
 
 
 def outcomes(table: pandas.DataFrame, setting: str) -> pandas.DataFrame:
-    """Collect start and outcome of a setting's runs by seed: exact matches before training and behind the last step.
+    """Collect start and outcome of a setting's runs by seed: exact matches before training and after the last step.
 
     A run that did not finish has an outcome of 0: it died.
     """
@@ -69,10 +69,10 @@ def outcomes(table: pandas.DataFrame, setting: str) -> pandas.DataFrame:
 
 
 def take(table: pandas.DataFrame, setting: str, seeds: int = SEEDS, program: str = "in_process") -> pandas.DataFrame:
-    """Take the outcomes of a setting, all of its seeds.
+    """Take the outcomes of a setting, for all of its seeds.
 
     Raises:
-        MissingRunsError: seeds that PLAN.md names are not there.
+        MissingRunsError: seeds that PLAN.md names are missing.
     """
     found = outcomes(table, setting)
     if missing := sorted(set(range(FIRST_SEED, FIRST_SEED + seeds)) - set(found.index)):
@@ -122,7 +122,7 @@ def judge(table: pandas.DataFrame) -> list[Verdict]:
 
 
 def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
-    """Judge H5 on the runs in one process at a learning rate: the trend of each arm, and ``opsm`` over ``random``.
+    """Judge H5 on the in-process runs at a learning rate: the trend of each arm, and ``opsm`` against ``random``.
 
     Raises:
         MissingRunsError: a run is missing.
@@ -140,7 +140,7 @@ def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
 
 
 def describe_in_process(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Describe the settings that were run in one process: median outcome over the seeds there are, by arm and eta."""
+    """Describe the settings that were run in process: median outcome over the finished seeds, by arm and eta."""
     found = []
     for setting in table["arm"].unique():
         arm, eta, rate = setting.split("-", 2)
@@ -150,12 +150,12 @@ def describe_in_process(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def list_off_eta(staleness: pandas.Series, eta: int | None) -> list[int]:
-    """List the seeds whose run is further than ``OFF_ETA`` from the staleness that was asked for."""
+    """List the seeds whose run is further than ``OFF_ETA`` from the requested staleness."""
     return [] if eta is None else [int(seed) for seed in staleness.index[(staleness - eta).abs() > OFF_ETA]]
 
 
 def describe(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Describe each arm: median outcome and the seeds' range, and what its steps measured."""
+    """Describe each arm: median outcome, the seeds' range, and the measurements of its steps."""
     lines = []
     for arm in ARMS:
         found = outcomes(table, arm.name)
@@ -191,7 +191,7 @@ def count_below(found: pandas.DataFrame) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit status, 1 where runs are missing."""
+    """Run the command; return its exit status, 1 if runs are missing."""
     status, without_verdicts = 0, "--partial" in arguments
     at_rates = [partial(judge_in_process, rate=rate) for rate in RATES]
     for path, show, judges in (

@@ -1,4 +1,4 @@
-"""The runs of the plan: whole ones, each the quickstart with these keys and no others, and those in one process."""
+"""The runs of the plan: whole runs, each the quickstart with only these keys, and runs in one process."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Arm:
     """One arm.
 
     Attributes:
-        name: of the arm.
-        overrides: Hydra's, together with ``data.seed``.
-        lag: synchronisations by which the engine's weights are late.
+        name: name of the arm.
+        overrides: Hydra overrides, used together with ``data.seed``.
+        lag: number of synchronisations by which the engine's weights are late.
         eta: depth of the queue of an asynchronous arm; None: synchronous.
         seeds: number of seeds, from ``FIRST_SEED`` on.
-        seconds: that a run takes on two idle cores.
+        seconds: duration of a run on two idle cores.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Run(Planned):
 
 
 def list_runs() -> Iterator[Run]:
-    """List all runs seed by seed, so that what has been run at any time is balanced over the arms."""
+    """List all runs seed by seed, so that the finished runs are balanced over the arms at any time."""
     for seed in range(FIRST_SEED, FIRST_SEED + max(arm.seeds for arm in ARMS)):
         yield from (Run(arm, seed) for arm in ARMS if seed < FIRST_SEED + arm.seeds)
 
@@ -123,9 +123,9 @@ STEPS, EVERY = 80, 20
 PROMPTS, ROLLOUTS, MINI_BATCHES, MAX_TOKENS = 16, 8, 4, 10
 ETAS, RATES, SEEDS = (0, 1, 2, 4, 8), (1e-3, 3e-4), 10
 MANTISSA, ROUNDED = 2, ("none", "decoupled", "opsm", "both")
-"""Bits to which the sampler's weights are rounded where its backend is all that differs, and the arms run so."""
+"""Bits to which the sampler's weights are rounded if only its backend differs, and the arms of such runs."""
 SECONDS = 45
-"""Of a run, on one idle core."""
+"""Duration of a run, on one idle core."""
 
 
 def _read(*names: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ IN_PROCESS: dict[str, dict[str, Any]] = {
     "both": _read("decoupled_ppo", "opsm"),
     "random": _read("opsm"),
 }
-"""Arm -> its correction; ``random`` drops as many negative rows as OPSM would, others."""
+"""Arm -> its correction; ``random`` drops as many negative rows as OPSM would, but randomly drawn ones."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,11 @@ class LateRun(Planned):
     """One run in one process.
 
     Attributes:
-        arm: of ``IN_PROCESS``.
-        eta: steps by which the sampler's weights are late.
+        arm: one of ``IN_PROCESS``.
+        eta: number of steps by which the sampler's weights are late.
         rate: learning rate.
-        seed: of questions, of their order, and of sampling.
-        rounded: the sampler holds its weights with ``MANTISSA`` bits of mantissa, an engine of another precision.
+        seed: seed of the questions, their order, and sampling.
+        rounded: the sampler holds its weights with ``MANTISSA`` bits of mantissa, like an engine of another precision.
     """
 
     arm: str

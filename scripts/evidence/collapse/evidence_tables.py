@@ -30,7 +30,7 @@ WHOLE = (
 
 
 def format_spread(values: pandas.Series) -> str:
-    """Format a median with the least and the largest of the seeds."""
+    """Format a median with the smallest and the largest seed."""
     return f"{values.median():.3f} ({values.min():.3f} to {values.max():.3f})"
 
 
@@ -42,7 +42,7 @@ def format_difference(one: pandas.Series, other: pandas.Series) -> str:
 
 
 def build_whole_table(table: pandas.DataFrame) -> list[str]:
-    """Build the lines of the table of whole runs, of the arms that were run; nothing where none was."""
+    """Build the lines of the table of whole runs, for the arms that were run; empty if none was."""
     rows = []
     for arm in describe(table).to_dict("records"):
         off = ", ".join(map(str, arm["off eta"]))
@@ -65,7 +65,7 @@ def build_whole_table(table: pandas.DataFrame) -> list[str]:
 
 
 def build_verdict_table(find_verdicts: Callable[[], list[Verdict]]) -> list[str]:
-    """Build the lines of a table of verdicts; nothing where a run that they need is missing."""
+    """Build the lines of a table of verdicts; empty if a run that they need is missing."""
     try:
         rows = [(each.name, "holds" if each.holds else "**fails**", each.found) for each in find_verdicts()]
     except MissingRunsError:
@@ -74,9 +74,9 @@ def build_verdict_table(find_verdicts: Callable[[], list[Verdict]]) -> list[str]
 
 
 def build_in_process_table(table: pandas.DataFrame, rate: float) -> list[str]:
-    """Build the lines of the table of runs in one process at a learning rate: arms by steps late, whole settings.
+    """Build the lines of the table of in-process runs at a learning rate: arms by steps late, for complete settings.
 
-    Nothing where no setting has all of its seeds; a dash where one lacks some.
+    The table is empty if no setting has all of its seeds, and has a dash for a setting that lacks some.
     """
     cells = {arm: [format_setting(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS] for arm in IN_PROCESS}
     rows = [(f"`{arm}`", *found) for arm, found in cells.items() if set(found) != {NOT_RUN}]
@@ -84,7 +84,7 @@ def build_in_process_table(table: pandas.DataFrame, rate: float) -> list[str]:
 
 
 def format_setting(table: pandas.DataFrame, setting: str) -> str:
-    """Format the outcome of a setting, and how many seeds ended below their start; a dash where seeds are missing."""
+    """Format the outcome of a setting, and how many seeds ended below their start; a dash if seeds are missing."""
     found = outcomes(table, setting)
     if len(found) < SEEDS:
         return NOT_RUN
@@ -93,7 +93,7 @@ def format_setting(table: pandas.DataFrame, setting: str) -> str:
 
 
 def build_rounded_table(table: pandas.DataFrame) -> list[str]:
-    """Build the lines of the table of backend noise alone, in process; nothing where none was run."""
+    """Build the lines of the in-process table of backend noise alone; empty if nothing was run."""
     rows = []
     for arm in ROUNDED:
         setting = f"{arm}-0-{RATES[0]:g}"
@@ -106,7 +106,7 @@ def build_rounded_table(table: pandas.DataFrame) -> list[str]:
 
 
 def build_tables() -> list[list[str]]:
-    """Build the tables that there are runs for, from what is committed."""
+    """Build the tables for which the committed results have runs."""
     whole, in_process = results.read(), results.read(results.IN_PROCESS)
     tables = [
         build_whole_table(whole),

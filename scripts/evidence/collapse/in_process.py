@@ -3,9 +3,9 @@
     python scripts/evidence/collapse/in_process.py --list
     python scripts/evidence/collapse/in_process.py [NAME ...] [--hours H]    # NAME: an arm, or a run: opsm-8-0.001-3
 
-What has finished is not run again; each run adds its steps to results_in_process.parquet, or to what --out names. It
-shows the loss and the correction under exact staleness. It does not show vLLM, Ray, TransferQueue, the transport of
-weights or the counting of their versions: those are the whole runs'.
+Finished runs are not repeated; each run adds its steps to results_in_process.parquet, or to the file that --out names.
+This tests the loss and the correction under exact staleness. It does not test vLLM, Ray, TransferQueue, the transport
+of weights or the counting of their versions, which the whole runs do.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from verl.workers.utils.padding import response_from_nested
 
 @dataclass
 class SampledRows:
-    """Rows as they were sampled, lists of (length,) tensors, one a row; notes of the rows, and flags of the batch."""
+    """Rows as they were sampled, as lists of (length,) tensors, one per row; notes on rows, flags of the batch."""
 
     prompts: Sequence[Tensor]
     responses: Sequence[Tensor]
@@ -108,7 +108,7 @@ class SampledRows:
 
 
 def join_process_group() -> None:
-    """Set what Ray sets for the only worker."""
+    """Set the variables that Ray sets for a single worker."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -116,7 +116,7 @@ def join_process_group() -> None:
 
 
 def build_actor_config(rate: float, *, prompts: int, rollouts: int) -> FSDPActorConfig:
-    """Build verl's ActorConfig of a mini-batch of so many prompts."""
+    """Build verl's ActorConfig for a mini-batch of this many prompts."""
     precision = {"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"}
     return FSDPActorConfig(
         strategy="fsdp2",
@@ -140,8 +140,8 @@ class Trainer:
     """One model under training.
 
     Args:
-        model: its folder.
-        actor: as ``build_actor_config`` builds it.
+        model: folder of the model.
+        actor: result of ``build_actor_config``.
     """
 
     def __init__(self, model: Path, actor: FSDPActorConfig) -> None:
@@ -174,7 +174,7 @@ class Trainer:
         }
 
     def compute_log_probs(self, rows: SampledRows) -> list[Tensor]:
-        """Compute log-probs of the responses by the engine's own forward pass, a row each."""
+        """Compute log-probs of the responses by the engine's own forward pass, one row each."""
         data = rows.to_tensordict()
         self._worker.engine_config.infer_micro_batch_size_per_gpu = len(data)
         tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)
@@ -202,10 +202,10 @@ class Trainer:
 
 
 class MeasuredLoss(OffPolicyLoss):
-    """The recipe's loss, which notes what it kept.
+    """The recipe's loss, which records the tokens that it kept.
 
     Args:
-        at_random: reject as many negative rows of each micro-batch, drawn at random.
+        at_random: reject the same number of negative rows in each micro-batch, drawn at random.
     """
 
     def __init__(self, *args: Any, at_random: bool = False, seed: int = 0, **kwargs: Any) -> None:
@@ -260,7 +260,7 @@ def sample(
     """Sample an answer to each prompt at temperature 1.
 
     Returns:
-        By row: (T,) token ids with the end of sequence, (T,) their log mu, and (T, V) that of the whole vocabulary.
+        Per row: (T,) token ids with the end of sequence, (T,) their log mu, and (T, V) log mu of the whole vocabulary.
     """
     padded, attention = pad_left([list(each) for each in prompts], tokenizer.pad_token_id)
     found = model.generate(
@@ -295,13 +295,13 @@ def train(
     build_trainer: Callable[[Path, FSDPActorConfig], Trainer] = Trainer,
     annotate: Callable[[SampledRows, Sequence[Tensor]], None] = lambda rows, log_probs: None,
 ) -> Records:
-    """Train once; return what each step measured, under verl's names, the 0th of which is before training.
+    """Train once; return each step's measurements under verl's names; the 0th precedes training.
 
     Args:
-        eta: steps by which the sampler's weights are late.
+        eta: number of steps by which the sampler's weights are late.
         mantissa: bits to which they are rounded; None: they are not.
         at_random: see ``MeasuredLoss``.
-        annotate: notes on the rows what it reads of (T, V) log mu by row.
+        annotate: adds notes to the rows, from (T, V) log mu per row.
     """
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -373,7 +373,7 @@ def _measure(
 
 @cache
 def begin() -> Path:
-    """Set what Ray sets for the only worker; return the folder of the model that runs start from."""
+    """Set the variables that Ray sets for a single worker; return the folder of the model that runs start from."""
     join_process_group()
     return find_start_model()
 

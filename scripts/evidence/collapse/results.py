@@ -1,4 +1,4 @@
-"""The committed results: one Parquet with a line a step of each finished run, and one a run."""
+"""The committed results: Parquet files with one row per step of each run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pandas
 
 DATA = Path(__file__).resolve().parent / "results.parquet"
-"""Of the whole runs."""
+"""Results of the whole runs."""
 IN_PROCESS = DATA.with_name("results_in_process.parquet")
 OTHER_START = DATA.with_name("results_in_process_other_start.parquet")
-"""In process, from weights of another warm start; part of no verdict."""
+"""Results in process, from weights of another warm start; they are part of no verdict."""
 START_WEIGHTS = DATA.with_name("start_weights.safetensors")
 MACHINE_FAILURES = DATA.with_name("machine_failures.csv")
-"""Runs that the machine ended and that were made once more, a line each."""
+"""Runs that the machine ended and that were repeated once, one per line."""
 
 COLUMNS = {
     "exact": "val-aux/reasoning_gym/spell_backward/exact/mean@1",
@@ -35,7 +35,7 @@ COLUMNS = {
     "proved": "offpolicy/live/proved",
     "seconds": "timing_s/step",
 }
-"""Column -> verl's metric; NaN where a step did not log it."""
+"""Column -> verl's metric; NaN if a step did not log it."""
 
 
 def build_rows(
@@ -43,10 +43,10 @@ def build_rows(
     records: Sequence[tuple[int, Mapping[str, Any]]],
     columns: Mapping[str, str] = COLUMNS,
 ) -> list[dict[str, Any]]:
-    """Build a run's lines from its metrics: (step, what verl's file logger wrote).
+    """Build a run's rows from its metrics: (step, the line that verl's file logger wrote).
 
     Args:
-        run: columns that are alike in all of them: ``arm``, ``seed``, ``outcome`` ("finished", or how it died), ...
+        run: columns that are equal in all of them: ``arm``, ``seed``, ``outcome`` ("finished", or how it died), ...
         columns: column -> verl's metric.
     """
     return [
@@ -56,12 +56,12 @@ def build_rows(
 
 
 def _number(value: float | None) -> float:
-    """Convert a metric, which verl's file logger writes as null where it is NaN."""
+    """Convert a metric, which verl's file logger writes as null if it is NaN."""
     return math.nan if value is None else float(value)
 
 
 def read(path: Path | None = None) -> pandas.DataFrame:
-    """Read what has been run, of the whole runs by default; an empty table where nothing has."""
+    """Read the results, by default those of the whole runs; an empty table if nothing has been run."""
     path = path or DATA
     if path.exists():
         return pandas.read_parquet(path)
@@ -69,7 +69,7 @@ def read(path: Path | None = None) -> pandas.DataFrame:
 
 
 def append(rows: Sequence[Mapping[str, Any]], path: Path | None = None) -> None:
-    """Add the lines of one run; the file is replaced at once, so that a kill loses that run at most."""
+    """Add the rows of one run; the file is replaced atomically, so that a kill loses at most that run."""
     path = path or DATA
     whole = pandas.DataFrame(list(rows))
     whole = whole.astype(dict.fromkeys(whole.select_dtypes("float").columns, "float32"))
@@ -81,7 +81,7 @@ def append(rows: Sequence[Mapping[str, Any]], path: Path | None = None) -> None:
 
 
 def note_machine_failure(run: Mapping[str, Any], path: Path | None = None) -> bool:
-    """Note a run that the machine ended; True if it may be made once more, False where it was noted before."""
+    """Record a run that the machine ended; True if it may be repeated once, False if it was recorded before."""
     path = path or MACHINE_FAILURES
     line = pandas.DataFrame([dict(run)])
     if path.exists():
@@ -94,7 +94,7 @@ def note_machine_failure(run: Mapping[str, Any], path: Path | None = None) -> bo
 
 
 def describe_finished(path: Path | None = None) -> dict[tuple[str, int], str]:
-    """Describe by arm and seed how runs that need not be made again ended, and after which time."""
+    """Describe, by arm and seed, how the runs that need no repetition ended, and after what time."""
     found = read(path)
     if found.empty:
         return {}

@@ -1,12 +1,12 @@
-"""Makes the whole runs of the evidence on collapse, one after another; what has finished is not run again.
+"""Makes the whole runs of the evidence on collapse, one after another; finished runs are not repeated.
 
     python scripts/evidence/collapse/run.py --list                 # every run, whether it has finished, and its time
     python scripts/evidence/collapse/run.py [NAME ...] [--hours H] # NAME: an arm, or a run such as late_opsm-3
 
-VENV=path: an environment with verl 0.9.1, by default the one that runs this. Each run is one of scripts/quickstart.sh
-with a hard limit of its own. Its steps are added to results.parquet next to this file when it has ended; the log is in
-outputs/evidence/collapse. A run that is killed with this script leaves nothing and starts again. PLAN.md says what is
-looked for; it came first.
+VENV=path: an environment with verl 0.9.1, by default the one that runs this. Each run is a run of scripts/quickstart.sh
+with its own hard limit. Its steps are added to results.parquet next to this file when it has ended; the log is in
+outputs/evidence/collapse. A run that is killed with this script leaves nothing and starts again. PLAN.md describes what
+is tested; it was written first.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ LOGS = ROOT / "outputs" / "evidence" / "collapse"
 START_MODEL = LOGS / "start_model"
 FAULTS = ROOT / "scripts" / "evidence" / "injected_faults"
 SHORT_OF_MEMORY = "killed due to memory pressure (OOM)"
-"""What Ray says of workers that its memory monitor ended."""
+"""Ray's message on workers that its memory monitor ended."""
 LIMIT = 5.0
-"""Times the seconds of an arm after which its run is ended."""
+"""Multiple of an arm's seconds after which its run is ended."""
 
 
 def find_start_model(path: Path = START_MODEL) -> Path:
     """Find the folder of the model that every run starts from, or make it: the quickstart's, with committed weights.
 
-    A warm start ends in other weights on another processor, and runs from other weights are not paired.
+    A warm start on another processor ends in other weights, and runs from different weights are not paired.
     """
     from scripts.quickstart.model import build_model, build_tokenizer
     from scripts.quickstart.prepare import make_once
@@ -65,7 +65,7 @@ def build_run(run: Run) -> tuple[list[str], dict[str, str]]:
 
 
 def add_lag(lag: int, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Add what makes the engine sample with the weights of ``lag`` synchronisations before: overrides, environment."""
+    """Add overrides and environment so that the engine samples with the weights of ``lag`` synchronisations before."""
     if not lag:
         return list(overrides), {}
     return [*overrides, "offpolicy.delivery.sums=null", "offpolicy.delivery.probe=null"], {
@@ -100,7 +100,7 @@ def make_quickstart(
 
     Args:
         logs: folder of its log.
-        data: Parquet to which its steps are added; runs that the machine ended are noted next to it.
+        data: Parquet to which its steps are added; runs that the machine ended are recorded next to it.
         columns: column of ``data`` -> verl's metric.
     """
     logs.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def make_quickstart(
 
 
 def unwind_when_terminated() -> None:
-    """Let SIGTERM unwind this process as Ctrl-C does, so that the run under way is ended with it."""
+    """Let SIGTERM unwind this process as Ctrl-C does, so that the current run is ended with it."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 

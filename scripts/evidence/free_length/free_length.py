@@ -53,18 +53,18 @@ from verl.workers.config import FSDPActorConfig
 
 ARMS = ("none", *(f"{kind}/{place}" for kind in ("uniform", "group", "anchor") for place in ("after", "before")))
 BLOCK, VERL_BLOCK = 5, 4
-"""Steps that a raw figure is the mean of; of the shorter runs on verl itself."""
+"""Number of steps over which a raw figure is the mean, and the same for the shorter runs on verl itself."""
 LAST, VERL_LAST = 2, 1
-"""Blocks that the start and the end are the mean of."""
+"""Number of blocks over which the start and the end are the mean."""
 SHARE, SEEDS = 1 / 3, 0.75
-"""Expected of a collapse: length below this share of none's, and fewer right answers than at its start, in so many."""
+"""Expected of a collapse: length below this share of none's, fewer right answers than at its start; share of seeds."""
 WITHIN = 0.05
-"""Expected of an anchor: a share of right answers that differs from none's by no more."""
+"""Expected of an anchor: largest difference of its share of right answers from none's."""
 COLUMNS = {"response_length/mean": "tokens", "critic/score/mean": "right", "length/anchor/mean": "anchor"}
-"""Metric -> raw figure; the anchor is NaN where there is none."""
+"""Metric -> raw figure; the anchor is NaN if there is none."""
 RUN = ["arm", "seed"]
 PROMPTS, ROWS, RATE = 8, 8, 3e-4
-"""Of a training step in one process: prompts, answers to each, and the learning rate."""
+"""Prompts per in-process training step, answers to each, and the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Sampled:
 
 
 def build_penalty(arm: str) -> LengthPenalty:
-    """Build the extension of an arm, with anchors by source: no prompt comes twice here."""
+    """Build the extension of an arm, with anchors by source, because no prompt is repeated here."""
     kind, _, place = arm.partition("/")
     settings = {"kind": kind, "place": place or "after", "coefficient": COEFFICIENTS.get(kind)}
     penalty = LengthPenalty("length_penalty", settings | {"anchor": ANCHOR})
@@ -193,7 +193,7 @@ def train(arm: str, seed: int, folder: Path, entries: Sequence[Entry], steps: in
 
 
 def read_runs(folder: Path, block: int = BLOCK) -> pandas.DataFrame:
-    """Read the metrics of a folder's runs, such as ``uniform-before-1.jsonl``: means over blocks of so many steps.
+    """Read the metrics of a folder's runs, such as ``uniform-before-1.jsonl``: means over blocks of this many steps.
 
     Returns:
         Columns arm, seed, step (the last of its block), tokens, right and anchor.
@@ -227,11 +227,11 @@ def compute_ends(measured: pandas.DataFrame, last: int = LAST) -> pandas.DataFra
 
 
 def judge(ends: pandas.DataFrame) -> list[tuple[str, bool, str]]:
-    """Judge what was expected before any run: (expectation, whether it came true, by which figures).
+    """Judge the expectations that were fixed before any run: (expectation, whether it came true, the figures).
 
     Before normalisation, uniform and group collapse: in at least ``SEEDS`` of all seeds they end shorter than ``SHARE``
-    of none's length, and less often right than at their start. An anchor does not, in either place: means over seeds,
-    it is as often right as none within ``WITHIN``, and shorter.
+    of none's length, and less often right than at their start. An anchor does not collapse, before or after
+    normalisation: in the mean over seeds, it is as often right as none within ``WITHIN``, and shorter.
     """
     found = []
     none = ends.loc["none"].add_suffix("_none")
@@ -292,7 +292,7 @@ def draw(measured: pandas.DataFrame, path: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run what is left, and write the raw figures."""
+    """Make the remaining runs, and write the raw figures."""
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     entries, start = splits(TaskSettings())["train"], time.monotonic()
@@ -310,7 +310,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print the table of measured figures and what came true, and draw them."""
+    """Print the table of measured figures and which expectations came true, and draw them."""
     measured = pandas.read_csv(options.measured)
     ends = compute_ends(measured)
     print_table(Console(width=120), ends)

@@ -23,14 +23,14 @@ class FaultCase:
     """One run of the quickstart.
 
     Attributes:
-        name: of its recording.
-        part: thresholds were chosen on tuning; held_out was looked at when they stood.
-        seed: of the data; no two runs share one.
-        causes: what is to be found, of ``recipe.offpolicy.analysis.attribution.causes.NAMES``; empty for a healthy run.
-        steps: of training.
-        overrides: Hydra; {models} and {here} stand for the models' folder and this one.
-        environment: of ``inject`` and ``conversation``.
-        needs: a model or questions of ``make.make_needed``, instead of the quickstart's own.
+        name: name of its recording.
+        part: thresholds were chosen on tuning; held_out was examined only after they were fixed.
+        seed: seed of the data; no two runs share one.
+        causes: to be found, from ``recipe.offpolicy.analysis.attribution.causes.NAMES``; empty for a healthy run.
+        steps: number of training steps.
+        overrides: Hydra overrides; {models} and {here} stand for the models' folder and this one.
+        environment: environment for ``inject`` and ``conversation``.
+        needs: a model or questions from ``make.make_needed``, instead of the quickstart's own.
     """
 
     name: str
@@ -53,7 +53,7 @@ def _padded(extra: int) -> tuple[str, ...]:
 
 
 def _asked(questions: str, rate: float) -> tuple[str, ...]:
-    """Build questions that come again; vLLM's cache has blocks of 16 tokens, which they fill."""
+    """Build questions that are repeated; they fill the blocks of 16 tokens in vLLM's cache."""
     return (
         f"data.train_files={{models}}/{questions}/train.parquet",
         f"+{_ROLLOUT}.engine_kwargs.vllm.block_size=16",

@@ -2,7 +2,7 @@
 
     actor_rollout_ref.rollout.agent.default_agent_loop=conversation
 
-The user asks for the answer again, twice. OFFPOLICY_CONVERSATION says what happens to the tokens:
+The user asks for the answer again, twice. OFFPOLICY_CONVERSATION selects what happens to the tokens:
 
     kept         every turn is trained on as it was sampled, after the very context that the engine saw
     history      turns travel as text, as through a chat API: the trainer gets earlier turns tokenized again, with the

@@ -41,7 +41,7 @@ class Score:
     """Counts of one cause over several cases; precision and recall are NaN where there is nothing to count.
 
     Attributes:
-        right, false, missed: cases in which it was found and there, found and not there, there and not found.
+        right, false, missed: cases in which it was found and present, found but absent, present but not found.
     """
 
     right: int
@@ -58,7 +58,7 @@ class Score:
 
 
 def judged(part: Part) -> list[Judged]:
-    """Judge every case of ``part`` by its rows alone: the finder does not see the card."""
+    """Judge every case of ``part`` by its rows alone; the finder does not read the card."""
     cases = [case for case in CASES if case.part == part]
     return [Judged(case, find_causes(Recording(DATA / part / f"{case.name}-{case.seed}").rows())) for case in cases]
 

@@ -10,8 +10,9 @@
     routers:4          those of the routers of a mixture of experts do, and no others
     cache:3            of every three synchronisations one clears the engine's prefix cache; of 1 each one does, as verl
 
-Each acts in the process where the real fault would: the agent loop, the sender of the weights, or the rollout server.
-OFFPOLICY_INJECT_CACHE=path: ``cache`` writes there what came from the prefix cache, a line of JSON a synchronisation.
+Each fault acts in the process of the real fault: the agent loop, the sender of the weights, or the rollout server.
+OFFPOLICY_INJECT_CACHE=path: ``cache`` writes there what came from the prefix cache, one line of JSON per
+synchronisation.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
 
 
 def moved(log_probs: list[float], by: int) -> list[float]:
-    """Rotate log-probs by ``by`` tokens: those moved out at one end come in at the other."""
+    """Rotate log-probs by ``by`` tokens; values moved out at one end come in at the other."""
     by %= max(len(log_probs), 1)
     return log_probs[-by:] + log_probs[:-by] if by else list(log_probs)
 
@@ -55,7 +56,7 @@ def _agent_loop() -> Any:
 
 
 def _wrap(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method by ``wrap`` of it."""
+    """Replace a method by the result of ``wrap`` on it."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(wrap(original)))
 
@@ -94,7 +95,7 @@ def _send(begin: Callable[[], Callable[[Weights], Weights]]) -> None:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         async def update_weights(self: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
             self._injected = getattr(self, "_injected", None) or begin()
-            # Copies of all weights at once, from either kind of iterator: the model is small.
+            # All weights are copied at once, from either kind of iterator, because the model is small.
             if isinstance(weights, AsyncIterator):
                 pairs = [(name, weight.clone()) async for name, weight in weights]
             else:
@@ -120,7 +121,7 @@ def _round(named: str = "") -> None:
 
 
 class StaleWeights:
-    """Of every ``period`` calls the first one's weights come out of all."""
+    """All calls in each group of ``period`` return the first call's weights."""
 
     def __init__(self, period: int) -> None:
         self._period, self._calls = period, 0
@@ -134,7 +135,7 @@ class StaleWeights:
 
 
 class LateWeights:
-    """A ring of weights: what comes out went in ``behind`` calls before, the first ones until there are as many."""
+    """A ring of weights: each call returns the weights passed ``behind`` calls before, or the first ones until then."""
 
     def __init__(self, behind: int) -> None:
         self._ring: deque[list[tuple[str, Tensor]]] = deque(maxlen=behind + 1)
@@ -148,7 +149,7 @@ class CacheAges:
     """Ages of the keys and values that requests took from the prefix cache.
 
     A prefix is as old as the last request that computed it. Requests of one synchronisation are sorted when the next
-    one begins, as those that compute a prefix may end after those that take it.
+    one begins, because requests that compute a prefix may end after requests that use it.
     """
 
     def __init__(self) -> None:
@@ -157,13 +158,13 @@ class CacheAges:
         self._requests: list[tuple[tuple[int, ...], int]] = []
 
     def served(self, prompt: Sequence[int], cached: int) -> None:
-        """Note the end of a request with this prompt, whose first ``cached`` tokens came from the cache."""
+        """Record the end of a request with this prompt, whose first ``cached`` tokens came from the cache."""
         self._requests.append((tuple(prompt), cached))
 
     def synchronised(self) -> dict[str, Any]:
-        """Note new weights; return what was served since the last ones, and tokens from the cache by their age.
+        """Record new weights; return what was served since the last ones, and tokens from the cache by their age.
 
-        The age is in synchronisations; 0 is what the weights of the time had computed themselves.
+        The age is in synchronisations; 0 means that the weights at that time computed the tokens.
         """
         for prompt, cached in self._requests:
             for length in range(cached + 1, len(prompt) + 1):
@@ -226,7 +227,7 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
     "routers": (_SENDER, functools.partial(_round, ".mlp.gate.weight")),
     "cache": (_ENGINE, _cache),
 }
-"""Name -> the module that it waits for, and what it does there."""
+"""Name -> the module for which it waits, and its action there."""
 
 if NAME in FAULTS:
     after_import(*FAULTS[NAME])

@@ -3,8 +3,8 @@
     python scripts/evidence/injected_faults/make.py WORK [NAME ...]
 
 VENV=path: an environment with verl 0.9.1, by default the one that runs this. Each of ``cases.CASES`` is one run of
-scripts/quickstart.sh, about 100 seconds on two cores; WORK keeps models, logs and whole recordings, and what is there
-is not run again. What is kept in tests/data/faults/PART/NAME-SEED is at most ``ROWS`` rows a step, whole prompts.
+scripts/quickstart.sh, about 100 seconds on two cores; WORK keeps models, logs and whole recordings, and existing ones
+are not repeated. tests/data/faults/PART/NAME-SEED keeps at most ``ROWS`` rows per step, with whole prompts.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from scripts.quickstart.warm_start import warm_start
 DATA = ROOT / "tests" / "data" / "faults"
 ROWS = 128
 TOKENS = 1000
-"""Valid tokens a step that suffice: of longer rows fewer prompts are kept."""
+"""Sufficient number of valid tokens per step; if rows are longer, fewer prompts are kept."""
 LIMIT = 600.0
 MERGES = 60
-"""Most frequent pairs of letters that are tokens, beyond the quickstart's single bytes."""
+"""Number of most frequent letter pairs that are tokens, in addition to the quickstart's single bytes."""
 DROPOUT = 0.4
 """Share of merges left out at random in the demonstrations, so that the model spells with long and short tokens."""
 
@@ -78,10 +78,10 @@ def make_needed(models: Path, name: str) -> None:
 
 
 def pad_vocabulary(source: Path, target: Path, extra: int) -> None:
-    """Copy a model with ``extra`` vocabulary rows beyond its tokenizer, as checkpoints have them.
+    """Copy a model with ``extra`` vocabulary rows beyond its tokenizer, as in real checkpoints.
 
-    They hold what the model's initialisation would have put there. verl's rollout server masks their logits; the
-    trainer does not.
+    They hold the values that the model's initialisation would have put there. verl's rollout server masks their
+    logits; the trainer does not.
     """
     model = Qwen2ForCausalLM.from_pretrained(source, dtype=torch.float32)
     size, deviation = model.config.vocab_size, model.config.initializer_range
@@ -95,7 +95,7 @@ def pad_vocabulary(source: Path, target: Path, extra: int) -> None:
 
 
 def merging_model(target: Path) -> None:
-    """Warm-start a model that spells the same word with long or with short tokens."""
+    """Warm-start a model that spells the same word with either long or short tokens."""
     torch.set_num_threads(1)
     entries: list[dict[str, Any]] = splits(TaskSettings())["warm_start"]
     pairs = Counter(pair for entry in entries for pair in pairwise(entry["answer"]))
@@ -110,12 +110,12 @@ def merging_model(target: Path) -> None:
 
 
 def questions(name: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Draw questions that come again.
+    """Draw questions that are repeated.
 
     Args:
-        name: "again-N": N questions, once each. "again-N-new-M": M questions once each, and N others M times in all,
-            so that of a batch about half has come before.
-        entries: to choose from, the first ones first.
+        name: "again-N": N questions, once each. "again-N-new-M": M questions once each, and N others M times in total,
+            so that about half of a batch has occurred before.
+        entries: entries to choose from, in their order.
     """
     again, _, new = name.removeprefix("again-").partition("-new-")
     count, others = int(again), int(new or 0)
@@ -127,7 +127,7 @@ def of_one_length(entry: dict[str, Any], letters: int = 13) -> dict[str, Any]:
     """Pad a question by repetitions of its word, to ``letters`` together with the word itself.
 
     With the quickstart's tokens for the instruction and the turns, 13 letters are a prompt of 17 tokens: a block of 16
-    that can be taken from vLLM's cache, with the whole word in it, and the one that is always computed.
+    with the whole word, which can be taken from vLLM's cache, and a last token, which is always computed.
     """
     word = entry["metadata"]["word"]
     return {**entry, "question": (word * letters)[: letters - len(word)] + entry["question"]}
@@ -142,7 +142,7 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
     overrides = [
         "correction=none",
         f"offpolicy.record.dir={recording}",
-        # A fault is to be recorded, not caught.
+        # The fault must be recorded, not caught.
         "offpolicy.allow_unrelated_log_probs=true",
         "offpolicy.delivery.sums=null",
         "offpolicy.delivery.probe=null",
@@ -161,7 +161,7 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
     cache_log(recording).unlink(missing_ok=True)
     log = recording.with_suffix(".log")
     print(f"{recording.name}: {' '.join(overrides)}", flush=True)
-    # Its verdict is of the held-out score, which these short runs do not take.
+    # Its verdict depends on the held-out score, which these short runs do not measure.
     run_quickstart(overrides, log, limit=LIMIT, environment=environment)
     made = Recording(recording).steps if recording.is_dir() else []
     if len(made) < case.steps:
@@ -174,7 +174,7 @@ def cache_log(recording: Path) -> Path:
 
 
 def keep(recording: Path, target: Path, case: FaultCase) -> None:
-    """Write the part that tests read, with a card that says what was injected and nothing of this machine."""
+    """Write the part that tests read, with a card that names the injected fault and nothing about this machine."""
     source = Recording(recording)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)

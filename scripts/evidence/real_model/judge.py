@@ -24,9 +24,9 @@ PAIRS = (
 )
 SEEDS = 3
 LENGTH = "length_"
-"""What the names of the arms begin with that compare length penalties."""
+"""Prefix of the names of the arms that compare length penalties."""
 LAST = 3
-"""Steps at the end over which lengths are averaged."""
+"""Number of last steps over which lengths are averaged."""
 
 
 def pivot_outcomes(table: pandas.DataFrame) -> pandas.DataFrame:

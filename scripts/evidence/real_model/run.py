@@ -1,10 +1,11 @@
-"""Makes the runs of the evidence on SmolLM2-135M-Instruct, one after another; what has finished is not run again.
+"""Makes the runs of the evidence on SmolLM2-135M-Instruct, one after another; finished runs are not repeated.
 
     python scripts/evidence/real_model/run.py --list                 # every run, whether it has finished, and its time
     python scripts/evidence/real_model/run.py [NAME ...] [--hours H] # NAME: an arm, or a run such as late_opsm-3
 
-VENV=path: an environment with verl 0.9.1, by default the one that runs this. Each run is one of scripts/quickstart.sh;
-its steps are added to results.parquet next to this file when it has ended. PLAN.md says what is looked for.
+VENV=path: an environment with verl 0.9.1, by default the one that runs this. Each run is a run of
+scripts/quickstart.sh; its steps are added to results.parquet next to this file when it has ended. PLAN.md describes
+what is tested.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ COLUMNS = {
     "proved": "offpolicy/live/proved",
     "seconds": "timing_s/step",
 }
-"""Column -> verl's metric; NaN where a step did not log it."""
+"""Column -> verl's metric; NaN if a step did not log it."""
 
 _QUIET = "offpolicy.alarms.mismatch_growth.action=off"
 _UNSCORED = "trainer.val_before_train=false"
@@ -61,7 +62,7 @@ _CORRECTIONS = {
 _FLOAT32 = "actor_rollout_ref.rollout.dtype=float32"
 _SHORT = ("trainer.total_training_steps=4", _UNSCORED, _QUIET)
 UNROUNDED = ("unrounded", "float32_unrounded")
-"""Arms that start from the weights as they were dequantised."""
+"""Arms that start from the dequantised weights without rounding."""
 
 
 _LENGTHS = {
@@ -75,7 +76,7 @@ _LENGTHS = {
         "length_penalty.anchor.min_samples=64",
     ),
 }
-"""Kind of length penalty -> its coefficient, and what freezes an anchor at the first batch with a fifth right."""
+"""Kind of length penalty -> its coefficient, and an anchor that freezes at the first batch with a fifth right."""
 
 
 def _build_length_arm(kind: str, *chosen: str) -> Arm:
@@ -104,7 +105,7 @@ ARMS = (
 
 
 def list_runs() -> Iterator[Run]:
-    """List all runs seed by seed, so that what has been run at any time is balanced over the arms."""
+    """List all runs seed by seed, so that the finished runs are balanced over the arms at any time."""
     for seed in range(2, 5):
         yield from (Run(arm, seed) for arm in ARMS if seed < 2 + arm.seeds)
 

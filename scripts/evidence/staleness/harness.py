@@ -1,14 +1,14 @@
-"""What staleness costs, with and without a correction: a small policy trained on samples that are eta steps old.
+"""Cost of staleness, with and without a correction: a small policy is trained on samples that are eta steps old.
 
     python scripts/evidence/staleness/harness.py [--seeds 5] [--processes 2] [--out outputs/staleness.png]
 
-Eight prompts have answers of eight tokens; stages are the project's own, advantages and loss verl's. A queue holds the
-batches that the sampler is ahead by: the batch that step i trains was sampled by the weights before step i - eta, or by
-the first ones. With eta unbounded the sampler keeps its first weights.
+Eight prompts have answers of eight tokens; stages are the project's own, and advantages and loss are verl's. A queue
+holds the batches by which the sampler is ahead: the batch on which step i trains was sampled by the weights before step
+i - eta, or by the first ones. With eta unbounded the sampler keeps its first weights.
 
 Trains with each of three shipped corrections at eta 0, 1, 2, 4, 8, 16 and without a bound, at two learning rates; about
 ten minutes on two cores. Prints scores with intervals, draws them, asserts that clipping around mu collapses at eta 8
-where decoupled PPO does not, and exits with 1 where that does not hold.
+and decoupled PPO does not, and exits with 1 if that does not hold.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from verl.workers.config import ActorConfig
 VOCABULARY, LENGTH, PROMPTS = 8, 8, 8
 WIDTH = 48
 ARMS = ("bypass", "resampling", "decoupled_ppo")
-"""Options of ``configs/correction/``: pi_old is mu; pi_old is recomputed and nothing is corrected; and it is."""
+"""Options of ``configs/correction/``: pi_old is mu; pi_old is recomputed without a correction; and with one."""
 ETAS = (0, 1, 2, 4, 8, 16, math.inf)
 RATES = (1e-2, 3e-2)
 STEPS, MINI_BATCHES, ROLLOUTS = 90, 2, 8
 EVALUATIONS = 3
-"""Of a run, at its end and every tenth step before it; their mean is its score."""
+"""Number of a run's evaluations, at its end and every tenth step before it; their mean is its score."""
 _EVALUATED = 16
 _LARGEST_GRADIENT = 1.0
 
 
 class ToyPolicy(nn.Module):
-    """A GRU over the tokens of an answer, told the prompt and the place of each token."""
+    """A GRU over the tokens of an answer, with the prompt and the position of each token as inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class ToyPolicy(nn.Module):
 
 
 def compute_rewards(prompts: Tensor, tokens: Tensor) -> Tensor:
-    """Compute the share of tokens that are right, (B,): at place t the answer to prompt p is (p + 3 t) mod 8."""
+    """Compute the share of right tokens, (B,): at position t the answer to prompt p is (p + 3 t) mod 8."""
     right = (prompts[:, None] + 3 * torch.arange(LENGTH)) % VOCABULARY
     return (tokens == right).float().mean(1)
 
@@ -149,7 +149,7 @@ def _sample(policy: ToyPolicy, each: int) -> Rollouts:
 
 
 def _update(policy: ToyPolicy, optimizer: torch.optim.Optimizer, batch: Rollouts, spec: CorrectionSpec) -> None:
-    """Take a step for each mini-batch, with pi_old, weight and masks as the correction makes them."""
+    """Take a step for each mini-batch, with pi_old, weight and masks from the correction."""
     mask = torch.ones_like(batch.tokens, dtype=torch.bool)
     rewards = torch.zeros(len(mask), LENGTH)
     rewards[:, -1] = batch.rewards
@@ -202,7 +202,7 @@ LOOKS = {
 
 
 class Ratio(NamedTuple):
-    """Mean score of one setting over that of synchronous training at the same rate, with its interval."""
+    """Mean score of one setting divided by that of synchronous training at the same rate, with its interval."""
 
     value: float
     low: float
@@ -213,7 +213,7 @@ class Ratio(NamedTuple):
 
 
 def list_runs(seeds: int) -> Iterator[Run]:
-    """List all runs; at eta 0 mu is pi_old and all arms are one."""
+    """List all runs; at eta 0 mu is pi_old and all arms are the same."""
     for seed in range(seeds):
         for rate in RATES:
             yield Run(ARMS[0], 0, rate, seed)
@@ -242,7 +242,7 @@ def check_claims(scores: Scores, rates: Sequence[float]) -> list[str]:
     """Check that clipping around mu collapses at eta 8 and that decoupled PPO does not; return sentences.
 
     Raises:
-        ClaimError: one of them does not hold over its whole interval.
+        ClaimError: one of these claims does not hold over its whole interval.
     """
     claims = []
     for rate in rates:
@@ -259,7 +259,7 @@ def check_claims(scores: Scores, rates: Sequence[float]) -> list[str]:
 
 
 def describe_one_step_behind(scores: Scores, rates: Sequence[float]) -> list[str]:
-    """Say whether "naive eta = 1 degraded" reproduces: only where the whole interval lies below 1."""
+    """Report whether "naive eta = 1 degraded" reproduces: only if the whole interval lies below 1."""
     sentences = []
     for rate in rates:
         found = compute_ratio(scores["bypass", 1, rate], scores["bypass", 0, rate])
@@ -269,7 +269,7 @@ def describe_one_step_behind(scores: Scores, rates: Sequence[float]) -> list[str
 
 
 def report(scores: Scores, console: Console) -> None:
-    """Print a table a rate: mean score, and in brackets its share of synchronous training with the interval."""
+    """Print one table per rate: mean score, and in brackets its share of synchronous training with the interval."""
     for rate in RATES:
         table = Table(title=f"Mean reward after {STEPS} steps, learning rate {rate:g}", title_justify="left")
         table.add_column("correction")
@@ -283,7 +283,7 @@ def report(scores: Scores, console: Console) -> None:
 
 
 def draw(scores: Scores, rates: Sequence[float], path: Path) -> None:
-    """Write a PNG, a panel a rate. Lines are means over seeds, points the seeds."""
+    """Write a PNG with one panel per rate. Lines are means over seeds, points the seeds."""
     figure, panels = create_axes(1, len(rates), width=5 * len(rates), height=4.4, sharey=True)
     for axes, rate in zip(panels, rates, strict=True):
         for arm, (colour, label) in LOOKS.items():

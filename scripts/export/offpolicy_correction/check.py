@@ -1,8 +1,8 @@
 """Check that the correction reaches the gradient: at every update, and beyond each bound before the first one.
 
 ``watch`` compares the gradient that arrives at the log-probs in the engine's backward pass with weight * keep * verl's
-own gradient. Where mu equals pi_old that also holds for a correction that does nothing, so ``try_parts`` moves mu
-across each bound, where the expected factor follows from the bound alone.
+own gradient. If mu equals pi_old, that also holds for a correction that does nothing, so ``try_parts`` moves mu across
+each bound, where the expected factor follows from the bound alone.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def list_trials(part: Weight | Mask) -> Iterator[tuple[float, float, float]]:
         margin = MARGIN * max(abs(bound), 1e-3)
         inside, beyond = bound - outward * margin, bound + outward * margin
         weight = isinstance(part, Weight)
-        # With narrow bounds, just inside one could be beyond the other.
+        # With narrow bounds, a value just inside one bound could be beyond the other.
         if part.log_bounds[0] <= inside <= part.log_bounds[1]:
             yield inside, advantage, math.exp(inside) if weight else 1.0
         yield beyond, advantage, 0.0 if rejects else math.exp(bound)
@@ -132,7 +132,7 @@ def list_trials(part: Weight | Mask) -> Iterator[tuple[float, float, float]]:
 def _expect(
     loss_fn: CorrectedLoss, model_output: Mapping[str, Any], data: TensorDict, batch: Batch, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient that ``factor`` demands, and that of the uncorrected policy term, each flat.
+    """Compute the gradient that ``factor`` demands, and the uncorrected policy term's gradient, each flat.
 
     The factor multiplies only the policy term: it is factor * (g(1) - g(0)) + g(0), where g(c) is verl's gradient under
     constant weights c, and g(0) that of KL and entropy terms.

@@ -1,7 +1,7 @@
 """Corrections of the mismatch between rollout engine and trainer: a weight and a keep mask per token.
 
-mu: log-probs of the rollout engine; pi_old: of the trainer at the start of the step; pi: of the current policy.
-The policy term of the loss is multiplied by weight * keep.
+mu, pi_old and pi are the log-probs of the rollout engine, of the trainer at the start of the step, and of the current
+policy. The policy term of the loss is multiplied by weight * keep.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Weight:
 
     Attributes:
         level: ``token``, or ``sequence``: one weight for all tokens of a sequence.
-        kind: ``truncate`` one side, ``clip`` both, or ``reject``, which drops what is outside the bounds.
+        kind: ``truncate`` one side, ``clip`` both, or ``reject``, which drops weights outside the bounds.
         lower, upper: inclusive bounds on the weight; None: open.
         aggregate: of a sequence: ``product`` of its ratios, or their ``geometric`` mean.
     """
@@ -143,7 +143,7 @@ def compute_factor(
         advantages: (B, T).
 
     Returns:
-        (B, T) detached factor, 0 off the mask and where pi_old, or mu if a part reads it, is not finite. And 0-dim
+        (B, T) detached factor, 0 outside the mask and where pi_old, or mu if a part reads it, is not finite; and 0-dim
         float64 sums: ``k3`` of pi_old / mu (Schulman 2020), ``keep``, ``weight`` and ``weight_square`` (0 if rejected).
     """
     mask = response_mask.bool()
@@ -179,7 +179,7 @@ def compute_factor(
 
 
 def _aggregate(level: str, aggregate: str, log_ratio: Tensor, valid: Tensor) -> Tensor:
-    """Aggregate log-ratios, which are 0 off ``valid``: (B, T) by token, (B, 1) by sequence, float64."""
+    """Aggregate log-ratios, which are 0 outside ``valid``: (B, T) per token, (B, 1) per sequence, float64."""
     if level == "token":
         return log_ratio
     total = log_ratio.sum(-1, keepdim=True)

@@ -59,12 +59,12 @@ class CorrectedLoss:
     """verl's policy loss with a correction.
 
     Args:
-        correction: what to apply.
+        correction: the correction to apply.
         actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
 
     Attributes:
         tried: the parts have been tried in this process.
-        random_state: of the CPU before the last loss; clip_cov draws the tokens that it clips.
+        random_state: the CPU's state before the last loss; clip_cov draws the tokens that it clips.
     """
 
     def __init__(self, correction: Correction, actor_config: Any) -> None:

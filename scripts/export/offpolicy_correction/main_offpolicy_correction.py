@@ -1,6 +1,6 @@
 """verl's PPO training with a correction: ``python3 -m recipe.offpolicy_correction.main_offpolicy_correction ...``.
 
-Takes every override of ``verl.trainer.main_ppo``, and the group ``correction``: ``correction=gsm``, or several,
+It takes every override of ``verl.trainer.main_ppo``, and the group ``correction``: ``correction=gsm``, or several,
 ``'correction=[tis_token,gsm]'``.
 """
 
@@ -25,7 +25,7 @@ from .loss import PREFIX, CorrectedLoss
 
 
 class CorrectedTrainer:
-    """Mixin for a V1 trainer: sets the loss of the actor's workers, and stops where an update did not use it."""
+    """Mixin for a V1 trainer: sets the loss of the actor's workers, and stops if an update did not use it."""
 
     def _setup(self) -> None:
         super()._setup()
