@@ -142,7 +142,7 @@ class Section:
                 back = set_to(f"{self.path}.{name}", default[name])
                 alone = at if wanted is ... else f"{other}={format_value(wanted)}"
                 fix = f"Set {at}={hint}, or {back}."
-                yield self._build(name, values[name], f"read with {alone} alone.", fix, alongside={at: there})
+                yield self._build(name, values[name], f"read only with {alone}.", fix, alongside={at: there})
 
     def _find_contradictions(self, values: Values) -> Iterator[Problem]:
         for rule in self.rules:

@@ -417,7 +417,7 @@ def read_bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mappi
     """
     sent = _plan(batch).bounds
     if set(sent) != set(names):
-        raise KeyError(f"{PLAN} brought bounds for {sorted(sent)} to the loss, expected those of {sorted(names)}.")
+        raise KeyError(f"{PLAN} brought bounds for {sorted(sent)} to the loss instead of bounds for {sorted(names)}.")
     return sent
 
 

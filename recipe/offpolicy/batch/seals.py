@@ -195,7 +195,7 @@ def compare(
         SealError: a sealed column is missing.
     """
     if absent := sorted(set(seals) - {*by_token, *by_row, PLAN_HASH}):
-        raise SealError(f"{', '.join(absent)} did not reach the loss: sealed for these sequences, then lost.")
+        raise SealError(f"{', '.join(absent)} did not reach the loss, although sealed for these sequences.")
     found = dict(zip(by_token, hash_columns(tokens, mask, [*map(_plain, by_token.values())]).unbind(-1), strict=True))
     found |= {name: hash_numbers(values) for name, values in by_row.items()}
     found[PLAN_HASH] = torch.full_like(next(iter(found.values())), plan)
@@ -273,8 +273,8 @@ def _describe(
     values = values[there] if values.shape == there.shape else values.reshape(-1)
     ids = tokens[row][there][:4].tolist()
     return (
-        f"{name} changed before it reached the loss, in {count} of {rows} sequences of the micro-batch. Sequence "
-        f"{row}, whose response of {int(there.sum())} tokens begins with the ids {ids}: its mean was {was:.6g} at the "
+        f"{name} changed before it reached the loss, in {count} of {rows} sequences of the micro-batch. Sequence {row} "
+        f"has a response of {int(there.sum())} tokens that begins with the ids {ids}: its mean was {was:.6g} at the "
         f"source and is {float(values.double().mean()):.6g} in the loss, beginning with "
         f"{[float(f'{value:.4g}') for value in values[:4].tolist()]}.{ends}"
     )

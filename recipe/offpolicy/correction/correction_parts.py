@@ -224,7 +224,7 @@ def read_support(mapping: Mapping[str, Any]) -> dict[str, Any]:
     for name, off in unread.items() if support is None else ():
         if fields[name] != off:
             raise SpecError(
-                "read with correction.support=engine alone.",
+                "read only with correction.support=engine.",
                 f"Set correction.support=engine, or correction.{name}={'null' if off is None else off}.",
                 key=f"correction.{name}",
                 value=fields[name],

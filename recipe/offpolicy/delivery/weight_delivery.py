@@ -220,7 +220,7 @@ class WeightDelivery(AddOn):
         """Describe from which earlier synchronisation the engine's differing tensors come."""
         for back, past in enumerate(reversed(self._past), start=1):
             if not set(comparison.different) & set(engine.compare(past, judge=False).different):
-                return f"It holds those of {back} synchronisation{'s' if back > 1 else ''} before."
+                return f"It holds the weights of {back} synchronisation{'s' if back > 1 else ''} before."
         received = "" if engine.received else " It has received nothing since the last synchronisation."
         known = "match none of the last synchronisations" if self._past else "were never the trainer's"
         return f"The engine's values {known}.{received}"
@@ -255,8 +255,8 @@ class WeightDelivery(AddOn):
         if len(self._updates_seen) == SEEN_OVER and seen < LEAST_SEEN * made and not self._warned_of_rounding:
             self._warned_of_rounding = True
             logger.warning(
-                "the rollout engine sees %.2g of the last %d updates: they are smaller than the steps of its dtype, "
-                "%s, and it samples with older weights. Fix: %s.",
+                "a share of only %.2g of the last %d updates survives rounding to the rollout engine's dtype, "
+                "%s, so it samples with older weights. Fix: %s.",
                 seen / made, SEEN_OVER, self._rollout.get("dtype"), FIX_ROUNDED,
             )  # fmt: skip
 

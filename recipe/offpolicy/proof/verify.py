@@ -148,7 +148,7 @@ def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec,
         raise LivenessError("no metrics arrived from the corrected loss: the worker ran another loss function.")
     expected = compute_fingerprint(spec, moving)
     if wrong := {packet.fingerprint for packet in packets} - {expected}:
-        raise LivenessError(f"a worker has another spec: fingerprint {wrong.pop()}, the trainer's is {expected}.")
+        raise LivenessError(f"a worker has a different spec: fingerprint {wrong.pop()}, the trainer's is {expected}.")
     bounds = read_bounds(spec, moving)
     for packet in packets:
         if packet.bounds != bounds:

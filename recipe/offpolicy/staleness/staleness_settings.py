@@ -191,7 +191,7 @@ KEYS = Section(
         "too_old": choice(*get_args(TooOld), read_with=("eta", ...)),
         "refresh_limit": count("a number of times, 1 or more", read_with=("too_old", "refresh")),
         "adapt.ess": number(
-            "a share above 0 and up to 1, or null for an eta that is fixed", above=0, most=1, null=True
+            "a share above 0 and up to 1, or null for a fixed eta", above=0, most=1, null=True
         ),
         "adapt.trainer_wait": number("a share of a step, 0 or more and below 1", 0, below=1, read_with=_ADAPT),
         "adapt.floor": number("a number of batches, 0 or more", 0, read_with=_ADAPT),
@@ -206,14 +206,14 @@ KEYS = Section(
             lambda values: (
                 values["eta"] == 0 and values["too_old"] in ("drop", "refresh") and values["adapt.ess"] is None
             ),
-            "every prompt of a step is waited for, so none becomes too old.",
+            "the trainer waits for every prompt of a step, so none becomes too old.",
             lambda values: "wait",
             "eta",
         ),
         Rule(
             "eta",
             lambda values: values["adapt.ess"] is not None and values["eta"] is None,
-            f"{TARGET} moves eta from an initial value, and null leaves staleness to verl's own keys.",
+            f"{TARGET} moves eta from an initial value, but null leaves staleness to verl's own keys.",
             lambda values: values["adapt.floor"],
             "adapt.ess",
         ),

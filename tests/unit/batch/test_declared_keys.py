@@ -54,8 +54,8 @@ def found(**changes: Any) -> list[tuple[str, str, tuple[str, ...]]]:
         ({"inner": {"Share": 0.1}}, "inner.Share", "unknown key.", ("~a.b.inner.Share", "a.b.inner.share=0.1")),
         ({"zzz": 2}, "zzz", "unknown key.", ()),
         # Which of the two keys is meant is for the user to say.
-        ({"way": "drop"}, "way", "read with a.b.limit alone.", ()),
-        ({"inner": {"times": 5}}, "inner.times", "read with way=drop alone.", ()),
+        ({"way": "drop"}, "way", "read only with a.b.limit.", ()),
+        ({"inner": {"times": 5}}, "inner.times", "read only with way=drop.", ()),
         ({"limit": 7}, "limit", "not with on.", ("a.b.limit=8",)),
     ],
 )

@@ -88,9 +88,8 @@ def test_each_change_of_a_column_by_row_is_named(name: str) -> None:
 def test_both_values_are_said() -> None:
     with pytest.raises(SealError) as caught:
         check({"advantages": -BY_TOKEN["advantages"]})
-    assert "Sequence 0, whose response of 3 tokens begins with the ids [5, 6, 7]: its mean was 1 at the source" in str(
-        caught.value
-    )
+    expected = "Sequence 0 has a response of 3 tokens that begins with the ids [5, 6, 7]: its mean was 1 at the source"
+    assert expected in str(caught.value)
     assert "is -1 in the loss, beginning with [-1.0, -1.0, -1.0]" in str(caught.value)
 
 

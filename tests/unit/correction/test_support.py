@@ -21,9 +21,9 @@ ON: dict[str, Any] = {"support": "engine"}
         (ON | {"support_size": 0}, "correction.support_size=0", "correction.support_size=null"),
         (ON | {"support_size": True}, "correction.support_size=true", "correction.support_size=null"),
         (ON | {"support_min_p": 1.5}, "above 0 and below 1", "correction.support_min_p=0.1"),
-        ({"support_size": 8}, "read with correction.support=engine alone", "correction.support=engine"),
-        ({"support_unknown": "full"}, "read with correction.support=engine alone", "correction.support=engine"),
-        ({"support_min_p": 0.1}, "read with correction.support=engine alone", "correction.support=engine"),
+        ({"support_size": 8}, "read only with correction.support=engine", "correction.support=engine"),
+        ({"support_unknown": "full"}, "read only with correction.support=engine", "correction.support=engine"),
+        ({"support_min_p": 0.1}, "read only with correction.support=engine", "correction.support=engine"),
         (ON | {"weight": TIS | {"normalize": True}}, "weight.normalize=true", "correction.support_unknown=full"),
         (
             ON | {"masks": {"gsm": GSM}, "denominator": "kept"},
