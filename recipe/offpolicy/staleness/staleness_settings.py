@@ -190,9 +190,7 @@ KEYS = Section(
         "eta": number("a number of batches, 0 or more, or null for verl's own keys", 0, null=True),
         "too_old": choice(*get_args(TooOld), read_with=("eta", ...)),
         "refresh_limit": count("a number of times, 1 or more", read_with=("too_old", "refresh")),
-        "adapt.ess": number(
-            "a share above 0 and up to 1, or null for a fixed eta", above=0, most=1, null=True
-        ),
+        "adapt.ess": number("a share above 0 and up to 1, or null for a fixed eta", above=0, most=1, null=True),
         "adapt.trainer_wait": number("a share of a step, 0 or more and below 1", 0, below=1, read_with=_ADAPT),
         "adapt.floor": number("a number of batches, 0 or more", 0, read_with=_ADAPT),
         "adapt.ceiling": number("a number of batches, 0 or more", 0, read_with=_ADAPT),
