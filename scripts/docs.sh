@@ -4,7 +4,7 @@
 #   bash scripts/docs.sh          # build, and fail on a broken link or anchor; open outputs/site/index.html
 #   bash scripts/docs.sh serve    # the same at http://127.0.0.1:8000, with search; rebuilds on a change
 #
-# Other arguments go to mkdocs.
+# Other arguments are passed to mkdocs.
 #
 #   DOCS_VENV=path   an environment with mkdocs-material; by default outputs/docs_venv, made on the first call
 #   PYTHON=path      the Python that makes it; default python3

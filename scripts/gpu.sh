@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Checks this project on a machine with one or more GPUs, in your own verl environment: about ten minutes, one page, and
-# a file to send.
+# Checks this project on a machine with one or more GPUs, in your own verl environment: it takes about ten minutes, and
+# writes one page and a file to send.
 #
 #   bash scripts/gpu.sh [--dry-run] [--only PART ...] [--out FILE]
 #
-#   --dry-run    the same on a CPU, with smaller sizes: nothing in its file is a GPU's figure
+#   --dry-run    the same on a CPU, with smaller sizes: its file has no figures of a GPU
 #   --only PART  parts to run: environment, parity, ranks, training, loss, step
 #   --out FILE   the file, .json; the page goes next to it as .txt (default outputs/gpu/TIME.json)
 #   VENV=path    environment to use (default: the python3 on PATH, as in an activated environment or a container)

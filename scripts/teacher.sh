@@ -3,12 +3,12 @@
 #
 #   bash scripts/teacher.sh MODEL [--host 127.0.0.1] [--port 8100] [arguments of vllm serve]
 #
-#   --host          address to listen on; by default only this machine reaches it, and 0.0.0.0 lets every other one
+#   --host          address to listen on; by default only this machine can reach it; 0.0.0.0 admits every machine
 #   MODEL           folder or hub name; has the student's tokenizer and chat template
-#   PLATFORM=cpu    serve on the CPU in float32; by default on the GPUs, with what the arguments say
+#   PLATFORM=cpu    serve on the CPU in float32; by default on the GPUs, as the arguments specify
 #   VENV=path       environment that holds vLLM (default: the one that is active)
 #
-# It scores prompts and samples nothing: more replicas of the front end (--api-server-count N) help before more GPUs do.
+# It scores prompts and samples nothing, so add replicas of the front end (--api-server-count N) before adding GPUs.
 set -euo pipefail
 if [[ $# -eq 0 || " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
     sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"

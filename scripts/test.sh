@@ -2,21 +2,21 @@
 # Lint, types and tests in the environment of each release of verl, with one summary:
 # scripts/test.sh [--quick] [--release RELEASE|all] [pytest arguments]
 #
-#   (default)      lint, types, every test of the newest release, and of the oldest one, whose workers are of
-#                  another kind, those that the newest does not run; without what is marked `extended`
-#   --release R    every test of one release, or of `all`, on all examples that hypothesis draws and not a quarter
-#                  of them; lint and types come with the newest one. `all` runs in parts, each folder and each file
-#                  of whole programs by itself; parts that passed at this commit are not run again. vllm-V, one of
+#   (default)      lint, types, every test of the newest release, and, for the oldest release, whose workers are of
+#                  another kind, the tests that the newest does not run; without tests marked `extended`
+#   --release R    every test of one release, or of `all`, on all examples that hypothesis draws instead of a quarter
+#                  of them; lint and types run with the newest one. `all` runs in parts, each folder and each file
+#                  of whole programs by itself; parts that passed at this commit are not repeated. vllm-V, one of
 #                  requirements/vllm-V.txt, is the newest release with another vLLM: contracts and verl's programs.
-#                  `all` leaves it out where no package index serves its torch
+#                  `all` leaves it out if no package index serves its torch
 #   --quick        lint, and the unit tests of the newest release that are not marked slow, without those of the tools
 #                  (analysis, commands, doctor, scripts); no types
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
-#                  by default .venv and .venv-RELEASE, made or brought up to date first
-#   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 10800); with `all` for each part (3600)
+#                  by default .venv and .venv-RELEASE, which are made or updated first
+#   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 10800); with `all`, limit for each part (3600)
 #
-# Further arguments go to pytest; a path among them replaces the default test folders, and without
-# --release it is tested with the newest release alone.
+# Further arguments are passed to pytest; a path among them replaces the default test folders, and without
+# --release it is tested only with the newest release.
 set -uo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
     sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
@@ -89,8 +89,8 @@ environment_of() {
     fi
 }
 
-# The environment's programs, also for tests that start others; no Python setting of the caller leaks in.
-# Tests and what they start are compiled once and not by each process.
+# Use the environment's programs, also for tests that start others; no Python setting of the caller leaks in.
+# Tests and the programs that they start are compiled once instead of in each process.
 unset PYTHONHOME PYTHONDONTWRITEBYTECODE
 use() { export PATH="$(cd "$(environment_of "$1")/bin" && pwd):$PATH"; }
 
@@ -138,14 +138,14 @@ types() {
     timeout 1200 mypy "${targets[@]}"
 }
 
-# The documentation site, in an environment of its own: every page is in its order, and every link leads somewhere.
+# The documentation site, in its own environment: every page is in the navigation, and every link has a target.
 docs() {
     use "$newest"
     PYTHON=python bash scripts/docs.sh
 }
 
-# What pytest is to run in the environment of a release, or of it the paths that follow, one word a line. What other
-# releases need is deselected there by the marker `verl`.
+# pytest's arguments for the environment of a release, or for only the paths that follow, one word per line. Tests
+# that need other releases are deselected there by the marker `verl`.
 tests_of() {
     local suites=(tests/releases tests/contract tests/integration/test_programs.py) suite
     if (($# > 1)); then
@@ -156,19 +156,19 @@ tests_of() {
         suites=(tests/unit)
         printf '%s\n' --ignore=tests/unit/{analysis,commands,doctor,scripts}
     elif [[ $1 == "$newest" ]]; then
-        # The longest first: processes share what follows evenly.
+        # The longest come first, so that processes share the rest evenly.
         suites=(tests/releases tests/contract tests/integration tests/unit tests/gpu tests/conformance)
     elif [[ $1 == vllm-* ]]; then
         suites=(tests/contract tests/integration/test_programs.py)
     fi
-    # Of an older release, what no environment of this run has.
+    # For an older release, only the tests that no other environment of this run covers.
     [[ -n $asked || $1 == "$newest" || -n ${VENV:-} ]] || printf '%s\n' --not-in "$newest"
     ((${#arguments[@]} == 0)) || printf '%s\n' "${arguments[@]}"
     for suite in "${suites[@]}"; do
         [[ ${#paths[@]} -gt 0 || -e $suite ]] && printf '%s\n' "$suite"
     done
 }
-# The stages of a release, each a line with its name, its function and, with `--release all`, its path.
+# The stages of a release, one line each with its name, its function and, with `--release all`, its path.
 parts_of() {
     local suite file
     if [[ $asked != all ]]; then
@@ -185,7 +185,7 @@ parts_of() {
         echo "tests-$1-$(basename "$suite") others $suite"
     done
 }
-# The tests of one release: everything; whole programs; everything else. `selection` says which of them.
+# The tests of one release: everything; whole programs; everything else. `selection` narrows them.
 tests() {
     local words
     mapfile -t words < <(tests_of "$1")
@@ -204,10 +204,10 @@ others() {
     local words status=0
     mapfile -t words < <(tests_of "$@")
     use "$1"
-    # One thread each: those of several processes would wait for each other, busily.
+    # One thread each, because threads of several processes would wait for each other, busily.
     OMP_NUM_THREADS=1 bounded -n 2 --dist loadfile --no-loadscope-reorder -m "not program$selection" "${words[@]}" ||
         status=$?
-    # A part may be of whole programs alone, or of another release.
+    # A part may contain only whole programs, or only tests of another release.
     [[ $status -ne 5 || $asked != all ]] || return 0
     return "$status"
 }
@@ -221,7 +221,7 @@ bounded() {
         env --default-signal=INT python -m pytest "$@"
 }
 
-# The release that comes first, in an environment that was asked for or is made now; the others' are made meanwhile.
+# The first release uses an environment that was given or is made now; the others' are made meanwhile.
 order=()
 for release in "${plan[@]}"; do
     order=("$release" "${order[@]}")
@@ -245,7 +245,7 @@ if [[ -z ${VENV:-} ]]; then
         set +m
     fi
 fi
-# Waits for the environment of a release; false where there is none.
+# Waits for the environment of a release; false if there is none.
 there_is() {
     [[ -z ${VENV:-} ]] || return 0
     until [[ -s $logs/install-$1.verdict || ! -d $logs ]]; do
@@ -298,9 +298,9 @@ elif $quick; then
     stages+=("tests-$first")
     stage "tests-$first" others "$first"
 else
-    # Programs run one after the other and leave half of the machine idle, as they wait for each other's processes:
-    # everything else runs next to them and is shown after them. It gives way to programs, whose Ray workers would
-    # otherwise give way as much (they run at niceness 15).
+    # Programs run one after the other and leave half of the machine idle, because they wait for each other's
+    # processes, so everything else runs next to them and is shown after them. It gives way to programs, whose Ray
+    # workers would otherwise give way as much (they run at niceness 15).
     export RAY_worker_niceness=0
     run_parts() { # those of a release with this function, as long as this script runs
         local parts part name function path

