@@ -40,7 +40,7 @@ class Configured:
 
         Args:
             sets: the overrides that fix the problem, or keys and their values.
-            parts: corrections that the problem concerns; None: those of this configuration.
+            parts: corrections that the problem concerns; None: the ``parts`` of this configuration.
             alongside: other keys without whose values the key would be fine; a mapping overrides their present values.
             more: a ``value`` that is not in the configuration, or other fields of ``Problem``.
         """

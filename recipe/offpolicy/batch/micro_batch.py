@@ -1,4 +1,4 @@
-"""Adapter of verl's micro-batch: reads it and writes weights; the only module that knows its keys and layouts.
+"""Adapter of verl's micro-batch: reads it and writes weights; no other module depends on its keys and layouts.
 
 verl 0.9.1 calls the engine's loss as ``loss_fn(model_output=..., data=TensorDict, dp_group=...)``. Response tensors
 are nested by row on the V1 trainer and padded (B, T) on V0; ``model_output["log_probs"]`` is nested over prompt and

@@ -182,7 +182,7 @@ def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None =
 
 
 def count_kept(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> tuple[Tensor, Tensor]:
-    """Count each row's response tokens, and those that the rollout stage of ``spec`` keeps: (B,) float64 each.
+    """Count each row's response tokens, and how many the rollout stage of ``spec`` keeps: (B,) float64 each.
 
     Args:
         rows: with ``COLUMNS``, nested or padded.
@@ -204,7 +204,7 @@ class Groups:
 
     Attributes:
         uids: uid of each row, for verl's estimator.
-        silent: True if a row's advantage is 0, see ``baseline.regroup``.
+        silent: True if a row's advantage is 0, see ``denominator.regroup``.
         metrics: metrics for the user's logger.
     """
 

@@ -26,12 +26,12 @@ def _flatten(value: Any) -> Iterator[Any]:
 def find_difference(
     sent: Mapping[str, int], seen: Iterable[int], left: Mapping[str, str] | None = None, epochs: int = 1
 ) -> str | None:
-    """Compare rows by their hashes, see ``checksums.hash_rows``; the loss sees each row once per epoch.
+    """Compare rows by their hashes, see ``seals.hash_rows``; the loss gets each row once per epoch.
 
     Args:
         sent: key of the row -> hash.
         seen: hashes that the loss reported, in any order.
-        left: key of the row -> why the loss must not see it.
+        left: key of the row -> why the loss must not get it.
         epochs: number of visits of each row.
 
     Returns:

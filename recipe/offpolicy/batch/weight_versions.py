@@ -67,7 +67,7 @@ class RowVersions:
 
     def compute_ages(self, step: int, like: Tensor) -> Tensor:
         """Compute the ages in ``step`` on the device of ``like``, int64 >= 0: (B,), from each row's oldest version."""
-        # The weights at the start of step s are those of version s - 1.
+        # Step s starts with the weights of version s - 1.
         return (step - 1 - self.oldest).clamp(min=0).to(like.device)
 
     def check_ages(self, spec: CorrectionSpec) -> None:

@@ -48,8 +48,8 @@ class CorrectionParts:
         support_unknown: treatment of tokens whose support has more members than the engine was asked for: ``mask``
             removes them from the policy term, ``full`` computes their log-probs over the whole vocabulary.
         support_size: number of members that the engine is asked for at each token; None: top-k decides.
-        support_min_p: min-p of each request, for which verl has no key; None: none.
-        centering: K of score centering, see ``correction.centering``; None: none.
+        support_min_p: min-p of each request, for which verl has no key; None for none.
+        centering: K of score centering, see ``correction.centering``; None for no centering.
     """
 
     weight: WeightSpec | None = None

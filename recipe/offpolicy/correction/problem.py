@@ -38,7 +38,7 @@ class Problem:
         verdict: effect on the corrections that the problem concerns.
         parts: names of these corrections, ``EVERYTHING`` or ``MU``.
         overrides: the fix in Hydra's grammar, to append to the overrides of the launch.
-        alongside: other keys, and their values, without which the value would be fine.
+        alongside: other keys whose values make this value a problem, with these values.
         translated: the overrides express what the value meant; otherwise they replace it.
     """
 
@@ -98,7 +98,7 @@ class SpecError(ValueError):
     Args:
         reason, fix: sentences; without a fix, the sentence is built from ``proposed``.
         key, value: as they were given; the key is empty if the reason needs none.
-        alongside: other keys and their values, without which the value would be fine.
+        alongside: other keys whose values make this value a problem, with these values.
         proposed: key -> the value that fixes it.
         meant: key -> the value that was probably meant; used like ``proposed``.
         removed: keys to delete first, with their present values.

@@ -39,7 +39,7 @@ def compute_shadow_statistics(
 ) -> dict[str, Statistic]:
     """Compute each shadow's keep shares and weights, under ``shadow/<name>/``, see ``correction.statistics``.
 
-    Names are those of ``validation.rename_for_metrics``.
+    ``validation.rename_for_metrics`` adapts the names.
 
     Args:
         shadows: name -> correction.

@@ -39,7 +39,7 @@ def rollout_stage(
     measure: telemetry.Measure = "all",
     alongside: RolloutStage | None = None,
 ) -> RolloutStage:
-    """Compute the weights, masks and statistics that depend on pi_old / mu alone.
+    """Compute the weights, masks and statistics that depend only on pi_old / mu.
 
     A token whose pi_old is not finite is excluded from weights, masks, T and statistics, and is counted. The same holds
     for a token whose mu is not finite, but if the correction does not read mu, the token is excluded only from
@@ -146,8 +146,8 @@ def step_stage(
 
     Args:
         stage: from ``rollout_stage`` of the same rows.
-        log_prob: (B, T) log pi, detached here. Non-finite values are counted in ``nonfinite/log_prob``, and those of
-            advantages likewise. The caller stops on them, because no mask can remove them from the gradient.
+        log_prob: (B, T) log pi, detached here. Non-finite values are counted in ``nonfinite/log_prob``; those of
+            advantages are counted too. The caller stops on them, because no mask can remove them from the gradient.
         advantages: (B, T); only signs are used, see ``MaskSpec.sign``. None if no mask reads them; statistics by sign
             are then empty.
 

@@ -28,7 +28,7 @@ class Reduction(Enum):
     CHI2 = "chi2"  # (total, square, count), taken about 1
     PERPLEXITY = "perplexity"  # (total of log-probs, count)
     MIN = "min"  # (value, count), the value is meaningless if the count is 0
-    MAX = "max"  # (value, count), likewise
+    MAX = "max"  # (value, count), as for MIN
 
 
 _EXTREMES: Final = (Reduction.MIN, Reduction.MAX)

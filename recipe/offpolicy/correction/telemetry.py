@@ -1,6 +1,6 @@
 """Measurement of a correction's statistics, which add up over micro-batches and ranks.
 
-``catalogue`` defines each one. Everything is summed in float64, over the original response mask.
+``statistics`` defines each statistic. Everything is summed in float64, over the original response mask.
 
 On long rows, the cost is in new tensors as large as all tokens, so each log-ratio is exponentiated once, and counts by
 length, sign and staleness are computed from row sums. On short rows, the cost is the number of operations. Boolean

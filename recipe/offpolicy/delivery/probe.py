@@ -159,7 +159,7 @@ class Probe:
 
     Args:
         longest: maximum number of tokens that the engine accepts.
-        advice: last sentence of errors: what to do.
+        advice: last sentence of errors, which says what to do.
     """
 
     def __init__(self, longest: int | None, advice: str) -> None:

@@ -352,7 +352,7 @@ class Asked(NamedTuple):
 
 
 def _find_dtypes(engines: Sequence[Engine], rollout: Any) -> tuple[str, dict[str, str]]:
-    """Find the dtype in which the engines hold most tensors, and those of all others, by plain name."""
+    """Find the dtype in which the engines hold most tensors, and the dtypes of all other tensors, by plain name."""
     dtypes = {name: dtype for engine in engines for name, dtype in engine.dtypes.items()}
     common = Counter(dtypes.values()).most_common(1)
     default = common[0][0] if common else _dtype(rollout.get("dtype"))

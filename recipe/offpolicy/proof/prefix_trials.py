@@ -35,7 +35,7 @@ _CLEAR = 1e-4
 """Difference of a prefix's value and its bound, in nats, below which float32 log-probs cannot tell them apart."""
 
 _WIDEST = {False: 0.9, True: MOST_UPWARD}
-"""Largest difference of probabilities, and largest binary KL divergence in nats, that a trial gives to a token."""
+"""Largest difference of probabilities, and largest binary KL divergence in nats, of a token in a trial."""
 
 
 @dataclass(frozen=True)

@@ -415,7 +415,7 @@ def replace_policies(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages: 
 
 
 def age_first_tokens(batch: MicroBatch, age: int) -> MicroBatch:
-    """Mark the first response token of each row as sampled by older weights, and the others by the current ones.
+    """Mark the first response token of each row as sampled by older weights, and the others by the current weights.
 
     The versions are recorded per turn, as the client of the rollout servers records them.
 

@@ -1,4 +1,4 @@
-"""A client of verl's rollout servers that records which version of the weights sampled how many tokens.
+"""A client of verl's rollout servers that records how many tokens each version of the weights sampled.
 
 A synchronisation of the weights aborts every request; verl's client then resends the prompt and the tokens sampled so
 far. So one version samples each attempt, and the server reports it with the tokens. verl's client passes on only the
@@ -51,7 +51,7 @@ class Turns(list[list[Chunk]]):
     """Chunks of each turn of one row: a list subclass, because plain lists allow no weak references.
 
     Attributes:
-        seals: the hash of each turn, see ``token_versions.check_chunks``.
+        seals: the hash of each turn, see ``weight_versions.check_chunks``.
     """
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ class Tally:
         in_flight, in_queue: versions made while a row was sampled, and after it was finished, for rows in the loss.
         spans: number of versions that sampled a row, for rows with per-token versions.
         updates: age of a token in updates.
-        too_old, trained: lengths of rows that were too old, in any treatment, and of the others.
+        too_old, trained: lengths of rows that were too old, whatever their treatment, and of the other rows.
     """
 
     issued: int = 0

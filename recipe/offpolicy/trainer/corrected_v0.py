@@ -208,7 +208,7 @@ class CorrectedV0(CorrectedRun):
         return [found[row, : len(response)].tolist() for row, (_, response) in enumerate(rows)]
 
     def _look(self, batch: Any) -> None:
-        """Check a rollout when the trainer first sees its log-probs."""
+        """Check a rollout when the trainer first gets its log-probs."""
         if self.supervision.wants_sampled:
             rows = _tensors(batch)
             self.supervision.sampled(rows)

@@ -271,7 +271,7 @@ class Supervision:
         return () if self._plan is None else self._plan.sealed
 
     def _explain(self) -> None:
-        """Log once what else this update has proved, and what it has not."""
+        """Log once what else this update has proved, and what it has not proved."""
         add_ons = {"delivery": f"{SECTION} is off"} | self._add_ons.unproved
         logger.info(describe_rest(self.spec, self._live, self._sealed, add_ons))
 

@@ -76,7 +76,7 @@ class LegacyLoss(OffPolicyLoss):
         actor_config: verl's ActorConfig; it is not changed.
 
     Attributes:
-        policy: the policy term alone, for an actor that adds the KL term itself.
+        policy: only the policy term, for an actor that adds the KL term itself.
         old_log_prob, rollout_log_prob: (B, T) pi_old and mu of the last micro-batch.
     """
 
@@ -207,7 +207,7 @@ class LegacyUpdate:
     def _corrected(self, *, log_prob: Tensor, **_: Any) -> tuple[Tensor, dict[str, Any]]:
         """Compute the mini-batch mean of the policy term, divided by the factor that the actor applies next.
 
-        Other arguments of the actor are ignored: pi_old and the mask are the ones that were sent.
+        Other arguments of the actor are ignored: pi_old and the mask come from the batch.
         """
         whole = ({"log_probs": log_prob}, self._data())
         # The KL surrogate reads the policies of the whole micro-batch.

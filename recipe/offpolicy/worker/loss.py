@@ -101,7 +101,7 @@ class OffPolicyLoss:
         actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
         prove: prove every micro-batch, not only the ones that the trainer's plan marks.
         shadows: corrections that are reported without being applied, by name.
-        record: what to record when the trainer's plan announces it.
+        record: what to record if the trainer's plan requests it.
         moving: parts whose bounds are sent with each update, in the trainer's plan, and the sides that move.
         base_loss: called with (config, model_output, data, dp_group).
         extensions: section -> worker extension, which adds terms to the loss and reports on each micro-batch, in order.
