@@ -102,7 +102,7 @@ def _choose_correction(setup: Setup) -> Selection:
         why = f"{engine}: tis_token, mu and pi_old differ at equal weights."
         return Selection(("tis_token",), (why, fresh), advice=(f"{recommended.BATCH_INVARIANT}.",))
     advice = (
-        "correction.proximal=same_engine leaves the second forward pass out, once the first step has shown that mu is "
+        "correction.proximal=same_engine skips the second forward pass once the first step has shown that mu is "
         "pi_old to 1e-6.",
     )
     return Selection((), (f"{engine}: no weight, mu is pi_old.", fresh), (), advice if setup.minibatches > 1 else ())
@@ -123,7 +123,7 @@ def _choose_rate_limit(setup: Setup) -> Selection:
         return Selection(
             (),
             (
-                f"setup.mode=async: staleness is limited by {_FULLY_ASYNC}, to that + 1 versions unless a response "
+                f"setup.mode=async: staleness is limited to {_FULLY_ASYNC} + 1 versions unless a response "
                 f"takes longer than the time between two weight synchronisations.",
                 f"{_PARTIAL}={str(setup.resumes).lower()}: the tokens of a row were sampled by "
                 f"{'one version or several' if setup.resumes else 'one version'}, each with its own mu.",
@@ -145,8 +145,8 @@ def _choose_rate_limit(setup: Setup) -> Selection:
 def _choose_clip(setup: Setup) -> Selection:
     n = f"setup.minibatches={setup.minibatches}"
     if setup.minibatches == 1:
-        return Selection((), (f"{n}: a single step on each batch, within which nothing drifts.",))
-    return Selection((), (f"{n}: drift within a batch is left to the clip of the base loss.",))
+        return Selection((), (f"{n}: one gradient step per batch, so nothing drifts within it.",))
+    return Selection((), (f"{n}: the base loss's clip handles drift within a batch.",))
 
 
 def _choose_routing(setup: Setup) -> Selection:
@@ -154,7 +154,7 @@ def _choose_routing(setup: Setup) -> Selection:
         return Selection((), ("setup.model=dense: no routes to replay.",))
     replay = "disabled" if setup.minibatches == 1 else "R2" if setup.minibatches == 2 else "R3"
     because = {
-        "disabled": "no routing replay, it would bias a step that has no drift",
+        "disabled": "no routing replay, because it would bias a step without drift",
         "R2": "R2, the trainer's routes are replayed; the first mini-batch keeps its own",
         "R3": "R3, the rollout engine's routes are replayed; from here on the engines' discrepancy dominates",
     }[replay]
@@ -165,10 +165,10 @@ def _choose_routing(setup: Setup) -> Selection:
     advice = ["Long responses or a mixture of experts: try a geometric mask, correction=[...,gsm], with wider bounds."]
     if setup.replay_mode is None:
         if replay != "disabled":
-            line = f"{line[:-1]}; nothing replays on {ACTOR}.strategy={setup.strategy} as configured, so there is none."
+            line = f"{line[:-1]}; nothing replays on {ACTOR}.strategy={setup.strategy} here, so no routes are replayed."
             mask = "mask rows by their geometric mean, correction=[...,gsm], or " if fresh else ""
             advice = [
-                f"Without routing replay: {mask}take GSPO, {LOSS_MODE}=gspo. Megatron replays, and FSDP with verl "
+                f"Without routing replay: {mask}use GSPO, {LOSS_MODE}=gspo. Megatron replays, and FSDP with verl "
                 f"0.9.1's V1 trainer and vLLM."
             ]
             return Selection((), (line,), (), tuple(advice))
@@ -177,22 +177,22 @@ def _choose_routing(setup: Setup) -> Selection:
     why = f"{because}."
     requires = [Requirement(setup.replay_mode, replay, why, instead=gspo)]
     if replay == "R3":
-        recorded = "R3 replays routes that the rollout engine has to record."
+        recorded = "R3 replays routes that the rollout engine must record."
         requires.append(Requirement(RECORDED, True, recorded, instead=gspo))
     if replay == "R2":
-        recorded = "R2 records routes in the forward pass that makes pi_old."
+        recorded = "R2 records routes in the forward pass that computes pi_old."
         requires.append(Requirement(PROXIMAL, "recompute", recorded, instead=gspo))
     return Selection((), (line,), tuple(requires), tuple(advice * fresh))
 
 
 def _choose_tools(setup: Setup) -> Selection:
     if setup.trajectory == "single":
-        return Selection((), ("setup.trajectory=single: nothing but the model's own tokens.",))
+        return Selection((), ("setup.trajectory=single: only the model's own tokens.",))
     return Selection(
         (),
-        ("setup.trajectory=tools: tool tokens are out of loss, ratios and counts; post-tool tokens are logged apart.",),
+        ("setup.trajectory=tools: loss, ratios and counts exclude tool tokens; post-tool tokens are logged apart.",),
         (),
-        ("Tool outputs make ratios volatile: tis_turn and gsm_turn decide by turn, so that none spoils the others.",),
+        ("Tool outputs make ratios volatile: tis_turn and gsm_turn act per turn, so no turn affects another.",),
     )
 
 

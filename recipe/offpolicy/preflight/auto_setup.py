@@ -182,11 +182,11 @@ def _count_minibatches(run: Composed) -> _Observed | None:
 
 
 _LOOKS: dict[str, tuple[Callable[[Composed], _Observed | None], str, str]] = {
-    "engine": (_find_engine, f"{NAME} is no engine that is known.", "Set setup.engine=different, or same."),
+    "engine": (_find_engine, f"{NAME} is not a known engine.", "Set setup.engine=different, or same."),
     "mode": (_find_mode, f"{MODE} is not set.", "Set setup.mode=sync, or async."),
     "model": (
         _find_model,
-        "no config.json of the model is at hand to find out.",
+        "the model's config.json is not on this machine.",
         "Set setup.model=dense, or moe for a mixture of experts.",
     ),
     "trajectory": (
@@ -196,7 +196,7 @@ _LOOKS: dict[str, tuple[Callable[[Composed], _Observed | None], str, str]] = {
     ),
     "minibatches": (
         _count_minibatches,
-        f"{BATCH}, {MINI_BATCH} and {ACTOR}.ppo_epochs do not tell.",
+        f"{BATCH}, {MINI_BATCH} and {ACTOR}.ppo_epochs do not determine it.",
         "Set setup.minibatches=1, or more.",
     ),
 }

@@ -102,7 +102,7 @@ class Composed(Configured):
         node = self.get(SHADOW)
         values = OmegaConf.to_container(node, resolve=True) if node else {}
         if not isinstance(values, dict):
-            reason = "names of options, which main_offpolicy has not replaced by their values."
+            reason = "names of options that main_offpolicy has not replaced by their values."
             raise SpecError(reason, key=SHADOW, value=values)
         return {str(name): CorrectionSpec.from_mapping(each) for name, each in values.items()}
 
@@ -141,7 +141,7 @@ class Composed(Configured):
         resumes = self.program != FULLY_ASYNC or bool(self.get("async_training.partial_rollout", default=True))
         several = self.asynchronous and self.program != ONE_STEP_OFF and resumes
         if self.unknown_versions is None and several and not self.notes_token_versions:
-            said = "a row can be sampled by several versions, and which token by which was not shown with"
+            said = "a row can be sampled by several versions, and which version sampled which token was not shown with"
             return f"{said} {self.path.release}."
         return self.unknown_versions and f"{self.unknown_versions[:-1]}: no age is known."
 
@@ -150,7 +150,7 @@ class Composed(Configured):
         """Why the release does not record which weights sampled a row; None if it does."""
         if self.path.attributes.weight_versions:
             return None
-        return f"verl {self.path.release} does not note which version of the weights sampled a row."
+        return f"verl {self.path.release} does not record which version of the weights sampled a row."
 
     @cached_property
     def steps(self) -> float:
@@ -317,7 +317,7 @@ def check_one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) ->
     expected = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     if spec.proximal == "reuse" and rows > expected:
         raise SpecError(
-            f"a batch of {rows} rows came, and a mini-batch takes {expected}, so that it would get several gradient "
+            f"a batch of {rows} rows came, but a mini-batch has {expected}, so it would get several gradient "
             f"steps, of which only the first starts at pi_old.",
             key=PROXIMAL,
             value="reuse",
@@ -351,9 +351,9 @@ def _find_path_reasons(run: Composed) -> Iterator[str]:
         yield f"pi_old is that of the first of {updates} updates"
     # A user's agent loop may return several rows, which make several mini-batches.
     if v1 and (loop := run.get(f"{ROLLOUT}.agent.default_agent_loop")) not in VERLS_LOOPS:
-        yield f"the agent loop {loop} may return several rows a sample"
+        yield f"the agent loop {loop} may return several rows per sample"
     if run.get(f"{ACTOR}.shuffle"):
-        yield f"{ACTOR}.shuffle=true puts other rows together"
+        yield f"{ACTOR}.shuffle=true groups rows differently"
     if replay := run.router_replay:
         yield f"{replay}: routes of the two passes may differ"
 

@@ -131,7 +131,7 @@ def _get_section(problem: Problem) -> str:
 def _format_headline(spec: CorrectionSpec | None, run: Composed, options: Sequence[str]) -> str:
     """Format the line that names the active correction, or says UNCORRECTED."""
     if spec is None:
-        return "correction: not readable, so that nothing would be trained"
+        return "correction: not readable, so nothing would be trained"
     parts = list_parts(run)
     asked = [f"{part.name} ({part.meaning})" for part in parts if part.ours]
     chosen = f"correction={options[0] if len(options) == 1 else format_value(list(options))}"

@@ -88,7 +88,7 @@ def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:
             options = list_groups().get(key.strip(), ())
             named = ", ".join(options) if len(options) < 10 else "docs/corrections.md lists them"
             fix = f"Name an option: {named}." if options else "Give a value."
-            yield Problem(key.strip(), "", "empty, as an unset variable of the shell leaves it.", fix, parts=())
+            yield Problem(key.strip(), "", "empty, perhaps because a shell variable is not set.", fix, parts=())
 
 
 def _refuse_several(section: str, bare: Sequence[str]) -> None:

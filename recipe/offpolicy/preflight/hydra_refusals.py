@@ -32,8 +32,8 @@ _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@:-]*")
 _BESIDE = re.compile(r"\n\s*Config search path:.*|\n\s*See https?://\S+.*|, possible interpolation keys:.*", re.S)
 """Parts of Hydra's messages that list everything available."""
 _WORDS: dict[str, str] = {
-    r"An item is already at '([^']+)'": "the key is there already. Write {key}={value}.",
-    r"Error merging override \+{0,2}([^=]+)=": "expected another kind of value. Set single keys as {key}.KEY=VALUE.",
+    r"An item is already at '([^']+)'": "the key already exists. Write {key}={value}.",
+    r"Error merging override \+{0,2}([^=]+)=": "expected a value of another type. Set single keys as {key}.KEY=VALUE.",
     r"delete from config\. '([^']+)' does not exist": "there is no such key to delete.",
     r"delete from config\. The value of '([^']+)'": "the key has another value. Write ~{key}.",
     r"Could not delete '([^'=]+)": "no option of this group is chosen that could be deleted.",
@@ -149,7 +149,7 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
             )
         if NO_DEFAULT in str(error) and f"'{key}'" in str(error):
             if key == PROVIDER:  # also a section; its group has a single option, which no one replaces
-                return f"{_shorten(override)}: expected another kind of value. Set single keys as {key}.KEY=VALUE."
+                return f"{_shorten(override)}: expected a value of another type. Set single keys as {key}.KEY=VALUE."
             near = find_nearest(str(value), get_options(key))
             return f"{_shorten(override)}: no default to replace. Write +{key}={near[0] if near else value}."
         names = value if isinstance(value, list) else [value]
@@ -186,7 +186,7 @@ def _explain_missing(group: str, name: str, options: Sequence[str], overrides: S
     engine = group in ENGINES
     near = difflib.get_close_matches(name, options, 1, 0.85) if engine else find_nearest(name, options)
     given = next((each for each in overrides if name in each and each.lstrip("+").startswith(group)), f"{group}={name}")
-    beyond = f"{name} is no option of {group}."
+    beyond = f"{name} is not an option of {group}."
     if near:
         return f"{_shorten(given)}: {beyond} Did you mean {' or '.join(near)}?"
     if engine:
@@ -213,7 +213,7 @@ def _explain_unparsed(override: str, later: Sequence[str]) -> str:
     if not _is_closed(value):
         return f"{_shorten(override)}: a bracket or a quote is not closed. Close it, and quote the whole override."
     if len(value) > _LONG and value.strip().lstrip("+-").replace("_", "").isdigit():
-        return f"{_shorten(override)}: {len(value)} digits are no number that can be read. Set a shorter one."
+        return f"{_shorten(override)}: {len(value)} digits are too long for a number. Set a shorter one."
     quoted = value.replace("\\", "\\\\").replace('"', '\\"')
     fix = f""" Quote it so: '{key}="{_shorten(quoted)}"'.""" if parse(f'{key}="{quoted}"') is not None else ""
     return f"{_shorten(override)}: Hydra cannot read this value.{fix}"
@@ -228,7 +228,7 @@ def _is_closed(text: str) -> bool:
 def _explain_sweep(override: str) -> str:
     key, _, value = override.partition("=")
     return (
-        f"{_shorten(override)}: several values, of which a launch takes one. Write '{key}=[{value}]' for a list, "
+        f"{_shorten(override)}: several values, but a launch takes one. Write '{key}=[{value}]' for a list, "
         f"""or '{key}="{value}"' for a text."""
     )
 

@@ -78,13 +78,13 @@ def describe_noise(config: DictConfig) -> str:
         if (value := OmegaConf.select(config, f"{_MODEL}.{key}")) is not None:
             return f"{_MODEL}.{key}={value} may change the model"
     if OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.qat.enable"):
-        return "training is aware of quantisation"
+        return "training is quantisation-aware"
     path = OmegaConf.select(config, f"{_MODEL}.hf_config_path") or OmegaConf.select(config, f"{_MODEL}.path")
     values = _read_values(str(path))
     if values is None:
-        return f"the configuration of {path} is not at hand, which would say whether the model has dropout"
+        return f"the configuration of {path}, which says whether the model has dropout, is not on this machine"
     if "auto_map" in values and OmegaConf.select(config, f"{_MODEL}.trust_remote_code"):
-        return f"{path} brings code of its own"
+        return f"{path} has its own code"
     node = OmegaConf.select(config, f"{_MODEL}.override_config")
     given: Any = {} if node is None else OmegaConf.to_container(node, resolve=True)
     found = next(find_noise(_merge(values, given.get("model_config", given))), None)

@@ -58,11 +58,11 @@ def check_primary(arguments: Sequence[str]) -> None:
         if any(map(_SEARCH_PATH.fullmatch, arguments)):
             return  # which may lead to it
         places = " or ".join(map(str, folders))
-        fix = f"Name its folder by --config-dir, or launch the program that it belongs to, with {_OPTION}."
+        fix = f"Name its folder with --config-dir, or launch the program that it belongs to, with {_OPTION}."
         raise SpecError(f"there is no such file in {places}.", fix, key="--config-name", value=flags.config_name)
     if not _has_sections(file, folders):
         reason = f"{file} has no section for a correction."
-        fix = f"Give options of ours as {_OPTION}, which brings the sections into it."
+        fix = f"Give options of ours as {_OPTION}, which adds the sections to it."
         raise SpecError(reason, fix, key="--config-name", value=flags.config_name)
 
 

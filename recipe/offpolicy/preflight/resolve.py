@@ -102,7 +102,7 @@ def _resolve_shadows(run: Composed, say: Say) -> None:
     refuse_moved(SHADOW, named)
     shadows, notes = parse_shadows(named, load_option, delta)
     if delta != SHIPPED_DELTA and not notes:
-        reason = f"no option of {SHADOW} leaves a delta open, so that nothing reads it."
+        reason = f"no option of {SHADOW} leaves a delta open, so nothing reads it."
         raise SpecError(reason, key=_DELTA, value=delta, proposed={_DELTA: SHIPPED_DELTA})
     if shadows:
         with open_dict(run.config):
@@ -163,7 +163,7 @@ def parse_shadows(
     for name in names:
         without = {SHADOW: [other for other in dict.fromkeys(names) if other != name]}
         if not isinstance(name, str):
-            raise SpecError("no option of the group correction.", key=SHADOW, value=name, proposed=without)
+            raise SpecError("not an option of the group correction.", key=SHADOW, value=name, proposed=without)
         if name in shadows:
             raise SpecError("named twice.", key=SHADOW, value=name, proposed={SHADOW: list(dict.fromkeys(names))})
         if not re.fullmatch(r"[a-z0-9_/]+", name):
@@ -181,7 +181,7 @@ def parse_shadows(
             raise SpecError(error.problem.statement, key=SHADOW, value=name, proposed=without) from error
         if spec.proximal != "recompute":
             raise SpecError(
-                f"its correction.proximal={spec.proximal} changes pi_old and with it the run itself, so that it cannot "
+                f"its correction.proximal={spec.proximal} changes pi_old and with it the run itself, so it cannot "
                 f"be reported on next to another.",
                 key=SHADOW,
                 value=name,
@@ -282,7 +282,7 @@ def check_fallbacks(run: Composed, run_checks: Callable[[Composed], Any]) -> Non
 
 def _reword_for_run(problem: Problem, key: str, options: list[str]) -> Problem:
     """Reword a fallback's problem for the run, and drop overrides of ``correction``, the configured correction."""
-    reason = f"{key}={format_value(options)} would stop the run, were it configured: {problem.reason}"
+    reason = f"{key}={format_value(options)} would stop the run if it were configured: {problem.reason}"
     overrides = tuple(each for each in problem.overrides if not each.lstrip("+~").startswith("correction."))
     return replace(problem, reason=reason, fix=problem.advice, overrides=overrides, parts=())
 
@@ -294,7 +294,7 @@ def _read_names(key: str, names: Any) -> list[str]:
         raise SpecError("expected names of corrections.", key=key, value=names, proposed=proposed)
     refuse_moved(key, listed)
     if empty := sorted(EMPTY.union([AUTO]) & set(listed)):
-        reason, fix = f"{empty[0]} is no safer correction.", "Name one, such as tis_token."
+        reason, fix = f"{empty[0]} is not a safer correction.", "Name one, such as tis_token."
         raise SpecError(reason, fix, key=key, value=list(listed))
     return list(listed)
 
@@ -307,7 +307,7 @@ def _stack(key: str, options: list[str]) -> dict[str, Any]:
     except SpecError as error:
         fix = error.problem.advice
         if error.problem.value == "???":
-            fix = "Name an option that sets it, of your own in a folder that hydra.searchpath names."
+            fix = "Name an option that sets it, in your own folder on hydra.searchpath."
         raise SpecError(error.problem.statement, fix, key=key, value=options) from error
 
 

@@ -51,7 +51,7 @@ def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
     """
     for sign, key, value in _parse_overrides(arguments):
         if (meant := _find_resembled_section(key, value)) is not None:
-            yield _build(sign, key, value, meant, "no key of ours, and nothing would read it")
+            yield _build(sign, key, value, meant, "not a key of ours, and nothing would read it")
 
 
 def find_stray_keys(
@@ -79,7 +79,7 @@ def find_stray_keys(
         if problem is not None:
             yield problem
         elif _is_option(value, names):
-            reason = "an added key that nothing of ours reads, with the name of a correction."
+            reason = "an added key with the name of a correction, which nothing of ours reads."
             yield Problem(
                 f"{sign}{key}", _parse_value(value), reason, f"Write {_CORRECTION}={rename(value)} instead.", parts=()
             )

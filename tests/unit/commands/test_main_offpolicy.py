@@ -165,7 +165,8 @@ def test_a_check_is_refused_like_a_launch(launch: Launcher, folder: Path) -> Non
 def test_an_option_that_there_is_not_is_answered_by_the_nearest(launch: Launcher, folder: Path) -> None:
     result = launch("correction=tis_tokn", folder=folder)
     assert (
-        result.status == f"{REFUSED}\ncorrection=tis_tokn: tis_tokn is no option of correction. Did you mean tis_token?"
+        result.status
+        == f"{REFUSED}\ncorrection=tis_tokn: tis_tokn is not an option of correction. Did you mean tis_token?"
     )
     assert result.trained == []
 
@@ -175,7 +176,7 @@ def test_a_check_that_hydra_refuses_leaves_no_folder_behind(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     refused = launch("--check", "correction=gmask", f"hydra.run.dir={tmp_path}/outputs", folder=folder)
-    assert "gmask is no option" in str(refused.status)
+    assert "gmask is not an option" in str(refused.status)
     left = [path.name for path in tmp_path.iterdir()]
     assert [name for name in left if not name.startswith("torchinductor")] == []  # torch's, where it is imported here
 

@@ -48,7 +48,7 @@ def test_shadows_have_to_fit_the_runs_pi_old(launch: Launcher) -> None:
         ("[nonsense]", ["nonsense"]),
         ("[none]", ["offpolicy.shadow=none", "no weight and no mask to report on"]),
         ("[bypass]", ["offpolicy.shadow=bypass", "changes pi_old"]),
-        ("[1]", ["offpolicy.shadow", "offpolicy.shadow=1: no option", "Set offpolicy.shadow=[]"]),
+        ("[1]", ["offpolicy.shadow", "offpolicy.shadow=1: not an option", "Set offpolicy.shadow=[]"]),
         ("3", ["offpolicy.shadow=3", "Set offpolicy.shadow=[gsm]"]),
     ],
 )

@@ -64,7 +64,7 @@ KINDS = {
         "Set actor_rollout_ref.actor.loss_scale_factor", 2, fixes=(f"{MODEL}.actor.loss_scale_factor=512",)
     ),
     "sapo": Kind(
-        "PolicyLossConfig does not take tau_pos, tau_neg",
+        "PolicyLossConfig does not accept tau_pos, tau_neg",
         2,
         fixes=(
             f"~{MODEL}.actor.policy_loss.tau_pos",
@@ -92,7 +92,7 @@ KINDS = {
         ("algorithm.rollout_correction.rollout_is=null",),
     ),
     # The user has to choose, or to change the script.
-    "verls_correction_others": Kind("trains by ours alone, and correction=none by verl's alone", 2),
+    "verls_correction_others": Kind("trains with ours only, and correction=none with verl's only", 2),
     "megatron_dead_key": Kind("grad_offload=True: verl 0.9.1 has no such key: verl 0.9.0 was the last", 2, None),
     "added_twice": Kind(f"Write {MODEL}.model.lora.merge=True", 2, None),
     "no_arguments": Kind('End the launch with "$@"', 2),
@@ -105,7 +105,7 @@ KINDS = {
     "old_fork": Kind("actor.state_masking=true: verl 0.9.1 has no such key", 2, None),
     "distillation": Kind("verl's worker takes one loss", 2),
     "gmpo": Kind("No override corrects geo_mean", 2),
-    "hf_rollout": Kind(f"{MU}=hf: no engine of verl's that returns the log-probs", 2),
+    "hf_rollout": Kind(f"{MU}=hf: not a verl engine that returns the log-probs", 2),
     "own_engine": Kind("Install the package that brings mlite_actor", 2, None),
     "generation": Kind("it trains nothing", 2, None),
     "sft": Kind("does not train by verl's PPO", 2, None),

@@ -137,7 +137,7 @@ def test_a_loop_that_nobody_registers_is_wrong_and_mended(module: Path, monkeypa
     assert problem.overrides == ("actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent",)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "of_mine")
     (problem,) = problems(asked)
-    assert (problem.verdict, "of_mine may register it, which was not looked at" in problem.reason) == ("NOTE", True)
+    assert (problem.verdict, "of_mine may register it, which was not checked" in problem.reason) == ("NOTE", True)
 
 
 def test_a_loop_without_log_probs_is_inert(module: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_loop_without_log_probs_is_inert(module: Path) -> None:
         (problem,) = problems(config(default_agent_loop=default, agent_loop_config_path=alone))
         assert problem.verdict == "NO-OP"
         assert problem.reason == (
-            f"the loop loop (of_mine.loop.Loop) makes its output without response_logprobs ({module}, line 3): "
+            f"the loop loop (of_mine.loop.Loop) creates its output without response_logprobs ({module}, line 3): "
             "no mu arrives."
         )
     both = listed(module.parent.parent, "loop", "other")
@@ -160,6 +160,6 @@ def test_a_loop_without_log_probs_is_inert(module: Path) -> None:
 
 def test_what_was_not_looked_at_is_a_note(module: Path) -> None:
     (problem,) = problems(config(agent_loop_config_path=listed(module.parent.parent, "nowhere")))
-    assert (problem.verdict, "is not seen in its source" in problem.reason) == ("NOTE", True)
+    assert (problem.verdict, "does not show whether it returns log-probs" in problem.reason) == ("NOTE", True)
     (problem,) = problems(config(agent_loop_manager_class="of_mine.Manager", default_agent_loop="mine"))
-    assert (problem.verdict, "which was not looked at" in problem.reason) == ("NOTE", True)
+    assert (problem.verdict, "which was not checked" in problem.reason) == ("NOTE", True)

@@ -125,7 +125,7 @@ def test_advice() -> None:
     assert staleness == f"{STALENESS}=5 for code, 9 for maths: 4 and 8 steps."
     assert select(replace(PLAIN, engine="same", minibatches=1)).advice == ()
     (engine,) = select(replace(PLAIN, engine="same", minibatches=2)).advice
-    assert engine.startswith("correction.proximal=same_engine leaves the second forward pass out")
+    assert engine.startswith("correction.proximal=same_engine skips the second forward pass")
     _, turns = select(replace(PLAIN, trajectory="tools")).advice
     assert "tis_turn" in turns
     assert "gsm_turn" in turns

@@ -96,8 +96,8 @@ def test_resolving_twice_changes_nothing(folder: Path) -> None:
     [
         ("nothing_like_it", "no such option. docs/corrections.md explains"),
         ("[tis_token,mis_token]", "both set correction.weight"),
-        ("none", "none is no safer correction"),
-        ("auto", "auto is no safer correction"),
+        ("none", "none is not a safer correction"),
+        ("auto", "auto is not a safer correction"),
         ("[gsm,3]", "expected names of corrections"),
         ("opsm", "masks.opsm.delta=???: required and not set"),
     ],
@@ -141,8 +141,8 @@ def test_start_up_checks_look_at_it_as_at_a_configured_one(whole: DictConfig) ->
     with pytest.raises(CheckError) as stopped:
         check(Composed(wrong, GSM_SPEC), run_checks)
     assert str(stopped.value).startswith(
-        "correction.weight.upper=0.5: offpolicy.alarms.ess.fallback=[tis_token,gsm] would stop the run, were it "
-        "configured: the bounds leave out 1"
+        "correction.weight.upper=0.5: offpolicy.alarms.ess.fallback=[tis_token,gsm] would stop the run if it "
+        "were configured: the bounds exclude 1"
     )
     # What is configured is not the fallback, so that an override of it would fix nothing.
     assert stopped.value.problems[0].overrides == ()

@@ -71,8 +71,8 @@ def test_an_override_is_named(overrides: Sequence[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("+trainer.nnodes=2", "+trainer.nnodes=2: the key is there already. Write trainer.nnodes=2."),
-        ("offpolicy=[1]", "offpolicy=[1]: expected another kind of value. Set single keys as offpolicy.KEY=VALUE."),
+        ("+trainer.nnodes=2", "+trainer.nnodes=2: the key already exists. Write trainer.nnodes=2."),
+        ("offpolicy=[1]", "offpolicy=[1]: expected a value of another type. Set single keys as offpolicy.KEY=VALUE."),
         ("~trainer.none_such", "~trainer.none_such: there is no such key to delete."),
         ("~trainer.nnodes=7", "~trainer.nnodes=7: the key has another value. Write ~trainer.nnodes."),
         ("~mode", "~mode: no option of this group is chosen that could be deleted."),

@@ -156,7 +156,7 @@ def test_more_rows_than_a_mini_batch_stop_the_run(configuration: Configuration) 
     config = configuration()
     spec = read_spec(config)
     check_one_mini_batch(spec, config, 16)
-    with pytest.raises(SpecError, match=r"a batch of 32 rows came, and a mini-batch takes 16.*proximal=recompute"):
+    with pytest.raises(SpecError, match=r"a batch of 32 rows came, but a mini-batch has 16.*proximal=recompute"):
         check_one_mini_batch(spec, config, 32)
     check_one_mini_batch(CorrectionSpec.from_mapping({"weight": TIS}), config, 32)
 
@@ -224,4 +224,4 @@ def test_code_of_the_models_own_is_not_known(configuration: Configuration, model
     path = model(auto_map={"AutoModelForCausalLM": "mine.Mine"})
     assert describe_noise(configuration({f"{MODEL}.path": path})) == ""  # verl takes the library's class
     own = configuration({f"{MODEL}.path": path, f"{MODEL}.trust_remote_code": True})
-    assert "code of its own" in describe_noise(own)
+    assert "its own code" in describe_noise(own)

@@ -27,7 +27,7 @@ OF_VERL = "verl's own primary configuration, which has no section for a correcti
         (
             ["--config-name=fully_async_ppo_megatron_trainer"],
             f"--config-name=fully_async_ppo_megatron_trainer: there is no such file in {CONFIG_DIR}. Name its folder "
-            "by --config-dir, or launch the program that it belongs to, with '+correction@correction=[...]'.",
+            "with --config-dir, or launch the program that it belongs to, with '+correction@correction=[...]'.",
         ),
     ],
 )
@@ -72,7 +72,7 @@ def test_a_configuration_of_the_users(content: str, reaches: bool, tmp_path: Pat
         with pytest.raises(SpecError) as caught:
             check_primary(flags)
         check_primary([*flags, "+correction@correction=[gsm]"])
-        fix = "Give options of ours as '+correction@correction=[...]', which brings the sections into it."
+        fix = "Give options of ours as '+correction@correction=[...]', which adds the sections to it."
         assert str(caught.value) == f"--config-name=mine: {file} has no section for a correction. {fix}"
 
 

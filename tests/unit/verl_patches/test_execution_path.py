@@ -134,20 +134,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 REASONS = {
-    "no such switch": "verl knows auto, enable and disable",
+    "no such switch": "verl supports auto, enable and disable",
     "legacy actors that are gone": "verl 0.8.0 has no legacy actors",
     "legacy actors long gone": "verl 0.9.1 has no legacy actors",
     "a trainer to come": "verl 0.8.0 has no V1 trainer",
     "separate_async of 0.9.0": "verl 0.9.0 computes pi_old in it as 0.9.1 does",
     "another V1 mode": "not covered",
-    "another legacy actor": "another engine than FSDP and Megatron",
-    "another engine": "another engine than FSDP and Megatron",
-    "another engine that offloads": "another engine than FSDP and Megatron",
+    "another legacy actor": "only the FSDP and Megatron engines",
+    "another engine": "only the FSDP and Megatron engines",
+    "another engine that offloads": "only the FSDP and Megatron engines",
     "prefix grouper": "cannot read what its forward pass returns",
-    "padded engine of 0.7.1": "masks attention by the loss mask, and gets other log-probs",
+    "padded engine of 0.7.1": "masks attention by the loss mask, so its log-probs",
     "aliased snapshots": "restoring them undoes updates",
     "aliased snapshots by policy": "restoring them undoes updates",
-    "dynamic context parallel": "not tested with how it gathers metrics",
+    "dynamic context parallel": "not tested with its way of gathering metrics",
     "mixed micro-batches": "while the loss of another is computed",
 }
 
@@ -160,7 +160,7 @@ def test_what_is_refused(name: str) -> None:
     assert found.key == key
     assert found.value == OmegaConf.select(config, key)
     assert REASONS[name] in found.reason
-    if "engine than" in found.reason:  # no override keeps the engine
+    if "Megatron engines" in found.reason:  # no override keeps the engine
         assert not found.overrides
         return
     assert found.fix.startswith("Set")

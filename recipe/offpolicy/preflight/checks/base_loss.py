@@ -54,7 +54,7 @@ def _probe(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iter
         return
     if run.registrar and actor.policy_loss.loss_mode not in POLICY_LOSS_REGISTRY:
         reason = (
-            f"verl has no such loss; it cannot be judged if {run.registrar} registers it. The first update proves it."
+            f"verl has no such loss; {run.registrar} may register it, which is not checked. The first update proves it."
         )
         yield run.problem(LOSS_MODE, reason, "", (), parts, "NOTE")
         return
@@ -100,14 +100,14 @@ def _find_unknown_keys(run: Composed, section: str, parts: tuple[str, ...]) -> P
             overrides += remove(key, value)
             sentences.append("Delete it: param_offload frees the gradients' memory too.")
         else:
-            sentences.append(f"What {key} asks for would not be done.")
-    reason = f"verl has no such key there: {target.rpartition('.')[2]} does not take {', '.join(extra)}."
+            sentences.append(f"{key} would have no effect.")
+    reason = f"verl has no such key there: {target.rpartition('.')[2]} does not accept {', '.join(extra)}."
     return run.problem(f"{section}.{extra[0]}", reason, " ".join(sentences), overrides, parts)
 
 
 def _build_refusal(run: Composed, said: str, parts: tuple[str, ...]) -> Problem:
     """Build the problem for an actor that verl's dataclasses refuse, under the key that the message names, if any."""
-    reason = f"verl does not take it: {' '.join(said.split()).rstrip('.?')}."
+    reason = f"verl rejects it: {' '.join(said.split()).rstrip('.?')}."
     named = [key for word in re.findall(r"\w+_\w+", said) if (key := next(_find_keys(run, word), None)) is not None]
     name = next((key for key in named if key.endswith(_DEMANDED)), named[0] if named else "")
     if name.endswith(_DEMANDED):
@@ -123,7 +123,7 @@ def _build_refusal(run: Composed, said: str, parts: tuple[str, ...]) -> Problem:
             return run.problem(name, reason, "Change it, or the key that verl's message is about.", (), parts)
         override = set_to(name, usual)
     elif name:
-        return run.problem(name, reason, f"Set {name} to a value that verl takes.", (), parts)
+        return run.problem(name, reason, f"Set {name} to a value that verl accepts.", (), parts)
     else:
         fix = f"Change the key of {ACTOR} that verl's message is about."
         return run.problem("", f"{ACTOR}: {reason}", fix, (), parts, value=None)

@@ -154,7 +154,7 @@ def check_choices(run: Composed) -> Iterator[Problem]:
             continue
         owner = _OWNERS.get(choice.module.partition(".")[0], "verl")
         if registrar := choice.find_registrar(run):
-            reason = f"{owner} has no such choice; it cannot be judged if {registrar} registers it."
+            reason = f"{owner} has no such choice; {registrar} may register it, which is not checked."
             yield run.problem(key, reason, "", (), (), "NOTE")
             continue
         near = (find_closest(value, names, 0.7) if isinstance(value, str) else None) or choice.default

@@ -36,7 +36,7 @@ _UNBIASED = ("low_var_kl", "k3", "kl", "k1")
 """verl's ``kl_loss_type`` whose expectation over pi is KL(pi, pi_ref)."""
 _ORDER = "correction.skyrl_compat"
 _TWO_STEPS = f"{MINI_BATCH} below {BATCH}, which changes training"
-_LEAVES_OUT = "the bounds leave out {neutral}, the value for policies that agree, where nothing is to be corrected."
+_LEAVES_OUT = "the bounds exclude {neutral}, the value for equal policies, which need no correction."
 
 
 def list_weights(run: Composed) -> list[tuple[str, WeightSpec]]:
@@ -79,7 +79,7 @@ def _find_closed(run: Composed, name: str, mask: MaskSpec) -> Iterator[Problem]:
     neutral, one_sided = 1.0 if mask.entry.on_ratio else 0.0, mask.entry.one_sided
     if mask.entry.of_age or mask.upper != neutral or (mask.lower != neutral and not one_sided):
         return
-    reason = f"it keeps exactly {neutral:g} alone, two policies that agree to the bit, and rejects everything else."
+    reason = f"it keeps only exactly {neutral:g}, bitwise equal policies, and rejects everything else."
     sides = ("upper",) if one_sided else ("lower", "upper")
     sets = {f"correction.{name}.{side}": _get_usual(mask, side) for side in sides}
     yield run.problem(f"correction.{name}.upper", reason, "", sets, (name,), value=mask.upper)
@@ -91,7 +91,7 @@ def warn_bounds_never_seen(run: Composed) -> Iterator[Problem]:
         for bound, value, distance in _measure_distances(mask):
             if compute_proposal_limit(mask) < distance <= compute_arithmetic_limit(mask):
                 at, usual = f"correction.{name}.{bound}", _get_usual(mask, bound)
-                reason = "beyond what any run with two related policies reaches: it would never act. Usual: "
+                reason = "no run with two related policies reaches it, so it would never act. Usual: "
                 yield run.problem(at, f"{reason}{format_value(usual)}.", "", {at: usual}, (name,), "NO-OP", value=value)
 
 
@@ -118,7 +118,7 @@ def _get_usual(mask: MaskSpec, bound: str) -> float | None:
 
 def check_parts(run: Composed) -> Iterator[Problem]:
     """Refuse aggregates over one token, weights that are always 1, and ratios that count twice."""
-    single = "level=token decides by single tokens, over which there is nothing to aggregate."
+    single = "level=token acts on single tokens, so there is nothing to aggregate."
     mode = run.actor.policy_loss.loss_mode
     for name, weight in list_weights(run):
         at, parts = f"correction.{name}", (name,)
@@ -129,7 +129,7 @@ def check_parts(run: Composed) -> Iterator[Problem]:
             key = f"{at}.aggregate"
             yield run.problem(key, single, "", {key: "product"}, parts, value=weight.aggregate)
         if weight.ratio == "full" and mode != "gpg":
-            reason = f"loss_mode {mode} has a ratio to the current policy of its own, which would count twice."
+            reason = f"loss_mode {mode} already has a ratio to the current policy, which would count twice."
             fix = f"Set {LOSS_MODE}=gpg, or {at}.ratio=rollout."
             yield run.problem(f"{at}.ratio", reason, fix, (), parts, value="full")
     for name, mask in list_masks(run):
@@ -138,7 +138,7 @@ def check_parts(run: Composed) -> Iterator[Problem]:
             yield run.problem(key, single, "", {key: instead}, (name,), value=mask.aggregate)
     if run.spec.skyrl_compat and not run.spec.masks:
         fix, parts = "Stack a mask, or set correction.skyrl_compat=false.", ("skyrl_compat",)
-        yield run.problem(_ORDER, "without a mask there is no order.", fix, (), parts, "NO-OP", value=True)
+        yield run.problem(_ORDER, "without a mask the order has no effect.", fix, (), parts, "NO-OP", value=True)
 
 
 def check_proximal(run: Composed) -> Iterator[Problem]:
@@ -146,7 +146,7 @@ def check_proximal(run: Composed) -> Iterator[Problem]:
     value, parts = run.spec.proximal, ("proximal",)
     recompute = {PROXIMAL: "recompute"}
     if value == "reuse" and run.steps != 1:
-        reason = f"the current policy is pi_old at the first gradient step alone, and a batch gets {run.steps:g}."
+        reason = f"the current policy is pi_old only at the first gradient step, but a batch gets {run.steps:g}."
         fix = f"Set {PROXIMAL}=recompute; or {MINI_BATCH}={BATCH} and ppo_epochs=1, which changes training."
         yield run.problem(PROXIMAL, reason, fix, recompute, parts, value=value)
     if value == "same_engine" and (why := _explain_older_weights(run)):
@@ -160,7 +160,7 @@ def check_proximal(run: Composed) -> Iterator[Problem]:
             ("optimal_token_baseline" in str(estimator), f"{ESTIMATOR}={estimator}", "another estimator"),
         ):
             if reads:
-                reason, fix = f"{who} reads pi_old before the loss can say what it is.", f"Set {other}, or {PROXIMAL}="
+                reason, fix = f"{who} reads pi_old before the loss defines it.", f"Set {other}, or {PROXIMAL}="
                 yield run.problem(PROXIMAL, reason, f"{fix}recompute.", same, parts, value=value)
     mode, spec = run.actor.policy_loss.loss_mode, run.spec
     alone = not spec.all_weights and not spec.masks and not (spec.kl_clip or spec.kl_weight or spec.penalty)
@@ -174,10 +174,10 @@ def check_proximal(run: Composed) -> Iterator[Problem]:
 def _explain_older_weights(run: Composed) -> str | None:
     """Explain why rows may be sampled by weights older than those at the start of their step; None if none are."""
     if run.asynchronous:
-        return f"{'='.join(describe_mode(run.config))} samples rows by older weights than those that train them"
+        return f"{'='.join(describe_mode(run.config))} samples rows with weights older than those that train them"
     key = f"trainer.v1.{run.get(MODE)}.parameter_sync_step"
     if run.get(USE_V1) and (updates := run.get(key)) not in (None, 1):
-        return f"{key}={updates} hands the rollout engine the weights of one update in {updates}"
+        return f"{key}={updates} sends the rollout engine the weights of only one update in {updates}"
     return None
 
 
@@ -186,7 +186,7 @@ def check_ppo_ratio(run: Composed) -> Iterator[Problem]:
     spec = run.spec
     if spec.proximal not in ("recompute", "same_engine") or run.steps != 1:
         return
-    reason = "a batch gets one gradient step, at which pi is pi_old, so that it never acts."
+    reason = "a batch gets one gradient step, at which pi is pi_old, so it never acts."
     looking: list[tuple[str, Any, str, str]] = [
         (name, mask, "rollout", "pi_old / mu") for name, mask in list_masks(run)
     ]
@@ -234,7 +234,7 @@ def _find_no_kl_loss(run: Composed, part: str, missing: str, named: str) -> Iter
         fix, value = f"Set {KL_LOSS}=true, {off}", run.spec.to_mapping()[part]
         yield run.problem(f"correction.{part}", missing, fix, {KL_LOSS: True}, (part,), "NO-OP", value=value)
     elif run.actor.kl_loss_coef == 0:
-        reason = f"the coefficient of the {named} KL loss is 0, so that it counts nothing."
+        reason = f"the coefficient of the {named} KL loss is 0, so it has no effect."
         yield run.problem(_KL_COEF, reason, f"Set it to 0.001, {off}", {_KL_COEF: 0.001}, (part,), "NO-OP")
 
 
@@ -247,7 +247,7 @@ def check_denominator(run: Composed) -> Iterator[Problem]:
     release = attributes_of(installed_release("verl") or demand_release())
     aggregation = release.find_policy_aggregation(run.get(LOSS_MODE), run.actor.loss_agg_mode)
     if aggregation not in HAS_DENOMINATOR:
-        reason = f"it divides by no count, so that {usual} and {value} are one."
+        reason = f"it does not divide by a count, so {usual} and {value} are the same."
         fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.{key}={usual}."
         yield run.problem(_AGGREGATION, reason, fix, {_AGGREGATION: "token-mean"}, (key,), "NO-OP")
     if run.actor.shuffle:
@@ -260,11 +260,11 @@ def check_baseline(run: Composed) -> Iterator[Problem]:
     if run.spec.baseline == "include":
         return
     why, off = "baseline=exclude takes rejected siblings out of a group, and", f"or {_BASELINE}=include."
-    key, reason, fix = ESTIMATOR, "this estimator has none or mixes them.", f"one of {', '.join(GROUP_ESTIMATORS)}"
+    key, reason, fix = ESTIMATOR, "this estimator has no groups or mixes them.", f"one of {', '.join(GROUP_ESTIMATORS)}"
     if run.get(ESTIMATOR) in GROUP_ESTIMATORS:
         if run.get(key := f"{ROLLOUT}.n") != 1:
             return
-        reason, fix = "each prompt has one rollout alone.", "2 or more rollouts a prompt"
+        reason, fix = "each prompt has only one rollout.", "2 or more rollouts per prompt"
     sets = {_BASELINE: "include"}
     yield run.problem(key, f"{why} {reason}", f"Set {fix}, {off}", sets, ("baseline",), "NO-OP")
 

@@ -35,7 +35,7 @@ def _check_flag(name: str, run: Composed) -> Iterator[Problem]:
 def _check_prove_every(run: Composed) -> Iterator[Problem]:
     value = run.get(PROVE_EVERY)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        fix = "Set a number of updates, such as 50, or 0 for the first update alone."
+        fix = "Set a number of updates, such as 50, or 0 for only the first update."
         yield run.problem(PROVE_EVERY, "not a whole number >= 0.", fix, {PROVE_EVERY: 50}, ())
 
 

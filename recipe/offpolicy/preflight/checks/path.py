@@ -116,7 +116,7 @@ _COVERED = (
     Row(
         LEGACY,
         lambda run, value: value not in (None, "auto", "enable", "disable"),
-        *("verl knows auto, enable and disable.", "Set one of them.", "auto"),
+        *("verl supports auto, enable and disable.", "Set one of them.", "auto"),
     ),
     Row(
         LEGACY,
@@ -134,7 +134,7 @@ _COVERED_ENGINES = (
     Row(
         STRATEGY,
         lambda run, value: run.path.strategy not in STRATEGIES,
-        "another engine than FSDP and Megatron is not covered by the correction.",
+        "the correction supports only the FSDP and Megatron engines.",
         "No override corrects {run.path.strategy}: train with fsdp2 or megatron, or without a correction.",
     ),
     Row(
@@ -145,7 +145,7 @@ _COVERED_ENGINES = (
     Row(
         f"{MEGATRON}.dynamic_context_parallel",
         lambda run, value: value and run.path.strategy == "megatron" and run.path.worker == "engine",
-        *("the correction is not tested with how it gathers metrics.", "Set it to false.", False),
+        *("the correction is not tested with its way of gathering metrics.", "Set it to false.", False),
     ),
     Row(
         f"{MEGATRON}.override_transformer_config.overlap_moe_expert_parallel_comm",
@@ -157,7 +157,7 @@ _COVERED_ENGINES = (
         lambda run, value: (
             not value and run.path.attributes.engine_attends_by_loss_mask and run.path.worker == "engine"
         ),
-        "verl {run.path.release}'s engine masks attention by the loss mask, and gets other log-probs than the model's.",
+        "verl {run.path.release}'s engine masks attention by the loss mask, so its log-probs differ from the model's.",
         *(f"Set it to true, or {LEGACY}=enable.", True),
     ),
 )
@@ -185,8 +185,8 @@ def _check_mode(run: Composed) -> Iterator[Problem]:
         if mode == _SEPARATE:
             reason = (
                 f"verl {path.release} computes pi_old in it as {newest} does, with which it was tested, but warms up, "
-                "lends the trainer's GPUs to rollouts and deals requests in other ways, ignores hybrid_engine=false, "
-                "and was not shown to note versions by token."
+                "lends the trainer's GPUs to rollouts and routes requests differently, ignores hybrid_engine=false, "
+                "and was not shown to record versions per token."
             )
             fix = f"Set {MODE}={proposed}, or install verl {newest}."
         yield run.problem(MODE, reason, fix, {MODE: proposed})
@@ -224,7 +224,7 @@ def _find_aliased_snapshot(run: Composed) -> str | None:
 def check_program(run: Composed) -> Iterator[Problem]:
     """Refuse keys that would need our code in the other processes of an asynchronous program."""
     if run.path.mode == _SEPARATE and run.get(BACKEND) == "naive":
-        reason = "trainer_mode=separate_async has servers of its own, and verl refuses to send them weights so."
+        reason = "trainer_mode=separate_async has its own servers, and verl refuses to send them weights this way."
         yield run.problem(BACKEND, reason, "", {BACKEND: "nccl"})
     if run.program is not None and run.spec.support is not None:
         reason = f"{run.program}_policy samples in processes that do not replay supports."
@@ -267,7 +267,7 @@ def check_lora(run: Composed) -> Iterator[Problem]:
             reason = "the legacy actor does not merge, and the rollout engine would refuse its adapters."
         sets = {_MERGE: False} if adapters else {}
     elif apart and backend == "delta_sharded":
-        reason, alongside = "this checkpoint engine does not know LoRA.", {BACKEND: backend}
+        reason, alongside = "this checkpoint engine does not support LoRA.", {BACKEND: backend}
         sets = {BACKEND: "nccl", _MERGE: True} if merges else {}
     elif not merged and not adapters:
         who = "a checkpoint engine sends" if apart else f"{engine} under verl {path.release} loads"
@@ -275,7 +275,7 @@ def check_lora(run: Composed) -> Iterator[Problem]:
         alongside[BACKEND if apart else NAME] = backend if apart else engine
         sets = {_MERGE: True} if merges else {}
     elif legacy_fsdp and "dummy" in str(run.get(_FORMAT)):
-        reason = "the first rollouts after a resume, or with an adapter to begin with, are those of the base weights."
+        reason = "the first rollouts after a resume, or with an initial adapter, use the base weights."
         alongside, sets = {_FORMAT: run.get(_FORMAT)}, {_FORMAT: "safetensors"}
     else:
         return
@@ -304,7 +304,7 @@ def check_workers_env(run: Composed) -> Iterator[Problem]:
     """Find environment variables whose value in the workers differs from the one in this process."""
     given = run.get(KEY)
     if given is not None and not isinstance(given, DictConfig):
-        reason = "not a mapping, as Ray's runtime environment is."
+        reason = "not a mapping, which Ray's runtime environment must be."
         yield run.problem(KEY, reason, sets=(f"{KEY}={{}}",))
         return
     tried = OmegaConf.create({})

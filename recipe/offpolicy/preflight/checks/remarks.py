@@ -60,7 +60,7 @@ _TRUE = {
     f"{MODEL}.tiled_mlp.enabled": "a tiled MLP",
     f"{MODEL}.mtp.enable": "multi-token prediction",
     f"{ACTOR}.use_prefix_grouper": "grouped prefixes",
-    f"{ROLLOUT}.disaggregation.enabled": "prefill apart from decoding",
+    f"{ROLLOUT}.disaggregation.enabled": "prefill separate from decoding",
     "async_training.use_trainer_do_validate": "validation on the trainer's devices",
     "async_training.use_dynamic_resource_scheduling": "rollouts on the trainer's devices",
     f"{FSDP}.qat.enable": "training for quantised weights",
@@ -81,13 +81,13 @@ _DTYPES = (f"{ROLLOUT}.dtype", f"{ENGINE}.kv_cache_dtype", f"{ENGINE}.kv-cache-d
 def warn_level_version(run: Composed) -> Iterator[Problem]:
     """Warn that ``level=version`` equals ``level=sequence`` in synchronous training."""
     if "version" in run.spec.levels and not run.asynchronous:
-        reason = "in synchronous training each row has one version, and this is level=sequence."
+        reason = "in synchronous training each row has one version, so this equals level=sequence."
         yield run.problem("level", reason, verdict="NOTE", value="version")
 
 
 def warn_wide_caps(run: Composed) -> Iterator[Problem]:
     """Warn of caps so high that single tokens or sequences dominate the gradient."""
-    why = f"above {WIDE_CAP:g} single tokens or rows can own the gradient; 2 by token and 5 by sequence are usual."
+    why = f"above {WIDE_CAP:g} single tokens or rows can dominate the gradient; 2 by token and 5 by sequence are usual."
     for part, weight in list_weights(run):
         if weight.power is not None and weight.rate is not None:
             greatest = math.exp(weight.rate - weight.power) * (weight.power / weight.rate) ** weight.power
@@ -140,7 +140,7 @@ def warn_no_staleness(run: Composed) -> Iterator[Problem]:
         return
     reason = (
         "a batch gets one gradient step, at which pi is pi_old: the staleness term pi / pi_old is always 1, "
-        "and pi_old / mu is all that is seen."
+        "and only pi_old / mu is measured."
     )
     for name, mask in list_masks(run):
         if mask.ratio == "full":
@@ -162,7 +162,7 @@ def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
     trained, scored, key = run.actor.get(ours), run.rollout.get(theirs), f"{ROLLOUT}.{theirs}"
     if trained is not None and scored is not None and trained != scored:
         reason = (
-            f"pi_old is computed in other micro-batches than pi ({ACTOR}.{ours}={format_value(trained)}): kernels may "
+            f"pi_old has other micro-batches than pi ({ACTOR}.{ours}={format_value(trained)}): kernels may "
             f"round differently, so that pi / pi_old is not exactly 1 at the first step."
         )
         yield run.problem(key, reason, "", {key: trained}, ("pi_old",), "NOTE")
@@ -184,7 +184,7 @@ def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
     """Warn of KL terms that no correction applies to."""
     spec, parts = run.spec, ("kl_loss",)
     loses_kl = bool(run.actor.use_kl_loss) and run.actor.kl_loss_coef != 0
-    fix = f"Set {KL_LOSS}=false if that is not meant."
+    fix = f"Set {KL_LOSS}=false if this is unintended."
     if loses_kl and (why := _explain_kl_left_out(run)):
         yield run.problem(KL_LOSS, why, fix, (), parts, "NOTE", value=True)
     if spec.masks and spec.kl_clip is None and spec.kl_weight is None and loses_kl:
@@ -211,10 +211,10 @@ def _explain_kl_left_out(run: Composed) -> str | None:
     bypass mode, where only the policy term gets the changed mask.
     """
     if "rollout_rs" in run.active and BYPASS in run.active:
-        said = "verl's rollout_rs is of the policy term in bypass mode: rejected tokens keep the gradient of the KL"
+        said = "verl's rollout_rs acts on the policy term in bypass mode: rejected tokens keep the gradient of the KL"
         return f"{said} loss."
     return (
-        "verl's rollout_is is of the policy term: the KL loss is not weighed." if "rollout_is" in run.active else None
+        "verl's rollout_is acts on the policy term: the KL loss has no weight." if "rollout_is" in run.active else None
     )
 
 
@@ -225,7 +225,7 @@ def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
         return
     if run.get(KL_IN_REWARD) and run.get("algorithm.kl_ctrl.kl_coef") != 0:
         reason = (
-            f"the penalty is given by token, and {ESTIMATOR}={estimator} sums a row to one outcome before "
+            f"the penalty is given per token, and {ESTIMATOR}={estimator} sums a row to one outcome before "
             f"its baseline: the row is charged for the KL of all of its tokens, and no token for its own."
         )
         fix = f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true to charge each token for its own, which changes training."
@@ -241,7 +241,7 @@ def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
 def warn_not_shown(run: Composed) -> Iterator[Problem]:
     """Warn of devices, estimators, kernels and layouts that have not been tested with a correction."""
     for key, value, what in () if run.spec.is_none and not run.active else _find_not_shown(run):
-        reason = f"corrections were not shown on {what}: the first update proves this one, or stops."
+        reason = f"corrections are not tested with {what}: the first update proves this one, or stops."
         if key in _DTYPES or key.endswith(".quantization"):
             reason += (
                 " Quantised weights cannot be compared with the trainer's: offpolicy.delivery.probe=1 compares answers."

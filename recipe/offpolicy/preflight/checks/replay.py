@@ -35,7 +35,7 @@ def check_router_replay(run: Composed) -> Iterator[Problem]:
     mode, key = run.replay_modes.get(live or "", "disabled"), f"{live}.mode"
     recorded = run.get(RECORDED)
     if mode == "R3" and not recorded:
-        reason, fix = "R3 replays the rollout's routes, and the rollout records none.", f"Set {RECORDED}=true, or R2."
+        reason, fix = "R3 replays the rollout's routes, but the rollout records none.", f"Set {RECORDED}=true, or R2."
         yield run.problem(key, reason, fix, {RECORDED: True}, _PARTS, value=mode)
     if mode != "R3" and recorded:
         reason = "nothing replays the rollout's routes."
@@ -55,8 +55,8 @@ def _find_unread(run: Composed, live: str | None) -> Iterator[Problem]:
     for key, mode in run.replay_modes.items():
         if live != key and mode != "disabled":
             of_actor = key.startswith(ACTOR)
-            reason = f"this is {run.path}" if of_actor else "of the actor alone routes are replayed"
-            fix = f"Set {live}.mode={mode}." if live and of_actor else "Set it to disabled to go without it."
+            reason = f"this is {run.path}" if of_actor else "only the actor's routes are replayed"
+            fix = f"Set {live}.mode={mode}." if live and of_actor else "Set it to disabled to train without replay."
             # verl's own nodes name a class; nodes that a user adds do not, and are removed.
             off = set_to(f"{key}.mode", "disabled") if run.get(f"{key}._target_") is not None else f"~{key}"
             moved = (off, set_to(f"{live}.mode", mode, add=True)) if live and of_actor else ()
@@ -92,7 +92,7 @@ def check_routing_replay(run: Composed) -> Iterator[Problem]:
         sets = {_MODE: "disabled"} | ({RECORDED: False} if mode == "R3" else {})
         yield run.problem(_MODE, f"the model has no experts: {found[1]}.", f"Set {off}.", sets, _PARTS)
     elif run.steps == 1:
-        reason = "a batch gets one gradient step, within which nothing drifts: replay would bias it for nothing."
+        reason = "a batch gets one gradient step, within which nothing drifts: replay would only bias it."
         fix = f"Set {MINI_BATCH} below {BATCH}, which changes training, or {off}."
         yield run.problem(_MODE, reason, fix, build_two_steps(run), _PARTS, "NO-OP")
 
@@ -123,7 +123,7 @@ def check_megatron_replay(run: Composed) -> Iterator[Problem]:
     key = f"{MEGATRON_ROUTER_REPLAY}.mode"
     watched = run.path.strategy == "megatron" and run.path.attributes.watched_replay
     if watched and run.get(key) not in (None, "disabled") and run.get(_PACKS) is False:
-        reason = "routes are packed and tokens padded, so that routes go to other tokens than they are of."
+        reason = "routes are packed but tokens padded, so routes are replayed for the wrong tokens."
         fix = f"Set {_PACKS}=true, or {key}=disabled."
         yield run.problem(_PACKS, reason, fix, {_PACKS: True}, _PARTS, alongside=(key,))
 
@@ -134,11 +134,11 @@ def check_recorded_without_replay(run: Composed) -> Iterator[Problem]:
         return
     off, sets = f"{WITHOUT_REPLAY}=false.", {WITHOUT_REPLAY: False}
     if run.replay is None or run.replay.mode != "R3":
-        reason = "pi_old is computed without replay already: R3 on FSDP alone replays routes there."
+        reason = "pi_old is already computed without replay: only R3 on FSDP replays routes there."
         yield run.problem(WITHOUT_REPLAY, reason, f"Set {off}", sets, (), alongside=(_MODE,))
     elif run.spec.proximal != "recompute":
         reason, fix = (
-            "there is no pi_old by replayed routes, which it is compared with.",
+            "there is no pi_old with replayed routes to compare with.",
             f"Set {PROXIMAL}=recompute, or {off}",
         )
         yield run.problem(WITHOUT_REPLAY, reason, fix, sets, (), alongside={PROXIMAL: run.spec.proximal})

@@ -33,7 +33,7 @@ from ..model_files import count_largest_tensor, count_vocabulary, find_local
 from ..python_source import LogProbEvidence, find_log_probs, find_source
 
 _NEUTRAL = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
-_REPLAYED = "replay the tokens that are left with correction.support=engine, "
+_REPLAYED = "replay the remaining tokens with correction.support=engine, "
 _KEEP = {
     **dict.fromkeys(("top_p", "top_k"), _REPLAYED),
     "min_p": "ask for it by correction.support=engine and correction.support_min_p, ",
@@ -54,7 +54,7 @@ _FILE, _DEFAULT = f"{_AGENT}.agent_loop_config_path", f"{_AGENT}.default_agent_l
 _MANAGER, _OWN = f"{_AGENT}.agent_loop_manager_class", "recipe.offpolicy.extensions."
 """The extensions' managers run verl's loops."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, YAMLError, OmegaConfBaseException)
-_NEEDED = "it has to give AgentLoopOutput(response_logprobs=...), or no mu arrives."
+_NEEDED = "it must return AgentLoopOutput(response_logprobs=...), or no mu arrives."
 
 
 def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
@@ -72,7 +72,7 @@ def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
     # verl has no default for the engine, and reports it itself if the engine is not given.
     engine, known = run.get(NAME), ("vllm", *UNTESTED_ENGINES)
     if engine in _WITHOUT_LOG_PROBS:
-        reason = "no engine of verl's that returns the log-probs that it sampled with."
+        reason = "not a verl engine that returns the log-probs of its samples."
         yield run.problem(NAME, reason, f"Set it to vllm, {' or '.join(UNTESTED_ENGINES)}.", (), MU)
     elif engine not in known and (near := find_closest(str(engine or ""), known)):
         yield run.problem(NAME, "verl has no such engine.", f"Did you mean {near}?", {NAME: near}, MU)
@@ -127,10 +127,10 @@ def check_sampling(run: Composed) -> Iterator[Problem]:
 def _check_truncation(run: Composed) -> Iterator[Problem]:
     untested, support = run.get(NAME) in UNTESTED_ENGINES, run.spec.support is not None
     cut = "tokens are sampled from" if untested else "mu is renormalised over"
-    reason = f"{cut} those that are left, and pi_old is over all: the ratio is off by the mass that was cut."
+    reason = f"{cut} the remaining tokens, and pi_old is over all: the ratio is off by the mass that was cut."
     for name, values in _NEUTRAL.items():
         keep = "" if untested else _KEEP.get(name, "")
-        otherwise = f"{keep}or say that it is meant: correction.allow_truncated_sampling=true."
+        otherwise = f"{keep}or confirm it with correction.allow_truncated_sampling=true."
         if support:
             otherwise = "or correction.support=null."
         # With a support, the parameters that verl sends to the engine with each request.
@@ -173,14 +173,14 @@ def check_support(run: Composed) -> Iterator[Problem]:
         top_p, top_k = run.get(f"{ROLLOUT}.top_p"), run.get(f"{ROLLOUT}.top_k")
         truncates = (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0)
         if not truncates and (run.support is None or run.support.min_p is None):
-            reason = "nothing truncates: the support is the whole vocabulary, and every token's is larger than is sent."
+            reason = "nothing truncates: each support is the whole vocabulary, which is larger than what is sent."
             fix = f"Set {ROLLOUT}.top_p=0.9 for example, or {SUPPORT}=null."
             yield run.problem(SUPPORT, reason, fix, (), (SUPPORT_PART,), "NO-OP", value=run.spec.support)
     elif run.spec.centering is not None:
         yield from _check_likeliest(run, CENTERING, run.spec.centering, "centering", OF_CENTERING)
         mean = run.path.attributes.find_policy_aggregation(run.get(LOSS_MODE), run.actor.loss_agg_mode)
         if mean != run.actor.loss_agg_mode:
-            reason = f"loss_mode {run.get(LOSS_MODE)} takes {mean} whatever this is, and the centering term takes this."
+            reason = f"loss_mode {run.get(LOSS_MODE)} takes {mean} whatever this is, but the centering term reads it."
             yield run.problem(_AGGREGATION, reason, "", {_AGGREGATION: mean}, ("centering",))
 
 
@@ -215,7 +215,7 @@ def check_agent_loops(run: Composed) -> Iterator[Problem]:
         return
     manager = run.get(_MANAGER)
     if manager and not str(manager).startswith(_OWN):
-        reason = f"rollouts come from a manager of your own, which was not looked at: {_NEEDED}"
+        reason = f"rollouts come from your own manager, which was not checked: {_NEEDED}"
         yield run.problem(_MANAGER, reason, "", (), MU, "NOTE")
         return
     given, default = run.get(_FILE), run.get(_DEFAULT)
@@ -223,7 +223,7 @@ def check_agent_loops(run: Composed) -> Iterator[Problem]:
     if given:
         path = _resolve(str(given))
         if path is None:
-            reason = "there is no such file, and every rollout would end in an error."
+            reason = "there is no such file, so every rollout would fail."
             fix = "Set the path of the file that names the loops, or null for verl's own."
             yield run.problem(_FILE, reason, fix, (), MU)
             return
@@ -235,12 +235,12 @@ def check_agent_loops(run: Composed) -> Iterator[Problem]:
             yield run.problem(_FILE, reason, fix, (), MU)
             return
     if default and default not in (*VERLS_LOOPS, *targets):
-        reason = f"neither a loop of verl's nor one of {_FILE}"
+        reason = f"neither one of verl's loops nor one in {_FILE}"
         if elsewhere := run.registrar or run.get("data.custom_cls.path"):
-            reason = f"{reason}; {elsewhere} may register it, which was not looked at: {_NEEDED}"
+            reason = f"{reason}; {elsewhere} may register it, which was not checked: {_NEEDED}"
             yield run.problem(_DEFAULT, reason, "", (), MU, "NOTE")
         else:
-            fix = f"Name it in the file of {_FILE}, or set {VERLS_LOOPS[0]}, which runs verl's loop in its place."
+            fix = f"Name it in the file of {_FILE}, or set {VERLS_LOOPS[0]}, which runs verl's loop instead."
             yield run.problem(_DEFAULT, f"{reason}.", fix, {_DEFAULT: VERLS_LOOPS[0]}, MU)
     found = {name: find_log_probs(target) for name, target in targets.items()}
     # If the default loop is verl's, the data choose among the loops.
@@ -268,9 +268,9 @@ def _read_targets(path: Path) -> dict[str, str]:
 def _check_loop(run: Composed, loop: str, found: LogProbEvidence, *, sure: bool) -> Iterator[Problem]:
     """Report what a loop's source shows; ``sure``: rollouts certainly come from this loop."""
     if found.log_probs == "left out":
-        reason = f"{loop} makes its output without response_logprobs ({found.where}): no mu arrives."
-        fix = "Give AgentLoopOutput(response_logprobs=...), a log-prob for each token of the response."
+        reason = f"{loop} creates its output without response_logprobs ({found.where}): no mu arrives."
+        fix = "Pass AgentLoopOutput(response_logprobs=...), a log-prob for each response token."
         yield run.problem(_FILE, reason, fix, (), MU, "NO-OP" if sure else "NOTE")
     elif found.log_probs == "unknown":
-        reason = f"whether {loop} returns log-probs is not seen in its source: {_NEEDED}"
+        reason = f"the source of {loop} does not show whether it returns log-probs: {_NEEDED}"
         yield run.problem(_FILE, reason, "", (), MU, "NOTE")

@@ -60,10 +60,10 @@ def check_resume(run: Composed) -> Iterator[Problem]:
         return
     if not isinstance(path, str) or re.search(r"global_step_(\d+)/?$", path) is None:
         reason = "with resume_mode=resume_path verl reads a folder called global_step_N from it."
-        yield run.problem(_FROM, reason, f"Set {_FROM}=.../global_step_N, the checkpoint that is meant.", (), ())
+        yield run.problem(_FROM, reason, f"Set {_FROM}=.../global_step_N, the intended checkpoint.", (), ())
     elif _is_local(run, path) and not Path(path).is_dir():
         reason = f"there is no such folder{'' if os.path.isabs(path) else f' in {os.getcwd()}'}."
-        yield run.problem(_FROM, reason, "Set it to the checkpoint that is meant.", (), ())
+        yield run.problem(_FROM, reason, "Set it to the intended checkpoint.", (), ())
 
 
 def check_folders(run: Composed) -> Iterator[Problem]:
@@ -86,7 +86,7 @@ def _check_folder(run: Composed, key: str, value: Any, fix: str, local: Any = No
     if not isinstance(value, str) or not value.strip():
         yield run.problem(key, "not a folder.", fix, (), (), value=value)
     elif (local is None or local(run, value)) and (why := _explain_unwritable(value)):
-        yield run.problem(key, f"{why}.", "Set a folder that can be written.", (), (), value=value)
+        yield run.problem(key, f"{why}.", "Set a writable folder.", (), (), value=value)
 
 
 def _is_local(run: Composed, path: str) -> bool:
@@ -113,7 +113,7 @@ def check_numbers(run: Composed) -> Iterator[Problem]:
     """Check that numbers fit float32 or an index."""
     for key, value in _list_numbers(OmegaConf.to_container(run.config, resolve=False)):
         if isinstance(value, float) and math.isfinite(value) and abs(value) > _LARGEST:
-            reason = f"products with it are infinite in float32; beyond {_LARGEST:g} no number is taken."
+            reason = f"products with it overflow float32; numbers above {_LARGEST:g} are rejected."
             yield run.problem(key, reason, "Set a smaller one.", (), (), value=value)
         elif isinstance(value, int) and abs(value) >= 2**63:
             shown = f"{str(int(value))[:20]}..."
@@ -199,7 +199,7 @@ def _check_divides(run: Composed, key: str, rows: int, said: str) -> Iterator[Pr
     # verl itself refuses values of other types.
     if isinstance(size, int) and size > 0 and rows % size:
         fits = max(each for each in range(1, min(size, rows) + 1) if rows % each == 0)
-        reason = f"{said}, which is no multiple of it: verl would end at its first update."
+        reason = f"{said}, which is not a multiple of it: verl would stop at its first update."
         yield run.problem(key, reason, "", {key: fits})
 
 

@@ -36,17 +36,17 @@ def check_staleness(run: Composed) -> Iterator[Problem]:
         yield from uncovered
         return
     if settings.adapt is not None and not run.spec.all_weights:
-        reason = "it is the effective sample size of the weights, and the correction has none: it would always be met."
+        reason = "it is the weights' effective sample size, but the correction has none: it would always be met."
         fix = f"Add a weight, {recommended.WEIGHTED_LINE} for example, or set {TARGET}=null."
         yield run.problem(TARGET, reason, fix, (), (), alongside=(ETA,), value=settings.adapt.ess)
     for name, usual in REPLACED.items():
         key = name if "." in name else f"trainer.v1.{run.config.trainer.v1.trainer_mode}.{name}"
         if run.get(key) not in (None, usual):
             fix = f"Set {set_to(key, usual)}, {off}"
-            yield run.problem(key, f"{ETA} takes its place, and it is not read.", fix, (), (), alongside=(ETA,))
+            yield run.problem(key, f"{ETA} replaces it, so it is not read.", fix, (), (), alongside=(ETA,))
     path, name = (f"{SAMPLER}.custom_sampler.{each}" for each in ("path", "name"))
     if run.get(path) and run.get(name):
-        reason = "the limit has a replay buffer of its own, and this one would not be built."
+        reason = "the limit uses its own replay buffer, so this one would not be built."
         yield run.problem(name, reason, f"Set it to null, {off}", (), (), alongside=(ETA,))
     if run.get(_SKIP):
         reason = "verl then replays recorded rollouts by whole batches, past the limit."
@@ -69,7 +69,7 @@ def _find_uncovered(run: Composed) -> Iterator[Problem]:
         who = "it" if path.trainer == "v1" else "the V0 trainer"
         fix = f"Set {off}, or {USE_V1}=true and {MODE} to one of {', '.join(ASYNC_MODES)}."
         shown = {alongside: run.get(MODE) if path.trainer == "v1" else False}
-        yield run.problem(ETA, f"{who} samples each batch by the weights in force.", fix, (), (), alongside=shown)
+        yield run.problem(ETA, f"{who} samples each batch with the current weights.", fix, (), (), alongside=shown)
         return
     else:
         return
@@ -90,17 +90,17 @@ def warn_verls_limit(run: Composed) -> Iterator[Problem]:
     age = math.ceil(ahead)
     if threshold is None:
         reason = (
-            f"no age is looked at: groups are trained {age} versions after their issue, and those that take longer as "
+            f"the age is not limited: groups are trained {age} versions after their issue, and slower groups as "
             f"late as they come."
         )
         fix = f"Set {ETA}={format_value(ahead)} to bound it."
         yield run.problem(_THRESHOLD, reason, fix, (), (), "NOTE", (warmup,))
     elif age + 1 > threshold and strategy in ("wait", "drop"):
         fix = f"Set {set_to(warmup, threshold - 1)}, or {ETA}={threshold - 1} instead of all three."
-        reason = f"by design it throws away {1 - threshold / (age + 1):.0%} of all rollouts: groups come {age} versions"
+        reason = f"by design it discards {1 - threshold / (age + 1):.0%} of all rollouts: groups come {age} versions"
         reason += " after their issue."
         if strategy == "wait":
-            reason = f"it waits for unfinished groups alone: finished groups are trained at age {age}, and the "
+            reason = f"it waits only for unfinished groups: finished groups are trained at age {age}, and the "
             reason += f"threshold admits {threshold - 1}."
         sets, alongside = {warmup: threshold - 1}, (warmup, _THRESHOLD)
         yield run.problem(_STRATEGY, reason, fix, sets, (), "NO-OP" if strategy == "wait" else "NOTE", alongside)
@@ -112,7 +112,7 @@ def warn_asynchronous(run: Composed) -> Iterator[Problem]:
         return
     key, mode = describe_mode(run.config)
     if run.spec.is_none and not run.active:
-        reason = "rows are trained by newer weights than sampled them, and nothing corrects for it."
+        reason = "rows train weights newer than those that sampled them, and nothing corrects for it."
         fix = f"Add a correction, {recommended.LINE} for example: {recommended.WHY}."
         yield run.problem(key, reason, fix, (), (), "NOTE", value=mode)
     if run.get(ETA) == 0:
@@ -121,7 +121,7 @@ def warn_asynchronous(run: Composed) -> Iterator[Problem]:
     token = weight is not None and (weight.kind, weight.level, weight.ratio) == ("truncate", "token", "rollout")
     if weight is not None and token and not run.spec.masks:
         reason = "a capped weight alone does not keep stale data from collapsing the run: decoupled_ppo did in 8 of 8 "
-        fix, at = f"Take {recommended.LINE}: {recommended.WHY}.", "correction.weight.upper"
+        fix, at = f"Use {recommended.LINE}: {recommended.WHY}.", "correction.weight.upper"
         yield run.problem(at, f"{reason}runs.", fix, (), ("weight",), "NOTE", alongside, value=weight.upper)
     for name, mask in list_masks(run):
         low, high = mask.limits
@@ -136,7 +136,7 @@ def warn_asynchronous(run: Composed) -> Iterator[Problem]:
             f"{STALE_NATS:g} nats a token."
         )
         fix = (
-            f"Take {recommended.LINE} instead; or calibrate the bound on a recording of such rows, and watch "
+            f"Use {recommended.LINE} instead; or calibrate the bound on a recording of such rows, and watch "
             f"offpolicy/staleness/*/keep_token_share."
         )
         value = getattr(mask, side)
@@ -168,7 +168,7 @@ def check_ages(run: Composed) -> Iterator[Problem]:
     for name, shadow in run.shadows.items():
         if reason := next((said for part in shadow.age_parts.values() if (said := explain(part))), None):
             fix = f"{_NOTES_AGES}, or take it out of {SHADOW}."
-            yield run.problem(SHADOW, f"it goes by age, and {reason}", fix, (), (f"shadow.{name}",), value=name)
+            yield run.problem(SHADOW, f"it depends on age, and {reason}", fix, (), (f"shadow.{name}",), value=name)
 
 
 def warn_ages(run: Composed) -> Iterator[Problem]:

@@ -57,7 +57,7 @@ FORMER = {
 }
 """Keys in verl before 0.6 -> their successors."""
 UNREAD = {
-    "loss_type": (BYPASS, "verl reads it in bypass mode alone."),
+    "loss_type": (BYPASS, "verl reads it only in bypass mode."),
     "rollout_is_threshold": ("rollout_is", "there is no weight to bound."),
     "rollout_is_batch_normalize": ("rollout_is", "there is no weight to normalise."),
     "rollout_rs_threshold": ("rollout_rs", "there is no rejection to bound."),
@@ -89,7 +89,7 @@ def check_not_both(run: Composed) -> Iterator[Problem]:
         name = f"{VERL}.{key}"
         overrides: tuple[str, ...] = ()
         back = set_to(name, DEFAULTS[key]) if known else f"~{name}"
-        fix = f"Choose: {back} trains by ours alone, and correction=none by verl's alone."
+        fix = f"Choose: {back} trains with ours only, and correction=none with verl's only."
         if weight is not None and weight.kind == "truncate" and weight.ratio == "rollout":
             plain = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
             if key == "rollout_is" and value == weight.level:
@@ -156,7 +156,7 @@ def _build_ours(key: str, value: object, spec: CorrectionSpec) -> tuple[tuple[st
     if cap and spec.weight.upper is not None:
         return (f"~{key}", set_to(_CAP, value)), f"Set {_CAP} to it instead."
     if key.endswith(("rollout_is", "rollout_is_level")):
-        return (f"~{key}",), f"correction.weight is on and does this already: drop {key}."
+        return (f"~{key}",), f"correction.weight is on and already does this: drop {key}."
     return (), "See docs/corrections.md for the part of ours that does it."
 
 
@@ -181,7 +181,7 @@ def check_decoupled(run: Composed) -> Iterator[Problem]:
             yield run.problem(f"{VERL}.{key}", because, fix, (), (name_part(key),), "NO-OP")
     weight, threshold = (name_part("rollout_is"),), own.get("rollout_is_threshold")
     if "rollout_is" in own and run.changed.get("rollout_is_threshold", 2.0) is None:
-        reason = f"without a threshold verl leaves out the weight that rollout_is={own['rollout_is']} asks for."
+        reason = f"without a threshold verl omits the weight that rollout_is={own['rollout_is']} asks for."
         yield run.problem(_IS, reason, "Set it to 2.0.", {_IS: 2.0}, weight, "NO-OP")
     if not run.path.attributes.bound_pairs and isinstance(threshold, str):
         reason = f"verl {run.path.release} takes one number, the cap; a pair of bounds came with 0.8."
@@ -206,20 +206,20 @@ def check_bypass(run: Composed) -> Iterator[Problem]:
         yield from _check_keys_beside(run, loss, asked_of)
     if run.spec.is_none and loss == BYPASS and not asked_of.get(BYPASS):
         reason = (
-            f"this loss takes pi_old for mu, and {_BYPASS}=false recomputes pi_old: its ratios are pi / pi_old, and "
+            f"this loss uses pi_old as mu, but {_BYPASS}=false recomputes pi_old: its ratios are pi / pi_old, and "
             f"the mismatch is not corrected."
         )
         fix = f"Set {_BYPASS}=true, or correction=bypass with loss_mode=vanilla."
         yield run.problem(LOSS_MODE, reason, fix, {_BYPASS: True}, (LOSS_MODE,))
     if (node := run.get(WORKERS)) is not None and loss != BYPASS:
-        reason = f"the loss {BYPASS} alone reads it, and {LOSS_MODE} is {loss}."
+        reason = f"only the loss {BYPASS} reads it, but {LOSS_MODE} is {loss}."
         fix = f"Remove it, or set {LOSS_MODE}={BYPASS} and {_BYPASS}=true."
         yield run.problem(WORKERS, reason, fix, (), (WORKERS,), "NO-OP", value=to_mapping(node))
 
 
 def _check_keys_beside(run: Composed, loss: object, asked_of: dict[str, Any]) -> Iterator[Problem]:
     if loss != BYPASS:
-        why = "the V1 trainer hands it to no worker"
+        why = "the V1 trainer sends it to no worker"
         if run.path.trainer == "v0":
             why = "the trainer writes it to actor.policy_loss after the workers have got their copy"
         reason = f"in bypass mode the worker applies it, and {why}: the loss stays {loss} around mu."
@@ -257,12 +257,12 @@ def check_legacy_mu(run: Composed) -> Iterator[Problem]:
     key, path = f"{ACTOR}.use_rollout_log_probs", run.path
     reads = path.worker == "legacy" and path.strategy in ("fsdp", "fsdp2")
     if run.get(key) and not reads and not path.asynchronous:  # configurations of asynchronous programs set it
-        reason = f"the legacy FSDP actor of verl 0.7.1 alone reads it, and this is {path}."
-        fix = f"Set {key}=false; for mu in pi_old's place set correction=bypass."
+        reason = f"only the legacy FSDP actor of verl 0.7.1 reads it, but this is {path}."
+        fix = f"Set {key}=false; to use mu as pi_old set correction=bypass."
         yield run.problem(key, reason, fix, (), (key,), "NO-OP", value=True)
     one_step = run.actor.ppo_mini_batch_size >= count_prompts(run.config) and run.actor.ppo_epochs == 1
     if reads and one_step and run.verls.get(BYPASS) and not run.get(key):
-        reason = "with one gradient step a batch the legacy actor takes the current policy for pi_old, and mu is lost."
+        reason = "with one gradient step per batch the legacy actor uses the current policy as pi_old, and mu is lost."
         fix, override = f"Set +{key}=true, or correction=bypass without {VERL}.", set_to(key, True, add=True)
         yield run.problem(_BYPASS, reason, fix, (override,), (name_part(BYPASS),), "NO-OP", value=True)
 
@@ -312,7 +312,7 @@ def check_misplaced(run: Composed) -> Iterator[Problem]:
         key, loss = ".".join(names), meant == LOSS_MODE
         known = loss or meant.rpartition(".")[2] in DEFAULTS
         moved = (f"~{key}", set_to(meant, value)) if known and (loss or run.spec.is_none) else ()
-        reason = "nothing reads it there, and what it asks for would not be done."
+        reason = "nothing reads it there, so it would have no effect."
         fix = f"Did you mean {meant}{f'={format_value(value)}' if known else ''}?"
         yield run.problem(key, reason, fix, moved, (key if loss else name_part(leaf),), value=value)
 
@@ -374,7 +374,7 @@ def _find_inverted(run: Composed, rejection: str, bound: Any) -> Iterator[Proble
         band = f"pi_old / mu in [{1 / upper:.4g}, {1 / lower:.4g}]"
         if middle < 0:
             reason = f"k1 bounds mu / pi_old: {name} keeps {band}."
-            yield run.problem(_RS, reason, "Leave it where that is meant.", (), parts, "NOTE")
+            yield run.problem(_RS, reason, "Keep it if this is intended.", (), parts, "NOTE")
             continue
         mirrored = f"{1 / upper:.6g}_{1 / lower:.6g}"
         texts_then = [mirrored if place == index else each for place, each in enumerate(texts)]
