@@ -49,7 +49,7 @@ def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSp
     correction = CorrectionSpec.from_mapping(values)
     if not spec and not correction.all_weights and not correction.masks:
         raise SpecError(
-            "recorded without a weight or mask, so that there is no bound to set. Name a correction: "
+            "recorded without a weight or mask, so there is no bound to set. Name a correction: "
             "--spec 'correction=[tis_token,gsm]'."
         )
     return correction, unset

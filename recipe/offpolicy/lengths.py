@@ -43,9 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_target("--png", options.png, "lengths.png")
         if any(dumps := [is_dump(path) for path in options.sources]):
             if not all(dumps) or not options.tokenizer:
-                raise CurveError(
-                    "validation dumps stand alone, and need --tokenizer FOLDER, which counts their tokens."
-                )
+                raise CurveError("give validation dumps alone, and with --tokenizer FOLDER, which counts their tokens.")
             return _follow(options)
         curves = {str(path): read_curves(path, correct_at_least=options.correct_at_least) for path in options.sources}
         if options.png is not None:
@@ -85,7 +83,7 @@ def _follow(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=2))  # noqa: T201
         return 0
-    note = f"At {early.label} pass rates are those by which prompts were chosen: compare later checkpoints."
+    note = f"At {early.label} the prompts were chosen by their pass rates: compare later checkpoints."
     print_blocks(open_console(), build_table(rows, early.label), note, wrap=True)
     return 0
 

@@ -86,7 +86,7 @@ def run_update() -> dict[str, float]:
     sampled = mb.compute_row_checksums(data["responses"], data["response_mask"].bool(), data[mb.ROLLOUT_LOG_PROBS])
     verdict = verify(take_packets(metrics), SPEC, sampled_rows=sampled)
     if not verdict["proved"]:
-        raise LivenessError("the update had no gradient to judge by.")
+        raise LivenessError("the update had no gradient to check.")
     verdict["parameter_error"] = _judge_parameters(model, tokens)
     before = model.weight.detach().clone()
     optimizer.step()
