@@ -78,7 +78,7 @@ class Contract:
         for alternative in self._alternatives():
             if alternative.count("==") > 1:
                 raise ValueError(
-                    f"contract {self.name!r}, releases={alternative!r}: no release equals two others. Fix: give "
+                    f"contract {self.name!r}, releases={alternative!r}: no release can equal two versions. Fix: give "
                     f"alternatives as a tuple, {tuple(alternative.split(','))}."
                 )
 

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     options = _parser().parse_args(arguments)
     if options.undo and (options.force or options.no_smoke):
-        return _refuse("--undo goes with --dry-run alone: it never removes what was edited, and starts nothing.")
+        return _refuse("--undo can be combined only with --dry-run: it never removes edited files, and starts nothing.")
     try:
         status = _undo(options) if options.undo else _copy(options)
         sys.stdout.flush()
@@ -154,7 +154,7 @@ def _say_plan(plan: Plan, *, done: bool) -> None:
         if path in plan.write:
             _say(f"{path} was edited: its content {kept} kept in the commit before")
         else:
-            _say(f"{path} is no longer part of the copy, and not as it was copied: it stays, and is yours")
+            _say(f"{path} is no longer part of the copy, and was edited: it stays, and is yours")
     if not (plan.write or plan.remove or plan.manifest):
         _say("nothing had to be written")
 
@@ -164,12 +164,12 @@ def _count(paths: Collection[str]) -> str:
 
 
 def _smoke(fork: Fork) -> int:
-    _say(f"smoke test with {sys.executable}, half a minute to a few")
+    _say(f"smoke test with {sys.executable}, which takes half a minute or more")
     failure = smoke_test(fork, sys.executable)
     if failure is None:
         return DONE
     _say(f"the smoke test failed at {failure.reason}")
-    _say(f"the copy stays, until --undo. Fix: {failure.fix}")
+    _say(f"the copy stays until --undo. Fix: {failure.fix}")
     return SMOKE_FAILED
 
 
@@ -187,7 +187,7 @@ def _undo(options: argparse.Namespace) -> int:
         apply(root, plan)
     _say(f"{root}: {'would remove' if options.dry_run else 'removed'} {_count(plan.remove[:-1])}")
     for path in plan.edited:
-        print(f"    kept {path}: not as it was copied, so that it is yours from now on")
+        print(f"    kept {path}: it was edited, so it is yours from now on")
     return DONE
 
 

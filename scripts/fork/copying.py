@@ -71,7 +71,7 @@ def open_fork(path: Path) -> Fork:
     if not (version.is_file() and (root / "verl" / "__init__.py").is_file()):
         inside = (root / "version" / "version").is_file() and (root / "__init__.py").is_file()
         fix = f"name the folder above it, {root.parent}" if inside else "name the root of a verl checkout"
-        raise Refused(f"{path} is no verl checkout: it holds no verl/version/version. Fix: {fix}.")
+        raise Refused(f"{path} is not a verl checkout: it has no verl/version/version. Fix: {fix}.")
     release = release_of(version.read_text())
     if release not in SUPPORTED and os.environ.get(ALLOW_UNTESTED) != "1":
         raise Refused(
@@ -87,7 +87,7 @@ def open_fork(path: Path) -> Fork:
         )
     if (recipe / "__init__.py").exists():
         raise Refused(
-            f"{reason}, and it holds an __init__.py: to Python a `recipe` anywhere else is then invisible, so that "
+            f"{reason}, and it holds an __init__.py: to Python a `recipe` anywhere else is then invisible, so "
             f"the copy would have to go inside. Fix: remove recipe/__init__.py there (Python needs none), or unlink "
             f"it (git submodule deinit recipe), and copy again."
         )
@@ -105,7 +105,7 @@ def require_repository(root: Path) -> None:
     """Raise Refused unless `root` is the root of a git repository with a commit."""
     if not (root / ".git").exists() or not git(root, "rev-parse", "--verify", "--quiet", "HEAD"):
         fix = "clone verl, or make it one: git init && git add -A && git commit -m verl"
-        raise Refused(f"{root} is no git repository with a commit, and a copy is a commit. Fix: {fix}.")
+        raise Refused(f"{root} is not a git repository with a commit, and a copy is a commit. Fix: {fix}.")
 
 
 def _why_not_its_own(root: Path, recipe: Path) -> str:
@@ -210,9 +210,9 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
     untracked += [path for path in above if (root / path).is_symlink() or (root / path).is_file()]
     foreign = [path for path in wanted.keys() & head.keys() - known.keys() if head[path] != wanted[path]]
     if blocked := [*untracked, *foreign]:
-        raise Refused(_list("these exist, and are not of a copy", blocked, "rename or remove them"))
+        raise Refused(_list("these exist, and do not belong to a copy", blocked, "rename or remove them"))
     if dirty := find_uncommitted(root, known):
-        raise Refused(_list("these have changes that are not committed", dirty, "commit them, or take them back"))
+        raise Refused(_list("these have uncommitted changes", dirty, "commit them, or revert them"))
     edited = [path for path in known.keys() & head.keys() if head[path] not in (known[path], wanted.get(path))]
     if replaced := [path for path in edited if path in wanted and not force]:
         fix = "--force, which replaces them; what they held stays in git's history"

@@ -377,7 +377,7 @@ def test_alternatives_of_releases() -> None:
 
 
 def test_releases_that_exclude_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"no release equals two others\. Fix: .*\('==0\.7\.1', '==0\.8\.0'\)"):
+    with pytest.raises(ValueError, match=r"no release can equal two versions\. Fix: .*\('==0\.7\.1', '==0\.8\.0'\)"):
         contract(releases="==0.7.1,==0.8.0")
 
 

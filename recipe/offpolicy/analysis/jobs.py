@@ -91,7 +91,7 @@ def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], cou
             if tries == TRIES:
                 raise JobsError(
                     f"a process that worked on {items[place]} or one of the next {AHEAD * count} died, {TRIES} times. "
-                    "Fix: --jobs 1 shows by what; for lack of memory take fewer jobs."
+                    "Fix: --jobs 1 shows the cause; if memory is short, use fewer jobs."
                 ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

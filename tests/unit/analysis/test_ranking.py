@@ -101,7 +101,7 @@ def test_what_cannot_be_compared_is_refused_and_few_prompts_separate_nothing() -
     assert [each.may_be_best for each in found.places] == [True, True]
     assert found.notes == (
         "1 prompts that not all checkpoints answered are left out.",
-        "3 prompts: too few to separate checkpoints, which needs 10.",
+        "3 prompts: too few to separate checkpoints; at least 10 are needed.",
     )
 
 

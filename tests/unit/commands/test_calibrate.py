@@ -189,7 +189,7 @@ def test_a_bound_takes_as_many_rows_as_a_bucket(tmp_path: Path, capsys: pytest.C
         directory = record(tmp_path / str(rows), drawn_rows([30] * rows, group=1))
         found, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
         assert found == status
-        assert ("masks.gsm: not identified: 19 rows, and a bound takes 20." in out) == (status == 1)
+        assert ("masks.gsm: not identified: 19 rows, and a bound needs 20." in out) == (status == 1)
 
 
 def test_bounds_that_cannot_act_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +238,7 @@ def test_a_large_recording_is_calibrated_by_a_sample(
     monkeypatch.setattr(prompt_sample, "TOKENS", 1)
     monkeypatch.setattr(prompt_sample, "ROWS", Recording(recording).count_rows() // 2)
     _, part, err = run(capsys, recording, *asked)
-    assert "calibrate: Bounds rest on a sample of the prompts, a share of " in err
-    assert "and 0.5 where it decides by row" in err
+    assert "calibrate: Bounds are based on a sample of the prompts, a share of " in err
+    assert "and 0.5 for parts that decide by row" in err
     whole, part = json.loads(whole), json.loads(part)
     assert part["together"]["now"] == whole["together"]["now"]

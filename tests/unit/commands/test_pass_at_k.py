@@ -54,7 +54,8 @@ def test_outputs_of_one_session_count_once_and_doubles_are_seen(tmp_path: Path) 
     (found,) = read_dumps([path], correct_at_least=1.0)
     assert (found.n, found.c, found.pooled) == ([3], [3], 1)
     assert (
-        "1 prompts stand more than once" in estimate(found, [1], extrapolate=[], stopping=None, ranking=False).notes[0]
+        "contains 1 prompts more than once"
+        in estimate(found, [1], extrapolate=[], stopping=None, ranking=False).notes[0]
     )
 
 
@@ -103,7 +104,7 @@ def test_the_table_has_intervals_and_ranks_in_a_column_of_their_own(tmp_path: Pa
     assert low < value < high
     assert shown == "0.523"  # (0 + 1 - (7/8)^4 + 1 - (3/4)^4 + 1 - (1/4)^4) / 4
     assert "40 prompts, 320 samples, 25.0% unsolved" in table.title
-    assert "k = 64: more than the samples" in found.notes[0]
+    assert "k = 64: more than some prompt's samples" in found.notes[0]
     assert build_json(found)["extrapolated"]["64"]["estimate"] > value
     assert draw_curves([found]).axes[0].get_xlabel() == "k"
 

@@ -188,7 +188,7 @@ def test_a_replay_takes_pi_old_as_it_was_recorded() -> None:
     rows: Any = SimpleNamespace()
     spec = CorrectionSpec.from_mapping(mapping)
     check_replayable(spec, CorrectionSpec.from_mapping({"weight": TIS, "proximal": "reuse"}), rows)
-    with pytest.raises(SpecError, match="so that pi_old was not computed"):
+    with pytest.raises(SpecError, match="so pi_old was not computed"):
         check_replayable(spec, CorrectionSpec.from_mapping({"proximal": "bypass"}), rows)
 
 

@@ -121,17 +121,17 @@ def _label(profile: str, bucket: str) -> str:
 
 
 METHOD = (
-    "log pi/mu of each token is backend + staleness + drift. Where expert routes are replayed and log pi_old was "
+    "log pi/mu of each token is backend + staleness + drift. If expert routes are replayed and log pi_old was "
     "recorded without replay as well, routing is what the trainer's own routes add to it, and the whole is log pi/mu "
     "as it would be without replay: backend + staleness + routing + drift. Shares of variance are covariances with the "
-    "whole, so that they sum to 1; a negative one works against the others. Shares of KL are the increments of k3 of "
-    "the sum with each part, in this order. The backend's part of stale rows is estimated from fresh rows at the same "
+    "whole, so they sum to 1; a negative share offsets the others. Shares of KL are the increments of k3 as each part "
+    "is added, in this order. The backend's part of stale rows is estimated from fresh rows at the same "
     "probability, because the trainer runs no forward pass at the weights that sampled them; without fresh rows it is "
-    "not identified. Staleness is by the versions that verl records: where the causes show older weights that the "
-    "versions do not, backend and staleness stay together. Where the run took mu or a mixture for pi_old "
-    "(correction.proximal of bypass, same_engine or loglinear), pi at a step's first gradient step stands in, as no "
-    "update has moved it. Rows of later ones are left out: shares are then of KL(mu, pi_old), and drift is not "
-    "identified."
+    "not identified. Staleness follows from the versions that verl records: if the causes show older weights that the "
+    "versions do not, backend and staleness stay together. If the run used mu or a mixture as pi_old "
+    "(correction.proximal of bypass, same_engine or loglinear), pi at a step's first gradient step replaces it, "
+    "because no update has moved it. Rows of later gradient steps are left out: shares then refer to KL(mu, pi_old), "
+    "and drift is not identified."
 )
 
 

@@ -34,7 +34,7 @@ def describe_unexplained(attribution: Attribution) -> str:
         )
     if all(cause.verdict == "not testable" for cause in attribution.causes):
         why = list(dict.fromkeys(cause.sentence for cause in attribution.causes))
-        return f"No cause can be looked for: {'; '.join(why)}."
+        return f"No cause can be tested: {'; '.join(why)}."
     correlation = _correlation(attribution)
     if correlation < THRESHOLDS.related:
         return (
@@ -54,7 +54,7 @@ def _only_stale(attribution: Attribution) -> str:
     if 0 in ages or max(ages, default=-1) < 1:
         return ""
     age = f"{max(ages)} step{'s' * (max(ages) > 1)}"
-    return f" Weights up to {age} old sampled it and no row is fresh, so that age alone may be why."
+    return f" Weights up to {age} old sampled it and no row is fresh, so age alone may be the cause."
 
 
 def _correlation(attribution: Attribution) -> float:
@@ -240,7 +240,7 @@ def format_verdict(attribution: Attribution) -> str:
     if note := describe_left_out(attribution.left_out):
         sentences.append(note)
     if attribution.searched:
-        sentences.append(f"Causes were looked for in a sample of {attribution.searched:,} tokens; all else is of all.")
+        sentences.append(f"Causes were looked for in a sample of {attribution.searched:,} tokens; the rest uses all.")
     return " ".join(sentences)
 
 

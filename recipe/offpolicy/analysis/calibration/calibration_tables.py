@@ -299,7 +299,7 @@ def _floor(proposal: Proposal, confidence: float) -> str:
     floor = proposal.floor
     assert floor is not None
     assumed = (
-        f" The versions of the weights of {floor.unknown_versions} of them are not known; they count as fresh."
+        f" The weight versions of {floor.unknown_versions} of them are unknown; they count as fresh."
         if floor.unknown_versions
         else ""
     )
@@ -307,5 +307,5 @@ def _floor(proposal: Proposal, confidence: float) -> str:
         f"{proposal.part.key}: backend noise alone, {floor.rows} rows of {floor.groups} prompts at "
         f"pi = pi_old, "
         f"reaches {floor.quantile:.4g} nats at its {floor.share:g}-quantile, at most {floor.delta:.4g} with "
-        f"{confidence:.0%} confidence: delta lies at or above that.{assumed}"
+        f"{confidence:.0%} confidence: delta must be at least that.{assumed}"
     )

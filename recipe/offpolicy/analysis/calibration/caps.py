@@ -95,7 +95,7 @@ def find_cap_for_ess(
     values = _rounded(part, scores, inside, target)
     reached = compute_ess(part, scores, part.compute_limits_with(values))
     interval = _interval(curve, target, confidence)
-    note = "no interval: all units are of one prompt" if math.isnan(interval[0]) else ""
+    note = "no interval: all units belong to one prompt" if math.isnan(interval[0]) else ""
     return Threshold(values, inside, interval, reached, len(scores), len(np.unique(scores.group)), note)
 
 

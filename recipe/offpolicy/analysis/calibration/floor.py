@@ -81,14 +81,14 @@ def estimate_noise_floor(
     if not first.any():
         raise NotIdentifiedError(
             key,
-            "no row was recorded at mini_batch 0, where pi is pi_old, so that the backend noise is "
+            "no row was recorded at mini_batch 0, where pi is pi_old, so the backend noise is "
             "not identified. Record with offpolicy.record from the first gradient step on.",
         )
     if not fresh.any():
         raise NotIdentifiedError(
             key,
             f"all rows at mini_batch 0 were sampled by older weights (staleness "
-            f"{int(state.staleness[first].min())} or more), so that the backend noise is not identified. Record steps "
+            f"{int(state.staleness[first].min())} or more), so the backend noise is not identified. Record steps "
             f"of a synchronous run.",
         )
     if np.isnan(state.apart[fresh]).all():
@@ -101,7 +101,7 @@ def estimate_noise_floor(
         raise NotIdentifiedError(
             key,
             f"at mini_batch 0 log_prob differs from old_log_prob by "
-            f"{float(np.nanmin(state.apart[fresh])):.2g} nats per token or more, so that pi = pi_old does not hold and "
+            f"{float(np.nanmin(state.apart[fresh])):.2g} nats per token or more, so pi = pi_old does not hold and "
             "the backend noise is not identified. Record steps in which it does.",
         )
     rows = scores.select(same[scores.row])
@@ -117,8 +117,8 @@ def estimate_noise_floor(
         raise NotIdentifiedError(
             key,
             f"{len(rows)} rows in {found.groups} prompt groups at pi = pi_old are worth "
-            f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent ones, and bounding the "
-            f"{share:g}-quantile of the noise takes {compute_least_count(share, confidence)}. "
+            f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent ones, and a bound of the "
+            f"{share:g}-quantile of the noise needs {compute_least_count(share, confidence)}. "
             f"Record more steps{advice}.",
             smaller,
         )

@@ -125,8 +125,8 @@ def find_bound_for_kept_share(
     least = max(_least(part), floor)
     if radius < least:
         kept_at_least = float((radii <= least).mean())
-        at = "the backend-noise floor" if least == floor > 0 else "the narrowest bound that it takes"
-        note = f"{at} keeps {kept_at_least:.4f}, more than asked for"
+        at = "the backend-noise floor" if least == floor > 0 else "its narrowest possible bound"
+        note = f"{at} keeps {kept_at_least:.4f}, more than requested"
         radius = least
     if reason := check_radius(part, radius):
         return build_not_found(scores, reason)
@@ -141,7 +141,7 @@ def find_bound_for_kept_share(
     if math.isinf(interval[1]):
         note = "; ".join(filter(None, (note, "too few units to bound it from above")))
     elif math.isnan(interval[1]):
-        note = "; ".join(filter(None, (note, "no interval: all units are of one prompt")))
+        note = "; ".join(filter(None, (note, "no interval: all units belong to one prompt")))
     return Threshold(
         values,
         radius,

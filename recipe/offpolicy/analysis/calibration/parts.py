@@ -145,14 +145,14 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = ()) -> list[Bounde
     """
     if spec.skyrl_compat:
         raise SpecError(
-            "correction.skyrl_compat=true: what a sequence mask sees depends on the masks before it, so that no bound "
+            "correction.skyrl_compat=true: the input of a sequence mask depends on the masks before it, so no bound "
             "can be set by itself. Calibrate with correction.skyrl_compat=false."
         )
     named: dict[str, MaskSpec | WeightSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
     named |= spec.all_weights
     if not named:
         raise SpecError(
-            "correction: no weight and no mask, so that there is no bound to set. Name some: --spec 'correction=[gsm]'."
+            "correction: no weight and no mask, so there is no bound to set. Name some: --spec 'correction=[gsm]'."
         )
     found = [
         BoundedPart(name, part, _side(name, part), any(entry.startswith(f"{name}.") for entry in unset))

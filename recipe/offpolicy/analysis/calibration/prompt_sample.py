@@ -52,8 +52,8 @@ class PromptSample:
             return ""
         by_row = f"{self.rows:.2g}" if self.rows < 1 else "all"
         return (
-            f"Bounds rest on a sample of the prompts, a share of {self.tokens:.2g} where a part decides by token and "
-            f"{by_row} where it decides by row; what a correction keeps in all is counted on every token."
+            f"Bounds are based on a sample of the prompts, a share of {self.tokens:.2g} for parts that decide by token "
+            f"and {by_row} for parts that decide by row; the total that a correction keeps is counted on every token."
         )
 
     def find_rows(self, prompt: NDArray[np.uint64], share: float | None = None) -> NDArray[np.bool_]:

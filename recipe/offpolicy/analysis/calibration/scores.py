@@ -144,8 +144,8 @@ def compute_scores(
             needs = "mu and pi_old" if part.spec.ratio == "rollout" else "mu, pi_old and pi"
             lacking = f"no token with a finite {needs} is recorded in"
             if sample != EVERY_PROMPT:
-                few = f"{lacking} the sampled prompts: there are too few in so many tokens."
-                raise RecordingError(f"{few} Calibrate by fewer: move most files to another directory.")
+                few = f"{lacking} the sampled prompts, which are too few of so many tokens."
+                raise RecordingError(f"{few} Calibrate on fewer: move most files to another directory.")
             raise RecordingError(f"{lacking} any of these steps. Record others.")
     return scores, _joined(RowState, [step.state for step in found])
 

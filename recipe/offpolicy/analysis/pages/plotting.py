@@ -39,7 +39,7 @@ def check_target(option: str, path: Path, example: str) -> None:
         raise PageError(f"{option} {path}: it is a directory. Name a file, such as {option} {path / example}.")
     if path.exists() and not path.is_file():
         # Writing replaces what is there, even a device.
-        raise PageError(f"{option} {path}: it is no regular file. Name a file, such as {option} {example}.")
+        raise PageError(f"{option} {path}: it is not a regular file. Name a file, such as {option} {example}.")
     # Missing folders are created when the file is written, so the nearest existing one has to allow it.
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):

@@ -156,20 +156,20 @@ def _list_notes(counts: Counts, summary: Summary, stopping: Stopping | None) -> 
     notes = []
     least, most = min(counts.n), max(counts.n)
     if counts.pooled:
-        notes.append(f"{counts.pooled} prompts stand more than once in the data set, and count as one each.")
+        notes.append(f"the data set contains {counts.pooled} prompts more than once; each counts as one.")
     elif not counts.named and least < most:
         notes.append(
-            f"The dumps name no prompts: {summary.prompts} are told apart by input and ground truth, with {least} to "
-            f"{most} samples. A prompt that stands twice in the data set counts as one."
+            f"The dumps do not identify prompts: {summary.prompts} are distinguished by input and ground truth, with "
+            f"{least} to {most} samples. A prompt that the data set contains twice counts as one."
         )
     if stopping is None and least < most:
         notes.append(
-            f"Prompts have {least} to {most} samples. If sampling ended early by what was found, these estimates are "
-            f"too large: pass --looks and --successes."
+            f"Prompts have {least} to {most} samples. If sampling stopped early because of its results, these "
+            f"estimates are too large: pass --looks and --successes."
         )
     if summary.left_out:
         ks = ", ".join(map(str, summary.left_out))
-        notes.append(f"k = {ks}: more than the samples of some prompt; --extrapolate estimates by a fit.")
+        notes.append(f"k = {ks}: more than some prompt's samples; --extrapolate estimates it by a fit.")
     if summary.not_identified:
         notes.append(f"Nothing is extrapolated: not identified, {summary.not_identified}")
     elif summary.fit is not None:

@@ -89,7 +89,7 @@ def rank_checkpoints(
     if dropped := max(len(each.prompts) for each in checkpoints) - len(order):
         notes.append(f"{dropped} prompts that not all checkpoints answered are left out.")
     if few:
-        notes.append(f"{len(order)} prompts: too few to separate checkpoints, which needs {LEAST_PROMPTS}.")
+        notes.append(f"{len(order)} prompts: too few to separate checkpoints; at least {LEAST_PROMPTS} are needed.")
     differences, errors, width = _compare(own, drawn)
     margin = torch.full_like(errors, math.inf) if few else width * errors
     ends = torch.quantile(drawn, torch.tensor([0.025, 0.975], dtype=torch.float64), dim=1)
@@ -220,7 +220,7 @@ def list_notes(found: Ranking) -> list[str]:
     """List the notes that a reader of a ranking needs."""
     return [
         *found.notes,
-        f"{len(found.places)} checkpoints, {found.pairs} pairs: the intervals behind the first hold for all pairs "
-        f"together at 95 % (+- {found.width:.2f} standard errors). The best checkpoint is one of those that may be "
-        f"best, at 95 %. The first place's own value is too high on average, because the same samples chose it.",
+        f"{len(found.places)} checkpoints, {found.pairs} pairs: the intervals of differences from the first hold for "
+        f"all pairs together at 95 % (+- {found.width:.2f} standard errors). The best checkpoint is one of those that "
+        f"may be best, at 95 %. The first place's own value is too high on average, because the same samples chose it.",
     ]

@@ -175,7 +175,7 @@ def _run(found: ReportContents, spec: CorrectionSpec) -> list[Block]:
     if isinstance(sampling, Mapping):
         facts["sampling"] = escape(", ".join(f"{name} {value}" for name, value in sampling.items()))
     facts |= {"responses": f"{found.timeline.rows:,}", "response tokens": f"{found.timeline.tokens:,}"}
-    missing = "" if found.card else "run.json was not recorded: model, release and configuration are not known."
+    missing = "" if found.card else "run.json was not recorded: model, release and configuration are unknown."
     changed = ", ".join(map(str, found.timeline.changed[:10])) + (" ..." if len(found.timeline.changed) > 10 else "")
     moved = f"The correction changed during the run, before steps {changed}; shown is the last one." if changed else ""
     proof: Block = ""
@@ -183,7 +183,7 @@ def _run(found: ReportContents, spec: CorrectionSpec) -> list[Block]:
     if isinstance(numbers, Mapping):
         proof = Details("The proof in numbers", [{escape(str(k)): _whole(v) for k, v in numbers.items()}])
     elif not spec.is_none:
-        proof = "proof.json was not recorded: that the correction reached the gradient is not shown."
+        proof = "proof.json was not recorded, so it is not shown that the correction reached the gradient."
     return [missing, facts | _describe_spec(spec), moved, proof]
 
 
@@ -279,12 +279,12 @@ def _calibration(studies: Studies) -> list[Block]:
     result = studies.calibrated
     if isinstance(result, str):
         return [f"Not calibrated: {result}"]
-    new = f" Not on during the run: {', '.join(sorted(studies.new))}." if studies.new else ""
+    new = f" Not active during the run: {', '.join(sorted(studies.new))}." if studies.new else ""
     pasted = calibration_tables.list_overrides(result)
     return [
         "" if isinstance(studies.attribution, str) else studies.attribution.mend_first,
         f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight), "
-        f"with {CONFIDENCE:.0%} intervals that take rows of one prompt for dependent.{new}",
+        f"with {CONFIDENCE:.0%} intervals that treat rows of one prompt as dependent.{new}",
         calibration_figures.build_panels(result.proposals, CONFIDENCE),
         calibration_tables.build_overview_table(result, CONFIDENCE),
         Code(" \\\n".join(map(shlex.quote, pasted))) if pasted else "",

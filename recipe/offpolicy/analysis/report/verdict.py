@@ -27,7 +27,7 @@ _LEAST_STEPS = 3
 _GREW = 2.0
 _SWINGS = 10.0
 _NEXT = {
-    "not reachable": "Next: take away what the mismatch comes from, which no bound can",
+    "not reachable": "Next: remove the cause of the mismatch, which no bound can do",
     "not identified": "Next: record more steps (offpolicy.record.every=1, offpolicy.record.share=1)",
 }
 COPIED = "mu is pi_old to the bit: one was copied from the other?"
@@ -193,7 +193,7 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
     sentences = [f"{given} {reaches(proposal.part.now, proposal.now)}"] if known else []
     if proposal.found:
         answer = format_bounds(threshold.values)
-        sentences.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was asked for")
+        sentences.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was requested")
         if proposal.floor is not None and proposal.floor.share < QUANTILE:
             sentences.append(
                 f"Only the {proposal.floor.share:g}-quantile of the engines' own noise is known from "
@@ -202,7 +202,7 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
     elif threshold.outcome == "not needed":
         answer = "no cap needed"
     else:
-        answer = f"none found; {'the default' if new else 'the present one'}: {format_bounds(proposal.part.now)}"
+        answer = f"none found; {'the default' if new else 'the current one'}: {format_bounds(proposal.part.now)}"
     if threshold.note:
         note = threshold.note if threshold.missing is None else threshold.missing.reason
         note = note.removeprefix("not identified: ").rstrip(".")
@@ -210,7 +210,7 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
         if threshold.outcome in _NEXT and "Record" not in note and "Look for" not in note:
             sentences.append(_NEXT[threshold.outcome])
     if proposal.lengths:
-        sentences.append("It treats lengths unlike, see below")
+        sentences.append("It treats lengths differently, see below")
     return Answer(question, answer, ". ".join(sentences) + ".")
 
 

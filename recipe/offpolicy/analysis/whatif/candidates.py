@@ -102,7 +102,7 @@ def _compose_base(overrides: list[str], recorded: Mapping[str, Any]) -> tuple[st
         return RECORDED, recorded
     if RECORDED in overrides:
         raise SpecError(
-            f"--spec {' '.join(overrides)}: {RECORDED} stands alone. Give --grid key=value to change what was recorded."
+            f"--spec {' '.join(overrides)}: {RECORDED} stands alone. Give --grid key=value to vary what was recorded."
         )
     return " ".join(overrides), compose_correction(overrides)
 

@@ -81,7 +81,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
         check_stack(options)
         if options == [AUTO]:
             raise SpecError(
-                f"{GROUP}={AUTO} chooses by the configuration of a run. Name the options that it chose, which the "
+                f"{GROUP}={AUTO} depends on the configuration of a run. Name the options that it chose, which the "
                 f"run printed at its start."
             )
         mapping = OmegaConf.to_container(config[GROUP], resolve=True)
@@ -127,7 +127,7 @@ def parse_grid(grid: str) -> tuple[str, list[str]]:
     """
     override = _parsed(grid)
     if override.is_delete():
-        raise SpecError(f"{grid}: deletes a key, so that there is nothing to compare. Give key=value,value.")
+        raise SpecError(f"{grid}: deletes a key, so there is nothing to compare. Give key=value,value.")
     if override.is_sweep_override():
         return str(override.key_or_group), list(override.sweep_string_iterator())
     return str(override.key_or_group), [override.get_value_string()]

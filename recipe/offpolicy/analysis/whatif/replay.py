@@ -137,8 +137,8 @@ def check_gradient_known(spec: CorrectionSpec) -> None:
     """Raise SpecError if scores are centred, which changes gradients but neither weights nor kept tokens."""
     if spec.centering is not None:
         raise SpecError(
-            f"correction.centering={spec.centering}: a recording holds no log-probs of tokens that were not sampled: "
-            f"its term is not known. Replay with correction.centering=null."
+            f"correction.centering={spec.centering}: a recording holds no log-probs of tokens that were not sampled, "
+            f"so its term is unknown. Replay with correction.centering=null."
         )
 
 
@@ -153,21 +153,21 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
     """
     if spec.proximal == "recompute" and recorded.proximal not in (*OF_THE_TRAINER, "same_engine"):
         raise SpecError(
-            f"correction.proximal=recompute: recorded with correction.proximal={recorded.proximal}, so that pi_old was "
+            f"correction.proximal=recompute: recorded with correction.proximal={recorded.proximal}, so pi_old was "
             f"not computed. Replay with correction.proximal=bypass, loglinear or reuse."
         )
     if spec.proximal == "same_engine" and recorded.proximal != "same_engine":
         _check_same_engine(recorded, rows)
     if "version" in spec.levels and (unknown := _count_rows(rows, rows.version < 0)):
         raise SpecError(
-            f"level=version: of {unknown} of {len(rows)} rows it is not known which version of the weights sampled "
+            f"level=version: for {unknown} of {len(rows)} rows it is unknown which version of the weights sampled "
             f"each token. Set level=turn or level=sequence."
         )
     if spec.age_keys and (unknown := _count_rows(rows, rows.token_staleness < 0)):
         key = spec.age_keys[0]
         raise SpecError(
-            f"correction.{key} goes by the age of the weights: of {unknown} of {len(rows)} rows it is not known which "
-            f"version sampled them. Replay without it."
+            f"correction.{key} depends on the age of the weights: for {unknown} of {len(rows)} rows it is unknown "
+            f"which version sampled them. Replay without it."
         )
 
 
@@ -179,15 +179,15 @@ def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
     """
     if recorded.proximal not in OF_THE_TRAINER:
         raise SpecError(
-            f"correction.proximal=same_engine: recorded with correction.proximal={recorded.proximal}, so that pi_old "
-            f"was not computed, which mu would have to be. Replay with correction.proximal=bypass."
+            f"correction.proximal=same_engine: recorded with correction.proximal={recorded.proximal}, so pi_old "
+            f"was not computed, which mu would have to equal. Replay with correction.proximal=bypass."
         )
     apart = np.abs(rows.rollout_log_prob.astype(np.float64) - rows.old_log_prob)[rows.response_mask]
     # Written so that NaN counts.
     if beyond := int((~(apart <= TOLERANCE)).sum()):
         raise SpecError(
             f"correction.proximal=same_engine: of {len(apart)} tokens mu differs from pi_old by more than "
-            f"{TOLERANCE:g} nats on {beyond}, so that the run would have stopped. Replay with "
+            f"{TOLERANCE:g} nats on {beyond}, so the run would have stopped. Replay with "
             f"correction.proximal=bypass to see mu instead of pi_old."
         )
 

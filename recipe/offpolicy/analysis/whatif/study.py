@@ -79,12 +79,12 @@ class DenominatorCounts:
         if self.sampled:
             return "only a sample of the rows was recorded"
         if self.mode is None or self.mini_batch_rows is None:
-            return "the recording does not say the run's loss_agg_mode, ppo_mini_batch_size and rollout.n"
+            return "the recording does not contain loss_agg_mode, ppo_mini_batch_size and rollout.n"
         if self.mode not in HAS_DENOMINATOR:
-            return f"loss_agg_mode={self.mode} divides by no count that is known here"
+            return f"loss_agg_mode={self.mode} divides by an unknown count"
         _, counts = np.unique(rows.mini_batch, return_counts=True)
         if (rows.mini_batch < 0).any() or (counts != self.mini_batch_rows).any():
-            return f"not every mini-batch has the {self.mini_batch_rows} rows recorded that the run trains on at once"
+            return f"not every mini-batch has the {self.mini_batch_rows} rows recorded on which the run trains at once"
         return ""
 
     def compute_scale(self, rows: Rows, kept: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -147,18 +147,18 @@ class _ReplayNotes:
             )
         if sampled and needs_batch:
             yield (
-                "Only a sample of the rows was recorded: what a correction fixes for the whole batch (the mean of "
-                "normalised weights, M2PO's cut) is that of the sample."
+                "Only a sample of the rows was recorded: constants of the whole batch (the mean of normalised weights, "
+                "M2PO's cut) are those of the sample."
             )
         for (asked, reason), steps in self.unscaled.items():
             yield (
-                f"{asked} is replayed as original in {len(steps)} step(s), its factor N / (N - R) is not known: "
+                f"{asked} is replayed as original in {len(steps)} step(s), because its factor N / (N - R) is unknown: "
                 f"{reason}."
             )
         if labels := sorted(self.other_advantages):
             more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
             yield (
-                f"Advantages are taken as recorded, and correction.baseline=exclude makes them from what is kept: with "
+                f"Advantages are used as recorded, but correction.baseline=exclude computes them from kept rows: with "
                 f"{', '.join(labels[:_NAMED])}{more} training would have had others."
             )
         if self.unchecked:

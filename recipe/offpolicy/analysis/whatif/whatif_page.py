@@ -237,7 +237,7 @@ def _name_key(key: str) -> str:
 def _title(study: Study, drawn: int) -> str:
     steps = f"steps {study.steps[0]} to {study.steps[-1]}" if len(study.steps) > 1 else f"step {study.steps[0]}"
     left = len(group_into_rows(study)) - drawn
-    more = f"; {left} more lines of panels are in the tables alone" if left else ""
+    more = f"; {left} more lines of panels are only in the tables" if left else ""
     return f"{study.directory}: {steps}, {study.rows:,} rows, {study.tokens:,} tokens{more}"
 
 
@@ -246,25 +246,25 @@ _STEPS = 60
 MEANINGS = {
     "tokens kept, rows kept": "share of response tokens, and of rows with a token, that get a gradient.",
     "mismatch left": (
-        "what a mask buys: the share of KL(mu, pi), by k3 of pi/mu over tokens, that lies on tokens which still get a "
-        "gradient. The further below tokens kept, the better the mask picks the tokens that are off; the same share "
-        "is what chance would leave."
+        "benefit of a mask: the share of KL(mu, pi), by k3 of pi/mu over tokens, that lies on tokens which still get "
+        "a gradient. The further below tokens kept, the better the mask picks the deviating tokens; chance would "
+        "leave the same share."
     ),
     "ESS": "effective sample size of weight x keep: (sum w)^2 / (n sum w^2) over valid tokens, or rows.",
     "lr scale": (
-        "norm of the corrected gradient weights f A = weight x keep x r x advantage against the uncorrected r A, "
-        "where r is PPO's pi/pi_old, 0 where PPO clips, and denominator=kept multiplies f by its scale: what the "
-        "correction does to the learning rate, were token gradients of one size and unrelated."
+        "norm of the corrected gradient weights f A = weight x keep x r x advantage relative to the uncorrected "
+        "r A, where r is PPO's pi/pi_old, 0 where PPO clips, and denominator=kept multiplies f by its scale: the "
+        "effect on the learning rate if token gradients had equal size and were unrelated."
     ),
     "bias by token": (
-        "distance of the gradient weights from those with the untruncated pi/mu of each token, relative: the most that "
-        "any gradient can be off by (Cauchy-Schwarz); noise that would average out counts."
+        "relative distance of the gradient weights from those with the untruncated pi/mu of each token: the largest "
+        "possible error of a gradient (Cauchy-Schwarz), including noise that would average out."
     ),
     "bias by row": (
-        "likewise with pi/mu of the whole row, the unbiased weight of the policy gradient; on long rows it rests on "
-        "few of them."
+        "likewise with pi/mu of the whole row, the unbiased weight of the policy gradient; if rows are long, it "
+        "depends on few of them."
     ),
-    "in common (Jaccard)": "of what either of two corrections rejects, the share that both reject.",
+    "in common (Jaccard)": "share that both corrections reject of what either rejects.",
     "of it shift": (
         "the part of that distance that cannot average out: shifts of the mean by length bucket and sign of the "
         "advantage."

@@ -123,7 +123,7 @@ def build_failure_table(study: Study) -> Table:
 def describe_fidelity(fidelity: Fidelity) -> str:
     """Describe the comparison of the recorded correction with its replay."""
     if fidelity.agrees and not fidelity.tokens:
-        return "Not compared: no recorded token has a finite mu and pi_old to compare the replay on."
+        return "Not compared: no recorded token has a finite mu and pi_old for comparing the replay."
     tokens = f"{fidelity.tokens:,} tokens"
     if fidelity.agrees:
         return (
@@ -133,8 +133,8 @@ def describe_fidelity(fidelity: Fidelity) -> str:
     return (
         f"MISMATCH: the replay of the recorded correction differs from the recording in "
         f"{fidelity.rejections:,} decisions and {fidelity.weights:,} weights of {tokens}. "
-        f"The recording and this code disagree, so that no figure here is credible. "
-        f"Fix: replay with the release that recorded."
+        f"The recording and this code disagree, so no figure here is credible. "
+        f"Fix: replay with the release that made the recording."
     )
 
 

@@ -261,7 +261,7 @@ def find_obstacles(
         else:
             found["noise"] = (
                 f"{cause}, but the {name} bound is at {here:.4g}: it widens by a factor of at most "
-                f"{1 + schedule.rate:g} per change, whatever offpolicy.calibrate.target_kept asks for."
+                f"{1 + schedule.rate:g} per change, whatever offpolicy.calibrate.target_kept requires."
             )
     return found
 

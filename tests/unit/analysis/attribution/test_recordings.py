@@ -107,6 +107,6 @@ def test_a_kept_cache_is_told_from_old_weights(results: dict[Part, list[Judged]]
     assert cache.evidence["again_low"] > 10
     assert cleared.evidence["again_high"] < 3
     for weights in (found["tuning", "stale-4"], found["held_out", "stale-3"]):
-        assert "what the engine samples with is not what the trainer has" in weights.sentence
+        assert "the engine does not sample with the trainer's weights" in weights.sentence
         assert "prefix cache holds" not in weights.sentence
         assert "max_off_policy_threshold" in weights.fix

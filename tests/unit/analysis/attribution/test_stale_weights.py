@@ -81,7 +81,7 @@ def test_old_weights_are_not_taken_for_a_kept_cache() -> None:
     found = verdict(asked(8, lambda step, prompt: np.where((step > 1) & (prompt < 8), 0.4, 0.1 * (step > 1))))
     assert found.verdict == "present"
     assert found.evidence["again_low"] > 3
-    assert "training moves a prompt most, or also a kept cache" in found.sentence
+    assert "training moves repeats most, or also the cache" in found.sentence
     assert "clear the engine's cache" in found.fix
     assert "max_off_policy_threshold" in found.fix
 
@@ -91,7 +91,7 @@ def test_a_wide_interval_tells_nothing_apart() -> None:
     found = verdict(asked(12, lambda step, prompt: 0.1 * ((step > 3) & (prompt < 4))))
     assert found.verdict == "present"
     assert found.evidence["again_low"] < 3 < found.evidence["again_high"]
-    assert "does not tell weights from cache" in found.sentence
+    assert "does not distinguish weights from cache" in found.sentence
 
 
 def test_new_prompts_too_few_by_step_leave_both_open() -> None:
@@ -109,14 +109,14 @@ def test_without_prompts_of_both_kinds_it_is_said_what_is_lacking() -> None:
     rows = asked(PROMPTS, lambda step, prompt: 0.1 * (step > 2))
     found = verdict(rows)
     assert found.verdict == "present"
-    assert "which new prompts next to those that come again would tell apart" in found.sentence
+    assert "which new prompts next to repeated ones would distinguish" in found.sentence
     assert "again" not in found.evidence
     new = verdict(asked(0, lambda step, prompt: 0.1 * (step > 2)))
     assert new.verdict == "present"
     assert "prompts are new at each step, so it is the weights" in new.sentence
     unread = verdict(without_prompts(rows))
     assert unread.verdict == "present"
-    assert "which recorded prompts would tell apart" in unread.sentence
+    assert "which recorded prompts would distinguish" in unread.sentence
 
 
 def test_prompts_that_come_again_are_healthy_by_themselves() -> None:

@@ -304,7 +304,10 @@ def test_what_cannot_be_calibrated(spec: CorrectionSpec, message: str) -> None:
         (CalibrationRequest(), "no target"),
         (CalibrationRequest(target_kept=1.0), "--target-kept 1.0"),
         (CalibrationRequest(target_kept=0.9, confidence=95), "--confidence 95"),
-        (CalibrationRequest(target_ess=0.9), "no part of the correction takes the target .* takes --target-kept"),
+        (
+            CalibrationRequest(target_ess=0.9),
+            "no part of the correction accepts the given target.* takes --target-kept",
+        ),
     ],
 )
 def test_targets_that_cannot_be_meant(request_: CalibrationRequest, message: str) -> None:

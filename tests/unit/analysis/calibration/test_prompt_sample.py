@@ -57,7 +57,7 @@ def test_a_recording_is_sampled_by_its_size(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(prompt_sample, "TOKENS", size / 12 / 4)
     every_row = PromptSample.of_recording(recording)
     assert (every_row.tokens, every_row.rows) == pytest.approx((0.25, 1.0))
-    assert "a share of 0.25 where a part decides by token and all where it decides by row;" in every_row.sentence
+    assert "a share of 0.25 for parts that decide by token and all for parts that decide by row;" in every_row.sentence
     monkeypatch.setattr(prompt_sample, "ROWS", 96)
     assert PromptSample.of_recording(recording).rows == 0.5
 
@@ -86,7 +86,7 @@ def test_a_sample_holds_the_units_that_its_prompts_have_among_all() -> None:
 
 
 def test_a_sample_without_a_prompt_is_refused() -> None:
-    with pytest.raises(RecordingError, match="in the sampled prompts: there are too few"):
+    with pytest.raises(RecordingError, match="in the sampled prompts, which are too few"):
         compute_scores(steps_of(1), SPEC, list_parts(SPEC), sample=PromptSample(tokens=0.5, rows=1e-9))
 
 

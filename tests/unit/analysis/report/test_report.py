@@ -174,7 +174,9 @@ def test_hundreds_of_steps_are_all_read(tmp_path: Path) -> None:
 def test_a_large_recording_is_calibrated_by_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_sample, "TOKENS", 1000)
     _, page = report(made(tmp_path, steps=7), tmp_path)
-    assert "Read: all 7 recorded steps (1 to 7). Bounds rest on a sample of the prompts, a share of 0." in page.text
+    assert (
+        "Read: all 7 recorded steps (1 to 7). Bounds are based on a sample of the prompts, a share of 0." in page.text
+    )
 
 
 def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:

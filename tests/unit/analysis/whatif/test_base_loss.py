@@ -72,6 +72,6 @@ def test_the_clip_is_that_of_ppo() -> None:
         torch.testing.assert_close(factor * -advantages, gradient)
 
 
-@pytest.mark.parametrize(("name", "words"), [("", "does not say"), ("gspo", "gspo"), ("vanilla", ""), ("gpg", "")])
+@pytest.mark.parametrize(("name", "words"), [("", "does not name"), ("gspo", "gspo"), ("vanilla", ""), ("gpg", "")])
 def test_what_is_not_modelled_is_said(name: str, words: str) -> None:
     assert (words in BaseLoss(name).note) if words else BaseLoss(name).note == ""

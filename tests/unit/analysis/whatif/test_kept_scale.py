@@ -98,9 +98,9 @@ def test_rows_are_scaled_as_training_scales_them(tmp_path: Path, mode: str) -> N
 @pytest.mark.parametrize(
     ("of", "rows", "reason"),
     [
-        ({}, ROWS, "does not say the run's loss_agg_mode"),
-        (card(None), ROWS, "does not say the run's loss_agg_mode"),
-        (card("token-sum"), ROWS, "loss_agg_mode=token-sum divides by no count"),
+        ({}, ROWS, "does not contain loss_agg_mode"),
+        (card(None), ROWS, "does not contain loss_agg_mode"),
+        (card("token-sum"), ROWS, "loss_agg_mode=token-sum divides by an unknown count"),
         (card(share=0.5), ROWS, "only a sample of the rows"),
         (card(rows=4), ROWS, "has the 4 rows recorded"),
         (card(), replace(ROWS, mini_batch=np.full(2, -1, dtype=np.int32)), "has the 2 rows recorded"),

@@ -268,7 +268,7 @@ def test_versions_by_row_are_not_known_by_token_where_there_are_several(tmp_path
     rows = varied_rows(seed=3)
     path = recorded(tmp_path, spec(), sampled_by(rows, rows.oldest_version, rows.oldest_version + (np.arange(60) == 7)))
     result = run(path, {name: SPECS[name] for name in ("version", "tis")})
-    assert "of 1 of 60 rows it is not known which version" in result.failures["version"]
+    assert "for 1 of 60 rows it is unknown which version" in result.failures["version"]
     assert [outcome.candidate.label for outcome in result.outcomes] == ["tis"]
 
 

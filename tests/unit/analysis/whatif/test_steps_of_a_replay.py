@@ -46,20 +46,20 @@ def test_what_was_not_recorded_is_not_replayed() -> None:
     with pytest.raises(SpecError, match=r"correction\.proximal=recompute: recorded with correction\.proximal=bypass"):
         check_replayable(TOKEN_TIS, bypassed, rows())
     one_engine = replace(NONE, proximal="same_engine")
-    with pytest.raises(SpecError, match=r"recorded with correction\.proximal=bypass, so that pi_old was not computed"):
+    with pytest.raises(SpecError, match=r"recorded with correction\.proximal=bypass, so pi_old was not computed"):
         check_replayable(one_engine, bypassed, rows())
     by_version = spec(TIS | {"level": "version"})
     known = sampled_by(rows(), [3, 4])
     check_replayable(by_version, NONE, known)
     mixed = sampled_by(known, [2, -1], [3, -1])
-    with pytest.raises(SpecError, match="of 2 of 2 rows it is not known which version of the weights sampled"):
+    with pytest.raises(SpecError, match="for 2 of 2 rows it is unknown which version of the weights sampled"):
         check_replayable(by_version, NONE, mixed)
 
 
 def test_mu_in_the_place_of_pi_old_is_replayed_where_the_run_would_have_gone_on() -> None:
     """rho is 4, 1, 1/2 and twice more than 1: four of five tokens differ. Alike, both engines are one."""
     one_engine = replace(NONE, proximal="same_engine")
-    with pytest.raises(SpecError, match=r"of 5 tokens mu differs from pi_old by more than 1e-06 nats on 4, so that"):
+    with pytest.raises(SpecError, match=r"of 5 tokens mu differs from pi_old by more than 1e-06 nats on 4, so the run"):
         check_replayable(one_engine, NONE, rows())
     alike = replace(rows(), old_log_prob=rows().rollout_log_prob)
     check_replayable(one_engine, NONE, alike)
@@ -74,5 +74,5 @@ def test_a_token_of_an_unknown_version_is_as_old_as_its_row() -> None:
     mixed = sampled_by(replace(rows(), step=np.full(2, 5)), [3, 1], [4, 3])
     check_replayable(STALE, NONE, mixed)
     assert decide(STALE, NONE, whole(mixed), BatchConstants()).keep.any(-1).tolist() == [True, False]
-    with pytest.raises(SpecError, match="goes by the age of the weights: of 1 of 2 rows"):
+    with pytest.raises(SpecError, match="depends on the age of the weights: for 1 of 2 rows"):
         check_replayable(STALE, NONE, sampled_by(mixed, [3, -1], [4, -1]))

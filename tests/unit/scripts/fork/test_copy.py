@@ -103,7 +103,7 @@ def test_an_edit_stops_an_update_unless_it_is_forced(
     put(project, {"verl_patches/__init__.py": "newer\n"})
     before = snapshot(fork)
     assert copy(fork) == copy(fork, "--force") == REFUSED
-    assert "changes that are not committed:\n    recipe/offpolicy/main.py\nFix:" in capsys.readouterr().err
+    assert "these have uncommitted changes:\n    recipe/offpolicy/main.py\nFix:" in capsys.readouterr().err
     commit(fork)
     assert copy(fork) == REFUSED
     assert "edited since they were copied:\n    recipe/offpolicy/main.py\nFix: --force" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def test_a_closed_folder_is_told_before_anything_is_written(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "it holds no verl/version/version. Fix: name the root of a verl checkout."),
+        ({}, "it has no verl/version/version. Fix: name the root of a verl checkout."),
         ({"__init__.py": "", "version/version": "0.9.1"}, "Fix: name the folder above it"),
         (
             {"verl/__init__.py": "", "verl/version/version": "0.6.1\n"},
@@ -89,7 +89,8 @@ def test_links_are_not_written_through(
     before = snapshot(fork), snapshot(elsewhere)
     assert copy(fork) == REFUSED
     assert (
-        "these exist, and are not of a copy:\n    recipe/offpolicy\n    verl_patches\nFix:" in capsys.readouterr().err
+        "these exist, and do not belong to a copy:\n    recipe/offpolicy\n    verl_patches\nFix:"
+        in capsys.readouterr().err
     )
     commit(fork)
     assert copy(fork) == REFUSED
@@ -100,7 +101,7 @@ def test_a_copy_needs_a_commit_to_stand_on(project: Path, fork: Path, capsys: py
     (fork / ".git").rename(fork.parent / "away")
     for arguments in ((fork, "--no-smoke"), (fork, "--undo")):
         assert call(*arguments) == REFUSED
-        assert "is no git repository with a commit" in capsys.readouterr().err
+        assert "is not a git repository with a commit" in capsys.readouterr().err
 
 
 def test_what_git_refuses_is_said(project: Path, fork: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,5 +142,5 @@ def test_each_step_is_named_before_it_runs_and_the_first_failure_ends_it(
     said = capsys.readouterr().out
     assert "\n    imports         FAILED" in said
     assert "failed at imports: packaging is not installed\n" in said
-    assert "the copy stays, until --undo. Fix: VENV=path of an environment that has packaging\n" in said
+    assert "the copy stays until --undo. Fix: VENV=path of an environment that has packaging\n" in said
     assert "contracts" not in said

@@ -47,7 +47,7 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
         return [report_untestable(name, _explain_identity(card)) for name in NAMES]
     found = [misalignment.find(sampled)]
     if found[0].verdict == "present":
-        why = "not looked for: log mu belongs to other tokens"
+        why = "not tested: log mu belongs to other tokens"
         return found + [report_untestable(name, why) for name in NAMES if name != misalignment.NAME]
     of_turns, clean = retokenisation.find(sampled)
     sampled = sampled.take(clean)

@@ -27,7 +27,7 @@ def _beside(sampled: SampledTokens) -> Cause:
     """Test whether the correlation is higher at a shift of one token than without."""
     pairs = {lag: _pairs(sampled, lag) for lag in (-1, 0, 1)}
     if min(len(first) for first, _ in pairs.values()) < LEAST_TOKENS:
-        return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens have one next to them")
+        return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens have a neighbour")
     columns = {lag: _columns(sampled, *pair) for lag, pair in pairs.items()}
     values = {lag: _correlation(of_lag.sum(-1)) for lag, of_lag in columns.items()}
     best = max((-1, 1), key=lambda lag: values[lag])
@@ -52,7 +52,7 @@ def _beside(sampled: SampledTokens) -> Cause:
         NAME,
         "present",
         evidence,
-        f"log mu of a token is that of the token {sides[-best]}: at that shift it correlates with log pi_old at "
+        f"log mu belongs to the token {sides[-best]}: at that shift it correlates with log pi_old at "
         f"{values[best]:.2f}, without it at {values[0]:.2f}",
         "fix the slicing where mu is made: mu of token t is the log-prob at position t - 1 of the logits",
     )

@@ -33,7 +33,7 @@ def find(sampled: SampledTokens, *, offset: bool) -> Cause:
         # Centring removes the offset of each context.
         mu, gap, cluster = mu[contexts.index], contexts.old - contexts.mu, cluster[contexts.index]
     if len(gap) < LEAST_TOKENS:
-        return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens are left to judge by")
+        return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens are left for the test")
     low, middle, high = mu < LOW, (mu >= LOW) & (mu < HIGH), mu >= MIDDLE
     columns = (column for chosen in (low, middle, high) for column in (chosen, chosen * gap, chosen * gap * gap))
     sums = sum_by_cluster(columns, cluster)
@@ -48,8 +48,8 @@ def find(sampled: SampledTokens, *, offset: bool) -> Cause:
     if noise.low <= THRESHOLDS.noise:
         return report_absent(
             NAME,
-            f"the gap of tokens with a probability of 0.1 to 0.9 has a deviation of {noise.value:.2g} nats, as two "
-            f"engines in bfloat16 have",
+            f"the gap of tokens with a probability of 0.1 to 0.9 has a deviation of {noise.value:.2g} nats, like "
+            f"two engines in bfloat16",
             **evidence,
         )
     if tail is None or tail.low <= THRESHOLDS.tail:

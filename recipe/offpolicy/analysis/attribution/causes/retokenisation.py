@@ -50,7 +50,7 @@ def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
             NAME,
             "present",
             evidence,
-            f"in turn {' and '.join(str(number + 1) for number in sorted(worse))} the KL a token is up to "
+            f"in turn {' and '.join(str(number + 1) for number in sorted(worse))} the KL per token is up to "
             f"{worse[worst].value:,.0f} times that of turn {cleanest + 1} at equal probability "
             f"({means[worst]:.2g} against {means[cleanest]:.2g} nats)",
             "train on the token ids that the engine returned and saw: an agent loop has to keep them, and never "

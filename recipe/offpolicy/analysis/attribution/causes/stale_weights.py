@@ -23,11 +23,11 @@ from .sampled_tokens import Array, Estimate, SampledTokens, estimate, number, su
 
 NAME = "stale weights"
 _FIX = (
-    "synchronise at every step and clear the engine's cache; where staleness is meant, bound it with "
+    "synchronise at every step and clear the engine's cache; if staleness is intended, bound it with "
     f"trainer.v1.sampler.max_off_policy_threshold and correct for it: {recommended.LINE}"
 )
 _FIX_CACHE = (
-    "clear the engine's prefix cache when new weights arrive, as verl does, or have none: "
+    "clear the engine's prefix cache when new weights arrive, as verl does, or disable it: "
     "actor_rollout_ref.rollout.enable_prefix_caching=False"
 )
 
@@ -111,12 +111,12 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
 
 def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
     """Describe whether weights or cache are stale if prompts of both kinds were compared."""
-    ratio = f"; prompts that come again have {kept.value:.1f} times the KL of new ones"
+    ratio = f"; repeated prompts have {kept.value:.1f} times the KL of new ones"
     if kept.high < THRESHOLDS.growth:
         return f"{ratio}, so it is the weights"
     if new_are_stale:
-        return f"{ratio}: weights, as new ones are stale too and training moves a prompt most, or also a kept cache"
-    return f"{ratio}, which does not tell weights from cache"
+        return f"{ratio}: the weights, as new prompts are stale too and training moves repeats most, or also the cache"
+    return f"{ratio}, which does not distinguish weights from cache"
 
 
 def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
@@ -124,10 +124,10 @@ def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
     if (sampled.staleness > 0).any():
         return ""  # recorded versions identify the weights
     if (sampled.again < 0).any():
-        return "; weights or cache, which recorded prompts would tell apart"
+        return "; weights or cache, which recorded prompts would distinguish"
     if again.sum() < LEAST_TOKENS:
         return "; prompts are new at each step, so it is the weights, or the cache of a text that prompts share"
-    return "; weights or cache, which new prompts next to those that come again would tell apart"
+    return "; weights or cache, which new prompts next to repeated ones would distinguish"
 
 
 def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
@@ -163,9 +163,9 @@ def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
             NAME,
             "present",
             evidence,
-            f"the KL a token grows from {series[freshest]:.2g} nats at step {freshest} to {series[worst]:.2g} at step "
-            f"{worst}, {factor.value:.0f} times, and falls back {falls} times: what the engine samples with is not "
-            f"what the trainer has",
+            f"the KL per token grows from {series[freshest]:.2g} nats at step {freshest} to {series[worst]:.2g} at "
+            f"step {worst}, {factor.value:.0f} times, and falls back {falls} times: the engine does not sample with "
+            f"the trainer's weights",
             _FIX,
         ),
         fresh,

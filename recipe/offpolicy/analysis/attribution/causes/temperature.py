@@ -61,7 +61,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
         return report_absent(
             NAME,
             f"within a context log mu is {slope.value:.3f} [{slope.low:.3f}, {slope.high:.3f}] times log pi_old with "
-            f"an R^2 of {fit.value:.2f}: no temperature does that",
+            f"an R^2 of {fit.value:.2f}, which no temperature causes",
             **evidence,
         )
     return Cause(

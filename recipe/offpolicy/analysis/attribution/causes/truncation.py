@@ -77,10 +77,10 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
         sampling: sampling settings in the card, such as ``top_p``; empty if there are none.
     """
     if sampling.get("support") == "engine" and sampling.get("support_unknown") == "mask":
-        why = "the run's card says that pi_old was renormalised over the support that was sampled from"
+        why = "the run's card says that pi_old was renormalised over the support from which the engine sampled"
         return report_absent(TRUNCATED, why), report_absent(EXTRA, why)
     if len(sampled) < LEAST_TOKENS:
-        why = f"fewer than {LEAST_TOKENS} tokens are left to judge by"
+        why = f"fewer than {LEAST_TOKENS} tokens are left for the test"
         return report_untestable(TRUNCATED, why), report_untestable(EXTRA, why)
     offset = _measure_offset(sampled)
     if offset is None:
@@ -90,7 +90,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
     if missing.value < -1.0:
         # One minus a mean ratio above 2 is not a mass.
         ratio = {"mean_ratio": 1.0 - missing.value, "one_sided": one_sided.value}
-        why = f"pi_old/mu averages {1.0 - missing.value:.2g} over mu's samples: with mass cut off it is below 1"
+        why = f"pi_old/mu averages {1.0 - missing.value:.2g} over mu's samples, but is below 1 if mass is cut off"
         return report_absent(TRUNCATED, why, **ratio), report_absent(EXTRA, why, **ratio)
     evidence = {
         "missing": missing.value,
@@ -113,8 +113,8 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
         evidence |= {"above": above.value, "above_high": above.high}
     if above is not None and above.high > THRESHOLDS.above:
         why = (
-            f"where pi_old lies above mu it does by {above.value:.2g} nats, which cutting off mass cannot do; with "
-            f"such scatter the mean of pi_old / mu over these tokens says nothing of mass"
+            f"where pi_old exceeds mu, it does so by {above.value:.2g} nats, which cutting off mass cannot cause; with "
+            f"such scatter the mean of pi_old / mu over these tokens does not measure mass"
         )
         return report_absent(TRUNCATED, why, **evidence), report_absent(EXTRA, why, **evidence)
     constant = (
@@ -136,10 +136,10 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
                 f"{constant}; {by_what}",
                 "actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1, and no min_p",
             ),
-            report_absent(EXTRA, "what is cut off are tokens that the trainer finds possible", **evidence),
+            report_absent(EXTRA, "the tokens cut off are possible for the trainer", **evidence),
         )
     return (
-        report_absent(TRUNCATED, f"in {offset.contexts} contexts only are the sampled tokens all of mu", **evidence),
+        report_absent(TRUNCATED, f"only in {offset.contexts} contexts are the sampled tokens all of mu", **evidence),
         Cause(
             EXTRA,
             "present",
