@@ -1,4 +1,4 @@
-"""Check that the correction reaches the gradient: at every update, and beyond each bound before the first one.
+"""Check at every update that the correction reaches the gradient, and before the first that each bound acts.
 
 ``watch`` compares the gradient that arrives at the log-probs in the engine's backward pass with weight * keep * verl's
 own gradient. If mu equals pi_old, that also holds for a correction that does nothing, so ``try_parts`` moves mu across

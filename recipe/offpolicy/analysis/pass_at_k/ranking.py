@@ -220,7 +220,8 @@ def list_notes(found: Ranking) -> list[str]:
     """List the notes that a reader of a ranking needs."""
     return [
         *found.notes,
-        f"{len(found.places)} checkpoints, {found.pairs} pairs: the intervals of differences from the first hold for "
-        f"all pairs together at 95 % (+- {found.width:.2f} standard errors). The best checkpoint is one of those that "
-        f"may be best, at 95 %. The first place's own value is too high on average, because the same samples chose it.",
+        f"{len(found.places)} checkpoints, {found.pairs} pairs: the intervals of differences from the first "
+        f"checkpoint are simultaneous over all pairs, at 95 % (+- {found.width:.2f} standard errors). The best "
+        f"checkpoint is one of those that may be best, at 95 %. The first place's own value is too high on "
+        "average, because the same samples chose it.",
     ]
