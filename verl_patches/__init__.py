@@ -1,9 +1,9 @@
 """Version and platform adapters: the only package that changes the internals of verl and its engines.
 
-Importing this package changes nothing. `install()` installs the groups of patches that this process can need, for the
-installed verl and the platform; `install(group)` installs one; `status()` reports which patches are in force. verl
-itself loads a group into every process of a run, through VERL_USE_EXTERNAL_MODULES=verl_patches.<group> or, from 0.9,
-through its entry points (plugin.py). `python -m verl_patches` prints the state of this environment.
+Importing this package changes nothing. `install()` installs the groups of patches that this process can need, given the
+installed verl and the platform; `install(group)` installs a single group; `status()` reports which patches are in
+force. verl itself loads a group into every process of a run, through VERL_USE_EXTERNAL_MODULES=verl_patches.<group> or,
+from 0.9, through its entry points (plugin.py). `python -m verl_patches` prints the state of this environment.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def install(group: str | None = None) -> dict[str, dict[str, str]] | dict[str, s
     """Install every patch of a group in this process. Idempotent.
 
     Args:
-        group: one of `GROUPS`; None: the groups that this process can need.
+        group: one of `GROUPS`, or None for all groups that this process can need.
 
     Returns:
-        The group's status; for None, a status for each group installed.
+        The group's status; for None, the status of each installed group.
 
     Raises:
-        PatchError: unknown group, or a target is not what the patch was written for; the message names the fix.
+        PatchError: the group is unknown, or a target is not what the patch was written for; the message names the fix.
     """
     if group is None:
         return {name: _install(GROUPS[name]) for name in needed()}
@@ -59,8 +59,8 @@ def status() -> dict[str, dict[str, str]]:
     """
     if failed := recorded():
         raise PatchError("\n".join(failed))
-    # A group may install itself on import; importing it here would be too late, but would look as if it had been in
-    # time.
+    # A group may install itself on import. Importing it here would be too late, but the group would look as if it had
+    # been installed in time.
     states = {name: _states(group) if group.module in sys.modules else {} for name, group in GROUPS.items()}
     if "verl" in sys.modules:
         for name in asked_for():

@@ -1,7 +1,7 @@
-"""Show the state of every contract in a process of this environment, after the import of verl.
+"""Show the state of every contract in a process of this environment, after importing verl.
 
-One line per contract: patch, target, releases, state in this process, and whether the contract holds here. Exits with 1
-if a contract that matters here is broken, or a requested patch is not in force.
+Prints one line per contract: patch, target, releases, state in this process, and whether the contract holds here. Exits
+with 1 if a contract that matters here is broken, or if a requested patch is not in force.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def show(table: list[Row]) -> None:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Show the table; returns the exit status."""
+    """Show the table and return the exit status."""
     argparse.ArgumentParser(prog="python -m verl_patches", description=__doc__).parse_args(arguments)
     try:
-        importlib.import_module("verl")  # like every process of a run; this loads what the environment requests
+        importlib.import_module("verl")  # as in every process of a run; this loads the requested groups
         status()
         failed = ""
     except (PatchError, ImportError) as error:

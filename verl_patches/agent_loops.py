@@ -36,7 +36,7 @@ SEAMS = (
     _client("_acquire_server", names=("acquire_server",)),
     _client("_release_server", names=("release_server",)),
 )
-"""What ``recipe.offpolicy.extensions.process_reward.manager`` overrides or relies on."""
+"""Parts of verl that ``recipe.offpolicy.extensions.process_reward.manager`` overrides or relies on."""
 
 _worker_v1 = Seams(
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_metadata__.modified_class",

@@ -1,7 +1,8 @@
-"""tensordict without PyTorch's compiler, which takes longer to import, for a process that compiles nothing.
+"""Import tensordict without PyTorch's compiler, which is slow to import, in a process that compiles nothing.
 
-tensordict imports two decorators from the compiler that only compiled code reads. In a process that called
-`leave_out()` it gets decorators that do nothing; other names of `torch._dynamo` still come from the compiler.
+tensordict imports two decorators from the compiler, which affect only compiled code. In a process that called
+`leave_out()`, tensordict gets decorators that do nothing instead; other names in `torch._dynamo` still come from the
+compiler.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _COMPILER = "torch._dynamo"
 
 
 def leave_out() -> None:
-    """Make tensordict skip PyTorch's compiler when this process imports it; once."""
+    """Make tensordict skip PyTorch's compiler when this process imports tensordict. Idempotent."""
     _FINDER.install()
 
 

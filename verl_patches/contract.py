@@ -53,16 +53,17 @@ class Contract:
         name: short name of the patch, unique; shown in logs and by `verl_patches.status()`.
         target: "module:attribute.path" of the callable that is wrapped or the object that is extended.
         signature: parameters with defaults and without annotations, as printed by `bare_signature`, quoted from
-            upstream's source; None if Python cannot read one from the target. "(self, data, ...)" quotes only the
-            first ones, for a wrapper that passes on the others.
-        distribution: the installed distribution whose release decides, or "python".
+            upstream's source; None if Python cannot read one from the target. "(self, data, ...)" quotes only the first
+            parameters, for a wrapper that passes on the rest.
+        distribution: the installed distribution whose release is checked, or "python".
         releases: version specifier of the releases that were tested, for instance "==0.9.1", or a tuple of
             alternatives, ("==0.7.1", "==0.8.0").
-        keys: literals that the target's code must contain, including nested functions: a single string, or a tuple
-            that must appear as a whole list or tuple of three or more, so that an additional key is noticed as well.
-        names: names that the target's code must look up, globals and attributes, including nested functions: an
-            overridden hook or a replaced name has no effect if it is no longer looked up.
-        option: the key whose runs need the contract; empty if every run does.
+        keys: literals that the target's code, including nested functions, must contain. Each is a string, or a tuple of
+            three or more strings that must appear as a complete list or tuple, so that an additional key is noticed as
+            well.
+        names: globals and attributes that the target's code, including nested functions, must look up: an overridden
+            hook or a replaced name has no effect if it is no longer looked up.
+        option: the configuration key whose use requires the contract; empty if every run needs it.
     """
 
     name: str
@@ -151,7 +152,7 @@ class Contract:
         )
 
     def moved(self, found: str, expected: str | None = None) -> str:
-        """Build the error message for a target that is not what was expected: what, expected, found, fix."""
+        """Build the error message for a target that is not what was expected, with what was found and the fix."""
         needed = f", which {self.option} needs" if self.option else ""
         return (
             f"patch {self.name!r}{needed}: the target {self.target} has moved. Expected "
@@ -177,7 +178,7 @@ def of_installed(*contracts: Contract) -> Contract:
 def installed_release(distribution: str) -> str | None:
     """Return the installed version of a distribution without its local part, or None.
 
-    For verl it is read from the version file of the package that an import finds, because a checkout on the path may
+    verl's version is read from the version file of the package that an import finds, because a checkout on the path may
     have no metadata, or may precede an installed release that has metadata.
     """
     if distribution == "python":
@@ -220,7 +221,7 @@ def location(package: str) -> Path | None:
     """Return the folder of a top-level package, without importing it; None if there is none."""
     try:
         spec = importlib.util.find_spec(package)
-    except ValueError:  # it is being imported, or is a stand-in, and has no spec
+    except ValueError:  # the package is being imported, or is a stand-in, and has no spec
         return None
     folders = list(spec.submodule_search_locations or ()) if spec else []
     return Path(folders[0]) if folders else None
@@ -233,7 +234,7 @@ def _release_beside(package: str) -> str | None:
 
 
 def resolve(target: str) -> Any:
-    """Return the object that "module:attribute.path" names, or None if module or attribute does not exist.
+    """Return the object that "module:attribute.path" names, or None if the module or the attribute does not exist.
 
     Raises:
         PatchError: the module exists but cannot be imported, for example because another module is missing.
@@ -255,7 +256,7 @@ def loaded(target: str) -> Any:
     module_name, _, path = target.partition(":")
     try:
         return _attribute(sys.modules.get(module_name), path)
-    except ImportError:  # for an attribute that its module imports on access
+    except ImportError:  # the module may import this attribute on access
         return None
 
 
@@ -286,7 +287,7 @@ def bare_signature(function: Callable[..., Any]) -> str:
 def literals(target: Any) -> frozenset[Key]:
     """Collect the strings, and tuples and lists of strings, in the code of a function or of a class's methods.
 
-    A display of one or two strings is not a constant in Python's bytecode, and is not found as a whole.
+    A list literal of one or two strings is not a constant in Python's bytecode, so it is not found as a whole.
     """
     return frozenset(constant for code in _codes(target) for constant in _constants(code))
 
@@ -344,7 +345,7 @@ def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
         True if the target was wrapped now, False if this patch was in force already.
 
     Raises:
-        PatchError: the contract does not hold, or the target is a class method, whose class a wrapper would lose.
+        PatchError: the contract does not hold, or the target is a class method: a wrapper would lose its class.
     """
     original = contract.check()
     if is_wrapped(original, contract.name):

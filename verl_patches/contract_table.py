@@ -37,8 +37,8 @@ class Row:
         state: state of the patch in this process; "calls" for functions that are called and not patched; the missing
             module if the patch cannot be imported without it.
         verdict: "ok", why it does not matter here, or why it is broken.
-        broken: the contract matters here and does not hold. A contract of one option does not matter in an untested
-            release, where the option is rejected.
+        broken: the contract matters here and does not hold. A contract that belongs to an option does not matter in an
+            untested release, because the option is rejected there.
     """
 
     patch: str
@@ -54,7 +54,7 @@ def rows() -> list[Row]:
     names = sorted(_modules(_HERE) - set(GROUPS) - _INFRASTRUCTURE)
     seams = {name: importlib.import_module(f"{_HERE}.{name}") for name in names}
     contracts = {name: _contracts_of(module) for name, module in seams.items()}
-    # Some contracts apply to some releases only; a release in none of them was not tested.
+    # Some contracts apply only to certain releases; a release that none of them covers was not tested.
     release = installed_release("verl")
     tested = release is not None and any(each.covers(release) for found in contracts.values() for each in found)
     rows = [
@@ -68,9 +68,9 @@ def rows() -> list[Row]:
 
 
 def _state_alone(module: ModuleType, contracts: list[Contract]) -> str:
-    """Return the state of a module without a group: a patch that the trainer installs when needed, or called functions.
+    """Return the state of a module without a group, which holds a patch that the trainer installs, or called functions.
 
-    A function that the trainer wraps is in force in the trainer's process.
+    If the trainer wraps a function, that contract is in force in the trainer's process.
     """
     if hasattr(module, "in_force"):
         return "in force" if module.in_force() else OFF
@@ -126,7 +126,7 @@ def _verdict(contract: Contract) -> tuple[str, bool]:
 
 
 def _contracts_of(patch: object) -> list[Contract]:
-    """Collect the contracts that a module or a patch object declares: as attributes or in tuples."""
+    """Collect the contracts that a module or a patch object declares, as attributes or in tuples."""
     found: list[Contract] = []
     # The depth limit keeps cycles finite.
     _collect(vars(patch).values(), found, depth=5)
@@ -144,9 +144,9 @@ def _collect(values: Iterable[object], found: list[Contract], depth: int) -> Non
 
 
 def _per_target(contracts: list[Contract]) -> list[list[Contract]]:
-    """Group contracts that alternate by release: those of one target, or of one name if a target has moved.
+    """Group the contracts that depend on the release: with the same target, or the same name if a target has moved.
 
-    Contracts are left out if another one of the same name applies to the installed release.
+    A contract is left out if another contract of the same name applies to the installed release.
     """
     named: dict[tuple[str, str], list[Contract]] = {}
     for contract in contracts:

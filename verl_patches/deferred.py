@@ -50,7 +50,7 @@ def find_behind(
 class _Watcher(importlib.abc.MetaPathFinder):
     """Import finder that finds one module through the finders after it and adds the action to its loader.
 
-    It stays until the module was imported and the action has run; a lookup of its spec or a failed import does not
+    It stays until the module has been imported and the action has run; a lookup of its spec or a failed import does not
     remove it.
     """
 

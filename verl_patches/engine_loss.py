@@ -2,7 +2,7 @@
 
 The trainer sends a loss to the workers by ``set_loss_fn``, the engine calls it on each micro-batch, and it calls verl's
 ``ppo_loss``, which multiplies the policy term by ``rollout_is_weights``. The signatures are quoted from the named
-releases, in which they are the same, and checked before a run starts.
+releases, all of which have the same ones, and are checked before a run starts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ SEAMS = (
 
 
 def check(seams: Iterable[Contract] | None = None) -> None:
-    """Check each contract against the installed verl; default: those of this module.
+    """Check each contract against the installed verl; by default the contracts of this module.
 
     Raises:
         PatchError: a function has moved, or the release was not tested and untested releases are not allowed.

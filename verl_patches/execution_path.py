@@ -60,14 +60,14 @@ class LivePath:
 
 
 def live_path(config: DictConfig, release: str | None = None) -> LivePath:
-    """Find the path of a composed configuration; ``release`` defaults to that of the verl that an import finds.
+    """Find the path of a composed configuration; ``release`` defaults to the release of verl that an import finds.
 
     Raises:
         PatchError: no verl is found.
     """
     release = release or installed_release("verl") or demand_release()
     row = attributes_of(release)
-    # A release without legacy actors or V1 trainer ignores the key.
+    # A release without legacy actors or without a V1 trainer ignores the key.
     legacy = row.legacy_actors and OmegaConf.select(config, LEGACY, default="auto") != "disable"
     actor = config.actor_rollout_ref.actor
     strategy = actor.strategy

@@ -18,7 +18,7 @@ REMOVE_PADDING = "actor_rollout_ref.model.use_remove_padding"
 
 @functools.cache
 def explain_missing() -> str:
-    """Explain why flash-attn cannot be imported; empty if it can. A build for another torch fails to import."""
+    """Explain why flash-attn cannot be imported, e.g. because it was built for another torch; empty if it can be."""
     try:
         importlib.import_module("flash_attn")
     except (ImportError, OSError) as error:

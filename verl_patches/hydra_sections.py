@@ -1,4 +1,4 @@
-"""This package's sections in the configuration of any Hydra program that chooses one of its options.
+"""Add this package's sections to the configuration of any Hydra program that selects one of the package's options.
 
 An option such as ``+correction@correction=gsm`` needs the sections that ``offpolicy_base.yaml`` declares. Hydra
 composes a defaults list in order, and a group on the command line comes last, where the sections would overwrite
@@ -110,6 +110,6 @@ def _needs_sections(defaults: Sequence[Any], repo: Any) -> bool:
     if SECTIONS in paths or not chosen:
         return False
     loaded = (repo.load_config(path) for path in chosen)
-    # In this package's own program they belong to the main folder.
+    # In this package's own program the sections belong to the main folder.
     folder = find_folder().resolve()
     return any(each is not None and Path(each.path.removeprefix("file://")).resolve() == folder for each in loaded)

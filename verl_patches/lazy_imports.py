@@ -1,8 +1,9 @@
 """Lazy imports in verl's modules, for a process that calls a few functions of verl and trains nothing.
 
-verl's modules import at their top what only a run needs: Ray, transformers, datasets, which takes seconds. In a process
-that called `install()`, such an import runs when a name that it binds is first looked up, as in Python's `lazy import`
-(PEP 810). The executed code is verl's, with the same objects, and unused modules are never imported.
+verl's modules import at their top packages that only a run needs, such as Ray, transformers and datasets, which takes
+seconds. In a process that called `install()`, such an import runs when a name that it binds is first looked up, as in
+Python's `lazy import` (PEP 810). The executed code is verl's, with the same objects, and unused modules are never
+imported.
 
 Still imported at once: the standard library, `from x import *`, imports within `with`, and a `try` that does more than
 import. Annotations of functions are not evaluated; those of fields are, because dataclasses read them.
@@ -41,7 +42,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         tree = ast.parse(self.get_data(self.path), self.path)
         if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
-            super().exec_module(module)  # it defines its own lazy names
+            super().exec_module(module)  # the module defines its own lazy names
             return
         names = _Names(module, self.path)
         _register_imports(tree.body, names.statements)
@@ -79,7 +80,7 @@ class _Names(dict[str, Any]):
 
     def get_attribute(self, name: str) -> Any:
         """Look up a name from outside the module, as its ``__getattr__``."""
-        if name == _EVERYTHING:  # ``import *`` looks this up first, and if it is missing takes the bound names
+        if name == _EVERYTHING:  # ``import *`` first looks for ``__all__``, otherwise takes the bound names
             for each in list(self._waiting):
                 self._import(each)
         self._import(name)

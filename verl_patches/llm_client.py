@@ -43,7 +43,7 @@ SEAMS = (
     _of("verl.trainer.main_ppo:TaskRunnerV1.__ray_metadata__.modified_class")(
         "init_agent_loop_manager", names=("get_llm_client",)
     ),
-    # A tool agent has one request id, and keeps the extra fields of its first turn unchanged.
+    # A tool agent uses one request id, and keeps the extra fields of its first turn unchanged.
     _of("verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop")(
         "_handle_generating_state",
         name="turns of a tool agent",
@@ -51,7 +51,7 @@ SEAMS = (
         names=("request_id", "extra_fields", "update"),
     ),
 )
-"""What ``recipe.offpolicy.staleness.client`` overrides or relies on."""
+"""Parts of verl that ``recipe.offpolicy.staleness.client`` overrides or relies on."""
 
 _OF_FULLY_ASYNC = _of("verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncLLMServerManager")(
     "get_client", name="get_client of fully_async", names=("get_client",)

@@ -44,7 +44,7 @@ def _list_moved(value: str) -> list[str]:
 
 
 def explain_moved(config: str | None, overrides: Sequence[str]) -> str | None:
-    """Explain that Hydra does not find a configuration because its name is a former one; None for any other name.
+    """Explain that Hydra does not find a configuration because its name has changed; None for any other name.
 
     Args:
         config: the configuration that Hydra looked for, such as "correction/yao2025_tis".

@@ -20,4 +20,4 @@ SEAMS = (
         "init_model", name="init_model of the optimizer", names=("actor", "reset")
     ),
 )
-"""What ``recipe.offpolicy.extensions.ess_lr`` wraps or relies on."""
+"""Parts of verl that ``recipe.offpolicy.extensions.ess_lr`` wraps or relies on."""

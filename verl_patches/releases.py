@@ -23,7 +23,8 @@ class Release:
         engine_attends_by_loss_mask: without ``use_remove_padding`` its engine masks attention by the loss mask.
         bound_pairs: ``rollout_is_threshold`` also accepts a pair, "0.5_2.0".
         replaying_engines: strategies whose engine reads ``router_replay``.
-        platforms: it has a registry of platforms, and reads VERL_ENGINE_DEVICE and OFFPOLICY_PATCHES' entry point.
+        platforms: it has a registry of platforms, reads VERL_ENGINE_DEVICE, and loads the entry point that reads
+            OFFPOLICY_PATCHES.
         unpads_alone: it removes padding without flash-attn.
         weight_versions: batches record the version of the weights that sampled a sequence.
         v1_modes: supported values of ``trainer.v1.trainer_mode``; empty without a V1 trainer.
@@ -130,7 +131,7 @@ TESTED = tuple(release.name for release in RELEASES)
 VLLM = ("0.24.0", "0.28.0", "0.31.0")
 """Releases of vLLM with a file in requirements/; 0.24.0, which verl 0.9.1 requires, was only checked by contracts."""
 FLASH_ATTN = "2.8.3"
-"""Release of flash-attn that verl 0.9.1 pins; nothing was run with it yet."""
+"""Release of flash-attn that verl 0.9.1 pins; nothing has been run with it yet."""
 _CALLED_OTHERWISE = {"0.8.0.dev": "0.8.0", "0.8.0.dev0": "0.8.0"}
 """Version of verl's tag v0.8.0 in its version file and in pip."""
 
@@ -142,7 +143,7 @@ def release_of(version: str) -> str:
 
 
 def attributes_of(release: str) -> Release:
-    """Return the row of a release; for an untested one the newest row that is not later, or else the oldest."""
+    """Return the row of a release; for an untested release, the newest row that is not later, or else the oldest."""
     number = _number(release)
     return next((row for row in reversed(RELEASES) if _number(row.name) <= number), RELEASES[0])
 

@@ -77,4 +77,4 @@ SEAMS = (
         keys=("min_global_steps", "max_global_steps", "global_steps", "response_len"),
     ),
 )
-"""What ``recipe.offpolicy.staleness.buffer`` and ``.staleness_limit`` override or rely on."""
+"""Parts of verl that ``recipe.offpolicy.staleness.buffer`` and ``.staleness_limit`` override or rely on."""

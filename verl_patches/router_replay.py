@@ -58,7 +58,7 @@ SEAMS = (
         names=("int16", "new_zeros"),
     ),
 )
-"""What ``recipe.offpolicy.replay`` wraps, overrides or relies on."""
+"""Parts of verl that ``recipe.offpolicy.replay`` wraps, overrides or relies on."""
 
 _megatron = _of_megatron("verl.workers.engine.megatron.transformer_impl:MegatronEngine")
 _megatron_model = _of_megatron("verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead")

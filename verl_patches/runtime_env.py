@@ -57,7 +57,7 @@ def forward(
     """Put the variables that workers need into the runtime environment of a Hydra configuration, in place.
 
     Args:
-        config: with verl's `ray_kwargs.ray_init`.
+        config: a configuration that contains verl's `ray_kwargs.ray_init`.
         groups: groups of patches that this process has in force and workers also need, requested or not.
         environ: environment of this process.
         modules: modules that verl must import in every worker, in addition to those of the groups.

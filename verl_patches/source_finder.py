@@ -23,7 +23,7 @@ class SourceFinder(importlib.abc.MetaPathFinder):
         self._chooses, self._loader = chooses, loader
 
     def install(self) -> None:
-        """Put it before all finders of this process; once."""
+        """Put this finder before all others in this process. Idempotent."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 

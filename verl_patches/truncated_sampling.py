@@ -55,7 +55,7 @@ SEAMS = (
         "register", "(name, loader)", name="register of replicas", names=("_registry",)
     ),
 )
-"""What ``recipe.offpolicy.support`` wraps, overrides or relies on."""
+"""Parts of verl that ``recipe.offpolicy.support`` wraps, overrides or relies on."""
 
 _notes: list[Callable[[Any], Any]] = []
 

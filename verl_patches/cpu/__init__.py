@@ -1,13 +1,14 @@
-"""Run unmodified verl and vLLM without an accelerator. Loaded into every process by verl itself:
+"""Run unmodified verl and vLLM without an accelerator. verl itself loads this package into every process:
 
     VERL_USE_EXTERNAL_MODULES=verl_patches.cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda
 
-The last two are verl's own variables from 0.9 on: the platform, and the device whose engines are used (none is
-registered for cpu; those for cuda run on it). In earlier releases this package reads them. Without VERL_PLATFORM=cpu,
-importing this package changes nothing.
+From 0.9 on, the last two are verl's own variables: they select the platform, and the device whose engines are used
+(verl registers no engine for cpu; the engines for cuda run there). In earlier releases this package reads both
+variables. Without VERL_PLATFORM=cpu, importing this package changes nothing.
 
-A patch is an object of a table, `PATCHES` of a module, or a module of its own. It has `install()` and `in_force()`, and
-may have `waiting()`, for a target that is not imported yet, and `needed()`, for a patch that some releases do not need.
+A patch is either an object in a module's table `PATCHES`, or a module of its own. It has `install()` and `in_force()`,
+and may have `waiting()`, for a target that is not imported yet, and `needed()`, for a patch that some releases do not
+need.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def install() -> None:
 def status() -> dict[str, str]:
     """Return the state of each patch in this process.
 
-    "in force", "waiting" for its target's import, "not needed" by the installed releases, or "off".
+    A state is "in force", "waiting" for the import of the target, "not needed" by the installed releases, or "off".
     """
     if os.environ.get("VERL_PLATFORM") != "cpu":
         return dict.fromkeys(PATCHES, "off")
@@ -72,7 +73,7 @@ def _state(patch: Any) -> str:
 
 
 def find_patch(name: str) -> Any:
-    """Return a patch; imported late, because patches import torch and verl."""
+    """Return a patch, importing it only now because patches import torch and verl."""
     if (table := _TABLE_OF.get(name)) is not None:
         return importlib.import_module(f"{__name__}.{table}").PATCHES[name]
     return importlib.import_module(f"{__name__}.{name}")

@@ -1,8 +1,8 @@
 """A checkpoint engine for verl's separate trainer and rollouts on one machine without an accelerator.
 
-verl's own engines need the transport of a GPU or an RDMA card. This one transfers the weights in files: the trainer's
-first rank writes buckets into a new folder for each synchronisation, and every rollout worker reads them. verl imports
-this module itself, in each process that sends or receives:
+verl's own engines need the transport of a GPU or an RDMA card. This engine transfers the weights in files: the
+trainer's first rank writes buckets into a new folder for each synchronisation, and every rollout worker reads them.
+verl imports this module itself, in each process that sends or receives:
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_files
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_patches.cpu.checkpoint_engine
@@ -77,7 +77,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
     Args:
         bucket_size: bytes of weights that are gathered before they are written.
-        is_master: this process writes; the trainer's other ranks only take part in the gathering.
+        is_master: whether this process writes; the trainer's other ranks only take part in the gathering.
         timeout: seconds that a receiver waits for the next bucket.
         folder: folder of the files while they are needed; default: the trainer's temporary folder. Trainer and
             rollouts must share it.
@@ -117,7 +117,7 @@ class FileCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Build each worker's arguments of `init_process_group`, for the trainer's and the rollouts' workers."""
+        """Build the arguments of `init_process_group` for each of the trainer's and the rollouts' workers."""
         masters = [entry for entry in metadata if entry["folder"]]
         if len(masters) != 1:
             raise WeightSyncError(f"{NAME}: one process of the trainer must write the weights, found {len(masters)}.")
@@ -153,8 +153,8 @@ class FileCheckpointEngine(CheckpointEngine):
         """Write every weight, or take part in gathering them.
 
         Raises:
-            WeightSyncError: there are none.
-            OSError: they cannot be written. Receivers are notified of this and of any other failure.
+            WeightSyncError: there are no weights.
+            OSError: the weights cannot be written. Receivers are notified of this and of any other failure.
         """
         if not self._is_master:
             for _ in weights:
@@ -168,7 +168,7 @@ class FileCheckpointEngine(CheckpointEngine):
                 raise WeightSyncError(f"{NAME}: the trainer's model has no weights to send.")
             self._publish(_END, {"buckets": count})
         except BaseException as error:
-            with suppress(OSError):  # the disk may be the cause; receivers also notice by the lock
+            with suppress(OSError):  # the disk may be the cause; the released lock also alerts receivers
                 self._publish(_ERROR, {"error": f"{type(error).__name__}: {error}"})
             raise
 
@@ -193,7 +193,7 @@ class FileCheckpointEngine(CheckpointEngine):
                 yield name, weight
 
     async def _next_bucket(self, index: int, global_steps: int | None) -> Path | None:
-        """Return the bucket's file when it is complete; None after the last."""
+        """Return the bucket's file when it is complete; None after the last bucket."""
         assert self._folder is not None, "verl calls init_process_group first"
         path = self._folder / _bucket_name(index)
         failed = f"{NAME}: the weights of step {global_steps} did not arrive in {self._folder}: {self._sender}"
@@ -218,7 +218,8 @@ class FileCheckpointEngine(CheckpointEngine):
         assert self._folder is not None
         try:
             with (self._folder / _LOCK).open("rb") as lock:
-                # The sender holds the lock while its process lives, so a refused lock shows that it is alive.
+                # The sender holds the lock while its process lives, so a receiver that cannot take the lock knows that
+                # the sender is alive.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

@@ -1,7 +1,7 @@
 """Give the Megatron modules that allocate on "cuda" by name a `torch` whose "cuda" is the CPU.
 
 They call `torch.zeros(..., device="cuda")` and similar inside functions that cannot be wrapped without copying them. So
-these modules, and nothing else in the process, see PyTorch through `CpuTorch`.
+these modules, and nothing else in the process, use PyTorch through `CpuTorch`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CONTRACTS = tuple(
 
 
 class CpuTorch(ModuleType):
-    """PyTorch, except that `FACTORIES` allocate on the CPU for "cuda"."""
+    """PyTorch, except that the functions in `FACTORIES` allocate on the CPU if the device is "cuda"."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -88,6 +88,6 @@ def waiting() -> bool:
 
 
 def in_force() -> bool:
-    """Return True if a target module has been imported and all imported ones see the CPU's PyTorch."""
+    """Return True if a target module has been imported and all imported target modules use `CpuTorch`."""
     imported = [sys.modules[name] for name in MODULES if name in sys.modules]
     return bool(imported) and all(isinstance(module.torch, CpuTorch) for module in imported)

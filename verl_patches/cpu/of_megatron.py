@@ -49,8 +49,8 @@ def _initialize(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
 def _get_rng_state(original: Callable[..., Any], *_: Any, **__: Any) -> torch.Tensor:
     """Keep Megatron's CUDA random states in the CPU's generator.
 
-    Megatron forks a state by two functions that access CUDA's generators. verl seeds them, and attention forks them at
-    every layer, even without dropout.
+    Megatron forks a state with two functions that access CUDA's generators. verl seeds them, and attention forks them
+    at every layer, even without dropout.
     """
     return torch.get_rng_state()
 
@@ -78,8 +78,8 @@ def _named_as_cuda() -> Iterator[None]:
 def _while_named(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Let Megatron's optimizers accept parameters on the CPU.
 
-    They distinguish parameters by `param.type()`, accept only "torch.cuda.FloatTensor" and its 16-bit variants, and
-    raise at "torch.FloatTensor". During that check, `Tensor.type()` returns the name of CUDA's type.
+    The optimizers distinguish parameters by `param.type()`, accept only "torch.cuda.FloatTensor" and its 16-bit
+    variants, and raise at "torch.FloatTensor". During that check, `Tensor.type()` returns the name of CUDA's type.
     """
     with _named_as_cuda():
         return original(*args, **kwargs)
@@ -95,12 +95,12 @@ def _attend(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Let Megatron's own attention accept the padding mask that verl creates for Transformer Engine's.
+    """Let Megatron's own attention accept the padding mask that verl creates for Transformer Engine.
 
     Without Transformer Engine the layers are Megatron's local ones. verl's padded batches have a mask of shape (batch,
     sequence), which Transformer Engine ignores for causal attention and the local attention would broadcast over the
     scores. In rows that are padded on the right, no token attends to padding, so the causal mask alone is exact; the
-    local attention creates it if it gets no mask.
+    local attention creates the causal mask if it gets no mask.
     """
     if attention_mask is not None and attention_mask.dim() == 2:
         if bool((~attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).any()):
@@ -132,7 +132,7 @@ def _fused_name(original: Callable[..., list[str]], self: Any, mcore_weights_nam
 
 
 def _init_bridge(original: Callable[..., None], self: Any, hf_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Give mbridge the base of the rotary embedding from its place in transformers 5.
+    """Give mbridge the rotary embedding's base from the attribute that transformers 5 uses.
 
     mbridge reads `config.rope_theta`, which transformers moved to `config.rope_parameters`; transformers 4 has no such
     attribute.

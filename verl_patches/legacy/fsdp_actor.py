@@ -4,8 +4,8 @@
 mini-batch and one epoch uses the current log-probs as pi_old. With this patch the batch keeps this package's columns,
 the totals of the whole mini-batch are sent with it, and the handover's ``Update`` handles the calls made by
 ``update_policy``. A batch without a handover is unchanged, except for the number of its dynamic micro-batches: the
-actor lets each rank choose its own, and ranks with fewer than others hang in the next FSDP collective. The patch always
-makes these numbers agree.
+actor lets each rank choose its own, and a rank with fewer micro-batches than the others hangs in the next FSDP
+collective. The patch always makes these numbers agree.
 """
 
 from __future__ import annotations

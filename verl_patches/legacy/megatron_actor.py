@@ -176,7 +176,7 @@ def _make_batch_generator(original: Callable[..., Any], batches: Sequence[Any], 
 def _noted(micro_batches: Iterator[Any], current: Update, scale: float) -> Iterator[Any]:
     """Yield the micro-batches; the update starts each one when it is requested."""
     for micro_batch in micro_batches:
-        # verl moves it to the device next, which then does nothing.
+        # verl moves the micro-batch to the device next, which then has no effect.
         rows = micro_batch.to(get_device_id())
         current.begin(rows, scale=scale)
         yield rows
