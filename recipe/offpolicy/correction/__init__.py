@@ -6,8 +6,8 @@ The package needs only torch. The three log-probs are (B, T), or nested by row w
 * ``old_log_prob``, pi_old: the trainer's own weights at the start of the step;
 * ``log_prob``, pi: the current policy, which changes at every optimizer step.
 
-``rollout_stage`` makes all decisions that depend only on mu and pi_old, ``step_stage`` those that need pi or the
-advantages.
+``rollout_stage`` makes all decisions that depend only on mu and pi_old, and ``step_stage`` makes those that need pi or
+the advantages.
 """
 
 from .batch_wide import batch_constants, count_kept_by_row

@@ -18,7 +18,8 @@ from torch import Tensor
 from .ratios import EXP_CLAMP, compute_divergence, compute_excess
 
 TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Log-ratio and the log-probs of numerator and denominator -> value of each token, float64, 0 where policies agree."""
+"""Maps log-ratio, numerator's and denominator's log-probs to each token's value: float64, 0 where the policies
+agree."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class Aggregate:
         on_ratio: bounds are given as ratios and compared in log space; otherwise they are compared as given.
         least, greatest: range of the compared value; a mask whose bounds contain this range never acts.
         usual: commonly used bounds, lower and upper; None for an open side.
-        at: the compared value if every log-ratio is the given number of nats.
+        at: returns the compared value of a unit in which every log-ratio is the given number of nats.
         widest: greatest distance from agreement that a moving bound may reach.
-        single: name of the aggregate to use instead on single tokens, where both have the same value; empty: this one.
+        single: name of the aggregate to use instead on single tokens, where the two have the same value; empty if this
+            aggregate is also used there.
     """
 
     name: str
@@ -97,7 +99,7 @@ def _greater_binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator
 
 
 def _forward_binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Compute KL(q, p) from the denominator's policy, which sampled, to the numerator's policy, float64."""
+    """Compute KL(q, p) from the denominator's policy, which sampled the token, to the numerator's policy, float64."""
     return _binary_divergences(numerator, denominator)[1]
 
 

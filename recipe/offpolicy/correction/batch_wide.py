@@ -1,6 +1,6 @@
-"""Constants and counts over a whole batch: normalisers, M2PO's cut, and the tokens that each row keeps.
+"""Constants and counts over a whole batch: normalisers, M2PO's cutoff, and the number of tokens kept in each row.
 
-A batch is read block by block, in tensors of tokens, so that temporaries fit in the CPU's caches.
+A batch is read block by block, as tensors of tokens, so that temporaries fit in the CPU's caches.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def _format_number(value: float) -> str:
 Bounds = Mapping[str, float | None]
 """Bound keys of a part with their values: lower and upper, or delta; for a weight only upper."""
 Side = Literal["both", "upper", "lower"]
-"""Bounds of a band that move."""
+"""Which bounds of a band move."""
 WEIGHT: Final = "correction.weight"
 """Name that stands for the weight in a list of mask names, which never contain a dot."""
 MOVES = "moves"
@@ -77,7 +77,7 @@ def read_bounds(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[
 
 
 def replace_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> CorrectionSpec:
-    """Build the spec with the bounds in ``bounds``, by mask name; ``WEIGHT`` stands for the weight.
+    """Build a copy of the spec with these bounds, keyed by mask name; ``WEIGHT`` stands for the weight.
 
     Raises:
         KeyError: the spec has no such part.

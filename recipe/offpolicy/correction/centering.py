@@ -21,7 +21,7 @@ from .spec import CorrectionSpec
 from .stages import rollout_stage, step_stage
 
 LEAST_TAIL = 1e-6
-"""Smallest tail probability of the policy by which rho divides."""
+"""Lower limit of the policy's tail probability in the denominator of rho."""
 
 
 def select_token_parts(spec: CorrectionParts) -> CorrectionSpec:

@@ -38,7 +38,7 @@ class CorrectionParts:
         alpha: with ``proximal=loglinear``, the share of pi, in (0, 1); ``by_age`` computes it from each token's age.
         denominator: denominator of the loss: ``original`` counts rejected tokens and rows, ``kept`` does not.
         baseline: ``include`` or ``exclude`` rejected siblings in the group baselines of GRPO, RLOO and OPO.
-        kl_clip: (lower, upper) on pi / pi_old in the KL loss, or None for verl's own KL loss.
+        kl_clip: bounds (lower, upper) on pi / pi_old in the KL loss, or None for verl's own KL loss.
         skyrl_compat: reproduces SkyRL's order: an outlier mask acts first, then token masks, and parts that decide by
             sequence read only the tokens that these masks keep.
         allow_truncated_sampling: allow top-p, top-k, min-p and repetition penalties, under which mu and pi_old are

@@ -1,4 +1,4 @@
-"""Decisions of the rollout stage from mu and pi_old: weight and keep of each token, in tensors of tokens.
+"""Decisions of the rollout stage from mu and pi_old: each token's weight, and whether it is kept, as tensors of tokens.
 
 ``rollout_stage`` converts them to the layout of the caller's tensors and measures them. ``batch_wide``, which reads a
 whole batch block by block, uses them unconverted.
@@ -46,8 +46,8 @@ class RolloutStage:
         weight: (B, T) float32 or wider, detached, 0 outside ``decided``; 1 if the weight needs the current policy.
         keep: (B, T) bool, False outside ``decided`` and for tokens rejected by a part that needs neither pi nor
             advantages.
-        rejected: key, below ``correction``, of each part that this stage decides -> (B, T) bool, tokens that it
-            rejects.
+        rejected: key, below ``correction``, of each part that this stage decides -> (B, T) bool, the tokens that the
+            part rejects.
         log_ratio: (B, T) log(pi_old / mu), 0 outside ``valid``.
         valid: (B, T) bool, the response mask without tokens whose mu or pi_old is not finite.
         decided: (B, T) bool, the tokens on which the correction decides: ``valid``, and if it does not read mu, also
@@ -80,12 +80,13 @@ class RolloutStage:
 
 @dataclass(frozen=True)
 class StepStage:
-    """Weight and keep of one gradient step, in the layout of the given tensors: (B, T), or nested by row.
+    """Weights and kept tokens of one gradient step, in the layout of the given tensors: (B, T), or nested by row.
 
     Attributes:
         weight: (B, T) float32 or wider, detached; never multiplied by ``keep``; 0 outside the response mask.
         keep: (B, T) bool; False outside the response mask.
-        rejected: key of the part -> (B, T) bool, the tokens that it rejects; meaningless outside the stage's ``valid``.
+        rejected: key of the part -> (B, T) bool, the tokens that the part rejects; meaningless outside the stage's
+            ``valid``.
         statistics: name -> typed statistic, including those of the rollout stage.
     """
 
@@ -97,7 +98,7 @@ class StepStage:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Weight, kept and rejected tokens of a rollout, each tensor (B, T) padded or (N,) packed.
+    """Weights, kept tokens and rejected tokens of a rollout; each tensor is (B, T) padded or (N,) packed.
 
     Attributes:
         log_ratio, valid, decided, keep, units: see ``RolloutStage``.
@@ -127,7 +128,7 @@ def decide_rollout(
     compared: tuple[Tensor, Tensor] | None = None,
     weigh: bool = True,
 ) -> Decisions:
-    """Decide which tokens mu and pi_old keep, and their weight; each tensor is (B, T) padded or (N,) packed.
+    """Decide from mu and pi_old which tokens are kept, and their weights; each tensor is (B, T) padded or (N,) packed.
 
     Args:
         rows: layout of the tokens.
@@ -194,7 +195,7 @@ def apply_weight(
     bounds = _by_token(lower, units, dtype), _by_token(upper, units, dtype)
     weight = apply_bounds(spec, raw, bounds)
     if spec.lower is not None and spec.kind != "reject":
-        # A lower bound has raised the 0 of tokens that are not valid.
+        # A lower bound has raised the weights of invalid tokens above 0.
         weight = torch.where(valid, weight, 0.0)
     drop = units.spread(find_rejected_units(spec, by_unit, units)) if spec.kind == "reject" else None
     weight = weight if mean == 1.0 else weight / mean

@@ -30,7 +30,7 @@ def compute_scale_of_counts(
 
     Args:
         mode: verl's ``loss_agg_mode``, one of ``HAS_DENOMINATOR``.
-        tokens, kept: (B,) float64, number of response tokens in each row of the batch, and number of kept ones.
+        tokens, kept: (B,) float64, number of response tokens in each row of the batch, and number of kept tokens.
         mini_batch: (B,) int64, the mini-batch of each row, over all ranks.
         mini_batch_rows: number of rows that verl counts in a mini-batch.
 

@@ -51,7 +51,8 @@ class MaskSpec:
         when: tokens to which the mask applies: those with negative or with positive advantage, or any; ``outward``:
             those with A log r > 0, whose update moves the two policies further apart (VACO); ``post_tool``: those after
             the first tool result in their row, whatever the advantage.
-        sign: which advantage: ``row`` is the mean over the row's valid tokens, ``token`` each token's own.
+        sign: which advantage ``when`` reads: ``row`` is the mean over the row's valid tokens, ``token`` each token's
+            own.
         delta: the bound in OPSM's notation, in nats: lower = exp(-delta); None if lower and upper were given.
         budget: with ``second_moment``, the tokens with the largest (log r)^2 are dropped until the mean over the rest
             of the batch is at most this value; None otherwise.
@@ -346,7 +347,7 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
 _TOKEN = math.log(1e5)
 """Largest commonly used bound on one token, in nats: outlier masks use ratios down to 1e-4."""
 _MEAN = math.log(10.0)
-"""Largest bound worth proposing on a unit's mean, in nats per token: the policies diverge long before."""
+"""Largest bound worth proposing on a unit's mean, in nats per token: policies diverge long before they reach it."""
 
 
 def compute_arithmetic_limit(mask: MaskSpec) -> float:

@@ -24,9 +24,9 @@ def find_outside(
 ) -> Tensor:
     """Find the tokens of the units that lie outside the band, bounds inclusive.
 
-    Aggregates are accumulated in float64 and compared in float32, to which the bound's log is rounded too, so a unit
-    whose mean or sum equals that log in float32 lies inside. With ``delta`` and a negative advantage this is off-policy
-    sequence masking, mean log(mu/pi) > delta (DeepSeek-V3.2, eq. 9).
+    Aggregates are accumulated in float64 and compared in float32, and the bound's log is rounded to float32 too, so a
+    unit whose mean or sum equals that log in float32 lies inside. With ``delta`` and a negative advantage this is
+    off-policy sequence masking, mean log(mu/pi) > delta (DeepSeek-V3.2, eq. 9).
 
     Args:
         log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 outside ``units.valid``.
@@ -150,7 +150,7 @@ def _any(units: Units, flags: Tensor) -> Tensor:
 
 
 def compute_second_moment_cutoff(budget: float, *log_ratios: Tensor) -> float:
-    """Compute the greatest (log r)^2 that M2PO keeps: the mean over all tokens up to it is at most ``budget``.
+    """Compute the greatest (log r)^2 that M2PO keeps: the mean over all tokens up to this value is at most ``budget``.
 
     Tokens with the same value are kept or dropped together. Zheng et al. 2025, Prosperity before Collapse.
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Verdict = Literal["NOTE", "NO-OP", "ERROR"]
-"""NOTE: works as configured, but is probably not all that was intended. NO-OP: trains without any effect. ERROR: would
-not train as configured, and stops the launch."""
+"""NOTE: the run works as configured, but that is probably not all that was intended. NO-OP: the run trains, but the
+correction has no effect. ERROR: the run would not train as configured, so the launch stops."""
 
 EVERYTHING = ("*",)
 """The problem concerns every configured correction."""
@@ -181,7 +181,7 @@ def quote_value(value: object) -> str:
 
 
 def _reads_otherwise(text: str) -> bool:
-    """Return True if Hydra would read a bare text as another type than a string."""
+    """Return True if Hydra would read the unquoted text as a type other than a string."""
     try:
         float(text.replace("_", ""))
     except ValueError:

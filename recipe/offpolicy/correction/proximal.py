@@ -17,7 +17,7 @@ WITHOUT_FORWARD = ("bypass", "reuse", "loglinear")
 OF_THE_TRAINER = ("recompute", "reuse")
 """Sources for which pi_old is the policy of the trainer's weights at the start of the step."""
 TOLERANCE = 1e-6
-"""Greatest |log mu - log pi_old| of a token with ``same_engine``, nats: float32 rounds a log-prob of -8 to 1e-6."""
+"""Greatest |log mu - log pi_old| of a token with ``same_engine``, in nats: float32 rounds a log-prob of -8 to 1e-6."""
 MU_ITSELF = ("bypass", "same_engine")
 """Sources for which pi_old is mu, so pi_old / mu is 1."""
 
@@ -40,8 +40,8 @@ def proximal_log_prob(
     * ``loglinear``: (1 - alpha) log mu + alpha log pi, detached: an interpolation between the sampling and the current
       policy. It is an approximation that costs no forward pass. With ``alpha=by_age``, alpha is (a - 1) / a for a token
       of age a, and 0 at age 0, as in AReaL's ``compute_prox_logp_approximations``. That function takes the newest
-      weights for pi, a versions after the token's, and those one version earlier for pi_old. AReaL's documentation
-      describes pi_old as one step behind the trained policy, which would be a / (a + 1).
+      weights, a versions after the token's, for pi, and the weights one version earlier for pi_old. AReaL's
+      documentation describes pi_old as one step behind the trained policy; alpha would then be a / (a + 1).
     * ``same_engine``: mu itself, for an engine whose log-probs equal the trainer's: the trainer computes pi_old in its
       first step and stops unless the two agree, see ``proof.rollout_checks``.
 

@@ -40,7 +40,8 @@ def compute_log_ratio(numerator: Tensor, denominator: Tensor, valid: Tensor) -> 
 
     Returns:
         (B, T) float64, 0 for tokens that are not valid, whatever their values. The difference of two float32 numbers is
-        not always a float32 if they differ by a factor of 2, and a sum over thousands of tokens would show the error.
+        not always a float32 if they differ by more than a factor of 2, and a sum over thousands of tokens would show
+        the error.
 
     Example:
         >>> pi_old, mu = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, 7.0]])
@@ -122,7 +123,7 @@ def exceeds_bounds(value: Tensor, lower: Tensor | float, upper: Tensor | float) 
 
 
 def compute_divergence(name: str, log_value: Tensor) -> Tensor:
-    """Compute per-token samples of a divergence between the two policies of a ratio r, under the denominator's samples.
+    """Compute per-token estimates of a divergence between a ratio's policies, from samples of the denominator's policy.
 
     ``k1`` = -log r, ``k2`` = (log r)^2 / 2, ``k3`` = r - 1 - log r (Schulman 2020, Approximating KL divergence), in
     nats; ``tv`` = |r - 1| / 2, whose mean under the denominator is the total variation.

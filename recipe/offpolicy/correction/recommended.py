@@ -21,7 +21,8 @@ LINE: Final = " ".join(OVERRIDES)
 
 WEIGHTED_OPTIONS: Final = ("decoupled_ppo", "opsm")
 WEIGHTED_LINE: Final = f"'correction=[decoupled_ppo,opsm]' correction.masks.opsm.delta={DELTA}"
-"""For features that need a weight, such as an eta that follows the effective sample size. It was measured as worse."""
+"""For features that need a weight, such as an eta that follows the effective sample size. It performed worse in our
+measurement."""
 
 WHY: Final = (
     "with an engine eight steps late it ends at 0.602 exact matches, where uncorrected runs and decoupled_ppo end at "
@@ -32,4 +33,4 @@ BATCH_INVARIANT: Final = (
     "VLLM_BATCH_INVARIANT=1 in the environment of the launch makes mu independent of the other requests of a batch, on "
     "CUDA devices and slower; the trainer's kernels stay different"
 )
-"""vLLM's switch that reduces a mismatch of equal weights instead of correcting it; it was not run here."""
+"""vLLM's switch that reduces the mismatch at equal weights instead of correcting it; we have not run it."""

@@ -37,7 +37,7 @@ class RowLayout(ABC):
 
     @abstractmethod
     def to_column(self, by_row: Tensor) -> Tensor:
-        """Return (B,) as a column."""
+        """Return a (B,) tensor as a column."""
 
     @abstractmethod
     def sum(self, tokens: Tensor) -> Tensor:
@@ -177,8 +177,8 @@ class PackedRows(RowLayout):
         return given.values()
 
     def to_given_layout(self, tokens: Tensor) -> Tensor:
-        # A nested tensor made only from offsets has no longest row, and torch would pad it to the total number of
-        # tokens.
+        # A nested tensor made only from offsets does not store its longest row's length, and torch would pad it to the
+        # total number of tokens.
         nested = torch.empty_like(self.like, dtype=tokens.dtype, requires_grad=False)
         nested.values().copy_(tokens)
         return nested
@@ -257,7 +257,7 @@ def detect_layout(**given: Tensor) -> RowLayout:
     packed = [name for name, tensor in given.items() if tensor.is_nested]
     if not packed:
         shape = next(iter(given.values())).shape
-        # Compared without hashing, which would fix the sizes of a compiled graph.
+        # The shapes are compared without hashing, which would fix the sizes of a compiled graph.
         if len(shape) != 2 or any(tensor.shape != shape for tensor in given.values()):
             shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
             raise ValueError(f"expected tensors of one shape (B, T), got {shapes}")
@@ -307,7 +307,7 @@ def _packed_rows(given: dict[str, Tensor]) -> PackedRows:
             continue
         alike = theirs.shape == offsets.shape and here == length
         if alike and (offsets.device.type != "cpu" or torch.compiler.is_compiling()):
-            # Checked on the device, because reading the result would wait for it.
+            # This is checked on the device, because reading the result would make the host wait.
             torch._assert_async((theirs == offsets).all(), f"rows of {name} and {first} differ in length")
         elif not alike or not torch.equal(theirs, offsets):
             raise ValueError(
@@ -328,8 +328,8 @@ def _is_narrowed(nested: Any) -> bool:
 
 
 BLOCK = 1 << 17
-"""Tokens of a block, including padding. Memory for a larger temporary is allocated page by page, which takes longer
-than the computation in it."""
+"""Number of tokens in a block, including padding. Memory for a larger temporary is allocated page by page, which takes
+longer than the computation itself."""
 
 
 def split_tokens(

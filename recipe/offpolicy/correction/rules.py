@@ -17,7 +17,7 @@ KEY = "correction.centering"
 
 
 def centers_mask(mask: MaskSpec) -> bool:
-    """Return True if C contains the mask's decision, because it follows from a token's own p / q.
+    """Return True if the centering term C includes the mask's decision, which then depends only on a token's own p / q.
 
     Example:
         >>> centers_mask(MaskSpec("rollout", "token", "product", 0.5, 2.0, "any"))
@@ -28,7 +28,7 @@ def centers_mask(mask: MaskSpec) -> bool:
 
 
 def read_centering(mapping: Mapping[str, Any]) -> int | None:
-    """Read K from the plain values under ``correction``; None for no centering.
+    """Read centering's K from the plain values under ``correction``; None for no centering.
 
     Raises:
         SpecError: the value is not a number of tokens.
@@ -124,7 +124,7 @@ _OF_WEIGHT = ("ratio", "level", "aggregate", "kind")
 
 
 def check_together(spec: CorrectionParts) -> None:
-    """Check that no parts count something twice, never act, or depend on themselves.
+    """Refuse parts that together count something twice, that never act, or that depend on themselves.
 
     Raises:
         SpecError: names the keys, their values and the fix.
@@ -414,7 +414,7 @@ def _check_skyrl(spec: CorrectionParts) -> None:
 
 
 def _check_factors(spec: CorrectionParts) -> None:
-    """Refuse age-dependent bounds if a bound with the same width at every age replaces them."""
+    """Refuse age-dependent bounds if another bound, with the same width at every age, always acts first."""
     for name, part in spec.age_parts.items():
         if part.by_staleness is None:
             continue

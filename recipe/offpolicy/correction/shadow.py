@@ -1,6 +1,6 @@
 """Shadow mode: report what inactive corrections would have done, without changing the gradient.
 
-They go through the same two stages as the active correction.
+Inactive corrections go through the same two stages as the active correction.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def compute_shadow_statistics(
         shadows: name -> correction.
         old_log_prob, rollout_log_prob, response_mask, log_prob, advantages: (B, T), see the stages.
         segment_ids, versions: (B, T) integers, for the levels that need them.
-        staleness: (B,) or (B, T) integers; accepted as the stages accept it.
+        staleness: (B,) or (B, T) integers, as for the stages.
         constants: name -> constants of the batch; None: these rows are the whole batch.
         alongside: measured stage of the active correction for the same tensors; its shared results are reused.
 
     Raises:
-        ValueError: a stage raised it, and the message names the shadow; or ``constants`` lacks a correction that needs
-            them.
+        ValueError: a stage raised an error, whose message then names the shadow; or ``constants`` has no entry for a
+            correction that needs one.
 
     Example:
         >>> from .mask_spec import MaskSpec

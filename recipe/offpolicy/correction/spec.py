@@ -89,13 +89,13 @@ class CorrectionSpec(CorrectionParts):
 
     @classmethod
     def from_peer(cls, name: str, source: Any) -> CorrectionSpec:
-        """Build from another framework's configuration: a mapping of its keys, whole or a section, or an object.
+        """Build from another framework's configuration: a mapping (whole, or one section) or an object.
 
         Args:
             name: a key of ``dialects.PEERS``. A missing key has the default of the newest release listed there.
 
         Raises:
-            SpecError: as ``Peer.read_source``.
+            SpecError: for the same reasons as in ``Peer.read_source``.
 
         Example:
             >>> CorrectionSpec.from_peer("slime", {"use_tis": True}).weight.upper
@@ -313,7 +313,7 @@ def _kl_clip(value: Any) -> tuple[float, float] | None:
     if value is None:
         return None
     key = "correction.kl_clip"
-    # A single number is the form of PPO's own clip: the distance of both bounds from 1.
+    # A single number has the form of PPO's own clip: it is the distance of both bounds from 1.
     width = value if isinstance(value, float) and 0 < value < 1 else 0.2
     bounds_around_1 = {"lower": round(1 - width, 6), "upper": round(1 + width, 6)}
     if not isinstance(value, Mapping):

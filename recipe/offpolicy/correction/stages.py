@@ -55,7 +55,8 @@ def rollout_stage(
         staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use, or (B, T) per
             token. It is read by masks and bounds that depend on age, and by statistics, which also read ``segment_ids``
             at any level.
-        measure: ``all`` statistics, ``decisions`` for those of weight and keep, or ``nothing``; applies to both stages.
+        measure: ``all`` statistics, ``decisions`` for only those of weights and kept tokens, or ``nothing``; applies to
+            both stages.
         alongside: measured stage of another correction for the same tensors; its results that do not depend on the
             correction are reused.
 
@@ -142,12 +143,12 @@ def rollout_stage(
 def step_stage(
     spec: CorrectionSpec, stage: RolloutStage, *, log_prob: Tensor, advantages: Tensor | None = None
 ) -> StepStage:
-    """Compute weight and keep of one gradient step.
+    """Compute the weights and the kept tokens of one gradient step.
 
     Args:
         stage: from ``rollout_stage`` of the same rows.
-        log_prob: (B, T) log pi, detached here. Non-finite values are counted in ``nonfinite/log_prob``; those of
-            advantages are counted too. The caller stops on them, because no mask can remove them from the gradient.
+        log_prob: (B, T) log pi, detached here. Non-finite values are counted in ``nonfinite/log_prob``; non-finite
+            advantages are counted too. The caller stops on both, because no mask can remove them from the gradient.
         advantages: (B, T); only signs are used, see ``MaskSpec.sign``. None if no mask reads them; statistics by sign
             are then empty.
 

@@ -1,6 +1,6 @@
-"""Statistics that carry their own reduction, so they add up over micro-batches and ranks, and their catalogue.
+"""Statistics that carry their own reduction, so that they add up over micro-batches and ranks; and a catalogue of them.
 
-A mean is sent as a sum and a count, an effective sample size as two sums and a count. Nothing is averaged twice.
+A mean is sent as a sum and a count, and an effective sample size as two sums and a count. Nothing is averaged twice.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _merge_columns(samples: Sequence[FlatStatistics]) -> dict[str, Statistic]:
 
 
 def _find_extreme(reduction: Reduction, values: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, Any]:
-    """Find the least or greatest value with a count, else the first value; the returned count is the total."""
+    """Find the least or greatest value whose count is not 0, else the first value; the returned count is the total."""
     extreme = min if reduction is Reduction.MIN else max
     counted = [value for value, count in zip(values, counts, strict=True) if count]
     return extreme(counted) if counted else values[0], sum(counts)
@@ -269,7 +269,7 @@ _DISTRIBUTION: Final = {part: Reduction(part) for part in ("mean", "std", "min",
 
 @dataclass(frozen=True)
 class StatisticEntry:
-    """Keys with the same meaning.
+    """Metric keys that share one meaning.
 
     Attributes:
         key: below ``offpolicy/``; {a,b} stands for each of a and b, and <name> for any name.

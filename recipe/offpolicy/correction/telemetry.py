@@ -2,9 +2,9 @@
 
 ``statistics`` defines each statistic. Everything is summed in float64, over the original response mask.
 
-On long rows, the cost is in new tensors as large as all tokens, so each log-ratio is exponentiated once, and counts by
-length, sign and staleness are computed from row sums. On short rows, the cost is the number of operations. Boolean
-masks are used as numbers, because on CPU torch selects by booleans much more slowly than it does arithmetic.
+On long rows, new tensors with one value per token dominate the cost, so each log-ratio is exponentiated once, and
+counts by length, sign and staleness are computed from row sums. On short rows, the number of operations determines the
+cost. Boolean masks are used as numbers, because on CPUs selecting by booleans is much slower in torch than arithmetic.
 
 For "tensor of tokens" and "column" see ``row_layout.RowLayout``.
 """
@@ -272,7 +272,7 @@ def measure_keep(
     decided: Tensor,
     token_masks: Collection[str] = (),
 ) -> dict[str, Statistic]:
-    """Measure the kept tokens, and those of the ``decided`` tokens that each part rejects; all tensors are per token.
+    """Measure which tokens are kept, and which ``decided`` tokens each part rejects; all tensors are per token.
 
     ``token_masks`` are the keys of ``rejected`` that ``token_mask_ratio`` counts, each token once.
 

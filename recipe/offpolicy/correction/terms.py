@@ -97,7 +97,7 @@ def compute_squared_log_ratio(log_prob: Tensor, other: Tensor, response_mask: Te
 
     Args:
         log_prob: (B, T) log pi.
-        other: (B, T) log-probs of the reference policy of the penalty, detached here.
+        other: (B, T) log-probs of the penalty's reference policy, detached here.
         response_mask: (B, T) bool.
 
     Example:
@@ -108,5 +108,5 @@ def compute_squared_log_ratio(log_prob: Tensor, other: Tensor, response_mask: Te
     dtype = torch.promote_types(log_prob.dtype, torch.float32)
     other = other.detach().to(dtype)
     valid = response_mask & torch.isfinite(other)
-    # Selected before the difference, so that no gradient passes through non-finite values.
+    # Tokens are selected before the subtraction, so that no gradient passes through non-finite values.
     return (log_prob.to(dtype) - torch.where(valid, other, log_prob.detach().to(dtype))).square() * valid

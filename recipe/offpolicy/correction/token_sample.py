@@ -91,7 +91,7 @@ class TokenSample:
         return _sum_by_group(TURNS, self.turns, columns)
 
     def sum_by_age(self, *columns: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Sum tensors of tokens by age in the same way; empty unless staleness is per token."""
+        """Sum tensors of tokens by age group, 0-dim float64; empty unless staleness is per token."""
         return _sum_by_group(STALENESS, self.ages, columns)
 
 
@@ -177,7 +177,7 @@ def _sum_by_group(
 ) -> dict[str, tuple[Tensor, ...]]:
     if members is None:
         return {}
-    # Column by column, because concatenating them would need as much memory as all of them together.
+    # Sums column by column, because a concatenation would need as much memory as all columns together.
     sums = [(members @ column.flatten()).unbind() for column in columns]
     return dict(zip(names, zip(*sums, strict=True), strict=True))
 

@@ -1,4 +1,4 @@
-"""Units: the tokens of a row that share one weight or one decision; and checks of the tokens to which these apply."""
+"""Units: the tokens of a row that share one weight or decision; and checks of the tokens to which parts apply."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .row_layout import RowLayout, detect_layout
 When = Literal["any", "negative", "positive", "post_tool"]
 Sign = Literal["row", "token"]
 MaskWhen = Literal["any", "negative", "positive", "outward", "post_tool"]
-"""A mask can also select tokens whose update moves the two policies of its ratio r further apart: A log r > 0."""
+"""Tokens to which a mask applies; ``outward``: those whose update moves the two policies further apart (A log r >
+0)."""
 
 
 def check_sign_is_read(when: MaskWhen, sign: Sign, key: str, proposed: dict[str, Any]) -> None:
@@ -40,7 +41,7 @@ def check_sign_is_read(when: MaskWhen, sign: Sign, key: str, proposed: dict[str,
 
 
 def check_tool_is_seen(when: MaskWhen, level: str, by_age: bool, key: str) -> None:
-    """Check that a ``post_tool`` part has units that can follow a tool's result, and the same bound for all ages.
+    """Check that a ``post_tool`` part has units that can follow a tool's result, and has the same bound for all ages.
 
     Raises:
         SpecError: ``when=post_tool`` at level ``prefix``, or with age-dependent bounds.
@@ -148,7 +149,7 @@ class Units:
 
     @property
     def sharing(self) -> Tensor:
-        """Number of valid tokens that have the unit's value, float64: all of the unit, or only the last of a prefix."""
+        """Number of valid tokens that have the unit's value, float64: the whole unit's, or 1 for a prefix."""
         return self.valid.double() if self.level == "prefix" else self.tokens
 
     @property

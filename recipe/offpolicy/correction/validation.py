@@ -254,7 +254,7 @@ def _is_factor(value: Any) -> bool:
 
 
 def read_numbers(value: Any) -> list[float]:
-    """Read the number that a value contains, or two bounds, written ``0.99_1.01`` as in verl, or as ``[0.99,1.01]``.
+    """Read a number, or two bounds written ``0.99_1.01`` as in verl, or ``[0.99,1.01]``, from a value.
 
     Example:
         >>> read_numbers("0.99_1.01"), read_numbers("[0.99, 1.01]"), read_numbers([1.01]), read_numbers("abc")
@@ -324,7 +324,7 @@ def read_ratio_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | Non
 
 
 def usual_bound(mapping: Mapping[str, Any], side: str, key: str) -> dict[str, Any]:
-    """Propose a common bound for a malformed one, ``key.side`` -> number; nothing if it would be null or cross.
+    """Propose a common bound for a malformed one, ``key.side`` -> number; empty if it is null or would cross the other.
 
     Example:
         >>> usual_bound({"aggregate": "geometric", "lower": 0.99}, "upper", "correction.masks.gsm")
@@ -376,7 +376,7 @@ def get_usual_bounds(aggregate: str) -> tuple[float | None, float | None]:
 
 
 def check_metric_name(name: str, key: str, mask: Any = None) -> str:
-    """Check that a name can be part of a metric: verl reduces metrics by the substrings "min" and "max".
+    """Check that a name can be part of a metric's name: verl reduces metrics by the substrings "min" and "max".
 
     Args:
         mask: the value under this name, as given.

@@ -1,4 +1,4 @@
-"""Converters between our plain values and other frameworks' configuration keys: from all frameworks, and to three.
+"""Converters from other frameworks' configuration keys to our plain values and, for three of the frameworks, back.
 
 A missing key has the default of the newest release that a converter names. ``SpecError``, with the framework's own key,
 is raised for options that the framework would silently ignore, for options without an equivalent here, and for unknown

@@ -1,4 +1,4 @@
-"""Converter of AReaL's ``actor`` section about decoupled PPO."""
+"""Converter of the decoupled-PPO keys in AReaL's ``actor`` section."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _convert(options: Options) -> dict[str, Any]:
 
 
 def _list_corrections(options: Options) -> dict[str, dict[str, Any]]:
-    """List the configured rejections, from three generations of keys, as values of ``rejection_sampling``."""
+    """List the configured rejections as values of ``rejection_sampling``; AReaL has named their keys in three ways."""
     found: dict[str, dict[str, Any]] = {}
     if options.has_section(_SECTION):
         if options[f"{_SECTION}.upper"] is None:

@@ -84,7 +84,7 @@ def read_width(value: Any, key: str) -> float:
 
 
 def build_dppo_masks(low: float, high: float) -> dict[str, Any]:
-    """Build masks of tokens whose update moves p_pi further away from p_mu: more than ``high`` above or ``low`` below.
+    """Build masks of tokens whose p_pi is over ``high`` above or ``low`` below p_mu and would move further from it.
 
     A width of 1 or more makes no mask, because no difference of probabilities exceeds it.
 
@@ -144,7 +144,7 @@ def check_weight_of_rows(weight: Mapping[str, Any] | None, name: str, key: str, 
 def build_weight(
     level: str, lower: float | None, upper: float | None, *, reject: bool = False, **more: Any
 ) -> dict[str, Any]:
-    """Build the plain values of a weight with the given bounds; 0 is an open lower side.
+    """Build the plain values of a weight with the given bounds; a lower bound of 0 leaves that side open.
 
     Example:
         >>> build_weight("token", 0.0, 2.0)["kind"], build_weight("token", 0.5, 2.0)["kind"]

@@ -100,7 +100,7 @@ NEMO_RL: Final = Peer(
 
 ``tis`` clamps the weight. ``icepop`` keeps it inside the bounds and drops tokens outside. ``seq-mask-tis`` drops rows
 by their geometric mean and leaves token weights unbounded. A ratio without a type is a cap, as in 0.5.0; later releases
-stop with an error. With neither, the weight has no bound. NeMo-RL does not count rows that
+stop with an error. With neither a ratio nor a type, the weight has no bound. NeMo-RL does not count rows that
 ``grpo.seq_logprob_error_threshold`` drops, so this key sets ``denominator: kept``. With
 ``use_on_policy_kl_approximation`` the KL term in the loss has the weight pi / generation.
 """

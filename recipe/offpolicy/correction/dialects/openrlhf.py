@@ -123,8 +123,9 @@ OPENRLHF: Final = Peer(
 """OpenRLHF's rules, on pi_old / mu.
 
 * 0.11.2: ``is_correction_level`` token or seq, ``_mode`` mask or clip, ``_gating`` ratio, binary_kl or tv. ``clip``
-  bounds the weights of tokens. ``mask`` drops what is outside and leaves the token weights of the rest unchanged.
-* Earlier releases, which until 0.10.1 use ``vllm_is_*``: ``_type`` tis means token and clip, icepop means token and
-  mask, and seq-mask-tis means seq and mask.
+  bounds the weights of tokens. ``mask`` drops the tokens or sequences outside and leaves the token weights of the rest
+  unchanged.
+* Earlier releases (until 0.10.1 their keys begin with ``vllm_is_``): ``_type`` tis means token and clip, icepop means
+  token and mask, and seq-mask-tis means seq and mask.
 * OpenRLHF corrects only under ``actor.policy_loss_type=ppo``; under ``gspo`` the loss's own ratio becomes pi / mu.
 """

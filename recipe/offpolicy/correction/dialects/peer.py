@@ -28,7 +28,7 @@ _NEAR: Final = 0.83
 
 
 def names_a_correction(name: str) -> bool:
-    """Return True if a name may be a correction's.
+    """Return True if a name may belong to a correction.
 
     Example:
         >>> names_a_correction("vllm_is_truncated_threshold"), names_a_correction("statistics_dir")
@@ -103,8 +103,8 @@ class Peer:
         elsewhere: last names of keys that correct nothing, wherever they are.
         switches: keys of ``read`` that mean "no correction" if they are switched off.
         context: keys of ``read`` that correct nothing by themselves.
-        mixed: sections that contain more than loss and correction; their other keys pass unless their names suggest a
-            correction.
+        mixed: sections that also contain keys unrelated to loss and correction; unlisted keys in them pass unless their
+            names suggest a correction.
     """
 
     name: str

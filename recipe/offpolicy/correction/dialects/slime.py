@@ -58,7 +58,8 @@ def _convert(options: Options) -> dict[str, Any]:
     bypass, tis, path = flags["use_rollout_logprobs"], flags["use_tis"], options["custom_tis_function_path"]
     name = str(path).rpartition(".")[2].rpartition(":")[2]
     of_mis = name.startswith("compute_mis_weights")
-    # With only get_mismatch_metrics, a weight function is called too, and only mis.py's then leaves the loss unchanged.
+    # With only get_mismatch_metrics set, a weight function is called too; only the one in mis.py leaves the loss
+    # unchanged.
     tis |= flags["get_mismatch_metrics"] and path is not None and not of_mis
     plain: dict[str, Any] = {"proximal": "bypass" if bypass else "recompute", "masks": {}}
     of_file = sorted(key for key, value in _MIS.items() if options[key] != value)
@@ -174,8 +175,9 @@ SLIME: Final = Peer(
   ``calculate_per_token_loss``. Token weights cannot be combined with ``advantage_estimator=gspo``.
 * ``use_opsm`` masks tokens with negative advantage in rows with mean log(pi_old / pi) > opsm_delta.
 * ``use_unbiased_kl`` weights the KL loss by pi / pi_old.
-* With ``rollout_top_p`` below 1, log-probs are over the sampled support, of any size. Here they are over the support of
-  ``correction.support=engine``, which masks a token whose support has more members than vLLM was asked for.
+* With ``rollout_top_p`` below 1, log-probs are over the sampled support, whose size is unlimited. Here they are over
+  the support of ``correction.support=engine``, which masks a token whose support has more members than vLLM was asked
+  for.
 """
 MILES: Final = replace(
     SLIME,

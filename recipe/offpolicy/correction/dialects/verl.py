@@ -103,7 +103,7 @@ def _convert(options: Options) -> dict[str, Any]:
 
 
 def read_verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, float]:
-    """Read verl's ``rollout_is_threshold`` as bounds on a weight: a cap, or "lo_hi", outside which it is 0.
+    """Read verl's ``rollout_is_threshold`` as bounds on a weight: a cap, or "lo_hi", outside which the weight is 0.
 
     Returns:
         (lower, upper); lower is None for a cap.
