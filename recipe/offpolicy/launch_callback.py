@@ -96,7 +96,7 @@ class LaunchCallback(Callback):
                     config.hydra = hydra
         except (SpecError, CheckError, PatchError, OmegaConfBaseException) as error:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
-        except Exception as error:  # Hydra would log a warning and train uncorrected
+        except Exception as error:  # otherwise Hydra would log a warning and train uncorrected
             traceback.print_exc()
             sys.exit(f"offpolicy: stopped before anything was started, by an internal error: {error}")
         for line in lines:

@@ -1,4 +1,4 @@
-"""Show the length of answers by correctness over steps, of runs or recordings, and by class over checkpoints.
+"""Show answer lengths by correctness over the steps of runs or recordings, and by class over checkpoints.
 
 python -m recipe.offpolicy.lengths metrics.jsonl [DIR ...] [--png lengths.png]
 python -m recipe.offpolicy.lengths val/100.jsonl val/1000.jsonl --tokenizer FOLDER [--png lengths.png]

@@ -60,7 +60,7 @@ SPEC = CorrectionSpec.from_mapping(
 LOG_RATIOS = ((0.9, -0.2, -0.1, -0.3), (0.3, 0.4, 0.3), (0.1, -0.1, 0.2, 0.0, -0.1), (-0.1, 0.1))
 ADVANTAGES = (1.0, -0.5, -1.5, 0.8)
 VOCABULARY = 11
-_TOLERANCE = 1e-5  # relative, of a gradient in float32
+_TOLERANCE = 1e-5  # relative error of a gradient in float32
 
 
 def run_update() -> dict[str, float]:
@@ -113,7 +113,7 @@ def _judge_parameters(model: torch.nn.Linear, tokens: list[Tensor]) -> float:
 
 
 def _by_the_formulas(model: torch.nn.Linear, tokens: list[Tensor], *, corrected: bool) -> Tensor:
-    """Build a scalar with the loss's gradient: at pi = pi_old PPO's ratio is 1, and its gradient that of -A log pi."""
+    """Build a scalar with the loss's gradient; at pi = pi_old PPO's ratio is 1, and its gradient is -A grad log pi."""
     total = torch.zeros(())
     for row, log_ratios, advantage in zip(tokens, LOG_RATIOS, ADVANTAGES, strict=True):
         log_ratio = torch.tensor(log_ratios)

@@ -13,7 +13,7 @@ The last form shows what your script would do with that override appended; the s
 "$@" at the end of the launch.
 
 A script is read, not run, and code in its folder or named by it is not imported; checks skipped for that reason are
-reported. (`python -P -m ...` also keeps Python's own start away from the current folder.) Each launch of a loop or a
+reported. (`python -P -m ...` also keeps Python's own start away from the current folder.) Each launch in a loop or a
 function is judged, and the worst verdict counts. Only programs that print and change nothing are run: basename, cat,
 cut, date, dirname, expr, grep, head, hostname, nproc, readlink, realpath, seq, tail, tr, uname, wc, whoami, and Python
 code that only looks up releases of packages and locations of modules, in an isolated interpreter. Each has 5 seconds,

@@ -131,7 +131,7 @@ def _judge_verl(run: Composed, launch: Launch, overrides: Sequence[str]) -> Diag
 
 
 def _add_group(fix: str) -> str:
-    """Write a group of this package for other programs: ``Write +opd@opd=loss`` for ``Write opd=loss``."""
+    """Reword a fix for other programs: ``Write +opd@opd=loss`` instead of ``Write opd=loss``."""
     written = fix.removeprefix("Write ")
     group = written.partition("=")[0]
     return f"Write +{group}@{written}" if group in list_groups() else f"{_BRING} {fix}"

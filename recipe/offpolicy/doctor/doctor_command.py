@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return its exit status."""
     parser = build_parser()
     known, given = parser.parse_known_args(arguments)
     given = [argument for argument in given if argument != "--"]
@@ -64,7 +64,7 @@ def _diagnose(known: argparse.Namespace, given: Sequence[str], out: IO[str] | No
     seconds.
 
     Args:
-        out: takes arguments that a script does not pass on, as soon as they are known; None for JSON.
+        out: file to which arguments that a script does not pass on are printed at once; None for JSON.
     """
     from verl_patches.contract import PatchError
 
@@ -85,7 +85,7 @@ def _diagnose(known: argparse.Namespace, given: Sequence[str], out: IO[str] | No
         return _judge(launches)
     except (PatchError, LaunchError, ScriptError) as error:
         return [Diagnosis(launch, error=str(error))]
-    except Exception as error:  # of the doctor itself: Python's exit status 1 would mean NO-OP
+    except Exception as error:  # an error in the doctor: Python's exit status 1 would mean NO-OP
         return [Diagnosis(launch, error=describe_failure(error))]
 
 

@@ -38,7 +38,7 @@ class Launch:
         arguments: Hydra's flags and overrides.
         origin: the script and line from which it was read; "" for the command line.
         lost: arguments that were given to the script but that the script does not pass on.
-        assumed: what reading the script assumed, as sentences without their end.
+        assumed: assumptions made while reading the script, as sentences without the full stop.
     """
 
     module: str
@@ -66,7 +66,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class HydraMain:
-    """The arguments of a program's ``@hydra.main``, None if not given, and its file.
+    """The arguments of a program's ``@hydra.main``, None if not given, and the program's file.
 
     Attributes:
         computed: names of the arguments that the program computes, so that their values are unknown without running it.
@@ -131,7 +131,7 @@ def find_program(module: str) -> HydraMain:
 
 
 def _refuse_another_verl(release: str) -> None:
-    """Reject a launch from a folder with another release of verl, which Python would import instead."""
+    """Reject a launch from a folder that contains another release of verl, because Python would import that one."""
     file, installed = find_source("verl"), location("verl")
     if file is None or installed is None or file.parent.resolve() == installed.resolve():
         return

@@ -33,17 +33,17 @@ _DISTRIBUTORS = re.compile(r"(.*/)?(xargs|parallel)")
 
 
 def find_launches(script: Path, arguments: list[str], line: int | None = None) -> list[Launch]:
-    """Find the launches of a training program in a script: one, or one per turn of a loop or call of a function.
+    """Find the launches of a training program in a script: one, or one per loop iteration or function call.
 
     Args:
-        arguments: arguments of the script. Overrides that it does not pass on are added to the launch, and named in
-            ``lost``; one that sets a key replaces a value that only running the script would determine.
+        arguments: arguments of the script. Overrides that the script does not pass on are added to the launch, and
+            named in ``lost``; such an override also replaces a value that only running the script would determine.
         line: line of the launch, for scripts with several.
 
     Raises:
         ScriptError: there is no launch, or there are several at different lines or too many at one line; or a word of a
-            launch is unknown without running the script; or an argument other than an override has no effect. Names the
-            line and what to do.
+            launch is unknown without running the script; or an argument other than an override has no effect. The
+            message names the line and says what to do.
     """
     read, empty = _read(script, arguments, line)
     found = [
@@ -135,7 +135,7 @@ def _find_taken(arguments: list[str], launch: Launch) -> tuple[str, str] | None:
 
 
 def _is_lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool:
-    """Return True if an argument has no effect: an override in no word, or a value that the script never reads."""
+    """Return True if an argument has no effect: an override in no word of the launch, or a value never read."""
     if argument in launch.arguments:
         return False
     if _LIKE_AN_OVERRIDE.fullmatch(argument):
@@ -174,7 +174,7 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
 
 
 def _replace_uv_run(words: list[Field]) -> list[Field]:
-    """Return the call of Python that ``uv run`` makes; other calls are unchanged."""
+    """Return the call of Python that ``uv run`` makes; other calls are returned unchanged."""
     uv = next((i for i, word in enumerate(words) if isinstance(word, str) and _UV.fullmatch(word)), None)
     if uv is None or "run" not in words[uv:]:
         return words

@@ -31,7 +31,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     ``error``: why nothing was composed, or null. ``corrections``: name, meaning, verdict and problems of each.
     ``notes``: problems that change no verdict. ``said``: lines that the launch itself would print.
 
-    For a script with several launches, in a loop or by a function, the command prints the worst of these objects, with
+    For a script with several launches, in a loop or a function, the command prints the worst of these objects, with
     ``launches``: all of them in order.
 
     A problem has its key, value, verdict, reason, fix (a sentence) and overrides (a list, to be appended).

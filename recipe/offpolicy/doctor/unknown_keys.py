@@ -46,7 +46,7 @@ def find_unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *,
     plain = [found for each in overrides if (found := _PLAIN.fullmatch(each)) and not each.startswith("hydra.")]
     if not plain:
         return []
-    # A + on a key that exists fails too, and must not hide the unknown keys: ++ works for both.
+    # A + on a key that exists fails too, and must not hide the unknown keys: ++ works for existing and new keys.
     written = [found[0] for found in plain]
     others = [f"+{each}" if _ADDED.match(each) else each for each in overrides if each not in written]
     try:
@@ -112,7 +112,7 @@ def _waits_for_megatron(config: DictConfig, section: DictConfig, names: Sequence
 def _find_reason(
     config: DictConfig, section: DictConfig, names: Sequence[str], depth: int, value: str, owner: str, verls: bool
 ) -> tuple[str, str]:
-    """Find why a key is missing, and the fix, empty if no override has the requested effect."""
+    """Find why a key is missing, and the fix, which is empty if no override has the requested effect."""
     key, missing = ".".join(names), f"{owner} has no such key."
     if _waits_for_megatron(config, section, names, depth):
         return missing, f"Set {_ENGINE}={_MEGATRON}, which adds it."
@@ -136,7 +136,7 @@ def _find_reason(
     fix = f"Set {places[0]} if you mean that." if places else ""
     if not verls:
         return missing, f"{fix} Otherwise install the verl that the program was written for.".strip()
-    # verl makes dataclasses of its sections that name one, which take no further keys.
+    # verl turns a section that names a dataclass into that dataclass, which takes no further keys.
     refused = "verl rejects it with a + as well" if section.get(TARGET) else "with a + it would be unused in verl"
     return f"{missing[:-1]}, and {refused}: it would have no effect.", fix
 

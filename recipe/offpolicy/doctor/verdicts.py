@@ -1,4 +1,4 @@
-"""The verdicts on a launch, as they are shown; imports neither verl nor torch."""
+"""The verdicts on a launch, as they are shown; this module imports neither verl nor torch."""
 
 from __future__ import annotations
 

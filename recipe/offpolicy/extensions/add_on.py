@@ -4,7 +4,7 @@
 of verl's trainer, which that function calls; the first add-on is the outermost.
 
 The order of a step: ``next_batch``, ``on_rollout``, then, around verl's estimator, ``shape_rewards``, ``estimate``,
-``shape_advantages`` and ``on_advantages``, then in the workers ``wrap_loss`` and ``report``, and finally ``judge`` of
+``shape_advantages`` and ``on_advantages``, then in the workers ``wrap_loss`` and ``report``, and finally ``judge`` with
 their reports.
 """
 
@@ -108,14 +108,14 @@ class AddOn:
         return {}
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
-        """Compute pi_old in the V1 trainer, which first sees these rows here."""
+        """Compute pi_old in the V1 trainer; no earlier hook receives these rows."""
         return compute(batch)
 
     def on_rollout(self, batch: BatchView) -> None:
         """Receive a batch whose rewards are known but whose pi_old is not computed yet."""
 
     def shape_rewards(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
-        """Change the rewards (n, T) that verl's estimator sees; the raw rewards are restored afterwards."""
+        """Change the rewards (n, T) that verl's estimator reads; the raw rewards are restored afterwards."""
         return None
 
     def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
@@ -171,7 +171,7 @@ class AddOn:
     def validation_metrics(
         self, sources: Sequence[Any], uids: Sequence[Any], values: Mapping[str, Sequence[Any]]
     ) -> Mapping[str, float]:
-        """Compute metrics of one validation: data source, uid and verl's extra values of each sample."""
+        """Compute metrics of one validation from each sample's data source, uid and extra values from verl."""
         return {}
 
     @property

@@ -48,7 +48,7 @@ class TrainerBatch(BatchView, Protocol):
 
 
 class AddOns:
-    """The add-ons of one run, in the trainer's process; without any, each call only runs the wrapped function.
+    """The add-ons of one run, in the trainer's process; without add-ons, each call only runs the wrapped function.
 
     Args:
         extensions: extensions in the order of their hooks.
@@ -277,7 +277,7 @@ class AddOns:
 
         Args:
             reports: reports of each micro-batch, by section.
-            epochs: number of times that the loss sees each row.
+            epochs: number of times that the loss reads each row.
 
         Raises:
             LivenessError: a report is missing, the trainer bypassed the hooks before sampling or around its
@@ -308,7 +308,7 @@ class AddOns:
         self._say_unproved()
 
     def _say_unproved(self) -> None:
-        """Warn repeatedly, at growing intervals, of add-ons for which there is no evidence that they act."""
+        """Warn repeatedly, at growing intervals, about add-ons for which there is no evidence that they act."""
         self._updates += 1
         waited, rest = divmod(self._updates, PATIENCE)
         self.unproved = {each.proof_name or _section(each): each.unproved() for each in self._users("unproved")}
@@ -368,7 +368,7 @@ class AddOns:
         return next((state for state in states if state is not None), None)
 
     def state(self, folder: Path) -> dict[str, Any]:
-        """Return each section's state for a checkpoint, with the settings it was made under."""
+        """Return each section's state for a checkpoint, with the settings under which it was made."""
         return {
             extension.section: {
                 "settings": redact(dict(extension.noted)),
@@ -388,7 +388,7 @@ class AddOns:
         ]
 
     def restore(self, states: Mapping[str, Any], folder: Path) -> None:
-        """Restore the ``states`` of a checkpoint; an extension that was off, or another one, starts from scratch.
+        """Restore the ``states`` of a checkpoint; an extension without a state there starts from scratch.
 
         Raises:
             CheckpointError: a state is missing or invalid.

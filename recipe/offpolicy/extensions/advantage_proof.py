@@ -21,7 +21,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 @dataclass(frozen=True)
 class AdvantageReport:
-    """Hashes of one micro-batch's rows with a token.
+    """Hashes of the rows of one micro-batch that have a token.
 
     Attributes:
         hashes: None if a column is missing.

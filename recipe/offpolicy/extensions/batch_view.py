@@ -1,4 +1,4 @@
-"""A training batch as extensions see it: the same on verl's V1 trainer (TransferQueue) and V0 trainer (DataProto)."""
+"""A training batch as extensions read it: the same on verl's V1 trainer (TransferQueue) and V0 trainer (DataProto)."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class EssLr(Extension):
 
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
         statistics = batch.weigh()[1]
-        # Without a weight, weight/ess is computed from ones.
+        # Without a weight, weight/ess is computed as if all weights were 1.
         self._ess = statistics["weight/ess" if "raw_weight/ess" in statistics else "rollout_ratio/ess"].value()
         self._factor = self.ess_lr.compute_factor(self._ess)
 

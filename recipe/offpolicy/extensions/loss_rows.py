@@ -16,7 +16,7 @@ from ..batch.padding import Layout, pad_column
 
 
 class LossRows:
-    """The rows of one micro-batch, B of them, T the longest response.
+    """The B rows of one micro-batch; T is the length of the longest response.
 
     Args:
         model_output, data: arguments of the loss.

@@ -74,7 +74,7 @@ def find_difference(
 
 
 class OptimalBaseline(AdvantageExtension):
-    """The optimal baseline of one run, computed from all rollouts of a group or (``leave_one_out``) from the others."""
+    """The optimal baseline of one run, computed from a group's rollouts or, with ``leave_one_out``, the siblings."""
 
     title, prefix, differs = "optimal baseline", "optimal_baseline", False
 
@@ -102,7 +102,7 @@ class OptimalBaseline(AdvantageExtension):
         sessions = read_sessions(batch)
         mask = batch.rows("response_mask")["response_mask"].bool()
         weights = batch.weigh()[0].double()
-        # The proxy of a score's squared norm is its number of tokens, each with the square of its weight.
+        # The proxy for the squared norm of a weighted score is the sum of its tokens' squared weights.
         of_row = torch.where(mask, weights.square(), 0.0).sum(-1)
         if self._by_length:
             of_row = of_row / mask.sum(-1).clamp(min=1).square()

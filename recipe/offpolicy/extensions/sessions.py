@@ -51,7 +51,7 @@ class Sessions:
         return self.scores >= round_threshold(at_least)
 
     def groups(self, *, with_silent: bool = False) -> dict[str, list[int]]:
-        """Collect the sessions of each group, without silent ones unless asked for."""
+        """Collect the sessions of each group, without silent sessions unless ``with_silent``."""
         found: dict[str, list[int]] = {}
         for session, (uid, silent) in enumerate(zip(self.uids, self.silent.tolist(), strict=True)):
             if with_silent or not silent:
@@ -188,7 +188,7 @@ def read_dump(path: Path) -> Iterator[dict[str, Any]]:
     """Read the lines of a dump.
 
     Raises:
-        DumpError: a line that is none of a dump's.
+        DumpError: a line is not a dump's.
         OSError: the file cannot be read.
     """
     fix = "Name files of trainer.validation_data_dir."
@@ -204,10 +204,10 @@ def read_dump(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_answers(path: Path) -> Iterator[Dumped]:
-    """Read the answers of a dump; of the outputs of one session, the last one.
+    """Read the answers of a dump: only the last output of each session.
 
     Raises:
-        DumpError: a line that is none of a dump's.
+        DumpError: a line is not a dump's.
         OSError: the file cannot be read.
     """
     found: dict[str, Dumped] = {}
@@ -222,7 +222,7 @@ def read_answers(path: Path) -> Iterator[Dumped]:
 
 
 def read_pass_rates(path: Path, correct_at_least: float) -> dict[str, float]:
-    """Read the share of right answers to each prompt, by its text.
+    """Read the share of right answers to each prompt; the keys are the prompts' texts.
 
     Raises:
         DumpError, OSError: as ``read_answers``.

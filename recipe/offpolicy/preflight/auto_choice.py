@@ -67,7 +67,7 @@ def select(setup: Setup) -> Selection:
     """Select corrections by engine, mode, mini-batches, model and trajectory.
 
     For asynchronous data it selects the options in ``correction.recommended``: OPSM on pi / mu covers the engine
-    mismatch and staleness together, and does not need pi_old from the weights that sampled.
+    mismatch and staleness together, and does not need pi_old computed with the weights that sampled.
     """
     decisions = (
         _choose_correction(setup),

@@ -45,8 +45,8 @@ class Setup:
         model: ``moe`` for a mixture of experts.
         trajectory: ``tools`` if tool outputs stand between the model's own tokens.
         minibatches: gradient steps per batch: global batch size / mini-batch size, times epochs.
-        strategy: verl's name of the training backend, which decides whether routes can be replayed.
-        objective: verl's name of the base loss; GSPO replaces routing replay.
+        strategy: verl's name for the training backend, which decides whether routes can be replayed.
+        objective: verl's name for the base loss; GSPO replaces routing replay.
         bounded: ``offpolicy.staleness.eta`` limits staleness.
         adaptive: the staleness limit moves, up to a ceiling.
         program: the verl program with its own staleness, fully_async or one_step_off; None for main_ppo.
@@ -105,7 +105,7 @@ def read_setup(run: Composed) -> Setup:
 
 
 def refuse_setup(run: Composed) -> None:
-    """Refuse keys under ``setup`` if corrections are chosen by name, because these do not read ``setup``.
+    """Refuse keys under ``setup`` if corrections are chosen by name, because then nothing reads ``setup``.
 
     Raises:
         CheckError: unknown keys or values.

@@ -104,7 +104,7 @@ def _run(
         mask = piece["response_mask"].bool()
         # verl's layout: log-probs flat over prompt and response, shifted left by one token.
         model_output = {"log_probs": torch.cat([_shift(r[m]) for r, m in zip(log_prob[rows], mask, strict=True)])}
-        # A split must not change the padded width unless it does so in a run, whose padded width is its longest row.
+        # Each piece is padded to its longest row, as in a run.
         loss = loss + ppo_loss(actor_config, model_output, _trim(piece))[0]
         start += size
     return loss.detach(), torch.autograd.grad(loss, log_prob)[0]

@@ -42,7 +42,7 @@ def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
         bounds = (f"{owner}.{bound['which'] or ''}lower={lower}", f"{owner}.{bound['which'] or ''}upper={upper}")
         if "." in value:
             fixes = bounds if pair else (f"{key}={lower}",)
-        else:  # more often a decimal comma than two bounds
+        else:  # probably a decimal comma, not two bounds
             fixes = (f"{key}={value.replace('_', '.', 1).replace('_', '')}",)
         # No one writes a bound as 02, so 1_02 means 1.02.
         two = pair and fixes != bounds and upper == (upper.lstrip("0") or "0")

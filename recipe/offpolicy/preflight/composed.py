@@ -137,7 +137,7 @@ class Composed(Configured):
 
     @cached_property
     def unknown_age(self) -> str | None:
-        """Why token ages are unknown: no versions are recorded, or several versions sample a row without a record."""
+        """Why token ages are unknown: no versions are recorded, or it is unknown which version sampled which token."""
         resumes = self.program != FULLY_ASYNC or bool(self.get("async_training.partial_rollout", default=True))
         several = self.asynchronous and self.program != ONE_STEP_OFF and resumes
         if self.unknown_versions is None and several and not self.notes_token_versions:
@@ -292,8 +292,8 @@ def choose_proximal(run: Composed) -> ProximalChoice:
     With one gradient step per batch, the weights that would compute pi_old are the weights of that step. According to
     the sources of verl 0.7.1, 0.8.0, 0.9.0 and 0.9.1, for the V0 and V1 trainers, the FSDP engine and the legacy FSDP
     actor, one function computes both log-probs, for the same rows in the same order, and in the same micro-batches if
-    these are configured alike. Any other possible difference between the two is a condition here, and anything unknown
-    counts as different.
+    these are configured alike. This function tests for every other possible difference between the log-probs, and
+    treats anything unknown as a difference.
     """
     values: Any = OmegaConf.to_container(run.config.correction, resolve=True)
     values |= {"proximal": "recompute"}

@@ -50,7 +50,7 @@ class Preflight:
         spec: the correction to train with; None if it could not be read.
         options: the chosen options of the group ``correction``.
         problems: ERROR stops the launch; NO-OP means that a setting has no effect; the others are notes.
-        said: lines about choices that were made, such as by ``correction=auto``.
+        said: lines about choices that were made, for example by ``correction=auto``.
         headline: which correction is on, or UNCORRECTED.
     """
 

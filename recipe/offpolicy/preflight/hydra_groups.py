@@ -43,8 +43,8 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
     """Prefix overrides of our own keys with ``++``, so that our checks, not Hydra, report unknown ones.
 
     ``correction.masks.gsm.low=1`` becomes ``++correction.masks.gsm.low=1``, so that the message lists the known keys
-    instead of advising to append an unknown one. The plus is removed from our groups, as in ``+opd=loss``: Hydra has
-    the group in its defaults list and refuses to append it.
+    instead of suggesting how to append an unknown one. The plus is removed from our groups, as in ``+opd=loss``: Hydra
+    has the group in its defaults list and refuses to append it.
 
     Raises:
         SpecError: ``correction=null``, on which Hydra fails without naming the key; or two ``correction=`` overrides or
@@ -337,7 +337,7 @@ def restore_defaults(problem: Problem) -> Problem:
                 bounds["kind"] = "clip"
             fix = f"Set {' and '.join(set_to(f'{problem.key}.{name}', each) for name, each in bounds.items())} instead."
             whole = set_to(problem.key, {**default, **bounds})
-            return replace(problem, fix=fix, overrides=(whole,) if pair[0] <= 1 else ())  # else the band excludes 1
+            return replace(problem, fix=fix, overrides=(whole,) if pair[0] <= 1 else ())  # any other band excludes 1
         default = _translate(problem.value, default)
     return replace(problem, fix="", overrides=(set_to(problem.key, default),))
 

@@ -69,7 +69,7 @@ def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) ->
         sign = argument[: len(argument) - len(argument.lstrip("+"))]
         choices = getattr(parsed.value(), "list", None) if parsed.is_sweep_override() else None
         if parsed.is_sweep_override() and choices is None:
-            continue  # a range or a glob, which explain_refusal answers
+            continue  # a range or a glob, which explain_refusal reports
         value: Any = parsed.value() if choices is None else list(map(_unquote, choices))
         names = list(_flatten(value))
         flat = isinstance(value, list) and choices is None and not any(isinstance(each, list) for each in value)
@@ -167,7 +167,7 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
 
 
 def find_nearest(name: str, options: Sequence[str]) -> list[str]:
-    """Find the options that a mistyped name may mean, the nearest first; only one if it is clear which."""
+    """Find the options that a mistyped name may mean, the nearest first; only one if the match is clear."""
     bare = {_PUNCTUATION.sub("", option.lower()): option for option in options}
     wanted = _PUNCTUATION.sub("", name.lower())
     if wanted in bare:

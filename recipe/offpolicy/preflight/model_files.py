@@ -18,7 +18,7 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _MODEL = "actor_rollout_ref.model"
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\..*")
 _NOISE = ("dropout", "pdrop", "drop_path", "drop_rate", "layerdrop", "jitter", "noise")
-_HEADS = ("classifier", "summary")  # belong to models that verl's actor does not train
+_HEADS = ("classifier", "summary")  # heads of models that verl's actor does not train
 
 
 def find_experts(config: DictConfig) -> tuple[bool, str] | None:
@@ -140,8 +140,8 @@ def count_largest_tensor(folder: Path, *, stacked: bool = False) -> int | None:
             tensors.
 
     Returns:
-        The number of elements; that of the embedding, vocab_size x hidden_size, if no weight file can be read; None if
-        the configuration lacks these values too.
+        The number of elements; if no weight file can be read, the size of the embedding, vocab_size x hidden_size; None
+        if the configuration lacks these values too.
     """
     counts: dict[str, int] = {}
     for file in list_weights(folder):
@@ -204,7 +204,7 @@ def _count_embedding(folder: Path) -> int | None:
 
 
 def _list_sizes(folder: Path, *names: str) -> list[list[int]]:
-    """List the values of these names in each section of ``config.json`` that has all of them."""
+    """List the values of the keys ``names`` in each section of ``config.json`` that has all of these keys."""
     try:
         values: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -56,7 +56,7 @@ def check_primary(arguments: Sequence[str]) -> None:
         raise SpecError(reason, fix, key="--config-name", value=flags.config_name)
     if file is None:
         if any(map(_SEARCH_PATH.fullmatch, arguments)):
-            return  # which may lead to it
+            return  # the added search path may lead to the file
         places = " or ".join(map(str, folders))
         fix = f"Name its folder with --config-dir, or launch the program that it belongs to, with {_OPTION}."
         raise SpecError(f"there is no such file in {places}.", fix, key="--config-name", value=flags.config_name)

@@ -58,10 +58,10 @@ def _parse(file: Path) -> ast.Module:
 
 @dataclass(frozen=True)
 class LogProbEvidence:
-    """Evidence in an agent loop's source on whether it returns log-probs.
+    """Evidence in an agent loop's source on whether the loop returns log-probs.
 
     Attributes:
-        log_probs: ``unknown`` if the source does not show it.
+        log_probs: ``unknown`` if the source does not show whether they are returned.
         where: file and line of an output created without log-probs; "" if there is none.
     """
 
@@ -77,7 +77,7 @@ class _Module:
 
 
 def find_log_probs(target: str) -> LogProbEvidence:
-    """Search a class, and the code by the same author that it uses, for returned log-probs.
+    """Search a class, and the code from the same author that the class uses, for returned log-probs.
 
     Args:
         target: the class by its dotted name.

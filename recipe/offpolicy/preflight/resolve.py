@@ -143,8 +143,8 @@ def parse_shadows(
     Args:
         names: options of the group ``correction``.
         values: returns an option's plain values; a mandatory value that the option leaves open is "???".
-        default_delta: OPSM's delta in nats per token if the option leaves it open: a report uses this default, a run
-            must set delta.
+        default_delta: OPSM's delta in nats per token if the option leaves it open: a report uses this default, but a
+            run must set delta.
 
     Returns:
         Name -> correction, and a sentence for each delta that was filled in.

@@ -47,7 +47,7 @@ _MADE = ("actor_rollout_ref.rollout", "actor_rollout_ref.model")
 def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
     """Find overrides whose first name resembles, but is not, a section or group of ours, before Hydra composes.
 
-    For ``corection=gsm`` Hydra advises to append the key, after which the run would train uncorrected.
+    For ``corection=gsm`` Hydra suggests appending the key, after which the run would train uncorrected.
     """
     for sign, key, value in _parse_overrides(arguments):
         if (meant := _find_resembled_section(key, value)) is not None:
@@ -114,13 +114,13 @@ def has_key(config: DictConfig, key: str) -> bool:
 
 
 def list_fields(section: Any) -> frozenset[str] | None:
-    """List the fields of the dataclass that verl makes of a section; None if there is none or it cannot be imported."""
+    """List the fields of a section's verl dataclass; None if there is no dataclass or it cannot be imported."""
     target = section.get(TARGET) if isinstance(section, DictConfig) and TARGET in section else None
     if target is None:
         return None
     try:
         return frozenset(field.name for field in dataclasses.fields(get_class(str(target))))
-    except Exception:  # of any type: this machine's packages may differ from those that train
+    except Exception:  # of any type: the training machine may have other packages
         return None
 
 
@@ -183,7 +183,7 @@ def _find_group(tail: Path_, value: str) -> Path_ | None:
 
 
 def _find_verls(segments: Path_, start: int) -> Path_ | None:
-    """Find the verl key set by a group of ours, such as router_replay.mode, that is meant by a wrong key."""
+    """Find the verl key that a wrong key means, among those set by our groups, such as router_replay.mode."""
     meant = find_meant(segments[start:], verls=True) if len(segments) - start > 1 else None
     return meant if meant and meant != segments and not list_paths()[meant] else None
 
@@ -211,7 +211,7 @@ def _find_section(tail: Sequence[str], start: int) -> Path_ | None:
 
 
 def _find_resembled_section(key: str, value: str) -> Path_ | None:
-    """Find our section or group that a key's first name resembles; None if it is one already, or resembles none."""
+    """Find our section or group that a key's first name resembles; None if it is already one, or resembles none."""
     named, _, package = key.partition("@")
     first, *rest = re.split("[./]", named)
     sections, groups = list_sections(), list_groups()

@@ -40,7 +40,7 @@ def evaluate(expression: str, numbers: Mapping[str, str]) -> int:
         numbers: values of the variables in it; missing and empty ones are 0.
 
     Raises:
-        ValueError: it is not integer arithmetic.
+        ValueError: the expression is not integer arithmetic.
     """
     # Inside $((...)) a variable needs no $; && || ! become Python's operators, so that its parser can be used.
     text = re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or ").replace("$", ""))

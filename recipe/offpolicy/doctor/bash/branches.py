@@ -15,7 +15,7 @@ _ROUNDS = 1000  # rounds after which a loop counts as endless
 
 
 class Branches:
-    """The commands that choose which others run; ``interpreter.Interpreter`` runs these.
+    """The commands that decide which other commands run; ``interpreter.Interpreter`` runs the others.
 
     Attributes:
         state: the shell's state.
@@ -29,7 +29,7 @@ class Branches:
         self._broken: Unknown | None = None  # why the loop may have been left in this round
 
     def run(self, commands: list[Command]) -> Truth:
-        """Run commands in order; returns the status of the last."""
+        """Run commands in order, and return the status of the last."""
         status: Truth = True
         for command in commands:
             status = self._run_command(command)
@@ -63,7 +63,7 @@ class Branches:
         return status
 
     def _needs_file(self, end: ScriptEnd, tested: int, condition: list[Command], holds: bool) -> bool:
-        """Return True if an exit with an error is due to a file that is missing here, and note that it is assumed.
+        """Return True if an exit with an error is due to a file that is missing here, and note the assumed file.
 
         With such a condition a script checks that it runs on the launch machine, which may not be this one.
 

@@ -37,7 +37,7 @@ class Test:
 
 @dataclass
 class Chain:
-    """Commands joined by && and ||: each of ``rest`` runs if its operator fits the status before it."""
+    """Commands joined by && and ||: each of ``rest`` runs if its operator matches the preceding status."""
 
     line: int
     first: Command

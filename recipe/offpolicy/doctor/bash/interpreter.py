@@ -43,14 +43,14 @@ from .programs import (
 from .shell_values import Field, ProgramCall, ScriptEnd, ScriptError, ShellState, Unknown
 from .words import WordExpander
 
-_DEPTH = 20  # of scripts and functions that call each other
+_DEPTH = 20  # limit for scripts and functions that call each other
 _LOST = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=.*|--?[A-Za-z][\w-]*(=.*)?", re.S)
 """Words that are not names of programs: overrides and flags."""
 _NAMES = re.compile(r"\$\{?#?([A-Za-z_]\w*)|-v\s+([A-Za-z_]\w*)")
 
 
 class Interpreter(Branches):
-    """An interpreter of parsed commands in a shell state; ``calls`` lists the programs in order."""
+    """An interpreter of parsed commands in a shell state; ``calls`` lists the programs that would run, in order."""
 
     def __init__(self, state: ShellState) -> None:
         super().__init__(state)

@@ -27,7 +27,7 @@ class Token:
         line: counted from 1.
         words: an array's elements, or the document of the operator <<.
         cut: for a newline, why it ends a command whose line seems to be continued by a backslash.
-        indent: blanks before the line's first word, on that word.
+        indent: for a line's first word, the blanks before it.
     """
 
     kind: Kind

@@ -222,7 +222,7 @@ def _transform(asked: Parameter, value: str, word: Field, line: int, expand: Cal
 
 
 def _trim(value: str, pattern: str, operator: str) -> str:
-    """Remove the shortest prefix (#) or suffix (%) that matches the pattern; with a doubled operator the longest."""
+    """Remove the shortest prefix (#) or suffix (%) that matches the pattern; ## and %% remove the longest."""
     ends = range(len(value) + 1)
     if operator.startswith("#"):
         order = ends if operator == "#" else reversed(ends)

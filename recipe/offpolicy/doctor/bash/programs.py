@@ -196,7 +196,7 @@ def find_inner_script(words: list[Field]) -> list[Field] | None:
     """Return what a shell call runs: -c and its text, or a file and its arguments; None for other programs."""
     for index, word in enumerate(words):
         if isinstance(word, str) and re.fullmatch(r"(.*/)?(xargs|parallel)", word):
-            return None  # these change the text
+            return None  # these options change the text
         if isinstance(word, str) and re.fullmatch(r"(.*/)?(ba|z)?sh", word):
             rest = words[index + 1 :]
             while rest and isinstance(rest[0], str) and rest[0].startswith("-") and not rest[0].endswith("c"):

@@ -23,7 +23,7 @@ class Script:
         calls: the programs that it would run, in order.
         looked_at: the script arguments that the script itself reads.
         end: how the script ends before its last line; None if it does not.
-        assumed: what reading assumed about files that do not exist here.
+        assumed: assumptions about files that do not exist here.
     """
 
     calls: list[ProgramCall]

@@ -41,7 +41,7 @@ class Unknown:
     """A value that only running the script would determine.
 
     Attributes:
-        why: a sentence without its end, such as "$NODES is not set".
+        why: a sentence without its full stop, such as "$NODES is not set".
         line: line of the script where the value comes from.
         prefix: known text of the word before it, such as ``trainer.nnodes=``.
         variable: the variable whose default value this is; the default is unused if the environment sets the variable.
@@ -69,7 +69,7 @@ class FileTests:
     Attributes:
         missing: paths that were tested and do not exist here.
         all_exist: answer as if every file existed.
-        assumed: what reading assumed, as sentences without their end.
+        assumed: assumptions made while reading, as sentences without the full stop.
     """
 
     missing: list[str] = field(default_factory=list)

@@ -35,7 +35,7 @@ class _Piece:
 
 
 class WordExpander:
-    """An expander of words in a shell state; ``unset_is_empty`` in tests, where bash continues with an empty value."""
+    """An expander of words in a shell state; ``unset_is_empty`` is set in tests, where bash uses an empty value."""
 
     def __init__(self, state: ShellState, substitute: Substitute, *, unset_is_empty: bool = False) -> None:
         self._state = state

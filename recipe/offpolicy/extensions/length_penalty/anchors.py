@@ -103,7 +103,7 @@ def summarize_lengths(tokens: Tensor, right: Tensor, groups: Mapping[str, Sequen
 
     Returns:
         ``CLASS/mean``, ``CLASS/p50``, ``CLASS/p90``, NaN for a class without sessions, ``CLASS/sequences``, and
-        ``correlation`` of length and correctness within groups, NaN if one of them does not vary.
+        ``correlation`` of length and correctness within groups, NaN if either does not vary.
     """
     members = {name: torch.zeros(len(tokens), dtype=torch.bool) for name in ("easy", "hard")}
     counted = torch.zeros(len(tokens), dtype=torch.bool)

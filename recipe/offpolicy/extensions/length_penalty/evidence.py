@@ -82,13 +82,13 @@ def bound_error(rewards: Sequence[float], *, by_std: bool) -> float:
 
 
 def _state_difference(rewards: Sequence[float]) -> float:
-    """Return whether rewards differ: 0 if rounding explains it, 1 if it cannot."""
+    """Return how certainly rewards differ: 0 if rounding explains the difference, 1 if it cannot."""
     rounding = EQUAL * max(SMALLEST, *map(abs, rewards))
     return min(1.0, max(0.0, _spread(rewards) / rounding - 1)) if len(rewards) > 1 else 0.0
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Sample standard deviation."""
+    """Compute the sample standard deviation."""
     if len(values) < 2:
         return 0.0
     middle = sum(values) / len(values)

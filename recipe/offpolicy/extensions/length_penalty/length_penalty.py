@@ -175,7 +175,7 @@ class LengthPenalty(AdvantageExtension):
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
         if not self._acts and not self._drops:
             return
-        # ``_changed`` counts only its own changes.
+        # ``_changed`` counts only this extension's changes.
         self._sent = hash_advantages(batch, advantages.final)
         if self._acts and self.length.place == "before":
             self._check_estimator(batch, advantages)
@@ -275,7 +275,7 @@ class LengthPenalty(AdvantageExtension):
     # Validation and metrics ---------------------------------------------------------------------------------
 
     def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Fix easy and hard prompts at the first validation from a given step on, and follow them later."""
+        """Fix easy and hard prompts at the first validation at or after a given step, and follow them later."""
         classes, step = self.length.classes, int(trainer.global_steps)
         if classes.from_step is None:
             return run()

@@ -18,7 +18,7 @@ from .settings import LengthSettings, read_length
 
 @dataclass(frozen=True)
 class Measured:
-    """One batch as the penalty sees it; S sessions.
+    """What the penalty uses of one batch, which has S sessions.
 
     Attributes:
         right: (S,) bool.

@@ -20,13 +20,13 @@ def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence
 
     s is the standard deviation by which verl has divided the group's rewards, and 1 if these agree within float32
     rounding, so that the coefficient keeps its meaning in such groups. If penalties differ by more than rewards, 1 / s
-    is bounded: no shift exceeds both the group's largest advantage in verl, at most sqrt(n - 1) for n rows, and the
-    largest |P_i - mean P|. Means of groups are unchanged.
+    is bounded: no shift exceeds the larger of two values, the group's largest advantage in verl (at most sqrt(n - 1)
+    for n rows) and the largest |P_i - mean P|. The groups' mean advantages are unchanged.
 
     Args:
         penalty: (S,) penalty of each session.
         scores: (S,) raw rewards.
-        groups: sessions of each group; others are not shifted.
+        groups: sessions of each group; other sessions are not shifted.
         by_std: verl divides by the standard deviation.
     """
     shift = torch.zeros_like(penalty)
@@ -38,7 +38,7 @@ def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence
 
 
 def _compute_factor(scores: Tensor, largest: float) -> float:
-    """Compute the 1 / s of one group whose penalties are at most ``largest`` from their mean."""
+    """Compute 1 / s for one group whose penalties differ by at most ``largest`` from their mean."""
     scores = scores.double()
     spread = measure_spread(scores, centred=True)
     verls = 1 / (spread.value + EPSILON)
@@ -64,7 +64,7 @@ def penalties(
     coefficient: float,
     anchor: float | None = None,
 ) -> Tensor:
-    """Compute the penalties of one group, (N,) float64, positive where the reward is lowered; no cap.
+    """Compute the penalties of one group, (N,) float64, positive where the reward is lowered, and not capped.
 
     ``uniform``: coefficient T. ``group``: with lam = 1/2 - (T - min) / (max - min), -coefficient lam for a right row
     and -coefficient min(0, lam) for a wrong one, 0 if all rows are equally long (Kimi k1.5, arXiv 2501.12599, section

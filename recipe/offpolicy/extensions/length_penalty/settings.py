@@ -45,7 +45,7 @@ class WarmupSettings:
 
 @dataclass(frozen=True)
 class ClassSettings:
-    """Settings of ``fixed_classes``; ``from_step``: the first validation from then on fixes classes; None: never."""
+    """Settings of ``fixed_classes``; ``from_step``: the first validation at or after it fixes classes; None: none."""
 
     from_step: int | None
     samples: int

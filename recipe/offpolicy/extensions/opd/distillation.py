@@ -186,7 +186,7 @@ class OnPolicyDistillation(Extension):
             self._first.setdefault(source, (row, again))
 
     def _find_eligible(self, batch: BatchView, mask: Tensor) -> Tensor:
-        """Find the eligible rows, (n,) bool: all outputs of an eligible session with a token; counts the shares."""
+        """Find the eligible rows, (n,) bool: the rows with a token in eligible sessions; also count the shares."""
         gate = self.opd.eligible
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         rewards = (batch.scores.double() * mask).sum(-1)
@@ -225,7 +225,7 @@ class OnPolicyDistillation(Extension):
         for source in self._clients:
             check_teacher(student, teacher, self._near_of(source))
         excluded = near & torch.isneginf(teacher)
-        # Finite in transit, with its gap at the bound.
+        # An excluded token is sent as a finite log-prob whose gap is at the bound.
         teacher = torch.where(excluded, student - self.opd.max_gap, teacher)
         gaps = signal.compute_gaps(student, teacher, near, max_gap=self.opd.max_gap)
         divides = self.opd.mode == "advantage"
@@ -234,7 +234,7 @@ class OnPolicyDistillation(Extension):
         self._concordance = math.nan
         for source, alignment in self._alignments.items():
             found = alignment.judge(tally_agreements(student, teacher, self._near_of(source)))
-            # NaN compares as above no number, so it remains only if all values are NaN.
+            # NaN counts as infinite here, so it remains only if all values are NaN.
             known = found.get("concordance_rows", math.nan), self._concordance
             self._concordance = min(known, key=lambda each: math.inf if math.isnan(each) else each)
         self._asked = self._asked or bool(near.any())

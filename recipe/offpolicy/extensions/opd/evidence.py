@@ -1,4 +1,4 @@
-"""Proof of on-policy distillation: the loss saw the teacher's values, and they act as configured."""
+"""Proof of on-policy distillation: the loss received the teacher's values, and they act as configured."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _compute_unrelated_limit(rows: int) -> float:
     """Compute the concordance below which scores of this many rows carry no information about their tokens.
 
     By chance the concordance is 0, with a standard deviation of about 0.7 / sqrt(rows). A teacher may disagree about
-    most tokens of failed rows: a teacher that improves its student had 0.17 on such rows.
+    most tokens of failed rows: a teacher that improved its student had a concordance of 0.17 on such rows.
     """
     return 0.12 - 2.8 / math.sqrt(rows)
 
@@ -101,7 +101,7 @@ def summarize_reports(reports: Sequence[OpdReport], coef: float, epochs: int = 1
     """Compute the workers' metrics of one update; means are NaN if no token was scored.
 
     Args:
-        epochs: number of times that the loss saw each row, which counts once.
+        epochs: number of times that the loss received each row; a row counts once.
     """
     tokens = sum(report.tokens for report in reports)
     own, others = sum(report.teacher_pull for report in reports), sum(report.policy_pull for report in reports)

@@ -155,7 +155,7 @@ class OpdWorker(WorkerExtension):
         return float(error / slope.abs().max().clamp(min=1e-30)), bool((scored & (slope != 0)).any())
 
     def _compare(self, rows: LossRows, teacher: Tensor) -> tuple[float, bool]:
-        """Compare the advantages of eligible rows with those computed from the columns; relative to the largest."""
+        """Compare the advantages of eligible rows with those computed from the columns; the error is relative."""
         mask, settings = rows.response_mask, self.settings
         taught = rows.column(ROW).bool()[:, None] & mask
         seen = rows.column("advantages").float()

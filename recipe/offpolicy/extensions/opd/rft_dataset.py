@@ -1,7 +1,8 @@
 """The data set of rejection fine-tuning, for verl's SFT trainer: ``data.custom_cls``.
 
 verl's own class renders each message by itself. Templates that treat the last answer differently, such as Qwen3's,
-then lose the answer's thinking. Here the prompt is rendered as at rollout, and the answer is appended unchanged.
+then lose the answer's thinking. Here the prompt is rendered exactly as during the rollout, and the answer is appended
+unchanged.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class TeacherSettings:
     """Addresses of the teacher, and limits of the requests to it.
 
     Attributes:
-        urls: addresses of servers of one model; requests go round-robin.
+        urls: addresses of servers that serve one model; requests are distributed round-robin.
         api_key: environment variable with the key that requests send as ``Authorization: Bearer``; None: none.
         headers: header of each request -> the environment variable that holds its value.
         model: served name; None: the only served model.
@@ -54,7 +54,7 @@ class TeacherSettings:
 
 @dataclass(frozen=True)
 class EligibleSettings:
-    """Settings of ``eligibility.eligible``."""
+    """Settings of ``signal.eligible``."""
 
     passed_above: float
     max_pass_rate: float
@@ -88,7 +88,7 @@ class OpdSettings:
         schedule: how ``coef`` changes during training.
         scale: divisor of the advantages: ``std``, the bounded gaps' root mean square; ``mean_std``, their standard
             deviation, after their mean is subtracted; ``none``, or a number.
-        corrected: weight and masks of the correction act on the term like on the policy term.
+        corrected: weight and masks of the correction act on the term as on the policy term.
         extreme: nats from which a gap counts as extreme.
     """
 

@@ -17,7 +17,7 @@ from ...batch.safe_values import check_rewards, measure_spread
 
 
 def find_passed(rewards: Tensor, passed_above: float) -> Tensor:
-    """Find the rewards above a threshold, bool; compared in float32, where 0.3 is not above 0.3.
+    """Find the rewards above a threshold, bool; compared in float32, so that a reward of 0.3 is not above 0.3.
 
     Example:
         >>> find_passed(torch.tensor([0.3, 0.5]).double(), 0.3)
@@ -134,7 +134,7 @@ def compute_scale(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
     ``mean_std`` is the standard deviation about the mean that ``compute_centre`` returns.
     ``std`` is the deviation about 0, because nothing is centred: if a teacher finds all tokens less likely than the
     student does, this is part of the signal. Over n tokens no gap exceeds sqrt(n) times ``std``. The divisor is 1.0 if
-    all gaps are float32 rounding.
+    all gaps are float32 rounding errors.
 
     Raises:
         ValueError: the scale is neither std, mean_std, none nor a finite number above 0.
@@ -172,7 +172,7 @@ def advantages(
             number; see ``compute_scale``.
         horizon: number of tokens of a row that take part, from its first eligible one; later ones get 0, and enter no
             statistic.
-        centre: subtracted from the gaps; None: as ``compute_centre``.
+        centre: value subtracted from the gaps; None: the value of ``compute_centre``.
 
     Raises:
         ValueError: a required log-prob is not a number, shapes differ, or a setting is malformed.
@@ -230,7 +230,7 @@ SENT = (TEACHER, ROW, FACTOR, CENTRE)
 
 
 def describe_missing(arrived: Iterable[str]) -> str:
-    """Describe that teacher log-probs did not reach the loss, and which columns did."""
+    """Say that teacher log-probs did not reach the loss, and which columns did."""
     return (
         f"opd: {TEACHER} did not reach the loss (there: {', '.join(arrived) or 'none of its columns'}). "
         f"Some code selects the columns that go to the workers, and omits those of opd."

@@ -115,7 +115,7 @@ def find_length(settings: TeacherSettings) -> int | None:
 
 
 def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequence[int]]) -> float:
-    """Measure by how many nats log-probs differ between two requests of a row alone and one together with other rows.
+    """Measure by how many nats a row's log-probs differ between requests for it alone and one with other rows.
 
     Args:
         ids: two rows of three or more ids.

@@ -265,7 +265,7 @@ def request(
 
     Raises:
         requests.RequestException: the server is not reachable, or the answer is truncated or late.
-        TeacherError: the answer is longer.
+        TeacherError: the answer is longer than ``limit``.
     """
     left = max(deadline - time.monotonic(), 0.01)
     method, timeout = "GET" if body is None else "POST", (min(CONNECT, left), left)

@@ -26,7 +26,7 @@ def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: in
     Args:
         rates: p of each prompt, in [0, 1].
         total: number of rollouts of all prompts.
-        least, most: bounds of each prompt's number.
+        least, most: bounds of the number of rollouts per prompt.
         k: k of pass@k.
 
     Raises:
@@ -83,7 +83,7 @@ class PassRates:
     prior: tuple[float, float] = (1.0, 1.0)
 
     def add(self, answers: Mapping[str, tuple[int, int]]) -> None:
-        """Add answers of prompts, (answers, right ones) each, and fit the prior again."""
+        """Add each prompt's (answers, right answers), and fit the prior again."""
         if not answers:
             return
         for name, (n, c) in answers.items():
@@ -98,7 +98,7 @@ class PassRates:
         elif bool(found[0]):
             self.prior = (float(a[0]), float(b[0]))
         else:
-            # Prompts that differ no more than by chance: the rate of all answers, as strong as a uniform prior.
+            # If prompts differ no more than by chance, the prior is the overall rate, as strong as a uniform prior.
             given, right = (float((pairs[:, column] * times).sum()) for column in (0, 1))
             self.prior = (2 * (right + 1) / (given + 2), 2 * (given - right + 1) / (given + 2))
 

@@ -1,4 +1,4 @@
-"""Estimators of pass@k, and advantages of one group whose gradient is that of pass@k.
+"""Estimators of pass@k, and advantages of one group, which give the gradient of pass@k.
 
 N samples of a prompt, c of them right, rho(n, c, k) = 1 - C(n - c, k) / C(n, k).
 """
@@ -40,14 +40,14 @@ def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes:
     """Unbiased estimate of pass@k if sampling ends at the first look with enough successes.
 
     (1 - p)^k is estimated by the share of possible sample orders that begin with k failures: paths from k failures to
-    (n, c), over paths from the start, avoiding all points at which sampling would have ended. The estimate of
-    ``unbiased`` is too large in this case. k may be larger than n.
+    (n, c), over paths from the start, avoiding all points at which sampling would have ended. In this case
+    ``unbiased`` overestimates. k may be larger than n.
 
     Args:
         looks: cumulative numbers of samples after which the results are checked, such as 8, 16, 32.
         n, c: samples and successes of a prompt at the look at which it ended.
         k: at most the last look.
-        successes: sampling ends at the first look with this many, or at the last look.
+        successes: sampling ends at the first look with this many successes, or at the last look.
 
     Raises:
         ValueError: k > the last look, c > n, n is not a look, or sampling does not end at or cannot reach this point.
@@ -147,9 +147,9 @@ def advantages(right: Tensor | Sequence[bool], k: int, *, objective: Objective |
     ``loo_minus_one``: k C(N - c, k - 1) / C(N - 1, k - 1) for right rows, 0 for wrong ones: how much the row adds to
     k - 1 others (PKPO, arXiv 2505.15201). Unbiased; at k = N it is N times verl's ``grpo_passk`` without std.
 
-    ``analytic``: the mean over all subsets of k, by mean and std of their rewards (arXiv 2508.10751, eq. 11 to 14).
-    Sums to 0; its scale 1 / sqrt(R (1 - R)) makes it another objective, at most sqrt(N - 1). 0 if every subset of k
-    holds a right row, or none does.
+    ``analytic``: the mean over all subsets of k rows that contain the row, with the subsets' rewards normalised by
+    their mean and std (arXiv 2508.10751, eq. 11 to 14). Its sum is 0, and its size at most sqrt(N - 1); the scale
+    1 / sqrt(R (1 - R)) makes it a different objective. It is 0 if every subset has a right row, or none has.
 
     ``groups``: rows are split into N / k groups, and each row gets its group's best reward minus the mean over groups;
     its mean over splits is ``analytic`` before scaling, with much more variance. Needs a k that divides N.

@@ -50,7 +50,7 @@ def find_wrong_chance(
 
     Args:
         chances: probabilities of all prompts.
-        counts: answers and right ones of some prompts, by their number.
+        counts: number of a prompt -> (its answers, its right answers), for some prompts.
         prior: a and b of the Beta over all prompts.
         n: rollouts per prompt.
         share: share of uniform draws.
@@ -59,7 +59,7 @@ def find_wrong_chance(
     a, b = prior
 
     pairs = {counts.get(str(prompt), (0.0, 0.0)) for prompt in range(len(chances))}
-    # Relative to the hardest prompt's, whose power is the largest.
+    # Powers are relative to the hardest prompt's, which is the largest.
     hardest = max((b + answers - right) / (a + b + answers) for answers, right in pairs)
 
     def state_worth(answers: float, right: float) -> float:
@@ -77,10 +77,10 @@ def find_wrong_chance(
 
 
 def _find_in_deal(seen: Sequence[float], right: Sequence[bool], k: int) -> str | None:
-    """A split of n rows in which w groups hold a right one: k w rows get 1 - w k / n, the others -w k / n."""
+    """Check a split of n rows; if w groups have a right row, k w rows get 1 - w k / n, the others -w k / n."""
     n = len(right)
     if not any(right) or (k * sum(right) >= n and all(abs(value) <= ERROR for value in seen)):
-        # No group holds a right row, or each does.
+        # No group has a right row, or every group has one.
         return next(
             (f"rollout {at} of {n} has {value:.6g}" for at, value in enumerate(seen) if abs(value) > ERROR), None
         )

@@ -50,10 +50,11 @@ class PassAtKSettings:
     """Settings of one run.
 
     Attributes:
-        objective: see ``training.advantages``; none: advantages are verl's.
+        objective: see ``estimators.advantages``; none: advantages are verl's.
         k: k of the objective, and of budgets.
         correct_at_least: smallest score of a right row.
-        schedule: (step, k) in increasing steps, k from that step on; None: ``k`` throughout. 1: verl's own estimator.
+        schedule: pairs (step, k), sorted by the step from which k applies; None: ``k`` throughout. Where k is 1, verl's
+            own estimator trains.
         seed: seed of the splits of ``groups`` and of the draws of prompts.
     """
 

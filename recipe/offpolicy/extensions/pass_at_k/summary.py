@@ -35,8 +35,8 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
         a, b.
 
     Raises:
-        NotIdentified: one prompt, all right, all wrong, one sample per prompt, prompts that are each all right or all
-            wrong, or counts that scatter no more than with one rate for all prompts.
+        NotIdentified: there is only one prompt, or one sample per prompt; or each prompt's samples are all right or all
+            wrong; or the counts scatter no more than with one rate for all prompts.
         ValueError: invalid counts.
     """
     n, c = _counts(n, c)
@@ -113,13 +113,13 @@ def extrapolate_with_intervals(
 def maximise_likelihood(n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Maximise the Beta-binomial likelihood, for several weightings of the same counts at once.
 
-    Newton's steps on (log a, log b), damped so that the likelihood never falls.
+    Takes Newton's steps on (log a, log b), damped so that the likelihood never falls.
 
     Args:
         n, c: (U,) float64 counts.
-        weights: (D, U) how many prompts have each.
+        weights: (D, U) number of prompts with each pair of counts.
 
-        weights: (D, U) number of prompts with each count.
+    Returns:
         (D,) a, (D,) b and (D,) bool, False where the likelihood has no maximum inside.
     """
     total = weights.sum(-1, keepdim=True).clamp(min=1e-300)
@@ -132,7 +132,7 @@ def maximise_likelihood(n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tensor, 
         gradient, hessian = _derivatives(x, n, c, weights)
         if bool((gradient.abs().amax(-1) < 1e-11).all()):
             break
-        # Damping by the smallest eigenvalue makes it positive definite.
+        # Damping by the smallest eigenvalue makes the negative Hessian positive definite.
         floor = torch.linalg.eigvalsh(-hessian)[:, 0].clamp(max=0).abs()
         shift = (floor + damping)[:, None, None] * torch.eye(2, dtype=torch.float64)
         step = torch.linalg.solve(shift - hessian, gradient)
@@ -240,7 +240,7 @@ def summarize(
 
     Args:
         n, c: samples and right ones of each prompt.
-        ks: values of k for unbiased estimates; those above a prompt's samples are left out.
+        ks: values of k for unbiased estimates; values above a prompt's number of samples are left out.
         extrapolate: values of k for the Beta-binomial fit.
         stopping: the rule by which sampling ended early; None: n was fixed beforehand.
     """

@@ -179,7 +179,7 @@ def replaced(trainer: Any, loader: Any) -> Iterator[None]:
 
 @contextmanager
 def apart(trainer: Any, number: int) -> Iterator[None]:
-    """Prevent a further round from overwriting the first one's dump and table of samples."""
+    """Prevent a further round from overwriting the first round's dump and table of samples."""
     section = trainer.config.trainer
     folder, shown = section.get("validation_data_dir"), section.get("log_val_generations")
     with open_dict(section):

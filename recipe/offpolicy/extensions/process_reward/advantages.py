@@ -66,8 +66,8 @@ def token_advantages(
         ValueError: as ``normalize_utilities``.
 
     Example:
-        One response of two episodes and one of one, of the same prompt: mean 0.1667, standard deviation 0.2517, root
-        mean square 0.2646. ``zscore`` makes the progress of the first row a loss.
+        Two responses to one prompt, the first with two episodes, the second with one; their utilities have mean 0.1667,
+        standard deviation 0.2517 and root mean square 0.2646. ``zscore`` turns the first row's progress into a loss.
 
         >>> u = torch.tensor([[0.0, 0.2, 0.0, -0.1], [0.0, 0.4, 0.0, 0.0]])
         >>> at, mask = u != 0, torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
@@ -86,9 +86,9 @@ def normalize_utilities(
 ) -> Tensor:
     """Normalise utilities by the statistics of their group over its n positions, (B, T) float64, 0 elsewhere.
 
-    ``zscore`` subtracts the group's mean and divides by its unbiased standard deviation: at most sqrt(n - 1), and 0 if
-    utilities agree within float32 rounding. ``scale`` divides by the root mean square: at most sqrt(n), and 0 if all
-    utilities are rounding. ``none`` leaves utilities unchanged.
+    ``zscore`` subtracts the group's mean and divides by its unbiased standard deviation; the result is at most
+    sqrt(n - 1), and 0 if utilities agree within float32 rounding. ``scale`` divides by the root mean square; the result
+    is at most sqrt(n), and 0 if all utilities are rounding errors. ``none`` leaves utilities unchanged.
 
     Raises:
         ValueError: shapes differ, a utility at a position is not finite, or ``normalize`` is unknown.

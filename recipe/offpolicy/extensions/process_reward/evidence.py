@@ -49,8 +49,8 @@ def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: S
         rows: rows to check, in this order.
 
     Returns:
-        Number of checked rows, at most ``MOVED_ROWS``; rows with a single episode, or with none that counts, show
-        nothing.
+        Number of checked rows, at most ``MOVED_ROWS``; rows with a single episode, or with no episode that
+        counts, show nothing.
 
     Raises:
         LivenessError: utilities were moved, but the advantages did not change.
@@ -81,7 +81,7 @@ def check_penalty(found: BatchUtilities, waste: Tensor, taken: Tensor, penalty: 
         mask: (n, T) bool, response tokens.
 
     Raises:
-        LivenessError: a token loses another amount.
+        LivenessError: a token's advantage is lowered by a different amount.
     """
     for row in waste.any(-1).nonzero()[:MOVED_ROWS, 0].tolist():
         ends = [end for end in found.rows[row].ends if waste[row, end - 1]]
@@ -95,7 +95,7 @@ def check_penalty(found: BatchUtilities, waste: Tensor, taken: Tensor, penalty: 
 
 
 def choose_prefixes(rows: Sequence[RowValues], floor: float, seed: int) -> list[tuple[int, int]]:
-    """Choose ``COMPARED`` random (row, number of the value), among those that are not at the floor."""
+    """Choose ``COMPARED`` random pairs (row, number of the value) whose values are not at the floor."""
     there = [
         (row, number) for row, each in enumerate(rows) for number, value in enumerate(each.values) if value > floor
     ]
@@ -125,11 +125,11 @@ def check_column(rows: Sequence[RowValues], floor: float) -> bool:
 
 
 def check_related(values: Sequence[float], own: Sequence[float], checker: AlignmentChecker) -> None:
-    """Check values of an engine whose weights are older than the trainer's: both must rank prefixes alike.
+    """Check values of an engine whose weights are older: engine and trainer must rank prefixes alike.
 
     Raises:
-        LivenessError: all are 0, but the trainer is uncertain.
-        AlignmentError: over enough prefixes, the two agree only by chance.
+        LivenessError: all values are 0, although the trainer is not certain of the answers.
+        AlignmentError: over enough prefixes, the rankings agree only by chance.
     """
     engine, trainer = torch.tensor(values)[:, None], torch.tensor(own)[:, None]
     there = torch.ones_like(engine, dtype=torch.bool)
@@ -148,13 +148,13 @@ def check_forward(values: Sequence[float], own: Sequence[float], tolerance: floa
     Args:
         values: V of each prefix.
         own: V of the same prefixes by the trainer.
-        tolerance: nats.
+        tolerance: largest accepted difference, in nats.
 
     Returns:
         The largest difference, in nats.
 
     Raises:
-        LivenessError: they differ by more than the tolerance.
+        LivenessError: the values differ by more than the tolerance.
     """
     apart = [abs(one - other) for one, other in zip(values, own, strict=True)]
     # NaN is the worst.

@@ -46,7 +46,7 @@ class RequestMemory:
         return getattr(self._client, name)
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        """Generate like the client."""
+        """Generate as the client does."""
         _request.set(request_id)
         return await self._client.generate(request_id, **kwargs)
 
@@ -90,7 +90,7 @@ class ScoringWorker:
         return await super()._agent_loop_postprocess(output, validate, **kwargs)  # type: ignore[misc]
 
     async def _continue(self, output: Any, found: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Sample rollouts from one prefix of a row, if it is in a check, and reward them as verl does."""
+        """Sample rollouts from one prefix of a row, if the row is in a check, and reward them as verl does."""
         settings, version = self._settings.monte_carlo, found.get("version")
         chosen = choose_prefix(settings, version, output.response_ids, found["ends"]) if found["values"] else None
         if chosen is None:

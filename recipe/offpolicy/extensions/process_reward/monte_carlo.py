@@ -1,6 +1,6 @@
-"""Monte-Carlo values of a few prefixes: the mean reward of complete rollouts from them, a check of the log-prob value.
+"""Monte-Carlo values of a few prefixes, the mean rewards of complete rollouts from them, to check log-prob values.
 
-VinePPO's estimate of V(prefix) (arXiv:2410.01679): unbiased, and too expensive for every prefix.
+This is VinePPO's estimate of V(prefix) (arXiv:2410.01679), which is unbiased but too expensive for every prefix.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def continue_prefix(
 
 
 def compute_rank_correlation(one: Tensor, other: Tensor) -> float:
-    """Compute Spearman's rank correlation, with mean ranks of ties; NaN if one of them does not vary.
+    """Compute Spearman's rank correlation, with mean ranks for ties; NaN if ``one`` or ``other`` does not vary.
 
     Example:
         >>> compute_rank_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.1, 0.9, 0.5]))

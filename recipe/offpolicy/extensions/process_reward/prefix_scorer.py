@@ -259,7 +259,7 @@ class RowValues:
     Attributes:
         ends: ends of its episodes, exclusive.
         values: V_0..V_m; empty for a row that was not scored.
-        version: version of the weights with which all of them were computed.
+        version: version of the weights with which all values were computed.
         answers: (ids of force prompt and answer, number of the answer's ids) of each alternative.
         best: the alternative of each value.
         requests, forward, cached, rescored: number of requests, of their tokens that were computed, of their tokens

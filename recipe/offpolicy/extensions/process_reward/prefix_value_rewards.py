@@ -184,7 +184,7 @@ class PrefixValueRewards(AdvantageExtension):
         )
 
     def _watch(self, separation: float) -> None:
-        """Warn if the values of passed rows were not higher than those of failed ones for long."""
+        """Warn if the values of passed rows have long not been higher than those of failed rows."""
         self._unfit = self._unfit + 1 if separation < UNFIT else 0
         if self._unfit == UPDATES:
             logger.warning(
@@ -194,7 +194,7 @@ class PrefixValueRewards(AdvantageExtension):
             )
 
     def _deal(self, batch: BatchView, mask: Tensor, values: Tensor, *, penalty: Tensor | float) -> Tensor:
-        """Compute coef * the process advantages (n, T) of utilities (n, T); 0 in rows that must not have any."""
+        """Compute coef times the process advantages (n, T) of utilities (n, T); 0 in rows that must not get any."""
         assert self._utilities is not None
         dealt = token_advantages(
             values.double(),
@@ -236,7 +236,7 @@ class PrefixValueRewards(AdvantageExtension):
 
     @property
     def _penalty(self) -> Tensor:
-        """(n, T) float64, by which normalised utilities are lowered."""
+        """The amounts by which normalised utilities are lowered, (n, T) float64."""
         return self.process.waste.penalty * self._waste.double()
 
     def worker(self) -> ProcessWorker:

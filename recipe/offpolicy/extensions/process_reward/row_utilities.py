@@ -125,9 +125,9 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
 
 
 def find_waste(found: BatchUtilities, within: float, floor: float) -> Tensor:
-    """Find the last tokens of wasted episodes, (n, T) bool: |U| <= ``within``, with values that are not at the floor.
+    """Find the last tokens of wasted episodes, (n, T) bool: those with |U| <= ``within``.
 
-    The utility between two values at the floor is unknown, not 0.
+    An episode between two values at the floor does not count: its utility is unknown, not 0.
     """
     waste = found.positions & (found.values.abs() <= within)
     for row, each in enumerate(found.rows):
@@ -183,7 +183,7 @@ def compute_covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def summarize_values(found: BatchUtilities, scores: Tensor) -> dict[str, float]:
-    """Compute the metrics of a batch's values; ``scores`` (n,) are the rows' rewards, rows above 0 passed."""
+    """Compute the metrics of a batch's values; ``scores`` (n,) are the rows' rewards, and a row above 0 has passed."""
     scored, passed = found.scored, scores > 0
     firsts = torch.tensor([each.values[0] if each.values else math.nan for each in found.rows])
     lasts = torch.tensor([each.values[-1] if each.values else math.nan for each in found.rows])

@@ -2,7 +2,7 @@
 
 Patched in verl 0.9.1: ``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of
 ``vLLMReplica``, ``vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, ...)``, and
-``extract_prompt_logprobs(output, num_prompt_logprobs, result_dict)``, through which it reads log-probs of a prompt.
+``extract_prompt_logprobs(output, num_prompt_logprobs, result_dict)``, with which the server reads prompts' log-probs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class MonteCarloSettings:
 
     Attributes:
         every: versions of the weights between two checks; None: never.
-        share: share of a check's rows, one prefix each.
+        share: share of the rows that take part in a check, with one prefix each.
         samples: rollouts from a prefix.
     """
 
@@ -41,7 +41,7 @@ class ProcessSettings:
     Attributes:
         force_prompt: text between a prefix and the answer.
         think_end: episodes end before it; empty: the whole response is reasoning.
-        markers, max_tokens, max_episodes: see ``episodes.episode_ends``.
+        markers, max_tokens, max_episodes: see ``prefix_scorer.episode_ends``.
         max_answer_tokens: limit of the answer, tokenised with the force prompt.
         max_answers: limit of alternative answers in the ground truth; the likeliest one counts.
         floor: lower bound of a value, in nats.

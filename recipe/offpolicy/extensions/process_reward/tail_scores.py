@@ -1,7 +1,7 @@
-"""Log-probs of answers forced after prefixes of one row, by the rollout server that sampled it, in its own process.
+"""Log-probs of answers forced after prefixes of one row; this code runs in the rollout server that sampled the row.
 
-vLLM returns log-probs of a prompt's tokens (``prompt_logprobs``). At positions read from its prefix cache these are
-uninitialised memory, with ids of other requests, so only values accepted by ``read_answer`` are used.
+vLLM returns log-probs of a prompt's tokens (``prompt_logprobs``). At positions read from vLLM's prefix cache, these
+log-probs are uninitialised memory, with ids of other requests, so only values accepted by ``read_answer`` are used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Tail:
         end: end of the prefix, exclusive, in the row's ids.
         ids: ids of force prompt and answer.
         answer: number of last ids that form the answer.
-        may_read: the prefix may come from the cache; False if siblings force the same tail, which is cached as well.
+        may_read: the prefix may come from the cache; False if siblings force the same tail, which would then be cached
+            as well.
     """
 
     end: int

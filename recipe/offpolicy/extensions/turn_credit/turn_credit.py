@@ -205,7 +205,7 @@ class TurnCredit(AdvantageExtension):
 
 
 def _number_turns(mask: Tensor, sessions: Sessions) -> tuple[Tensor, Tensor, Tensor]:
-    """Number turns over a session's rows, (n, T) per token; also return turn counts per row, (n,), and session (S,)."""
+    """Number turns over a session's rows, (n, T) per token; also return turn counts per row (n,) and session (S,)."""
     index = turns(mask)
     of_row = torch.where(mask.any(-1), index.amax(-1) + 1, 0)
     counts = torch.zeros(len(sessions.last), dtype=torch.int64)

@@ -96,7 +96,7 @@ def _find_unknown_keys(run: Composed, section: str, parts: tuple[str, ...]) -> P
         if instead := next((place for place in _find_keys(run, name) if place != key), None):
             overrides += [*remove(key, value), set_to(instead, value)]
             sentences.append(f"Set {instead} instead of {key}.")
-        elif name == "grad_offload":  # of verl up to 0.9.0
+        elif name == "grad_offload":  # a key of verl up to 0.9.0
             overrides += remove(key, value)
             sentences.append("Delete it: param_offload frees the gradients' memory too.")
         else:

@@ -153,7 +153,7 @@ def check_proximal(run: Composed) -> Iterator[Problem]:
         fix = f"Set {PROXIMAL}=recompute."
         yield run.problem(PROXIMAL, f"{why}, and mu is not pi_old.", fix, recompute, parts, value=value)
     if value in ("reuse", "loglinear"):
-        same = recompute if value == "reuse" else {}  # the same pi_old, computed; loglinear is another
+        same = recompute if value == "reuse" else {}  # recompute gives the same pi_old as reuse, but not as loglinear
         estimator = run.get(ESTIMATOR)
         for reads, who, other in (
             (run.get(KL_IN_REWARD), "the KL in the reward", f"{KL_IN_REWARD}=false"),

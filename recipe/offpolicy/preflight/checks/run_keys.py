@@ -144,7 +144,7 @@ def check_micro_batches(run: Composed) -> Iterator[Problem]:
         yield run.problem(key, reason, "", {key: dynamic}, ())
         return
     if ranks is None or (path.worker == "legacy" and path.strategy == "megatron"):
-        return  # the latter splits unevenly
+        return  # the legacy Megatron worker splits unevenly
     size, each = run.actor.ppo_mini_batch_size, run.rollout.n
     rows = size * each
     if rows < ranks or (rows % ranks and path.worker == "engine"):
@@ -223,8 +223,8 @@ def check_by_verl(run: Composed) -> Iterator[Problem]:
         with contextlib.redirect_stdout(io.StringIO()):
             validate_config(config=tried, use_reference_policy=need_reference_policy(tried), use_critic=False)
     except ImportError:
-        return  # of this machine, which may not be the one that trains
-    except Exception as error:  # of any type: it would stop the launch
+        return  # a package is missing on this machine, which may not be the one that trains
+    except Exception as error:  # an error of any type would stop the launch
         cause = error.__cause__ or error
         yield _build_refusal(run, " ".join(str(cause).split()) or type(cause).__name__)
 

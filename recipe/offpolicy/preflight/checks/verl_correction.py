@@ -10,8 +10,8 @@ ignored. From the sources of 0.7.1, 0.8.0, 0.9.0 and 0.9.1:
 * ``rollout.calculate_log_probs``, false by default up to 0.8.0: if it is false, the trainer skips its correction.
 * ``actor.use_rollout_log_probs``: read only by the legacy FSDP actor in 0.7.1.
 * ``actor.router_replay``: read only by the legacy Megatron actor in 0.7.1. Engines read the key of that name below
-  ``actor.megatron`` and ``actor.veomni``. verl's FSDP engine replays nothing; with our V1 trainer for 0.9.1 it does if
-  the key below ``actor.fsdp_config`` is set.
+  ``actor.megatron`` and ``actor.veomni``. verl's FSDP engine replays nothing; with our V1 trainer for 0.9.1 it replays
+  routes if the key below ``actor.fsdp_config`` is set.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def check_not_both(run: Composed) -> Iterator[Problem]:
     for key, value in run.changed.items():
         known = key in DEFAULTS
         if known and value is None:
-            continue  # asks for nothing
+            continue  # null requests nothing
         name = f"{VERL}.{key}"
         overrides: tuple[str, ...] = ()
         back = set_to(name, DEFAULTS[key]) if known else f"~{name}"
@@ -172,7 +172,7 @@ def _build_move(key: str, value: object, instead: str) -> tuple[str, ...]:
 
 def check_decoupled(run: Composed) -> Iterator[Problem]:
     """Check that every key that another key requires is set, and that mu is computed."""
-    own = {key: value for key, value in run.changed.items() if value is not None}  # null asks for nothing
+    own = {key: value for key, value in run.changed.items() if value is not None}  # null requests nothing
     if not run.spec.is_none or not own:
         return
     for key, (needed, because) in UNREAD.items():
