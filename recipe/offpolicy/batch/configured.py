@@ -41,7 +41,8 @@ class Configured:
         Args:
             sets: the overrides that fix the problem, or keys and their values.
             parts: corrections that the problem concerns; None: the ``parts`` of this configuration.
-            alongside: other keys without whose values the key would be fine; a mapping overrides their present values.
+            alongside: other keys whose values make this key's value a problem; a mapping overrides their present
+                values.
             more: a ``value`` that is not in the configuration, or other fields of ``Problem``.
         """
         overrides = [set_to(*each) for each in sets.items()] if isinstance(sets, Mapping) else sets

@@ -26,7 +26,7 @@ class Key:
     Attributes:
         fits: returns True for an accepted value.
         words: description of accepted values, after "expected".
-        read_with: (another key, its value, or ... for any value except null) without which this key is unused.
+        read_with: (another key, the value that it must have for this key to be used, or ... for any value except null).
         options: the accepted words; the most similar one is proposed if there is no default.
     """
 
@@ -107,7 +107,7 @@ class Section:
             yield from self._find_contradictions({**default, **known})
 
     def _replace(self, name: str, value: Any, default: Any) -> tuple[str, ...]:
-        """Build the override that sets the intended value, else the default, else the hint if null disables the key."""
+        """Build the override: the intended value, else the default, else the hint if the key is off at null."""
         meant = [number for number in read_numbers(value) if self.keys[name].fits(number)]
         near = find_closest(value, self.keys[name].options, 0.7) if isinstance(value, str) else None
         usual = default if default is not None else (self.hints or {}).get(name)

@@ -19,7 +19,7 @@ from .micro_batch import MicroBatch, flatten, read_scale
 LOG_PROBS = "offpolicy_likeliest_log_probs"
 """Key of a model output: (tokens, K) log pi of the likeliest tokens, nested by row, each position before its token."""
 ROLLOUT_LOG_PROBS = "offpolicy_likeliest_rollout_log_probs"
-"""Key of a model output: their log mu, 0 or less, -inf where there is no token."""
+"""Key of a model output: log mu of the likeliest tokens, 0 or less, -inf where there is no token."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _read(output: Mapping[str, Any], key: str, batch: MicroBatch) -> Tensor:
 def compute_centering_term(
     spec: CorrectionSpec, batch: MicroBatch, step: StepStage, likeliest: LikeliestTokens
 ) -> Tensor:
-    """Compute A C of each token, (B, T), differentiable; 0 where a mask that C does not contain drops the token.
+    """Compute A C of each token, (B, T), differentiable; 0 where a mask that is not part of C drops the token.
 
     Args:
         step: the decisions of ``spec`` on the batch.

@@ -1,4 +1,4 @@
-"""Adapter of verl's micro-batch: reads it and writes weights; no other module depends on its keys and layouts.
+"""Adapter that reads verl's micro-batch and writes weights to it; no other module depends on its keys and layouts.
 
 verl 0.9.1 calls the engine's loss as ``loss_fn(model_output=..., data=TensorDict, dp_group=...)``. Response tensors
 are nested by row on the V1 trainer and padded (B, T) on V0; ``model_output["log_probs"]`` is nested over prompt and
@@ -58,7 +58,7 @@ FULL_LOG_PROBS = "offpolicy_full_log_probs"
 WITHHELD = "offpolicy_withheld"
 """Key of a model output: flags, one position early, of tokens left out of the policy term: their support is unknown."""
 SUPPORT_SIZE = "offpolicy_support_size"
-"""Key of a model output, and of a recorded column: size of each token's support, 0 if unknown."""
+"""Key of a model output and of a recorded column: the size of each token's support, 0 if unknown."""
 VERSIONS_SEALED = "versions"
 """Name of the seal of the oldest and newest version of each row's weights."""
 TOKEN_VERSIONS_SEALED = "token_versions"
@@ -114,7 +114,7 @@ class MicroBatch:
 
     @cached_property
     def policy_mask(self) -> Tensor:
-        """(B, T) bool, response tokens on which the correction decides, without the withheld ones."""
+        """(B, T) bool, response tokens on which the correction decides; withheld tokens are excluded."""
         return self.response_mask if self.withheld is None else self.response_mask & ~self.withheld
 
     @cached_property
@@ -131,7 +131,7 @@ class MicroBatch:
         }
 
     def detached(self) -> MicroBatch:
-        """Detach the rows: without gradient, and without keeping the engine's tensors alive."""
+        """Detach the rows from the gradient; the copy does not keep the engine's tensors alive."""
         return replace(self, log_prob=self.log_prob.detach(), layout=None, model_output={}, data=TensorDict())
 
     def padded_output(self) -> Mapping[str, Any]:
@@ -149,10 +149,10 @@ class MicroBatch:
         return changed
 
     def leaf(self) -> tuple[dict[str, Any], Tensor]:
-        """Copy the model output detached, with its log-probs as a new leaf and no token withheld.
+        """Copy the model output, detached, with its log-probs as a new leaf tensor and no token withheld.
 
         Returns:
-            The model output for a loss, and the (total tokens,) leaf whose gradient to take.
+            The model output for a loss, and the (total tokens,) leaf at which the gradient must be taken.
         """
         log_probs = self.model_output["log_probs"]
         leaf = flatten(log_probs).detach().clone().requires_grad_()
@@ -176,7 +176,7 @@ class MicroBatch:
         return replace(self, model_output=output | {"log_probs": _laid_out(changed, self.model_output["log_probs"])})
 
     def data_with(self, plan: SharedPlan | None = None, /, **tensors: Tensor | None) -> TensorDict:
-        """Copy verl's micro-batch by ``with_tensors``, with another plan if one is given."""
+        """Copy verl's micro-batch with ``with_tensors``, and replace its plan if ``plan`` is given."""
         changed = with_tensors(self.data, **tensors)
         if plan is not None:
             tu.assign_non_tensor(changed, **{PLAN: plan})
@@ -197,7 +197,7 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
                 else "this path of verl does not send it to the loss"
             )
             raise KeyError(f"{key} is not in the micro-batch that reached the loss: {fix}")
-    # Rows of the legacy actors are all padded, and come without their prompts.
+    # Legacy actors pad all rows, and omit the prompts.
     layout = None if _is_padded(model_output["log_probs"]) else Layout.of(data)
     columns = {key: data[key] if layout is None else pad_column(data[key], layout, key) for key in _NEEDED}
     response_mask = columns["response_mask"].bool()
@@ -237,7 +237,7 @@ def decide_with_shadows(
 ) -> tuple[dict[str, Statistic], dict[str, Statistic]]:
     """Run ``decide``, and measure the effect that the shadow corrections would have on this micro-batch.
 
-    They use the pi_old of ``spec``.
+    The shadow corrections use the pi_old of ``spec``.
     """
     stage = _first_stage(spec, batch, "all")
     statistics = _stepped(spec, stage, batch).statistics | count_unknown_versions(batch)
@@ -327,7 +327,7 @@ def choose_pi_old(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
 
 
 def compute_staleness(batch: MicroBatch) -> Tensor | None:
-    """Compute int64 steps from the weights that sampled to those at the start of this step, on the batch's device.
+    """Compute each row's or token's age in steps, at the start of this step: int64 on the batch's device.
 
     (B, T) if versions are recorded per token, (B,) otherwise; None if verl does not record them or the trainer sent no
     plan.
@@ -379,7 +379,7 @@ def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
 
 
 def check_engine(batch: MicroBatch) -> DeferredValue[None]:
-    """Compare tokens and mask with the columns that only the engine reads: the model's input, and the mask it counts.
+    """Compare tokens and mask with the columns that only the engine reads: model input and counted mask.
 
     Raises:
         SealError: when fetched, they differ.
@@ -399,7 +399,7 @@ def find_token_versions(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Ten
         rows: with "response_mask" and the keys that ``read_versions`` reads.
 
     Raises:
-        SealError: they differ from those that the rollout servers' client recorded.
+        SealError: the versions differ from those that the rollout servers' client recorded.
     """
     if not spec.reads_token_versions:
         return {}
@@ -444,7 +444,7 @@ def _read_withheld(model_output: Mapping[str, Any], data: TensorDict, layout: La
 def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:
     """Copy the micro-batch, shallowly, with added padded (B, T) tensors; None removes the key."""
     removed = {key for key, tensor in tensors.items() if tensor is None}
-    # ``copy`` would copy each row's objects, about 0.6 ms per row of verl's.
+    # ``copy`` would also copy each row's objects, which takes about 0.6 ms per row of verl's batches.
     changed = data.select(*(key for key in data.keys() if key not in removed))
     for key, tensor in tensors.items():
         if tensor is not None:

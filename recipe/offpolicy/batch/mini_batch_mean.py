@@ -1,6 +1,6 @@
 """verl's mini-batch mean, as verl's own loss computes it in each micro-batch, and the check of its denominators.
 
-verl adds up the losses of micro-batches and ranks. ``agg_loss`` divides each by ``batch_num_tokens`` or by
+verl adds up the losses of micro-batches and ranks. ``agg_loss`` divides each loss by ``batch_num_tokens`` or by
 ``global_batch_size``, and multiplies it by ``dp_size``, because the engine averages gradients over the ranks.
 """
 
@@ -21,7 +21,8 @@ from ..correction.deferred_value import DeferredValue
 from .seals import LivenessError, SealError
 
 Shares = dict[str, float]
-"""Denominator -> the share that some micro-batches fill; it is 1 for one optimizer step's, from all ranks."""
+"""Denominator -> the share of it that some micro-batches fill; all micro-batches of an optimizer step, over all ranks,
+fill 1."""
 _TOKENS, _ROWS = "batch_num_tokens", "global_batch_size"
 
 
@@ -48,7 +49,7 @@ def check_ranks(data: TensorDict, dp_group: Any) -> None:
     """Check that ``dp_size`` is the size of the engine's group of data-parallel ranks, if both are known.
 
     Raises:
-        SealError: it differs.
+        SealError: the two differ.
     """
     sent = tu.get_non_tensor_data(data, "dp_size", None)
     if dp_group is None or sent is None or sent == (ranks := torch.distributed.get_world_size(dp_group)):

@@ -1,4 +1,4 @@
-"""Positions of a micro-batch's responses in verl's two layouts, their padding, and splits by similar row length.
+"""Positions of a micro-batch's responses in verl's two layouts, their padding, and splits into rows of similar length.
 
 verl's ``no_padding_2_padding`` slices row by row, with lengths that it reads from the device, and each nested column
 costs torch one pass. Here one index table serves every column, without a host transfer.
@@ -28,7 +28,7 @@ class Layout:
     Attributes:
         prompts, responses: (B,) int64, number of tokens of each row.
         width: T, number of tokens of the longest response, or verl's padded width.
-        tokens: total response tokens; None if they are padded and the host does not know.
+        tokens: total number of response tokens; None if they are padded and the number is not known on the host.
     """
 
     prompts: Tensor
@@ -63,7 +63,7 @@ class Layout:
         Padding is 0.
 
         Args:
-            values: (total tokens,) or (total tokens, K), each token's position holds the value of the next token.
+            values: (total tokens,) or (total tokens, K); each token's position holds the value of the next token.
         """
         return self._gathered(values, self._of_output)
 
@@ -108,7 +108,7 @@ class Layout:
 def values_of(column: Any) -> Tensor:
     """Return the concatenated rows of a nested column, outside autograd; a padded column is returned unchanged.
 
-    ``values()`` makes a view that autograd tracks, which takes as long as ten operations on a small batch.
+    ``values()`` makes a view that autograd tracks; on a small batch this takes as long as ten operations.
     """
     values: Tensor = column._values if column.is_nested else column
     return values.detach()
@@ -134,7 +134,7 @@ def pad_column(column: Tensor, layout: Layout, key: str) -> Tensor:
 AT_ONCE = 1 << 18
 """Maximum padded tokens of a part, unless one row is longer; a smaller micro-batch is not split."""
 FEW = 1 << 15
-"""Number of padded tokens up to which rows stay in one part, however different their lengths are."""
+"""Number of padded tokens up to which rows stay in one part, even if their lengths differ widely."""
 _UNREAD = ("multi_modal_inputs",)
 """Columns of the model's input that the loss does not use."""
 
@@ -169,7 +169,7 @@ def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list
 
 
 def _measure_responses(data: TensorDict, of_engine: bool) -> tuple[Tensor, int]:
-    """Measure each row's response, (B,), up to its last token in the mask if it has no prompt; and their width."""
+    """Measure each row's response, (B,), for rows without prompts up to the last token in the mask; and the width."""
     if of_engine:
         layout = Layout.of(data)
         return layout.responses, layout.width

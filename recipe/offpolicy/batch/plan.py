@@ -38,10 +38,10 @@ PLAN = "offpolicy_plan"
 SCALE = "offpolicy_scale"
 """Key of the (B,) factors of ``denominator=kept`` and of ``nonfinite=excluded``."""
 MINI_BATCH_TOKENS = "offpolicy_mini_batch_tokens"
-"""Key of the (B,) counted response tokens of each row's mini-batch, over all ranks."""
+"""Key of the (B,) number of counted response tokens in each row's mini-batch, over all ranks."""
 PROVE = "offpolicy_prove"
-"""Key of the (B,) int64 column with 1 for each row whose micro-batch must be proved, 2 if it also runs trials; used if
-``SharedPlan.prove``."""
+"""Key of the (B,) int64 column with 1 for each row whose micro-batch must be proved, and 2 if trials also run in it;
+read only if ``SharedPlan.prove`` is true."""
 UID = "offpolicy_uid"
 """Key of the (B, L) uint8 of each row's uid, zero-padded UTF-8, if verl sends no uid to the loss."""
 REWARD = "offpolicy_reward"
@@ -49,7 +49,8 @@ REWARD = "offpolicy_reward"
 
 
 COLUMNS = ("response_mask", "old_log_probs", "rollout_log_probs", EXTRA_FIELDS)
-"""Columns from which a plan is built, plus ``VERSIONS`` if verl does not keep ``EXTRA_FIELDS``; both may be missing."""
+"""Columns from which a plan is built, plus ``VERSIONS`` if verl does not keep ``EXTRA_FIELDS``; these two may be
+missing."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class UpdateRows:
         ranks: number of data-parallel ranks.
         rows: number of rows per rank.
         mini_batch_rows: number of rows per mini-batch of a rank.
-        update: number of updates of this step before this one.
+        update: number of earlier updates in this step.
         updates: number of updates in this step.
-        gradient_steps: number of gradient steps of this step before this update.
+        gradient_steps: number of gradient steps in this step before this update.
     """
 
     ranks: int
@@ -229,7 +230,7 @@ def build_row_columns(
 ) -> dict[str, Tensor]:
     """Build the columns of ``denominator=kept`` or ``nonfinite=excluded`` for the batch ``rows``.
 
-    They are in the order in which verl splits the batch.
+    The columns are in the order in which verl splits the batch.
     """
     batch = _Rollout(rows, step)
     return batch.build_columns(spec, batch_split, batch.compute_constants(spec))
@@ -249,7 +250,7 @@ class _Rollout:
 
     @cached_property
     def versions(self) -> RowVersions | None:
-        """Versions of the rows, read once for all corrections, because each read lists verl's fields of every row."""
+        """Versions of the rows, read once for all corrections, because reading them lists verl's fields of all rows."""
         return read_versions(self.rows, self.rows["response_mask"])
 
     def compute_constants(self, spec: CorrectionSpec) -> BatchConstants:

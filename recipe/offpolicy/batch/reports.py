@@ -1,4 +1,5 @@
-"""Reports that workers send among an update's metrics, and the comparison of the rows they got with the rows sent."""
+"""Reports that workers send among an update's metrics, and the comparison of the rows that they received with the rows
+that were sent."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ def find_difference(
 
     Args:
         sent: key of the row -> hash.
-        seen: hashes that the loss reported, in any order.
+        seen: hashes that the loss has reported, in any order.
         left: key of the row -> why the loss must not get it.
-        epochs: number of visits of each row.
+        epochs: number of times that the loss gets each row.
 
     Returns:
         The difference in words; None if there is none.
@@ -47,7 +48,7 @@ def find_difference(
     wanted = {key: number for key, number in sent.items() if key not in left}
     if are_same_rows([*wanted.values()], seen, epochs):
         return None
-    # For rows with the same hash, the surplus counts for each.
+    # If several rows have the same hash, the surplus counts for each of them.
     surplus = Counter(seen)
     surplus.subtract(Counter([*wanted.values()] * epochs))
     known, expected = {*sent.values()}, {*wanted.values()}
@@ -71,7 +72,7 @@ def are_same_rows(sent: Sequence[int], seen: Sequence[int], times: int = 1) -> b
         >>> are_same_rows([7, 8], [8, 7, 7, 8], times=2)
         True
     """
-    # Sorted as numbers: hashing the rows of a large batch one by one takes ten times as long.
+    # The numbers are sorted, because hashing them one by one takes ten times as long for a large batch.
     return len(seen) == times * len(sent) and np.array_equal(_sort(seen), _sort(sent).repeat(times))
 
 

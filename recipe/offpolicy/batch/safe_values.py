@@ -30,7 +30,7 @@ def check_rewards(rewards: Tensor, uids: Sequence[object], where: str = "", advi
         advice: sentences on what to do.
 
     Raises:
-        RewardError: a reward is not finite; names the first such sequence.
+        RewardError: a reward is not finite; the message names the first such sequence.
     """
     values = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
     by_row = values if values.dim() == 1 else values.sum(-1)
@@ -45,7 +45,7 @@ def check_rewards(rewards: Tensor, uids: Sequence[object], where: str = "", advi
 ROUNDING = 8 * 2.0**-23
 """Spread, relative to the largest value, explained by float32 rounding: a reward is a sum of a few rounded terms."""
 SMALLEST = 2.0**-126
-"""Smallest normal float32; rounding of smaller numbers is as large as its own."""
+"""Smallest normal float32; the rounding error of smaller numbers is as large as that of this number."""
 
 
 def mean(values: Tensor) -> float:
@@ -59,17 +59,18 @@ class Spread:
 
     Attributes:
         value: 0 or more, in the unit of the values.
-        certainty: 0 if rounding explains all of ``value``, 1 from twice as much on, linear in between.
+        certainty: 0 if rounding explains all of ``value``, 1 if ``value`` is at least twice what rounding explains,
+            linear in between.
     """
 
     value: float
     certainty: float
 
     def invert(self, otherwise: float = 0.0) -> float:
-        """Compute the normalising factor: 1 / value, or ``otherwise`` if the spread is rounding; continuous in between.
+        """Compute the normalising factor: 1 / value, or ``otherwise`` if rounding explains the spread; continuous.
 
-        With 0, values that agree within rounding become 0. Other sets of n values are at most sqrt(n - 1) after
-        centring, and sqrt(n) when divided by their root mean square.
+        With ``otherwise=0``, values that agree within rounding become 0. Other sets of n normalised values are at most
+        sqrt(n - 1) if they were centred, and at most sqrt(n) if they were divided by their root mean square.
         """
         known = self.certainty / self.value if self.certainty else 0.0
         return known + (1 - self.certainty) * otherwise
@@ -83,7 +84,7 @@ def measure_spread(values: Tensor, *, centred: bool, size: float = 0.0) -> Sprea
         centred: True for the unbiased standard deviation about the mean; False for the root mean square, for a scale
             without centring.
         size: magnitude of the numbers from which the values were computed, for example as differences; rounding is
-            relative to the larger of it and the largest value.
+            relative to the larger of ``size`` and the largest value.
 
     Raises:
         ValueError: a value is not finite.

@@ -1,8 +1,8 @@
 """Seals: a per-row hash of each column that the loss reads, taken where the column is made and compared in the loss.
 
-Sum over a row's tokens of mix(mix(2^32 place + token) + seed + bits of the value), where place is the number of
-response tokens in the row up to this token, and the seed depends on the precision. ``mix`` is the finaliser of
-SplitMix64 (Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators), a bijection of 64 bits, in
+The hash is the sum over a row's tokens of mix(mix(2^32 place + token) + seed + bits of the value), where place is the
+number of response tokens in the row up to this token, and the seed depends on the precision. ``mix`` is the finaliser
+of SplitMix64 (Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators), a bijection of 64 bits, in
 wrapping int64. The hash protects against mistakes, not against deliberate collisions.
 
 A seal travels as a column next to the column that it seals. It holds the hash and the mean of the row's values, so an
@@ -36,7 +36,7 @@ _SECOND: Final = 0x94D049BB133111EB - 2**64
 def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     """Hash each row's tokens, (B,) int64: 0 for a row without a token in the mask; values outside the mask are ignored.
 
-    It changes with any token, any bit of a value, their order, or the dtype of the values.
+    The hash changes with any token, any bit of a value, their order, or the dtype of the values.
 
     Args:
         tokens: (B, T) integers, or nested by row, like the other columns.
@@ -70,7 +70,8 @@ def hash_block(rows: RowLayout, tokens: Tensor, mask: Tensor, values: Tensor) ->
     mixed = _mix(at + values.view(_BITS[values.element_size()])).mul_(there)
     if not isinstance(rows, PackedRows):
         return mixed.sum(-1).T
-    # The sum up to each row's end minus that up to its start: both wrap around, and so does their difference.
+    # A row's sum is the cumulative sum at its end minus the one at its start: both wrap around, and so does their
+    # difference.
     up_to = torch.cat((mixed.new_zeros(len(mixed), 1), mixed.cumsum(-1)), dim=-1)
     return up_to[:, rows.offsets].diff().T
 
@@ -123,7 +124,7 @@ def key_of(column: str) -> str:
 
 
 def seal_columns(tokens: Tensor, mask: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
-    """Seal per-token columns: (B, 3) int32 each, the hash in two halves and the bits of the mean.
+    """Seal per-token columns: (B, 3) int32 each: the hash in two halves, and the bits of the mean.
 
     Values are sealed as float32, whatever their dtype in the batch.
 
@@ -159,7 +160,7 @@ def seal_constant(number: int, rows: int) -> Tensor:
 
 
 def _join(hashes: Tensor, means: Tensor) -> Tensor:
-    # Not contiguous(), which leaves the stride of a column of one row, and view reads it.
+    # contiguous() would not do: it keeps the stride of a one-row column, which ``view`` reads.
     halves = hashes.clone(memory_format=torch.contiguous_format).view(torch.int32).reshape(-1, 2)
     return torch.cat([halves, means.float().view(torch.int32)[:, None]], dim=-1)
 
@@ -221,7 +222,7 @@ def compare_engine(tokens: Tensor, mask: Tensor, *, fed: Tensor | None, counted:
     Args:
         tokens: (B, T).
         mask: (B, T) bool.
-        fed: (B, T) the model's input at the responses; None: unknown.
+        fed: (B, T) the model's input at the response positions; None: unknown.
         counted: mask by which the engine counts the tokens of a mini-batch, in any layout; None: unknown.
     """
     of_loss = mask.sum()

@@ -25,7 +25,7 @@ from ..correction.row_layout import PackedRows, RowLayout, detect_layout, split_
 from .seals import SealError
 
 EXTRA_FIELDS = "extra_fields"
-"""Key of the per-row mappings in which verl's V1 trainer stores them."""
+"""Key of the per-row mappings in which verl's V1 trainer stores the versions."""
 OLDEST_VERSION, NEWEST_VERSION = "min_global_steps", "max_global_steps"
 """Keys of these mappings and of a row's tags: versions of the weights that sampled its first and its last token."""
 VERSION = "global_steps"
@@ -59,9 +59,9 @@ class RowVersions:
         return spread_over_tokens(self.oldest, like)
 
     def column_to_seal(self, like: Tensor) -> Tensor:
-        """Compute all that a loss reads from the versions of a row, per token in the layout of ``like``, int64.
+        """Compute everything that a loss reads from a row's versions: int64 per token, in the layout of ``like``.
 
-        The version of the token; where it is unknown, -1 minus the oldest version of the row.
+        The value is the token's version or, if that is unknown, -1 minus the oldest version of the row.
         """
         return spread_over_tokens(torch.where(self.oldest == self.newest, self.oldest, -1 - self.oldest), like)
 
@@ -158,7 +158,7 @@ Chunk = tuple[int, int]
 CHUNKS = "offpolicy_chunks"
 """Key of a row's turns in its extra fields."""
 CHUNK_SEALS = "offpolicy_chunk_seals"
-"""Key of the hash of each turn in a row's extra fields, by the client that recorded its chunks."""
+"""Key, in a row's extra fields, of the hash of each turn, computed by the client that recorded the turn's chunks."""
 UNKNOWN = -1
 """Value for tokens of unknown version, and outside the response mask."""
 
@@ -187,7 +187,7 @@ class TokenVersions(RowVersions):
         return torch.where(tokens == UNKNOWN, rows.broadcast(rows.to_column(by_row.to(tokens.device))), tokens)
 
     def compute_ages(self, step: int, like: Tensor) -> Tensor:
-        """Compute the age of each token, int64 in their layout; tokens of unknown version have the age of their row."""
+        """Compute the age of each token, int64 in the layout of ``tokens``; without a known version, the row's age."""
         rows = detect_layout(tokens=self.tokens)
         return rows.to_given_layout((step - 1 - self._replace_unknown(rows, self.oldest)).clamp(min=0))
 
@@ -223,7 +223,7 @@ def check_chunks(fields: Sequence[Mapping[str, Any]]) -> None:
 def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None:
     """Read the versions of a batch: per token if a row has chunks, per row otherwise, None if verl has none.
 
-    A row that was sampled by one version, according to verl and to its chunks, has that version at each token.
+    In a row that was sampled by one version, according to verl and to the row's chunks, each token has that version.
 
     Args:
         response_mask: (B, T) or nested by row.
@@ -306,7 +306,7 @@ def _lay_out_packed(
     fits = runs == torch.zeros_like(runs).scatter_reduce_(0, row, turn + 1, "amax")
     fits[row[1:][(version.diff() < 0) & (row.diff() == 0)]] = False
     row, turn, version, tokens = (column[fits[row]] for column in (row, turn, version, tokens))
-    # In the remaining rows, turns are runs.
+    # In the remaining rows, each turn is one run.
     run = (runs.cumsum(0) - runs)[row] + turn
     sampled = torch.zeros_like(run_tokens).index_add_(0, run, tokens)
     end = tokens.cumsum(0) - (sampled.cumsum(0) - sampled)[run]
@@ -330,7 +330,7 @@ def _list_all_chunks(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tenso
 
 
 def _tabulate(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tensor:
-    """Tabulate the chunks of each row, (3, B, C + 1) int64: end in its turn plus _TURN times the turn, turn, version.
+    """Tabulate each row's chunks, (3, B, C + 1) int64: end within the turn plus _TURN times the turn; turn; version.
 
     Positions without a chunk have turn -1; a row with decreasing versions has no chunks.
     """

@@ -42,7 +42,7 @@ class CenteringReport:
         compared: number of rows whose checksums were compared.
         checked: number of tokens that are among the likeliest of their position; their mu was compared.
         bytes: bytes of ids and log-probs, as received.
-        mass: sum over tokens of the mass of mu on the likeliest tokens.
+        mass: sum over tokens of mu's total probability on the likeliest tokens.
     """
 
     tokens: int
@@ -69,7 +69,7 @@ class CenteringTally:
         Args:
             tokens: (n,) int64, the sampled tokens.
             mu: column of the responses.
-            like: (total,) tensor in the layout of the tokens.
+            like: (total,) tensor in the layout of the forward's tokens.
             pi: (n, K) log pi of the likeliest tokens.
         """
         self.bytes += likeliest.bytes
@@ -207,8 +207,8 @@ class CenteringEngine:
         values = log_probs.values()
         laid = compute_log_probs(logits, output_args, layout, likeliest, tokens, values)
         self._tally.add(likeliest, tokens, responses, micro_batch[MU], values.detach(), laid.detach())
-        # The loss gets the sampled log-probs as a separate tensor, at which the proof reads only the loss's own
-        # gradient.
+        # The loss gets the sampled tokens' log-probs as a separate tensor, so that the gradient that the proof reads
+        # there is only the loss's own.
         found["log_probs"] = _nest(values.view_as(values), log_probs)
         found[LOG_PROBS] = _nest(_spread(laid, likeliest, len(values)), log_probs)
         mu = likeliest.log_probs.to(laid.device)
@@ -223,7 +223,7 @@ def _nest(values: Tensor, like: Any) -> Tensor:
 def _spread(values: Tensor, likeliest: BatchSupports, total: int, fill: float = 0.0) -> Tensor:
     """Put the values of the tokens, (n, K), one position before each token: (total, K)."""
     if not values.shape[1]:
-        # There are rows without likeliest tokens; the tally reports them at the end of the mini-batch.
+        # Some rows have no likeliest tokens; the tally reports them at the end of the mini-batch.
         values = torch.nn.functional.pad(values, (0, 1), value=fill)
     laid = values.new_full((total, values.shape[1]), fill)
     return laid.index_put((likeliest.places - 1,), values)
@@ -257,8 +257,8 @@ def compute_log_probs(
     else:
         temperature = output_args["temperature"][likeliest.rows]
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    # Divided in the logits' dtype, like in verl: a difference in rounding would change the mass of all likeliest
-    # tokens.
+    # The logits are divided in their own dtype, as in verl: a difference in rounding would change the mass of all
+    # likeliest tokens.
     scale = temperature.clamp(min=1e-8).to(logits.dtype)[:, None]
     flat = logits.reshape(-1, logits.shape[-1])
     ids = torch.cat([tokens[:, None], likeliest.ids.clamp(min=0)], 1)

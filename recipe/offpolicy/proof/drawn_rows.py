@@ -1,4 +1,4 @@
-"""Draws the rows whose micro-batches are proved at one update; the trainer draws them for all ranks."""
+"""Draws the rows whose micro-batches are proved in one update; the trainer draws them for all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 PROVE_EVERY = "offpolicy.prove_every"
 """Key of the number of updates between two proofs."""
 ENOUGH = 256
-"""Response tokens needed to tell copied or shifted log-probs from coincidence."""
+"""Number of response tokens needed to distinguish copied or shifted log-probs from a coincidence."""
 
 
 def draw_rows(tokens: Tensor, ranks: int, *, seed: str, first: bool) -> Tensor:
@@ -19,8 +19,8 @@ def draw_rows(tokens: Tensor, ranks: int, *, seed: str, first: bool) -> Tensor:
     Args:
         tokens: (B,) response tokens of each row, in the order in which each of ``ranks`` takes a contiguous share.
         seed: seed of the draw.
-        first: True draws the first, the last and the longest row of each rank and a random one, and more rows until
-            they have ``ENOUGH`` tokens; False draws one random row. Rows without response tokens are skipped if the
+        first: True draws the first, the last, the longest and a random row of each rank, and more rows until these have
+            ``ENOUGH`` tokens; False draws one random row of each rank. Rows without response tokens are skipped if the
             rank has others. Trials run in the micro-batch of the longest drawn row.
 
     Example:

@@ -46,14 +46,14 @@ class Proof:
 
     Attributes:
         tokens: response tokens.
-        marked: sum of the marks by which the trainer requested the proof of this micro-batch.
+        marked: sum of the marks with which the trainer requested the proof of this micro-batch.
         tried: trials were made.
         identical_tokens: number of tokens whose mu equals pi_old bitwise.
         tolerance: largest accepted value of every error here, by the dtype of the log-probs.
-        log_prob_bits: bits of the coarsest of mu, pi_old and pi.
+        log_prob_bits: number of bits of the coarsest dtype among mu, pi_old and pi.
         distances: sums over tokens of |log pi_old - log mu|, in nats, with the mu of the previous, the same and the
             next token; they reveal a mu that is off by one token. If pi_old is not computed, pi is used instead.
-        inner_tokens: number of tokens over which these are summed.
+        inner_tokens: number of tokens over which ``distances`` are summed.
         row_distances: sums over tokens of |log pi - log pi_old|, in nats, with the pi_old of the same row and of the
             next row; they reveal an engine whose log-probs belong to other rows. If pi_old is not computed, mu is used
             instead.
@@ -154,7 +154,7 @@ def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[tuple[float, floa
 
 
 def _row_distances(batch: mb.MicroBatch) -> tuple[float, float]:
-    """Sum |log pi - log pi_old| over tokens that the next row also has, with pi_old of the same and of the next row."""
+    """Sum |log pi - log pi_old| over positions that exist in the next row, with pi_old of the same and the next row."""
     pi, old = batch.log_prob.detach().float(), batch.old_log_prob.float()
     if len(pi) == 1:  # there is no other row
         return 0.0, 0.0
@@ -214,7 +214,7 @@ def _watch(proof: Proof, watched: list[tuple[Tensor, Tensor, Tensor]], loss: Ten
     """Compare the gradients that arrive in the engine's backward pass.
 
     Args:
-        watched: outputs of the model, nested or padded, their expected gradients, flat, and the scale of an error.
+        watched: model outputs, nested or padded, each with its expected gradient, flat, and the scale of an error.
     """
     upstream: list[Tensor] = []
     errors: list[float] = []
@@ -240,7 +240,7 @@ def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
 
 
 def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Run the adapter with only the correction in ``spec``, where it must act and must not; compare gradients."""
+    """Compare gradients of the adapter with only the correction ``spec``, where it must act and where it must not."""
     # A trial tests each bound on all tokens, whether or not their support is known.
     detached = replace(batch, log_prob=batch.log_prob.detach(), withheld=None)
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))

@@ -32,10 +32,12 @@ from .trials import (
 )
 
 _CLEAR = 1e-4
-"""Difference of a prefix's value and its bound, in nats, below which float32 log-probs cannot tell them apart."""
+"""Difference between a prefix's value and its bound, in nats, below which float32 log-probs cannot distinguish the
+two."""
 
 _WIDEST = {False: 0.9, True: MOST_UPWARD}
-"""Largest difference of probabilities, and largest binary KL divergence in nats, of a token in a trial."""
+"""Largest difference of probabilities (False), and largest binary KL divergence in nats (True), of a token in a
+trial."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class _Place:
 
 
 def build_prefix_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Build trials of a weight per prefix: raw weights beyond and inside each bound, at the moved token."""
+    """Build trials of a per-prefix weight: the raw weight at the moved token is beyond or inside each bound."""
     mask = batch.response_mask
     place = _Place.of(mask, 2)
     mean = MEAN_WEIGHT if spec.normalize else 1.0
@@ -111,7 +113,7 @@ def build_prefix_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[
 
 
 def build_prefix_mask_trials(spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Build trials of a mask per prefix: the moved token's prefix beyond each bound, or inside it, for either sign."""
+    """Build trials of a per-prefix mask: the moved token's prefix is beyond or inside each bound, for either sign."""
     signs = {"negative": (-1.0,), "positive": (1.0,)}.get(spec.when, (-1.0, 1.0))
     for side, bound in list_bounds(spec):
         for sign in signs:
@@ -134,7 +136,7 @@ def _build_mask_trial(
     looks: bool = True,
     mixed: bool = False,
 ) -> Trial:
-    """Build a trial; ``looks``: the mask applies to this advantage sign; ``mixed``: later tokens have the other."""
+    """Build a trial; ``looks``: the mask applies to this advantage sign; ``mixed``: later tokens' sign is opposite."""
     mask = batch.response_mask
     by_mass = spec.aggregate.startswith("binary_")
     # The difference for two tokens may exceed the largest difference of one token's probabilities.
@@ -194,7 +196,7 @@ def _size(spec: MaskSpec, place: _Place) -> Tensor:
 
 
 def _follow(aggregate: str, value: Tensor, place: _Place) -> Tensor:
-    """Compute each prefix's aggregate if it is ``value``, (B, 1), at the moved token and 0 before."""
+    """Compute each prefix's aggregate if the aggregate is ``value``, (B, 1), at the moved token and 0 before it."""
     if aggregate == "exp_abs_mean":
         behind = torch.log1p(torch.expm1(value) * place.at / place.position.clamp(min=1))
     elif aggregate == "geometric" or aggregate.endswith("_mean"):
@@ -207,7 +209,7 @@ def _follow(aggregate: str, value: Tensor, place: _Place) -> Tensor:
 
 
 def _clear(value: Tensor, aggregate: str, place: _Place, limits: list[Tensor]) -> Tensor:
-    """Move a value away from 0 until no prefix is closer to a bound than rounding."""
+    """Move a value away from 0 until no prefix is closer to a bound than the rounding error."""
     for _ in range(8):
         found = _follow(aggregate, value, place)
         if not any(bool(((found - limit).abs() < _CLEAR)[place.later].any()) for limit in limits):

@@ -4,7 +4,8 @@ The cost is small compared with a step: one checksum per sequence and a few sign
 first update; these checks judge every update.
 
 One engine with one set of weights computes one log-prob per token, so the forward pass for pi_old repeats the
-rollout's. In the first step of a run this module checks it on every token, against the pass that later steps skip.
+rollout's. In the first step of a run this module checks this on every token, against the forward pass that later steps
+skip.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RolloutChecker:
     """Checker of each batch of one run, in the trainer's process.
 
     Args:
-        allow_unrelated: measure alignment, and never raise on it.
+        allow_unrelated: measure alignment, but never raise an error because of it.
     """
 
     def __init__(self, *, allow_unrelated: bool = False) -> None:
@@ -67,10 +68,11 @@ class RolloutChecker:
         return compute_row_checksums(responses, mask, mu)
 
     def check_aligned(self, rows: TensorDict, groups: Sequence[str] | None = None) -> None:
-        """Check mu against the log-probs that the trainer computed.
+        """Check mu against the log-probs that the trainer has computed.
 
         Args:
-            rows: with ``ALIGNED``, (B, T) each, nested or padded; with "responses" to tell equal rows of a group.
+            rows: with ``ALIGNED``, (B, T) each, nested or padded; "responses" is also needed to recognise equal rows of
+                a group.
             groups: prompt of each row.
 
         Raises:
@@ -143,7 +145,7 @@ def measure_difference(rollout_log_prob: Tensor, old_log_prob: Tensor, response_
         response_mask: (B, T) bool or 0/1.
 
     Returns:
-        (B, T) float64 nats, 0 where the mask is False, inf where either is not finite.
+        (B, T) float64 nats, 0 where the mask is False, inf where a log-prob is not finite.
 
     Example:
         >>> mask = torch.tensor([[1, 1, 0]])
@@ -161,7 +163,7 @@ class SameEngineCheck:
     A resumed run is a new process and checks its first step again.
 
     Attributes:
-        largest: largest difference in the judged batch, nats; None before that.
+        largest: largest difference in the judged batch, in nats; None before a batch was judged.
     """
 
     def __init__(self) -> None:
@@ -183,7 +185,7 @@ class SameEngineCheck:
             return
         largest, place = apart.flatten().max(0)
         row, token = divmod(int(place), apart.shape[1])
-        # This form also fails for NaN.
+        # Written so that NaN also fails.
         if not largest <= TOLERANCE:
             beyond = int((apart > TOLERANCE).sum())
             raise SameEngineError(

@@ -1,9 +1,9 @@
 """Detection of rollout log-probs that are missing, replaced, or not those of the sampled distribution.
 
-The sum over the vocabulary of mu(v) * pi_old(v) / mu(v) is 1 for any pi_old, however far the weights differ. An engine
-that samples from p but reports q gives the sum of p * pi_old / q. With pi_old = p this is 1 + chi2(p | q) > 1, for
-example with raw log-probs or another temperature. The excess is a martingale over tokens, so responses may end at any
-token.
+The sum over the vocabulary of mu(v) * pi_old(v) / mu(v) is 1 for any pi_old, however different the weights are. An
+engine that samples from p but reports q gives the sum of p * pi_old / q. With pi_old = p this is 1 + chi2(p | q) > 1,
+for example if q are raw log-probs or log-probs at another temperature. The excess is a martingale over tokens, so
+responses may end at any token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..correction.deferred_value import DeferredValue
 from ..correction.row_layout import BLOCK, RowLayout, detect_layout, split_tokens
 
 LEAST_TOKENS = 8
-"""Fewest tokens of a sequence, or of a batch, that are judged."""
+"""Minimum number of tokens of a sequence, or of a batch, at which it is judged."""
 FAR = 1.0
 """Smallest |log pi_old - log mu| of a token, in nats, at which its mu may be a placeholder."""
 UNSURE = 0.1
@@ -88,7 +88,7 @@ def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor, column: Colum
 
 
 def check_zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mask: Tensor, column: Column = MU) -> None:
-    """Check that the trainer's policy is certain of all-zero sequences as well; see ``find_zero_rows``.
+    """Check that the trainer's policy is also certain of sequences whose mu is all zeros; see ``find_zero_rows``.
 
     Args:
         rollout_log_prob, trainer_log_prob, response_mask: as in ``find_zero_rows``, or nested by row.
@@ -168,7 +168,7 @@ def find_zero_rows(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_
 
 
 def _count_zero_rows(rows: RowLayout, mu: Tensor, trainer: Tensor, mask: Tensor) -> Tensor:
-    """Count all-zero rows, all-zero rows that the trainer contradicts, their tokens, and all tokens: (4,) int64.
+    """Count all-zero rows, all-zero rows that the trainer contradicts, these rows' tokens, and all tokens: (4,) int64.
 
     Args:
         mu, trainer, mask: flat tensors of tokens in this layout.
@@ -193,7 +193,7 @@ def _judge_zeros(rows: int, numbers: list[int], column: Column = MU) -> None:
 
 
 LEAST_ROWS, ENOUGH_ROWS = 32, 256
-"""Fewest responses that are judged, and the number of responses after which the check ends."""
+"""Minimum number of responses for a judgement, and the number of responses after which the check ends."""
 TOLERANCE, ERRORS = 0.02, 5.0
 """Excess of the mean over 1 allowed for rounding, and the number of standard errors (per response) on top of it."""
 _LARGEST = 20.0
@@ -202,7 +202,7 @@ _LARGEST = 20.0
 
 @dataclass(frozen=True)
 class ExcessTally:
-    """Sums of pi_old / mu - 1 over responses; plain Python, adds up over batches.
+    """Sums of pi_old / mu - 1 over responses; plain Python values that add up over batches.
 
     Attributes:
         total, squares: sums over responses of each response's sum, and of its square.
@@ -239,7 +239,7 @@ class ExcessTally:
 
 @torch.no_grad()
 def tally_excess(rollout_log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> ExcessTally:
-    """Sum pi_old / mu - 1 per response, skipping tokens at which either is not finite.
+    """Sum pi_old / mu - 1 per response, skipping tokens at which either log-prob is not finite.
 
     Args:
         rollout_log_prob, old_log_prob: (B, T), or nested by row.

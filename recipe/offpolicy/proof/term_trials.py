@@ -37,7 +37,7 @@ def expect_coefficients(spec: CorrectionSpec, log_prob: Tensor, rollout_log_prob
     q = rollout_log_prob.double().exp()
     p = torch.where(q > 0, log_prob.detach().double().exp(), 0.0)
     rho = (1 - q.sum(-1, keepdim=True)).clamp(min=0) / (1 - p.sum(-1, keepdim=True)).clamp(min=_LEAST_TAIL)
-    # The pair of masses for each token; the tail's masses are 1 and rho.
+    # Each token has a pair of masses; the tail's masses are 1 and rho.
     m = _weigh(spec, torch.cat([p, torch.ones_like(rho)], -1), torch.cat([q, rho], -1))
     return torch.where(q > 0, m[..., :-1] - m[..., -1:] * p, 0.0)
 
@@ -84,7 +84,7 @@ def _keeps(mask: MaskSpec, ratio: Tensor) -> Tensor:
 
 
 def place_masses(spec: CorrectionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Place p and q of the likeliest tokens beyond and inside each bound of the correction: their logs, float32.
+    """Place p and q of the likeliest tokens beyond and inside each bound of the correction; return their logs, float32.
 
     Args:
         like: (..., K), shape of the result.
@@ -178,10 +178,10 @@ def try_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroB
 
 
 def try_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare the gradient of a penalty with 2 c log r of its own ratio, with a policy term that has no gradient."""
+    """Compare a penalty's gradient with 2 c log r of its own ratio, while the policy term has no gradient."""
     assert spec.penalty is not None
     log_prob = batch.log_prob.double()
-    # Far enough in either direction that the penalty's gradient is as large as a policy term's.
+    # The shift in either direction is large enough that the penalty's gradient is as large as a policy term's.
     far = min(0.25 / spec.penalty.coefficient, _FAR)
     shift = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, far, -far)
     of_mu = spec.penalty.ratio == "full"

@@ -1,9 +1,9 @@
 """Token alignment of mu: checks against the trainer's log-probs that mu belongs to its tokens, over whole batches.
 
 If two rows differ at a position, the rollout engine and the trainer usually give the higher log-prob to the same row,
-at any mismatch and with stale weights: the share of agreements is near 1. Log-probs that belong to other rows agree
-only by chance, in half of the pairs. Log-probs that are off by one token agree better with the neighbouring token. Only
-signs are counted, so neither a drift common to all tokens nor one extreme token matters.
+at any mismatch and with stale weights: the share of pairs that agree is near 1. Log-probs that belong to other rows
+agree only by chance, in half of the pairs. Log-probs that are off by one token agree better with the neighbouring
+token. Only signs are counted, so neither a drift common to all tokens nor one extreme token matters.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from ..correction.deferred_value import DeferredValue, fetch
 MARGIN = 0.1
 """Smallest difference of two log-probs, in nats and under both policies, at which a pair is counted."""
 MOST_ELEMENTS = 1 << 18
-"""Most elements of a batch that are compared; larger batches are subsampled evenly by row."""
+"""Maximum number of elements of a batch that are compared; larger batches are subsampled evenly by row."""
 MOST_POSITIONS = 512
-"""Most tokens per row that are compared."""
+"""Maximum number of tokens per row that are compared."""
 LEAST_PAIRS = 128
-"""Fewest pairs at a lag at which its concordance is judged."""
+"""Minimum number of pairs at a lag for its concordance to be judged."""
 LEAST_ROWS, ENOUGH_ROWS = 32, 128
-"""Fewest rows that are judged, and number of rows after which the counts are reset; updates are pooled until then."""
+"""Minimum number of rows for a judgement, and number of rows after which the counts are reset; updates are pooled until
+then."""
 ROWS_OF_A_GROUP = 2
-"""Most rows of one prompt that count as independent."""
+"""Maximum number of rows of one prompt that count as independent."""
 BETTER_BESIDE = 0.2
-"""Smallest gain in concordance with the neighbouring token that counts as off by one; higher with few rows."""
+"""Smallest gain in concordance with the neighbouring token at which mu counts as off by one; higher with few rows."""
 
 LAGS = (-1, 0, 1)
 KINDS = ("rows", "siblings", "tokens")
@@ -62,7 +63,7 @@ class PairCounts:
 
 @dataclass(frozen=True)
 class AlignmentTally:
-    """Agreement counts between mu and the trainer's policy; plain Python, adds up over micro-batches and updates.
+    """Agreement counts between mu and the trainer's policy; plain Python; they add up over micro-batches and updates.
 
     Attributes:
         rows: pairs of two rows at the same position.

@@ -1,6 +1,6 @@
 """Trial micro-batches on which one correction must act in a known way, independent of the actual policies.
 
-Each trial changes mu and pi_old (for differences of probabilities also pi; for ages, the versions of the weights) so
+Each trial changes mu and pi_old (for differences of probabilities also pi, and for ages the versions of the weights) so
 that some units are just beyond or just inside a bound and all others far from it. It states the factor by which the
 correction must multiply each token's gradient. The factor follows from the bound and the definition of the aggregate,
 without using the correction's code.

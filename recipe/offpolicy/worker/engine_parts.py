@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 EnginePart = Callable[[Any], object]
-"""Called with verl's actor worker after its model is initialised; must be picklable."""
+"""Function that is called with verl's actor worker after its model is initialised; it must be picklable."""
 
 
 def install_offpolicy(self: Any, parts: Sequence[EnginePart]) -> None:

@@ -1,9 +1,9 @@
 """KL loss with its own ratio: clipped pi / pi_old, or an importance weight.
 
-verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. They come from pi_old, so each
-term's gradient needs a ratio pi / pi_old with a clip, like PPO's policy term (Liu et al. 2025, Rethinking KL
-Regularization in RLHF). Without a clip, the ratio to the policy that sampled gives the reverse KL and its gradient in
-expectation (DeepSeek-V3.2).
+verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. The tokens come from pi_old,
+so each term's gradient needs a ratio pi / pi_old with a clip, like PPO's policy term (Liu et al. 2025, Rethinking KL
+Regularization in RLHF). Without a clip, the ratio to the policy that sampled the tokens gives the reverse KL and its
+gradient in expectation (DeepSeek-V3.2).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def compute_clipped_kl(
     """Compute each token's KL surrogate, max(r k', clip(r, lower, upper) k') with r = pi / pi_old.
 
     k' = dk / dlog pi is the slope by which this kind of KL loss lowers a log-prob, so at r = 1 the gradient is that of
-    k. It has the role of PPO's negative advantage. The term is minimised, so the maximum is the pessimistic side.
+    k. The slope plays the role of PPO's negative advantage. The term is minimised, so the maximum is the pessimistic
+    side.
 
     Args:
         log_prob: (B, T) log pi, carries the gradient.
@@ -66,13 +67,13 @@ def compute_weighted_kl(
 ) -> Tensor:
     """Compute each token's weighted KL estimate, min(r, upper) k(pi, pi_ref) with r = pi / other.
 
-    r carries its gradient. Without truncation and for the kinds k1 and k3, the expectation of the term over ``other``
-    is the token's KL(pi, pi_ref), and the same holds for the gradients (DeepSeek-V3.2, unbiased KL estimate).
+    The gradient also flows through r. Without truncation and for the kinds k1 and k3, the expectation of the term over
+    ``other`` is the token's KL(pi, pi_ref), and the same holds for the gradients (DeepSeek-V3.2, unbiased KL estimate).
 
     Args:
         log_prob: (B, T) log pi, carries the gradient.
-        other_log_prob: (B, T) log-probs of the policy that sampled, or of its substitute; the term is 0 where they are
-            not finite.
+        other_log_prob: (B, T) log-probs of the policy that sampled the tokens, or of its substitute; the term is 0
+            where they are not finite.
         ref_log_prob: (B, T).
         kind: verl's ``kl_loss_type``.
         upper: largest ratio; a larger ratio becomes this constant. None for no limit.
@@ -82,7 +83,7 @@ def compute_weighted_kl(
     """
     dtype = torch.promote_types(log_prob.dtype, torch.float32)
     known = torch.isfinite(other_log_prob)
-    # Selected before the difference, so no gradient passes through non-finite values.
+    # Tokens are selected before the subtraction, so that no gradient passes through non-finite values.
     other = torch.where(known, other_log_prob.to(dtype), log_prob.detach().to(dtype))
     ratio = torch.exp((log_prob.to(dtype) - other).clamp(-EXP_CLAMP, EXP_CLAMP))
     if upper is not None:
@@ -107,7 +108,7 @@ def choose_surrogate(spec: CorrectionSpec, *, has_kl: bool = True) -> Surrogate 
 
 
 def _keep(log_prob: Tensor, old: Tensor, mu: Tensor, ref: Tensor, kind: str) -> Tensor:
-    """verl's own KL, of log-probs over the whole vocabulary where ``log_probs`` are over a support."""
+    """Compute verl's own KL, from log-probs over the whole vocabulary even if ``log_probs`` are over a support."""
     return kl_penalty(log_prob, ref, kind)
 
 
@@ -135,7 +136,7 @@ def _loss_with_surrogate(
     dp_group: Any = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     loss, metrics = plain(model_output, data, dp_group)
-    # verl's loss needs a finite pi_old and gets pi where it is not finite; here such a token has no ratio.
+    # verl's loss needs a finite pi_old, so it gets pi where pi_old is not finite; here such a token has no ratio.
     old = PI_OLD if PI_OLD in data.keys() else "old_log_probs"
     dense = data.select("response_mask", old, ROLLOUT_LOG_PROBS, "ref_log_prob").to_padded_tensor()
     if (full := model_output.get(FULL_LOG_PROBS)) is not None:

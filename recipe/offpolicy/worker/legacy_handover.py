@@ -35,7 +35,7 @@ class ExtendedHandover(Handover):
 
 
 def build_handover(*arguments: Any, extensions: Mapping[str, WorkerExtension], **fields: Any) -> Handover:
-    """Build a handover of these fields, extended if there are extensions."""
+    """Build a handover from these fields, in its extended form if there are extensions."""
     if not extensions:
         return Handover(*arguments, **fields)
     return ExtendedHandover(*arguments, extensions=extensions, **fields)  # type: ignore[misc]

@@ -53,7 +53,7 @@ _PG_LOSS = "actor/pg_loss"  # the actor sums this metric itself
 def _padded_ppo_loss(
     config: Any, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Call verl's ``ppo_loss`` on response log-probs only, (B, T), in the layout that it reads."""
+    """Call verl's ``ppo_loss`` on response log-probs only, (B, T), in the layout that ``ppo_loss`` reads."""
     log_probs = model_output["log_probs"]
     rows, width = log_probs.shape
     # With a one-token prompt, a row of log-probs is the response's, shifted left by one.
@@ -169,13 +169,13 @@ class LegacyUpdate:
         return self._micro
 
     def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return a policy loss with the correction, which replaces verl's function of that name."""
+        """Return a policy loss with the correction, to replace verl's function of that name."""
         if not self.settings.ours:
             return partial(self._uncorrected, original(name))
         return self._corrected
 
     def agg_loss(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Replacement of verl's ``agg_loss``, with the denominators of the mini-batch over all ranks."""
+        """Replace verl's ``agg_loss``, using the denominators of the mini-batch over all ranks."""
         if not self.settings.ours:
             return original(*args, **kwargs)
         loss: Tensor = original(

@@ -16,7 +16,7 @@ from ..recording.record_settings import RecordSettings
 
 @dataclass(frozen=True)
 class LegacySettings:
-    """The correction, by value, and the constants of the batch with which it is sent.
+    """The correction, passed by value, and the constants of the batch with which it is sent.
 
     Attributes:
         spec: the correction.
@@ -34,7 +34,7 @@ class LegacySettings:
     record: RecordSettings | None = None
     moving: Mapping[str, Side] = field(default_factory=dict)
 
-    # Not a field, so that a handover without extensions is pickled as before.
+    # This is not a field, so that the pickled form of a handover without extensions does not change.
     extensions: ClassVar[Mapping[str, WorkerExtension]] = MappingProxyType({})
 
     @property

@@ -1,7 +1,7 @@
-"""Loss that runs in the worker: gives weight * keep to verl's policy loss; reports statistics and the proof.
+"""The loss that runs in the worker: it gives weight * keep to verl's policy loss, and reports statistics and the proof.
 
 verl's ``TrainingWorker.set_loss_fn(self, loss_fn)``, the same from 0.7.1 to 0.9.1, sets the function that the engine
-calls on each micro-batch. It is sent by value, so the spec never depends on a config that workers copied earlier.
+calls on each micro-batch. The loss is sent by value, so its spec never depends on a config that workers copied earlier.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
 
     verl's loss has the denominators of the whole mini-batch, so gradient accumulation does not scale it. FSDP starts
     with 1, or with the loss scale of fp16 training. verl's Megatron engine multiplies by the number of micro-batches,
-    by which Megatron's schedule divides. The schedule multiplies by the number of context-parallel ranks, over which
-    gradients are averaged, or verl multiplies by the number of routed tokens, by which gradients are divided; then
-    follows the loss scale.
+    by which Megatron's schedule divides. Either the schedule multiplies by the number of context-parallel ranks, over
+    which gradients are averaged, or verl multiplies by the number of routed tokens, by which gradients are divided. The
+    loss scale is applied last.
 
     Args:
         loss: scalar.
@@ -78,7 +78,7 @@ def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
 
 
 def _find_engine() -> Any:
-    """Find verl's engine among the callers; it hands its loss everything except itself."""
+    """Find verl's engine among the callers, because the engine does not pass itself to its loss."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if hasattr(owner := frame.f_locals.get("self"), "forward_backward_batch"):
@@ -116,7 +116,7 @@ class OffPolicyLoss:
         takes_padded: the base loss accepts the result of ``MicroBatch.padded_output``.
     """
 
-    # Unset if there are none, so that a loss without extensions is pickled as before.
+    # Unset if there are none, so that the pickled form of a loss without extensions does not change.
     extensions: Mapping[str, WorkerExtension] = MappingProxyType({})
 
     def __init__(
@@ -247,7 +247,7 @@ class OffPolicyLoss:
                 f"correction. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
             )
         step = self._decided(batch)
-        # The only device-to-host transfer of a micro-batch: checks needed before the backward pass.
+        # A micro-batch's only device-to-host transfer: the checks that must pass before the backward pass.
         fetch(self._guards(batch))
         statistics = self._recorded(batch, step)
         model_output = batch.padded_output() if self.takes_padded else batch.model_output
@@ -274,8 +274,8 @@ class OffPolicyLoss:
         """Copy the loss for trial calls, whose packets are not sent.
 
         Args:
-            random_state: state of the CPU's random generator before the proved loss, because clip_cov draws the tokens
-                that it clips.
+            random_state: state of the CPU's random generator before the proved loss ran; needed because clip_cov draws
+                at random the tokens that it clips.
         """
         # Without a ledger, a trial reports nothing.
         trial = copy.copy(self)
@@ -286,7 +286,7 @@ class OffPolicyLoss:
         return trial
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:
-        """Build the micro-batch for verl's loss: weight * keep and pi_old, (B, T); pi if pi_old is not finite."""
+        """Build the micro-batch for verl's loss: weight * keep, and pi_old (pi where it is not finite), (B, T) each."""
         old = mb.choose_pi_old(self.spec, batch)
         old_log_prob = torch.where(torch.isfinite(old), old, batch.log_prob.detach().to(old.dtype))
         handed: dict[str, Any] = {
@@ -295,7 +295,7 @@ class OffPolicyLoss:
             mb.PI_OLD: old,
         }
         if batch.data["advantages"].is_nested:
-            # verl's loss would pad these itself, which takes longer.
+            # verl's loss would otherwise pad these itself, which takes longer.
             handed |= {"response_mask": batch.response_mask, "advantages": batch.advantages}
         return batch.data_with(**handed)
 

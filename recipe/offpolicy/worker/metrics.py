@@ -1,8 +1,9 @@
 """Statistics of mu, pi_old and pi, measured on the device, and the metrics that the worker's loss sends.
 
-On a small micro-batch, the cost of measuring depends on the number of operations, not tokens: measuring the rows of
-many micro-batches together takes little longer than measuring a single micro-batch. Everything here adds up over rows,
-except the agreement of mu and pi, which compares rows with each other and gains from more rows.
+On a small micro-batch, the cost of measuring depends on the number of operations, not on the number of tokens:
+measuring the rows of many micro-batches together takes little longer than measuring a single micro-batch. Everything
+here adds up over rows, except the agreement of mu and pi, which compares rows with each other and is more reliable with
+more rows.
 
 verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet is
 one opaque object per micro-batch in these lists, and is taken out before that reduction.
@@ -11,10 +12,11 @@ Until it leaves the worker, a packet holds the rows that it reports on, as tenso
 loss share a ``Ledger``. verl gathers metrics after every mini-batch, and ``verl_patches.sent_metrics`` first calls each
 packet's ``before_sending``. A packet sent before the update's last mini-batch stays in the ledger and its copy is sent
 without numbers. The first packet of the last mini-batch carries the numbers of the whole update: the rows are measured
-together, and their numbers come to the host in one transfer. ``take_packets`` does the same if nothing leaves the
-process. An unread packet, for example on a rank that verl does not collect from, is freed with its rows, unmeasured.
-Pickling changes no packet and raises for one that has skipped that step. The pickled form is flat: the driver reads
-one packet per micro-batch and rank, and its cost hardly depends on the number of rows and statistics.
+together, and their numbers come to the host in one transfer. If packets do not leave the process, ``take_packets`` does
+this measurement. A packet that no one reads, for example on a rank that verl does not collect from, is freed with its
+rows, which are not measured. Pickling does not change a packet, and raises an error if ``before_sending`` was not
+called first. The pickled form is flat: the driver reads one packet per micro-batch and rank, and its cost hardly
+depends on the number of rows and statistics.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Observation:
         spec: the correction that was applied to them, with its bounds at that time.
         shadows: corrections that are reported without being applied, by name.
         moving: parts whose bounds are sent with each update, and the sides that move.
-        trained: the rows produced a gradient with this correction, so its liveness and its bounds are judged on them.
+        trained: the rows produced a gradient with this correction, so the correction's liveness and bounds are judged
+            on them.
     """
 
     batch: mb.MicroBatch
@@ -70,7 +73,7 @@ class Observation:
     trained: bool
 
     def fits(self, other: Observation) -> bool:
-        """Return True if both can be measured as one."""
+        """Return True if this observation and ``other`` can be measured together."""
         mine, its = self.batch, other.batch
         return (
             (self.spec, self.shadows, self.moving, self.trained)
@@ -82,7 +85,7 @@ class Observation:
 
 
 def merge(observations: Sequence[Observation]) -> Observation:
-    """Merge compatible observations into one, padded to the longest."""
+    """Merge compatible observations into one, padded to the longest row."""
     first = observations[0]
     if len(observations) == 1:
         return first
@@ -175,8 +178,8 @@ def _widened(column: Tensor, width: int, value: int = 0) -> Tensor:
 METRIC_KEY = "offpolicy"
 """Key of the packet among the worker's metrics; the trainer removes it before verl reduces them."""
 AT_ONCE = 1 << 18
-"""Most padded tokens that are queued and measured together. Beyond that they are measured early, block by block, and
-their numbers are queued."""
+"""Most padded tokens that are queued and measured together. If there are more, the rows are measured early, block by
+block, and their numbers are queued."""
 
 
 @dataclass
@@ -189,7 +192,7 @@ class Packet:
         rows: checksums of mu and its tokens, see ``micro_batch.compute_row_checksums``.
         plan: fingerprint of the plan that arrived; 0 for none.
         bounds: part -> the bounds that were used, for parts whose bounds move.
-        histograms: histograms of these parts, see ``monitor.bounds.bound_measurement``.
+        histograms: histograms of the parts whose bounds move, see ``monitor.bounds.bound_measurement``.
         alignment: agreement of mu and pi, if there is no pi_old to compare mu with.
         proof: completed by the engine's own backward pass if a proof was requested.
         reports: reports of extensions, by section.
@@ -257,7 +260,7 @@ class Packet:
         state["rows"] = array("q", self.rows).tobytes()
         for name in ("statistics", "histograms"):
             state[name] = flatten(state[name])
-        # Most packets were queued with another one, and hold nothing else.
+        # Most packets were queued together with another packet, and hold nothing of their own.
         return {name: value for name, value in state.items() if value or name == "fingerprint"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -265,7 +268,7 @@ class Packet:
         self.__init__(**state | {"rows": rows})  # type: ignore[misc]
 
     def _take(self, found: Mapping[Name, Sequence[Any]]) -> None:
-        """Add measured values, each attribute in one step for any number of measurements."""
+        """Add measured values; each attribute is merged in one step, however many measurements there are."""
         of_tokens = [*found.get("statistics", ()), *found.get("attribution", ())]
         self.statistics = merge_all([self.statistics, *of_tokens])
         self.histograms = merge_all([self.histograms, *found.get("histograms", ())])
@@ -285,8 +288,8 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        # Weak references: the rows of packets that verl has dropped must not stay in memory. Keyed by identity, because
-        # packets with the same content are equal; in insertion order.
+        # The references are weak, because the rows of packets that verl has dropped must not stay in memory. They are
+        # keyed by identity, because packets with the same content are equal, and are in insertion order.
         self._packets: WeakValueDictionary[int, Packet] = WeakValueDictionary()
         self._waiting: WeakValueDictionary[int, Packet] = WeakValueDictionary()
         self._waiting_rows = self._waiting_width = 0
@@ -315,7 +318,7 @@ class Ledger:
             self._measure()
 
     def _fits(self, first: Packet, observation: Observation) -> bool:
-        """Return True if the rows can be measured with the queued ones within ``AT_ONCE`` tokens.
+        """Return True if the rows can be measured together with the queued rows within ``AT_ONCE`` tokens.
 
         Args:
             first: first queued packet.
