@@ -43,7 +43,7 @@ class ForeignCode:
         set_paths_aside(self._folder)
         models = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
         _refused[:] = [self._folder, os.path.realpath(os.environ.get("HF_MODULES_CACHE", f"{models}/modules"))]
-        # An audit hook sees every way to execute a file, and cannot be removed.
+        # An audit hook catches every way to execute a file, and cannot be removed.
         if not _hooked:
             sys.addaudithook(_refuse)
             _hooked.append(True)

@@ -26,9 +26,9 @@ _FREE_TEXT = re.compile(
 _NOUNSET = re.compile(r"^\s*set\s.*(-\w*u|nounset)|^#!.*\s-\w*u", re.M)
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
-"""Most different launches of one script that are checked; each takes a second or more."""
+"""Largest number of different launches of one script that are checked; each takes a second or more."""
 _LONGEST = 2**13
-"""Most characters of a one-word launch, or of words with the same sum of squares, to limit Hydra's parsing time."""
+"""Limit in characters of a one-word launch, or of words with the same sum of squares: bounds Hydra's parsing time."""
 _DISTRIBUTORS = re.compile(r"(.*/)?(xargs|parallel)")
 
 

@@ -49,7 +49,7 @@ class AddOn:
     proof_name: ClassVar[str] = ""
     """Subject of ``unproved``; empty: an extension's section."""
     phase: ClassVar[str] = ""
-    """The watchdog phase that counts the hooks' time; empty: an extension's section, otherwise verl's own phase."""
+    """The watchdog phase that counts the hooks' time; empty: an extension's section, else verl's own phase."""
 
     # Start and end ------------------------------------------------------------------------------------------
 

@@ -53,9 +53,9 @@ class AdvantageExtension(Extension):
     """
 
     title: ClassVar[str] = ""
-    """Its name in the log."""
+    """The extension's name in the log."""
     prefix: ClassVar[str] = ""
-    """First part of its metrics' names."""
+    """First part of the names of the extension's metrics."""
     differs: ClassVar[bool] = True
     """A demanded advantage must differ from verl's own; the run stops if no row was changed."""
 

@@ -1,4 +1,4 @@
-"""The section of an extension: checks its keys, and merges its values over those of the option that ships them."""
+"""Checks the keys of an extension's section, and merges its values over those of the option that ships the keys."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_values(
     rules: Sequence[Rule] = (),
     named: tuple[str, str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the values of a section, with those of ``option`` for missing keys.
+    """Return the values of a section; missing keys get the values of ``option``.
 
     Args:
         option: the file that ships all keys, such as ``opd/advantage``.

@@ -49,4 +49,4 @@ class V1Run(Protocol):
     def split_batch(self) -> BatchSplit: ...
 
     def take_out(self, batch: Any, why: str, *, masked: Collection[str], silenced: Collection[str]) -> Any:
-        """Tell the extensions which rows leave, see ``AddOns.take_out``; returns the batch to continue with."""
+        """Tell the extensions which rows leave (see ``AddOns.take_out``), and return the batch to continue with."""

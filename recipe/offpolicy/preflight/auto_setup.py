@@ -137,7 +137,7 @@ class _Observed:
 
 def _find_engine(run: Composed) -> _Observed | None:
     name = run.get(NAME)
-    # Kernels can be matched until both engines are bitwise identical; only the user knows this, no key shows it.
+    # Kernels can be matched until both engines are bitwise identical; no key shows this, so only the user knows it.
     return _Observed("different", f"{NAME}={name}", firm=False) if name in ("vllm", *UNTESTED_ENGINES) else None
 
 

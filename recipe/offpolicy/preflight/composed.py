@@ -220,7 +220,7 @@ class Composed(Configured):
 
     @property
     def router_replay(self) -> str | None:
-        """The first key that asks for router replay, as ``key=value``; None if none does."""
+        """The first key that requests router replay, as ``key=value``; None if no key does."""
         asked = (f"{key}.mode={mode}" for key, mode in self.replay_modes.items() if mode != "disabled")
         return next(asked, f"{RECORDED}=true" if self.get(RECORDED) else None)
 

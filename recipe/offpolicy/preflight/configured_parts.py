@@ -20,7 +20,7 @@ class ConfiguredPart:
         name: as ``Problem.parts`` names it.
         meaning: what is configured, in a few words.
         reads_mu: True if it needs the rollout engine's log-probs.
-        ours: True if this recipe uses it to correct the loss; False for verl's own parts and for reports.
+        ours: True if this recipe's correction uses it; False for shadows, extensions and verl's own parts.
     """
 
     name: str

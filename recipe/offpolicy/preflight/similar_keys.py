@@ -32,7 +32,7 @@ from .own_keys import (
 )
 
 _COMMON = frozenset({"none", "auto", "bypass", "reuse"})
-"""Options whose names are words that are also values of other keys."""
+"""Options whose names are also values of other keys."""
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/:-]+)\s*=\s*(?P<value>.*)", re.S)
 _CORRECTION = "correction"
 _CORRECTS = re.compile(

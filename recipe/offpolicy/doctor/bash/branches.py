@@ -209,7 +209,7 @@ class Branches:
 
 
 def _find_waiting(loop: Loop) -> Unknown | None:
-    """Return why an endless loop that sleeps in each round may end: it waits for something, or in the background."""
+    """Return why an endless loop that sleeps in each round may end: it waits for something that happens in a run."""
     asked = [each.words[0].text for each in loop.condition if isinstance(each, Simple) and each.words]
     sleeps = any(isinstance(each, Simple) and each.words and each.words[0].text == "sleep" for each in loop.body)
     if asked in (["true"], [":"]) and sleeps:

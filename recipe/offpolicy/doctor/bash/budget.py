@@ -15,9 +15,9 @@ FIELD = 64
 """Bytes counted per word in addition to its characters."""
 
 WORDS = 5000
-"""Most words of one command."""
+"""Largest number of words in one command."""
 PATTERN = 4096
-"""Most characters of a pattern or an expression, and of a value that a pattern cuts or changes."""
+"""Largest number of characters in a pattern, an expression, or a value that a pattern cuts or changes."""
 
 
 class OverBudget(Exception):

@@ -93,7 +93,7 @@ def _do_unset(shell: Shell, name: str, arguments: list[Field], line: int) -> Tru
 
 
 def _do_cd(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Change the directory; an unknown one ends the reading."""
+    """Change the directory; an unknown directory ends the reading."""
     target = next((each for each in arguments if each != "--"), str(shell.state.variables.get("HOME", "")))
     if isinstance(target, Unknown):
         raise ScriptError(f"line {target.line}: {target.why}, but the script changes to this directory")
@@ -113,7 +113,7 @@ def _do_bracket(shell: Shell, name: str, arguments: list[Field], line: int) -> T
 
 
 def _do_true(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Return the status of commands that change nothing; only ``false`` fails, and ``: ${X:?}`` ends without X."""
+    """Return the status of commands that change nothing; ``false`` fails, and ``: ${X:?}`` ends a script without X."""
     missing = next((each for each in arguments if isinstance(each, Unknown) and each.required), None)
     if missing is not None:
         end = ScriptEnd("exit", line)
@@ -176,7 +176,7 @@ def _do_exec(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
 
 
 def _do_command(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Run a command past functions, or print where ``command -v`` finds a program that exists here."""
+    """Run a command that is not a function, or print where ``command -v`` finds a program that exists here."""
     if arguments[:1] != ["-v"]:
         return shell.call(arguments, line, "") if arguments else True
     found = shutil.which(arguments[1]) if len(arguments) == 2 and isinstance(arguments[1], str) else None

@@ -89,7 +89,7 @@ class Lexer:
         return Token("word", self._read_word(), line, indent=indent)
 
     def _find_cut(self, skipped: str, before: list[Token]) -> str:
-        """Find why a newline ends a command that seems to continue; "" if nothing indicates that."""
+        """Find why a newline ends a command that seems to continue; "" if it does not seem to."""
         if before and before[-1].kind == "word" and re.fullmatch(r"\\[ \t]", before[-1].text):
             return f"A blank follows the backslash that ends line {before[-1].line}. Remove the blank."
         if "\\\n" in skipped and before and before[-1].kind != "newline":
@@ -110,7 +110,7 @@ class Lexer:
                 return
 
     def _ends_in_backslash(self) -> bool:
-        """Return True at a backslash that ends the script, which bash ignores."""
+        """Return True at a backslash that ends the script; bash ignores such a backslash."""
         return self.place == len(self.source) - 1 and self.source[self.place] == "\\"
 
     def _read_elements(self) -> list[Token]:
@@ -220,7 +220,7 @@ class Lexer:
         raise ScriptError(f"line {line}: {opener} is not closed")
 
     def _skip_document(self) -> None:
-        """Skip a here-document inside $(...), whose text may hold any quotes."""
+        """Skip a here-document inside $(...); its text may contain any quotes."""
         found = re.compile(r"<<-?\s*(['\"]?)(\w+)\1").match(self.source, self.place)
         if found is None:
             self._advance(2)

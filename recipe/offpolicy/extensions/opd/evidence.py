@@ -19,7 +19,8 @@ COLUMN = Column("the teacher's log-probs", "Check the log of the server in opd.t
 ROUNDING = 2.0**-22
 """Relative difference of log-probs up to which two are the same number in float32."""
 APART, APART_ALONE, MOST_APART = 0.1, 0.3, 5.0
-"""Mean nats by which two scores of a row may differ, more for a row with few tokens; cap on a token's difference."""
+"""In nats: the limit of the mean difference between two scores of a long row, the amount added for a single token, and
+the cap on one token's difference."""
 
 
 def check_reports(reports: Sequence[OpdReport], mode: str) -> None:

@@ -85,7 +85,7 @@ class OpdWorker(WorkerExtension):
         return self.settings.coef * rows.mean(values * self._factor(rows), actor_config)
 
     def _factor(self, rows: LossRows) -> Tensor:
-        """The schedule's factor, times the correction's weight * keep if it acts on the term."""
+        """The schedule's factor, times the correction's weight * keep if the correction acts on the term."""
         weights = rows.weights.detach() if self.settings.corrected else torch.ones_like(rows.weights)
         return weights * rows.column(FACTOR)[:, None].to(weights.dtype)
 

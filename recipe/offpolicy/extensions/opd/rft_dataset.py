@@ -16,7 +16,7 @@ from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
 
 class AnsweredPrompts(MultiTurnSFTDataset):
-    """Prompts with one answer each, the last message; only the answer and the end of its turn are trained."""
+    """Prompts, each with one answer as the last message; only the answer and the end of its turn are trained."""
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         """Return ``input_ids``, ``position_ids`` and ``loss_mask``, (T,) int64.

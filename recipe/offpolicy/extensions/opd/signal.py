@@ -198,8 +198,8 @@ def advantages(
 def k2_loss(student: Tensor, teacher: Tensor, mask: Tensor, *, max_gap: float) -> Tensor:
     """Compute the Huber-bounded K2 of each token, (B, T), 0 outside ``mask``.
 
-    (s - t)^2 / 2 up to |s - t| = max_gap and linear beyond, so its slope is the bounded s - t of the advantages. Only
-    ``student`` has a gradient.
+    The loss is (s - t)^2 / 2 up to |s - t| = max_gap and linear beyond, so its slope is the bounded s - t of the
+    advantages. Only ``student`` has a gradient.
 
     Raises:
         ValueError: as in ``compute_gaps``.

@@ -273,7 +273,7 @@ def _find_media(run: Configured) -> Iterator[tuple[str, str]]:
 
 
 def _find_unknown_sources(section: str, settings: OpdSettings, run: Configured) -> Iterator[Problem]:
-    """Find data sources with a teacher that the training data does not have."""
+    """Find data sources that have a teacher but do not occur in the training data."""
     column, named = str(run.get("data.reward_fn_key") or "data_source"), set(settings.teachers) - {""}
     files = dict(read_train_column(run, column)) if named else {}
     if not files or len(files) < len(set(list_train_files(run))):

@@ -26,7 +26,8 @@ from ...fault_tolerance.redaction import hide, redact_text, show_variable
 from .settings import TeacherSettings
 
 ROWS = 16
-"""Most rows per request: one with 64 rows takes a third of the time of 64 single ones; few rows block only briefly."""
+"""Largest number of rows per request. One request with 64 rows takes a third of the time of 64 requests with one row;
+requests with few rows block other requests only briefly."""
 CONNECT = 5.0
 """Seconds for a connection."""
 PAUSE = 0.5

@@ -77,7 +77,7 @@ def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes:
 
 @functools.lru_cache(maxsize=256)
 def _count_paths(looks: tuple[int, ...], successes: int, failures: int) -> dict[tuple[int, int], int]:
-    """Count the sample orders that end at each (n, c), for those that begin with this many failures."""
+    """Count, for each final (n, c), the sample orders that begin with this many failures and end there."""
     open_paths, before = {0: 1}, 0
     ended: dict[tuple[int, int], int] = {}
     for look in looks:

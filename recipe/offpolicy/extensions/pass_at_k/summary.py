@@ -17,7 +17,8 @@ from .estimators import unbiased, unbiased_dynamic
 
 ITERATIONS = 200
 LARGEST_SUM, SMALLEST = 1e3, 1e-6
-"""Above this a + b per sample the likelihood is flat (no over-dispersion); below this a or b it is all or nothing."""
+"""If a + b per sample is above the first, the likelihood is flat (no over-dispersion); if a or b is below the second,
+each prompt is all right or all wrong."""
 
 
 class NotIdentified(ValueError):

@@ -88,7 +88,7 @@ class BlockSampler:
 
 
 class _Draws(Iterator[int]):
-    """One epoch, whose state is saved in verl's checkpoint with the data loader's."""
+    """One epoch, whose state is saved in verl's checkpoint with the data loader's state."""
 
     def __init__(self, sampler: BlockSampler) -> None:
         self._sampler = sampler

@@ -18,7 +18,7 @@ from .prefix_scorer import RowValues
 from .settings import MonteCarloSettings
 
 Sample = Callable[[list[int], int, int], Awaitable[list[int] | None]]
-"""Continue (ids, most tokens, seed) with the policy that sampled them; None: the weights changed, or it was aborted."""
+"""Continues (ids, most tokens, seed) with the policy that sampled the ids; None: its weights changed, or an abort."""
 Score = Callable[[list[int]], Awaitable[float]]
 """Reward of a whole response."""
 

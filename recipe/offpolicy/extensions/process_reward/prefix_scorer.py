@@ -130,7 +130,7 @@ STOPS = (".", "!", "?", "。", "！", "？", "\n")
 def episode_ends(
     pieces: Sequence[str], *, markers: Sequence[str], max_tokens: int, max_episodes: int | None = None
 ) -> list[int]:
-    """Find the ends of the episodes, each exclusive, the last one ``len(pieces)``; empty without tokens.
+    """Find the exclusive ends of the episodes, the last of which is ``len(pieces)``; empty if there are no tokens.
 
     An episode begins at the token that holds a marker's first character, unless a letter precedes it. Longer episodes
     are split after the last sentence that fits, or at ``max_tokens`` if no sentence ends.
@@ -219,7 +219,7 @@ def find_region(pieces: Sequence[str], think_end: str) -> int:
 
 
 ROUNDS = 3
-"""Most attempts to request a row's values, until all have the same version as the row's last token."""
+"""Largest number of attempts to get all of a row's values with the weights that sampled its last token."""
 PAUSE = 1.0
 """Seconds before a row is scored again after an abort, like verl's resuming client."""
 
@@ -376,7 +376,7 @@ class PrefixScorer:
         return answers
 
     def _fill(self, result: RowValues, tails: Sequence[Tail], means: Sequence[float | None]) -> None:
-        """Select each prefix's value, that of the likeliest answer, and record the answer."""
+        """Set each prefix's value to that of the likeliest answer, and record which answer it is."""
         for tail, mean in zip(tails, means, strict=True):
             if mean is None:
                 raise ScoringError(

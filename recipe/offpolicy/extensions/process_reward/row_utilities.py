@@ -138,7 +138,7 @@ def find_waste(found: BatchUtilities, within: float, floor: float) -> Tensor:
 
 
 def move_utility(found: BatchUtilities, row: int) -> Tensor | None:
-    """Move the largest utility of a row to another of its episodes, (n, T); None if it has no other."""
+    """Move the largest utility of a row to another of its episodes, (n, T); None if there is no other."""
     at = found.positions[row].nonzero().flatten().tolist()
     if len(at) < 2 or not found.values[row].any():
         return None
