@@ -1,9 +1,10 @@
 """Ages of the rows of a batch, in versions of the weights, and the limit on how many prompts may be issued.
 
 With B prompts per batch, N of them issued so far and i the version of the trainer's weights, AReaL's limit (arXiv:
-2505.24298) is floor((N - 1) / B) <= i + eta: the last prompt is trained by weights that are at most eta versions newer
-than those at its issue. Here step s begins with the weights of version s - 1, and N <= (s + eta) * B, which is the same
-for whole numbers. A fractional eta allows that fraction of another batch, so the largest age is eta rounded up.
+2505.24298) is floor((N - 1) / B) <= i + eta: the last prompt is trained on by weights that are at most eta versions
+newer than the weights at its issue. Here step s begins with the weights of version s - 1, and the limit is N <= (s +
+eta) * B, which is equivalent for whole numbers. A fractional eta allows that fraction of another batch, so the largest
+age is eta rounded up.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ class RateLimitError(RuntimeError):
 
 
 class RateLimit:
-    """Account of issued prompts that were trained or can still be trained.
+    """Account of issued prompts that were trained on or can still be.
 
     Args:
-        eta: batches by which sampling may run ahead of training, >= 0; a float is taken by its decimal text.
+        eta: batches by which sampling may run ahead of training, >= 0; a float stands for its decimal text.
         batch: prompts per batch.
 
     Attributes:
-        account: prompts issued, minus those that left untrained.
+        account: prompts issued, minus the prompts that left untrained.
     """
 
     def __init__(self, eta: float, batch: int) -> None:
-        # Through its text, so that 0.1 means 1/10 and not the nearest binary float.
+        # Converted from its text, so that 0.1 means 1/10 and not the nearest binary float.
         self.eta = Fraction(str(eta))
         self.batch = batch
         self.account = 0
@@ -50,7 +51,7 @@ class RateLimit:
         """Add prompts that were issued in ``step``.
 
         Raises:
-            RateLimitError: they exceed the limit.
+            RateLimitError: the prompts exceed the limit.
         """
         if count > (room := self.room(step)):
             raise RateLimitError(
@@ -155,7 +156,7 @@ class RowTag:
 
     Attributes:
         key: uid of the prompt, session and number of the output.
-        version, newest: versions of the weights that sampled its first and its last token.
+        version, newest: versions of the weights that sampled the row's first and last token.
         issued: step in which its prompt was issued.
         length: number of response tokens.
         is_padding: True for a padding row of the batch.
@@ -244,7 +245,7 @@ def check_seen(seen: float | None, entered: Sequence[RowTag], step: int, eta: st
         entered: rows that have a token in the loss.
 
     Raises:
-        StalenessError: the loss got an older row, or no versions.
+        StalenessError: the loss got a row that is older than all of these, or it got no versions.
     """
     oldest = min(entered, key=lambda row: row.version)
     if seen is None or seen > compute_age(oldest.version, step):
@@ -257,7 +258,7 @@ def check_seen(seen: float | None, entered: Sequence[RowTag], step: int, eta: st
 
 
 def split_too_old(too_old: Collection[int], rows: Sequence[RowTag], mini_batch: Sequence[int]) -> tuple[set[int], ...]:
-    """Split rows that are too old into those that can be masked, and those whose advantage must be zeroed instead.
+    """Split rows that are too old into rows that can be masked and rows whose advantage must be zeroed instead.
 
     A mini-batch without tokens would divide by zero.
 
@@ -284,7 +285,7 @@ def list_turns(data: TensorDict) -> list[Turns | None]:
 
 
 def need_runs(rows: Sequence[RowTag], turns: Sequence[Turns | None]) -> bool:
-    """Return True if the response mask is needed to detect a lost chunk.
+    """Return True if detecting a lost chunk needs the response mask.
 
     If one turn is as long as the whole response, each token has a version.
     """
@@ -341,7 +342,7 @@ def count_versions(turns: Turns) -> int:
 
 
 def count_lost(turns: Turns, runs: Sequence[int]) -> int:
-    """Count the tokens of a row without a recorded version.
+    """Count a row's tokens that have no recorded version.
 
     Runs may be shorter than their turns if verl has truncated them. If there are fewer turns than runs, the agent loop
     uses a new request id per turn; such rows cannot be assigned, and none of their tokens counts as lost.

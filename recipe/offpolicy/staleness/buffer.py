@@ -34,13 +34,13 @@ from .tally import Tally
 
 
 def keeps_deadlines(due: Iterable[float], *, step: int, batch: int, left: int) -> bool:
-    """Return True if all waiting prompts are trained in time when they are handed out in this order.
+    """Return True if all waiting prompts are trained on in time if they are handed out in this order.
 
     Args:
-        due: last step in which each prompt may be trained, in the order of their issue.
+        due: last step in which each prompt may be trained on, in the order of issue.
         step: the current step.
-        batch: number of prompts that each further step trains.
-        left: number of prompts that this step still trains.
+        batch: number of prompts that each further step trains on.
+        left: number of prompts that this step still trains on.
     """
     return all(place <= left + max(last - step, 0) * batch for place, last in enumerate(due, 1))
 
@@ -95,7 +95,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return len(self.prompt_global_steps[TRAIN])
 
     def check_versions(self, step: int) -> None:
-        """Check the rows that finished by the end of ``step``, before its weights are sent to the servers.
+        """Check the rows that finished by the end of ``step``, before the step's weights are sent to the servers.
 
         Raises:
             StalenessError: a rollout server reports a newer version than it samples with.

@@ -1,8 +1,8 @@
 """A client of verl's rollout servers that records how many tokens each version of the weights sampled.
 
 A synchronisation of the weights aborts every request; verl's client then resends the prompt and the tokens sampled so
-far. So one version samples each attempt, and the server reports it with the tokens. verl's client passes on only the
-first and the last version.
+far. Each attempt is therefore sampled by one version, which the server reports with the tokens. verl's client passes on
+only the first and the last version.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Attempts(LLMServerClient):
 class VersionedClient(FullyAsyncLLMServerClient, Attempts):
     """verl's resuming client, whose every attempt goes through ``Attempts``; adds ``CHUNKS`` to ``extra_fields``.
 
-    ``CHUNK_SEALS`` lets the trainer check them. A tool agent keeps the extra fields of its first turn, so later turns
-    are added to the lists in those fields.
+    ``CHUNK_SEALS`` lets the trainer check the chunks. A tool agent keeps the extra fields of its first turn, so later
+    turns are added to the lists in those fields.
     """
 
     shares_ids: bool
@@ -98,7 +98,7 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
         if any(version is None for version, _ in chunks):
             return output
         if (lost := len(output.token_ids) - sum(tokens for _, tokens in chunks)) > 0:
-            # Tokens of an attempt that bypassed Attempts; they stop a run with a limit.
+            # These tokens are of an attempt that bypassed Attempts; they stop a run that has a limit.
             chunks.append((UNKNOWN, lost))
         turns = _rows.find(request_id, shared=self.shares_ids)
         if chunks:
@@ -123,6 +123,6 @@ def convert(client: LLMServerClient, kind: type[LLMServerClient]) -> LLMServerCl
     """Make a client of another class with the same state, and ``shares_ids``."""
     made: Any = object.__new__(kind)
     made.__dict__.update(vars(client))
-    # Read here and not in each agent loop's process, where the first access to a configuration is slow.
+    # Read here and not in each agent loop's process, because the first access to a configuration there is slow.
     made.shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
     return made

@@ -37,7 +37,8 @@ from .tally import Tally
 logger = logging.getLogger("verl.offpolicy")
 
 _MASKS = ("response_mask", "loss_mask")
-"""Columns that define the loss's tokens: verl's losses read the first column, its engines count by the second."""
+"""Columns that define the loss's tokens: verl's losses read the first column, and its engines count tokens by the
+second."""
 _SEEN = "offpolicy/staleness/max"
 """Age of the oldest row in the loss, reported by the workers."""
 _MEAN = "offpolicy/staleness/mean"
@@ -99,7 +100,7 @@ class StalenessLimit(AddOn):
         return ages.format_eta(self.rate_limit.eta)
 
     def warm_up_prompts(self, add: Callable[[Any], None], batches: Any) -> None:
-        """Leave the first prompts to the first step, which can issue all of them."""
+        """Issue no prompts in the warm-up, because the first step can issue all of them."""
 
     def issue_prompts(self, add: Callable[[], None]) -> None:
         limit, step = self.rate_limit, self._step
@@ -145,7 +146,7 @@ class StalenessLimit(AddOn):
         return batch
 
     def _change_eta(self, step: int, eta: Fraction) -> None:
-        """Use another eta from ``step`` on."""
+        """Use this eta from ``step`` on."""
         self.rate_limit.eta = eta
         self.age_limit.change(step, eta)
 
@@ -161,7 +162,8 @@ class StalenessLimit(AddOn):
         return compute(batch)
 
     def _check_ages(self, batch: Any) -> tuple[list[RowTag], list[int], list[RowTag]]:
-        """Check that no row in the loss is too old; return all rows, the positions of too old ones, and the others."""
+        """Check that no row in the loss is too old; return all rows, the positions of too old rows, and the other
+        rows."""
         rows = ages.read_tags(batch.keys, batch.tags)
         too_old = ages.find_too_old(rows, self._step, self.age_limit) if self.settings.masks else []
         kept = [row for i, row in enumerate(rows) if i not in too_old and not row.is_padding]
@@ -189,7 +191,7 @@ class StalenessLimit(AddOn):
     def _update_without(
         self, run: Callable[[Any], Any], too_old: list[int], rows: list[RowTag], batch: Any
     ) -> tuple[Any, list[RowTag]]:
-        """Update without rows that are too old; their rewards are already in their groups' baselines.
+        """Update without rows that are too old, whose rewards are already in their groups' baselines.
 
         Returns:
             The batch with its original masks, and the rows that are in the loss with an advantage of 0.
@@ -206,7 +208,7 @@ class StalenessLimit(AddOn):
         batch = self._run.take_out(batch, why, masked=keys[0], silenced=keys[1])
         self._run.seal(batch, {"advantages": silent})
         if self._run.supervision.wants_sampled:
-            # The loss must use the mu of these rows only.
+            # The loss must use the mu of only these rows.
             self._run.supervision.sampled(read_columns(batch, *SAMPLED))
         batch = run(batch)
         # verl's own metrics cover all rows.

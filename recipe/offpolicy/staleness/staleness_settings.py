@@ -1,8 +1,9 @@
 """The keys ``offpolicy.staleness``, and the controller that adapts eta to a target ESS.
 
-Raising eta helps only if the trainer waits for rows. A change takes effect after as many steps as the age of the rows
-at that time, so the steps until then are ignored. After a decrease, eta stays until the ESS has improved by its
-deficit; otherwise eta would be raised again at once, because the trainer still waits although eta was too large.
+Raising eta helps only if the trainer waits for rows. A change takes effect after a number of steps that equals the age
+of the rows at that time, so the steps until then are ignored. After a decrease, eta stays until the ESS has improved by
+the amount that it lacked; otherwise eta would be raised again at once, because the trainer still waits although eta was
+too large.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class AdaptSettings:
 
     Attributes:
         ess: target, a share of the tokens.
-        trainer_wait: share of a step; if the trainer waits no longer than this, a larger eta does not help.
+        trainer_wait: share of a step; if the trainer waits for no larger share, a larger eta does not help.
         floor, ceiling: range of eta.
         every: minimum number of steps between two judgements.
-        patience: number of judgements below the target in a row before eta decreases.
+        patience: number of consecutive judgements below the target before eta decreases.
         step: size of a change.
     """
 
@@ -52,7 +53,7 @@ class EtaController:
         eta: initial value.
 
     Attributes:
-        eta: value from the step after the last observation on.
+        eta: value that applies from the step after the last observation.
     """
 
     def __init__(self, settings: AdaptSettings, eta: Fraction) -> None:
@@ -64,7 +65,7 @@ class EtaController:
         self._demanded = settings.ess
 
     def observe(self, ess: float, waited: float) -> str | None:
-        """Observe one step, and change eta if enough observations agree.
+        """Take the observation of one step, and change eta if enough observations agree.
 
         Args:
             ess: effective sample size of the weights, a share; NaN if the step has none.
@@ -145,7 +146,7 @@ class StalenessSettings:
 
     Attributes:
         eta: batches by which sampling may run ahead of training; the initial value if ``adapt`` moves it.
-        too_old: treatment of prompts that take longer.
+        too_old: treatment of prompts whose rows would become older than eta allows.
         refresh_limit: number of times that a prompt is sampled again.
         adapt: how eta moves; None if it is fixed.
     """

@@ -39,11 +39,12 @@ class Tally:
             replaced).
         room: prompts that the step could issue when it began.
         waited: seconds that the trainer waited for rows.
-        tokens, masked_tokens: tokens of the rows that were sampled for training, and of the masked ones among them.
-        in_flight, in_queue: versions made while a row was sampled, and after it was finished, for rows in the loss.
+        tokens, masked_tokens: tokens of the rows that were taken for training, and of the masked rows among them.
+        in_flight, in_queue: number of versions made while a row was sampled and after it was finished, for rows in the
+            loss.
         spans: number of versions that sampled a row, for rows with per-token versions.
         updates: age of a token in updates.
-        too_old, trained: lengths of rows that were too old, whatever their treatment, and of the other rows.
+        too_old, trained: lengths of rows that were too old, however they were treated, and of the other rows.
     """
 
     issued: int = 0
@@ -80,7 +81,7 @@ class Tally:
         """Add the mean age of the tokens of one update, in versions.
 
         Args:
-            update: number of updates of the step before this one.
+            update: number of earlier updates in the step.
             updates: number of updates per step; a step makes one version.
         """
         if tokens:

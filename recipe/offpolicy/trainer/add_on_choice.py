@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def choose_v0(run: CorrectedRun) -> Iterator[AddOn]:
-    """Choose the add-ons of a run by the V0 trainer."""
+    """Choose the add-ons of a run that uses the V0 trainer."""
     config = run.config
     if (support := SupportSettings.from_config(config)) is not None:
         from ..support.support_replay import SupportReplay
@@ -38,7 +38,7 @@ def choose_v0(run: CorrectedRun) -> Iterator[AddOn]:
 
 
 def choose_v1(run: CorrectedV1) -> Iterator[AddOn]:
-    """Choose the add-ons of a run by a V1 trainer."""
+    """Choose the add-ons of a run that uses a V1 trainer."""
     config = run.config
     yield from choose_v0(run)
     if (replay := ReplaySettings.from_config(config)) is not None:

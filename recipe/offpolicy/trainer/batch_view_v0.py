@@ -17,9 +17,9 @@ from ..extensions.batch_view import check_columns
 from .batch_view import ESTIMATES, HeldBatch
 
 _SCORES = ("token_level_scores", "rm_scores")
-"""Columns that exist after the advantages, and columns that exist after the rollout."""
+"""Column that exists after the advantages were computed, and column that exists after the rollout."""
 _REWARDS = "token_level_rewards"
-"""Input of the estimator: the scores, minus the KL penalty if KL is in the reward."""
+"""Input of the estimator: the scores, minus the KL penalty if the reward includes it."""
 
 
 class DataProtoBatch(HeldBatch):
@@ -57,7 +57,7 @@ class DataProtoBatch(HeldBatch):
 
     @contextmanager
     def without_rejected(self, groups: Groups) -> Iterator[None]:
-        """Let verl estimate by ``groups``, and give silent rows no advantage."""
+        """Let verl estimate advantages with these ``groups``, and set the advantages of silent rows to 0."""
         uids = self.batch.non_tensor_batch["uid"]
         self.batch.non_tensor_batch["uid"] = np.array(groups.uids, dtype=object)
         yield

@@ -1,4 +1,4 @@
-"""``BatchView`` of verl's V1 trainer, whose columns are in TransferQueue, nested by row."""
+"""``BatchView`` of verl's V1 trainer, whose columns are stored in TransferQueue, nested by row."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TransferQueueBatch(HeldBatch):
 
     @contextmanager
     def without_rejected(self, groups: Groups) -> Iterator[None]:
-        """Let verl estimate by ``groups``, and give silent rows no advantage."""
+        """Let verl estimate advantages with these ``groups``, and set the advantages of silent rows to 0."""
         uids = self.list_uids()
         self.batch = put_columns(self.batch, uid=NonTensorStack(*groups.uids))
         yield

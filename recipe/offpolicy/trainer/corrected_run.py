@@ -1,4 +1,4 @@
-"""One corrected run: its methods replace those of verl's trainer and call them.
+"""One corrected run: its methods replace the methods of verl's trainer, and call the originals.
 
 The methods are set on the trainer's instance, so any subclass of verl's trainers works without changes.
 """
@@ -50,7 +50,7 @@ ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 
 
 class CorrectedRun:
-    """The common part of runs by verl's V0 and V1 trainers.
+    """The common part of runs with verl's V0 and V1 trainers.
 
     Patched functions, the same from verl 0.7.1 to 0.9.1: ``METHODS`` and those in ``watchdog.PHASES``.
 
@@ -173,7 +173,7 @@ class CorrectedRun:
         return decide_rollout(self.correction, self._read_rows(batch), self._step)
 
     def _plan_update(self, batch: Any, count: int) -> tuple[SharedPlan, dict[str, Tensor]]:
-        """Build and announce the plan of ``count`` rows for one update, with its columns."""
+        """Build and announce the plan of one update with ``count`` rows; return it with the columns to send."""
         self.add_ons.before_update()
         check_one_mini_batch(self.correction, self.config, count)
         plan, columns = build_plan(
@@ -194,7 +194,7 @@ class CorrectedRun:
     def _estimate_advantages(
         self, view: DataProtoBatch | TransferQueueBatch, estimate: Callable[[], None]
     ) -> dict[str, float]:
-        """Run verl's estimator and the add-ons, under ``baseline=exclude`` without rejected rows; return metrics."""
+        """Run verl's estimator and the add-ons, without rejected rows if ``baseline=exclude``; return metrics."""
         if self.correction.baseline == "include":
             self.add_ons.compute_advantages(view, estimate)
             return {}
@@ -230,7 +230,7 @@ class CorrectedRun:
 
     @contextmanager
     def _finishing(self) -> Iterator[ExitStack]:
-        """Finish the recording and the extensions when the context ends."""
+        """Finish the recording and the extensions when the context exits."""
         with ExitStack() as stack:
             stack.callback(self._end_extensions)
             # Workers are killed after this, and the decisive update may not have been written yet.
@@ -263,7 +263,7 @@ class CorrectedRun:
         self._dense_rewards.check(batch)
 
     def _check_kl_in_reward(self, batch: Any) -> None:
-        """Stop a run if the KL in its rewards is not finite; reads the rewards after its subtraction."""
+        """Stop a run if the KL in its rewards is not finite; reads the rewards after the KL was subtracted."""
         if OmegaConf.select(self.config, "algorithm.use_kl_in_reward"):
             rewards = batch.rows("token_level_rewards")["token_level_rewards"]
             check_rewards(rewards, batch.uids, f"step {batch.step}", BY_KL)

@@ -1,9 +1,9 @@
-"""A run by verl's V0 trainer, ``RayPPOTrainer``: the same from verl 0.7.1 to 0.9.1, engine or legacy actor.
+"""A run with verl's V0 trainer, ``RayPPOTrainer``: the same from verl 0.7.1 to 0.9.1, with engines or legacy actors.
 
 Patched functions: ``METHODS``, the module's ``compute_advantage``, which ``fit`` calls, and ``update_actor``,
 ``compute_log_prob`` and ``set_loss_fn`` of the actor's worker group. A trainer with its own ``fit`` may call the worker
 group directly instead of these methods. The group's batches are TensorDicts for engine workers, which get the loss by
-``set_loss_fn``, and DataProto for legacy actors, which take it from a ``Handover`` in ``meta_info``.
+``set_loss_fn``, and DataProtos for legacy actors, which take the loss from a ``Handover`` in ``meta_info``.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
         "rollout_actor_probs_pearson_corr",
     )
 }
-"""verl's metrics of mu and pi_old, for steps in which they cannot be compared."""
+"""verl's metrics of mu and pi_old, for steps in which the two cannot be compared."""
 
 
 class CorrectedV0(CorrectedRun):
-    """One run by ``RayPPOTrainer`` or a subclass."""
+    """One run with ``RayPPOTrainer`` or a subclass."""
 
     METHODS: ClassVar[tuple[str, ...]] = (
         *CorrectedRun.METHODS,
@@ -182,7 +182,7 @@ class CorrectedV0(CorrectedRun):
         return rows
 
     def _seal(self, tensors: TensorDict, columns: Mapping[str, Tensor], into: TensorDict | None = None) -> None:
-        """Seal the current columns of the rows ``tensors``: the loss stops the run if it reads other values.
+        """Seal the current columns of the rows ``tensors``: if the loss later reads other values, it stops the run.
 
         Args:
             into: receives the seals instead of ``tensors``.
@@ -217,7 +217,7 @@ class CorrectedV0(CorrectedRun):
         self._sampled_at, self._scored, self._scored_seal = self.global_steps, False, None
 
     def _looking(self, compute_log_prob: Any) -> Any:
-        """Make the worker group's ``compute_log_prob`` check a rollout that reaches it directly."""
+        """Make the worker group's ``compute_log_prob`` check a rollout that is passed to it directly."""
 
         def looking(batch: Any, *args: Any, **kwargs: Any) -> Any:
             rows = _tensors(batch)
@@ -298,13 +298,13 @@ class CorrectedV0(CorrectedRun):
         return output
 
     def _let_mu_stand_in(self, tensors: TensorDict) -> None:
-        """Replace pi_old by mu if it was computed although the correction does not use it."""
+        """Replace pi_old by mu if pi_old was computed although the correction does not use it."""
         if self.supervision.takes_mu and not self._scored:
             tensors["old_log_probs"] = tensors[ROLLOUT_LOG_PROBS]
             self._seal(tensors, {"old_log_probs": tensors[ROLLOUT_LOG_PROBS]})
 
     def _score(self, batch: Any) -> None:
-        """Run the checks of ``_compute_old_log_prob`` on a batch that reached the worker group directly."""
+        """Run the checks of ``_compute_old_log_prob`` on a batch that was passed to the worker group directly."""
         tensors = _tensors(batch)
         self._let_mu_stand_in(tensors)
         if self.supervision.wants_sampled and not self.supervision.takes_mu:
@@ -410,7 +410,7 @@ def _tensors(batch: Any) -> TensorDict:
 
 
 def _objects(batch: Any, name: str) -> list[Any] | None:
-    """Return the values of a non-tensor column per row, from a batch of either kind; None if it is missing."""
+    """Return a non-tensor column's value for each row, from a batch of either kind; None if the column is missing."""
     column = batch.non_tensor_batch.get(name) if isinstance(batch, DataProto) else batch.get(name, None)
     # The trainer's step, a value of the whole batch, has the same name as a row's version.
     if column is None or (name == VERSION and isinstance(column, NonTensorData)):

@@ -1,4 +1,4 @@
-"""A run by verl's V1 trainer: hands the loss to the workers and stops the run unless it is proved live.
+"""A run with verl's V1 trainer: hands the loss to the workers, and stops the run unless the loss is proved live.
 
 Patched functions in verl 0.9.1: ``METHODS`` of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and
 ``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``.update_actor(batch)`` / ``.compute_log_prob(batch)`` of the actor's worker
@@ -41,7 +41,7 @@ OF_A_FORWARD = ("uid", "position_ids", MEDIA)
 
 
 class CorrectedV1(CorrectedRun):
-    """One run by a V1 trainer of verl, or a subclass."""
+    """One run with a V1 trainer of verl, or with a subclass."""
 
     METHODS: ClassVar[tuple[str, ...]] = (
         *CorrectedRun.METHODS,
@@ -83,7 +83,7 @@ class CorrectedV1(CorrectedRun):
     def get_llm_client(self) -> Any:
         client = self.verls.get_llm_client()
         if Composed(self.config).notes_token_versions:
-            # Imported on use, because other releases may lack its dependencies.
+            # Imported on use, because its dependencies may be missing with other releases.
             from ..staleness.client import note_versions
 
             client = note_versions(client)
@@ -108,7 +108,8 @@ class CorrectedV1(CorrectedRun):
         self.supervision.begin_step()
         self.cost.begin()
         batch = self.verls.step(metrics, timing_raw)
-        # If a step makes several updates, verl averages their metrics or takes a maximum, by name.
+        # If a step makes several updates, verl averages their metrics or takes their maximum, depending on the metric's
+        # name.
         metrics.update(self.supervision.step_metrics() | self.cost.metrics())
         return batch
 
@@ -130,7 +131,7 @@ class CorrectedV1(CorrectedRun):
         self.seal(batch, columns)
 
     def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
-        """Seal the current columns of all rows: the loss stops the run if it reads other values."""
+        """Seal the current columns of all rows: if the loss later reads other values, it stops the run."""
         if self._sealed is None:
             return
         if self._sealed.keys != list(batch.keys):
@@ -169,7 +170,8 @@ class CorrectedV1(CorrectedRun):
         return self.add_ons.old_log_prob(partial(self._score, metrics=metrics), batch, metrics)
 
     def _flag(self, batch: Any) -> None:
-        """Set the add-ons' flags on a batch for its workers; needed after each put, whose metadata lacks flags."""
+        """Set the add-ons' flags on a batch for its workers; needed after each put, which returns metadata without
+        flags."""
         if flags := self.add_ons.batch_flags():
             batch.extra_info.update(flags)
 

@@ -1,9 +1,9 @@
-"""Hooks on verl's trainers, in every process of a corrected run; verl imports this module because the launch names it.
+"""Hooks on verl's trainers, in every process of a corrected run; verl imports this module because the launch sets it.
 
 The trainer of every supported program derives from ``RayPPOTrainer`` (V0: main_ppo, one_step_off_policy,
 fully_async_policy, recipes) or from the V1 ``PPOTrainer``. The hook is on instance creation, so it also works for
 trainers that do not call ``super().__init__``: a ``CorrectedRun`` sets its methods on the instance. This module imports
-nothing from verl; a process without a trainer pays only for the import hooks.
+nothing from verl; in a process without a trainer, only the import hooks cost time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _installed: set[str] = set()
 
 
 def mark(config: Any) -> None:
-    """Put a value into the configuration that fails to resolve in a process without the hooks."""
+    """Add to the configuration a value that fails to resolve in a process without the hooks."""
     from omegaconf import OmegaConf
 
     OmegaConf.update(config, HOOKED, f"${{{_RESOLVER}:}}", force_add=True)
@@ -130,7 +130,8 @@ def _is_ours(config: Any) -> bool:
 
 
 def _correct_v0(trainer: Any, config: Any) -> None:
-    # Ray creates an actor before it calls __init__ with a configuration; a fork may pass it in another form.
+    # Ray creates an actor before it calls __init__ with a configuration; a fork may pass the configuration in another
+    # form.
     if trains(type(trainer)) and (config is None or _is_ours(config)):
         from .add_on_choice import choose_v0
         from .corrected_v0 import CorrectedV0

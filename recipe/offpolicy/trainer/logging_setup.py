@@ -1,7 +1,7 @@
 """Set-up of this package's logger, in case verl sets up none.
 
-verl's V1 trainer sets up the logger ``verl``; with its V0 trainer no logger is set up, so INFO messages, for example
-that a correction is live, would be lost.
+verl's V1 trainer sets up the logger ``verl``; its V0 trainer sets up none, so INFO messages, such as the one that a
+correction is live, would be lost.
 """
 
 from __future__ import annotations

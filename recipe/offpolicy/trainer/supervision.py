@@ -1,6 +1,6 @@
 """State of a trainer between updates: the proof of the correction, and the metrics of the last update.
 
-It is the same for every trainer; the trainer provides batches and metrics.
+The supervision is the same for every trainer; the trainer provides batches and metrics.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Supervision:
         add_ons: add-ons, which judge their own reports of each update.
 
     Attributes:
-        proving: True if the active correction was not proved yet; the next update must prove it.
+        proving: True if the active correction has not been proved yet; the next update must prove it.
         proof: a sentence and the evidence, if the last update proved the correction.
         active_correction: the active correction and its bounds.
     """
@@ -89,10 +89,10 @@ class Supervision:
         return not self.spec.is_none
 
     def sampled(self, rows: TensorDict) -> None:
-        """Check and remember the rollout ``rows``, which hold ``SAMPLED``, before other code can change them.
+        """Check and remember a rollout, ``rows`` with the columns ``SAMPLED``, before other code can change it.
 
         Raises:
-            RolloutLogProbError: its log-probs are missing or invalid.
+            RolloutLogProbError: the rollout's log-probs are missing or invalid.
         """
         self._sampled_rows = self._samples.check_sampled(rows)
 
@@ -100,7 +100,7 @@ class Supervision:
         """Compare the rollout's log-probs with the trainer's, see ``rollout_checks.RolloutChecker.check_aligned``.
 
         Raises:
-            AlignmentError: they are off by one token or belong to other rows.
+            AlignmentError: the log-probs are off by one token or belong to other rows.
         """
         self._samples.check_aligned(rows, uids)
 
@@ -112,7 +112,7 @@ class Supervision:
         return self.spec.proximal in WITHOUT_FORWARD
 
     def scored(self, rows: TensorDict, uids: Sequence[str], step: int) -> bool:
-        """Judge pi_old of ``rows``, which hold ``ALIGNED``, if mu may replace it.
+        """Judge whether mu may replace pi_old, from ``rows`` with the columns ``ALIGNED``.
 
         Returns:
             Whether mu replaces pi_old from this batch on.
@@ -155,7 +155,7 @@ class Supervision:
 
         Args:
             plan: plan of the update.
-            response_mask: returns (B, T) or nested by row; called only if something must be proved.
+            response_mask: returns the mask, (B, T) or nested by row; called only if something must be proved.
             ranks: returns the number of ranks that share the rows; called only if something must be proved.
 
         Returns:
@@ -271,7 +271,7 @@ class Supervision:
         return () if self._plan is None else self._plan.sealed
 
     def _explain(self) -> None:
-        """Log once what else this update has proved, and what it has not proved."""
+        """Log once what else this update has proved and what it has not."""
         add_ons = {"delivery": f"{SECTION} is off"} | self._add_ons.unproved
         logger.info(describe_rest(self.spec, self._live, self._sealed, add_ons))
 
