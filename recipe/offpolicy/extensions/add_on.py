@@ -1,7 +1,7 @@
 """The protocol of add-ons, which run next to the correction in the trainer's process, and of extensions.
 
-``AddOns`` calls the hooks in the order of their definition here. A hook that receives a function runs around a method
-of verl's trainer, which that function calls; the first add-on is the outermost.
+``AddOns`` calls the hooks in the order of their definition here. A hook that receives a function wraps a method of
+verl's trainer: the function calls that method. The first add-on is the outermost.
 
 The order of a step: ``next_batch``, ``on_rollout``, then, around verl's estimator, ``shape_rewards``, ``estimate``,
 ``shape_advantages`` and ``on_advantages``, then in the workers ``wrap_loss`` and ``report``, and finally ``judge`` with

@@ -188,7 +188,7 @@ def read_dump(path: Path) -> Iterator[dict[str, Any]]:
     """Read the lines of a dump.
 
     Raises:
-        DumpError: a line is not a dump's.
+        DumpError: a line does not have the format of a dump.
         OSError: the file cannot be read.
     """
     fix = "Name files of trainer.validation_data_dir."
@@ -207,7 +207,7 @@ def read_answers(path: Path) -> Iterator[Dumped]:
     """Read the answers of a dump: only the last output of each session.
 
     Raises:
-        DumpError: a line is not a dump's.
+        DumpError: a line does not have the format of a dump.
         OSError: the file cannot be read.
     """
     found: dict[str, Dumped] = {}

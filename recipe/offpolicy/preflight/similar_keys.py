@@ -60,7 +60,7 @@ def find_stray_keys(
     options: Iterable[str],
     registered: Collection[str] = (),
 ) -> Iterator[Problem]:
-    """Find added keys that are unused where they stand: misplaced keys of ours, a correction's name, unknown to verl.
+    """Find added keys that are unused where they stand: ours but misplaced, a correction's name, or unknown to verl.
 
     Args:
         arguments: overrides on the command line.

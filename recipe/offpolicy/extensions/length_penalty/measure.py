@@ -18,7 +18,7 @@ from .settings import LengthSettings, read_length
 
 @dataclass(frozen=True)
 class Measured:
-    """What the penalty uses of one batch, which has S sessions.
+    """The values of one batch, with S sessions, that the penalty uses.
 
     Attributes:
         right: (S,) bool.

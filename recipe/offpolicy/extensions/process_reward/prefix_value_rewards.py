@@ -1,6 +1,6 @@
 """Process rewards as an extension: values of prefixes arrive with the rows, and their differences are credited.
 
-Under an estimator that sums a row's rewards, the process advantages are added to its own, which are bitwise unchanged;
+Under an estimator that sums a row's rewards, the process advantages are added to its bitwise unchanged advantages;
 an estimator that uses the positions of rewards gets the utilities among its rewards.
 """
 
