@@ -1,7 +1,8 @@
 """MkDocs hook: a site page for each file outside docs/ that a page links to.
 
-A link such as ``../tests/conftest.py`` then works on a git host and on the site, which has no address of the
-repository. Markdown files and notebooks become pages, other files show their text, and folders list their files.
+A link such as ``../tests/conftest.py`` then works both on a git host and on the site, which does not know the
+repository's address. Markdown files and notebooks become pages, other files show their text, and folders list their
+files.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SHOWN = "files"
-"""Folder of the site with these pages."""
+"""Folder of the site that holds these pages."""
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".csv": "text", ".txt": "text"}
 _OUT_OF_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
@@ -36,8 +37,8 @@ def rewrite(markdown: str, path: Path, found: set[Path]) -> str:
 
     Args:
         markdown: text of the page.
-        path: its file in the repository.
-        found: files and folders that are linked.
+        path: the page's file in the repository.
+        found: files and folders that have been linked so far.
     """
     own = place(path).parent
 
@@ -69,7 +70,7 @@ def show(path: Path, found: set[Path]) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of linked files, and of the files that these link to."""
+    """Add the pages of linked files, and of the files to which those files link."""
     found: set[Path] = set()
     for page in files.documentation_pages():
         rewrite(page.content_string, DOCS / page.src_uri, found)

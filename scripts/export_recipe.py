@@ -3,8 +3,8 @@
     python scripts/export_recipe.py DIR     # writes DIR/offpolicy_correction
 
 DIR is a checkout of verl-recipe, or any folder. The options are the files of configs/correction, and ratios.py holds
-functions of recipe/offpolicy/correction/ratios.py; the rest is the compact implementation in scripts/export. An export
-is updated in place; a folder with other files is left alone.
+functions of recipe/offpolicy/correction/ratios.py; the rest is the compact implementation in scripts/export. An
+existing export is updated in place; a folder with other files is not changed.
 """
 
 from __future__ import annotations

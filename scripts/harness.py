@@ -27,7 +27,7 @@ from scripts.quickstart.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 UPDATED = "actor/grad_norm"
-"""Key that the metrics of a step have, but not those of a validation."""
+"""Key that a step's metrics contain, but a validation's metrics do not."""
 Records = list[tuple[int, dict[str, Any]]]
 """(step, metrics) as verl's logger ``file`` writes them."""
 T = TypeVar("T")
@@ -38,10 +38,10 @@ class Ended:
     """A run that has ended.
 
     Attributes:
-        code: its exit status; None: the time limit ended it.
+        code: its exit status; None if the time limit ended it.
         said: what it printed.
         folder: folder of its metrics and logs; None if it ended before creating one.
-        records: metrics; the 0th step's are those of the validation before training.
+        records: metrics by step; those of step 0 come from the validation before training.
     """
 
     code: int | None
@@ -55,7 +55,7 @@ def run_quickstart(
 ) -> Ended:
     """Run scripts/quickstart.sh until it ends, this process ends, or its time limit is reached.
 
-    It uses VENV, by default the environment that runs this, and the given variables.
+    It uses VENV, by default the environment that runs this process, and the given variables.
     """
     command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *overrides]
     environment = {**os.environ, "VENV": os.environ.get("VENV") or sys.prefix, **environment}
@@ -80,7 +80,7 @@ def run_quickstart(
 
 
 def read_records(path: Path) -> Records:
-    """Read the metrics of a run; none if there is no file."""
+    """Read the metrics of a run; empty if there is no file."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [(line["step"], line["data"]) for line in map(json.loads, lines)]
 
@@ -116,7 +116,7 @@ def time_call(call: Callable[[], Any]) -> Seconds:
 
 
 def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, uncounted: int = 1) -> dict[str, list[T]]:
-    """Call each side once per round, so that all have the same load of the machine; the order alternates.
+    """Call each side once per round, so that all run under the same machine load; the order alternates.
 
     Args:
         uncounted: number of rounds before the counted ones, in which sides import and compile.
@@ -140,7 +140,7 @@ def run_in_fresh_process(work: Callable[..., T], *arguments: Any, preload: Seque
 
     Args:
         preload: modules that are imported by a server, which computes nothing and from which the process is forked;
-            None: start Python again.
+            None to start a new Python.
 
     Raises:
         RuntimeError: the process ended without an answer, for example because it was killed for its memory.
@@ -157,7 +157,7 @@ def run_in_fresh_process(work: Callable[..., T], *arguments: Any, preload: Seque
 
 def measure_growth(call: Callable[[], Any]) -> int:
     """Measure the largest growth, in bytes, of this process's resident set in one call."""
-    ctypes.CDLL(None).malloc_trim(0)  # otherwise memory freed before would be reused, unnoticed
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise freed memory would be reused, unnoticed
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     before = _read_status("VmRSS")
     call()
@@ -199,6 +199,6 @@ def _read_count(text: str) -> int:
 
 
 def write_json(path: Path | None, found: Any) -> None:
-    """Write figures to a file, if there is one."""
+    """Write figures to a file, if one is given."""
     if path is not None:
         path.write_text(json.dumps(found, indent=1) + "\n")

@@ -44,7 +44,7 @@ class JobRequest:
     """Parsed command line of the launcher.
 
     Attributes:
-        wait: show the log and wait for the end.
+        wait: whether to show the log and wait for the end.
         variables: environment of the command and its workers.
         command: program and arguments.
     """
@@ -87,10 +87,10 @@ def runtime_env(
 
     Args:
         base: the user's fields: a JSON or YAML file, JSON itself, or empty.
-        working_dir: a folder, a URI, "none", or empty if ``base`` has one.
+        working_dir: a folder, a URI, "none", or empty if ``base`` contains one.
         excludes: further patterns, separated by commas.
         variables: variables given for this job.
-        environ: environment of this process, from which the variables that workers of a corrected run need are sent.
+        environ: environment of this process; the variables that workers of a corrected run need are taken from it.
 
     Raises:
         JobError: a file or folder is missing, or two settings contradict each other.
@@ -151,7 +151,7 @@ def follow(client: Any, job: str) -> int:
     """Show the log until the job ends.
 
     Returns:
-        0 if it succeeded, otherwise the exit status of its command, or 1 if that is unknown or 0.
+        0 if the job succeeded, otherwise the exit status of its command, or 1 if that status is unknown or 0.
     """
 
     import aiohttp  # the HTTP library of Ray's client
@@ -168,7 +168,7 @@ def follow(client: Any, job: str) -> int:
     while not client.get_job_status(job).is_terminal():
         time.sleep(_POLL_SECONDS)
     info = client.get_job_info(job)
-    reason = (info.message or "").partition(", last available logs")[0]  # they have been shown
+    reason = (info.message or "").partition(", last available logs")[0]  # these lines have been shown
     print(f"launch: job {job} {info.status.value.lower()}. {reason}".rstrip(), file=sys.stderr)
     if info.status.value == "SUCCEEDED":
         return 0

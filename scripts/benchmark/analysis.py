@@ -4,10 +4,11 @@
     python scripts/benchmark/analysis.py --tokens 1e8 1e9 --jobs 1 8  # 12 GB of disk for 1e9
     python scripts/benchmark/analysis.py --tokens 4e6 --step 4e6 --ranks 16 --jobs 1    # one large step
 
-Each recording is drawn in --folder in steps of a quarter of a million tokens, by as many processes as the largest of
---jobs; a million tokens take one process a third of a second. It is removed once the tools have read it, unless --keep
-is given. Tools run as commands, including the start of Python, once with each of --jobs. Memory is the largest total of
-a tool's processes, with shared pages counted once (PSS); memory and CPU time are sampled five times a second.
+Each recording is drawn in --folder in steps of a quarter of a million tokens, by as many processes as the largest value
+of --jobs; one process draws a million tokens in a third of a second. The recording is removed once the tools have read
+it, unless --keep is given. The tools run as commands, so their times include the start of Python; each tool runs once
+with each value of --jobs. Memory is the largest total of a tool's processes, with shared pages counted once (PSS);
+memory and CPU time are sampled five times a second.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ COLUMNS = ("tool", "tokens", "jobs", "wall, s", "CPU, s", "tokens a second", "me
 PAUSE = 0.2
 """Seconds between two samples of a tool's usage."""
 LEAST = 20
-"""Number of steps from which starting processes is worthwhile."""
+"""Smallest number of steps for which starting processes is worthwhile."""
 
 
 def draw(directory: Path, tokens: int, step_tokens: int = STEP, *, ranks: int = 1, jobs: int = 1) -> None:
@@ -78,9 +79,9 @@ def draw_file(directory: Path, rows: int, place: tuple[int, int]) -> None:
 
 
 def measure(tool: str, directory: Path, jobs: int) -> tuple[float, float, float]:
-    """Run one tool; return seconds of wall time, of CPU time, and MiB of all its processes."""
+    """Run one tool; return its seconds of wall time and of CPU time, and the MiB of all its processes."""
     command = [sys.executable, "-m", f"recipe.offpolicy.{tool}", str(directory), *TOOLS[tool], "--jobs", str(jobs)]
-    # Written next to the recording, because a page replaces what is there, even /dev/null.
+    # The page is written next to the recording, because it replaces any existing file, even /dev/null.
     command += ["--out", str(directory.with_suffix(".html"))] if tool == "report" else ["--json"]
     began, memory = time.perf_counter(), 0
     seconds: dict[int, float] = {}

@@ -6,18 +6,19 @@
 
 Both runs of a pair are the quickstart's training, with the same seeds, keys and model: one is started as this package's
 main_offpolicy, the other as verl's own main_ppo, with nothing from this package except the patches that let verl run on
-a CPU. They take turns, and alternate in coming first. With --against the other run is also the corrected one, with that
-override, and is printed under verl's name. Presets:
+a CPU. The two sides take turns, and alternate in which comes first. With --against, the other run is corrected as well,
+with the given override, and is printed under verl's name. Presets:
 
   forward      the quickstart as it is: corrections that keep verl's forward pass for pi_old, two mini-batches
   no_forward   correction=gsm on one mini-batch of the whole batch, where correction.proximal=auto leaves that pass out,
                with a Qwen2 of 50 M parameters and random weights
 
-Step: a run's median ``timing_s/step``, without its first step; printed is the geometric mean of the pairs' ratios.
-Start: seconds from the command to the end of the first step; printed is the mean of the pairs' differences. Phases that
-verl times, such as ``gen`` and ``update_actor``, are compared as differences of medians. Intervals: 95 %, by Student's
-t over the pairs. Each run that has ended adds a line to --out, from which a further call continues; a run that takes
-longer than --limit seconds is ended with all its processes, and stops the call.
+The step time of a run is its median ``timing_s/step``, without the first step; the output shows the geometric mean of
+the pairs' ratios. The start time is the number of seconds from the command to the end of the first step; the output
+shows the mean of the pairs' differences. Phases that verl times, such as ``gen`` and ``update_actor``, are compared as
+differences of medians. All intervals are 95 % intervals by Student's t over the pairs. Each run that has ended adds a
+line to --out, and a further call continues from there. A run that takes longer than --limit seconds is ended with all
+its processes, and the call stops.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Preset:
     Attributes:
         corrected: overrides of the corrected run alone.
         both: overrides of both runs.
-        large: train a model of shape ``LARGE`` instead of the quickstart's.
+        large: whether to train a model of shape ``LARGE`` instead of the quickstart's model.
     """
 
     corrected: tuple[str, ...] = ()
@@ -116,8 +117,8 @@ class Run:
         side: one of ``SIDES``.
         start: seconds from the command to the end of the first step.
         seconds: ``timing_s/step`` of each step.
-        phases: medians of the other ``timing_s/...`` that verl logs, by the name after the slash, without the first
-            step.
+        phases: medians of the other ``timing_s/...`` metrics that verl logs, by the name after the slash, without the
+            first step.
     """
 
     settings: list[Any]
@@ -129,7 +130,7 @@ class Run:
 
 
 def order_sides(pair: int) -> tuple[str, ...]:
-    """Order the runs of a pair: the two sides alternate in coming first."""
+    """Order the runs of a pair: the two sides alternate in which comes first."""
     return SIDES if pair % 2 else SIDES[::-1]
 
 
@@ -141,7 +142,8 @@ def build_command(
     Args:
         scratch: folder of the run.
         overrides: the user's overrides of both runs, which come last.
-        against: further overrides of the other run, which then is corrected as well; empty: it is verl's own.
+        against: further overrides of the other run, which is then corrected as well; if empty, the other run is verl's
+            own.
     """
     from verl_patches.contract import installed_release
 
@@ -157,7 +159,7 @@ def build_command(
         quote("hydra.run.dir", scratch / "hydra"),
         quote("reward.custom_reward_function.path", REWARD),
         *build_release_overrides("cpu", release),
-        # Held-out questions take the same work in both.
+        # Held-out questions take the same work in both runs.
         *("trainer.val_before_train=false", "trainer.test_freq=-1"),
         *(f"data.seed={pair}", f"actor_rollout_ref.rollout.seed={pair}"),
         *preset.both,
@@ -168,10 +170,10 @@ def build_command(
 
 
 def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, list[dict[str, float]]]:
-    """Run a command until it ends; return the seconds until its first step had ended, and each step's metrics.
+    """Run a command until it ends; return the seconds until its first step ended, and each step's metrics.
 
     Raises:
-        RuntimeError: it failed, or took longer than ``limit`` seconds; the message has the end of its log.
+        RuntimeError: the command failed, or took longer than ``limit`` seconds; the message has the end of its log.
     """
     metrics = scratch / "metrics.jsonl"
     env = build_child_environment(os.environ, "cpu", ROOT)
@@ -201,7 +203,7 @@ def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, 
 
 
 def compute_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Compute the median of each phase that verl times, in seconds, over the steps without the first."""
+    """Compute the median of each phase that verl times, in seconds, over all steps except the first."""
     timed = [name for name in steps[-1] if name.startswith(TIMED) and name != STEP]
     return {name.removeprefix(TIMED): statistics.median(step.get(name, 0.0) for step in steps[1:]) for name in timed}
 
@@ -240,7 +242,7 @@ def run_pairs(given: argparse.Namespace) -> list[Run]:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     for pair, side in missing:
         print(f"pair {pair} of {given.pairs}, {side}", file=sys.stderr, flush=True)
-        # Sockets of Ray lie deep below it, and the path of a socket must be shorter than 108 characters.
+        # Ray's sockets lie deep below this folder, and the path of a socket must be shorter than 108 characters.
         with tempfile.TemporaryDirectory(prefix="pr", dir="/tmp", ignore_cleanup_errors=True) as scratch:
             command = build_command(side, preset, pair, Path(scratch), overrides, given.against)
             start, logged = follow([*command, *files], Path(scratch), given.limit)
@@ -263,10 +265,10 @@ class Interval(NamedTuple):
 
 
 def compute_interval(values: Sequence[float]) -> Interval:
-    """Compute the mean of independent values and its interval by Student's t; NaN bounds for a single one.
+    """Compute the mean of independent values and its interval by Student's t; the bounds are NaN for a single value.
 
     Example:
-        >>> compute_interval([1.0, 3.0])  # a standard error of 1, and 12.706 of them
+        >>> compute_interval([1.0, 3.0])  # 12.706 standard errors of 1
         Interval(value=2.0, low=-10.706, high=14.706)
     """
     mean, count = statistics.fmean(values), len(values)
@@ -277,18 +279,18 @@ def compute_interval(values: Sequence[float]) -> Interval:
 
 
 def pair_up(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """List the pairs of which both runs have ended, verl's first, by number."""
+    """List the pairs whose runs have both ended, in order of number, each with verl's run first."""
     verls, ours = ({run.pair: run for run in runs if run.side == side} for side in SIDES)
     return [(verls[pair], ours[pair]) for pair in sorted(verls.keys() & ours.keys())]
 
 
 def compute_step(run: Run) -> float:
-    """Compute the median of a run's steps without its first."""
+    """Compute the median step time of a run, without its first step."""
     return statistics.median(run.seconds[1:])
 
 
 def compare(runs: Sequence[Run]) -> dict[str, Interval]:
-    """Compare the pairs: geometric mean of the ratios of steps, and mean of the differences of starts in seconds.
+    """Compare the pairs: the geometric mean of step-time ratios, and the mean difference of start times in seconds.
 
     Raises:
         ValueError: no pair is complete.
@@ -302,7 +304,7 @@ def compare(runs: Sequence[Run]) -> dict[str, Interval]:
 
 
 def compare_phases(runs: Sequence[Run]) -> dict[str, tuple[float, Interval]]:
-    """Compare the phases of a step: verl's mean seconds, and the mean of the pairs' differences; missing is 0."""
+    """Compare the phases of a step: verl's mean seconds, and the pairs' mean difference; a missing phase is 0."""
     pairs, found = pair_up(runs), {}
     for name in sorted({name for pair in pairs for run in pair for name in run.phases}):
         seconds = [[run.phases.get(name, 0.0) for run in pair] for pair in pairs]
@@ -331,7 +333,7 @@ def format_result(runs: Sequence[Run]) -> str:
 
 
 def read_runs(out: Path, settings: Sequence[Any]) -> list[Run]:
-    """Read the runs of these settings that have ended; none if there is no file."""
+    """Read the finished runs with these settings; none if there is no file."""
     lines = out.read_text().splitlines() if out.exists() else []
     runs = [Run(**json.loads(line)) for line in lines]
     return [run for run in runs if run.settings == list(settings)]

@@ -4,10 +4,11 @@
     python scripts/benchmark/rollout_stage.py --markdown --first --curve docs/cost.png   # docs/evidence/cost.md
     python scripts/benchmark/rollout_stage.py --quick --json FILE                        # one small shape
 
-Inputs are right-padded float32 log-probs and an int64 mask, with 30 % of its tokens valid. Time: CPU seconds of one
-thread, both helpers in turn, medians of the pairs. Memory: largest growth of a fresh process's resident set in one
-call. ``--curve`` goes from 2^18 to 2^27 tokens, verl's helper up to 2^23; the largest takes about 5 GiB and a minute.
-``--first`` adds the time of a process's first call, before and after the loops are compiled; ``--repeats 7``.
+Inputs are right-padded float32 log-probs and an int64 mask in which 30 % of the tokens are valid. Times are CPU seconds
+of one thread; both helpers run in turn, and medians of the pairs are shown. Memory is the largest growth of a fresh
+process's resident set in one call. ``--curve`` covers 2^18 to 2^27 tokens, but verl's helper only up to 2^23; the
+largest size takes about 5 GiB and a minute. ``--first`` adds the time of a process's first call, before and after the
+loops are compiled. ``--repeats`` is 7 by default.
 """
 
 from __future__ import annotations
@@ -93,13 +94,13 @@ def draw_inputs(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure_seconds(call: Helper, tensors: Sequence[Tensor], options: dict[str, Any], threads: int = 1) -> Seconds:
-    """Measure CPU time of this process and wall time of one call."""
+    """Measure this process's CPU time and the wall time of one call."""
     torch.set_num_threads(threads)
     return time_call(partial(call, *tensors, **options))
 
 
 def prepare(name: str, options: dict[str, Any]) -> Helper:
-    """Import a helper and call it once on a small input, which compiles."""
+    """Import a helper and call it once on a small input, so that compilation is not measured."""
     call = helper(name)
     call(*draw_inputs(2, 8), **options)
     return call
@@ -118,14 +119,14 @@ def measure_memory(name: str, shape: tuple[int, int], options: dict[str, Any]) -
 
 def _first(options: dict[str, Any]) -> float:
     call, tensors = helper("ours"), draw_inputs(32, 256)
-    from verl.protocol import DataProto  # in a run it is imported long before
+    from verl.protocol import DataProto  # a run imports it long before
 
     DataProto.from_dict({"mask": tensors[2]})
     return measure_seconds(call, tensors, options).cpu
 
 
 def measure_first_call(options: dict[str, Any]) -> dict[str, float]:
-    """Measure CPU seconds of a process's first call, before and after another process has compiled the loops."""
+    """Measure the CPU seconds of a process's first call, before and after another process has compiled the loops."""
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, NUMBA_CACHE_DIR=folder):
         return {when: run_in_fresh_process(_first, options) for when in ("compiling", "compiled")}
 
@@ -170,7 +171,7 @@ def measure_curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[
 
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot time and memory over tokens, ours next to a line of slope 1 through its last point."""
+    """Plot time and memory over tokens, with a line of slope 1 through the last point of our helper."""
     from recipe.offpolicy.analysis.pages import plotting
 
     with plotting.apply_style():

@@ -3,12 +3,12 @@
     python scripts/benchmark/run_share.py [--steps 8] [--json FILE] [hydra overrides]
     python scripts/benchmark/run_share.py --pairs 10 --out FILE [--preset no_forward]     # see paired_runs.py
 
-Statistics: wall seconds of the worker's training thread for measuring and fetching them, and of the driver for merging
-them, including the checks that each batch arrived. Recorder: the seconds that it reports, ``offpolicy/record/seconds``.
-Seals: making them, in worker and driver, and comparing them in the loss. All are relative to ``timing_s/step``, summed
-over all steps except the first. The first proof is relative to that step's ``timing_s/update_actor``. With
-``+mode=separate_async_cpu offpolicy.staleness.eta=2``, limit of staleness: issue, buffer, checks, layout of chunks and
-metrics, over all steps.
+The statistics' share is the wall time that the worker's training thread takes to measure and fetch them, and that the
+driver takes to merge them, including the checks that each batch arrived. The recorder's share is the time that it
+reports, ``offpolicy/record/seconds``. The seals' share is the time to make them, in worker and driver, and to compare
+them in the loss. All are relative to ``timing_s/step``, summed over all steps except the first. The first proof is
+relative to that step's ``timing_s/update_actor``. With ``+mode=separate_async_cpu offpolicy.staleness.eta=2``, the
+staleness limit is measured too: issue, buffer, checks, layout of chunks and metrics, over all steps.
 
 verl also imports this module in each process of the run, by VERL_USE_EXTERNAL_MODULES. There it times the calls in
 ``CALLS`` and writes them below OFFPOLICY_CALL_TIMES, one file per process and one line per call; calls within a timed
@@ -49,7 +49,7 @@ CALLS = {
     "seal.compare": "recipe.offpolicy.batch.micro_batch:check_seals",
     "driver.step_metrics": "recipe.offpolicy.trainer.supervision:Supervision.step_metrics",
     "proof.first": "recipe.offpolicy.worker.loss:prove",
-    # With offpolicy.staleness.eta; these include the reads of TransferQueue that are not verl's own.
+    # These are called with offpolicy.staleness.eta, and include the reads of TransferQueue that are not verl's own.
     "staleness.issue": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer.count_prompts",
     "staleness.enough": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer._has_enough_samples",
     "staleness.evict": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer._terminal_eviction_reasons",
@@ -72,7 +72,7 @@ def run(steps: int, overrides: Sequence[str], seen: Path) -> list[dict[str, floa
     }
     own = [f"trainer.total_training_steps={steps}", f"offpolicy.record.dir='{seen / 'recording'}'"]
     ended = run_quickstart([*own, *overrides], seen / "quickstart.log", environment=environment)
-    # Status 3: the score has not risen, as may happen in so few steps.
+    # Status 3 means that the score has not risen, as may happen in so few steps.
     if ended.code not in (0, 3) or ended.folder is None:
         raise SystemExit(f"the quickstart failed:\n{ended.said[-6000:]}")
     return list_updates(ended.records)
@@ -84,12 +84,12 @@ def read_calls(seen: Path) -> list[dict[str, Any]]:
 
 
 def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Compute seconds per step and shares of it, without the first step.
+    """Compute seconds per step and their shares of the step, without the first step.
 
     Args:
         metrics: metrics of each step.
-        calls: ``name`` and ``seconds`` of each call, in the order of their names' calls; each name occurs equally often
-            in every step, except for the first proof and the limit of staleness.
+        calls: ``name`` and ``seconds`` of each call, in the order of the calls; each name occurs equally often in every
+            step, except for the first proof and the limit of staleness.
     """
     steps, by_name = len(metrics), dict[str, list[float]]()
     for call in calls:

@@ -2,9 +2,9 @@
 
     python scripts/benchmark/scoring_cost.py [--positions 2200]
 
-Measured are vLLM's log-probs of a prompt as flat lists, of which ``process_reward`` reads the last ones, and as one
-object per position, as in verl's own requests, with its extraction and its pickling for Ray. Figures are medians of the
-repeats.
+Two forms of vLLM's log-probs of a prompt are measured: flat lists, of which ``process_reward`` reads the last entries,
+and one object per position, as in verl's own requests, including verl's extraction and its pickling for Ray. Figures
+are medians of the repeats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ANSWER = 4
 
 def measure(positions: int, repeats: int) -> dict[str, float]:
     """Measure "flat" and "by position", in microseconds per position."""
-    # Imported here, because they take seconds to import and --help needs none.
+    # Imported here, because they take seconds to import and --help does not need them.
     import torch
     from vllm.logprobs import create_prompt_logprobs
     from vllm.v1.engine.logprobs import LogprobsProcessor

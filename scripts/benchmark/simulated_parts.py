@@ -1,7 +1,7 @@
 """Parts of a step at any size on drawn inputs, as calls without arguments that ``simulated_scale.py`` measures.
 
 Columns of tokens are float32 log-probs and int64 ids and masks, as verl ships them. Rows have up to 4096 tokens, drawn
-at random, and half of that on average, so half of a padded batch is padding.
+at random, and half as many on average, so half of a padded batch is padding.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Part:
     Attributes:
         build: returns the measured call for a size.
         unit: the unit in which its size is counted.
-        bytes: approximate bytes of inputs and call per unit, which decide the sizes that are left out.
-        of_driver: the driver does it in each step.
+        bytes: approximate bytes per unit of the inputs and the call, which decide the sizes that are left out.
+        of_driver: whether the driver does this part in each step.
         largest: number of units beyond which a call takes minutes.
     """
 
@@ -87,7 +87,7 @@ def draw_offsets(tokens: int, mean: int) -> Tensor:
     """Draw rows that lie end to end: their starts, and ``tokens``. Lengths are uniform up to twice their mean."""
     rows = max(tokens // mean, 1)
     lengths = torch.full((rows,), mean)
-    # Drawn in pairs, so that the sum is the requested one.
+    # Lengths are drawn in pairs, so that their sum is the requested one.
     apart = torch.randint(mean, (rows // 2,), generator=torch.Generator().manual_seed(1))
     lengths[: rows // 2] -= apart
     lengths[rows // 2 : rows // 2 * 2] += apart
@@ -154,8 +154,8 @@ def build_batch(columns: dict[str, Tensor], *, micro_batches: int = 1, last: boo
     """Build a micro-batch of nested columns as verl's engine passes it to its loss.
 
     Args:
-        micro_batches: number in its mini-batch, all of one size.
-        last: it belongs to the update's last mini-batch.
+        micro_batches: number of micro-batches in its mini-batch, all of the same size.
+        last: whether it belongs to the update's last mini-batch.
     """
     from recipe.offpolicy.batch.micro_batch import LAST
     from recipe.offpolicy.batch.plan import PLAN, SharedPlan
@@ -170,11 +170,11 @@ def build_batch(columns: dict[str, Tensor], *, micro_batches: int = 1, last: boo
 
 
 def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "cpu") -> tuple[Call, TensorDict]:
-    """Build a micro-batch of drawn rows: a call for the model's output, and the rest.
+    """Build a micro-batch of drawn rows: a call that returns the model's output, and the rest.
 
     Args:
         lengths: lengths of the rows, ``tokens`` in total; drawn if not given.
-        device: device of both.
+        device: device of the output and the batch.
     """
     mu, old, pi = draw_log_probs(tokens)
     offsets = torch.tensor([0, *accumulate(lengths)]) if lengths else draw_offsets(tokens, WIDTH // 2)
@@ -182,7 +182,7 @@ def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "c
     starts = torch.arange(rows + 1) * PROMPT
     flat = torch.zeros(tokens + rows * PROMPT)
     places = torch.arange(tokens).add_((torch.arange(1, rows + 1) * PROMPT).repeat_interleave(offsets.diff()))
-    # Values of a token are stored one position before it.
+    # A token's values are stored one position before the token.
     flat[places - 1] = pi
     responses, ids = torch.arange(tokens) % 997, torch.ones_like(flat, dtype=torch.int64)
     ids[places] = responses
@@ -215,7 +215,7 @@ def build_actor_config(rows: int) -> Any:
 
 
 def build_loss(tokens: int, *, corrected: bool) -> Call:
-    """Build the call of a loss with its backward pass and, corrected, its statistics."""
+    """Build the call of a loss with its backward pass and, if ``corrected``, its statistics."""
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from recipe.offpolicy.worker.metrics import METRIC_KEY
@@ -235,7 +235,7 @@ def build_loss(tokens: int, *, corrected: bool) -> Call:
 
 
 def build_proof(tokens: int) -> Call:
-    """Build the call of the first update's additional work: verl's loss and ours again, on trials."""
+    """Build the call of the first update's additional work: verl's loss and ours, repeated on trials."""
     from recipe.offpolicy.batch import micro_batch as mb
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.gradient import prove

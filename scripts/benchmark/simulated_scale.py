@@ -1,16 +1,16 @@
-"""Time and memory of both stages, loss, proof, plan and packets by size, on drawn inputs, without Ray and a model.
+"""Time and memory of both stages, loss, proof, plan and packets by size, on drawn inputs, without Ray or a model.
 
     python scripts/benchmark/simulated_scale.py [--largest 27] [--memory 20] [--json FILE]
     python scripts/benchmark/simulated_scale.py --parts packets plan
     python scripts/benchmark/simulated_scale.py --quick                              # small sizes, to see that it runs
 
-Tokens range from 2^18 to 2^27, including padding, rows from 1 000 to 100 000 and ranks from 8 to 512. Time: CPU seconds
-of one thread in a call, separately the user's, for the computation, and the system's, which allocates pages again for
-each temporary of more than 32 MiB; on a GPU torch keeps them. Memory: largest growth of a fresh process's resident set
-in its first call, beyond its inputs. Sizes whose arrays would take more than ``--memory`` GiB (6) are left out, with a
-message. The exponent is the slope of log time, or log memory, over log size, for the larger half of the sizes, where
-caches and fixed costs no longer matter: 1 is linear. The last line adds up the driver's work in a step with the most
-rows and ranks: 1 % of a step of 60 s is 0.6 s.
+Tokens range from 2^18 to 2^27, including padding, rows from 1 000 to 100 000, and ranks from 8 to 512. Times are the
+CPU seconds of one thread in a call. User time, for the computation, is separate from system time, which allocates pages
+again for each temporary of more than 32 MiB; on a GPU torch keeps them. Memory is the largest growth of a fresh
+process's resident set in its first call, beyond its inputs. Sizes whose arrays would take more than ``--memory`` GiB
+(6) are left out, with a message. The exponent is the slope of log time, or log memory, over log size, for the larger
+half of the sizes, where caches and fixed costs no longer matter: 1 is linear. The last line adds up the driver's work
+in a step with the most rows and ranks; for comparison, 1 % of a step of 60 s is 0.6 s.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))  # also in the processes that measure
 from scripts.harness import build_parser, format_markdown, format_row, measure_growth, run_in_fresh_process, write_json
 
 LEAST_SECONDS = 0.5
-"""Least CPU seconds of a measurement's calls together, because the system counts in clock ticks."""
+"""Least total CPU seconds of a measurement's calls, because the system counts in clock ticks."""
 STEP = 60.0
 """Duration in seconds of the step to which the driver's share refers."""
 SIZES = {"row": (1_000, 10_000, 100_000), "rank": (8, 64, 512)}

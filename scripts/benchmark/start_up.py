@@ -3,8 +3,8 @@
     python scripts/benchmark/start_up.py REVISION [--pairs 5] [--script FILE] [override ...]
 
 The other checkout is a worktree of REVISION, which is removed afterwards. For each tool it prints medians of CPU time
-(user and system, of the process and its children) and of wall time, the median of the pairs' ratios, and whether the
-tools printed the same; next to them, it measures verl's own launch without a correction, until it starts Ray. Compiled
+(user and system, of the process and its children) and of wall time, the median of the pairs' ratios, and whether both
+checkouts printed the same. It also measures verl's own launch without a correction, until that starts Ray. Compiled
 modules are not kept, so that neither checkout benefits from earlier runs.
 """
 
@@ -47,7 +47,7 @@ _LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d ")
 
 
 class Run(NamedTuple):
-    """One run of a tool: seconds of CPU and of wall time, and what it printed."""
+    """One run of a tool: seconds of CPU time and of wall time, and what it printed."""
 
     cpu: float
     wall: float

@@ -3,9 +3,9 @@
     bash scripts/teacher.sh MODEL --port 8100 &
     python scripts/benchmark/teacher_cost.py http://127.0.0.1:8100 --pid $!
 
-Rows of random ids are requested as ``opd`` requests them; figures are medians of the repeats, after an uncounted one.
-Client: CPU time of this process. Server: CPU time of the process ``--pid`` and its descendants; and the time that the
-answer took.
+Rows of random ids are requested as ``opd`` requests them; figures are medians of the repeats, after one that is not
+counted. The client's figure is the CPU time of this process; the server's is the CPU time of the process ``--pid`` and
+its descendants. The time that the answer took is shown too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cost(NamedTuple):
     """Microseconds per prompt position.
 
     Attributes:
-        answer: from the first request to the last answer.
+        answer: time from the first request to the last answer.
         client: CPU time of this process.
         server: CPU time of the server's processes; None if they are unknown.
     """
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
 def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None = None) -> Cost:
     """Measure the cost of ``rows`` rows of ``tokens`` ids, half of them the prompt's; median of the repeats."""
-    # Imported here, because they take seconds to import and --help needs none.
+    # Imported here, because they take seconds to import and --help does not need them.
     from recipe.offpolicy.extensions.opd.settings import TeacherSettings
     from recipe.offpolicy.extensions.opd.start_up import find_model
     from recipe.offpolicy.extensions.opd.teacher_client import Row, TeacherClient

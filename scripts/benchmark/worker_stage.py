@@ -5,11 +5,11 @@
         [--centering K] [--vocabulary V]
 
 Each micro-batch takes the model's forward pass, verl's ``ppo_loss`` (A) or the same loss with a correction (B), and the
-backward pass; the packets are pickled after each mini-batch, as verl gathers metrics, so B's statistics are measured
-and fetched after the last one. Optimizer steps, and the work of verl's engine around a forward pass, are left out. The
-quickstart's correction is on, with statistics and attribution; ``--shadow`` reports on another one as well; the proof
-of the first update is off. A and B take turns and alternate in coming first; figures are medians: on a CPU, of CPU
-seconds of one thread; on a GPU, of wall seconds between synchronisations.
+backward pass. The packets are pickled after each mini-batch, as verl gathers metrics, so B's statistics are measured
+and fetched after the last mini-batch. Optimizer steps, and the work of verl's engine around a forward pass, are left
+out. The quickstart's correction is on, with statistics and attribution; ``--shadow`` reports on a second correction as
+well; the proof of the first update is off. A and B take turns, and alternate in which comes first. Figures are medians:
+of one thread's CPU seconds on a CPU, and of wall seconds between synchronisations on a GPU.
 
 With ``--centering K``, A is the correction alone and B the same with score centering over K tokens, including the notes
 and checks of each micro-batch; on a CPU the growth of the resident set in an update is measured too.
@@ -61,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
         pad_token_id=0,
     ),
 }
-"""Model -> its differences from the quickstart's."""
+"""Model -> its differences from the quickstart's model."""
 SHADOW = {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0}}
 OBJECTS = 18
 """Columns of a row that are not tensors, as verl's V1 trainer ships them with the quickstart."""
@@ -70,14 +70,14 @@ Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of an update; by default those of the quickstart.
+    """Sizes of an update; the defaults are those of the quickstart.
 
     Attributes:
         rows: number of rows in a micro-batch.
         prompt: number of tokens in each prompt.
-        response: tokens of the longest response; the others have half of it or more.
-        micro_batches: number in a mini-batch.
-        mini_batches: number in the update.
+        response: tokens of the longest response; the other responses have at least half as many.
+        micro_batches: number of micro-batches in a mini-batch.
+        mini_batches: number of mini-batches in the update.
     """
 
     rows: int = 64
@@ -88,7 +88,7 @@ class Sizes:
 
 
 class Spent(NamedTuple):
-    """Seconds of one update: in total, and in calls of the loss and in packing its metrics."""
+    """Seconds of one update: in total, in calls of the loss, and in packing its metrics."""
 
     whole: float
     loss: float
@@ -135,8 +135,9 @@ def build_micro_batch(
     """Build rows as verl's V1 trainer ships them, with pi_old from the model and mu slightly different.
 
     Args:
-        last: it belongs to the update's last mini-batch.
-        centering: each token comes with the K likeliest tokens of a mu over the whole vocabulary; None: with none.
+        last: whether the rows belong to the update's last mini-batch.
+        centering: K; each token comes with the K likeliest tokens of a mu over the whole vocabulary. None: without
+            them.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -198,7 +199,7 @@ def draw_note(
 
 
 def compute_logits(model: Any, ids: Any) -> Tensor:
-    """Compute the logits of a forward pass, (B, S, V), padded on the right, to which no token attends."""
+    """Compute the logits of a forward pass, (B, S, V), padded on the right; no token attends to the padding."""
     logits: Tensor = model(input_ids=ids.to_padded_tensor(0), use_cache=False).logits
     return logits
 

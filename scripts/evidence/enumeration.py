@@ -2,10 +2,10 @@
 
 N = V^T sequences y of T tokens from a vocabulary of V.
 
-* pi_old has the logits theta . phi(y_<t), with phi the one-hot of the last token and the one-hot of the position;
-* pi has theta moved by ``staleness`` x a fixed direction, as optimizer steps move it;
-* mu has pi_old's logits plus ``mismatch`` x fixed standard normal noise, drawn for each prefix and token, because
-another engine's rounding is not a function of the parameters.
+* pi_old has the logits theta . phi(y_<t), with phi the one-hot of the last token and the one-hot of the position; * pi
+has theta moved by ``staleness`` x a fixed direction, like the moves of optimizer steps; * mu has pi_old's logits plus
+``mismatch`` x fixed standard normal noise, drawn for each prefix and token, because another engine's rounding is not a
+function of the parameters.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from recipe.offpolicy.correction.centering import compute_coefficients, select_t
 
 OPTIONS = Path(__file__).resolve().parents[2] / "configs" / "correction"
 DELTA, AGE = 0.1, 2
-"""Value for an option without a delta; and the age of all tokens, for parts that depend on age."""
+"""Delta for an option that sets none, and the age of all tokens, for parts that depend on age."""
 CHOICES = ("auto",)
-"""Files that choose among the other options at the start of a run."""
+"""Option files that choose among the other options at the start of a run."""
 Family = Literal["none", "token weight", "sequence weight", "mask", "both", "option"]
 
 
 @dataclass(frozen=True)
 class World:
-    """Constants of an enumeration, which are fixed while mismatch and staleness vary.
+    """Constants of an enumeration, fixed while mismatch and staleness vary.
 
     Attributes:
         tokens: (N, T) int64, every sequence once.
         features: (N, T, F) float64, phi of each prefix.
         theta: (F, V) float64, the parameters of pi_old.
-        direction: (F, V) float64, direction in which staleness moves them.
+        direction: (F, V) float64, direction in which staleness moves theta.
         noise: (N, T, V) float64, equal for equal prefixes.
         rewards: (N,) float64, 1 if every token of the vocabulary occurs, otherwise 0.
     """
@@ -149,7 +149,7 @@ def _scores(world: World, theta: Tensor) -> Tensor:
 
 
 def outer(features: Tensor, by_logits: Tensor) -> Tensor:
-    """Compute the derivative by the parameters, (N, T, P), from the derivative by the logits, (N, T, V)."""
+    """Compute the derivative with respect to the parameters, (N, T, P), from that by the logits, (N, T, V)."""
     return torch.einsum("ntf,ntv->ntfv", features, by_logits).flatten(2)
 
 
@@ -162,7 +162,7 @@ def _gradient(world: World, theta: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Estimator:
-    """A correction under its name in the tables, in which numbers are the bounds; an option has Hydra's name.
+    """A correction under its name in the tables, where numbers are its bounds; a shipped option has its Hydra name.
 
     The base loss is PPO's without its clip, (pi / pi_old) A grad log pi, or REINFORCE, A grad log pi, under weights on
     pi / mu.
@@ -180,10 +180,10 @@ class Measurement:
     Attributes:
         bias: |E_mu[g] - grad J| / |grad J|.
         cosine: between E_mu[g] and grad J; NaN if E_mu[g] = 0.
-        variance: trace of the covariance of one row's g, not divided by anything.
+        variance: trace of the covariance of one row's g, not normalised.
         dropped: share of the tokens sampled by mu that the correction removes.
         score_mean: |E_mu[sum_t w_t grad log pi_t]|; a baseline b moves E_mu[g] by b times this.
-        break_even: number of rows of a batch whose standard error equals the bias, variance / |E_mu[g] - grad J|^2; inf
+        break_even: number of rows in a batch whose standard error equals the bias, variance / |E_mu[g] - grad J|^2; inf
             without bias.
     """
 
@@ -208,7 +208,7 @@ def list_options() -> Iterator[Estimator]:
 
 
 def measure(estimator: Estimator, policies: Policies, *, turns: int = 1) -> Measurement:
-    """Measure one correction at one setting: E_mu over all sequences of its gradient, as the limit of a large batch.
+    """Measure one correction at one setting: E_mu of its gradient over all sequences, as the limit of a large batch.
 
     A normalised weight is divided by its expectation, and the variance of its estimate is that of its linearisation,
     w (g - E[w g]) / E[w]. KL terms are left out: they do not change the policy term.
@@ -261,7 +261,7 @@ def measure(estimator: Estimator, policies: Policies, *, turns: int = 1) -> Meas
 def decide(
     spec: CorrectionSpec, policies: Policies, old: Tensor, advantage: Tensor, turns: int = 1
 ) -> tuple[RolloutStage, StepStage]:
-    """Run both stages, with the constants of a whole batch in their limit."""
+    """Run both stages, with batch-wide constants at their large-batch limit."""
     columns: dict[str, Any] = dict(
         old_log_prob=old,
         rollout_log_prob=policies.mu,

@@ -176,7 +176,7 @@ def on_policy_is_unbiased(policies: Policies) -> str:
 
 
 def sequence_is_unbiased(mismatches: Table, stalenesses: Table) -> str:
-    """Assert that untruncated sequence IS is unbiased on pi_old / mu at pi = pi_old, and on pi / mu everywhere."""
+    """Assert that untruncated sequence IS is unbiased with pi_old / mu at pi = pi_old, and with pi / mu everywhere."""
     errors = [row[e.name].bias for row in mismatches.values() for e in UNBIASED]
     errors += [row[SEQUENCE_IS_FULL.name].bias for row in stalenesses.values()]
     require(max(errors) < 1e-10, f"untruncated sequence IS has a relative bias of {max(errors):.1e}")
@@ -184,7 +184,7 @@ def sequence_is_unbiased(mismatches: Table, stalenesses: Table) -> str:
 
 
 def baselines_stay_unbiased(mismatches: Table) -> str:
-    """Assert E_mu[w_t grad log pi_t] = 0 for untruncated IS at every level and for MinPRO, but no other."""
+    """Assert E_mu[w_t grad log pi_t] = 0 for untruncated IS at every level and for MinPRO, but for no other."""
     held = max(row[e.name].score_mean for row in mismatches.values() for e in BASELINE_SAFE)
     require(held < 1e-12, f"untruncated IS has a score mean of {held:.1e}: a baseline would bias it")
     others = {
@@ -213,7 +213,7 @@ def token_is_is_first_order(mismatches: Table) -> str:
 
 
 def clip_fractions(policies: Policies) -> str:
-    """Assert that PPO's clip on pi / pi_old ignores the mismatch, and on pi / mu clips before the first step."""
+    """Assert that PPO's clip ignores the mismatch on pi / pi_old, and clips before the first step on pi / mu."""
 
     def fraction(ratio: str) -> float:
         masks = {name: mask | {"ratio": ratio} for name, mask in PPO_CLIP.items()}
@@ -245,7 +245,7 @@ def products() -> str:
 def keep_rates_agree(
     cases: Sequence[LogRatio], lengths: Sequence[int], rows: int, share: Callable[[str, LogRatio, int], float]
 ) -> str:
-    """Assert that the shipped masks keep as many simulated rows as a normal distribution, within 5 standard errors.
+    """Assert that shipped masks keep as many simulated rows as a normal model predicts, within 5 standard errors.
 
     Args:
         share: (aggregate, case, length) -> share of ``rows`` simulated rows kept.

@@ -2,9 +2,9 @@
 
     python scripts/evidence/estimators.py [--seed 0] [--out outputs/estimators.png]
 
-Prints bias, cosine and variance of every estimator's gradient against the true one at several mismatches, the bias
-under staleness, and keep-rates by length; asserts the claims that hold exactly, and exits with 1 if one does not. The
-corrections are those of ``recipe.offpolicy.correction``. Only the simulated keep-rates are sampled.
+Prints bias, cosine and variance of every estimator's gradient against the true gradient at several mismatches, the bias
+under staleness, and keep-rates by length. Asserts the claims that should hold exactly, and exits with 1 if a claim does
+not hold. The corrections are those of ``recipe.offpolicy.correction``. Only the simulated keep-rates are sampled.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class EvidenceSettings:
     """Settings of one run; 4^6 sequences take a few seconds.
 
     Attributes:
-        mismatches: standard deviations of mu's logits, ascending; the two smallest give slopes.
+        mismatches: standard deviations of mu's logits, ascending; slopes are computed from the two smallest.
         plane: the mismatch of the bias-variance figure, one of ``mismatches``.
         stalenesses: standard deviations of pi's parameters, at mismatch ``stale_mismatch``.
-        stale: the staleness at which options are measured, at ``plane``.
+        stale: the staleness at which options are measured, at mismatch ``plane``.
         worlds: number of other policies and mismatches, with the seeds after ``seed``, measured at ``plane``.
         rows: number of simulated rows for each keep-rate.
     """
@@ -69,9 +69,10 @@ class Evidence:
     Attributes:
         on_policy_variance: variance of one row's gradient at mu = pi_old = pi, the unit of variances.
         mismatches, stalenesses: level -> estimator's name -> measurement.
-        biases: estimator's name -> its bias in each world, ``seed``'s own first.
+        biases: estimator's name -> its bias in each world, first the world of ``seed``.
         sentences: the claims that were asserted, with figures.
-        options, stale_options: every option of the group correction at ``plane``, with pi = pi_old, and with pi stale.
+        options, stale_options: every option of the group ``correction`` at mismatch ``plane``, with pi = pi_old, and
+            with pi stale.
     """
 
     settings: EvidenceSettings
@@ -222,7 +223,7 @@ DASHES = ("-", "--", ":", "-.")
 FLOOR = 1e-3  # biases below are not drawn
 # At pi = pi_old these two coincide with sequence IS.
 DRAWN = tuple(estimator for estimator in ESTIMATORS if estimator not in (SELF_NORMALISED, SEQUENCE_IS_FULL))
-# Token weights lie on one line, and masks that remove nothing on the line of no correction, so one or two are enough.
+# Token weights share a line, and masks that remove nothing lie on the line of no correction, so one or two are enough.
 GROWING = (
     "none", "token TIS, cap 2", "sequence TIS, cap 5", "geometric weight", "geometric mask [0.99, 1.01]",
     "product mask [0.5, 2]", "OPSM, delta=0.1",
@@ -257,7 +258,7 @@ def _names(axes: Any, *, above: Any, alongside: Any) -> None:
 
 
 def _styles() -> dict[str, dict[str, Any]]:
-    """Assign a marker to each family and a colour to each estimator, first to those whose curves are drawn."""
+    """Assign a marker to each family and a colour to each estimator, starting with those whose curves are drawn."""
     from matplotlib import colormaps
 
     shades = colormaps["tab20"](range(20))
@@ -342,5 +343,5 @@ def main(arguments: Sequence[str] | None = None, settings: EvidenceSettings | No
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the same order of sums on every machine
+    torch.set_num_threads(1)  # the same summation order on every machine
     sys.exit(main())

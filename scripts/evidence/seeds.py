@@ -31,18 +31,18 @@ def require(holds: bool, sentence: str) -> None:
 
 
 class Planned:
-    """A run of a plan: named settings, a seed, ``seconds`` on an idle machine, and perhaps ``details``."""
+    """A run of a plan: named settings, a seed, its ``seconds`` on an idle machine, and perhaps ``details``."""
 
     seed: int
 
     @property
     def setting(self) -> str:
-        """Name of everything except the seed; with the seed it is the key of the run's results."""
+        """Name of all settings except the seed; together with the seed it is the key of the run's results."""
         raise NotImplementedError
 
     @property
     def name(self) -> str:
-        """Unique in the plan."""
+        """Name of the run, unique in the plan."""
         return f"{self.setting}-{self.seed}"
 
     @property
@@ -76,7 +76,7 @@ def make_runs(
         cores: number of cores that a run uses.
 
     Raises:
-        SystemExit: a name belongs to no run.
+        SystemExit: a name matches no run.
     """
     runs, wanted = list(plan), set(options.names)
     if unknown := sorted(wanted - {name for run in runs for name in run.names}):
@@ -110,16 +110,16 @@ def bootstrap(differences: ArrayLike, confidence: float = 0.95) -> tuple[float, 
 
 
 def find_percentiles(drawn: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Find the central interval that holds this share of the drawn values, with as many below it as above."""
+    """Find the central interval that holds ``confidence`` of the drawn values, with as many below it as above it."""
     edge = 50 * (1 - confidence)
     low, high = np.percentile(drawn, [edge, 100 - edge])
     return float(low), float(high)
 
 
 def sign_flip(differences: ArrayLike, *, two_sided: bool = True) -> float:
-    """Compute the p value of the exact paired sign-flip test: the share of sign patterns with a mean as large.
+    """Compute the p value of the exact paired sign-flip test: the share of sign patterns with at least as large a mean.
 
-    One-sided, large means are those above 0. With n pairs no p is below 2 / 2^n, or 1 / 2^n one-sided.
+    In the one-sided test only positive means count as large. With n pairs no p is below 2 / 2^n, or 1 / 2^n one-sided.
     """
     found = np.asarray(differences, dtype=float)
     signs = 1.0 - 2.0 * (np.arange(2 ** len(found))[:, None] >> np.arange(len(found)) & 1)
@@ -142,7 +142,7 @@ def cliffs_delta(one: ArrayLike, other: ArrayLike) -> float:
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Adjust p values by Holm's step-down rule (Holm 1979): each times the number not smaller, made monotone."""
+    """Adjust p values by Holm's step-down rule (Holm 1979): each times the number of p values >= it, made monotone."""
     ordered = pandas.Series(p_values).sort_values(kind="stable")
     adjusted = (ordered * np.arange(len(ordered), 0, -1)).clip(upper=1.0).cummax()
     return {name: float(adjusted[name]) for name in p_values}
@@ -164,7 +164,7 @@ def page(scores: ArrayLike) -> float:
 def draw_levels(
     axes: Axes, levels: Mapping[Any, Sequence[float]], ordered: Sequence[Any], middle: Any, **look: Any
 ) -> None:
-    """Draw a middle of the seeds at each level as a line, and each seed as a point.
+    """Draw the mean or median of the seeds at each level as a line, and each seed as a point.
 
     Args:
         levels: level -> value of each seed.

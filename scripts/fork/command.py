@@ -1,6 +1,6 @@
 """Command of copy_into_fork.sh: arguments, order of the steps, messages, and the smoke test of a copy in place.
 
-The smoke test runs from the checkout's root, with its verl, in the user's environment.
+The smoke test runs from the checkout's root, with the checkout's verl, in the user's environment.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ To train:
     bash {place}recipe/offpolicy/run_dense_fsdp.sh    # or a whole launch script
 On a running Ray cluster every node needs the same PYTHONPATH."""
 DONE, SMOKE_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 3
-LIMIT = 900  # seconds per step; an otherwise idle machine takes at most 60
+LIMIT = 900  # seconds per step; a step takes at most 60 on an idle machine
 LAUNCH = (
     "correction=[tis_token,gsm]",
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
 )
-"""A correction, and what verl demands of every launch."""
+"""A correction, and the settings that verl requires of every launch."""
 ORIGINS = """
 import sys, verl, recipe.offpolicy, verl_patches
 from pathlib import Path
@@ -77,7 +77,7 @@ STEPS = (
         "compare verl/workers/utils/losses.py with that of the release: the correction goes through its ppo_loss",
     ),
 )
-"""Name, arguments of Python, and the fix if the program itself names none."""
+"""Name, arguments of Python, and the fix to show if the program itself names none."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     except Refused as error:
         return _refuse(str(error))
     except BrokenPipeError:
-        # The reader has closed the pipe. Python would write the rest at its end, and fail again.
+        # The reader has closed the pipe. At exit Python would write the rest, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE if options.dry_run else _stop("no one reads the output any more")
     except (OSError, KeyboardInterrupt) as error:
@@ -207,7 +207,7 @@ class Failure:
 
 
 def smoke_test(fork: Fork, python: str) -> Failure | None:
-    """Run the steps one after another, up to the first that fails; each is named before it starts."""
+    """Run the steps one after another, up to the first that fails; print each step's name before it starts."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [fork.python_path, os.environ.get("PYTHONPATH")])),

@@ -1,6 +1,6 @@
-"""A verl checkout: copies files into it as one commit, and removes them by another.
+"""Copy files into a verl checkout as one commit, and remove them by another commit.
 
-git protects uncommitted changes.
+git protects the checkout's uncommitted changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 _RELEASES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "verl_patches" / "releases.py"))
-"""Loaded as a file, because its package needs other packages, while any Python can make a copy."""
+"""Loaded as a file, because its package needs other packages, but any Python must be able to make a copy."""
 SUPPORTED: tuple[str, ...] = _RELEASES["TESTED"]
 release_of: Callable[[str], str] = _RELEASES["release_of"]
 ALLOW_UNTESTED = "OFFPOLICY_ALLOW_UNTESTED_VERL"
@@ -42,7 +42,7 @@ class Fork:
 
     Attributes:
         root: absolute path, with links resolved.
-        release: release that its version denotes.
+        release: release of verl that the checkout's version denotes.
         place: folder of the copy with a slash, "" for the root.
         reason: why the copy is there.
     """
@@ -62,7 +62,7 @@ def open_fork(path: Path) -> Fork:
     """Open the checkout at `path`.
 
     Raises:
-        Refused: there is none, the recipe was not tested with its release, or Python would not find a copy.
+        Refused: there is no checkout, the recipe was not tested with its release, or Python would not find a copy.
     """
     root = path.resolve()
     if not root.is_dir():
@@ -125,7 +125,7 @@ def _why_not_its_own(root: Path, recipe: Path) -> str:
 
 
 def git(root: Path, *arguments: str, given: str = "", **variables: str) -> str:
-    """Run git and return its output; "" without output, or if it found nothing.
+    """Run git and return its output; "" if it printed or found nothing.
 
     Raises:
         Refused: git fails, with its reason.
@@ -135,7 +135,7 @@ def git(root: Path, *arguments: str, given: str = "", **variables: str) -> str:
     settings = ("-c", "safe.directory=*", "-c", "core.hooksPath=/dev/null")
     command = ["git", "--no-optional-locks", *settings, "-C", str(root), *arguments]
     try:
-        # It has its own process session, so that an interrupt does not end it halfway.
+        # git gets its own process session, so that an interrupt does not end it halfway.
         done = subprocess.run(
             command, input=given, env=environment | variables, capture_output=True, text=True, start_new_session=True
         )
@@ -152,11 +152,11 @@ class Plan:
 
     Attributes:
         message: message of the commit.
-        manifest: the manifest that it adds; None: it removes the existing one.
+        manifest: the manifest that the commit adds; None if the commit removes the existing manifest.
         write: path in the checkout -> the file that is copied to it, for files that change.
         remove: copied files that are no longer wanted.
-        edited: copied files with edits: an update replaces them, and git's history keeps the edits; otherwise they
-            stay.
+        edited: copied files with edits. An update replaces them, and git's history keeps the edits; otherwise these
+            files stay.
     """
 
     message: str
@@ -181,7 +181,7 @@ def find_shipped(source: Path) -> dict[str, Path]:
 
 
 def read_origin(source: Path) -> tuple[str, str | None]:
-    """Read version and commit of this project; a commit with changes on top ends in "-modified"."""
+    """Read this project's version and commit; the commit ends in "-modified" if there are changes on top of it."""
     version = str(runpy.run_path(str(source / "recipe/offpolicy/version.py"))["VERSION"])
     if not (source / ".git").exists() or not (head := git(source, "rev-parse", "--verify", "--quiet", "HEAD").strip()):
         return version, None
@@ -242,10 +242,10 @@ def plan_undo(root: Path, manifest: Mapping[str, Any]) -> Plan:
 
 
 def apply(root: Path, plan: Plan) -> None:
-    """Commit a plan on top of what is checked out; git updates the work tree at once, or refuses and changes nothing.
+    """Commit a plan on top of the checked-out commit; git updates the whole work tree, or refuses and changes nothing.
 
     Raises:
-        Refused: git's reason.
+        Refused: git refuses, with its reason.
     """
     if not (plan.write or plan.remove or plan.manifest):
         return
@@ -271,7 +271,7 @@ def read_manifest(root: Path) -> dict[str, Any] | None:
     """Read the manifest of the last copy that is checked out at `root`; None if there is none.
 
     Raises:
-        Refused: there is a manifest that this script did not write.
+        Refused: the manifest was not written by this script.
     """
     text = git(root, "show", f"HEAD:{MANIFEST}") if MANIFEST in list_blobs(root) else None
     if text is None and not os.path.lexists(root / MANIFEST):
@@ -317,7 +317,7 @@ def check_writable(root: Path, paths: Iterable[str]) -> None:
 
 
 def _find_author(root: Path) -> dict[str, str]:
-    """Find the author of the commit: git's configured one, otherwise this script."""
+    """Find the author of the commit: the author configured in git, otherwise this script."""
     if git(root, "config", "--get", "user.email"):
         return {}
     roles = itertools.product(("AUTHOR", "COMMITTER"), ("NAME", "EMAIL"))
@@ -325,7 +325,7 @@ def _find_author(root: Path) -> dict[str, str]:
 
 
 def _remove_compiled(root: Path, path: str) -> None:
-    """Remove the files that Python and numba compiled from a removed file, and folders that are then empty."""
+    """Remove the files that Python and numba compiled from a removed file, and then the empty folders."""
     target = root / path
     for compiled in target.parent.glob(f"__pycache__/{target.stem}.*"):
         if target.suffix == ".py" and compiled.suffix in _COMPILED:

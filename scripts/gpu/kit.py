@@ -1,6 +1,6 @@
 """Report of a machine's GPUs: runs each part in a separate process, and writes one page and a JSON file.
 
-``scripts/gpu.sh`` starts it and documents its options. It needs the standard library only, because it also reports on
+``scripts/gpu.sh`` starts it and documents its options. It needs only the standard library, because it also reports on
 environments in which packages are missing.
 """
 
@@ -44,7 +44,7 @@ GRACE = 75
 """Seconds in which an interrupted part ends its own processes."""
 LOG_LINES = 40
 CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
-"""Environment of a dry run; verl registers no engine for cpu, and the one for cuda runs there."""
+"""Environment of a dry run; verl registers no engine for cpu, and the cuda engine runs on it."""
 
 
 class Interrupted(BaseException):
@@ -61,7 +61,7 @@ class Part:
 
     Attributes:
         status: ok, FAILED, skipped or not run.
-        said: lines for the page, with its result or the reason.
+        said: lines for the page, with the result or the reason for having none.
         figures: its numbers.
         log: the end of its output, if it failed.
     """
@@ -117,7 +117,7 @@ def read_packages() -> dict[str, str]:
 
 
 def read_project() -> str:
-    """Read the version, and the commit in a checkout."""
+    """Read the project's version, and its commit if this is a checkout."""
     try:
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
         commit = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
@@ -127,7 +127,7 @@ def read_project() -> str:
 
 
 def hide_places(text: str) -> str:
-    """Replace folders that name the user."""
+    """Replace the names of folders that identify the user."""
     for place, name in ((str(ROOT), "CHECKOUT"), (sys.prefix, "ENVIRONMENT"), (str(Path.home()), "~")):
         text = text.replace(place, name) if len(place) > 4 else text
     return text
@@ -142,7 +142,7 @@ def run_part(name: str, dry_run: bool, scratch: Path) -> Part:
     if dry_run:
         command.append("--dry-run")
     if dry_run and name == "training":
-        # The quickstart chooses its platform itself, and Ray refuses its nominal GPU if none may be visible.
+        # The quickstart chooses its platform itself, and Ray rejects the nominal GPU if no GPU may be visible.
         environment.pop("CUDA_VISIBLE_DEVICES", None)
     elif dry_run:
         modules = [*filter(None, [os.environ.get("VERL_USE_EXTERNAL_MODULES")]), "verl_patches.cpu"]
@@ -182,7 +182,7 @@ def end_session(child: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def as_exceptions() -> Iterator[None]:
-    """Turn signals into exceptions, once, so that started processes are ended on the way out."""
+    """Turn the first signal into an exception, so that started processes are ended on the way out."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         for each in signals:
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = given.out.expanduser().absolute()
     if out.suffix != ".json":
         parser.error(f"--out {given.out}: give a name that ends in .json")
-    # Checked first, because a report takes ten minutes.
+    # This is checked first, because a report takes ten minutes.
     chosen = [part for part in PARTS if part in given.only]
     report = Report(
         *(made, given.dry_run, read_project(), platform.python_version(), f"{platform.system()} {platform.machine()}"),

@@ -1,7 +1,7 @@
 """Parts of the GPU report, each run by ``kit.py`` in a separate process: python -m scripts.gpu.parts NAME OUT.
 
 A part returns lines for the page and figures; an exception is its failure. With ``--dry-run`` sizes are smaller, the
-device is the CPU, and figures that only a GPU has are reported as not measured.
+device is the CPU, and figures that need a GPU are reported as not measured.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def demand(condition: bool, reason: str) -> None:
 
 
 def find_attention() -> tuple[str, str]:
-    """Find the attention that the CUDA platform would use, and the reason."""
+    """Find the attention implementation that the CUDA platform would use, and the reason."""
     from verl_patches.flash_attention import explain_missing
 
     missing = explain_missing()
@@ -221,7 +221,8 @@ PARTS: dict[str, Callable[[bool], Found]] = {
 
 def main(parts: Mapping[str, Callable[[bool], Found]], name: str, out: str, *flags: str) -> None:
     """Run one part and write what it found."""
-    # Raised as an exception, so that a part's processes are ended on the way out. A killed kit may not send it.
+    # Raise the signal as an exception, so that a part's processes are ended on the way out. If the kit is killed, the
+    # kernel sends it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:

@@ -1,12 +1,12 @@
-"""Does score centering help a sampler of lower precision? Training in one process, as in collapse/in_process.py.
+"""Does score centering help with a sampler of lower precision? Training in one process, as in collapse/in_process.py.
 
     python scripts/evidence/centering/experiment.py --list
     python scripts/evidence/centering/experiment.py [NAME ...] [--hours H]    # NAME: an arm, or a run: centred-3
     python scripts/evidence/centering/experiment.py --table                   # the committed results
 
-It runs verl's training worker and the recipe's loss with the committed start weights of the evidence on collapse; the
-sampler holds the weights of this step, rounded to a few bits of mantissa. Plan: PLAN.md. Finished runs are not
-repeated.
+It runs verl's training worker and the recipe's loss, starting from the committed weights of the evidence on collapse;
+the sampler uses the current step's weights, rounded to a few bits of mantissa. The plan is in PLAN.md. Finished runs
+are not repeated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Run(Planned):
-    """One run: an arm, and a seed of the order of the questions and of sampling."""
+    """One run: an arm, and the seed of the questions' order and of sampling."""
 
     arm: str
     seed: int

@@ -1,7 +1,7 @@
-"""Judges the hypotheses in PLAN.md, from only the committed results.
+"""Judges the hypotheses in PLAN.md from the committed results alone.
 
-python scripts/evidence/collapse/analyse.py        # tables and verdicts; a missing seed is an error, not left out
-python scripts/evidence/collapse/analyse.py --partial    # what there is, without verdicts
+python scripts/evidence/collapse/analyse.py        # tables and verdicts; a missing seed is an error
+python scripts/evidence/collapse/analyse.py --partial    # the available results, without verdicts
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collapse.arms import ARMS, ETAS, FIRST_SEED, IN_PROCESS, RATES, SEEDS
 from seeds import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip
 
 MOST, RECOVERED, MARGIN = 6, 0.75, 0.05
-"""Number of the 8 seeds in which H1 and H2 must hold, share of `in_step` that counts as recovered, control's margin."""
+"""Number of the 8 seeds in which H1 and H2 must hold, share of `in_step` that counts as recovered, control margin."""
 STRAY, ERROR = 1e-5, 1e-6
 """Largest deviation of the control's weights from 1, and of its first gradient from the expected one."""
 OFF_ETA = 0.5
@@ -39,7 +39,7 @@ class MissingRunsError(ValueError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A hypothesis and the finding.
+    """A hypothesis and the finding on it.
 
     Attributes:
         p: p value before Holm's correction; NaN if the verdict has none.
@@ -54,7 +54,7 @@ class Verdict:
 def outcomes(table: pandas.DataFrame, setting: str) -> pandas.DataFrame:
     """Collect start and outcome of a setting's runs by seed: exact matches before training and after the last step.
 
-    A run that did not finish has an outcome of 0: it died.
+    A run that died before its end has an outcome of 0.
     """
     found = table[(table["arm"] == setting) & table["exact"].notna()].sort_values("step").groupby("seed")
     found = found.agg(
@@ -82,7 +82,7 @@ def take(table: pandas.DataFrame, setting: str, seeds: int = SEEDS, program: str
 
 
 def describe_apart(one: pandas.Series, other: pandas.Series) -> tuple[float, str]:
-    """Describe the paired difference of outcomes: the lower end of its interval, and a sentence of {name}."""
+    """Describe the paired difference of outcomes: the lower end of its interval, and a sentence with a {name}."""
     low, high = bootstrap(one - other)
     delta = f"Cliff's delta {cliffs_delta(one, other):+.2f}"
     return low, f"{(one - other).mean():+.3f} [{low:+.3f}, {high:+.3f}] from {{name}}, {delta}"
@@ -140,7 +140,7 @@ def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
 
 
 def describe_in_process(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Describe the settings that were run in process: median outcome over the finished seeds, by arm and eta."""
+    """Describe the settings that were run in process: the median outcome over the finished seeds, by arm and eta."""
     found = []
     for setting in table["arm"].unique():
         arm, eta, rate = setting.split("-", 2)

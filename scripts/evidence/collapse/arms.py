@@ -1,4 +1,4 @@
-"""The runs of the plan: whole runs, each the quickstart with only these keys, and runs in one process."""
+"""The runs of the plan: whole runs, each the quickstart with only the given keys changed, and runs in one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Arm:
         name: name of the arm.
         overrides: Hydra overrides, used together with ``data.seed``.
         lag: number of synchronisations by which the engine's weights are late.
-        eta: depth of the queue of an asynchronous arm; None: synchronous.
+        eta: queue depth of an asynchronous arm; None for a synchronous arm.
         seeds: number of seeds, from ``FIRST_SEED`` on.
         seconds: duration of a run on two idle cores.
     """
@@ -93,7 +93,7 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Run(Planned):
-    """One run: an arm and a seed of the order of the data; vLLM's sampling has none."""
+    """One run: an arm and the seed of the data's order; vLLM's sampling has no seed."""
 
     arm: Arm
     seed: int
@@ -129,7 +129,7 @@ SECONDS = 45
 
 
 def _read(*names: str) -> dict[str, Any]:
-    """Read shipped corrections, merged, with the delta of the whole runs."""
+    """Read shipped corrections and merge them, with the delta of the whole runs."""
     merged: dict[str, Any] = {}
     for name in names:
         merged |= yaml.safe_load((OPTIONS / f"{name}.yaml").read_text())
@@ -146,7 +146,7 @@ IN_PROCESS: dict[str, dict[str, Any]] = {
     "both": _read("decoupled_ppo", "opsm"),
     "random": _read("opsm"),
 }
-"""Arm -> its correction; ``random`` drops as many negative rows as OPSM would, but randomly drawn ones."""
+"""Arm -> its correction; ``random`` drops as many negative rows as OPSM would, but draws them at random."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ class LateRun(Planned):
         eta: number of steps by which the sampler's weights are late.
         rate: learning rate.
         seed: seed of the questions, their order, and sampling.
-        rounded: the sampler holds its weights with ``MANTISSA`` bits of mantissa, like an engine of another precision.
+        rounded: whether the sampler rounds its weights to ``MANTISSA`` bits of mantissa, like an engine of another
+            precision.
     """
 
     arm: str
@@ -170,7 +171,7 @@ class LateRun(Planned):
 
     @property
     def setting(self) -> str:
-        """The name of arm, eta and rate."""
+        """The name formed from arm, eta and rate."""
         return f"{self.arm}-{self.eta}-{self.rate:g}" + "-rounded" * self.rounded
 
     @property
@@ -179,7 +180,7 @@ class LateRun(Planned):
 
 
 def list_late_runs() -> Iterator[LateRun]:
-    """List all runs seed by seed; rounded samplers are in step."""
+    """List all runs seed by seed; rounded samplers are not late."""
     for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
         yield from (LateRun(arm, 0, RATES[0], seed, rounded=True) for arm in ROUNDED)
         for rate in RATES:

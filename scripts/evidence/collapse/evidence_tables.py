@@ -30,12 +30,12 @@ WHOLE = (
 
 
 def format_spread(values: pandas.Series) -> str:
-    """Format a median with the smallest and the largest seed."""
+    """Format a median with the smallest and the largest value of a seed."""
     return f"{values.median():.3f} ({values.min():.3f} to {values.max():.3f})"
 
 
 def format_difference(one: pandas.Series, other: pandas.Series) -> str:
-    """Format the mean difference of outcomes paired by seed: its interval, and p of the sign-flip test."""
+    """Format the mean difference of outcomes paired by seed, its interval, and p of the sign-flip test."""
     apart = (one - other).dropna()
     low, high = bootstrap(apart)
     return f"{apart.mean():+.3f} [{low:+.3f}, {high:+.3f}], p = {sign_flip(apart):.2g}"
@@ -76,7 +76,7 @@ def build_verdict_table(find_verdicts: Callable[[], list[Verdict]]) -> list[str]
 def build_in_process_table(table: pandas.DataFrame, rate: float) -> list[str]:
     """Build the lines of the table of in-process runs at a learning rate: arms by steps late, for complete settings.
 
-    The table is empty if no setting has all of its seeds, and has a dash for a setting that lacks some.
+    The table is empty if no setting has all of its seeds, and has a dash for a setting that lacks some of them.
     """
     cells = {arm: [format_setting(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS] for arm in IN_PROCESS}
     rows = [(f"`{arm}`", *found) for arm, found in cells.items() if set(found) != {NOT_RUN}]

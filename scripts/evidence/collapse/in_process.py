@@ -5,7 +5,7 @@
 
 Finished runs are not repeated; each run adds its steps to results_in_process.parquet, or to the file that --out names.
 This tests the loss and the correction under exact staleness. It does not test vLLM, Ray, TransferQueue, the transport
-of weights or the counting of their versions, which the whole runs do.
+of weights or the counting of their versions; the whole runs test those.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 os.environ |= {
     "OMP_NUM_THREADS": "1",
     "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",  # verl registers no engine for cpu; the one for cuda runs there
+    "VERL_ENGINE_DEVICE": "cuda",  # verl registers no engine for cpu; the cuda engine runs on it
     "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu",
 }
 
@@ -71,7 +71,7 @@ from verl.workers.utils.padding import response_from_nested
 
 @dataclass
 class SampledRows:
-    """Rows as they were sampled, as lists of (length,) tensors, one per row; notes on rows, flags of the batch."""
+    """Rows as they were sampled: lists of (length,) tensors, one per row, with notes on rows and flags of the batch."""
 
     prompts: Sequence[Tensor]
     responses: Sequence[Tensor]
@@ -174,7 +174,7 @@ class Trainer:
         }
 
     def compute_log_probs(self, rows: SampledRows) -> list[Tensor]:
-        """Compute log-probs of the responses by the engine's own forward pass, one row each."""
+        """Compute log-probs of the responses by the engine's own forward pass, one tensor per row."""
         data = rows.to_tensordict()
         self._worker.engine_config.infer_micro_batch_size_per_gpu = len(data)
         tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)
@@ -223,7 +223,7 @@ class MeasuredLoss(OffPolicyLoss):
 
 
 def shuffle_rejected(factor: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
-    """Reject as many negative rows (B, T) as ``factor`` does, drawn at random; all others have a factor of 1."""
+    """Reject as many negative rows (B, T) as ``factor`` does, drawn at random; all other rows have a factor of 1."""
     rejected = (((factor != 0) & mask).sum(-1) == 0) & mask.any(-1)
     negative = torch.nonzero((advantages * mask).sum(-1) < 0).flatten()
     chosen = negative[torch.randperm(len(negative), generator=generator)[: int(rejected.sum())]]
@@ -260,7 +260,8 @@ def sample(
     """Sample an answer to each prompt at temperature 1.
 
     Returns:
-        Per row: (T,) token ids with the end of sequence, (T,) their log mu, and (T, V) log mu of the whole vocabulary.
+        Per row: (T,) token ids with the end of sequence, their log mu, (T,), and log mu of the whole vocabulary, (T,
+        V).
     """
     padded, attention = pad_left([list(each) for each in prompts], tokenizer.pad_token_id)
     found = model.generate(
@@ -295,13 +296,13 @@ def train(
     build_trainer: Callable[[Path, FSDPActorConfig], Trainer] = Trainer,
     annotate: Callable[[SampledRows, Sequence[Tensor]], None] = lambda rows, log_probs: None,
 ) -> Records:
-    """Train once; return each step's measurements under verl's names; the 0th precedes training.
+    """Train once; return each step's measurements under verl's names; those of step 0 precede training.
 
     Args:
         eta: number of steps by which the sampler's weights are late.
-        mantissa: bits to which they are rounded; None: they are not.
+        mantissa: bits to which the sampler's weights are rounded; None: they are not rounded.
         at_random: see ``MeasuredLoss``.
-        annotate: adds notes to the rows, from (T, V) log mu per row.
+        annotate: function that adds notes to the rows, from each row's (T, V) log mu.
     """
     torch.set_num_threads(1)
     torch.manual_seed(seed)

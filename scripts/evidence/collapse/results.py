@@ -14,7 +14,7 @@ DATA = Path(__file__).resolve().parent / "results.parquet"
 """Results of the whole runs."""
 IN_PROCESS = DATA.with_name("results_in_process.parquet")
 OTHER_START = DATA.with_name("results_in_process_other_start.parquet")
-"""Results in process, from weights of another warm start; they are part of no verdict."""
+"""In-process results from the weights of another warm start; no verdict uses them."""
 START_WEIGHTS = DATA.with_name("start_weights.safetensors")
 MACHINE_FAILURES = DATA.with_name("machine_failures.csv")
 """Runs that the machine ended and that were repeated once, one per line."""
@@ -43,10 +43,10 @@ def build_rows(
     records: Sequence[tuple[int, Mapping[str, Any]]],
     columns: Mapping[str, str] = COLUMNS,
 ) -> list[dict[str, Any]]:
-    """Build a run's rows from its metrics: (step, the line that verl's file logger wrote).
+    """Build a run's rows from its metrics, pairs of a step and the line that verl's file logger wrote.
 
     Args:
-        run: columns that are equal in all of them: ``arm``, ``seed``, ``outcome`` ("finished", or how it died), ...
+        run: columns that are equal in all rows: ``arm``, ``seed``, ``outcome`` ("finished", or how it died), ...
         columns: column -> verl's metric.
     """
     return [
@@ -69,7 +69,7 @@ def read(path: Path | None = None) -> pandas.DataFrame:
 
 
 def append(rows: Sequence[Mapping[str, Any]], path: Path | None = None) -> None:
-    """Add the rows of one run; the file is replaced atomically, so that a kill loses at most that run."""
+    """Add the rows of one run; the file is replaced atomically, so that a killed process loses at most that run."""
     path = path or DATA
     whole = pandas.DataFrame(list(rows))
     whole = whole.astype(dict.fromkeys(whole.select_dtypes("float").columns, "float32"))
@@ -81,7 +81,7 @@ def append(rows: Sequence[Mapping[str, Any]], path: Path | None = None) -> None:
 
 
 def note_machine_failure(run: Mapping[str, Any], path: Path | None = None) -> bool:
-    """Record a run that the machine ended; True if it may be repeated once, False if it was recorded before."""
+    """Record a run that the machine ended; return True if it may be repeated once, False if it was recorded before."""
     path = path or MACHINE_FAILURES
     line = pandas.DataFrame([dict(run)])
     if path.exists():
@@ -94,7 +94,7 @@ def note_machine_failure(run: Mapping[str, Any], path: Path | None = None) -> bo
 
 
 def describe_finished(path: Path | None = None) -> dict[tuple[str, int], str]:
-    """Describe, by arm and seed, how the runs that need no repetition ended, and after what time."""
+    """Describe, by arm and seed, how the runs that need no repetition ended, and how long they took."""
     found = read(path)
     if found.empty:
         return {}

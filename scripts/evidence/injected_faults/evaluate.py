@@ -38,10 +38,11 @@ class Judged:
 
 @dataclass(frozen=True)
 class Score:
-    """Counts of one cause over several cases; precision and recall are NaN where there is nothing to count.
+    """Counts of one cause over several cases; precision and recall are NaN if there is nothing to count.
 
     Attributes:
-        right, false, missed: cases in which it was found and present, found but absent, present but not found.
+        right, false, missed: numbers of cases in which the cause was found and present, found but absent, or present
+            but not found.
     """
 
     right: int

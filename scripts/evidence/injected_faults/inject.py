@@ -2,17 +2,17 @@
 
     OFFPOLICY_INJECT=name:strength    one of FAULTS, in VERL_USE_EXTERNAL_MODULES next to verl_patches.cpu
 
-    temperature:0.8    the rollout server samples at this temperature, the trainer scores at its own
+    temperature:0.8    the rollout server samples at this temperature, but the trainer scores at its own
     shift:1            log-probs arrive one token late (-1: early)
-    lag:8              the rollout server gets the weights of 8 synchronisations before; the first ones until there are
-    stale:3            of every three synchronisations two send the weights of the one before
+    lag:8              the rollout server gets the weights from 8 synchronisations ago; at the start, the first weights
+    stale:3            of every three synchronisations, two send the previous synchronisation's weights again
     round:3            weights reach the rollout server with this many bits of mantissa
-    routers:4          those of the routers of a mixture of experts do, and no others
-    cache:3            of every three synchronisations one clears the engine's prefix cache; of 1 each one does, as verl
+    routers:4          the same, but only for the router weights of a mixture of experts
+    cache:3            of every three synchronisations, one clears the engine's prefix cache; with 1, all do, as in verl
 
-Each fault acts in the process of the real fault: the agent loop, the sender of the weights, or the rollout server.
-OFFPOLICY_INJECT_CACHE=path: ``cache`` writes there what came from the prefix cache, one line of JSON per
-synchronisation.
+Each fault acts in the process where the real fault would occur: the agent loop, the sender of the weights, or the
+rollout server. OFFPOLICY_INJECT_CACHE=path: ``cache`` writes what came from the prefix cache to this file, one line of
+JSON per synchronisation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
 
 
 def moved(log_probs: list[float], by: int) -> list[float]:
-    """Rotate log-probs by ``by`` tokens; values moved out at one end come in at the other."""
+    """Rotate log-probs by ``by`` tokens; values moved out at one end reappear at the other."""
     by %= max(len(log_probs), 1)
     return log_probs[-by:] + log_probs[:-by] if by else list(log_probs)
 
@@ -89,7 +89,7 @@ def _shift() -> None:
 
 
 def _send(begin: Callable[[], Callable[[Weights], Weights]]) -> None:
-    """Wrap the sender so that it sends a change of the trainer's weights; ``begin`` makes one for each sender."""
+    """Wrap the sender so that it sends changed weights; ``begin`` makes each sender's function that changes them."""
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +108,7 @@ def _send(begin: Callable[[], Callable[[Weights], Weights]]) -> None:
 
 
 def round_matrices(weights: Weights, bits: int, named: str = "") -> Weights:
-    """Round the matrices whose name ends so, see ``rounded``."""
+    """Round the matrices whose names have the given ending; see ``rounded``."""
     return [
         (name, rounded(weight, bits) if weight.dim() > 1 and name.endswith(named) else weight)
         for name, weight in weights
@@ -135,7 +135,7 @@ class StaleWeights:
 
 
 class LateWeights:
-    """A ring of weights: each call returns the weights passed ``behind`` calls before, or the first ones until then."""
+    """A ring of weights: each call returns the weights passed ``behind`` calls ago, or until then the first ones."""
 
     def __init__(self, behind: int) -> None:
         self._ring: deque[list[tuple[str, Tensor]]] = deque(maxlen=behind + 1)
@@ -146,7 +146,7 @@ class LateWeights:
 
 
 class CacheAges:
-    """Ages of the keys and values that requests took from the prefix cache.
+    """Ages of the cached keys and values that requests took from the prefix cache.
 
     A prefix is as old as the last request that computed it. Requests of one synchronisation are sorted when the next
     one begins, because requests that compute a prefix may end after requests that use it.
@@ -162,9 +162,9 @@ class CacheAges:
         self._requests.append((tuple(prompt), cached))
 
     def synchronised(self) -> dict[str, Any]:
-        """Record new weights; return what was served since the last ones, and tokens from the cache by their age.
+        """Record new weights; return what was served since the previous ones, and tokens from the cache by their age.
 
-        The age is in synchronisations; 0 means that the weights at that time computed the tokens.
+        The age is in synchronisations; 0 means that the weights of that time computed the tokens.
         """
         for prompt, cached in self._requests:
             for length in range(cached + 1, len(prompt) + 1):

@@ -2,9 +2,10 @@
 
     python scripts/evidence/injected_faults/make.py WORK [NAME ...]
 
-VENV=path: an environment with verl 0.9.1, by default the one that runs this. Each of ``cases.CASES`` is one run of
-scripts/quickstart.sh, about 100 seconds on two cores; WORK keeps models, logs and whole recordings, and existing ones
-are not repeated. tests/data/faults/PART/NAME-SEED keeps at most ``ROWS`` rows per step, with whole prompts.
+VENV=path names an environment with verl 0.9.1, by default the environment that runs this script. Each of
+``cases.CASES`` is one run of scripts/quickstart.sh, which takes about 100 seconds on two cores. WORK keeps models, logs
+and whole recordings; existing recordings are not made again. tests/data/faults/PART/NAME-SEED keeps at most ``ROWS``
+rows per step, with whole prompts.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from scripts.quickstart.warm_start import warm_start
 DATA = ROOT / "tests" / "data" / "faults"
 ROWS = 128
 TOKENS = 1000
-"""Sufficient number of valid tokens per step; if rows are longer, fewer prompts are kept."""
+"""Number of valid tokens per step that is enough; if rows are longer, fewer prompts are kept."""
 LIMIT = 600.0
 MERGES = 60
 """Number of most frequent letter pairs that are tokens, in addition to the quickstart's single bytes."""
@@ -64,7 +65,7 @@ def main(work: Path, names: list[str]) -> int:
 
 
 def make_needed(models: Path, name: str) -> None:
-    """Make a model or questions, unless they are there."""
+    """Make a model or questions, unless they exist."""
     if not name or (models / name).exists():
         return
     if name == "merging":
@@ -80,8 +81,8 @@ def make_needed(models: Path, name: str) -> None:
 def pad_vocabulary(source: Path, target: Path, extra: int) -> None:
     """Copy a model with ``extra`` vocabulary rows beyond its tokenizer, as in real checkpoints.
 
-    They hold the values that the model's initialisation would have put there. verl's rollout server masks their
-    logits; the trainer does not.
+    The extra rows hold the values that the model's initialisation would have put there. verl's rollout server masks
+    their logits; the trainer does not.
     """
     model = Qwen2ForCausalLM.from_pretrained(source, dtype=torch.float32)
     size, deviation = model.config.vocab_size, model.config.initializer_range
@@ -124,9 +125,9 @@ def questions(name: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, An
 
 
 def of_one_length(entry: dict[str, Any], letters: int = 13) -> dict[str, Any]:
-    """Pad a question by repetitions of its word, to ``letters`` together with the word itself.
+    """Pad a question with repetitions of its word, to ``letters`` letters including the word itself.
 
-    With the quickstart's tokens for the instruction and the turns, 13 letters are a prompt of 17 tokens: a block of 16
+    With the quickstart's tokens for the instruction and the turns, 13 letters make a prompt of 17 tokens: a block of 16
     with the whole word, which can be taken from vLLM's cache, and a last token, which is always computed.
     """
     word = entry["metadata"]["word"]
@@ -142,7 +143,7 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
     overrides = [
         "correction=none",
         f"offpolicy.record.dir={recording}",
-        # The fault must be recorded, not caught.
+        # The run must record the fault instead of stopping at it.
         "offpolicy.allow_unrelated_log_probs=true",
         "offpolicy.delivery.sums=null",
         "offpolicy.delivery.probe=null",
@@ -161,7 +162,7 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
     cache_log(recording).unlink(missing_ok=True)
     log = recording.with_suffix(".log")
     print(f"{recording.name}: {' '.join(overrides)}", flush=True)
-    # Its verdict depends on the held-out score, which these short runs do not measure.
+    # The quickstart's verdict depends on the held-out score, which these short runs do not measure.
     run_quickstart(overrides, log, limit=LIMIT, environment=environment)
     made = Recording(recording).steps if recording.is_dir() else []
     if len(made) < case.steps:

@@ -1,4 +1,4 @@
-"""Prints what PLAN.md asks of the committed runs: python scripts/evidence/real_model/judge.py"""
+"""Prints the comparisons that PLAN.md requires, from the committed runs: python scripts/evidence/real_model/judge.py"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEEDS = 3
 LENGTH = "length_"
 """Prefix of the names of the arms that compare length penalties."""
 LAST = 3
-"""Number of last steps over which lengths are averaged."""
+"""Number of final steps over which lengths are averaged."""
 
 
 def pivot_outcomes(table: pandas.DataFrame) -> pandas.DataFrame:

@@ -3,7 +3,7 @@
     python scripts/evidence/real_model/run.py --list                 # every run, whether it has finished, and its time
     python scripts/evidence/real_model/run.py [NAME ...] [--hours H] # NAME: an arm, or a run such as late_opsm-3
 
-VENV=path: an environment with verl 0.9.1, by default the one that runs this. Each run is a run of
+VENV=path names an environment with verl 0.9.1, by default the environment that runs this script. Each run is a run of
 scripts/quickstart.sh; its steps are added to results.parquet next to this file when it has ended. PLAN.md describes
 what is tested.
 """
@@ -76,7 +76,7 @@ _LENGTHS = {
         "length_penalty.anchor.min_samples=64",
     ),
 }
-"""Kind of length penalty -> its coefficient, and an anchor that freezes at the first batch with a fifth right."""
+"""Kind of length penalty -> its coefficient, and an anchor that freezes at the first batch with 20 % right answers."""
 
 
 def _build_length_arm(kind: str, *chosen: str) -> Arm:

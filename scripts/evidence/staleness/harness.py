@@ -4,11 +4,11 @@
 
 Eight prompts have answers of eight tokens; stages are the project's own, and advantages and loss are verl's. A queue
 holds the batches by which the sampler is ahead: the batch on which step i trains was sampled by the weights before step
-i - eta, or by the first ones. With eta unbounded the sampler keeps its first weights.
+i - eta, or by the first weights. With eta unbounded, the sampler keeps its first weights.
 
-Trains with each of three shipped corrections at eta 0, 1, 2, 4, 8, 16 and without a bound, at two learning rates; about
-ten minutes on two cores. Prints scores with intervals, draws them, asserts that clipping around mu collapses at eta 8
-and decoupled PPO does not, and exits with 1 if that does not hold.
+Trains with each of three shipped corrections at eta 0, 1, 2, 4, 8, 16 and without a bound, at two learning rates, which
+takes about ten minutes on two cores. Prints scores with intervals, draws them, and exits with 1 unless training at eta
+8 collapses when clipping around mu but not with decoupled PPO.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from verl.workers.config import ActorConfig
 VOCABULARY, LENGTH, PROMPTS = 8, 8, 8
 WIDTH = 48
 ARMS = ("bypass", "resampling", "decoupled_ppo")
-"""Options of ``configs/correction/``: pi_old is mu; pi_old is recomputed without a correction; and with one."""
+"""Options of ``configs/correction/``: pi_old is mu; pi_old is recomputed without a correction, or with one."""
 ETAS = (0, 1, 2, 4, 8, 16, math.inf)
 RATES = (1e-2, 3e-2)
 STEPS, MINI_BATCHES, ROLLOUTS = 90, 2, 8
@@ -149,7 +149,7 @@ def _sample(policy: ToyPolicy, each: int) -> Rollouts:
 
 
 def _update(policy: ToyPolicy, optimizer: torch.optim.Optimizer, batch: Rollouts, spec: CorrectionSpec) -> None:
-    """Take a step for each mini-batch, with pi_old, weight and masks from the correction."""
+    """Take an optimizer step for each mini-batch, with pi_old, weight and masks from the correction."""
     mask = torch.ones_like(batch.tokens, dtype=torch.bool)
     rewards = torch.zeros(len(mask), LENGTH)
     rewards[:, -1] = batch.rewards
@@ -183,7 +183,7 @@ def _update(policy: ToyPolicy, optimizer: torch.optim.Optimizer, batch: Rollouts
 
 @cache
 def _actor_config() -> Any:
-    """verl's own defaults: a clip of 0.2, and of 3 for negative advantages."""
+    """Build verl's defaults: a clip of 0.2, and a dual clip of 3 for negative advantages."""
     return ActorConfig(strategy="fsdp2", rollout_n=ROLLOUTS, ppo_micro_batch_size_per_gpu=1)
 
 
@@ -239,10 +239,10 @@ def compute_ratio(scores: Sequence[float], synchronous: Sequence[float]) -> Rati
 
 
 def check_claims(scores: Scores, rates: Sequence[float]) -> list[str]:
-    """Check that clipping around mu collapses at eta 8 and that decoupled PPO does not; return sentences.
+    """Check that at eta 8 training collapses when clipping around mu, and not with decoupled PPO; return sentences.
 
     Raises:
-        ClaimError: one of these claims does not hold over its whole interval.
+        ClaimError: a claim does not hold over its whole interval.
     """
     claims = []
     for rate in rates:
@@ -269,7 +269,7 @@ def describe_one_step_behind(scores: Scores, rates: Sequence[float]) -> list[str
 
 
 def report(scores: Scores, console: Console) -> None:
-    """Print one table per rate: mean score, and in brackets its share of synchronous training with the interval."""
+    """Print one table per rate: mean score, and in brackets its ratio to synchronous training with the interval."""
     for rate in RATES:
         table = Table(title=f"Mean reward after {STEPS} steps, learning rate {rate:g}", title_justify="left")
         table.add_column("correction")
@@ -283,7 +283,7 @@ def report(scores: Scores, console: Console) -> None:
 
 
 def draw(scores: Scores, rates: Sequence[float], path: Path) -> None:
-    """Write a PNG with one panel per rate. Lines are means over seeds, points the seeds."""
+    """Write a PNG with one panel per rate. Lines are means over seeds; points are the seeds."""
     figure, panels = create_axes(1, len(rates), width=5 * len(rates), height=4.4, sharey=True)
     for axes, rate in zip(panels, rates, strict=True):
         for arm, (colour, label) in LOOKS.items():

@@ -1,8 +1,8 @@
-"""Check at every update that the correction reaches the gradient, and before the first that each bound acts.
+"""Check at every update that the correction reaches the gradient, and before the first update that each bound acts.
 
 ``watch`` compares the gradient that arrives at the log-probs in the engine's backward pass with weight * keep * verl's
-own gradient. If mu equals pi_old, that also holds for a correction that does nothing, so ``try_parts`` moves mu across
-each bound, where the expected factor follows from the bound alone.
+own gradient. If mu equals pi_old, a correction that does nothing also passes this check, so ``try_parts`` moves mu
+across each bound, where the expected factor follows from the bound alone.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def try_parts(loss_fn: CorrectedLoss, model_output: Mapping[str, Any], data: Ten
 
 
 def list_trials(part: Weight | Mask) -> Iterator[tuple[float, float, float]]:
-    """List trials: log-ratio of each unit, advantage of all tokens, and the factor that the bound demands."""
+    """List trials: log-ratio of each unit, advantage of all tokens, and the factor that the bound requires."""
     rejects = isinstance(part, Mask) or part.kind == "reject"
     when = part.when if isinstance(part, Mask) else "any"
     advantage = -1.0 if when == "negative" else 1.0
@@ -132,10 +132,10 @@ def list_trials(part: Weight | Mask) -> Iterator[tuple[float, float, float]]:
 def _expect(
     loss_fn: CorrectedLoss, model_output: Mapping[str, Any], data: TensorDict, batch: Batch, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient that ``factor`` demands, and the uncorrected policy term's gradient, each flat.
+    """Compute the gradient that ``factor`` requires, and the uncorrected policy term's gradient, each flat.
 
-    The factor multiplies only the policy term: it is factor * (g(1) - g(0)) + g(0), where g(c) is verl's gradient under
-    constant weights c, and g(0) that of KL and entropy terms.
+    The factor multiplies only the policy term, so the gradient is factor * (g(1) - g(0)) + g(0), where g(c) is verl's
+    gradient under constant weights c, and g(0) is the gradient of the KL and entropy terms.
     """
     gradients = []
     for constant in (0.0, 1.0):

@@ -37,9 +37,9 @@ class Weight:
 
     Attributes:
         level: ``token``, or ``sequence``: one weight for all tokens of a sequence.
-        kind: ``truncate`` one side, ``clip`` both, or ``reject``, which drops weights outside the bounds.
-        lower, upper: inclusive bounds on the weight; None: open.
-        aggregate: of a sequence: ``product`` of its ratios, or their ``geometric`` mean.
+        kind: ``truncate`` bounds one side, ``clip`` bounds both, and ``reject`` drops weights outside the bounds.
+        lower, upper: inclusive bounds on the weight; None if open.
+        aggregate: for a sequence, the ``product`` of its ratios, or their ``geometric`` mean.
     """
 
     level: str
@@ -61,8 +61,9 @@ class Mask:
     Attributes:
         ratio: ``rollout``: pi_old / mu; ``full``: pi / mu.
         level: ``token`` or ``sequence``.
-        aggregate: of a sequence: ``product``, ``geometric`` mean, or ``any``: each ratio by itself.
-        lower, upper: inclusive bounds on the aggregate; None: open.
+        aggregate: for a sequence, the ``product``, the ``geometric`` mean, or ``any``, which checks each ratio by
+            itself.
+        lower, upper: inclusive bounds on the aggregate; None if open.
         delta: short for lower = exp(-delta).
         when: ``any``, or the sign of the sequence's mean advantage: ``negative`` or ``positive``.
     """
@@ -85,7 +86,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Correction:
-    """A weight, None for weight 1, and masks by name, all of which must keep a token."""
+    """A weight (None for weight 1), and masks by name; a token is kept if all masks keep it."""
 
     weight: Weight | None = None
     masks: dict[str, Mask] = field(default_factory=dict)
@@ -149,7 +150,7 @@ def compute_factor(
     mask = response_mask.bool()
     valid, log_rho = compute_finite_log_ratio(old_log_prob, rollout_log_prob, mask)
     log_full = log_rho + compute_log_ratio(log_prob, old_log_prob, valid)
-    # Without a part that reads mu, a token whose mu alone is not finite is trained as usual.
+    # If no part reads mu, a token for which only mu is not finite is trained as usual.
     keep = valid if correction.weight or correction.masks else mask & torch.isfinite(old_log_prob)
     dtype = promote_weight_dtype(old_log_prob, rollout_log_prob)
     weight = keep.to(dtype)

@@ -63,8 +63,8 @@ class CorrectedLoss:
         actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
 
     Attributes:
-        tried: the parts have been tried in this process.
-        random_state: the CPU's state before the last loss; clip_cov draws the tokens that it clips.
+        tried: whether the parts have been tried in this process.
+        random_state: the CPU generator's state before the last loss, because clip_cov draws the tokens that it clips.
     """
 
     def __init__(self, correction: Correction, actor_config: Any) -> None:
@@ -79,7 +79,8 @@ class CorrectedLoss:
         """Compute loss and metrics of a micro-batch.
 
         Raises:
-            NotLive: the correction does not reach the gradient as its formulas say; here, or in the backward pass.
+            NotLive: the correction does not reach the gradient as its formulas require; raised here, or in the backward
+                pass.
         """
         batch = read(model_output, data)
         factor, sums = self.compute_factor(batch)
@@ -126,6 +127,6 @@ class CorrectedLoss:
 
 
 def _report(sums: dict[str, Tensor], data: TensorDict) -> dict[str, Metric]:
-    """Build metrics that verl adds over micro-batches and averages over ranks: means over the mini-batch's tokens."""
+    """Build metrics that verl sums over micro-batches and averages over ranks: means over the mini-batch's tokens."""
     tokens = max(data["batch_num_tokens"] or 1, 1) / data["dp_size"]
     return {f"{PREFIX}/{name}": Metric(AggregationType.SUM, float(each) / tokens) for name, each in sums.items()}

@@ -28,7 +28,7 @@ CONFIG = {
         "opsm": {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": DELTA, "when": "negative"},
     },
 }
-# log pi_old - log mu, one case per row: a token beyond the cap; beyond gsm; within all; beyond opsm, A < 0.
+# log pi_old - log mu, one case per row: a token beyond the cap; beyond gsm; within all bounds; beyond opsm, A < 0.
 LOG_RATIOS = ((0.9, -0.2, -0.1, -0.3), (0.3, 0.4, 0.3), (0.1, -0.1, 0.2, 0.0, -0.1), (-0.2, -0.1))
 ADVANTAGES = (1.0, -0.5, -1.5, -0.8)
 KEPT = (1.0, 0.0, 1.0, 0.0)
