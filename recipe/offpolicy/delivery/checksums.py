@@ -106,7 +106,7 @@ class Comparison:
     """Result of one synchronisation's comparison; names are the trainer's.
 
     Attributes:
-        equal: tensors that are equal in engine and trainer.
+        equal: tensors that are equal in the engine and the trainer.
         different: tensors that differ.
         unknown: tensors that cannot be judged, because the engine stores them in its own layout.
     """
@@ -133,9 +133,9 @@ class HeldComparer:
         """Compare the trainer's checksums ``own``, by name, with those of all ranks of an engine.
 
         Ranks hold shards, whose checksums add up, or equal copies. A group in the engine's own layout is judged only
-        after it was equal once; before that, the only check is whether it changes when the trainer's does. The layout
-        counts as the engine's own if neither count of elements fits (padding, or heads replicated on several ranks),
-        or if the engine ``received`` the trainer's values and stores something else.
+        after it was equal once; before that, the only check is whether the group changes when the trainer's tensors do.
+        The layout counts as the engine's own if the number of elements fits neither case (padding, or heads replicated
+        on several ranks), or if the engine ``received`` the trainer's values and stores something else.
         """
         by_sources: dict[tuple[str, ...], list[Held]] = {}
         for held in (held for rank in ranks for held in rank):
@@ -174,7 +174,7 @@ class HeldComparer:
 def compare_adapter(
     found: Comparison, adapter: Mapping[str, Checksum], own: Mapping[str, Checksum], *, loaded: bool
 ) -> Comparison:
-    """Add to ``found`` the tensors of a LoRA adapter as the engine received them; ``loaded``: the engine loaded it."""
+    """Add a LoRA adapter's tensors as the engine received them to ``found``; ``loaded``: the adapter was loaded."""
     known = [name for name in sorted(adapter) if name in own]
     equal = tuple(name for name in known if loaded and adapter[name] == own[name])
     return replace(
@@ -186,7 +186,7 @@ def compare_adapter(
 
 
 def _name_fused(sources: Sequence[str]) -> tuple[str, ...]:
-    """Name the expert parameters of a layer that Hugging Face fuses, from the tensors that verl sends for them."""
+    """Name Hugging Face's fused parameters of a layer's experts, from the tensors that verl sends for the experts."""
     layers = {source.partition(".experts.")[0] for source in sources if ".experts." in source}
     kinds = {source.rpartition(".")[0].rpartition(".")[2] for source in sources}
     if len(layers) != 1 or not kinds <= {"gate_proj", "up_proj", "down_proj"}:
@@ -203,6 +203,6 @@ def find_left_out(trained: Sequence[str], received: Sequence[str]) -> list[str]:
 
 
 def _end(name: str) -> str:
-    """Return the part of a name from its layer on; without layers the last two parts."""
+    """Return the part of a name that starts at its layer; the last two parts if the name has no layer."""
     _, layers, end = name.partition("layers.")
     return end if layers else ".".join(name.split(".")[-2:])

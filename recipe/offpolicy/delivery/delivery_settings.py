@@ -12,7 +12,7 @@ from ..correction import Problem
 
 SECTION = "offpolicy.delivery"
 LEAST_SEEN = 0.5
-"""Share of an update that survives rounding to the engine's dtype, below which updates count as rounded away."""
+"""Updates count as rounded away if rounding to the engine's dtype preserves a smaller share of them."""
 FIX_ROUNDED = "actor_rollout_ref.rollout.dtype=float32, or a larger actor_rollout_ref.actor.optim.lr"
 
 

@@ -1,4 +1,4 @@
-"""Runs inside a rollout engine's processes: records into which parameters each tensor was loaded, and their checksums.
+"""Runs inside a rollout engine's processes: records which parameters each tensor was loaded into, and their checksums.
 
 Patched functions, the same from verl 0.7.1 to 0.9.1:
 ``vLLMColocateWorkerExtension._update_weights(weights, peft_config, base_sync_done)``, which calls
@@ -38,7 +38,7 @@ class Sources:
         tied: names of tensors that vLLM loads together with the tensor to which they are tied, and refuses to load
             alone.
         received: number of tensors since the last comparison.
-        first: checksums of the tensors as received, rounded like their parameters; until the first comparison.
+        first: checksums of the tensors as received, rounded like their parameters; kept until the first comparison.
         adapter: checksums of the LoRA adapter's tensors as received, by plain name.
         skipped: why nothing is judged; empty if weights are judged.
     """
@@ -62,10 +62,11 @@ def load_observed(
     weights: Iterable[tuple[str, Tensor]],
     dtype_of: Callable[[str], torch.dtype | None] = lambda target: None,
 ) -> Any:
-    """Load weights with the model's own ``load``, and record into which parameters each new name was loaded.
+    """Load weights with the model's own ``load``, and record which parameters each new name was loaded into.
 
     A new name is loaded alone, once; the experts of a layer count as one name. A tied tensor that vLLM refuses to load
-    alone is left out: vLLM loads the tensor to which it is tied, which verl may send in another bucket.
+    alone is left out: vLLM loads instead the tensor to which it is tied, and verl may send that tensor in another
+    bucket.
 
     Args:
         dtype_of: returns the dtype of a parameter by its name; None if there is none.
@@ -157,7 +158,7 @@ def weigh_parameters(worker: Any, named: bool) -> dict[str, Any]:
 
 
 def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], list[str]]]:
-    """Group tensors that were loaded into the same parameters; returns sorted sources and parameters of each group."""
+    """Group tensors that were loaded into the same parameters; return each group's sorted sources and parameters."""
     group_of: dict[str, int] = {}
     members: dict[int, tuple[set[str], set[str]]] = {}
     names_of: dict[str, list[str]] = {}
@@ -180,7 +181,7 @@ def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], l
 def tell_root_cause(error: BaseException) -> str:
     """Describe the first exception of a chain and its location, in one line.
 
-    vLLM passes on only the text of the last exception, which may come from the clean-up or be only a KeyError's name.
+    vLLM passes on only the text of the last exception, which may come from the clean-up or contain only a missing key.
     """
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
@@ -199,7 +200,7 @@ def extend_worker() -> None:
         seam.check()
     update = extension._update_weights
 
-    # Start-up checks compare signatures, and look through ``functools.wraps``.
+    # Start-up checks compare signatures, and see the original one through ``functools.wraps``.
     @functools.wraps(update)
     def _update_weights(self: Any, weights: Any, peft_config: Any, base_sync_done: Any) -> Any:
         weights = list(weights)
@@ -231,7 +232,7 @@ def _is_quantised(utils: Any, worker: Any) -> bool:
 
 
 def extend_server() -> None:
-    """Make verl's vLLM server return the workers' answers to ``METHOD`` and keep why an update failed. Idempotent."""
+    """Make verl's vLLM server return its workers' answers to ``METHOD`` and keep why an update failed. Idempotent."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     call = vLLMHttpServer.collective_rpc
@@ -248,7 +249,8 @@ def extend_server() -> None:
         try:
             return await call(self, method, timeout=timeout, args=args, kwargs=kwargs)
         except Exception as error:
-            # The sender of the weights waits for the engine's acknowledgement and does not read this answer first.
+            # The sender of the weights is still waiting for the engine's acknowledgement, and does not read this answer
+            # before that.
             if str(method).startswith("update_"):
                 server = f"rollout server {getattr(self, 'replica_rank', '?')}"
                 told = f"{server} could not run {method}: {type(error).__name__}: {error}."

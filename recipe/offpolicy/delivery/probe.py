@@ -1,9 +1,11 @@
-"""A fixed probe that rollout engines answer after each synchronisation, and the trainer before its next update.
+"""A fixed probe that rollout engines answer after each synchronisation, and that the trainer answers before its next
+update.
 
-g and e are log-probs of the probe's tokens at one synchronisation, by the engine and by the trainer's own forward pass;
-dg and de are their changes since an earlier synchronisation. If the weights were delivered, dg = de + noise; if not, dg
-is noise. The noise of 16-bit engines is correlated within a sequence, so sequences are the independent samples. Per
-sequence, u = <dg - de, de> is symmetric around 0 if the weights were delivered, and -|de|^2 on average if not.
+g and e are the log-probs of the probe's tokens at one synchronisation: g from the engine, and e from the trainer's own
+forward pass; dg and de are their changes since an earlier synchronisation. If the weights were delivered, dg = de +
+noise; if not, dg is noise. The noise of 16-bit engines is correlated within a sequence, so sequences are the
+independent samples. Per sequence, u = <dg - de, de> is symmetric around 0 if the weights were delivered, and -|de|^2 on
+average if not.
 
 Called function of vLLM's and SGLang's servers from verl 0.8.0 on: ``generate(prompt_ids, sampling_params,
 request_id)``. Its answer has ``extra_fields["prompt_logprobs"]``, and from 0.9.1 on ``num_cached_tokens``.
@@ -29,14 +31,14 @@ Answers = Sequence[Sequence[float]]
 """Log-probs in nats, per sequence, of each token except the first."""
 
 FLIPS = 4095
-"""Number of random sign vectors for the p-value; with the observed vector there are 4096."""
+"""Number of random sign vectors for the p-value; together with the observed vector there are 4096."""
 LEVEL = 1e-3
 LEAST_SLOPE = 0.5
 RESOLVED = 0.2
 """Largest standard error of the slope at which a synchronisation is judged; above it, changes accumulate."""
 IN_A_ROW = 3
-"""Failures in a row that stop a run. With delivered weights each has a probability of at most ``LEVEL``: in 1 000
-synchronisations 1 000 * 1e-9 = 1e-6."""
+"""Number of failures in a row that stop a run. If weights are delivered, each failure has a probability of at most
+``LEVEL``; over 1 000 synchronisations this gives 1 000 * 1e-9 = 1e-6."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,11 @@ PATIENCE = 60.0
 """Seconds to wait for missing answers when the trainer is about to update."""
 KEPT_IN_A_ROW = 2
 LOOSE = 0.5
-"""Share of an update that survives the engine's rounding; below it, answers are not expected to change."""
+"""If the engine's rounding preserves a smaller share of an update, answers are not expected to change."""
 
 
 def draw_probe(rows: Sequence[Pair], uids: list[str]) -> list[list[int]]:
-    """Draw the probe's sequences from a batch: different prompts first, around the beginning of the response."""
+    """Draw the probe's sequences from a batch, from different prompts first; each spans the beginning of a response."""
     turns = [uids[:row].count(uid) for row, uid in enumerate(uids)]
     order = sorted(range(len(rows)), key=turns.__getitem__)
     drawn = []
@@ -150,7 +152,7 @@ def draw_probe(rows: Sequence[Pair], uids: list[str]) -> list[list[int]]:
 
 
 def join_responses(rows: Sequence[Pair], most: int) -> list[int]:
-    """Join responses to a request of at most ``most`` tokens that does not start like any rollout."""
+    """Join responses into a request of at most ``most`` tokens that does not start like any rollout."""
     return [token for _, response in rows for token in response][: max(min(most, CACHED), 0)]
 
 
@@ -172,7 +174,7 @@ class Probe:
         self._off = ""
 
     def ask(self, replicas: Sequence[Any]) -> None:
-        """Ask each replica's server right after it got new weights, before any other request; does not wait."""
+        """Ask each replica's server right after it got new weights, before any other request, without waiting."""
         self._pending = []
         if not self._sequences or self._off:
             return

@@ -16,10 +16,10 @@ from torch import Tensor
 from .checksums import compute_checksums, plain_name
 
 SAMPLE = 256
-"""Number of elements of each parameter, on each rank, whose change is tracked."""
+"""Number of elements per parameter and rank whose change is tracked."""
 _SENT = "_offpolicy_sent"
 AS_SENT = "as sent"
-"""Instead of a dtype: the engine keeps the tensor as sent, for example LoRA's."""
+"""Used instead of a dtype if the engine keeps a tensor as sent, for example LoRA's tensors."""
 
 
 def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str, Any]:
@@ -90,9 +90,10 @@ class UpdateSample:
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
 
     def step(self, shards: Any) -> list[float]:
-        """Compare with the previous synchronisation: [sum of u r, sum of u^2, changed in u, changed in r, count].
+        """Return [sum of u r, sum of u^2, changed in u, changed in r, count] since the previous synchronisation.
 
-        u is the change of an element, r the change of the element after the engine's rounding. Empty at the first call.
+        u is the change of an element, and r its change after the engine's rounding. The list is empty at the first
+        call.
         """
         sums = torch.zeros(5, dtype=torch.float64)
         before, self._before = self._before, {}
@@ -110,7 +111,7 @@ class UpdateSample:
 
 
 def watch_sent(worker: Any, dtype: str) -> None:
-    """Make a worker record checksums of the tensors that it sends, if these are not its parameters.
+    """Make a worker record checksums of the tensors that it sends, if these tensors are not the worker's parameters.
 
     Args:
         worker: verl's actor worker; for the legacy workers of 0.7.1 the rollout is patched.

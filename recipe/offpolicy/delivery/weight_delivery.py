@@ -33,9 +33,9 @@ logger = logging.getLogger("verl.offpolicy")
 NAMED = 6
 """Maximum number of tensors that an error names."""
 FEWEST = 64
-"""Number of updates without a synchronisation that stop a run whose own interval is not known yet."""
+"""A run stops after this many updates without a synchronisation if its own interval is not known yet."""
 SEEN_OVER = 3
-"""Number of last updates of which a share of ``LEAST_SEEN`` must survive the engine's rounding."""
+"""Number of latest updates of which the engine's rounding must preserve a share of ``LEAST_SEEN``."""
 KEPT = 4
 """Number of past synchronisations whose checksums are kept, to recognise late weights."""
 
@@ -95,7 +95,7 @@ class WeightDelivery(AddOn):
         return {f"offpolicy/delivery/{name}": value for name, value in self._metrics.items()}
 
     def on_sync(self, manager: Any) -> None:
-        """Ask the servers of ``manager`` for their checksums, and the trainer's workers for those of the sent weights.
+        """Ask the servers of ``manager`` for checksums of their weights, and the trainer's workers for those sent.
 
         The answers are compared later, before the next update or validation, because both sides compute them while the
         servers start to sample.
@@ -139,14 +139,14 @@ class WeightDelivery(AddOn):
             replica.servers[0].collective_rpc.remote(METHOD, kwargs={"named": not engine.named})
             for replica, engine in zip(manager.replicas, engines, strict=True)
         ]
-        # Uses the dtypes that the engines reported last; if they changed, ask again after the answers.
+        # Use the dtypes that the engines reported last; if the answers show that they have changed, ask again.
         ready = all(engine.dtypes and not engine.skipped for engine in engines)
         dtypes = _find_dtypes(engines, self._rollout) if ready else None
         weighed = None if dtypes is None else self._run.workers.weigh_offpolicy(*dtypes)
         self._asked = Asked(self._syncs, manager, engines, asked, dtypes, weighed)
 
     def _compare_sums(self) -> None:
-        """Compare the answers to the last synchronisation that asked for any."""
+        """Compare the answers to the latest synchronisation at which any were requested."""
         if (given := self._asked) is None:
             return
         self._asked = None
@@ -249,7 +249,7 @@ class WeightDelivery(AddOn):
             )
 
     def _warn_of_rounding(self, along: float, square: float) -> None:
-        """Say once that the engine's dtype hides updates, although all weights are delivered."""
+        """Warn once that the engine's dtype hides updates although all weights are delivered."""
         self._updates_seen.append((along, square))
         seen, made = (sum(values) for values in zip(*self._updates_seen, strict=True))
         if len(self._updates_seen) == SEEN_OVER and seen < LEAST_SEEN * made and not self._warned_of_rounding:
@@ -335,13 +335,13 @@ class Engine:
         return True
 
     def compare(self, own: Mapping[str, Checksum], judge: bool = True) -> Comparison:
-        """Compare with the trainer's checksums; with ``judge=False`` nothing is remembered."""
+        """Compare with the trainer's checksums; with ``judge=False`` the result is not remembered."""
         found = (self._comparer if judge else HeldComparer()).compare(self._ranks, own, self._first if judge else None)
         return compare_adapter(found, self.adapter, own, loaded=self._has_adapter)
 
 
 class Asked(NamedTuple):
-    """Requests made at synchronisation ``at``: references to the checksums of both sides."""
+    """Requests made at synchronisation ``at``: references to the checksums of the engines and of the trainer."""
 
     at: int
     manager: Any

@@ -1,7 +1,8 @@
 """Routes of one row as recorded by a client, and of a micro-batch, mapped to the tokens of one forward.
 
-A note is ``[tokens, checksum]``: the number of the row's tokens that the rollout engine forwarded, from the first on,
-and a checksum of their routes. The last token of a response was sampled but never forwarded, so it has no routes.
+A note is ``[tokens, checksum]``: the number of the row's tokens that the rollout engine forwarded, counted from the
+first, and a checksum of their routes. The last token of a response was sampled but never forwarded, so it has no
+routes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class RouteNote(list[int]):
             routes: (n, layers, k), routes of the request's first n tokens.
 
         Returns:
-            (n, layers, k): earlier routes while the tokens are the same, then the given ones.
+            (n, layers, k): the earlier routes for as long as the tokens are the same, then the given routes.
         """
         if self.routes is not None:
             shared = count_shared(self.tokens, tokens, min(len(self.routes), len(routes)))
@@ -89,7 +90,7 @@ def hash_tokens(routes: Tensor, places: Tensor) -> Tensor:
 
 
 def _spread(number: Tensor) -> Tensor:
-    """Spread small numbers over 64 bits; odd."""
+    """Spread small numbers over 64 bits; the results are odd."""
     mixed = number * _ODD
     return ((mixed ^ (mixed >> 29)) * _FIRST) | 1
 
@@ -159,7 +160,7 @@ class BatchRoutes:
     Attributes:
         routes: (total, layers, k) integers, in the order of the forward.
         replayed: (total,) bool, tokens whose routes are replayed.
-        ages: (total,) int64, versions of the weights since they were sampled; None if unknown.
+        ages: (total,) int64, versions of the weights since the tokens were sampled; None if unknown.
         withheld: () int64, number of tokens whose routes are too old to be replayed.
         size: bytes of the routes as received.
     """
@@ -298,5 +299,5 @@ def _read_ages(data: TensorDict, step: int, layout: TokenLayout) -> Tensor | Non
 def _find_oldest(fields: Mapping[str, Any]) -> int | None:
     """Find the oldest weight version that sampled a token of the row, or None."""
     noted = [version for turn in fields.get(CHUNKS) or () for version, _ in turn]
-    # verl's value comes from the first attempt, which may have been aborted before its first token.
+    # verl's value comes from the first attempt, which may have been aborted before it sampled a token.
     return min(noted) if noted and UNKNOWN not in noted else fields.get(OLDEST_VERSION)

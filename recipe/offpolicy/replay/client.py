@@ -1,6 +1,6 @@
 """A client of verl's rollout servers that records the routes with which each row's tokens were sampled.
 
-verl's tool agent uses the routes of its last turn for all tokens; this client keeps each turn's own routes.
+verl's tool agent uses the routes of its last turn for all tokens; this client keeps the routes of each turn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _rows: RowNotes[RouteNote] = RowNotes(RouteNote)
 class RoutedClient(LLMServerClient):
     """verl's client with ``NOTE`` in ``extra_fields``.
 
-    A tool agent keeps the extra fields of its first turn, so this client updates the row's note in these.
+    A tool agent keeps the extra fields of its first turn, so this client updates the row's note in those fields.
     """
 
     shares_ids: bool

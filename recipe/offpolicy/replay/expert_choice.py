@@ -1,8 +1,8 @@
 """Replacement of a router's choice of experts by recorded ids, which are checked against the model.
 
-A router of transformers chooses by one ``topk`` over its experts' scores, (tokens, experts). Replay replaces its result
-by the scores at the given ids. The model still decides how to use these scores (softmax before or after, bias, groups,
-scaling), and gradients reach the gate (R3, Ma et al. 2025).
+A router of transformers chooses by one ``topk`` over its experts' scores, (tokens, experts). Replay replaces the result
+of ``topk`` by the scores at the given ids. The model still decides how to use these scores (softmax before or after,
+bias, groups, scaling), and gradients reach the gate (R3, Ma et al. 2025).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RouterSlot:
         return self._armed is not None
 
     def arm(self, ids: Tensor | None = None, rows: Tensor | None = None) -> None:
-        """Record from now on, and replay if ids are given.
+        """Start recording, and replaying if ids are given.
 
         Args:
             ids: (tokens, k) of any integer dtype, distinct in each row; None: record the router's own choice.
@@ -89,7 +89,8 @@ class RouterSlot:
         """Run the forward of the choosing module.
 
         Raises:
-            ReplayError: the module made no choice or several, or is recomputed for a backward with other routes.
+            ReplayError: the module made no choice or several choices, or is recomputed for a backward with other
+                routes.
         """
         self._check_recomputation()
         if not self.is_armed:
@@ -133,7 +134,7 @@ class RouterSlot:
             A result in the form of ``torch.topk``.
 
         Raises:
-            ReplayError: the ids belong to another number of tokens.
+            ReplayError: the number of tokens differs from that of the ids.
         """
         chosen: Tensor = own[1]
         tokens = len(scores)
@@ -153,7 +154,7 @@ class RouterSlot:
         return torch.return_types.topk((scores.gather(-1, entered), entered))
 
     def _check_recomputation(self) -> None:
-        # -1 outside of a backward; torch.utils.checkpoint uses the same test.
+        # The task's id is -1 outside of a backward; torch.utils.checkpoint uses the same test.
         if torch._C._current_graph_task_id() == -1:
             self._ran_under = self._armed
         elif self._ran_under is not self._armed:
@@ -247,7 +248,7 @@ class RoutedLayers:
 
 
 def find_routed_rows(routes: Tensor) -> Tensor:
-    """Flag the tokens that have routes; routes are not zero in all layers.
+    """Flag the tokens that have routes: their routes are not zero in all layers.
 
     Engines leave zeros for tokens that were never forwarded. With k = 1 these look like the routes of a token that went
     to expert 0 in each layer.

@@ -1,4 +1,4 @@
-"""Routing replay in verl's FSDP engine: wraps three methods of the engine's instance, copies nothing.
+"""Routing replay in verl's FSDP engine: wraps three methods of the engine's instance, and copies no code.
 
 With equal inputs, a router usually chooses the same experts for a token as another engine did (98 % of choices at equal
 weights). If the router agrees better with the routes of another row or layer, the routes are misplaced.
@@ -6,7 +6,7 @@ weights). If the router agrees better with the routes of another row or layer, t
 Patched functions in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, micro_batch)`` arms
 the routers, ``forward_step(self, micro_batch, loss_function, forward_only)`` counts what they did and returns recorded
 routes, ``forward_backward_batch(self, data, loss_function, forward_only=False)`` disarms them. In between, the routers
-stay armed for a forward that is recomputed in its backward.
+stay armed, because a forward may be recomputed in its backward.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
         records: records of one replayed forward, by layer.
 
     Raises:
-        ReplayError: a layer does; names the first such layer and the layer whose routes it agrees with.
+        ReplayError: a layer does; the message names the first such layer and the layer whose routes it agrees with.
     """
     layers = list(records)
     for place, counts in enumerate(compare_layers(records).tolist()):
@@ -79,7 +79,7 @@ def check_row_order(records: Mapping[int, ChoiceRecord]) -> None:
         records: records of one replayed forward, by layer.
 
     Raises:
-        ReplayError: they do; names the shift.
+        ReplayError: routers do; the message names the shift.
     """
     own = sum(int(record.count_equal()) for record in records.values())
     for shift, where in ((1, "after"), (-1, "before")):
@@ -149,7 +149,7 @@ class ReplayingEngine:
         finally:
             self.model.disarm()
             self._routes = None
-        # Also after a forward without loss: experts called with other ids stop the run.
+        # This also runs after a forward without loss: experts that were called with other ids stop the run.
         report = self._tally.report()
         if replays:
             gradients = tuple(self.model.get_gradients()) if watches else ()
@@ -225,7 +225,7 @@ def install_in_engine(engine: Any, mode: Mode, oldest: int | None = None) -> Rep
     """Install replay in an initialised engine; every rank calls this together.
 
     Raises:
-        ReplayError: its model chooses experts in an unsupported way.
+        ReplayError: the engine's model chooses experts in an unsupported way.
     """
     from verl.utils.device import get_device_id
 
@@ -241,7 +241,7 @@ def _wants_replay(data: TensorDict) -> bool:
 
 
 def _add_k3(first: FirstLook, micro_batch: TensorDict, log_probs: Tensor, native: Tensor) -> None:
-    """Add k3(mu, pi) of the response tokens, with replay and without."""
+    """Add k3(mu, pi) of the response tokens, with and without replay."""
     mask = micro_batch["response_mask"]
     mu = micro_batch[ROLLOUT_LOG_PROBS]
     there = _flatten(mask).bool()
@@ -257,6 +257,6 @@ def _flatten(nested: Tensor) -> Tensor:
 
 
 def install_in_worker(worker: Any, settings: ReplaySettings) -> None:
-    """Make the actor's engine replay routes, and flag the batches of its calls but not of the reference policy's."""
+    """Make the actor's engine replay routes; flag the batches of its calls, but not of the reference policy's calls."""
     worker.enable_routing_replay = True
     install_in_engine(worker.actor.engine, settings.mode, settings.oldest)

@@ -26,13 +26,13 @@ REPORT = "offpolicy_megatron_routing"
 
 @dataclass(frozen=True)
 class MegatronReport:
-    """Routes that one rank replayed in one mini-batch; its routers followed all of them.
+    """Routes that one rank replayed in one mini-batch; the rank's routers followed all of them.
 
     Attributes:
         layers: numbers of the layers with routers on this rank, from 0.
         tokens: number of tokens whose routes were replayed, in each layer.
         forwarded: number of tokens of the rank's forwards, padding included.
-        placed: True if replayed ids were also compared with the shipped ones by layer and token; not possible if
+        placed: True if replayed ids were also compared with the shipped ones by layer and token; this is impossible if
             tokens are split over ranks.
     """
 
@@ -68,7 +68,7 @@ class WatchedEngine:
         self._forwards: dict[Any, list[Tensor]] = {}
         """Per router, (tokens,) checksums of the forwards that will be recomputed."""
         self._counts: dict[int, list[Tensor]] = {}
-        """Per layer, (5,) of each forward, see ``count_replayed``, and of recomputed forwards."""
+        """Per layer, the (5,) counts of each forward, also if recomputed, see ``count_replayed``."""
         for chunk in engine.module:
             for module in chunk.modules():
                 if getattr(module, "router_replay", None) is not None:
@@ -89,7 +89,7 @@ class WatchedEngine:
         return config.recompute_granularity is not None or config.moe_layer_recompute
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        """Run verl's method; an update's metrics get a report on the ranks that have one.
+        """Run verl's method; on ranks that have a report, it is added to an update's metrics.
 
         Raises:
             ReplayError: a router did not send tokens to its target experts, or its targets are not the shipped routes.
@@ -142,7 +142,7 @@ class WatchedEngine:
         if not self._watches:
             return
         router, sent = module.router_replay, output[1].detach().bool()
-        # -1 outside of a backward; in a backward, the oldest forward is recomputed.
+        # The task's id is -1 outside of a backward; in a backward, the oldest forward is recomputed.
         if torch._C._current_graph_task_id() == -1:
             self._sent[router] = sent
             if self._keeps:
@@ -197,11 +197,11 @@ def count_replayed(
         drops: full experts drop tokens.
 
     Returns:
-        (5,) int64: tokens; tokens to replay; of the latter, tokens sent to their target, and tokens whose target is the
-        shipped one; 0.
+        (5,) int64: tokens; tokens to replay; among the tokens to replay, tokens sent to their target, and tokens whose
+        target is the shipped one; 0.
 
     Raises:
-        ReplayError: the routes belong to another number of tokens.
+        ReplayError: the number of tokens differs from that of the routes.
     """
     if len(target) != len(sent):
         raise ReplayError(

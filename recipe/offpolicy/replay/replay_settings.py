@@ -1,4 +1,4 @@
-"""The keys of routing replay, verl's own and ``offpolicy.replay``, and settings that are incompatible with it."""
+"""The keys of routing replay (verl's own and ``offpolicy.replay``), and settings that are incompatible with replay."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def find_routers(
 
     Raises:
         ReplayError: the model does not make exactly one choice in each layer with experts, chooses in a module outside
-            the layers, or weighs experts by scores that are masked for unchosen experts.
+            the layers, or weights experts by scores that are masked for unchosen experts.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     # Sharding replaces the model's class.
@@ -58,7 +58,7 @@ def find_routers(
     inputs = inputs or _build_inputs(model, config)
     search = _search(model, experts, top_k, inputs)
     inside = [path for path in search.paths if _LAYER.search(f"{path}.")]
-    # A load-balancing loss chooses again among all layers' scores, in a module above the layers.
+    # A load-balancing loss makes another choice among all layers' scores, in a module above the layers.
     paths = [path for path in search.paths if path in inside or not any(_lies_in(other, path) for other in inside)]
     _check_one_a_layer(name, [(_read_layer(name, path), path) for path in paths], (experts, top_k))
     found = {_read_layer(name, path): model.get_submodule(path) for path in paths}
@@ -138,7 +138,7 @@ class _Search(TorchFunctionMode):
     Args:
         experts, top_k: size of a choice.
         running: paths of the modules whose forward is running.
-        poison: make the chosen scores NaN; if NaN reaches the output, experts are weighed by these scores.
+        poison: make the chosen scores NaN; if NaN reaches the output, experts are weighted by these scores.
     """
 
     def __init__(self, experts: int, top_k: int, running: list[str], poison: bool) -> None:
@@ -281,12 +281,12 @@ class RoutedModel:
         return {layer: slot.record for layer, slot in self._slots.items() if slot.record is not None}
 
     def count_entered(self) -> Tensor:
-        """Count the replayed tokens of the last forward, as seen by the experts.
+        """Count the replayed tokens of the last forward, by the ids that reached the experts.
 
         Returns:
-            (layers, 3) int64 in the order of ``layout.layers``: tokens replayed; of these, tokens with whose ids the
-            experts were called, and tokens whose own choice was the same set. For experts that are not called by ids,
-            the router's return value is counted.
+            (layers, 3) int64 in the order of ``layout.layers``: tokens replayed; among these, tokens with whose ids the
+            experts were called, and tokens for which the router's own choice was the same set. For experts that are not
+            called by ids, the router's return value is counted.
 
         Raises:
             ReplayError: a layer made no choice since the arming.

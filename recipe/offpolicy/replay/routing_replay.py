@@ -42,7 +42,8 @@ class RoutingReplay(AddOn):
     def run_step(self, run: Callable[[], Any], metrics: dict[str, Any]) -> Any:
         self._reports = ()
         batch = run()
-        # Summed over all updates of the step, because verl would average shares that some updates lack.
+        # The counts are summed over all updates of the step, because verl would average shares even if some updates
+        # have none.
         routing: dict[str, float] = measure_routes(self._reports) if self._reports else {}
         metrics.update({f"offpolicy/routing/{name}": value for name, value in routing.items()})
         return batch

@@ -12,7 +12,7 @@ from .batch_routes import BatchRoutes
 from .expert_choice import ChoiceRecord, ReplayError, equal_sets
 
 OLDEST_BUCKET = 3
-"""Age groups; the last one includes all higher ages."""
+"""Last age group; it includes all higher ages."""
 AGES = ("is0", "is1", "is2", "ge3")
 
 
@@ -23,7 +23,7 @@ class FirstLook:
     Attributes:
         checksums: number of rows whose routes were compared with the client's notes.
         tokens: number of response tokens over which k3 is summed.
-        k3, k3_without: sums of k3(mu, pi) with the routes, and from a forward without them.
+        k3, k3_without: sums of k3(mu, pi) from a forward with the routes, and from a forward without them.
     """
 
     checksums: int = 0
@@ -41,7 +41,8 @@ class RoutingReport:
         top_k: number of experts per token.
         tokens: number of tokens of all forwards, without padding.
         replayed, entered, equal: by layer, see ``RoutedModel.count_entered``.
-        ages: by ``AGES``, (choices replayed, of these equal to the router's own), over all layers.
+        ages: by ``AGES``, over all layers: (number of choices replayed, number of these that equal the router's own
+            choice).
         withheld: number of tokens whose routes were too old to be replayed.
         size: bytes of the routes as received.
         gradients: sum of |gradient| of the routers' scores by layer; empty if it was not watched.
@@ -92,7 +93,7 @@ class RoutingTally:
         """Copy the counts to the host.
 
         Raises:
-            ReplayError: experts of a layer were called with other ids than the shipped ones.
+            ReplayError: experts of a layer were called with ids that differ from the shipped ones.
         """
         width = len(self.layers)
         sums = torch.stack(self._sums).sum(0).tolist() if self._sums else [0] * (3 * width + 2 * len(AGES) + 1)

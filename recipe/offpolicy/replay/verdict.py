@@ -14,7 +14,7 @@ from .tally import AGES, FirstLook, RoutingReport
 WORSE = 1.1
 """Largest accepted ratio of k3 with the rollout engine's routes to k3 without them."""
 _ROUNDING = 1e-6
-"""k3 per token between two engines that agree up to rounding."""
+"""k3 per token between two engines that differ only by rounding."""
 
 
 def merge_reports(reports: Sequence[RoutingReport]) -> RoutingReport:
@@ -57,7 +57,7 @@ def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
         tokens: number of tokens of the update, without padding, over all ranks and epochs.
 
     Returns:
-        A sentence if the gates were seen to have a gradient; empty if this was not measured or there was none.
+        A sentence if the gates had a gradient; empty if this was not measured or there was no gradient.
 
     Raises:
         LivenessError: routes are missing, a gate has no gradient, or replay widens the mismatch.
@@ -118,7 +118,7 @@ def _judge_gradients(update: RoutingReport) -> bool:
     if broken := [layer for layer, value in named.items() if not math.isfinite(value)]:
         raise LivenessError(f"routing replay: the gates of layer(s) {broken} have gradients that are not finite.")
     silent = [layer for layer, value in named.items() if value == 0]
-    # With one expert, the expert's weight may be 1 for any score.
+    # With one expert per token, the expert's weight may be 1 for any score.
     if silent and len(silent) < len(named) and update.top_k > 1:
         raise LivenessError(
             f"routing replay: the gates of layer(s) {silent} have no gradient, but other layers' gates have: the "

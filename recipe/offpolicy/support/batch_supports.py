@@ -1,4 +1,4 @@
-"""Supports of a micro-batch's tokens, mapped to the tokens of one forward."""
+"""Supports of a micro-batch's tokens, mapped to the tokens of one forward pass."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class BatchSupports:
     unknown_mass: float
 
     def hash_rows(self, tokens: Tensor) -> Tensor:
-        """Compute the checksum of each row, (B,) int64, with the (n,) tokens at these positions."""
+        """Compute the checksum of each row, (B,) int64, from these supports and their (n,) tokens."""
         parts = hash_supports(self.within, tokens, self.ids, self.log_probs)
         return torch.zeros_like(self.checksums).index_add_(0, self.rows, parts)
 

@@ -20,9 +20,9 @@ _rows: RowNotes[SupportNote] = RowNotes(SupportNote)
 class SupportAttempts(LLMServerClient):
     """verl's client with ``NOTE`` in ``extra_fields``.
 
-    A tool agent keeps the extra fields of its first turn, so this client updates the row's note in these. Tokens that
-    the server returns without a support have no entry, and the worker then stops the run. An error raised here would
-    not stop the run: verl would count the row as failed and continue.
+    A tool agent keeps the extra fields of its first turn, so this client updates the row's note in those fields. Tokens
+    that the server returns without a support have no entry, and the worker then stops the run. An error raised here
+    would not stop the run: verl would count the row as failed and continue.
     """
 
     shares_ids: bool
@@ -43,8 +43,8 @@ class SupportResumingClient(FullyAsyncLLMServerClient, SupportAttempts):
     """``SupportAttempts`` for verl's client that resumes requests aborted by a synchronisation."""
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        """Generate like verl's client, which does not return the extra fields of its attempts."""
-        # Keeps the note alive over all attempts, because the table has only a weak reference to it.
+        """Generate like verl's client, and add the row's note, because that client drops its attempts' extra fields."""
+        # This reference keeps the note alive over all attempts, because the table has only a weak one.
         note = _rows.find(request_id, shared=self.shares_ids)
         output = await super().generate(request_id, **kwargs)
         output.extra_fields[NOTE] = note

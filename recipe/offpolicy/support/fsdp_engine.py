@@ -1,4 +1,4 @@
-"""Support replay in verl's FSDP engine: wraps two methods of the engine's instance, copies nothing.
+"""Support replay in verl's FSDP engine: wraps two methods of the engine's instance, and copies no code.
 
 Patched functions in verl 0.9.1, see ``verl_patches.truncated_sampling``: ``prepare_model_outputs(self, output,
 output_args, micro_batch, logits_processor_func)`` turns logits into log-probs, and ``forward_backward_batch(self, data,
@@ -66,7 +66,7 @@ class SupportEngine:
         """Prepare like verl, and renormalise log-probs over the support; the entropy stays verl's.
 
         Outputs of an update also get ``FULL_LOG_PROBS``, which the KL term reads, ``SUPPORT_SIZE``, which is recorded,
-        and ``WITHHELD`` if tokens leave the policy term.
+        and ``WITHHELD`` if tokens are removed from the policy term.
         """
         found: dict[str, Any] = self._prepare(
             output=output,
@@ -87,16 +87,16 @@ class SupportEngine:
         values = full.values()
         tokens = micro_batch["input_ids"].values()[supports.places]
         truncated = _truncate(logits, output_args, layout, supports, tokens)
-        # Values of a token are stored at the position before it.
+        # A token's values are stored at the position before the token.
         mixed = values
         if truncated is not None:
             whole = len(supports.truncated) < len(supports.known) or (len(supports.unknown) and self.unknown == "full")
-            # If no token uses the whole vocabulary, its gradient is not computed.
+            # If no token uses the whole vocabulary, the gradient of the full log-probs is not computed.
             mixed = values if whole else values.detach()
             mixed = mixed.index_put((supports.places[supports.truncated] - 1,), truncated.to(values.dtype))
         found["log_probs"] = torch.nested.nested_tensor_from_jagged(mixed, full.offsets())
         responses = ResponseTokens.of(micro_batch, layout.offsets)
-        # Before an update's first step, pi is the policy that sampled, unless the data is stale.
+        # Before an update's first step, pi is the policy that sampled the tokens, unless the data is stale.
         mu = micro_batch[ROLLOUT_LOG_PROBS] if self._fresh else None
         self._tally.add(supports, tokens, responses, mixed.detach(), values.detach(), mu)
         if self._trains:

@@ -64,7 +64,7 @@ class SupportNote:
         return dict, (self.finish().to_plain(),)
 
     def add(self, prompt: Sequence[int], sampled: Sequence[int], supports: TokenSupports) -> None:
-        """Add the tokens of a further request of the row: of another turn, or after an aborted attempt.
+        """Add the tokens of a further request of the row, made for another turn or after an aborted attempt.
 
         Args:
             prompt: ids of the request, starting with the row's earlier tokens.

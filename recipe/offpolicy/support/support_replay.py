@@ -1,4 +1,4 @@
-"""Support replay of truncated sampling in a run: servers, client, workers that replay it, and the proof.
+"""Support replay of truncated sampling in a run: servers, client, workers that replay supports, and the proof.
 
 ``verl_patches.truncated_sampling`` lists the patched functions of verl 0.9.1.
 """
@@ -27,7 +27,7 @@ from .support_tally import SupportReport
 WORSE = 1.1
 """Largest accepted ratio of k3 over the support to k3 over the vocabulary."""
 _ROUNDING = 1e-6
-"""k3 per token between two engines that agree up to rounding."""
+"""k3 per token between two engines that differ only by rounding."""
 
 
 def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first: bool) -> tuple[dict[str, float], str]:

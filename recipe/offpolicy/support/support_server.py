@@ -26,11 +26,11 @@ Extract = Callable[[Any, int | None, dict[str, Any]], None]
 
 
 def ask_for_supports(build: Callable[..., Any], settings: SupportSettings) -> Callable[..., Any]:
-    """Wrap vLLM's ``SamplingParams``: a request for the sampled tokens' log-probs also requests those of K more ids."""
+    """Wrap vLLM's ``SamplingParams``: a request for the sampled tokens' log-probs then includes K more ids."""
 
     def build_asking(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("logprobs") == 0:
-            # Flat: two lists per request instead of one object per id.
+            # The flat form has two lists per request instead of one object per id.
             kwargs |= {"logprobs": settings.size, "flat_logprobs": True}
             if settings.min_p is not None:
                 kwargs.setdefault("min_p", settings.min_p)
@@ -48,7 +48,7 @@ def extract_supports(extract: Extract, settings: SupportSettings) -> Extract:
         if isinstance(found := sampled.logprobs, FlatLogprobs):
             count = len(sampled.token_ids)
             result_dict[ANSWER] = read_supports(found.token_ids, found.logprobs, count, likeliest=settings.likeliest)
-            # verl reads only the sampled token's log-prob, and would create one object per id from flat ones.
+            # verl reads only the sampled token's log-prob, and would create one object per id from flat log-probs.
             step = max(len(found.token_ids) // max(count, 1), 1)
             own = zip(found.token_ids[::step], found.logprobs[::step], strict=True)
             sampled.logprobs = [{token: Logprob(log_prob)} for token, log_prob in own]

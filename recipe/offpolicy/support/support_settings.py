@@ -1,4 +1,4 @@
-"""The keys of support replay, below ``correction``, and settings that are incompatible with it."""
+"""The keys of support replay, below ``correction``, and settings that are incompatible with support replay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REQUIREMENTS = (
     Requirement("distillation.enabled", (False,), _FULL),
     Requirement("opd", (None,), _FULL),
 )
-"""The same for the support, and settings that read log-probs not taken over the support."""
+"""Settings that hide the logits or the support, and settings that read log-probs not taken over the support."""
 
 
 SUPPORT = "correction.support"
@@ -60,7 +60,7 @@ class SupportSettings:
         unknown: treatment of a token whose support has more ids: ``mask`` removes it from the policy term, ``full``
             does not renormalise it.
         min_p: min-p of each request, for which verl has no key; None: none.
-        likeliest: the ids are requested with their log-probs, for score centering.
+        likeliest: the ids are requested together with their log-probs, for score centering.
     """
 
     size: int

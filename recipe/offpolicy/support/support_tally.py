@@ -20,7 +20,7 @@ class SupportReport:
 
     Attributes:
         tokens: number of response tokens in the loss.
-        known: number of these with a known support.
+        known: number of these tokens whose support is known.
         members: sum of the sizes of these supports.
         largest: largest of these sizes.
         compared: number of rows whose checksums were compared.

@@ -1,8 +1,8 @@
 """Supports of sampled tokens, read from vLLM's log-probs, and the softmax that is renormalised over them.
 
 vLLM's processed log-probs are -inf outside the support. vLLM returns the K largest per token; the ids with finite
-log-probs are the support if another is not finite, or if their probabilities sum to 1. Score centering keeps all K ids
-with their log-probs.
+log-probs are the support if another of the K log-probs is not finite, or if their probabilities sum to 1. Score
+centering keeps all K ids with their log-probs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def find_inside(tokens: Tensor, ids: Tensor) -> Tensor:
 MASS = 1e-3
 """Largest deviation from 1 of a complete support's probability mass."""
 _LEAST = -1e30
-"""Log-probs of at most this value belong to tokens that could not be sampled."""
+"""A log-prob of at most this value belongs to a token that could not be sampled."""
 
 Array = npt.NDArray[Any]
 _NONE = np.zeros(0, np.float32)
@@ -162,7 +162,7 @@ def read_supports(
     # If the sampled token is among the most likely ids, it appears twice.
     inside = finite & np.concatenate([np.ones((count, 1), bool), rows[:, 1:] != rows[:, :1]], 1)
     masses = np.where(inside, np.exp(np.where(inside, found, 0.0)), 0.0).sum(1)
-    # A support with a known last id is accepted here; the trainer checks its mass.
+    # A support with a known last id is accepted here; the trainer checks the support's mass.
     known = (~finite).any(1) | (np.abs(masses - 1.0) <= MASS)
     inside &= known[:, None]
     sizes = inside.sum(1)

@@ -170,8 +170,7 @@ class CorrectedV1(CorrectedRun):
         return self.add_ons.old_log_prob(partial(self._score, metrics=metrics), batch, metrics)
 
     def _flag(self, batch: Any) -> None:
-        """Set the add-ons' flags on a batch for its workers; needed after each put, which returns metadata without
-        flags."""
+        """Set the add-ons' flags on a batch for its workers; needed after each put, whose metadata has no flags."""
         if flags := self.add_ons.batch_flags():
             batch.extra_info.update(flags)
 
