@@ -1,4 +1,4 @@
-"""Checkpoints that stay loadable and record the correction that they were trained with.
+"""Checkpoints that stay loadable, and that record the correction with which the run was trained.
 
 verl writes ``global_step_N`` in place and names it in ``latest_checkpointed_iteration.txt`` at the end. A run that ends
 during a save can lose its checkpoint in three ways: with one checkpoint to keep, verl deletes the previous one before
@@ -39,7 +39,7 @@ STATES = "offpolicy"
 _STEP = "global_step_"
 _STALENESS = "staleness"
 ACTIVE = "steering"
-"""Key of the state of alarms and moved bounds in a record; existing checkpoints use this spelling."""
+"""Key of the state of alarms and moved bounds in a record; existing checkpoints use this name."""
 _CUT_SHORT = "its writing was cut short"
 
 
@@ -74,18 +74,18 @@ class CheckpointFolder:
         return None if record is None else UnfinishedCheckpoint(record["step"], record["tracked"])
 
     def is_whole(self, step: int) -> bool:
-        """Return True unless a checkpoint is known to be incomplete; one without a record counts as complete."""
+        """Return True unless a checkpoint is known to be incomplete; without a record it counts as complete."""
         if not self.step_path(step).is_dir() or self._is_emptied(step):
             return False
         mark, record = self.read_unfinished(), _read(self.step_path(step) / RECORD)
         if record is not None and not record["complete"]:
-            # verl names an asynchronously saved checkpoint when the save is done.
+            # verl names an asynchronously saved checkpoint once the save is done.
             with contextlib.suppress(ValueError):
                 return (self.read_tracked_step() or 0) >= step
             return False
         if record is not None or mark is None or mark.step != step:
             return True
-        # verl names a checkpoint when it is complete; one that was already named was being overwritten.
+        # verl names a checkpoint when it is complete; a checkpoint that was already named was being overwritten.
         with contextlib.suppress(ValueError):
             return self.read_tracked_step() == step != mark.tracked
         return False
@@ -125,7 +125,7 @@ def guard_save(
 
     Args:
         active: state of the alarms and moved bounds, see ``monitor.active_correction``.
-        extensions: called with a folder for their files; returns the extensions' state, by section.
+        extensions: called with a folder for the extensions' files; returns the extensions' state, by section.
         staleness: state of the rate limit, if the run has one.
     """
     folder = CheckpointFolder.from_config(config)
@@ -138,7 +138,7 @@ def guard_save(
     write_json(folder.path / SAVING, {"step": step, "tracked": tracked})
     record.unlink(missing_ok=True)
     yield
-    # An asynchronous Megatron save continues in the background; verl writes its tracker at the end.
+    # An asynchronous Megatron save continues in the background; verl writes its tracker file at the end of the save.
     complete = not OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save", default=False)
     content: dict[str, Any] = {"correction": spec.to_mapping(), "fingerprint": spec.fingerprint()}
     content |= {"step": step, "complete": complete}
@@ -150,7 +150,8 @@ def guard_save(
         content[_STALENESS] = dict(staleness)
     write_json(record, content)
     if complete:
-        # verl has just written the same number, but not atomically: a kill during that write leaves no number.
+        # verl has just written the same number, but not atomically: if the process is killed during that write, no
+        # number is left.
         _write(folder.path / TRACKER, str(step))
     (folder.path / SAVING).unlink(missing_ok=True)
 
@@ -165,8 +166,8 @@ def check_before_loading(
     """Check, before verl's ``_load_checkpoint``, that it will load a complete checkpoint of the same correction.
 
     Args:
-        differences: called with the checkpoint's state of alarms and moved bounds; lists keys in which this run would
-            continue differently, in the form of ``find_changes``.
+        differences: called with the checkpoint's state of alarms and moved bounds; lists the keys in which this run
+            would continue differently, in the form of ``find_changes``.
         of_extensions: like ``differences``, for the checkpoint's state of extensions, by section.
         dependents: keys of this run that continue from a checkpoint's state.
 
@@ -174,7 +175,7 @@ def check_before_loading(
         The checkpoint's state of alarms and moved bounds, for a run with the same correction; None if there is none.
 
     Raises:
-        CheckpointError: the named checkpoint and all others are incomplete, it was trained with another correction, or
+        CheckpointError: all checkpoints are incomplete, or the named checkpoint was trained with another correction, or
             its record is missing or invalid.
     """
     path = _find_resumed(config)
@@ -247,9 +248,10 @@ def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "cor
 
 
 def _normalize_proximal(correction: Mapping[str, Any]) -> dict[str, Any]:
-    """Map ``reuse`` and ``same_engine`` to ``recompute``: all give log pi_old of the trainer's weights.
+    """Map ``reuse`` and ``same_engine`` to ``recompute``: all three give log pi_old of the trainer's weights.
 
-    Micro-batch sizes alone may switch between the first two, and the first step of a run proves the third.
+    A change of micro-batch sizes alone may switch between ``reuse`` and ``recompute``, and the first step of a run
+    proves ``same_engine``.
     """
     of_trainer = correction.get("proximal") in (*OF_THE_TRAINER, "same_engine")
     return {**correction, "proximal": "recompute"} if of_trainer else dict(correction)
@@ -309,7 +311,7 @@ def _choose_whole_step(folder: CheckpointFolder) -> int | None:
 
 
 def _keep_previous(config: DictConfig) -> None:
-    """Raise verl's limit of one kept checkpoint to two: it deletes the previous one before the new one is named."""
+    """Raise verl's limit from one kept checkpoint to two: verl deletes the previous one before it names the new one."""
     trainer = config.trainer
     single = [
         key for key in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep") if OmegaConf.select(trainer, key) == 1

@@ -1,7 +1,7 @@
 """Detection of dead Ray actors and of failed weight loads in rollout servers, even if no call waits for them.
 
-verl notices a dead worker only when it waits for its answer. If the driver does not wait (agent loops in the
-background), or another worker does (an agent loop for an inference server), prompts stay pending or are requested
+verl notices a dead worker only when it waits for that worker's answer. If the driver does not wait (agent loops in the
+background), or if another worker waits (an agent loop for an inference server), prompts stay pending or are requested
 forever. An engine that raises while loading weights stays alive, and the sender waits for its acknowledgement.
 """
 
@@ -29,7 +29,7 @@ HOLDERS = (
 )
 """Trainer attributes that hold Ray actor handles, in verl 0.7.1 to 0.9.1; each trainer has some of them."""
 FAILURE = "_offpolicy_failure"
-"""Attribute of an actor with its failure message."""
+"""Attribute of an actor that holds the actor's failure message."""
 
 
 class LostWorkerDetector:
@@ -78,7 +78,7 @@ def summarize_death(error: RayError) -> str:
     """Summarize why an actor died, in one line.
 
     Returns:
-        The exceptions of its constructor, the root cause first; for Ray's memory report its first line and the largest
+        The exceptions of its constructor, the root cause first; for Ray's memory report, its first line and the largest
         process; otherwise Ray's whole message.
     """
     text = str(error)

@@ -21,16 +21,16 @@ from typing import IO, Any
 HIDDEN = "(hidden)"
 _hidden_values: set[str] = set()
 _SHORTEST = 8
-"""Fewest characters of an environment variable's value to search for; shorter values occur by chance."""
+"""Minimum length of an environment variable's value for it to be searched for; shorter values occur by chance."""
 
 _ALWAYS = re.compile(
     r"(?:^|_)(?:secrets?|passw\w*|passphrases?|pwd|pw|pswd|cred(?:ential)?s?|authorization|cookies?|webhooks?|web_hooks?|"
     r"shared_access_signatures?|"
     r"(?:api|access|priv|private|auth|bearer|signing|encryption)_?(?:keys?|tokens?|toks?))(?:_|$)"
 )
-"""Hidden with everything below it, at any position in a dotted name."""
+"""Names whose values are hidden together with everything below them, at any position in a dotted name."""
 _LAST = re.compile(r"(?:^|_)(?:(?P<before>[a-z0-9]+)_)?(?P<kind>token|tok|key|auth|pass|pat|jwt|bearer)$")
-"""Secrets in text; the preceding word distinguishes them from a vocabulary's tokens and a table's columns."""
+"""Names of secrets in text; the preceding word distinguishes them from a vocabulary's tokens and a table's columns."""
 _NO_SECRET = {
     "token": re.compile(
         r"[be]os|pad|unk|sep|cls|mask|stop|start|end|begin|first|last|next|image|video|audio|vision|think|special|"
@@ -46,7 +46,7 @@ _NO_TEXT = re.compile(r"(?i:null|none|true|false)|[-+]?[\d._]+(?:e[-+]?\d+)?|\{.
 _SHAPES = re.compile(
     r"(?<=://)[^/\s'\"]+(?=@)|(?<=://)[^/\s:'\"]+:(?!\d*/)[^\s'\"@?]+(?=@[\w.-]+(?:[:/]|$))"
     r"|(?<=(?<![:\w])//)[^/\s:'\"]+:[^/\s'\"]+(?=@)|(?<=%3A%2F%2F)(?:(?!%2F|%40)[\w.%~+-])+(?=%40)"
-    # k or a number is no host, but part of a metric: verl's log writes 12:00:00,123:pass@k.
+    # k or a number is not a host but part of a metric: verl's log writes 12:00:00,123:pass@k.
     r"|(?<![\w/.+-])[\w.+-]+:[^\s:@/'\",]+(?=@(?!sha256|(?:k|\d{1,4})(?![\w.:-]))[A-Za-z0-9])"
     r"|(?<=hooks\.slack\.com/)[\w/-]+|(?<=/webhooks/)[\w/-]+|(?<=/webhook/)(?!send\?)[\w/@-]+|(?<=/v2/hook/)[\w-]+"
     r"|(?P<user>\bcurl\b[^\n|;&]{0,300}?[\s'\"](?:-[a-zA-Z]*u|--(?:proxy-)?user)[\s'\",=]*)[^\s:'\",]+:[^\s'\",]+"
@@ -73,7 +73,7 @@ _REVISION = re.compile(
     r"commit|sha|rev|git|hash|digest|checksum|fingerprint|snapshot|tree|branch|merge|parent|head\b|tag\b|[@/]$", re.I
 )
 _OVERRIDE = re.compile(r"(?P<name>[+~-]*[\w./@:-]+)=(?P<value>(?:(?!: ).)*)", re.DOTALL)
-"""Value may contain spaces; in a message about a secret, text after a colon is kept."""
+"""The value may contain spaces; in a message about a secret, text after a colon is kept."""
 _PAIR = re.compile(
     r"(?P<name>(?<![\w.-])[A-Za-z_][\w.-]*)(?P<between>=|\\*['\"]?\s*:(?!//)\s*)"
     r"(?P<value>b?\"(?:[^\"\\]|\\.)*\"|b?'[^']*'|\\+\"[^\"]*\"|[^\s,;&{}\[\]()'\"]+(?<!:))"
@@ -183,7 +183,7 @@ def _words(name: str) -> str:
 
 
 def _of_environment() -> tuple[str, ...]:
-    """List values of environment variables with names of secrets, and of ``hide``, the longest first."""
+    """List the values of environment variables with secret names, and the values given to ``hide``, longest first."""
     named = ((name, value) for name, value in os.environ.items() if name != "PWD")
     found = {value for name, value in named if len(value) >= _SHORTEST and _is_secret(name, value)}
     return tuple(sorted(found | _hidden_values, key=len, reverse=True))

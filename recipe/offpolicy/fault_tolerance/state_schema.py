@@ -13,7 +13,7 @@ from typing import Any
 
 FIX = "Restore the file from a copy, or resume another checkpoint: trainer.resume_mode=resume_path."
 LARGEST = 1e9
-"""Largest bound, length or token count: ratios are clamped at e^20."""
+"""Largest bound, length or token count; ratios are clamped at e^20."""
 OLDEST = 10_000
 """Largest eta, in batches."""
 
@@ -62,7 +62,7 @@ class Null:
 
 
 def number(least: float = -LARGEST, most: float = LARGEST) -> Value:
-    """Describe a finite number of this range."""
+    """Describe a finite number in this range."""
 
     def fits(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
@@ -240,7 +240,7 @@ def refuse(path: Path, key: str, value: Any, why: str) -> None:
 
 @contextlib.contextmanager
 def restoring(find_path: Callable[[], Path], key: str) -> Iterator[None]:
-    """Add file and key to the error of a state that passes its schema but cannot be restored.
+    """Add the file and the key to the error for a state that passes its schema but cannot be restored.
 
     Args:
         find_path: returns the file; called only on an error.

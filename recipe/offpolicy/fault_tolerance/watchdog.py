@@ -1,4 +1,4 @@
-"""A watchdog thread that ends a run that hangs or lost a worker, in bounded time, and names the phase.
+"""A watchdog thread that ends, within a bounded time, a run that hangs or has lost a worker, and names the phase.
 
 verl waits for its workers without a limit: a weight sync that hangs, a rollout engine that stops answering, or rollouts
 that fail and are requested again forever keep an idle run alive. A thread in the trainer's process tracks the current
@@ -60,9 +60,9 @@ SECTION = "offpolicy.watchdog"
 SIGNAL = signal.SIGUSR2
 """Interrupts the main thread, whose handler then raises."""
 PATIENCE = 5.0
-"""Seconds that the main thread has to react to the signal, before the actors that it may wait for are killed."""
+"""Seconds that the main thread has to react to the signal before the actors that it may be waiting for are killed."""
 GRACE = 60.0
-"""Seconds that a failing run has to unwind, before its process is ended."""
+"""Seconds that a failing run has to unwind before its process is ended."""
 EXIT_CODE = 70
 
 
@@ -121,7 +121,7 @@ class Phases:
         return self.limits.get(name, self.default)
 
     def list_current(self) -> list[tuple[str, float]]:
-        """List (phase, seconds spent in it), outermost first; only ``BETWEEN`` outside of all phases."""
+        """List (phase, seconds spent in it), outermost first; outside of all phases, only ``BETWEEN`` is listed."""
         now = self.clock()
         with self._lock:
             stack = [(name, now - since) for name, since in self._stack]
@@ -148,7 +148,7 @@ class Watchdog:
 
     Args:
         phases: the trainer's current phases.
-        lost: returns an error message if a worker has died; called at every ``poll``. None: never.
+        lost: returns an error message if a worker has died; called at every ``poll``. None: no check.
         poll: seconds between two checks.
         step: returns the trainer's step, for messages.
         release: kills the actors that the main thread may wait for, if the signal does not interrupt it.
@@ -227,7 +227,7 @@ class Watchdog:
         try:
             return self.lost() if self.lost else None
         except Exception:
-            # The time limits still work and must stay active.
+            # The time limits still work, and must stay active.
             logger.warning("cannot check whether all workers are alive; this check is off.", exc_info=True)
             self.lost = None
             return None
@@ -265,14 +265,14 @@ def watch(
     """Start a watchdog over a verl trainer; call it once, after construction, in the thread that trains.
 
     Args:
-        trainer: ``RayPPOTrainer`` or a V1 ``PPOTrainer``; methods of ``PHASES`` are wrapped on the instance, and those
-            of parts that it creates later as soon as they exist.
+        trainer: ``RayPPOTrainer`` or a V1 ``PPOTrainer``; methods of ``PHASES`` are wrapped on the instance; methods of
+            parts that the trainer creates later are wrapped as soon as they exist.
         config: holds ``offpolicy.watchdog``.
         clock: returns seconds.
         options: further arguments of the Watchdog.
 
     Returns:
-        None if every limit and the check for lost workers are off.
+        The watchdog; None if every limit and the check for lost workers are off.
     """
     settings: Any = OmegaConf.to_container(OmegaConf.select(config, SECTION) or OmegaConf.create(), resolve=True)
     default, limits, poll = settings.get("step_timeout"), settings.get("phase_timeouts") or {}, settings.get("poll")
@@ -293,7 +293,7 @@ def watch(
 
 
 def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterator[Problem]:
-    """Find the problems of the keys ``offpolicy.watchdog``.
+    """Find the problems of the keys below ``offpolicy.watchdog``.
 
     Args:
         extensions: phases in addition to ``NAMES``.
@@ -313,7 +313,7 @@ def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterato
 
 
 def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
-    """Wrap the existing methods of ``PHASES``, and after each call those of newly created parts of the trainer."""
+    """Wrap the existing methods of ``PHASES`` and, after each call, methods of newly created parts of the trainer."""
     wrapped: set[str] = set()
 
     def bind() -> None:

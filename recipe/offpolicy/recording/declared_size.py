@@ -3,7 +3,7 @@
 A few bytes can declare billions of values: the counts are in the footer and in the header of each page, in Thrift's
 compact protocol. pyarrow's metadata cannot bound the size, because it shows only the footer, while Arrow unpacks what
 the page headers declare, even for a single row group. Reading a column's metadata also aborts the process (C++ abort)
-at some contradictions. tests/unit/recording has a file for each; both problems exist in pyarrow 26.0.1.
+at some contradictions. tests/unit/recording has a file for each of these two problems; both exist in pyarrow 26.0.1.
 
 Sources: parquet.thrift of apache/parquet-format; thrift/doc/specs/thrift-compact-protocol.md of apache/thrift.
 """
@@ -89,7 +89,7 @@ def _read_pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
         file.seek(place)
         reader = _Compact(file.read(min(_HEADER, end - place)))
         header = reader.structure()
-        # PageHeader: 2 and 3 sizes, 5 data page, 7 dictionary page, whose values are not rows, 8 data page v2.
+        # PageHeader: 2 and 3 sizes, 5 data page, 7 dictionary page (its values are not rows), 8 data page v2.
         values = [_count(header[key], 1) for key in (5, 7, 8) if isinstance(header.get(key), dict)]
         yield sum(values), _count(header, 2)
         seen += sum(values) if 7 not in header else 0
@@ -160,7 +160,7 @@ class _Compact:
         return size
 
     def _byte(self) -> int:
-        # The most frequent read, so it avoids a slice.
+        # This is the most frequent read, so it avoids a slice.
         if self.place >= len(self._content):
             raise DeclaredError("its metadata end too early")
         self.place += 1

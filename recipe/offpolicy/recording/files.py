@@ -47,11 +47,12 @@ SUFFIX, PARTIAL = ".parquet", ".partial"
 PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700
 """File modes of recordings: prompts and responses are private to the owner."""
 LARGEST = 8 * 2**30
-"""Largest unpacked size of a file in bytes; more is treated as an error or an attack."""
+"""Largest unpacked size of a file in bytes; a larger size is treated as an error or an attack."""
 UNPACKED, SMALL = 200, 2**26
-"""Largest ratio of unpacked to file size, for files that unpack to more than ``SMALL``: log-probs compress less."""
+"""Largest ratio of unpacked size to file size, for files that unpack to more than ``SMALL``: log-probs compress
+less."""
 MOST_REASONS = 32
-"""Most parts of a correction that can reject: the bits of ``rejected_by``."""
+"""Maximum number of parts of a correction that can reject: the number of bits of ``rejected_by``."""
 _WIDEST = 8  # bytes of a value
 _NUMPY = {
     name: np.dtype(kind.to_pandas_dtype())
@@ -74,7 +75,7 @@ class OverLimit(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """Record of one step, or of the updates in it under one correction.
+    """Record of one step, or of those updates in a step that used one correction.
 
     Attributes:
         rows: its responses.
@@ -140,7 +141,7 @@ def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str
 
     Raises:
         OverLimit: it would be larger than ``limit``.
-        OSError: the disk is full, or the directory is not writable. In both cases no file is left.
+        OSError: the disk is full, or the directory is not writable. After either error, no file is left.
     """
     partial = path.with_suffix(PARTIAL)
     try:

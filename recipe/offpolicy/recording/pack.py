@@ -19,13 +19,13 @@ _MOST_TURNS = 2**15 - 1
 
 @dataclass(frozen=True)
 class Seen:
-    """Tensors of one micro-batch as the loss saw them; see ``schema`` for the meaning of each.
+    """Tensors of one micro-batch as the loss read them; see ``schema`` for the meaning of each.
 
     Attributes:
         response_ids, response_mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, T).
         valid: (B, T) bool, the response mask without tokens that the correction excluded.
         rejected: name of a rejecting part -> (B, T) bool; at most 32.
-        uids: uid of each row: B strings, or (B, L) uint8 of zero-padded UTF-8; None if unknown.
+        uids: uid of each row: B strings, or (B, L) uint8 with zero-padded UTF-8; None if unknown.
         reward: (B,), or None.
         versions: oldest and newest, (B,) each, or None.
         token_versions: (B, T) integers, or None if versions are known per row.
@@ -79,9 +79,9 @@ class Packed:
 
 @torch.no_grad()
 def pack(seen: Seen, chosen: Tensor | None = None) -> Packed:
-    """Pack the rows in ``chosen``, (B,) bool, that have a valid token; None: all such rows.
+    """Pack the rows in ``chosen``, (B,) bool, that have a valid token; if ``chosen`` is None, all rows that have one.
 
-    A row extends from its first token to its last valid one.
+    A packed row extends from the row's first token to its last valid token.
     """
     mask = seen.response_mask.bool()
     width = mask.shape[1]
@@ -163,7 +163,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
 
 
 def number_turns(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int16]:
-    """Number the model's turn of each token by runs of the mask, from 0 in each row; -1 off the mask.
+    """Number each token's turn by the runs of the mask, from 0 in each row; -1 where the mask is False.
 
     Args:
         mask: (M,) bool, the tokens of all rows.

@@ -31,10 +31,10 @@ class RecordSettings:
     Attributes:
         dir: absolute directory; each node writes to its own directory of this name.
         every: interval of recorded steps; the first step is recorded.
-        share: share of the prompts to record, in (0, 1]; all or none of a prompt's rows are recorded.
+        share: share of the prompts to record, in (0, 1]; either all of a prompt's rows are recorded or none.
         prompts: record the prompts' token ids.
         max_bytes: size limit of the directory; each data-parallel rank gets an equal part.
-        max_waiting_bytes: limit of rows waiting to be written, on each rank; further rows are dropped.
+        max_waiting_bytes: size limit of the rows that wait to be written on each rank; further rows are dropped.
         without_replay: also record log pi_old under the trainer's own expert routes, in addition to replayed ones.
     """
 
@@ -141,7 +141,7 @@ def _place(directory: str) -> Iterator[Problem]:
 
 
 def _writable(folder: Path) -> bool:
-    """Test by creating and removing a subfolder whether the folder is writable; permissions alone do not show it."""
+    """Test whether the folder is writable by creating and removing a subfolder; permissions alone do not show it."""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".offpolicy-"):
             return True

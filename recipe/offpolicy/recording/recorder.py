@@ -1,4 +1,4 @@
-"""Asynchronous recorder: drops rows, then disables itself, instead of blocking the training."""
+"""Asynchronous recorder: it drops rows, and then disables itself, rather than block the training."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _ROUNDING = 1e-9
 class TimeBudget:
     """Admits micro-batches while the measured cost of earlier ones fits the step's budget.
 
-    The cost of a micro-batch is known after it has been recorded: seconds per row of the latest one, and across steps
-    the smaller of the latest two, so one slow moment does not stop recording. If an update does not fit completely, the
-    admitted micro-batches are spread evenly over it, because later mini-batches meet staler rows.
+    The cost of a micro-batch is known after it has been recorded: within a step, the estimate is the latest
+    micro-batch's seconds per row; across steps it is the smaller of the latest two, so that one slow moment does not
+    stop recording. If an update does not fit completely, the admitted micro-batches are spread evenly over it, because
+    the rows of later mini-batches are staler.
 
     Attributes:
         allowed: seconds of the current step.
@@ -62,13 +63,13 @@ class TimeBudget:
             if self._step is not None and step > self._step:
                 self.allowed = MOST_TIME * (now - self._began) / (step - self._step)
             self._step, self._began, self.taken = step, now, 0.0
-            # A cost measured once may be that of a first call, so it is measured again.
+            # A cost that was measured only once may be that of a first call, so it is measured again.
             self._cost = min(self._costs) if len(self._costs) == 2 else 0.0
         left, needed = (self.allowed - self.taken) / max(updates, 1), self._cost * rows
         self._share = min(1.0, max(left, 0.0) / needed) if needed > 0 else 1.0
 
     def admits(self, rows: int) -> bool:
-        """Return True if a micro-batch of ``rows`` rows must be recorded."""
+        """Return True if a micro-batch of ``rows`` rows fits the budget and must be recorded."""
         self._open = 0
         self._credit += self._share * rows
         if self._credit < rows * (1 - _ROUNDING):
@@ -220,7 +221,7 @@ class Recorder:
         return counters
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until all queued rows are written, even of incomplete steps; return True if done in time."""
+        """Wait until all queued rows are written, even those of incomplete steps; return True if that was in time."""
         with self._condition:
             self._items.append(None)
             self._condition.notify()
@@ -230,7 +231,7 @@ class Recorder:
             return self._condition.wait_for(lambda: not self._items and not self._busy, timeout)
 
     def end(self, timeout: float = 30.0) -> bool:
-        """Flush and end the thread; a later ``put`` starts another."""
+        """Flush and end the thread; a later ``put`` starts another thread."""
         with self._condition:
             self._ends = self._thread is not None
             return self.flush(timeout)

@@ -1,8 +1,8 @@
 """A recorded run: a directory with one file per update and rank, and a card that describes the run.
 
-Under ``proximal=bypass`` the recorded column is mu, under ``loglinear`` a mixture of mu and pi, so its distance from mu
-says nothing about the engines. At the first gradient step of a step, pi still has the weights from the step's start and
-is used instead; at later ones it has moved.
+Under ``proximal=bypass`` the recorded column of pi_old is mu, and under ``loglinear`` it is a mixture of mu and pi, so
+its distance from mu shows nothing about the engines. At the first gradient step of a step, pi still has the weights
+from the step's start and is used instead; at later gradient steps it has changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAME = re.compile(r"step_(\d{8})(?:\.update_(\d{4}))?\.rank_(\d{5})\.parquet")
 
 
 def file_name(step: int, rank: int, update: int | None = None) -> str:
-    """Return the file name of a rank's record of ``step``, or of its one ``update``, from 0, if it makes several."""
+    """Return the name of a rank's file for ``step``, or for its one ``update``, from 0, if it makes several."""
     part = "" if update is None else f".update_{update:04d}"
     return f"step_{step:08d}{part}.rank_{rank:05d}.parquet"
 
@@ -53,7 +53,7 @@ def parse_update(name: str) -> int | None:
 
 
 Correction = tuple[Mapping[str, Any], tuple[str, ...]]
-"""``spec`` and ``reasons`` of a Step."""
+"""A step's ``spec`` and ``reasons``."""
 
 
 class Recording:
@@ -106,10 +106,10 @@ class Recording:
         return one
 
     def choose_steps(self, steps: tuple[int, int | None] | None) -> list[int]:
-        """List the recorded steps from a first to a last one; None means all, and a last step of None means no end.
+        """List the recorded steps from a first to a last step; None means all, and a last step of None means no end.
 
         Raises:
-            RecordingError: there is none.
+            RecordingError: there is no such step.
         """
         first, last = steps or (self.steps[0], None)
         chosen = [step for step in self.steps if first <= step and (last is None or step <= last)]
@@ -124,7 +124,7 @@ class Recording:
         """Read one of the ``files`` of ``step``, by its position among them.
 
         Raises:
-            RecordingError: it is damaged.
+            RecordingError: the file is damaged.
         """
         path = self.files[step][place]
         part = read(path)
@@ -189,7 +189,7 @@ class Recording:
         """Read ``step`` of all ranks and updates together.
 
         Raises:
-            RecordingError: see ``iterate_parts``; or several corrections acted, which ``corrections`` separates.
+            RecordingError: see ``iterate_parts``; or several corrections acted in the step (use ``corrections``).
         """
         found = self.corrections(step)
         if len(found) > 1:
@@ -200,7 +200,7 @@ class Recording:
         return found[0]
 
     def __iter__(self) -> Iterator[Step]:
-        """Yield all steps in order, one piece in memory at a time; a step with several corrections once for each."""
+        """Yield all steps in order, one piece in memory at a time; one ``Step`` per piece and correction."""
         return (found for step in self.steps for piece in self.pieces(step) for found in piece)
 
     def count_rows(self) -> int:

@@ -1,4 +1,5 @@
-"""Trainer side of a recording: owns the directory and its card, and announces each update to the workers' recorders."""
+"""Trainer side of a recording: it owns the directory and its card, and announces each update to the workers'
+recorders."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from .run_info import build_card, explain_foreign
 logger = logging.getLogger("verl.offpolicy")
 
 PATIENCE = 5.0
-"""Seconds that the end of a run waits for the workers to write its last step."""
+"""Seconds that a run waits at its end for the workers to write the last step."""
 AFTER_FAILURE = 2.0
 """Seconds of the same wait for a failing run, whose last update may never be complete."""
 POLL = 0.05
@@ -77,7 +78,7 @@ class RunRecord:
     def announce_update(
         self, plan: SharedPlan, *, rows: int, batch_split: Callable[[], BatchSplit], updates: int = 1
     ) -> SharedPlan:
-        """Add to the plan what the recorders need to know about its update.
+        """Add to the plan the data about its update that the recorders need.
 
         Args:
             rows: number of rows of the batch.
@@ -121,7 +122,7 @@ class RunRecord:
             logger.warning("%s.dir=%s: delivery is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
     def finish(self, patience: float = PATIENCE, pause: Callable[[float], object] = time.sleep) -> None:
-        """Wait until the last step's files exist, as far as this machine can see, because workers end without notice.
+        """Wait until the last step's files exist, as far as this machine can see: workers are ended without notice.
 
         Args:
             patience: total seconds of pauses, without the time of the checks.
@@ -158,14 +159,14 @@ class RunRecord:
         return [path for path, found in steps if found is not None and first <= found[0] <= last]
 
     def _forget(self, first: int) -> bool:
-        """Remove what a resumed run recorded after its checkpoint; return True if it is gone."""
+        """Remove the files that a resumed run recorded after its checkpoint; return True if they are gone."""
         assert self.settings is not None
         try:
             gone = self._files(first, sys.maxsize)
             for path in gone:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            # Otherwise rows recorded again would count twice.
+            # Otherwise rows that are recorded again would count twice.
             logger.warning(
                 "%s.dir=%s: the recording of step %d and later cannot be removed (%s). Fix: move it elsewhere, "
                 "or give another directory. Nothing is recorded, training continues.",

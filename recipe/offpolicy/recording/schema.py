@@ -1,7 +1,7 @@
 """Recorded rows: the only definition of their columns' names and types, and their numpy arrays in memory.
 
 A file holds one step of one rank, or one update if a step makes several. Token columns are lists over the response,
-from its first token to its last valid one; tool outputs in between are included, with ``response_mask`` False. All
+from its first token to its last valid token; tool outputs in between are included, with ``response_mask`` False. All
 lists of a row have the same length.
 """
 

@@ -79,7 +79,7 @@ def record(
     Args:
         extensions: columns of extensions to record.
         batch: as the loss reads it; a micro-batch that the trainer's plan does not announce (a trial) is not recorded.
-        step: the decisions on it.
+        step: the decisions on the micro-batch.
 
     A failure stops the recorder, see ``Recorder.stop``.
 

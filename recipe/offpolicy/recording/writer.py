@@ -1,4 +1,4 @@
-"""Writer of one rank's rows: collects them by update and writes them within the size budget."""
+"""Writer of one rank's rows: it collects rows by update, and writes them within the size budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Item:
     Attributes:
         update: update of its step; None if the step makes only one.
         packed: None if the rows were dropped.
-        last: the file is complete with these rows.
+        last: these rows complete the file.
     """
 
     step: int
@@ -70,7 +70,7 @@ class StepWriter:
         ranks: number of ranks that share the directory.
 
     Attributes:
-        outcome: accumulated results; its reader replaces it by an empty one.
+        outcome: accumulated results; the reader of this attribute replaces it by an empty ``Outcome``.
     """
 
     def __init__(self, settings: RecordSettings, *, rank: int, ranks: int) -> None:
