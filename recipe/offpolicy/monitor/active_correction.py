@@ -1,7 +1,7 @@
 """The correction and bounds of the next update, decided by alarms and calibration between updates.
 
-It is the configured correction or an alarm's fallback, with the configured bounds or those that a schedule has moved.
-One trainer decides for all ranks.
+The active correction is the configured one or an alarm's fallback, with the configured bounds or with bounds that a
+schedule has moved. One trainer decides for all ranks.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class ActiveCorrection:
 
     @property
     def moving(self) -> dict[str, Side]:
-        """Moving sides of the masks, and of ``WEIGHT``, whose bounds are sent with each update; empty in a fallback."""
+        """The moving sides of masks and ``WEIGHT``, whose bounds are sent with each update; empty during a fallback."""
         if self._calibration is None or self._alarms.fallback is not None:
             return {}
         return self._calibration.settings.moving
 
     @property
     def bounds(self) -> dict[str, dict[str, float | None]]:
-        """Part -> its bounds at the next update, for the parts of ``moving``."""
+        """Part -> its bounds at the next update, for the parts in ``moving``."""
         return self._calibration.bounds if self._calibration is not None and self.moving else {}
 
     def after_update(
@@ -131,7 +131,7 @@ def find_differences(config: DictConfig, state: Mapping[str, Any] | None) -> lis
 
 
 def list_dependents(config: DictConfig) -> list[str]:
-    """List the keys that continue from a checkpoint's state: bounds that move, and alarms with a fallback."""
+    """List the keys whose features continue from a checkpoint's state: moving bounds, and alarms with a fallback."""
     moves = bound_settings.read_noted_keys(config) != {"target_kept": None}
     alarms = [name for name, rule in alarm_settings.read_settings(config).items() if rule.fallback is not None]
     return [bound_settings.SECTION] * moves + [f"{alarm_settings.SECTION}.{name}.fallback" for name in alarms]

@@ -1,4 +1,4 @@
-"""The panels that people look at, and their layouts for Weights & Biases and TensorBoard."""
+"""The panels for people to look at, and their layouts for Weights & Biases and TensorBoard."""
 
 from __future__ import annotations
 

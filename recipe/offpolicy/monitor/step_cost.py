@@ -1,4 +1,4 @@
-"""Cost of a step in addition to verl's own work: forward passes for pi_old, and bytes sent to the workers."""
+"""A step's cost in addition to verl's own work: forward passes for pi_old, and bytes sent to the workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class StepCost:
     def counted(self, compute_log_prob: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the worker group's ``compute_log_prob`` to count the calls made within ``of_pi_old``.
 
-        verl calls the same method for the reference's log-probs if the reference is the actor without its adapter.
+        verl calls the same method for the reference policy's log-probs if the reference is the actor without its
+        adapter.
         """
 
         def counting(*args: Any, **kwargs: Any) -> Any:
@@ -48,7 +49,7 @@ class StepCost:
 
         Args:
             columns: columns of all rows, each row sent to one rank, dense or nested.
-            handed: object copied to each rank; counted once, by its pickled size.
+            handed: object that is copied to each rank; it is counted once, by its pickled size.
         """
         self.add_columns(columns)
         self._bytes += len(pickle.dumps(handed))

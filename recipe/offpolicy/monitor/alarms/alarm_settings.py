@@ -1,4 +1,4 @@
-"""Alarms: the keys ``offpolicy.alarms``, the number that each compares with its bounds, and its state machine."""
+"""Alarms: the keys ``offpolicy.alarms``, the number that each alarm compares with its bounds, and its state machine."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class AlarmRule:
 
     Attributes:
         band: accepted values.
-        recovery: values that re-arm the alarm, a part of ``band``.
-        patience: consecutive updates outside ``band`` after which it fires.
-        recovery_patience: consecutive updates inside ``recovery`` after which it re-arms.
+        recovery: values that re-arm the alarm; a part of ``band``.
+        patience: number of consecutive updates outside ``band`` after which the alarm fires.
+        recovery_patience: number of consecutive updates inside ``recovery`` after which the alarm re-arms.
     """
 
     band: Band
@@ -62,9 +62,9 @@ class AlarmState:
     """The counters of one alarm.
 
     Attributes:
-        firing: it has fired and has not re-armed.
-        beyond: consecutive updates outside the band, up to the last one.
-        calm: consecutive updates inside the recovery band, up to the last one.
+        firing: the alarm has fired and has not re-armed.
+        beyond: number of consecutive updates outside the band, up to the last update.
+        calm: number of consecutive updates inside the recovery band, up to the last update.
         values: the latest values of the updates that ``beyond`` counts.
     """
 
@@ -108,8 +108,8 @@ _COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 def find_statistic(name: str, spec: CorrectionSpec) -> str:
     """Return the name of the statistic that an alarm reads: below ``offpolicy/``, or an extension's.
 
-    Without a weight it is the statistic of the ratio that a weight would use: pi_old / mu, or pi / mu if pi_old does
-    not come from the trainer's weights and pi_old / mu shows no mismatch.
+    Without a weight, the alarm reads the statistic of the ratio that a weight would use: pi_old / mu, or pi / mu if
+    pi_old does not come from the trainer's weights and pi_old / mu therefore shows no mismatch.
     """
     trainers_own = spec.proximal in OF_THE_TRAINER
     ratio = "rollout_ratio" if trainers_own else "full_ratio"
@@ -134,7 +134,7 @@ def find_statistic(name: str, spec: CorrectionSpec) -> str:
 
 
 def explain_constant(name: str, spec: CorrectionSpec) -> str:
-    """Return why an alarm's statistic cannot change under a correction; empty if it can."""
+    """Return the reason why an alarm's statistic cannot change under a correction; empty if it can change."""
     if name == "kept_share" and not spec.masks and not spec.weight_rejects:
         return "the correction has no mask and no weight that rejects, so everything is kept."
     return ""
@@ -149,7 +149,7 @@ def read_value(name: str, spec: CorrectionSpec, values: Mapping[str, float]) -> 
 
 
 def compute_growth(past: Sequence[float], value: float, *, history: int, least: float) -> float | None:
-    """Compute ``value`` over the median of ``past``; None while fewer than ``history`` values are known.
+    """Compute ``value`` divided by the median of ``past``; None while fewer than ``history`` values are known.
 
     Args:
         past: mismatch of the previous updates, finite.
@@ -176,10 +176,10 @@ class AlarmSettings:
 
     Attributes:
         fallback: the fallback correction; None with another action.
-        options: names of the options that it was composed from.
+        options: names of the options from which the fallback was composed.
         return_after: consecutive updates inside the recovery band after which the configured correction returns; None
             for never.
-        window: number of updates whose median mismatch the growth is relative to.
+        window: number of updates over which the median mismatch is taken, to which growth is relative.
         least: mismatch, in nats per token, below which growth is ignored.
     """
 
@@ -205,7 +205,7 @@ class AlarmSettings:
 
 
 def read_settings(config: DictConfig) -> dict[str, AlarmSettings]:
-    """Read the alarms that are not off, by name, from a configuration without problems (``find_problems``).
+    """Read the alarms that are not off, by name, from a configuration without problems, see ``find_problems``.
 
     An alarm on an extension's metric is off if the extension is.
     """
@@ -286,7 +286,7 @@ def _read_alarm(name: str, values: Mapping[str, Any]) -> AlarmSettings:
 
 
 def _declare(name: str) -> Section:
-    """Declare the keys of an alarm; one on an extension's metric has no fallback."""
+    """Declare the keys of an alarm; an alarm on an extension's metric has no fallback."""
     fallback = None if name in OF_EXTENSIONS else ("action", "fallback")
     keys = {
         "action": Key(

@@ -105,7 +105,7 @@ class Alarms:
         self.in_force = self._choose()
         self._log_change(before, fired)
         if self.in_force != before:
-            # Another correction has other statistics; the engines' mismatch is the same under all corrections.
+            # Another correction has different statistics; only the engines' mismatch is the same under all corrections.
             self._states = {name: AlarmState(firing=state.firing) for name, state in self._states.items()}
         return self.in_force != before
 
@@ -132,7 +132,7 @@ class Alarms:
         """Restore a checkpoint's state; new alarms, or alarms with other settings, start from scratch.
 
         Args:
-            in_force: value of the attribute, if it differs from that in ``state``.
+            in_force: value of the attribute ``in_force``, if it differs from the value in ``state``.
         """
         self._past = [float(value) for value in state["past"]]
         self._updates = int(state["updates"])
@@ -155,7 +155,7 @@ class Alarms:
                 self._states[name] = AlarmState(**known | {"values": tuple(known["values"])})
 
     def get_fallback(self, name: str) -> CorrectionSpec | None:
-        """Return the correction that alarm ``name`` falls back to; None without such an alarm."""
+        """Return the correction that alarm ``name`` falls back to; None if there is no such alarm."""
         alarm = self._alarms.get(name)
         return None if alarm is None else alarm.fallback
 
@@ -173,7 +173,7 @@ class Alarms:
         return grown
 
     def _choose(self) -> str:
-        """Choose the next correction: the active fallback, else that of the first firing alarm."""
+        """Choose the next correction: the active fallback, else the fallback of the first firing alarm."""
         holder = self._alarms.get(self.in_force)
         if holder is not None and not self._is_over(holder):
             return self.in_force
@@ -181,7 +181,7 @@ class Alarms:
         return next(firing, CONFIGURED)
 
     def _log_change(self, before: str, fired: Sequence[str]) -> None:
-        """Log which correction is active next, if alarms ``fired`` or it has changed."""
+        """Log which correction is active next, if any alarm ``fired`` or if the correction has changed."""
         if before not in (CONFIGURED, self.in_force):
             quiet = f"alarm {before}: quiet for {self._states[before].calm} updates"
             if self.in_force == CONFIGURED:

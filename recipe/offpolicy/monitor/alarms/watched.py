@@ -1,4 +1,4 @@
-"""The five metrics to watch in any run, with the bounds of their alarms and what to do beyond them."""
+"""The five metrics to watch in any run, with the bounds of their alarms, and what to do if a metric is outside."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WATCHED: Final[Mapping[str, str]] = {
 
 
 def list_watched(spec: CorrectionSpec, alarms: Mapping[str, Any] = DEFAULTS) -> Iterator[tuple[str, str, str]]:
-    """List the metrics with the healthy range of each, and what to do outside of it.
+    """List the metrics, the healthy range of each, and what to do if a value is outside that range.
 
     Args:
         alarms: alarm name -> its keys as under ``offpolicy.alarms``.

@@ -1,4 +1,4 @@
-"""Histograms of one update, measured by the worker: distances per bin for masks, weights per bin for the weight."""
+"""Histograms of one update, measured by the worker: distances by bin for masks, and sums of weights by bin."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def defer_histograms(
     are counted instead (``MaskSpec.picks_tokens``). For negative advantages, these are units of rows with a negative
     mean, or tokens with a negative advantage. Units that a fixed bound rejects count as infinitely far. Backend noise
     is the distance of pi_old / mu at equal weights (staleness 0 or None), for masks on pi / mu; it uses rows of any
-    advantage, except those beyond a fixed bound, which no other bound can keep.
+    advantage, except units beyond a fixed bound, which no other bound can keep.
 
     Returns:
         When read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; with ``WEIGHT`` in
@@ -90,14 +90,14 @@ def defer_histograms(
 
 
 def _find_fresh(staleness: Tensor, units: Units, by_token: bool) -> Tensor:
-    """Find the units, or tokens, sampled entirely by the current weights, bool; (B, 1) if age is known per row."""
+    """Flag, as bool, the units or tokens that only the current weights sampled; (B, 1) if ages are known per row."""
     if staleness.dim() == 1:
         return (staleness == 0)[:, None]
     return staleness == 0 if by_token else units.greatest(staleness) <= 0
 
 
 def _sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> dict[str, Tensor]:
-    """Sum some rows' weights by bin, with the lower bound but no cap, and the sums for the ESS under the cap.
+    """Sum some rows' weights by bin, with the lower bound but no cap; also compute the sums for the ESS under the cap.
 
     Args:
         spec: weight that truncates or clips.
@@ -122,7 +122,7 @@ def _sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> dict[str,
 def _compute_extremes(
     mask: MaskSpec, units: Units, log_value: Tensor, numerator: Tensor, denominator: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``masks.compute_extremes`` in float64, as the mask does: (B, U), or (B, T) if it selects tokens."""
+    """Compute ``masks.compute_extremes`` in float64, as the mask does: (B, U), or (B, T) if the mask selects tokens."""
     least, greatest = compute_extremes(mask, units, log_value, numerator=numerator, denominator=denominator)
     if mask.picks_tokens:
         least, greatest = units.spread(least), units.spread(greatest)

@@ -30,7 +30,7 @@ class Settings:
     Attributes:
         schedules: schedules by name of a mask, or ``WEIGHT``, for the parts whose bounds move.
         every: number of updates between two changes.
-        window: number of latest updates that a change is based on.
+        window: number of latest updates on which a change is based.
         warmup: number of updates before the first change.
     """
 
@@ -61,7 +61,7 @@ def read_settings(config: DictConfig, spec: CorrectionSpec) -> Settings | None:
 
 
 def read_noted_keys(config: DictConfig) -> dict[str, Any]:
-    """Read the keys as a checkpoint records them; if nothing is calibrated, the key that says so."""
+    """Read the keys as a checkpoint records them; if nothing is calibrated, only the key that shows this."""
     values = _read_values(config)
     if not _is_on(values):
         return {"target_kept": None}
@@ -93,7 +93,7 @@ _DISTANCE = "a multiple of the configured bound's distance from agreement"
 
 
 def _build_rule(name: str) -> Rule:
-    """Build the rule that the key of this name is unused without a target."""
+    """Build the rule that the key with this name is unused if no target is set."""
     return Rule(
         name,
         lambda values: not _is_on(values) and values[name] != DEFAULTS[name],
@@ -164,7 +164,7 @@ def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> It
 
 
 def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tuple[str, str]]:
-    """Find why the cap of the weight cannot follow an ESS, with the fix; ``masks`` move as well.
+    """Find why the weight's cap cannot follow an ESS, with the fix; ``masks``: masks whose bounds also move.
 
     ``normalize`` is allowed: it divides all weights by one number, after the cap, which does not change the ESS.
     """

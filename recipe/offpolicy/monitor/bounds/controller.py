@@ -59,7 +59,7 @@ class Calibration:
 
     @classmethod
     def from_config(cls, config: DictConfig, spec: CorrectionSpec) -> Calibration | None:
-        """Build it from a composed configuration; None if nothing is calibrated."""
+        """Build the calibration from a composed configuration; None if nothing is calibrated."""
         settings = read_settings(config, spec)
         return None if settings is None else cls(settings, spec)
 
@@ -69,7 +69,7 @@ class Calibration:
         return read_bounds(self.spec, self.settings.moving)
 
     def observe(self, merged: Mapping[str, Statistic]) -> None:
-        """Add the statistics of an update, over all micro-batches and ranks, and decide the bounds of the next."""
+        """Add an update's statistics, over all micro-batches and ranks, and decide the bounds of the next update."""
         self._shown = self._compute_metrics(merged)
         self._updates += 1
         self._window = [*self._window, dict(merged)][-self.settings.window :]
@@ -88,7 +88,7 @@ class Calibration:
     def restore(self, state: Mapping[str, Any], *, same_keys: bool) -> None:
         """Restore a checkpoint's ``state``.
 
-        A part whose bounds now have other keys starts as configured.
+        A part whose bounds now have different keys starts with the configured bounds.
 
         Args:
             same_keys: the checkpoint had the same keys of ``offpolicy.calibrate``; if False, its window is discarded
@@ -117,7 +117,7 @@ class Calibration:
         self._shown = self._compute_metrics({})
 
     def _check_range(self) -> None:
-        """Check that each bound is where its schedule can have moved it.
+        """Check that each bound has a value to which its schedule can have moved it.
 
         Raises:
             ValueError: a bound is out of range.
@@ -140,7 +140,8 @@ class Calibration:
         """Keep the bounds and discard the window, because another correction becomes active.
 
         Args:
-            merged: statistics of the last update before that; empty if it used the other correction.
+            merged: statistics of the last update before the change; empty if that update already used the other
+                correction.
         """
         self._window, self._shown = [], self._compute_metrics(merged)
 
@@ -167,7 +168,7 @@ class Calibration:
                 )
 
     def _explain(self, name: str, outcome: Statistic) -> str:
-        """Explain a change of bounds by the effect of the previous bounds, over the window."""
+        """Explain a change of bounds by the effect that the previous bounds had over the window."""
         updates, target = f"{len(self._window)} update(s)", f"{self.settings.schedules[name].target:g}"
         if name == WEIGHT:
             return (
@@ -182,7 +183,7 @@ class Calibration:
         )
 
     def _warn(self, name: str, found: Mapping[str, str]) -> None:
-        """Warn of an obstacle to a part's bounds, once while it lasts."""
+        """Warn about an obstacle to a part's bounds, once for as long as it lasts."""
         for kind in sorted(set(found) - self._hindered.get(name, set())):
             logger.warning("correction.%s: %s", format_part_path(name), found[kind])
         self._hindered[name] = set(found)
@@ -234,7 +235,7 @@ def _to_plain(seen: Mapping[str, Statistic]) -> dict[str, Any]:
 
 
 def _from_plain(seen: Mapping[str, Any]) -> dict[str, Statistic]:
-    """Convert the result of ``_to_plain`` back.
+    """Convert the result of ``_to_plain`` back to statistics.
 
     Raises:
         KeyError, TypeError, ValueError: it is not a result of ``_to_plain``.
@@ -247,7 +248,7 @@ def _from_plain(seen: Mapping[str, Any]) -> dict[str, Statistic]:
             if bins != count_bins(name) or not all(0 <= place < bins for place in counts):
                 raise ValueError(f"calibration.window.{name} has {bins} bins instead of {count_bins(name)}")
             parts = [float(counts.get(place, 0.0)) for place in range(bins)]
-        # Sums about 1, as for an ESS, may be negative.
+        # Sums taken about 1, such as those of an ESS, may be negative.
         least = -_MOST if reduction is Reduction.ESS else 0.0
         if _PARTS.get(reduction, len(parts)) != len(parts) or not all(least <= part <= _MOST for part in parts):
             raise ValueError(f"calibration.window.{name} holds no sums and counts of an update")

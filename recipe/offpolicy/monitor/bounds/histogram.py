@@ -1,8 +1,8 @@
-"""Histograms of distances from agreement, and the next bounds from the latest ones; pure functions.
+"""Histograms of distances from agreement, and pure functions that compute the next bounds from the latest histograms.
 
 The distance of a unit is the width of the tightest bound that keeps it. It is in nats of log ratio for aggregates that
-are ratios, in the aggregate's unit for other aggregates, and the log of a weight. Bins are the same everywhere, so the
-histogram of a batch is the sum of the histograms of its micro-batches and ranks.
+are ratios, and in the aggregate's unit for other aggregates; for a weight it is the weight's log. All histograms have
+the same bins, so the histogram of a batch is the sum of the histograms of its micro-batches and ranks.
 
 A bound is its distance from agreement: |log bound| in nats for ratios and weights, |bound| for the other aggregates. It
 moves towards the distance that meets the target, or to the backend noise if that is larger, by a limited factor per
@@ -31,7 +31,8 @@ EDGES: Final = tuple(10 ** (i / _PER_DECADE) for i in range(-7 * _PER_DECADE, 3 
 CAPS: Final = tuple(
     10 ** (i / _PER_DECADE) for i in range(-5 * _PER_DECADE, math.floor(_PER_DECADE * math.log10(EXP_CLAMP)) + 1)
 )
-"""Log of the largest weight of each bin except the last, in nats, 1e-5 to 19.8; the first holds smaller ones too."""
+"""Log of the largest weight of each bin except the last, in nats, 1e-5 to 19.8; the first also holds smaller
+weights."""
 
 DISTANCE, NOISE, KEPT = "distance", "noise", "kept"
 """Statistics of a mask, below its name: distances and backend noise by bin, and the share that its bounds kept."""
@@ -59,9 +60,9 @@ class Histogram:
     square: Sequence[float] = ()
 
     def resolves(self, target: float) -> bool:
-        """Return True if there are enough units for a share of 1 - ``target`` to be at least one unit.
+        """Return True if there are so many units that a share of 1 - ``target`` is at least one unit.
 
-        This also holds for an ESS: with n equal weights of which one is 0 it is 1 - 1 / n.
+        This also holds for an ESS: if one of n otherwise equal weights is 0, the ESS is 1 - 1 / n.
         """
         # In floats 10 * (1 - 0.9) is slightly below 1, but 10 units are enough.
         return self.units * (1.0 - target) >= 1.0 - 1e-9
@@ -89,7 +90,7 @@ def count_bins(name: str) -> int:
 
 
 def compute_quantile(histogram: Histogram, share: float) -> float:
-    """Compute the smallest edge with at least ``share`` of the counts; infinite beyond all, NaN without counts."""
+    """Compute the smallest edge that covers ``share`` of the counts; infinite beyond all edges, NaN without counts."""
     total = sum(histogram.counts)
     if not total:
         return math.nan
@@ -100,18 +101,18 @@ def compute_quantile(histogram: Histogram, share: float) -> float:
 
 
 def find_keeping_distance(histogram: Histogram, share: float) -> float | None:
-    """Find the distance that keeps ``share``; None if no bound keeps as much."""
+    """Find the distance that keeps ``share``; None if no bound keeps that much."""
     distance = compute_quantile(histogram, share)
     return distance if math.isfinite(distance) else None
 
 
 def compute_ess_by_cap(histogram: Histogram) -> list[float]:
-    """Compute the ESS under a cap at each edge, and last without a cap; NaN without tokens.
+    """Compute the ESS under a cap at each edge and, as the last value, without a cap; NaN without tokens.
 
     The ESS is that of ``offpolicy/weight/ess``, (sum w)^2 / (n sum w^2) over tokens (Kish 1965, Survey Sampling): each
-    token counts once, with the weight of its unit. A cap c replaces w by min(w, c). With c at an edge, lower weights
-    enter by their sums and higher ones by their number, so the ESS is exact. A higher cap makes weights more unequal in
-    the Lorenz order, in which the ESS is Schur-concave, so it decreases from each cap to the next.
+    token counts once, with the weight of its unit. A cap c replaces w by min(w, c). If c is at an edge, lower weights
+    enter by their sums and higher weights by their number, so the ESS is exact. A higher cap makes weights more unequal
+    in the Lorenz order, in which the ESS is Schur-concave, so it decreases from each cap to the next.
     """
     count = sum(histogram.counts)
     if not count:
@@ -178,10 +179,10 @@ class Schedule:
 
     Attributes:
         find_goal: returns the distance that meets the target, from a histogram; None if no moving bound meets it.
-        target: share that a mask keeps of the units it applies to, or ESS of the weights.
-        side: bounds that move.
+        target: share of the units that a mask must keep among those to which it applies, or ESS of the weights.
+        side: which bounds move.
         rate: a distance changes by a factor of at most 1 + rate per change.
-        floor, ceiling: range of a distance, in multiples of the configured one.
+        floor, ceiling: range of a distance, in multiples of the configured distance.
         noise_kept: share of units at equal weights that backend noise alone must not drop, once the rate allows it;
             None for a weight, which drops nothing.
     """
@@ -202,7 +203,7 @@ def compute_next_bounds(
     seen: Histogram,
     noise: Histogram | None = None,
 ) -> dict[str, float | None]:
-    """Compute the next bounds of a part, by key; the current ones if there are too few units."""
+    """Compute the next bounds of a part, by key; the current bounds if there are too few units."""
     distances, start = compute_distances(current), compute_distances(configured)
     goal, reach = _find_goal(schedule, seen), _find_reach(schedule, noise)
     # Without a goal, a cap stays, even if a resume has left it out of range.
@@ -222,10 +223,11 @@ def find_obstacles(
     seen: Histogram,
     noise: Histogram | None = None,
 ) -> dict[str, str]:
-    """Find what keeps the bounds from their target: kind of obstacle -> its message.
+    """Find what prevents the bounds from reaching their target: kind of obstacle -> its message.
 
     ``floor``: even the lowest cap in range leaves a lower ESS; an ESS above the target is no obstacle. ``share``: no
-    moving bound keeps as much. ``noise``: backend noise is larger. ``ceiling``: it exceeds the range.
+    moving bound keeps that much. ``noise``: backend noise exceeds a bound. ``ceiling``: backend noise exceeds the range
+    of a bound.
     """
     found: dict[str, str] = {}
     goal, reach = _find_goal(schedule, seen), _find_reach(schedule, noise)

@@ -9,12 +9,12 @@ share is negative if it reduces the total.
 
 KL: k3 of the accumulated parts, in the order in which they occur: backend k3(b), staleness k3(b + s) - k3(b), drift
 k3(L) - k3(b + s), each divided by the sum of k3(L). Because mu sampled the tokens, the terms estimate KL(mu, policy at
-sampling in the trainer's engine), and the increases from it to KL(mu, pi_old) and to KL(mu, pi).
+sampling in the trainer's engine), the increase from there to KL(mu, pi_old), and the further increase to KL(mu, pi).
 
-Backend of stale tokens: verl keeps no forward pass of the trainer at the weights that sampled them, so it is not
-observed per token. Its mean, variance and k3 are taken from fresh tokens of the same probability, and it is assumed to
-be independent of staleness and drift within a bin of probability. With too few fresh tokens, backend and staleness are
-*not identified* and are None; their sum, the rollout's share, is always identified.
+Backend of stale tokens: verl keeps no forward pass of the trainer at the weights that sampled these tokens, so the
+backend's part is not observed per token. Its mean, variance and k3 are taken from fresh tokens of the same probability,
+and it is assumed to be independent of staleness and drift within a bin of probability. With too few fresh tokens,
+backend and staleness are *not identified* and are None; their sum, the rollout's share, is always identified.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def compute_sums_by_row(
     """
     mu = rollout_log_prob.detach().double()
     differences = torch.stack((log_prob.detach() - mu, old_log_prob.detach() - mu))
-    # Both are finite if all three log-probs are; a number minus itself is 0 only if it is finite.
+    # Both ratios are finite if all three log-probs are; a number minus itself is 0 only if it is finite.
     valid = response_mask.bool() & (differences - differences == 0).all(0)
     differences = torch.where(valid, differences, 0.0)
     squares, k3 = differences.square(), compute_divergence("k3", differences)
@@ -99,10 +99,10 @@ def _edges(device: torch.device) -> Tensor:
 LEAST_TOKENS: Final = 20
 """Number of fresh tokens that make a bin of probability known."""
 LEAST_COVERED: Final = 0.95
-"""Share of stale tokens that must be in known bins; the others use the values of the nearest known bin."""
+"""Share of stale tokens that must be in known bins; the other tokens use the values of the nearest known bin."""
 
 RECENT: Final = 5
-"""Number of earlier steps, or updates, whose fresh tokens are used if the present one has none."""
+"""Number of earlier steps, or updates, whose fresh tokens are used if the current one has none."""
 
 _FRESH, _STALE, _UNKNOWN = (AGES.index(age) for age in ("fresh", "stale", "unknown"))
 _N, _L, _LL, _G, _GG, _GL, _GK, _LK = range(len(COLUMNS))
@@ -148,7 +148,7 @@ class BackendFloor:
     known: NDArray[np.bool_]
 
     def covered(self, tokens: Array) -> NDArray[np.bool_]:
-        """Find, (...) bool, where enough of ``tokens``, a count by bin, is in known bins."""
+        """Flag, (...) bool, the tables in which enough of ``tokens``, counted by bin, are in known bins."""
         inside = np.where(self.known, tokens, 0.0).sum(-1)
         return self.known.any(-1) & (inside >= LEAST_COVERED * tokens.sum(-1))
 
@@ -160,7 +160,7 @@ def estimate_floor(sums: Array) -> BackendFloor | None:
 
 
 def _measure_floor(sums: Array) -> BackendFloor:
-    """Measure the floor of each of the tables: (..., *SHAPE)."""
+    """Measure the floor of each table, (..., *SHAPE)."""
     fresh = sums[..., _FRESH, :, :]
     tokens = fresh[..., _N]
     known = tokens >= LEAST_TOKENS
@@ -207,7 +207,7 @@ class ManyShares:
     """``Shares`` of several tables of sums, (...) each; NaN where a table has no token.
 
     Attributes:
-        identified: whether backend and staleness are separated; NaN where not.
+        identified: whether backend and staleness could be separated; the two are NaN where not.
     """
 
     whole: Array
@@ -296,7 +296,7 @@ class ShareStatistic(Statistic):
     part: str = "rollout"
 
     def value(self) -> float:
-        """Compute the share; NaN if it is not identified, or the whole is 0."""
+        """Compute the share; NaN if it is not identified or if the whole is 0."""
         of_variance, of_kl = compute_shares([float(part) for part in self.parts])
         share = getattr(of_variance if self.whole == "variance" else of_kl, self.part)
         return math.nan if share is None else float(share)

@@ -1,4 +1,4 @@
-"""The keys ``offpolicy.late_weights``, and how far the rollout engine's weights lag behind the kept ones."""
+"""The keys ``offpolicy.late_weights``, and the number of updates by which the rollout engine's weights lag."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
         yield Problem(SNAPSHOTS, snapshots, reason, f"Set {use}, or {off} to go without them.", parts=())
         return
     for each in find_unmet(_REQUIREMENTS, partial(OmegaConf.select, config), off, ()):
-        # Reported at this package's key; the user must decide which of the two is intended.
+        # The problem is reported at this package's key; the user must decide which of the two keys is intended.
         yield replace(each, key=SNAPSHOTS, value=snapshots, overrides=(), alongside={each.key: each.value})
 
 

@@ -1,4 +1,4 @@
-"""Warns if a correction keeps almost none of the tokens that older weights sampled."""
+"""Warns if a correction keeps almost none of the tokens that were sampled by older weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 LEAST_KEPT = 0.1
 LEAST_TOKENS = 100
-"""Fewest stale tokens in an update that are judged."""
+"""Minimum number of stale tokens in an update for a judgement."""
 IN_A_ROW = 2
 _AGES = ("is1", "is2", "ge3")
 
