@@ -11,7 +11,7 @@ __all__ = ["verl_rollout_correction"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on use, so that the command of this package answers --help without torch.
+    # This is imported on use, so that this package's command answers --help without torch.
     if name != "verl_rollout_correction":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .rollout_correction import verl_rollout_correction

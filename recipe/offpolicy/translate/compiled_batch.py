@@ -29,7 +29,7 @@ _BLOCK = 2**18
 
 
 class CompiledBatch:
-    """CPU backend of ``row_sums.Batch`` by compiled loops.
+    """CPU backend of ``row_sums.Batch`` with compiled loops.
 
     Args:
         rows: layout of the tensors.
@@ -44,7 +44,8 @@ class CompiledBatch:
         self._dtype = promote_weight_dtype(old_log_prob, rollout_log_prob)
         tensors = (old_log_prob.detach(), rollout_log_prob.detach(), response_mask)
         self._tensors = tuple(rows.tokens(tensor) for tensor in tensors)
-        # The loops are compiled per dtype: the common two are read in place, others are converted to bool.
+        # The loops are compiled per dtype: masks of the two common dtypes are read in place, others are converted to
+        # bool.
         mask_dtype = response_mask.dtype if response_mask.dtype in (torch.int64, torch.bool) else torch.bool
         self._dtypes = (self._dtype, self._dtype, mask_dtype)
         self._offsets = _offsets(rows, self._tensors[0])
@@ -58,7 +59,7 @@ class CompiledBatch:
         asked = _asked(quantities)
         for rows, tokens, read in self._parts():
             loops.sweep(*read, EXP_CLAMP, *asked, ends[rows], rows.start, columns, measures)
-            ends[rows] += tokens.start  # the loops count from the start of their part
+            ends[rows] += tokens.start  # the loops count positions from the start of a part
         self._ends = ends
         return RowSums.from_table(columns), QuantitySums.from_token_table(quantities, measures)
 
@@ -95,10 +96,10 @@ class CompiledBatch:
         return np.zeros(self._tensors[0].numel(), dtype=torch.empty(0, dtype=dtype).numpy().dtype)
 
     def _parts(self) -> Iterator[tuple[slice, slice, tuple[NDArray[Any], ...]]]:
-        """Yield the batch in parts of at most ``_BLOCK`` tokens, or whole if no tensor needs a conversion.
+        """Yield the batch in parts of at most ``_BLOCK`` tokens, or as a whole if no tensor needs a conversion.
 
-        A part has its rows, its flat tokens, and log pi_old, log mu and mask of these tokens with the start and stop
-        of each row in them.
+        A part consists of its rows, its flat tokens, log pi_old, log mu and mask of these tokens, and the start and
+        stop of each row among them.
         """
         pairs = list(zip(self._tensors, self._dtypes, strict=True))
         if all(tensor.dtype == dtype and tensor.is_contiguous() for tensor, dtype in pairs):
@@ -112,7 +113,7 @@ class CompiledBatch:
             yield rows, slice(offset, offset + len(old)), read
 
     def _part(self, tokens: Tensor, rows: slice) -> Tensor:
-        """Return the flat tokens of some rows; a copy only if they are not contiguous."""
+        """Return the flat tokens of some rows, as a copy only if they are not contiguous."""
         if tokens.dim() == 2:
             return tokens[rows].reshape(-1)
         return tokens[int(self._offsets[rows.start]) : int(self._offsets[rows.stop])]

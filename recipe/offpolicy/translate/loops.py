@@ -1,8 +1,8 @@
 """Compiled loops over a batch on the CPU, called by ``compiled_batch``.
 
-Tokens are flat, row i from ``starts[i]`` to ``stops[i]``. One block of them at a time is gathered into float64 scratch
-memory that stays in the first-level cache, and measured there by branch-free loops, which the compiler vectorises. In
-blocks where the mask is 0, nothing else is read.
+Tokens are flat; row i goes from ``starts[i]`` to ``stops[i]``. One block of tokens at a time is gathered into float64
+scratch memory that stays in the first-level cache, and measured there by branch-free loops, which the compiler
+vectorises. In blocks where the mask is 0, nothing else is read.
 
 A compiled function cached on disk does not notice changes of other files, so everything that it uses is in this file.
 """
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 RAW, CAPPED, BANDED, K1, K2, K3 = range(6)
 _BLOCK = 256
 _NEAR = 0.25
-"""Largest |log ratio| for which 12 terms of the series are exact: the next term is below 1e-17 of the sum."""
+"""Largest |log ratio| for which 12 terms of the series are exact: the next term is less than 1e-17 of the sum."""
 _SERIES = tuple(1 / math.factorial(k) for k in range(1, 13))
 _MAGNITUDE = 2**63 - 1
-"""All bits except the sign; flipping them in negative floats makes their order that of the integers."""
+"""All bits except the sign; once they are flipped in negative floats, the floats sort like integers."""
 
 _exact = njit(fastmath={"contract"}, nogil=True)
 _vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)
-"""For loops that see only finite numbers; sums may be computed in any order."""
+"""For loops that process only finite numbers; sums may be computed in any order."""
 
 
 def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
@@ -42,7 +42,7 @@ def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
     settings: dict[str, Any] = {"fastmath": {"contract"}, "nogil": True}
     try:
         compiled: Any = njit(cache=True, **settings)(function)
-    except RuntimeError as error:  # numba finds no writable folder
+    except RuntimeError as error:  # numba found no writable folder
         logger.warning(
             "%s: every process compiles the loops again, which takes seconds. "
             "Set NUMBA_CACHE_DIR to a writable folder.",
@@ -108,7 +108,7 @@ def _valid(old: Any, rollout: Any, mask: Any, response: int, p: Any, q: Any, whe
 
 @_vector
 def _ratios(p: Any, q: Any, n: int, clamp: float, x: Any, excess: Any) -> None:
-    """Compute x = p - q and exp(x) - 1 with x clamped; near 0 by the series of exp, to 1e-17."""
+    """Compute x = p - q and exp(x) - 1 with x clamped; near 0, use the series of exp, accurate to 1e-17."""
     s = _SERIES
     far = 0
     for k in range(n):
@@ -174,7 +174,7 @@ def _values(kind: int, x: Any, excess: Any, n: int, lower: Any, upper: Any, cap:
 
 @_vector
 def _measure(values: Any, n: int, low: float, high: float, about: float, sums: Any) -> None:
-    """Add a block to the quantity's sums: v, v^2, deviation and its square."""
+    """Add a block to the quantity's sums of v, v^2, the deviation and its square."""
     a = b = c = d = 0.0
     for k in range(n):
         v = values[k]
@@ -203,7 +203,7 @@ def _beyond(values: Any, n: int, lower: Any, upper: Any, sums: Any) -> None:
 
 @_exact
 def _extremes(values: Any, n: int, extremes: Any) -> None:
-    """Track minimum and maximum as integers in the order of the floats, which compile to vector instructions."""
+    """Track minimum and maximum as integers that sort like the floats, because these compile to vector instructions."""
     bits = values.view(np.int64)
     least, greatest = extremes[0], extremes[1]
     for k in range(n):

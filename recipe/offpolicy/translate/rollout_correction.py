@@ -28,7 +28,7 @@ from .verl_metrics import (
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
-_LEAST_MEAN = 1e-8  # below it verl does not normalise
+_LEAST_MEAN = 1e-8  # verl does not normalise below this mean
 
 
 def verl_rollout_correction(
@@ -45,24 +45,23 @@ def verl_rollout_correction(
 
     Sums are float64, and padding is never read. A token whose log-prob is not finite is excluded from weights, mask and
     metrics; a row without tokens is excluded from the metrics. On the CPU, if numba is installed, each row is read once
-    and only the results have the batch's size; the loops are compiled at the first call on a machine, which takes
-    seconds.
+    and only the results have the batch's size; the first call on a machine compiles the loops, which takes seconds.
 
-    Tensors are (B, T) padded, or all of them jagged nested ones of the same rows, which are read in place.
+    Tensors are either all padded, (B, T), or all jagged nested tensors of the same rows, which are read in place.
 
     Args:
-        old_log_prob: log pi_old, any float dtype; in bypass mode the current policy's.
+        old_log_prob: log pi_old, any float dtype; in bypass mode, the log-probs of the current policy.
         rollout_log_prob: log mu.
         response_mask: bool, integer or float 0/1.
         rollout_is: None, "token" or "sequence": min(rho, upper), or 0 outside a pair of bounds.
         rollout_is_threshold: a cap, or "lower_upper".
         rollout_is_batch_normalize: divide the weights by their mean over tokens or rows, over all ranks if
-            torch.distributed runs; then all ranks must call together.
+            torch.distributed runs; then all ranks must call this function together.
         rollout_rs: None, or verl's options separated by commas.
-        rollout_rs_threshold: one for all options, or one each.
+        rollout_rs_threshold: one threshold for all options, or one per option.
     Returns:
-        A DataProto with ``rollout_is_weights`` in float32 or wider, detached, 0 outside the mask, or None; the mask in
-        its own dtype without rejected tokens, which is the given tensor if nothing is rejected; metrics under
+        A DataProto with ``rollout_is_weights`` in float32 or wider, detached, 0 outside the mask, or None; the mask
+        without rejected tokens, in its own dtype (the given tensor itself if nothing is rejected); and metrics under
         ``rollout_corr/``. Weights and mask have the layout of the arguments.
 
     Raises:
@@ -76,7 +75,7 @@ def verl_rollout_correction(
     options = read_verl_rejections(rollout_rs, rollout_rs_threshold, "")
     limits = {option: _limits(option, *bounds) for option, bounds in options.items()}
     of_tokens = {option: _of_token(option, *limits[option]) for option in options if option.startswith("token")}
-    # verl reports raw weights next to the applied ones.
+    # verl reports raw weights next to the applied weights.
     of_weight = [Quantity("raw", weight.lower, weight.upper), weight] if weight and rollout_is == "token" else []
 
     batch = _batch(rows, *tensors)
@@ -84,7 +83,7 @@ def verl_rollout_correction(
     filled = columns.tokens > 0
     if not filled.any():
         raise ValueError("response_mask has no token whose log-probs are finite: there is nothing to correct")
-    # A slice selects without a copy.
+    # A slice selects rows without a copy.
     some = slice(None) if filled.all() else filled
     tokens = columns.tokens[some]
 
@@ -129,7 +128,7 @@ def verl_rollout_correction(
 
 
 def _batch(rows: RowLayout, *tensors: Tensor) -> Batch:
-    """Choose the compiled backend if it can run; both give the same numbers."""
+    """Choose the compiled backend if it can run, otherwise torch's; both give the same numbers."""
     if all(tensor.device.type == "cpu" for tensor in tensors) and _can_compile():
         from .compiled_batch import CompiledBatch
 
@@ -166,7 +165,7 @@ def _of_rows(weight: Quantity, columns: RowSums) -> tuple[QuantitySums, Numbers]
 def _batch_mean(total: float, count: float, device: torch.device) -> float:
     """Compute the mean weight over tokens or rows of all ranks; 1 if almost no weight is left."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # Sums instead of means, because ranks differ in their counts.
+        # Sums are gathered instead of means, because ranks differ in their counts.
         parts = torch.tensor([total, count], dtype=torch.float64, device=device)
         torch.distributed.all_reduce(parts)
         total, count = parts.tolist()
@@ -175,7 +174,7 @@ def _batch_mean(total: float, count: float, device: torch.device) -> float:
 
 
 def _limits(option: str, lower_ratio: float | None, upper: float) -> tuple[float | None, float]:
-    """Convert verl's bounds to bounds of k1, k2 or k3 in nats; its pairs are bounds of the ratio, and k1 = -log rho."""
+    """Convert verl's bounds to bounds of k1, k2 or k3 in nats; verl's pairs bound the ratio, and k1 = -log rho."""
     return (None, upper) if lower_ratio is None else (-math.log(upper), -math.log(lower_ratio))
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Kind = Literal["raw", "capped", "banded", "k1", "k2", "k3"]
-"""A token's weight before its bounds, min(w, upper), or 0 outside both bounds; and k1, k2, k3 of log pi_old / mu."""
+"""A token's weight w before its bounds; min(w, upper); w, or 0 outside bounds; and k1, k2, k3 of log pi_old / mu."""
 
 Numbers = NDArray[np.float64]
 Truths = NDArray[np.bool_]
@@ -26,8 +26,8 @@ class Quantity:
     """A per-token statistic and its bounds.
 
     Attributes:
-        lower, upper: inclusive bounds, in nats, compared in float32: of log pi_old / mu for weights, and of k1, k2, k3
-            themselves; infinite if open.
+        lower, upper: inclusive bounds, in nats, compared in float32: on log pi_old / mu for weights, otherwise on k1,
+            k2 or k3 itself; infinite if open.
         bounds: bounds of the weight itself, for ``capped`` and ``banded``.
     """
 
@@ -92,7 +92,7 @@ class QuantitySums:
     """Per-row sums of m quantities v, each per token or with one value per row.
 
     Attributes:
-        of_tokens: (m,) True if shares outside the bounds count tokens instead of rows.
+        of_tokens: (m,), whether shares outside the bounds count tokens instead of rows.
         about: (m,) an estimate of the mean, about which deviations are computed.
         table: (8, m, B) float64, in the order of ``MEASURES``: sums of v and v^2 over the row's tokens; sums of
             c - about and its square, with c = v clamped to its bounds; extremes of v, undefined for a row without
@@ -122,7 +122,7 @@ class QuantitySums:
         return QuantitySums(self.of_tokens, self.about, self.table[:, :, rows])
 
     def concatenate(self, other: QuantitySums) -> QuantitySums:
-        """Return the quantities of both, these first."""
+        """Return the quantities of both, with this object's first."""
         return QuantitySums(
             np.concatenate([self.of_tokens, other.of_tokens]),
             np.concatenate([self.about, other.about]),
@@ -131,7 +131,7 @@ class QuantitySums:
 
 
 def compare_with_bounds(values: Numbers, lower: Numbers, upper: Numbers) -> tuple[Truths, Truths]:
-    """Compare with inclusive bounds, in float32 like the masks.
+    """Compare values with inclusive bounds, in float32 like the masks.
 
     Args:
         values: (m, B).
@@ -166,7 +166,7 @@ def measure_rows(
 
 
 class Batch(Protocol):
-    """Log-probs and mask of a batch, behind a backend for their device."""
+    """Log-probs and mask of a batch, accessed through a backend for their device."""
 
     @property
     def device(self) -> torch.device: ...
@@ -177,11 +177,11 @@ class Batch(Protocol):
     def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
         """Compute weights of kind ``capped`` or ``banded``, divided by ``factor``, in float32 or wider.
 
-        0 outside valid tokens; in the batch's layout.
+        Weights have the batch's layout, and are 0 outside valid tokens.
         """
 
     def spread_row_weights(self, rows: Numbers) -> Tensor:
-        """Spread the weights of the rows, (B,), over their valid tokens, in the same form."""
+        """Spread the weights of the rows, (B,), over their valid tokens, in the form of ``compute_token_weights``."""
 
     def apply_rejections(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
         """Drop rejected ``rows``, (B,), and tokens outside the bounds of a quantity from the mask.

@@ -21,7 +21,7 @@ from .row_sums import COLUMNS, MEASURES, Numbers, Quantity, QuantitySums, RowSum
 
 
 class TorchBatch:
-    """Backend of ``row_sums.Batch`` by torch operations.
+    """Backend of ``row_sums.Batch`` with torch operations.
 
     Args:
         rows: layout of the tensors.
@@ -57,7 +57,7 @@ class TorchBatch:
         ]
         columns = [rows.sum(each) for each in sums] + [rows.max(each).clamp(min=0) for each in (k2, k3)]
         measures = [column for quantity in quantities for column in self._measure(quantity)]
-        # A single transfer from the device.
+        # This is the only transfer from the device.
         table = torch.stack([column.flatten() for column in (*columns, *measures)]).cpu().numpy()
         of_quantities = table[len(COLUMNS) :].reshape(len(quantities), len(MEASURES), rows.count).swapaxes(0, 1)
         return RowSums.from_table(table[: len(COLUMNS)]), QuantitySums.from_token_table(quantities, of_quantities)

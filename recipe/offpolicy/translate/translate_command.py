@@ -49,10 +49,10 @@ _Loader.add_implicit_resolver(
 
 
 def read_document(path: Path) -> Mapping[str, Any]:
-    """Read a configuration in TOML, by its file name, or in YAML.
+    """Read a configuration, in TOML if the file's name says so, otherwise in YAML.
 
     Raises:
-        ValueError: it holds no mapping, or cannot be parsed.
+        ValueError: the file holds no mapping, or cannot be parsed.
     """
     import tomllib  # imported here because linters for Python 3.10, which lacks it, sort it differently
 
@@ -69,10 +69,10 @@ def read_document(path: Path) -> Mapping[str, Any]:
 def translate(document: Mapping[str, Any], source: str, target: str) -> str:
     """Translate the correction of ``document`` from one framework's keys to another's, as text.
 
-    Overrides are for verl's own programs. Those translated from verl also switch its own correction off.
+    Overrides are for verl's own programs. Overrides translated from verl also switch verl's own correction off.
 
     Raises:
-        SpecError: it is malformed, or the target cannot express it.
+        SpecError: the correction is malformed, or the target cannot express it.
 
     Example:
         >>> print(translate({"is_correction_level": "token"}, "openrlhf", "verl"))

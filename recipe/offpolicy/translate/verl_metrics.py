@@ -1,7 +1,7 @@
 """verl's ``rollout_corr/*`` metrics, computed from the per-row sums.
 
-All sums are over rows with tokens; the caller excludes the others, which have no statistic and do not count. Sums are
-float64, and differences near 1 are summed about 1.
+All sums are over rows with tokens; the caller excludes rows without tokens, which have no statistic and do not count.
+Sums are float64, and values near 1 are summed as differences from 1.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Metrics = dict[str, float]
 def compute_mismatch_metrics(columns: RowSums) -> Metrics:
     """Compute the distance of pi_old from mu, with rho = pi_old / mu.
 
-    ``kl`` and ``k3_kl`` estimate KL(mu || pi_old) per token, perplexities are means over rows of exp(-mean log p),
-    ``chi2_token`` and ``chi2_seq`` are E[rho^2] - 1 of tokens and of rows' products.
+    ``kl`` and ``k3_kl`` estimate KL(mu || pi_old) per token; perplexities are means over rows of exp(-mean log p);
+    ``chi2_token`` and ``chi2_seq`` are E[rho^2] - 1 over tokens and over rows' products.
     """
     count, total = columns.tokens, columns.tokens.sum()
     means = np.stack([columns.old, columns.rollout, columns.log_ratio]) / -count
@@ -49,8 +49,8 @@ def compute_mismatch_metrics(columns: RowSums) -> Metrics:
 def compute_weight_metrics(tokens: Numbers, measures: QuantitySums, lower: float, upper: float) -> Metrics:
     """Compute metrics of the importance weights, before and after their bounds.
 
-    ``rollout_is_max`` and ``min`` belong to the applied weights at token level and to the raw ones at sequence level,
-    ``rollout_is_eff_sample_size`` is (sum w)^2 / (n sum w^2), in [0, 1], 0 if no weight is left.
+    ``rollout_is_max`` and ``min`` describe the applied weights at token level and the raw weights at sequence level;
+    ``rollout_is_eff_sample_size`` is (sum w)^2 / (n sum w^2), in [0, 1], or 0 if no weight is left.
 
     Args:
         tokens: (B,) T.
@@ -58,7 +58,7 @@ def compute_weight_metrics(tokens: Numbers, measures: QuantitySums, lower: float
     """
     raw_row_mean, row_mean = measures["total"] / tokens
     total = tokens.sum()
-    # verl takes extremes of the applied weights per token, and of the raw ones per sequence.
+    # verl takes extremes of the applied weights per token, and of the raw weights per sequence.
     extremes = 1 if measures.of_tokens[1] else 0
     weight_sum, square = float(measures["total"][1].sum()), float(measures["square"][1].sum())
     raw, applied = measures.select_quantities(slice(0, 1)), measures.select_quantities(slice(1, 2))
@@ -83,7 +83,7 @@ def compute_rejection_metrics(
     """Compute, for each rejection option, its statistic and the shares of tokens and rows that it rejects.
 
     Args:
-        limits: verl's name of each option -> its bounds in nats; the lower one is None for k2 and k3.
+        limits: verl's name of each option -> its bounds in nats; the lower bound is None for k2 and k3.
         tokens: (B,) T.
         statistics: k1, k2 or k3 as each option aggregates it, in the same order.
     """
@@ -113,7 +113,7 @@ def compute_rejection_metrics(
 
 
 def compute_total_rejection_metrics(tokens: Numbers, rejected: Numbers) -> Metrics:
-    """Compute the shares of tokens, and of rows with a token, that all options reject together; (B,) counts each."""
+    """Compute the shares of tokens, and of rows with a token, that the options together reject, from (B,) counts."""
     return {
         "rollout_rs_masked_fraction": float(rejected.sum() / tokens.sum()),
         "rollout_rs_seq_masked_fraction": float((rejected > 0).mean()),

@@ -42,22 +42,22 @@ from .scored_rows import BYTES_A_TOKEN, RowSample, describe_none_scored, select_
 from .worst_examples import WorstRow, WorstToken, build_examples, find_worst, load_decoder, merge_copies
 
 _TOGETHER: Final = 64
-"""Parts whose frames are added up together: fewer group-bys, and few parts in memory."""
+"""Number of parts whose frames are added up together, a compromise between few group-bys and few parts in memory."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Contribution of some rows.
+    """Contribution of some rows to an attribution.
 
     Attributes:
         rows: number of rows that are attributed.
         left_out: number of rows without pi_old, see ``scored_rows.ScoredRows``.
         sums: the result of ``resample``, in the form that ``decompose`` takes.
-        cells: sums by the buckets of all ``PROFILES``, see ``merge``.
+        cells: sums by the buckets of all ``PROFILES``; see ``merge``.
         ages: number of rows with a token of each staleness.
-        tokens, worst: the worst examples, see ``find_worst``, with rows numbered from the first.
-        stale: whether a token is recorded as stale.
-        sample: rows to look for causes in.
+        tokens, worst: the worst examples (see ``find_worst``), with rows numbered from the first row.
+        stale: whether any token is recorded as stale.
+        sample: rows that are searched for causes.
     """
 
     rows: int
@@ -72,13 +72,13 @@ class Part:
 
 
 def summarize_rows(rows: Rows, seed: tuple[int, ...], *, worst: int, left_out: int = 0) -> Part:
-    """Summarize rows of one step; all of them are the sample.
+    """Summarize rows of one step; the sample consists of all of them.
 
     Args:
         rows: rows with log pi_old by the trainer's own weights.
         seed: seed of the bootstrap draws.
         worst: number of tokens and of rows to list.
-        left_out: number of further rows, whose pi_old is unknown.
+        left_out: number of further rows whose pi_old is unknown.
     """
     cells, loss = sum_cells(rows)
     sums = {"recorded": place_cells(cells, len(rows)), **compute_routing_sums(rows)}
@@ -97,7 +97,7 @@ def summarize_rows(rows: Rows, seed: tuple[int, ...], *, worst: int, left_out: i
 
 
 def join_parts(parts: Iterable[Part], worst: int) -> Part:
-    """Add up parts of successive rows, the sums of one in memory at a time."""
+    """Add up parts of successive rows, with the sums of one part in memory at a time."""
     sums: dict[str, Array] = {}
     joined: list[Part] = []
     rows = 0
@@ -146,10 +146,11 @@ class Attribution:
         versions: mismatch by the age of the weights that sampled a token.
         profiles: mismatch by position, length, probability, turn and staleness.
         tokens, worst: tokens and rows with the largest mismatch, with their text.
-        without_text: why ids are shown instead of text; empty if text is.
-        causes: verdict on each possible cause.
-        mend_first: sentence on the faults to fix before setting a bound, see ``faults.describe_faults``; or empty.
-        searched: number of tokens that were searched for causes if they are a sample; 0 if all were searched.
+        without_text: why ids are shown instead of text; empty if text is shown.
+        causes: the verdict on each possible cause.
+        mend_first: sentence on the faults to fix before setting a bound, see ``faults.describe_faults``; empty if there
+            are none.
+        searched: number of tokens in the sample that was searched for causes; 0 if all tokens were searched.
     """
 
     steps: Sequence[int]
@@ -179,12 +180,13 @@ def attribute(
 
     Args:
         steps: first and last step to read; a last step of None means the last recorded one, and None all steps.
-        worst: tokens and rows to list.
-        jobs: the processes that read them.
+        worst: number of tokens and of rows to list.
+        jobs: the processes that read the steps.
         tokenizer: folder of the tokenizer that converts token ids to text; if empty, the recorded model's tokenizer.
 
     Raises:
-        RecordingError: a file is damaged, no such step or no token was recorded, or pi_old is unknown for all rows.
+        RecordingError: a file is damaged, no such step was recorded, no token was recorded, or pi_old is unknown for
+            all rows.
     """
     chosen = recording.choose_steps(steps)
     size = sum(path.stat().st_size for step in chosen for path in recording.files[step])
@@ -254,7 +256,7 @@ def _add_up(
 
 
 def _decompose_steps(parts: Iterable[tuple[int, Part]], by_step: dict[int, Decomposition]) -> Iterator[Part]:
-    """Yield the parts, and note the decomposition of each step that has a row."""
+    """Yield the parts, and record the decomposition of each step that has a row."""
     decomposer = StepDecomposer()
     for step, part in parts:
         if part.rows:

@@ -25,12 +25,12 @@ _SHOWN: Final = {
     "length": "length of the response, tokens",
     "turn": "turn",
 }
-"""Profile -> the quantity whose ranges are its buckets."""
+"""Profile -> the quantity whose ranges form its buckets."""
 _HEIGHT: Final = 3.4
 
 
 def draw_overview(attribution: Attribution) -> Figure:
-    """Draw steps and profiles by position, probability, length and turn into one figure."""
+    """Draw the steps, and the profiles by position, probability, length and turn, into one figure."""
     return plotting.draw_panels(build_panels(attribution), columns=2)
 
 
@@ -84,7 +84,7 @@ def _names(apart: bool, whole: Decomposition) -> list[str]:
     """List the parts to draw.
 
     Args:
-        apart: True if backend and staleness are both identified.
+        apart: whether backend and staleness are both identified.
     """
     parts = ["backend", "staleness"] if apart else ["rollout"]
     if whole.kl.routing is not None:

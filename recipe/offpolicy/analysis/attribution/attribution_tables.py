@@ -1,4 +1,4 @@
-"""Tables and sentences of an attribution, including one that finds no cause."""
+"""Tables and sentences of an attribution, also if it found no cause."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .scored_rows import describe_left_out
 
 
 def compute_kl(attribution: Attribution) -> float:
-    """Compute KL(mu, pi_old) by k3, nats per token, over all tokens; NaN if there are none."""
+    """Compute KL(mu, pi_old) by k3, in nats per token, over all tokens; NaN if there are none."""
     tokens = sum(version.tokens for version in attribution.versions)
     return sum(version.k3 * version.tokens for version in attribution.versions) / tokens if tokens else math.nan
 
 
 def is_healthy(attribution: Attribution) -> bool:
-    """Check whether KL(mu, pi_old) is no larger than between two healthy engines."""
+    """Check whether KL(mu, pi_old) is no larger than is usual between two healthy engines."""
     return compute_kl(attribution) <= THRESHOLDS.healthy
 
 
@@ -48,9 +48,9 @@ def describe_unexplained(attribution: Attribution) -> str:
 
 
 def _only_stale(attribution: Attribution) -> str:
-    """Say that age alone may be the cause if no row is fresh; otherwise empty."""
+    """Explain that age alone may be the cause, if no row is fresh; otherwise return an empty string."""
     ages = [version.staleness for version in attribution.versions]
-    # With fresh rows the decomposition has already separated age; unknown versions do not show it.
+    # With fresh rows the decomposition has already separated age; unknown versions do not show age.
     if 0 in ages or max(ages, default=-1) < 1:
         return ""
     age = f"{max(ages)} step{'s' * (max(ages) > 1)}"
@@ -58,7 +58,7 @@ def _only_stale(attribution: Attribution) -> str:
 
 
 def _correlation(attribution: Attribution) -> float:
-    """Return the measured correlation of log mu and log pi_old at the same token; NaN if it was not measured."""
+    """Return the measured correlation of log mu and log pi_old at the same token; NaN if there is no measurement."""
     found = (cause for cause in attribution.causes if cause.name == misalignment.NAME)
     return next((cause.evidence.get("correlation_0", math.nan) for cause in found), math.nan)
 
@@ -121,7 +121,7 @@ def format_shares(whole: Decomposition) -> str:
 
 
 def format_replayed(whole: Decomposition) -> str:
-    """Format the KL with replay and without; empty if log-probs without replay are not recorded."""
+    """Format the KL with and without replay; empty if log-probs without replay are not recorded."""
     if whole.replayed_kl is None:
         return ""
     without, replayed = f"{whole.kl.whole:.2e}", f"{whole.replayed_kl:.2e}"
@@ -179,7 +179,7 @@ def build_profile_tables(attribution: Attribution, least: int = 0) -> list[Table
 
 
 def build_tokens_table(attribution: Attribution) -> Table:
-    """Build the table of the worst tokens, each between marks in its context, with the number of rows that have it."""
+    """Build the table of the worst tokens, each marked in its context, with the number of rows that have it."""
     columns = [
         Column("step"),
         Column("place"),
@@ -234,7 +234,7 @@ def list_fixes(attribution: Attribution) -> list[str]:
 
 
 def format_verdict(attribution: Attribution) -> str:
-    """Format the causes that were found, or the finding if there are none, and the rows that were left out."""
+    """Format the causes that were found, or a finding if there are none, and the rows that were left out."""
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
     sentences = [f"{cause.name}: {cause.sentence}." for cause in present] or [describe_unexplained(attribution)]
     if note := describe_left_out(attribution.left_out):

@@ -27,11 +27,11 @@ from ...monitor.mismatch.shares import (
 )
 
 _UNIFORM: Final = 2**32
-"""Values of the uniform variable that is inverted."""
+"""Number of values of the uniform variable."""
 
 
 def _compute_bounds() -> list[int]:
-    """Compute the uniform values from which a variable is 1, 2, ...: its distribution function, scaled and rounded."""
+    """Compute the uniform values from which a variable is 1, 2, ...: the scaled and rounded distribution function."""
     terms = (math.exp(-1) / math.factorial(k) for k in itertools.count())
     scaled = (round(_UNIFORM * total) for total in itertools.accumulate(terms))
     return list(itertools.takewhile(lambda bound: bound < _UNIFORM, scaled))
@@ -43,7 +43,7 @@ BOUNDS: Final = tuple(_compute_bounds())
 def draw_poisson(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Draw Poisson variables of mean 1, in an array of this shape, each value with its probability to 2^-32.
 
-    This inverts the distribution function; numpy's own draws, which support any mean, take several times as long.
+    This inverts the distribution function; numpy's own method, which supports any mean, takes several times as long.
     """
     uniform = random.integers(0, _UNIFORM, shape, dtype=np.uint32)
     counts = np.zeros(shape, dtype=np.uint8)
@@ -62,13 +62,13 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Shares of backend, staleness, routing and drift in the mismatch of a set of rows.
+    """Shares of backend, staleness, routing and drift in the mismatch of some rows.
 
     Attributes:
         tokens: number of tokens.
-        variance, kl: shares of the variance of log pi/mu, and of its KL; with a share of routing, they are shares of
-            log pi/mu as it would be without replay.
-        intervals: key such as "variance.drift" -> interval of ``LEVEL`` by resampling rows, for identified shares.
+        variance, kl: shares of the variance of log pi/mu, and of its KL; if routing has a share, all are shares of log
+            pi/mu as it would be without replay.
+        intervals: key such as "variance.drift" -> interval at ``LEVEL`` by resampling rows, for identified shares.
         floor_from: source of the backend's share: "own rows", "earlier steps", or "" if it is not identified.
         together: label of the rollout's share if its two parts are not identified.
         replayed_kl: KL(mu, pi) with replay, nats per token, if ``kl`` is without replay; otherwise None.
@@ -88,7 +88,7 @@ class VersionMismatch:
     """Mismatch of the tokens of one staleness.
 
     Attributes:
-        staleness: steps between the weights that sampled and those at the start of the step; -1 if unknown.
+        staleness: steps between the weights that sampled the tokens and those at the start of the step; -1 if unknown.
         mean, std: mean and standard deviation of log pi_old - log mu, nats.
         k3: KL(mu, pi_old), nats per token.
         backend: part of ``k3`` that also occurs in fresh tokens of the same probability; None if not identified.
@@ -111,15 +111,15 @@ def resample(sums: Array, seed: Sequence[int] = (0,)) -> Array:
 
     Args:
         sums: (N, *SHAPE), from ``compute_row_sums``.
-        seed: seed of the draws, which are equal for equal rows, whichever process draws them.
+        seed: seed of the draws, which are the same for the same rows in any process.
     """
     counts = draw_poisson(np.random.default_rng(seed), (REPLICATES, len(sums)))
     flat = sums.reshape(len(sums), math.prod(sums.shape[1:]))
-    # Ages and bins without a token have a count of 0, and their products are known.
+    # Ages and bins without a token have a count of 0, so their products need no computation.
     filled = np.flatnonzero(flat.any(0))
     found = np.zeros((1 + REPLICATES, flat.shape[1]))
     found[0] = flat.sum(0)
-    # By torch, see ``jobs.prepare_process``.
+    # Torch multiplies here; see ``jobs.prepare_process``.
     found[1:, filled] = (torch.from_numpy(counts) @ torch.from_numpy(flat[:, filled])).numpy()
     return found.reshape(-1, *sums.shape[1:])
 
@@ -139,7 +139,7 @@ def decompose(found: Mapping[str, Array], earlier: Array | None = None) -> Decom
         variance=of_variance,
         kl=of_kl,
         intervals=_compute_intervals(split, native, None if source == "own rows" else floor),
-        # Without stale tokens the backend is measured directly on the fresh ones and needs no floor.
+        # Without stale tokens the backend is measured directly on the fresh tokens and needs no floor.
         floor_from=(source or "own rows") if of_variance.backend is not None else "",
         replayed_kl=None if native is None else compute_shares(found["recorded"][0])[1].whole,
     )
@@ -162,7 +162,7 @@ def _subtract(one: float | None, other: float | None) -> float | None:
 
 
 def drop_drift(found: Decomposition) -> Decomposition:
-    """Mark drift as not identified if only rows of first gradient steps are known: later ones are missing."""
+    """Mark drift as not identified if only rows of first gradient steps are known, because later rows are missing."""
     return replace(
         found,
         variance=replace(found.variance, drift=None),
@@ -189,7 +189,7 @@ class StepDecomposer:
     """Decomposes one step after another; a step without fresh rows takes the floor from ``RECENT`` earlier steps."""
 
     def __init__(self) -> None:
-        # Never later steps: the share of a step must not depend on what followed.
+        # Later steps are never used: the share of a step must not depend on what followed.
         self._before: deque[Array] = deque(maxlen=RECENT)
 
     def decompose(self, step: Mapping[str, Array]) -> Decomposition:
@@ -200,7 +200,7 @@ class StepDecomposer:
 
 
 def summarize_by_version(cells: pl.DataFrame, ages: Mapping[int, int], sums: Array) -> list[VersionMismatch]:
-    """Summarise the tokens of each staleness, with the backend's floor from the fresh ones.
+    """Summarise the tokens of each staleness, with the backend's floor from the fresh tokens.
 
     Args:
         cells, ages: fields of ``Part``.
@@ -246,6 +246,6 @@ def _compute_intervals(split: Array, native: Array | None, floor: BackendFloor |
     ends = {
         key: np.percentile(values, [edge, 100 - edge]).tolist()
         for key, values in finite.items()
-        if len(values) > REPLICATES / 2  # an interval of few identified draws would be biased by their selection
+        if len(values) > REPLICATES / 2  # an interval of only a few identified draws would be biased by their selection
     }
     return {key: (low, high) for key, (low, high) in ends.items()}

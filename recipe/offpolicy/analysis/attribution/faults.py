@@ -1,4 +1,4 @@
-"""Faults to fix before a bound is set, because a bound chosen from a faulty run's mismatch fits the fault."""
+"""Faults to fix before a bound is set, because a bound that is chosen from a faulty run's mismatch fits the fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 400_000
 
 
 def has_stale_tokens(rows: Rows) -> bool:
-    """Check whether a token is recorded as stale."""
+    """Check whether any token is recorded as stale."""
     return bool(((rows.token_staleness > 0) & rows.response_mask).any())
 
 
@@ -51,7 +51,7 @@ def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
 
 
 def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs: Jobs = ALONE) -> str:
-    """Name the faults in a sample of a recording's rows, see ``describe_faults``; empty if there is none.
+    """Name the faults in a sample of a recording's rows; see ``describe_faults``; empty if there is none.
 
     Args:
         card: the recording's card.
@@ -73,7 +73,7 @@ def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs
 
 
 def _take_sample(sample: RowSample, steps: Iterable[Step]) -> list[Step]:
-    """Take a step's sample for each correction that acted in it; the step comes in pieces."""
+    """Take a step's sample for each correction that acted in it; the step arrives in pieces."""
     kept: list[Step] = []
     for piece in steps:
         kept = [_take(step, sample.choose(step.rows, spare=True)) for step in join_alike([*kept, piece])]

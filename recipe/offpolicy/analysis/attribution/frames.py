@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ValidTokens:
-    """Valid tokens of rows, with finite log-probs, concatenated: (n,) each.
+    """Valid tokens of rows, which have finite log-probs, concatenated: (n,) each.
 
     Attributes:
         row, place: number of the row, and position in its response, from 0.
@@ -62,7 +62,7 @@ def select_valid_tokens(rows: Rows) -> ValidTokens:
     """Select the response tokens whose three log-probs are finite."""
     columns = (rows.rollout_log_prob, rows.old_log_prob, rows.log_prob)
     index = np.flatnonzero(np.logical_and.reduce([rows.response_mask, *map(np.isfinite, columns)]))
-    # Usually all are valid, and a slice makes no copy.
+    # Usually all tokens are valid, and a slice makes no copy.
     chosen = index if len(index) < rows.tokens else slice(None)
     mu, old, pi = (column[chosen].astype(np.float64) for column in columns)
     turn = rows.turn[chosen].astype(np.int64)
@@ -103,7 +103,7 @@ PROFILES: Final = ("position", "length", "probability", "turn", "staleness")
 BLOCK: Final = 2**16
 """Number of tokens that are summed at a time, so that intermediate results stay in the cache."""
 _MOST_CELLS: Final = 1 << 16
-"""Largest number of combinations of buckets that are counted in a table; more, caused by large gaps, are sorted."""
+"""Largest number of bucket combinations that are counted in a table; if large gaps cause more, they are sorted."""
 SIZES: Final = (1, 4, 16, 64, 256, 1024, 4096)
 """Upper ends of the buckets of positions and lengths, after the first."""
 
@@ -147,7 +147,7 @@ def sum_cells(rows: Rows) -> tuple[pl.DataFrame, Array]:
 
 
 def _sum_block(keys: Mapping[str, NDArray[np.int64]], columns: Mapping[str, Array]) -> dict[str, NDArray[Any]]:
-    # A table of all combinations, because numpy counts into it in a third of the time of a group-by.
+    # A table of all combinations is used, because numpy counts into it in a third of the time of a group-by.
     least = {name: int(key.min(initial=0)) for name, key in keys.items()}
     shape = [int(key.max(initial=0)) - least[name] + 1 for name, key in keys.items()]
     cell = np.zeros(len(keys["row"]), dtype=np.int64)
@@ -174,7 +174,7 @@ def _sum_block(keys: Mapping[str, NDArray[np.int64]], columns: Mapping[str, Arra
 
 
 def iterate_bounds(offsets: NDArray[np.int64], size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of blocks of rows, of at most ``size`` tokens or one row; one empty block without rows."""
+    """Yield (start, stop) of blocks of at most ``size`` tokens or one row; without rows, yield one empty block."""
     start, rows = 0, len(offsets) - 1
     while start < rows or start == 0:
         stop = int(np.searchsorted(offsets, offsets[start] + size, side="right")) - 1
@@ -184,10 +184,10 @@ def iterate_bounds(offsets: NDArray[np.int64], size: int = BLOCK) -> Iterator[tu
 
 
 def merge(frame: pl.DataFrame, *keys: str) -> pl.DataFrame:
-    """Merge cells that are equal in ``keys``."""
+    """Merge cells that agree in ``keys``."""
 
     def spread(name: str) -> pl.Expr:
-        # Chan et al. 1983, which avoids differences of large sums of squares.
+        # This is the method of Chan et al. 1983, which avoids differences of large sums of squares.
         tokens, total = pl.col("tokens"), pl.col(name)
         between = tokens * (total / tokens - total.sum() / tokens.sum()) ** 2
         return (pl.col(f"{name}_spread") + between).sum().alias(f"{name}_spread")
@@ -197,7 +197,7 @@ def merge(frame: pl.DataFrame, *keys: str) -> pl.DataFrame:
 
 
 def count_by_age(cells: pl.DataFrame, rows: Rows) -> Counter[int]:
-    """Count the rows that have a token of each staleness; rows without a valid one are as old as their first token."""
+    """Count the rows that have a token of each staleness; a row without a valid one is as old as its first token."""
     row = cells["row"].to_numpy()
     ages = cells.select("row", "staleness").unique()["staleness"]
     return Counter([*ages, *rows.staleness[np.bincount(row, minlength=len(rows)) == 0].tolist()])
@@ -220,14 +220,15 @@ def compute_row_sums(rows: Rows) -> Array:
 def compute_routing_sums(rows: Rows) -> dict[str, Array]:
     """Compute the sums that separate routing, (N, *SHAPE) each; none if log-probs without replay are unknown.
 
-    Both cover the whole log pi/mu + R that rows would have without replay, where R = log n - log a is the routing part
-    of a token: log pi_old under the trainer's own expert routes minus log pi_old under replayed ones. ``replayed`` uses
-    log a as log pi_old, which leaves R + drift of the whole. ``native`` uses log n, which leaves the drift.
+    Both results cover the whole log pi/mu + R that rows would have without replay, where R = log n - log a is the
+    routing part of a token: log pi_old under the trainer's own expert routes minus log pi_old under replayed ones.
+    ``replayed`` uses log a as log pi_old, which leaves R + drift of the whole. ``native`` uses log n, which leaves the
+    drift.
     """
     native = rows.extensions.get(WITHOUT_REPLAY)
     if native is None or not np.isfinite(native[rows.response_mask]).any():
         return {}
-    # NaN if one of the two is unknown, so that the token counts in neither.
+    # NaN if one of the two is unknown, so that the token counts in neither result.
     whole = rows.log_prob + (native - rows.old_log_prob)
     return {
         "replayed": compute_row_sums(replace(rows, log_prob=whole)),
@@ -257,7 +258,7 @@ class Bucket:
 
 
 def build_profiles(cells: pl.DataFrame) -> dict[str, list[Bucket]]:
-    """Build each profile from cells by all profiles: its name -> its buckets that hold a token, in order."""
+    """Build each profile from cells by all profiles: its name -> its buckets with a token, in order."""
     starts = (1, *(edge + 1 for edge in SIZES))
     sizes = [f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, SIZES, strict=False)] + [f"> {SIZES[-1]}"]
     labels = {"position": sizes, "length": sizes, "probability": BINS}

@@ -16,7 +16,7 @@ from ...recording.recording import find_scored_rows, get_trainers_pi_old
 STEPS: Final = 64
 """Largest number of steps in a sample that does not hold all rows; they are evenly spread."""
 BYTES_A_TOKEN: Final = 12
-"""Size in a recorded file, compressed: nine columns, of which the log-probs hardly compress."""
+"""Compressed size in a recorded file: nine columns, of which the log-probs hardly compress."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RowSample:
     """The rows to take.
 
     Attributes:
-        steps: steps from which rows are taken; None: all rows of all steps.
+        steps: steps from which rows are taken; None for all rows of all steps.
         tokens: largest number of tokens from each step; at least one prompt is taken.
     """
 
@@ -42,8 +42,8 @@ class RowSample:
         """Choose rows of one step: the rows of some prompts, which are the same in every step.
 
         Args:
-            spare: choose one more prompt, so that choosing again among the rows chosen from each piece gives the choice
-                for the whole step.
+            spare: whether to choose one more prompt, so that a second choice among the rows chosen from each piece
+                equals the choice from the whole step.
         """
         if self.steps is None or not len(rows):
             return np.arange(len(rows))
@@ -97,7 +97,7 @@ def describe_left_out(left_out: int) -> str:
 
 
 def describe_none_scored(left_out: int) -> str:
-    """Explain why nothing can be attributed if all rows are left out, with the fix; without a full stop."""
+    """Explain why nothing can be attributed if all rows are left out, and name the fix; the text has no full stop."""
     return (
         f"{left_out} rows are recorded, none at the first gradient step of its step, and pi_old of the trainer was not "
         f"recorded. Record with correction.proximal=recompute"

@@ -25,7 +25,7 @@ _OPTION = "Give --tokenizer FOLDER, with the model's tokenizer, to see text"
 
 
 class Tokenizer(Protocol):
-    """The method of a transformers tokenizer that is used."""
+    """The part of a transformers tokenizer that is used here."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> str: ...
 
@@ -42,14 +42,14 @@ class TokenDecoder:
     """Decoder of recorded token ids to escaped text.
 
     Args:
-        tokenizer: None shows ids.
+        tokenizer: the tokenizer, or None to show ids.
     """
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self._tokenizer = tokenizer
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode to one line; ids if the tokenizer does not contain them."""
+        """Decode ids to one line; show the ids if the tokenizer does not contain them."""
         ids = [int(token) for token in ids]
         if self._tokenizer is not None and ids:
             try:
@@ -64,8 +64,8 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
     """Load the decoder of a recording: the tokenizer that its card names, otherwise its model's.
 
     Returns:
-        The decoder, and why it shows ids and how to get text; empty if it shows text. Nothing is fetched from a
-        network.
+        The decoder, and an explanation why it shows ids and how to get text (empty if it shows text). Nothing is
+        fetched from a network.
     """
     model = card.get("tokenizer") or card.get("model")
     if not isinstance(model, str) or not model:
@@ -82,7 +82,7 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
         return TokenDecoder(), "transformers is not installed. Install it to see text"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    # A model folder may hold anything, and missing text must not fail the analysis.
+    # A model folder may hold anything, and the analysis must not fail because text is missing.
     except Exception as error:
         if not there:
             return TokenDecoder(), absent
@@ -92,14 +92,14 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
 
 BEFORE: Final = 12
 AFTER: Final = 4
-"""Tokens of context."""
+"""Number of context tokens."""
 EXCERPT: Final = 60
 """Number of a row's tokens that are shown."""
 _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log_prob"}
 _SEARCHED: Final = 8
 """Number of largest values that are examined first per example, because rows of one prompt share their first tokens."""
 _BLOCK: Final = 64
-"""Number of values that are represented by their largest, in the search for the largest ones."""
+"""Number of values in a block, which its largest value represents in the search for the largest values."""
 Example = TypeVar("Example", "WorstToken", "WorstRow")
 
 
@@ -109,10 +109,11 @@ class WorstToken:
 
     Attributes:
         position: position in its response, from 0.
-        count: rows of the same step that sampled this token after the same ids; the one with the largest k3 is shown.
+        count: number of rows of the same step that sampled this token after the same ids; the one with the largest k3
+            is shown.
         mu, old, pi: log-probs.
-        share: their combined share of the sum of k3(log pi/mu) over all tokens.
-        before, token, after: text, escaped; or ids.
+        share: combined share of these rows' tokens in the sum of k3(log pi/mu) over all tokens.
+        before, token, after: escaped text, or ids.
     """
 
     step: int
@@ -137,11 +138,12 @@ class WorstRow:
 
     Attributes:
         length: number of valid tokens.
-        count: rows of the same step with these ids, prompt and response; the one with the largest k3 is shown.
+        count: number of rows of the same step with the same ids in prompt and response; the one with the largest k3 is
+            shown.
         k3: mean per token.
         log_ratio: sum of log pi/mu, nats.
-        share: their combined share of the sum of k3 over all rows.
-        text: the beginning of the text, escaped; or ids.
+        share: combined share of these rows in the sum of k3 over all rows.
+        text: the beginning of the escaped text, or ids.
     """
 
     step: int
@@ -157,19 +159,19 @@ class WorstRow:
 
 
 def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Find the ``most`` tokens with the largest k3, and rows with the largest mean k3, of the rows of one step.
+    """Find the ``most`` tokens with the largest k3, and rows with the largest mean k3, in one step.
 
-    Each context, and each text, is listed once; none if all log-probs agree.
+    Each context, and each text, is listed once; nothing is listed if all log-probs agree.
 
     Args:
         sums: (N, *SHAPE), from ``place_cells``.
         loss: (M,), from ``sum_cells``.
 
     Returns:
-        Frames with the fields of the examples, their text as lists of ids. Each example also has ``size``, by which
-        they are sorted, ``context``, and ``loss``, the sum of k3 over all its copies.
+        Frames with the fields of the examples, with their text as lists of ids. Each example also has ``size``, by
+        which they are sorted, ``context``, and ``loss``, the sum of k3 over all its copies.
     """
-    # Hashes of all ids from the prompt's first to each token's own.
+    # Hashes of all ids from the prompt's first id up to each token's own.
     contexts = hash_ids(rows.response_ids, rows.offsets) + np.repeat(hash_prompts(rows), np.diff(rows.offsets))
     found = _find_largest(loss, loss, contexts, most)
     index = found["place"].to_numpy()
@@ -206,7 +208,7 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
 
 def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: int) -> pl.DataFrame:
     """Find the ``most`` largest sizes above 0, one per context, with ``count`` and ``loss`` of all its copies."""
-    # One value per block represents it in the search for the smallest of the largest.
+    # One value per block represents the block in the search for the smallest of the largest values.
     tops = np.maximum.reduceat(size, np.arange(0, len(size), _BLOCK)) if len(size) else size
     count = _SEARCHED * most
     while True:
@@ -236,7 +238,7 @@ def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: i
 
 
 def merge_copies(found: pl.DataFrame, most: int) -> pl.DataFrame:
-    """Merge examples from several pieces by step and context, the largest first; it represents all copies."""
+    """Merge examples from several pieces by step and context, the largest first; it represents all its copies."""
     firsts = pl.all().exclude("step", "context", "count", "loss").first()
     ordered = found.sort("size", descending=True, maintain_order=True)
     merged = ordered.group_by("step", "context", maintain_order=True)

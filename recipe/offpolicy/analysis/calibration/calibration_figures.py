@@ -24,7 +24,7 @@ _FAR = 30
 """Multiple of the last unit's position beyond which a bound is not drawn."""
 _ALIKE = 1.05
 _HEIGHT = 4.3
-"""Height of a panel in inches; some have nine lines to label."""
+"""Height of a panel in inches; some panels have nine lines to label."""
 
 
 def draw_curves(proposals: Sequence[Proposal], confidence: float) -> Figure:
@@ -84,7 +84,7 @@ def _build_panel(proposal: Proposal, confidence: float) -> Panel:
 
 
 def _widen(proposal: Proposal, first: float, last: float) -> tuple[float, float] | None:
-    """Compute the horizontal limits from the first share of interest to the last unit, bounds included."""
+    """Compute the horizontal limits from the first share of interest to the last unit, including the bounds."""
     last = max(last, *(bound for bound in [*_now(proposal), proposal.threshold.radius] if bound < _FAR * last), 0.0)
     return (min(first, last / 10), last * 1.3) if 0 < first < last else None
 
@@ -105,7 +105,7 @@ def _mark_bounds(proposal: Proposal, limits: tuple[float, float] | None) -> list
 
 
 def _now(proposal: Proposal) -> list[float]:
-    """List the radii of the current bounds, with one entry for two that a figure cannot distinguish."""
+    """List the radii of the current bounds, with one entry for two radii that a figure cannot distinguish."""
     part = proposal.part
     if part.unset:
         return []

@@ -130,7 +130,7 @@ def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
 
 
 def _counted(proposal: Proposal) -> str:
-    """Name the units that a target is a share of."""
+    """Name the units of which a target is a share."""
     return "ESS" if proposal.target == "ess" else f"kept of {proposal.part.looks_at}"
 
 

@@ -1,7 +1,7 @@
 """Verdict on one possible cause of a mismatch, and the thresholds that decide it.
 
-The thresholds were chosen only on the recordings in tests/data/faults/tuning, except ``above``, which was set on
-simulated noise, because in those recordings the mass cut off lies far from it.
+The thresholds were chosen only on the recordings in tests/data/faults/tuning. The exception is ``above``, which was set
+on simulated noise, because the mass that is cut off in those recordings is far from this threshold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES: Final = (
     "extra vocabulary",
     "numerics",
 )
-"""Every cause, in the order in which they are looked for."""
+"""Every cause, in the order of the tests."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Cause:
 
     Attributes:
         name: one of ``NAMES``.
-        verdict: "not testable" if the recording lacks the data to judge it; ``sentence`` says what is missing.
-        evidence: what was measured, by name: effects, interval ends, counts.
-        sentence: the finding, with its numbers.
-        fix: a Hydra override or what else to do; empty unless present.
+        verdict: "present", "absent", or "not testable" if the recording lacks the data to judge the cause.
+        evidence: the measurements by name: effects, interval ends, counts.
+        sentence: the finding with its numbers, or what is missing for a test.
+        fix: a Hydra override, or another remedy; empty unless the cause is present.
     """
 
     name: str
@@ -57,12 +57,12 @@ def report_untestable(name: str, sentence: str, **evidence: float) -> Cause:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Smallest effects that count; an effect's interval has to lie beyond its threshold.
+    """Smallest effects that count; an effect's whole interval has to lie beyond the threshold.
 
     Attributes:
         shift: gain in correlation that log mu must have with the log pi_old of the adjacent token.
-        related, part_related: correlation of log mu with log pi_old over all tokens below which they are unrelated; and
-            correlation in one step or turn that contradicts this.
+        related, part_related: correlation of log mu with log pi_old over all tokens below which the two are unrelated,
+            and the correlation in one step or turn that contradicts this.
         healthy: KL(mu, pi_old), nats per token, up to which a mismatch needs no explanation.
         turn_factor: KL of one turn divided by the cleanest turn's KL, at equal probability.
         growth: KL of a step divided by the KL of the freshest steps.
@@ -70,12 +70,12 @@ class Thresholds:
         slope_explains: share of the variance of log pi_old - log mu within contexts that the slope has to explain.
         slope_fits: share of the variance of log mu within contexts that is linear in log pi_old.
         missing: probability under pi_old of the tokens that mu excludes.
-        one_sided: share of the sum of (log mu - log pi_old)^2 where mu is the larger one.
-        above: deviation, in nats, of log pi_old - log mu where pi_old is the larger one, beyond which its mean does not
-            show mass that was cut off.
+        one_sided: share of the sum of (log mu - log pi_old)^2 that comes from tokens where mu is larger.
+        above: deviation, in nats, of log pi_old - log mu at tokens where pi_old is larger; beyond it, the mean ratio
+            does not show that mass was cut off.
         exhausted: number of contexts whose sampled tokens are all that mu allows.
         noise: standard deviation of log pi_old - log mu, in nats, of tokens with a probability of 0.1 to 0.9.
-        tail: this deviation below a probability of 0.1 divided by the one above 0.5.
+        tail: this deviation below a probability of 0.1 divided by the deviation above 0.5.
     """
 
     shift: float = 0.1
@@ -96,7 +96,7 @@ class Thresholds:
 
 
 LEAST_TOKENS = 200
-"""Tokens that a test needs."""
+"""Number of tokens that a test needs."""
 LEAST_CONTEXTS = 20
-"""Contexts with two different sampled tokens that a slope test needs."""
+"""Number of contexts with two different sampled tokens that a slope test needs."""
 THRESHOLDS = Thresholds()

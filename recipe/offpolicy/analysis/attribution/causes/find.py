@@ -1,4 +1,4 @@
-"""Search for the causes of a mismatch, tested one after another, and causes that the run itself has detected.
+"""Search for the causes of a mismatch: tests one after another, and causes that the run itself has detected.
 
 Misalignment is tested first: log-probs of other tokens invalidate every other test. Re-tokenised turns and stale steps
 are then left out, so that the remaining tests cover only the backend. Undelivered weights are distinguished from the
@@ -42,7 +42,7 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
         return [
             report_untestable(name, f"{len(sampled)} tokens are recorded, {LEAST_TOKENS} are needed") for name in NAMES
         ]
-    # Two engines never agree to the bit on this many tokens.
+    # Two engines never agree bit for bit on this many tokens.
     if np.array_equal(sampled.tokens.mu, sampled.tokens.old):
         return [report_untestable(name, _explain_identity(card)) for name in NAMES]
     found = [misalignment.find(sampled)]
@@ -63,7 +63,7 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
             report_untestable(name, why) for name in (truncation.TRUNCATED, truncation.EXTRA, numerics.NAME)
         ]
     truncated, extra = truncation.find(sampled, sampling)
-    # A constant offset by context would pass for noise, so numerics then tests only within contexts.
+    # A constant offset per context would look like noise, so the numerics test then works only within contexts.
     offset = "present" in (truncated.verdict, extra.verdict)
     return [*found, truncated, extra, numerics.find(sampled, offset=offset)]
 
@@ -79,7 +79,7 @@ UNDELIVERED, ROUNDED = "weights not delivered", "updates rounded away"
 
 
 def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
-    """Judge both causes from what a run recorded at its synchronisations; empty if it recorded nothing.
+    """Judge both causes of delivery from a run's records of its synchronisations; empty if it recorded nothing.
 
     Args:
         lines: ``step``, ``verdict`` (``equal`` or what was wrong), ``sentence``, and ``along`` and ``square`` of the

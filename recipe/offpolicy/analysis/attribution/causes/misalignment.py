@@ -12,11 +12,11 @@ from .sampled_tokens import Array, Integers, SampledTokens, estimate, sum_by_clu
 
 NAME = "misalignment"
 LOWEST = -15.0
-"""Log-probs are cut off there, so that no single token decides."""
+"""Log-probs are clamped at this value, so that no single token decides."""
 
 
 def find(sampled: SampledTokens) -> Cause:
-    """Test the correlation of log pi_old with log mu of the same token, and of the tokens next to it in the row."""
+    """Test the correlation of log pi_old with log mu of the same token, and of the adjacent tokens in the row."""
     alongside = _beside(sampled)
     if alongside.verdict == "present":
         return alongside
@@ -24,7 +24,7 @@ def find(sampled: SampledTokens) -> Cause:
 
 
 def _beside(sampled: SampledTokens) -> Cause:
-    """Test whether the correlation is higher at a shift of one token than without."""
+    """Test whether the correlation is higher at a shift of one token than without a shift."""
     pairs = {lag: _pairs(sampled, lag) for lag in (-1, 0, 1)}
     if min(len(first) for first, _ in pairs.values()) < LEAST_TOKENS:
         return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens have a neighbour")
@@ -59,9 +59,9 @@ def _beside(sampled: SampledTokens) -> Cause:
 
 
 def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause | None:
-    """Test whether the two correlate nowhere; None if they do, or are too close to tell.
+    """Test whether log mu and log pi_old correlate nowhere; None if they do correlate, or if the test cannot tell.
 
-    A single step or turn that correlates points to staleness or re-tokenisation in the others.
+    If a single step or turn correlates, the other ones probably have staleness or re-tokenisation.
     """
     count = len(sampled)
     if count < LEAST_TOKENS:

@@ -1,7 +1,7 @@
 """Numerics test: two engines round differently.
 
-The gap has no sign, is the same at every step, and has a heavy tail at low probability, where an error of the logits
-is not damped by the normaliser.
+The gap has no preferred sign, is the same at every step, and has a heavy tail at low probability, where the normaliser
+does not damp an error of the logits.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ LOW, MIDDLE, HIGH = np.log(0.1), np.log(0.5), np.log(0.9)
 
 
 def find(sampled: SampledTokens, *, offset: bool) -> Cause:
-    """Test the deviation of the gap at mid probabilities, and its growth towards low probability.
+    """Test the deviation of the gap at medium probabilities, and its growth towards low probability.
 
     Args:
-        offset: True if mu lies above pi_old by a constant in each context; then only variation within contexts is
+        offset: whether mu lies above pi_old by a constant in each context; if so, only variation within contexts is
             judged.
     """
     mu, gap, cluster = sampled.tokens.mu, sampled.tokens.gap, sampled.cluster

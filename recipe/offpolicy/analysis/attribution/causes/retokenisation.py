@@ -1,4 +1,4 @@
-"""Re-tokenisation test: the gap sits in some turns of a conversation, in which the trainer gets other tokens."""
+"""Re-tokenisation test: the gap occurs in some turns of a conversation, in which the trainer gets other tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Recorded tokens grouped for tests: by prompt, by context, and their statistics within one context.
+"""Recorded tokens, grouped for tests by prompt and by context, and their statistics within one context.
 
 Rows of one prompt share their first tokens. If two rows have sampled from the same context, the two policies'
-distributions in it are observed at several points, so a difference that is constant can be told from one that is not.
+distributions in it are observed at several points, so a constant difference can be told from one that varies.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate with its 98 % interval, by resampling prompts."""
+    """An estimate with its 98 % interval, computed by resampling prompts."""
 
     value: float
     low: float
@@ -99,7 +99,7 @@ def estimate(sums: Array, statistic: Callable[[Array], float], *, seed: int = 0)
         if not np.isfinite(value):
             return None
         rng = np.random.default_rng(seed)
-        # Multinomial counts of the clusters are draws with replacement; sums of columns need nothing else.
+        # Multinomial counts of the clusters are draws with replacement; sums of columns need only these counts.
         weights = rng.multinomial(count, np.full(count, 1.0 / count), size=REPLICATES)
         drawn = np.array([statistic(row) for row in weights @ sums])
     drawn = drawn[np.isfinite(drawn)]
@@ -110,7 +110,7 @@ def estimate(sums: Array, statistic: Callable[[Array], float], *, seed: int = 0)
 
 
 def _groups(rows: Rows) -> Integers:
-    """Number the prompts, (N,): by uid, otherwise by the prompt's tokens, otherwise with each row as its own prompt."""
+    """Number the prompts, (N,): by uid, otherwise by the prompt's tokens, otherwise as one prompt per row."""
     prompts = [
         str(uid) or (rows.prompt_ids[start:end].tobytes().hex() or f"row {index}")
         for index, (uid, start, end) in enumerate(
@@ -127,7 +127,7 @@ def _groups(rows: Rows) -> Integers:
 
 
 def _again(rows: Rows) -> Integers:
-    """Compute (N,) steps since a prompt of the same tokens first occurred; -1 if a row has no prompt."""
+    """Compute the steps since a prompt with the same tokens first occurred, (N,); -1 if a row has no prompt."""
     first: dict[bytes, int] = {}
     ages = np.full(len(rows), -1, dtype=np.int64)
     for index in np.argsort(rows.step, kind="stable"):
@@ -144,7 +144,7 @@ def _prefixes(rows: Rows) -> NDArray[np.uint64]:
 
 
 def _newer(rows: Rows) -> NDArray[np.uint64]:
-    """Hash the version of tokens sampled by newer weights than their row's first token, (M,); 0 for other tokens."""
+    """Hash the version of tokens that newer weights sampled than their row's first token, (M,); 0 for other tokens."""
     newer = (rows.version != np.repeat(rows.oldest_version, np.diff(rows.offsets))) & (rows.version >= 0)
     return np.where(newer, mix(rows.version.astype(np.uint64)), np.uint64(0))
 
@@ -160,7 +160,7 @@ class Contexts:
     """Contexts from which at least two different tokens were sampled, with centred log-probs.
 
     Attributes:
-        index: (n,) indices of their tokens, one of each kind per context.
+        index: (n,) indices of their distinct tokens.
         context: (n,) number of the context, from 0.
         count: number of contexts.
         mu, old: (n,) log-probs without their context's mean.
@@ -188,7 +188,7 @@ class Support:
 
 
 def _find_distinct_tokens(sampled: SampledTokens) -> Integers:
-    """Return indices of one token of each kind in each context, sorted by context."""
+    """Return the indices of the distinct tokens of each context, sorted by context."""
     # Sorted by context, then by the 32-bit token, so that duplicates become neighbours.
     key = (sampled.context << 32) + sampled.token_id
     order = np.argsort(key, kind="stable")
@@ -198,7 +198,7 @@ def _find_distinct_tokens(sampled: SampledTokens) -> Integers:
 
 
 def center_within_contexts(sampled: SampledTokens) -> Contexts:
-    """Center log-probs within each context that has two different tokens or more."""
+    """Center log-probs within each context that has at least two different tokens."""
     index = _find_distinct_tokens(sampled)
     _, place, kinds = np.unique(sampled.context[index], return_inverse=True, return_counts=True)
     index, place = index[kinds[place] > 1], place[kinds[place] > 1]

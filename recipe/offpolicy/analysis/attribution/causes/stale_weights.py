@@ -1,9 +1,9 @@
 """Stale-weights test: the gap grows from step to step and falls back at a synchronisation.
 
-Keys and values of older weights stay in an engine's prefix cache if it is not cleared when new weights arrive. They are
-used for repeated prompts and not for new ones. That alone does not distinguish them from older weights, because an
-update changes most the prompts that it was trained on, and repeated prompts were among them. But older weights act on
-new prompts as well.
+Keys and values of older weights stay in an engine's prefix cache if it is not cleared when new weights arrive. The
+engine uses them for repeated prompts and not for new ones. That alone does not distinguish a stale cache from older
+weights, because an update has most effect on the prompts that it was trained on, and repeated prompts were among them.
+But older weights affect new prompts as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Mask = NDArray[np.bool_]
 
 
 def find(sampled: SampledTokens) -> tuple[Cause, Mask]:
-    """Compare the KL of each step, or staleness, with the freshest, and of repeated prompts with new ones.
+    """Compare the KL of each step or staleness with the freshest one, and of repeated prompts with new prompts.
 
     Returns:
         The verdict, and which tokens are fresh: all tokens unless the cause is present.
@@ -58,7 +58,7 @@ def find(sampled: SampledTokens) -> tuple[Cause, Mask]:
 
 
 def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> Cause:
-    """Build the verdict on repeated prompts; ``alone``: new ones are as fresh as the freshest step."""
+    """Build the verdict on repeated prompts; ``alone``: whether new prompts are as fresh as the freshest step."""
     which = (
         "and new ones are fresh: the engine's prefix cache holds keys and values of older weights"
         if alone
@@ -76,7 +76,7 @@ def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> 
 
 
 def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping[str, float]]:
-    """Estimate the KL of rows with a repeated prompt divided by the KL of rows with a new one, with the evidence.
+    """Estimate the KL of rows with a repeated prompt divided by the KL of rows with a new prompt, with the evidence.
 
     They are compared in the same step, at the same staleness and at the same probability under mu, so that neither a
     step's age nor certainty affects the result. A prompt that occurred before but was not recorded counts as new, which
@@ -92,7 +92,7 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
     again, new = again & shared, new & shared
     if min(again.sum(), new.sum()) < LEAST_TOKENS:
         return None, {}
-    # New rows are weighted to the same spread over steps and probabilities as the repeated ones.
+    # New rows are weighted to the same distribution over steps and probabilities as the repeated rows.
     scale = (counts[0] / np.maximum(counts[1], 1))[stratum]
     chosen = again | new
     columns = (column[chosen] for column in (again * loss, new * scale * loss))
@@ -110,7 +110,7 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
 
 
 def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
-    """Describe whether weights or cache are stale if prompts of both kinds were compared."""
+    """Describe whether weights or cache are stale, for a run in which prompts of both kinds were compared."""
     ratio = f"; repeated prompts have {kept.value:.1f} times the KL of new ones"
     if kept.high < THRESHOLDS.growth:
         return f"{ratio}, so it is the weights"
@@ -120,7 +120,7 @@ def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
 
 
 def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
-    """Describe whether weights or cache are stale if prompts could not be compared."""
+    """Describe whether weights or cache are stale, for a run whose prompts could not be compared."""
     if (sampled.staleness > 0).any():
         return ""  # recorded versions identify the weights
     if (sampled.again < 0).any():
@@ -131,7 +131,7 @@ def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
 
 
 def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
-    """Test the KL of each step, or of each staleness if known, against the freshest."""
+    """Test the KL of each step, or of each staleness if known, against the KL of the freshest one."""
     everything = np.ones(len(sampled), dtype=bool)
     if (sampled.staleness > 0).any() and (sampled.staleness == 0).sum() >= LEAST_TOKENS:
         return _by_version(sampled)
@@ -173,7 +173,7 @@ def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
 
 
 def _by_version(sampled: SampledTokens) -> tuple[Cause, Mask]:
-    """Test KL of stale rows against fresh ones."""
+    """Test the KL of stale rows against the KL of fresh rows."""
     fresh = sampled.staleness == 0
     stale = sampled.staleness > 0
     everything = np.ones(len(sampled), dtype=bool)
@@ -207,7 +207,7 @@ def _by_version(sampled: SampledTokens) -> tuple[Cause, Mask]:
 
 
 def _factor(sampled: SampledTokens, here: Mask, there: Mask) -> Estimate | None:
-    """Estimate the ratio of the mean KL of two sets of tokens."""
+    """Estimate the ratio of the mean KLs of two sets of tokens."""
     loss = compute_k3(sampled.tokens.gap)
     chosen = here | there
     columns = (column[chosen] for column in (here, here * loss, there, there * loss))
@@ -219,6 +219,6 @@ def _factor(sampled: SampledTokens, here: Mask, there: Mask) -> Estimate | None:
 
 
 def _shape(series: list[float]) -> tuple[int, int]:
-    """Count how often the series rises by half or more, and how often it falls to less than half."""
+    """Count how often the series rises by at least half, and how often it falls to less than half."""
     pairs = list(pairwise(series))
     return sum(b > 1.5 * a for a, b in pairs), sum(b < 0.5 * a for a, b in pairs)

@@ -1,15 +1,15 @@
 """Truncation test: sampling from a subset of tokens, or from a larger vocabulary, offsets log mu by a constant.
 
-Where mu keeps a set K of the tokens, mu = pi_old / pi_old(K) on it. So log mu - log pi_old = -log pi_old(K) >= 0 for
-all tokens of a context alike, and E_mu[pi_old / mu] = pi_old(K): one minus this mean is the mass cut off. The mean is 1
-for any other cause that leaves every token possible, if enough tokens are drawn: noise of more than a nat gives the
-ratio a tail that few samples reach, so their mean is below 1. Such noise also puts pi_old above mu at some tokens, by
-about as much; cutting tokens off does not.
+If mu keeps a set K of the tokens, mu = pi_old / pi_old(K) on it. So log mu - log pi_old = -log pi_old(K) >= 0, the same
+for all tokens of a context, and E_mu[pi_old / mu] = pi_old(K): one minus this mean is the mass that was cut off. For
+any other cause that leaves every token possible, the mean is 1 if enough tokens are drawn. Noise of more than a nat
+gives the ratio a tail that few samples reach, so their mean is below 1. But such noise also puts pi_old above mu at
+some tokens, by about as much; cutting tokens off does not.
 
-The two are told apart by what was cut. Top-p, top-k and min-p leave few tokens: sometimes a group's rows have sampled
-every one of them, and then their mu sum to 1 while their pi_old do not, which has no other cause. A padded vocabulary
-leaves all real tokens. A top-k larger than the number of rows in a group is not detected that way: then the run's card
-decides.
+Truncated sampling and a padded vocabulary differ in what was cut. Top-p, top-k and min-p leave few tokens: sometimes a
+group's rows have sampled every one of them, and then their mu sum to 1 while their pi_old do not, which has no other
+cause. A padded vocabulary leaves all real tokens. A top-k larger than the number of rows in a group cannot be detected
+that way, so the run's card decides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRUNCATED, EXTRA = "truncated sampling", "extra vocabulary"
 WHOLE = 1e-4
 """Distance from 1 within which probabilities count as summing to 1."""
 SHORT = 1e-2
-"""Mass that pi_old has to miss for a context to count."""
+"""Mass that pi_old has to put on other tokens for a context to count."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Offset:
     Attributes:
         missing: mass under pi_old of the tokens that mu excludes.
         one_sided: share of the squared gap at tokens where mu is larger.
-        above: root of the mean squared gap, in nats, of the tokens where pi_old is the larger; None if it never is.
+        above: root mean squared gap, in nats, of the tokens where pi_old is larger; None if there are no such tokens.
         exhausted: share of contexts whose sampled tokens are all that mu allows, among those in which pi_old misses
             ``SHORT`` or more.
         contexts: number of contexts whose sampled tokens are all that mu allows, but not all that pi_old does.
@@ -51,7 +51,7 @@ class Offset:
 
 
 def _measure_offset(sampled: SampledTokens) -> Offset | None:
-    """Estimate the offset; None if both policies agree to the bit."""
+    """Estimate the offset; None if both policies agree bit for bit."""
     gap = sampled.tokens.gap
     larger_mu, larger_old = np.square(np.minimum(gap, 0.0)), np.square(np.maximum(gap, 0.0))
     columns = (np.ones_like(gap), -np.expm1(np.clip(gap, -20, 20)), larger_mu, gap * gap, gap > 0, larger_old)
@@ -88,7 +88,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
         return report_absent(TRUNCATED, why), report_absent(EXTRA, why)
     missing, one_sided, exhausted = offset.missing, offset.one_sided, offset.exhausted
     if missing.value < -1.0:
-        # One minus a mean ratio above 2 is not a mass.
+        # If a mean ratio is above 2, one minus it is not a mass.
         ratio = {"mean_ratio": 1.0 - missing.value, "one_sided": one_sided.value}
         why = f"pi_old/mu averages {1.0 - missing.value:.2g} over mu's samples, but is below 1 if mass is cut off"
         return report_absent(TRUNCATED, why, **ratio), report_absent(EXTRA, why, **ratio)
