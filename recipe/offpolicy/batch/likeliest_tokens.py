@@ -17,7 +17,8 @@ from ..correction.validation import rename_for_metrics
 from .micro_batch import MicroBatch, flatten, read_scale
 
 LOG_PROBS = "offpolicy_likeliest_log_probs"
-"""Key of a model output: (tokens, K) log pi of the likeliest tokens, nested by row, each position before its token."""
+"""Key of a model output: (tokens, K) log pi of the likeliest tokens, nested by row; each value is stored one position
+before its token."""
 ROLLOUT_LOG_PROBS = "offpolicy_likeliest_rollout_log_probs"
 """Key of a model output: log mu of the likeliest tokens, 0 or less, -inf where there is no token."""
 
@@ -50,7 +51,7 @@ class LikeliestTokens:
         )
 
     def coefficients(self, spec: CorrectionSpec) -> Tensor:
-        """Compute m(v) - a p(v) once for each correction, (B, T, K) float64, see ``correction.centering``."""
+        """Compute m(v) - a p(v), only once per correction: (B, T, K) float64, see ``correction.centering``."""
         if spec not in self._known:
             shape = self.log_prob.shape
             flat = (each.reshape(-1, shape[-1]) for each in (self.log_prob, self.rollout_log_prob))

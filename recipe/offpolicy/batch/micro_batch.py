@@ -56,7 +56,7 @@ PI_OLD = "offpolicy_pi_old"
 FULL_LOG_PROBS = "offpolicy_full_log_probs"
 """Key of a model output: log-probs over the whole vocabulary, if ``log_probs`` are over the replayed support."""
 WITHHELD = "offpolicy_withheld"
-"""Key of a model output: flags, one position early, of tokens left out of the policy term: their support is unknown."""
+"""Key of a model output: flags, stored one position early, of tokens left out of the policy term (support unknown)."""
 SUPPORT_SIZE = "offpolicy_support_size"
 """Key of a model output and of a recorded column: the size of each token's support, 0 if unknown."""
 VERSIONS_SEALED = "versions"
@@ -482,7 +482,7 @@ def drop_empty_rows(hashes: list[int]) -> list[int]:
 
 
 def compute_sampled_checksums(data: TensorDict) -> list[int]:
-    """Compute ``compute_row_checksums`` of a rollout as verl stores it, nested or padded."""
+    """Compute the row checksums of a rollout as verl stores it, nested or padded."""
     return compute_row_checksums(data["responses"], data["response_mask"], data[ROLLOUT_LOG_PROBS])
 
 

@@ -16,7 +16,7 @@ COLUMNS = ("input_ids", "position_ids")
 
 @torch.no_grad()
 def hash_model_input(rows: TensorDict) -> Tensor:
-    """Hash each row's ``COLUMNS``, (B,) int64, equal in both layouts.
+    """Hash each row's ``COLUMNS``: (B,) int64, the same in both layouts.
 
     Args:
         rows: with ``COLUMNS``; position_ids (B, L), or (B, K, L) for models with K position axes.

@@ -41,8 +41,8 @@ class Layout:
         """Build from "prompts" and "responses": nested, or padded with "attention_mask"."""
         prompts, responses = data["prompts"], data["responses"]
         if responses.is_nested:
-            # torch stores it with a nested tensor that was made from rows, as verl's micro-batches are, and reads it
-            # from the device for any other.
+            # torch stores this length with a nested tensor that was made from rows, as verl's micro-batches are; for
+            # any other nested tensor, torch reads it from the device.
             width = int(responses._get_max_seqlen())
             return cls(prompts.offsets().diff(), responses.offsets().diff(), width, len(values_of(responses)))
         mask, cut = data["attention_mask"], prompts.shape[1]
@@ -169,7 +169,7 @@ def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list
 
 
 def _measure_responses(data: TensorDict, of_engine: bool) -> tuple[Tensor, int]:
-    """Measure each row's response, (B,), for rows without prompts up to the last token in the mask; and the width."""
+    """Return each row's response length, (B,), up to the mask's last token in rows without prompts, and the width."""
     if of_engine:
         layout = Layout.of(data)
         return layout.responses, layout.width

@@ -46,7 +46,7 @@ class RowVersions:
     newest: Tensor
 
     def by_token(self, like: Tensor) -> Tensor:
-        """Compute the version that sampled each token, int64, in the layout and shape of ``like``.
+        """Compute the version that sampled each token, as int64 in the layout and shape of ``like``.
 
         Raises:
             ValueError: a row was sampled by several versions.
@@ -96,7 +96,7 @@ class RowVersions:
             )
 
     def find_unknown(self, response_mask: Tensor) -> Tensor:
-        """Find rows, (B,) bool, with a token of unknown version.
+        """Flag, as (B,) bool, the rows that have a token of unknown version.
 
         Args:
             response_mask: (B, T) bool.
@@ -142,7 +142,7 @@ def check_ages_known(spec: CorrectionSpec, versions: RowVersions | None, step: i
 
 
 def compute_token_versions(versions: RowVersions | None, like: Tensor) -> Tensor:
-    """Compute the version that sampled each token, int64, in the layout of ``like``: (B, T), or nested by row.
+    """Compute the version that sampled each token, as int64 in the layout of ``like``: (B, T), or nested by row.
 
     Raises:
         ValueError: verl does not record the versions, or not per token.
@@ -233,7 +233,7 @@ def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None
     if by_row is None or all(row.get(CHUNKS) is None for row in fields):
         return by_row
     one = torch.where(by_row.oldest == by_row.newest, by_row.oldest, UNKNOWN)
-    # Reads the mappings, because reading tensors may wait for a device.
+    # The mappings are read, because reading tensors may wait for a device.
     turns = [None if _has_one_version(row) else row.get(CHUNKS) for row in fields]
     if any(row is not None for row in turns):
         tokens = lay_out(turns, response_mask, one)
@@ -281,7 +281,7 @@ def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Te
     starts[:, 1:] &= ~mask[:, :-1]
     run = starts.cumsum(-1) - 1
     in_run = place - torch.where(starts, place, 0).cummax(-1).values if mask.numel() else run
-    # The chunk of a token is the first one that ends after it.
+    # The chunk of a token is the first chunk that ends after the token.
     index = torch.searchsorted(table[0], run * _TURN + in_run, right=True).clamp(max=table.shape[2] - 1)
     fits = (~mask | (table[1].gather(-1, index) == run)).all(-1) & (starts.sum(-1) == table[1].amax(-1) + 1)
     noted = torch.tensor([row is not None for row in turns], dtype=torch.bool, device=mask.device)
@@ -292,7 +292,7 @@ def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Te
 def _lay_out_packed(
     turns: Sequence[Sequence[Sequence[Chunk]] | None], rows: PackedRows, mask: Tensor, by_row: Tensor
 ) -> Tensor:
-    """Assign the chunks to concatenated rows, (N,), without padding to the longest.
+    """Assign the chunks to the tokens of concatenated rows, (N,), without padding to the longest row.
 
     Args:
         mask: (N,) bool.

@@ -221,7 +221,7 @@ def _nest(values: Tensor, like: Any) -> Tensor:
 
 
 def _spread(values: Tensor, likeliest: BatchSupports, total: int, fill: float = 0.0) -> Tensor:
-    """Put the values of the tokens, (n, K), one position before each token: (total, K)."""
+    """Put the (n, K) values of the tokens one position before each token; return (total, K)."""
     if not values.shape[1]:
         # Some rows have no likeliest tokens; the tally reports them at the end of the mini-batch.
         values = torch.nn.functional.pad(values, (0, 1), value=fill)

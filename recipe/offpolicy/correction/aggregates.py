@@ -18,8 +18,7 @@ from torch import Tensor
 from .ratios import EXP_CLAMP, compute_divergence, compute_excess
 
 TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Maps log-ratio, numerator's and denominator's log-probs to each token's value: float64, 0 where the policies
-agree."""
+"""Maps a log-ratio and both policies' log-probs to each token's value: float64, 0 where the policies agree."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,11 @@ BINARY_EPS: Final = 1e-6
 
 
 def _binary_divergences(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute KL(p, q) and KL(q, p) of the sampled token against all others, float64; p and q are its probabilities.
+    """Compute KL(p, q) and KL(q, p) of the sampled token against all others, in float64; p and q are its probabilities.
 
     KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
     """
-    # Computed from the log-probs, because 1 - p loses digits if p is near 1.
+    # log(1 - p) is computed from the log-probs, because 1 - p loses digits if p is near 1.
     near = math.log(BINARY_EPS), math.log1p(-BINARY_EPS)
     log_p, log_q = (each.detach().double().clamp(*near) for each in (numerator, denominator))
     log_p_rest, log_q_rest = (torch.log(-torch.expm1(each)) for each in (log_p, log_q))

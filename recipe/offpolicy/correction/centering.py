@@ -31,7 +31,7 @@ def select_token_parts(spec: CorrectionParts) -> CorrectionSpec:
         >>> select_token_parts(CorrectionSpec(proximal="reuse")).is_none
         True
     """
-    # If weights share no token and do not depend on the advantage, there is at most one.
+    # If no two weights share a token and no weight depends on the advantage, there is at most one weight.
     return CorrectionSpec(
         weight=next(iter(spec.all_weights.values()), None),
         masks=tuple((name, mask) for name, mask in spec.masks if centers_mask(mask)),
@@ -39,7 +39,7 @@ def select_token_parts(spec: CorrectionParts) -> CorrectionSpec:
 
 
 def compute_coefficients(spec: CorrectionParts, log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
-    """Compute m(v) - a p(v) of each token of the head, (N, K) float64, 0 outside it.
+    """Compute m(v) - a p(v) of each token of the head: (N, K) float64, 0 outside the head.
 
     Args:
         log_prob: (N, K) log p, any float dtype; detached here.
@@ -87,7 +87,7 @@ def compute_centering(log_prob: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def compute_drift(log_prob: Tensor, coefficients: Tensor) -> Tensor:
-    """Compute half the L1 norm of E_q[f grad log p] in each position's logits, float64, in [0, 1] without a weight.
+    """Compute half the L1 norm of E_q[f grad log p] in each position's logits: float64, in [0, 1] without a weight.
 
     The gradient of C is c(v) - S p(v) on the head, S = sum c, and -S p(v) on the tail. Without a weight this is the
     total variation between p and the estimate of q.

@@ -159,7 +159,7 @@ def decide_rollout(
     for key, part in _order(spec):
         seen, basis = log_rho, units[part.level]
         if spec.skyrl_compat and part.level != "token":
-            # SkyRL aggregates a sequence over the tokens that its token masks keep.
+            # SkyRL aggregates a sequence over only the tokens that its token masks keep.
             seen = torch.where(keep, log_rho, 0.0)
             basis = partition_units(part.level, keep, ids[part.level], rows)
         drop: Tensor | None

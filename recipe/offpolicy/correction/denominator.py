@@ -54,7 +54,7 @@ def compute_scale_of_counts(
 
 
 def find_finite_tokens(response_mask: Tensor, rollout_log_prob: Tensor) -> Tensor:
-    """Find the response tokens whose mu is finite, bool, in the layout of both.
+    """Return bool flags of the response tokens whose mu is finite, in the layout of the arguments.
 
     Example:
         >>> find_finite_tokens(torch.ones(1, 2), torch.tensor([[-1.0, float("nan")]])).tolist()

@@ -208,7 +208,7 @@ class MaskSpec:
         else:
             mapping |= {"lower": self.lower, "upper": self.upper}
         mapping |= {"when": self.when, "sign": self.sign}
-        # Left out if it is not set, so that fingerprints of corrections without it stay the same.
+        # An unset key is left out, so that fingerprints of corrections without it stay the same.
         mapping |= {} if self.by_staleness is None else {"by_staleness": list(self.by_staleness)}
         return mapping | ({} if self.by_position is None else {"by_position": self.by_position})
 

@@ -68,7 +68,7 @@ def compute_finite_log_ratio(numerator: Tensor, denominator: Tensor, response_ma
         ([[True, False]], [[0.5, 0.0]])
     """
     difference = numerator.detach().double() - denominator.detach()
-    # A difference is finite if both terms are, and a finite number minus itself is 0.
+    # A difference is finite if both of its terms are, and a finite number minus itself is 0.
     valid = response_mask & (difference - difference == 0)
     return valid, torch.where(valid, difference, 0.0)
 

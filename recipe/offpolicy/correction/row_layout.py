@@ -49,7 +49,7 @@ class RowLayout(ABC):
 
     @abstractmethod
     def max(self, tokens: Tensor) -> Tensor:
-        """Compute the greatest value of each row: a column, float64, -inf for an empty row."""
+        """Compute the greatest value of each row: a float64 column, -inf for an empty row."""
 
     @abstractmethod
     def broadcast(self, column: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class RowLayout(ABC):
 
     @abstractmethod
     def equals_previous(self, tokens: Tensor) -> Tensor:
-        """Flag tokens, bool, whose previous token in the row has the same value."""
+        """Return bool flags of the tokens whose previous token in the row has the same value."""
 
     @abstractmethod
     def cumulative_count(self, flags: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class PackedRows(RowLayout):
     @property
     def row_index(self) -> Tensor:
         """(N,) int64, the row of each token."""
-        # Not a cached property: its lock cannot be compiled.
+        # This is not a cached property, because a cached property's lock cannot be compiled.
         if "row_index" not in self._known:
             self._known["row_index"] = torch.repeat_interleave(self.offsets.diff(), output_size=self.length)
         return self._known["row_index"]
@@ -187,7 +187,8 @@ class PackedRows(RowLayout):
         return by_row
 
     def sum(self, tokens: Tensor) -> Tensor:
-        # Summed by segment, since atomic additions on a GPU would differ in their last digits from run to run.
+        # The sums are taken by segment, because atomic additions on a GPU would differ in their last digits from run to
+        # run.
         return torch.segment_reduce(tokens.double(), "sum", offsets=self.offsets, initial=0, unsafe=True)
 
     def min(self, tokens: Tensor) -> Tensor:

@@ -235,7 +235,7 @@ def merge_all(samples: Iterable[Mapping[str, Statistic]]) -> dict[str, Statistic
 def _merge_columns(samples: Sequence[FlatStatistics]) -> dict[str, Statistic]:
     """Merge statistics with the same layout, number by number."""
     columns = list(zip(*(sample.numbers for sample in samples), strict=True))
-    # Uses Python's sum, in the order of the samples, as in ``Statistic.merge``.
+    # This uses Python's sum, in the order of the samples, as ``Statistic.merge`` does.
     sums = tuple(map(sum, columns))
     return {
         name: replace(one, parts=_find_extreme(one.reduction, *columns[at]) if one.reduction in _EXTREMES else sums[at])

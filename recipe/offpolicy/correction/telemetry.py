@@ -140,7 +140,7 @@ def measure_rollout(
         statistics[f"staleness/{name}/kl_k3"] = st.build_mean(k3, counted)
     if sample.staleness is not None:
         some = (sample.tokens > 0).double() if sample.ages is None else to_float64(sample.mask)
-        # Ages are 0 or more, so tokens that do not count are never the oldest.
+        # Ages are 0 or more, so the 0 of tokens that do not count never exceeds the greatest age.
         ages = some * sample.staleness
         counted = some.sum()
         statistics["staleness/mean"] = st.build_mean(ages.sum(), counted)
@@ -166,7 +166,7 @@ def measure_step(
         >>> round(statistics["ppo_ratio/mean"].value(), 9)
         1.25
     """
-    # log pi = log pi_old + log r: pi itself need not be read again.
+    # log pi = log pi_old + log r, so pi itself need not be read again.
     current_total = mismatch.old_total + log_r.sum()
     ppo, full = (_of_tokens(sample, compute_excess(value)) for value in (log_r, log_full))
     not_finite = _not_finite(sample, log_prob, advantages)
@@ -352,7 +352,7 @@ def _of_counted(log_weight: Tensor, count: Tensor) -> Moments:
     none, far = (count == 0).double(), torch.finfo(torch.float64).max
     least = greatest = torch.zeros_like(counted.sum())
     if none.numel():
-        # Moves weights that do not occur beyond all others, which is cheaper than selecting by a mask.
+        # Weights that do not occur are moved beyond all others, which is cheaper than selecting by a mask.
         least, greatest = torch.add(above, none, alpha=far).amin(), torch.sub(above, none, alpha=far).amax()
     return Moments(counted.sum(), sum_products(counted, above), count.sum(), least, greatest)
 

@@ -177,7 +177,7 @@ def _sum_by_group(
 ) -> dict[str, tuple[Tensor, ...]]:
     if members is None:
         return {}
-    # Sums column by column, because a concatenation would need as much memory as all columns together.
+    # The sums are taken column by column, because a concatenation would need as much memory as all columns together.
     sums = [(members @ column.flatten()).unbind() for column in columns]
     return dict(zip(names, zip(*sums, strict=True), strict=True))
 

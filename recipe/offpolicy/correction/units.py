@@ -101,7 +101,7 @@ class Units:
     _known: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over the tokens of each unit, float64; per-token ``values`` are 0 outside ``valid``."""
+        """Sum over the tokens of each unit in float64; per-token ``values`` are 0 outside ``valid``."""
         if self.level == "token":
             return values.double()
         if self.level == "prefix":
@@ -112,13 +112,13 @@ class Units:
         return sums.scatter_add_(-1, self.index, values.double())
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average over each unit's tokens, float64, 0 for no token; per-token ``values`` are 0 outside ``valid``."""
+        """Average over each unit's tokens in float64, 0 without any; per-token ``values`` are 0 outside ``valid``."""
         if self.level == "token":
             return values.double()
         return self.total(values) / self.tokens.clamp(min=1)
 
     def greatest(self, values: Tensor) -> Tensor:
-        """Compute the greatest value of each unit, float64, -inf for no token; ``values`` are per token."""
+        """Compute the greatest value of each unit in float64, -inf without a token; ``values`` are per token."""
         chosen = torch.where(self.valid, values.double(), -math.inf)
         if self.level == "token":
             return chosen
@@ -144,7 +144,7 @@ class Units:
 
     @property
     def exists(self) -> Tensor:
-        """Units with a valid token, bool; at level ``prefix``, units whose last token is valid."""
+        """Bool flags of the units with a valid token; at level ``prefix``, of the units whose last token is valid."""
         return self.valid if self.level in ("token", "prefix") else self.tokens > 0
 
     @property
@@ -155,14 +155,14 @@ class Units:
     @property
     def tokens(self) -> Tensor:
         """Number of valid tokens of each unit, float64."""
-        # Not a cached property: its lock cannot be compiled.
+        # This is not a cached property, because a cached property's lock cannot be compiled.
         if "tokens" not in self._known:
             self._known["tokens"] = self.total(self.valid)
         return self._known["tokens"]
 
     @property
     def oldest(self) -> Tensor:
-        """Age of the oldest token of each unit, float64, -inf for no token.
+        """Age of the oldest token of each unit in float64; -inf for a unit without a token.
 
         Raises:
             ValueError: ages are not known.
@@ -186,8 +186,8 @@ class Units:
         return limit if power is None else (limit * self.scale_by_position(power)).float()
 
     def scale_by_position(self, power: float) -> Tensor:
-        """Compute the number of tokens of each unit to the power ``power``, float64; 1 for a unit without a token."""
-        # 0 to a negative power is infinite, and its product with the log of a bound of 1 is NaN.
+        """Raise the number of tokens of each unit to the power ``power``, in float64; 1 for a unit without a token."""
+        # 0 to a negative power is infinite, and the product of infinity with the log of a bound of 1 is NaN.
         return self.tokens.clamp(min=1).pow(power)
 
     def choose_by_age(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -234,8 +234,8 @@ def turns(response_mask: Tensor) -> Tensor:
 
 def _places(ids: Tensor, valid: Tensor, rows: RowLayout) -> Tensor:
     """Find the position of each token's unit: a row's units follow its first position in the order of their ids."""
-    # A token starts a unit if its id differs from the previous id in the row sorted by id. Tokens that are not valid
-    # join the unit of id 0, to which they add nothing, so their ids do not matter.
+    # A token starts a unit if its id differs from the previous id after the row was sorted by id. Tokens that are not
+    # valid join the unit of id 0, to which they add nothing, so their ids do not matter.
     ordered, order = rows.sort(ids * valid)
     number = rows.cumulative_count(~rows.equals_previous(ordered)) - 1
     return rows.to_position(torch.empty_like(number).scatter_(-1, order, number))

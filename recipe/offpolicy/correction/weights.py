@@ -208,7 +208,7 @@ class WeightSpec:
         factors, power, when, sign = (mapping.pop(name) for name in ("by_staleness", "by_position", "when", "sign"))
         for name in ("lower", "upper") if self.kind == "gamma" else _GAMMA:
             del mapping[name]
-        # Left out if they are not set, so that fingerprints of corrections without them stay the same.
+        # Unset keys are left out, so that fingerprints of corrections without them stay the same.
         mapping |= {} if factors is None else {"by_staleness": list(factors)}
         mapping |= {} if power is None else {"by_position": power}
         return mapping if when == "any" else mapping | {"when": when, "sign": sign}
@@ -261,7 +261,7 @@ def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Ten
 
 
 def choose_bounds(spec: WeightSpec, units: Units) -> tuple[Bound, Bound]:
-    """Choose the bounds of each unit's weight by its age or length, float64; the bounds of ``spec`` if neither is used.
+    """Choose float64 bounds for each unit's weight by age or length; the bounds of ``spec`` if neither is used.
 
     Example:
         >>> from .units import partition_units

@@ -7,7 +7,7 @@ noise; if not, dg is noise. The noise of 16-bit engines is correlated within a s
 independent samples. Per sequence, u = <dg - de, de> is symmetric around 0 if the weights were delivered, and -|de|^2 on
 average if not.
 
-Called function of vLLM's and SGLang's servers from verl 0.8.0 on: ``generate(prompt_ids, sampling_params,
+Function called on vLLM's and SGLang's servers, from verl 0.8.0 on: ``generate(prompt_ids, sampling_params,
 request_id)``. Its answer has ``extra_fields["prompt_logprobs"]``, and from 0.9.1 on ``num_cached_tokens``.
 """
 

@@ -177,7 +177,7 @@ class Watchdog:
         """Start watching; must be called in the thread that trains."""
         self._main = threading.current_thread()
         if self._main is threading.main_thread():
-            # A signal is the only way to raise in a thread that is blocked in C code, as in ray.get.
+            # A signal is the only way to raise an exception in a thread that is blocked in C code, as in ray.get.
             self._before = signal.signal(SIGNAL, self._raise)
         self._thread.start()
 
@@ -240,7 +240,7 @@ class Watchdog:
         phases = " > ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.phases.list_current())
         self.verdict = WatchdogError(f"{sentence} Step {self.step()}, phase {phases}.")
         logger.error("the watchdog ends the run. %s", self.verdict)
-        # Written to descriptor 2, which Ray forwards to the driver even if sys.stderr has been replaced.
+        # The message is written to descriptor 2, which Ray forwards to the driver even if sys.stderr has been replaced.
         with contextlib.suppress(OSError):
             faulthandler.dump_traceback(file=2, all_threads=True)
         if self._before is not None and self._main.ident is not None:
@@ -381,10 +381,11 @@ def _failing(watchdog: Watchdog) -> Iterator[None]:
             yield
     except BaseException:
         if watchdog.verdict is None:
-            # Logged at once, because the clean-up may end this process before the error is reported elsewhere.
+            # The error is logged at once, because the clean-up may end this process before the error is reported
+            # elsewhere.
             logger.exception("the run has failed.")
         if _in_ray_actor():
-            # Cleaning up, for example closing a store, may wait for processes that no longer answer.
+            # The clean-up, for example closing a store, may wait for processes that no longer answer.
             watchdog.start_grace_period()
         elif watchdog.verdict is None:
             watchdog.stop()

@@ -58,7 +58,8 @@ class Proof:
             next row; they reveal an engine whose log-probs belong to other rows. If pi_old is not computed, mu is used
             instead.
         shifts: correction name -> result on the shifted micro-batch.
-        gradient_tokens: tokens at which the uncorrected policy term has a gradient; with 0 the proof shows nothing.
+        gradient_tokens: number of tokens at which the uncorrected policy term has a gradient; if it is 0, the proof
+            shows nothing.
         gradient_error: relative error of the gradient in the engine's own backward pass; None before it has run,
             infinite if no part of the loss was differentiated.
     """
@@ -298,7 +299,7 @@ def _proximal_trial(batch: mb.MicroBatch) -> Trial:
 
 
 def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
-    # Not proximal_log_prob: the adapter uses it, so it cannot define the expected value.
+    # proximal_log_prob is not called here: the adapter uses it, so it cannot define the expected value.
     if spec.proximal == "recompute":
         return batch.old_log_prob
     if spec.proximal == "loglinear":

@@ -87,7 +87,7 @@ def adapter_gradient(
 
 def isolate(adapter: CorrectedLoss, spec: CorrectionSpec) -> CorrectedLoss:
     """Copy the installed loss with a single correction and without proof."""
-    # A shallow copy of the installed loss: a substitute class would prove nothing about it.
+    # This is a shallow copy of the installed loss, because a substitute class would prove nothing about that loss.
     alone = copy.copy(adapter)
     alone.spec, alone.prove, alone.shadows, alone.moving, alone.extensions = spec, False, {}, {}, {}
     return alone

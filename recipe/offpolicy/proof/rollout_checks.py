@@ -116,7 +116,7 @@ def name_missing_column() -> Iterator[None]:
 
 
 def pad_columns(rows: TensorDict, names: Sequence[str]) -> list[Tensor]:
-    """Take columns of a rollout, (B, T) each, padded with zeros where they are nested.
+    """Return columns of a rollout as (B, T) tensors; nested columns are padded with zeros.
 
     Raises:
         RolloutLogProbError: mu is missing.
@@ -185,7 +185,7 @@ class SameEngineCheck:
             return
         largest, place = apart.flatten().max(0)
         row, token = divmod(int(place), apart.shape[1])
-        # Written so that NaN also fails.
+        # The condition is written so that NaN also fails.
         if not largest <= TOLERANCE:
             beyond = int((apart > TOLERANCE).sum())
             raise SameEngineError(

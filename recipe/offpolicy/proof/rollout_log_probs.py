@@ -183,7 +183,7 @@ def _count_zero_rows(rows: RowLayout, mu: Tensor, trainer: Tensor, mask: Tensor)
 
 def _judge_zeros(rows: int, numbers: list[int], column: Column = MU) -> None:
     zero, telling, tokens_of_zero, tokens = numbers
-    # Rows too short to be judged one by one are judged together.
+    # Rows that are too short to be judged one by one are judged together.
     together = tokens_of_zero >= max(LEAST_TOKENS, tokens // 2)
     if telling or together:
         raise column.error(

@@ -116,7 +116,7 @@ def try_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
     apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3)
     batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + apart).float()))
     errors, scales = [], []
-    # Beyond the upper bound, beyond the lower bound, and inside.
+    # The ratios are beyond the upper bound, beyond the lower bound, and inside.
     for ratio in (1.1 * upper, lower / 1.1, math.sqrt(upper)):
         moved = replace(
             batch,
@@ -128,8 +128,8 @@ def try_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
         zeros, ones = torch.zeros_like(log_prob), torch.ones_like(log_prob)
         kl = base_gradient(adapter.verl_loss, moved, zeros)
         policy = base_gradient(adapter.verl_loss, moved, ones) - kl
-        # Clipped where the loss would decrease further: above the upper bound for a negative slope, below the lower one
-        # for a positive slope.
+        # The term is clipped where the loss would decrease further: above the upper bound for a negative slope, and
+        # below the lower bound for a positive slope.
         clipped = (kl < 0) if ratio > upper else (kl > 0) if ratio < lower else torch.zeros_like(kl, dtype=torch.bool)
         demanded = policy + torch.where(clipped, torch.zeros_like(kl), ratio * kl)
         gradient = adapter_gradient(adapter, spec, moved, BatchConstants())
@@ -200,7 +200,7 @@ def try_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBat
 
 
 def expect_centering(adapter: CorrectedLoss, batch: mb.MicroBatch, step: StepStage) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the expected gradient at the likeliest tokens' log-probs: the output, the gradient, and its scale."""
+    """Compute the expected gradient at the likeliest tokens' log-probs; return the output, gradient and scale."""
     spec, output = adapter.spec, batch.model_output
     by_token = {name for name, _ in select_token_parts(spec).masks}
     kept = batch.policy_mask & torch.isfinite(batch.rollout_log_prob) & torch.isfinite(batch.old_log_prob)

@@ -137,7 +137,7 @@ def _measure_width(mask: Tensor) -> int:
 
 
 def _cut(column: Tensor, width: int, chosen: Tensor | None) -> Tensor:
-    """Take the first ``width`` tokens of the chosen rows, (rows, width), zero-padded."""
+    """Take the first ``width`` tokens of the chosen rows, zero-padded: (rows, width)."""
     rows = slice(None) if chosen is None else chosen.to(column.device)
     if not column.is_nested:
         return column[:, :width][rows]

@@ -24,7 +24,7 @@ from .gradient import Proof, isolate_parts
 FOREIGN = 0.1
 """Mean |log pi - log pi_old|, in nats per token, below which both belong to one policy and to the same sequences."""
 LEAST_INNER = 8
-"""Fewest tokens with two neighbours that can show mu off by one token: fewer can match a neighbour better by chance."""
+"""Minimum number of tokens with two neighbours that shows mu off by one: fewer can match a neighbour by chance."""
 
 
 class UpdateEvidence(Protocol):
@@ -196,7 +196,7 @@ def _verify_scales(packets: Sequence[UpdateEvidence]) -> None:
                     f"the engine's backward pass did not go through the corrected loss, or scaled it by zero, in "
                     f"{count} of {micro_batches} micro-batches."
                 )
-            # The factor may arrive rounded to the dtype of the loss. This form also fails for NaN.
+            # The factor may arrive rounded to the dtype of the loss. The condition is written so that NaN also fails.
             if not abs(scale - 1) <= 1e-3:
                 raise LivenessError(
                     f"the engine multiplied the corrected loss of {count} of {micro_batches} micro-batches by "

@@ -145,7 +145,7 @@ def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str
     """
     partial = path.with_suffix(PARTIAL)
     try:
-        # Removed first, because Arrow keeps the mode of an existing file.
+        # The file is removed first, because Arrow keeps the mode of an existing file.
         partial.unlink(missing_ok=True)
         os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE))
         pq.write_table(to_table(rows, spec, reasons), partial, compression=COMPRESSION, use_dictionary=_REPEATED)
@@ -169,7 +169,7 @@ def read(path: Path) -> Step:
         if not path.is_file():
             raise RecordingError(f"{path}: not a regular file. {ASIDE}")
         _check_size(path)
-        # With pre_buffer each column would be copied once more.
+        # With pre_buffer, each column would be copied once more.
         with pq.ParquetFile(path, pre_buffer=False) as file:
             metadata = file.schema_arrow.metadata or {}
             version = _read_version(path, metadata)
@@ -306,7 +306,7 @@ def _check_schema(path: Path, schema: pa.Schema, expected: pa.Schema) -> None:
 def _json(path: Path, metadata: Mapping[bytes, bytes], key: bytes, kind: type) -> Any:
     try:
         value = json.loads(metadata.get(key, b""))
-    # RecursionError: a file may nest its JSON arbitrarily deep.
+    # RecursionError is included, because a file may nest its JSON arbitrarily deep.
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):

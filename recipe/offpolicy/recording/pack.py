@@ -125,7 +125,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
     """Unpack the rows on the host, after they have arrived."""
     if packed.ready is not None:
         packed.ready.synchronize()
-    # A copy, because pinned memory is scarce and rows may wait.
+    # The buffer is copied, because pinned memory is scarce and rows may wait.
     flat = packed.buffer.numpy().copy()
     columns: dict[str, NDArray[Any]] = {}
     start = 0
@@ -188,7 +188,7 @@ def _bits(seen: Seen) -> Tensor:
 
 
 def _moved(columns: Mapping[str, Tensor], uids: Sequence[str] | None, device: torch.device) -> Packed:
-    # The widest types first, so that each column is aligned.
+    # The widest types come first, so that each column is aligned.
     ordered = sorted(columns.items(), key=lambda item: -item[1].element_size())
     flat = torch.cat([tensor.contiguous().view(torch.uint8) for _, tensor in ordered])
     layout = {name: (_NUMPY[tensor.dtype], tensor.numel()) for name, tensor in ordered}

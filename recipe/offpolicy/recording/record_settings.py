@@ -65,7 +65,7 @@ class RecordSettings:
 
 
 def resolve_dir(config: DictConfig) -> None:
-    """Make ``offpolicy.record.dir`` absolute, in place, because workers may have another working directory."""
+    """Make ``offpolicy.record.dir`` absolute, in place, because workers may have a different working directory."""
     directory = OmegaConf.select(config, f"{SECTION}.dir")
     if isinstance(directory, str) and directory.strip():  # an empty string is rejected, it is not the working directory
         with open_dict(config):

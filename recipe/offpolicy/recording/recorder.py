@@ -139,7 +139,7 @@ class Recorder:
         self._holds = False
         self._budget = TimeBudget()
         self._warned = False
-        # Shared.
+        # Shared by both threads.
         self._condition = threading.Condition()
         self._items: deque[Item | None] = deque()  # None: write the open update
         self._waiting = 0
@@ -266,7 +266,7 @@ class Recorder:
     def _run(self) -> None:
         """Run the writer's thread."""
         with contextlib.suppress(OSError, AttributeError):
-            # On Linux a thread has its own niceness: training has priority.
+            # On Linux a thread has its own niceness, so training gets priority.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             with self._condition:

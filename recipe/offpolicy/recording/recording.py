@@ -336,14 +336,14 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 def find_scored_rows(step: Step) -> NDArray[np.bool_]:
-    """Find the rows, (N,) bool, with a known log pi_old by the trainer's own weights."""
+    """Flag, as (N,) bool, the rows whose log pi_old under the trainer's own weights is known."""
     if step.spec.get("proximal", "recompute") in OF_THE_TRAINER:
         return np.ones(len(step.rows), dtype=bool)
     return step.rows.mini_batch == 0
 
 
 def get_trainers_pi_old(step: Step) -> NDArray[np.float32]:
-    """Return log pi_old of each token by the trainer's own weights, (M,) nats; NaN where unknown."""
+    """Return log pi_old of each token under the trainer's own weights, (M,) in nats; NaN where unknown."""
     rows = step.rows
     if step.spec.get("proximal", "recompute") in OF_THE_TRAINER:
         return rows.old_log_prob

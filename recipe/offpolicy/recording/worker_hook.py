@@ -74,7 +74,7 @@ def record(
     step: StepStage,
     extensions: Collection[str] = (),
 ) -> dict[str, Statistic]:
-    """Record a micro-batch as the loss sees it, if it must be recorded.
+    """Record a micro-batch as the loss reads it, if it must be recorded.
 
     Args:
         extensions: columns of extensions to record.
@@ -200,7 +200,7 @@ def _prompts(data: TensorDict, width: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
-    """Select the rows, (B,) bool, of the recorded prompts, the same on every rank; None: all."""
+    """Flag, as (B,) bool, the rows of the prompts to record, the same on every rank; None: all rows."""
     if share >= 1:
         return None
     if uids is None:
@@ -212,6 +212,6 @@ def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
 
 def is_chosen(uid: str, share: float) -> bool:
     """Return True if the prompt ``uid`` is in the recorded ``share`` of all prompts."""
-    # A hash gives every rank and step the same choice; Python's own hash differs between processes.
+    # A hash makes the choice the same on every rank and in every step; Python's own hash differs between processes.
     digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64

@@ -141,7 +141,7 @@ class TokenLayout:
         return cls(forwarded.numel(), places, rows, within, lengths, offsets)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Scatter values of tokens, (n, ...), over the forward: (total, ...), zeros on padding."""
+        """Scatter the (n, ...) values of tokens over the forward: (total, ...), zeros on padding."""
         if len(values) == self.total:
             return values
         laid = values.new_zeros((self.total, *values.shape[1:]))
@@ -149,7 +149,7 @@ class TokenLayout:
         return laid
 
     def collect(self, values: Tensor) -> Tensor:
-        """Select the tokens' values, (n, ...), from those of the forward, (total, ...)."""
+        """Select the tokens' values, (n, ...), from the (total, ...) values of the forward."""
         return values if len(self.places) == self.total else values[self.places]
 
 

@@ -187,7 +187,7 @@ class _Replacement(TorchFunctionMode):
 
 
 def find_scores(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], experts: int, top_k: int) -> Tensor | None:
-    """Find the scores, (tokens, experts), if a torch call chooses ``top_k`` of ``experts`` experts; None otherwise.
+    """Find the (tokens, experts) scores if a torch call chooses ``top_k`` of ``experts`` experts; None otherwise.
 
     A choice among expert groups has a different width.
     """

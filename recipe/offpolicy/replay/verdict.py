@@ -18,7 +18,7 @@ _ROUNDING = 1e-6
 
 
 def merge_reports(reports: Sequence[RoutingReport]) -> RoutingReport:
-    """Sum the reports of one or several updates, at least one report.
+    """Sum the reports of one or several updates; there must be at least one report.
 
     Raises:
         LivenessError: ranks replay in different layers.

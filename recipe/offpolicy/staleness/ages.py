@@ -34,7 +34,7 @@ class RateLimit:
         batch: prompts per batch.
 
     Attributes:
-        account: prompts issued, minus the prompts that left untrained.
+        account: number of prompts issued, minus those that left without being trained on.
     """
 
     def __init__(self, eta: float, batch: int) -> None:

@@ -149,7 +149,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         said: float = super()._wait_for_next_poll(partition_id, last_debug_time)
-        # verl logs the waiting prompts whenever this time moves; the watchdog ends a run that hangs here.
+        # verl logs the waiting prompts whenever this time changes; the watchdog ends a run that hangs here.
         running = self.pending_keys[partition_id] | self.running_keys[partition_id]
         if said != last_debug_time and partition_id == TRAIN and running:
             issued = self.prompt_global_steps[partition_id]

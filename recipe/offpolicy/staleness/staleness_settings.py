@@ -111,7 +111,7 @@ class EtaController:
         if self.eta == before:
             return False
         self._low = 0
-        # Rows issued before the change are trained until then.
+        # Rows that were issued before the change are trained on until then.
         self._unsettled = math.ceil(max(before, self.eta))
         return True
 

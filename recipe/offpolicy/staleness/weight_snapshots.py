@@ -1,6 +1,6 @@
 """Snapshots of the weights of recent updates, by which a V1 run identifies the weights that sampled its rows.
 
-Called functions of verl 0.9.1: ``save_model_to_cpu(n)``, ``restore_model_from_cpu(n)`` and ``clear_cpu_model(n)`` of
+Functions called in verl 0.9.1: ``save_model_to_cpu(n)``, ``restore_model_from_cpu(n)`` and ``clear_cpu_model(n)`` of
 ``DetachActorWorker``, which verl's own separate_async mode also uses.
 """
 

@@ -48,7 +48,7 @@ def compute_truncated_log_probs(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     scale = temperature.to(dtype).clamp(min=1e-8)
     inside = ids >= 0
-    # Gathered before the cast, so no tensor of vocabulary size is created.
+    # The logits are gathered before the cast, so that no tensor of vocabulary size is created.
     of_support = logits[places[:, None], ids.clamp(min=0).long()].to(dtype) / scale[:, None]
     own = logits[places, tokens].to(dtype) / scale
     return own - of_support.masked_fill(~inside, -torch.inf).logsumexp(-1)

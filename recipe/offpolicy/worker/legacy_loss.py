@@ -56,7 +56,7 @@ def _padded_ppo_loss(
     """Call verl's ``ppo_loss`` on response log-probs only, (B, T), in the layout that ``ppo_loss`` reads."""
     log_probs = model_output["log_probs"]
     rows, width = log_probs.shape
-    # With a one-token prompt, a row of log-probs is the response's, shifted left by one.
+    # With a one-token prompt, a row's log-probs are those of the response, shifted left by one.
     flat = torch.nn.functional.pad(log_probs, (0, 1)).flatten()
     data = mb.with_tensors(
         data,
@@ -225,7 +225,7 @@ class LegacyUpdate:
         self.loss.report(packet, batch.model_output, batch.data)
         if self.loss.proves(batch):
             packet.proof = prove(self.loss.copy_for_trials(random_state), batch, loss)
-        # The actor's factor is divided out.
+        # The factor that the actor applies next is divided out.
         packet.watch(loss, self.upstream())
         return loss, {**metrics, METRIC_KEY: packet}
 

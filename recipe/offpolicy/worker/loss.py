@@ -158,7 +158,7 @@ class OffPolicyLoss:
     def __call__(
         self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute the engine's loss: (scalar loss, metrics), the metrics with a packet under ``METRIC_KEY``.
+        """Compute the engine's loss: (scalar loss, metrics); the metrics contain a packet under ``METRIC_KEY``.
 
         Raises:
             FloatingPointError: a log-prob of the current policy or an advantage is not finite; raised before the

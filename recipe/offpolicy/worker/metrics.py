@@ -100,7 +100,7 @@ def merge(observations: Sequence[Observation]) -> Observation:
     if any(batch.withheld is not None for batch in batches):
         masks = [torch.zeros_like(each.response_mask) if each.withheld is None else each.withheld for each in batches]
         columns["withheld"] = torch.cat([_widened(mask, width) for mask in masks])
-    # Other fields are the same for all, or unused by measurements.
+    # The other fields are the same for all observations, or measurements do not use them.
     return replace(first, batch=replace(first.batch, **columns))
 
 
@@ -178,8 +178,8 @@ def _widened(column: Tensor, width: int, value: int = 0) -> Tensor:
 METRIC_KEY = "offpolicy"
 """Key of the packet among the worker's metrics; the trainer removes it before verl reduces them."""
 AT_ONCE = 1 << 18
-"""Most padded tokens that are queued and measured together. If there are more, the rows are measured early, block by
-block, and their numbers are queued."""
+"""Maximum number of padded tokens that are queued and measured together. If there are more, the rows are measured
+early, block by block, and their numbers are queued."""
 
 
 @dataclass

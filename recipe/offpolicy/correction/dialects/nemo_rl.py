@@ -42,7 +42,7 @@ def _convert(options: Options) -> dict[str, Any]:
         if kind is None and upper is not None:
             if lower is not None:
                 raise refuse("a lower bound is a type's.", f"{_RATIO}_min", lower, f"Set {_TYPE}.")
-            # This was the only rule until 0.5.0, which had no types.
+            # Until 0.5.0, which had no types, this was the only rule.
             kind = "tis"
         if kind is not None and upper is None:
             raise refuse("a type has a ratio.", _RATIO, None, "Set it to 2.0 for example.")

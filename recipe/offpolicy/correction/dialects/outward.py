@@ -172,7 +172,7 @@ def build_verl(spec: CorrectionParts) -> dict[str, Any]:
 
 
 def _write_cap(upper: float) -> float | str:
-    # A string, because our reader of verl's keys treats a number below 1 as a mistyped pair of bounds.
+    # This must be a string, because our reader of verl's keys treats a number below 1 as a mistyped pair of bounds.
     return upper if upper >= 1 else repr(upper)
 
 

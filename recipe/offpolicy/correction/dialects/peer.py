@@ -283,7 +283,8 @@ def _walk(mapping: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
         except Exception:  # OmegaConf's, for a missing mandatory value or a failing interpolation
             value = _MISSING
         path = above + str(key).lstrip("-+").replace("-", "_")
-        # Only a nested object's own attributes are read: following those of a date or a path would never end.
+        # Only a nested object's own attributes are read, because following the attributes of a date or a path would
+        # never end.
         own = getattr(value, "__dict__", None) or is_dataclass(value)
         nested = value if isinstance(value, Mapping) else _list_attributes(value) if own else {}
         value = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

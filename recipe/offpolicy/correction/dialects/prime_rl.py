@@ -68,6 +68,6 @@ PRIME_RL: Final = Peer(
 """prime-rl's rules, for ``actor.policy_loss.loss_mode=gpg``; ``kpop`` and ``kimi_k15`` come from branches.
 
 The policy term is -A pi / mu per token, unbounded, over the tokens that the mask keeps (``kimi_k15``: -A log pi over
-all tokens). Added to it is ``kl_tau`` (``tau`` / 2) times the squared log-ratio of all tokens. Tokens with A = 0 have
-no gradient here; prime-rl masks them like tokens with A < 0.
+all tokens). ``kl_tau`` (``tau`` / 2) times the squared log-ratio of all tokens is added to the policy term. Tokens with
+A = 0 have no gradient here; prime-rl masks them like tokens with A < 0.
 """

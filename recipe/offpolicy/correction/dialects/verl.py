@@ -96,7 +96,7 @@ def _convert(options: Options) -> dict[str, Any]:
     rejections = read_verl_rejections(values["rollout_rs"], values["rollout_rs_threshold"], f"{where}.")
     for option, (lower, upper) in rejections.items():
         unit, aggregate = VERL_REJECTIONS[option]
-        # The name becomes part of a metric, which must not contain "max".
+        # The name becomes part of a metric's name, which must not contain "max".
         masks[option.replace("max", "largest")] = build_mask(unit, aggregate, lower, upper, ratio)
     proximal = "bypass" if bypass else "recompute"
     return {"weight": weight, "masks": masks, "proximal": proximal}

@@ -94,7 +94,7 @@ def compute_quantile(histogram: Histogram, share: float) -> float:
     total = sum(histogram.counts)
     if not total:
         return math.nan
-    # Counts are whole numbers, so the margin covers only rounding: 0.98 of 50 is 49.
+    # Counts are whole numbers, so the margin covers only rounding errors: 0.98 of 50 is 49.
     wanted = share * total * (1 - 1e-12)
     within = next(place for place, below in enumerate(accumulate(histogram.counts)) if below >= wanted)
     return (*histogram.edges, math.inf)[within]
@@ -251,7 +251,7 @@ def find_obstacles(
     for name in find_moving_sides(configured, schedule.side):
         here, most = distances[name], _compute_most(schedule, current, start[name])
         alone = here if goal is None else _approach(goal, schedule, current, here, start[name])
-        # The margin covers rounding, for a bound exactly at the end of the noise.
+        # The margin covers rounding errors, for a bound that is exactly at the end of the noise.
         if reach is None or reach <= min(here, alone) * (1 + 1e-9):
             continue
         cause = f"backend noise alone reaches {reach:.4g} where {schedule.noise_kept:g} of equal weights must be kept"

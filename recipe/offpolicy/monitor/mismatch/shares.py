@@ -148,7 +148,7 @@ class BackendFloor:
     known: NDArray[np.bool_]
 
     def covered(self, tokens: Array) -> NDArray[np.bool_]:
-        """Flag, (...) bool, the tables in which enough of ``tokens``, counted by bin, are in known bins."""
+        """Flag, as (...) bool, the tables in which enough of ``tokens``, counted by bin, are in known bins."""
         inside = np.where(self.known, tokens, 0.0).sum(-1)
         return self.known.any(-1) & (inside >= LEAST_COVERED * tokens.sum(-1))
 
@@ -243,7 +243,7 @@ def compute_many_shares(tables: Array, floor: BackendFloor | None = None) -> tup
     some = whole[..., _N] > 0
     count = np.where(some, whole[..., _N], np.nan)
     identified = some & ~tables[..., _UNKNOWN, :, _N].any(-1) & (~aged | floor.covered(stale[..., _N]))
-    # Sums over tokens of b, b L and k3(b), with b the backend's part.
+    # Sums over tokens of b, b L and k3(b), where b is the backend's part.
     backend = fresh[..., [_G, _GL, _GK]] + np.where((identified & aged)[..., None], _estimate_stale(stale, floor), 0.0)
     backend = np.where(identified[..., None], backend, np.nan)
     total, gap = whole[..., _L] / count, whole[..., _G] / count
