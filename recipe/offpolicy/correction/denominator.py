@@ -22,7 +22,7 @@ HAS_DENOMINATOR = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 def compute_scale_of_counts(
     mode: str, *, tokens: Tensor, kept: Tensor, mini_batch: Tensor, mini_batch_rows: int
 ) -> Tensor:
-    """Compute the factor of each row's loss that replaces the original denominator by the count of what is kept.
+    """Compute the factor of each row's loss that replaces the original denominator by a count of kept tokens or rows.
 
     If R of N counted tokens or rows are rejected, the factor is N / (N - R). A rejected token is removed from the
     mini-batch's token count, a row without a kept token from its row count, and for ``seq-mean-token-mean`` a rejected

@@ -236,7 +236,7 @@ class MaskSpec:
 
     @property
     def picks_tokens(self) -> bool:
-        """True if it can apply to only some tokens of a unit, so that its shares count tokens."""
+        """True if the mask can apply to only some tokens of a unit, so that its shares count tokens."""
         return self.when in ("outward", "post_tool") or (self.when != "any" and self.sign == "token")
 
 

@@ -138,7 +138,7 @@ class Units:
         return values.gather(-1, self.index)
 
     def least_before(self, values: Tensor) -> Tensor:
-        """Compute, per token, the least value of the valid tokens before it in its row, at most 0, float64."""
+        """Compute for each token the least value, at most 0, of the valid tokens before it in its row; float64."""
         below = torch.where(self.valid, values.double(), 0.0).clamp(max=0)
         return -self.rows.previous(self.rows.cumulative_max(-below), 0.0)
 

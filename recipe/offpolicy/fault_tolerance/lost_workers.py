@@ -52,7 +52,7 @@ class LostWorkerDetector:
         deaths = of_ray.RayActorError, of_ray.OutOfMemoryError, of_ray.NodeDiedError, of_ray.WorkerCrashedError
         listed = {handle: holder for holder, handle in list_actor_handles(self._trainer)}
         for handle in listed.keys() - self._waiting.values():
-            # getattr is a builtin, so that every process has it.
+            # getattr is a builtin, so it exists in every process.
             self._waiting[handle.__ray_call__.remote(getattr, FAILURE, None)] = handle
         if not self._waiting:
             return None

@@ -67,7 +67,7 @@ class Trial:
 
 
 def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Build trials of a weight: raw weights beyond and inside each bound on every other unit, 1 on the rest.
+    """Build trials of a weight: every other unit's raw weight is beyond or inside each bound, and the rest are 1.
 
     A weight with age-dependent bounds is tried at each age, on the unit of each row's first token. A weight for one
     sign of the advantage is tried with advantages of that sign, of the other sign, and of both signs in one row.
@@ -132,7 +132,7 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
 
 
 def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Build trials of a mask: every other unit beyond each bound, or inside it, for advantages of either sign.
+    """Build trials of a mask: every other unit is beyond each bound, or inside it, for advantages of either sign.
 
     A mask on age, or with age-dependent bounds, is tried on the unit of each row's first token, the only aged token.
     """

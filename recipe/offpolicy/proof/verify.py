@@ -229,7 +229,7 @@ def _verify_alignment(proofs: Sequence[Proof]) -> None:
 
 
 def _verify_own_rows(proofs: Sequence[Proof]) -> None:
-    """Check that the engine's log-probs belong to the rows that it was given; it took few steps since pi_old."""
+    """Check that the engine's log-probs belong to its own rows: after few steps, pi is still close to pi_old."""
     tokens = sum(proof.tokens for proof in proofs)
     own, other = (sum(proof.row_distances[i] for proof in proofs) for i in range(2))
     if own > FOREIGN * tokens and 2.0 * own > other:

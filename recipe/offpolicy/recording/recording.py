@@ -251,7 +251,7 @@ class Recording:
 
 
 def read_config(card: Mapping[str, Any], key: str) -> Any:
-    """Read a dotted key of the configuration in a card; None where it is missing."""
+    """Read a dotted key of the configuration in a card; None if it is missing."""
     node: Any = card.get("config")
     for name in key.split("."):
         node = node.get(name) if isinstance(node, Mapping) else None

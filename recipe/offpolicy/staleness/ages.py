@@ -203,7 +203,7 @@ def check_newest(tags: Mapping[str, Mapping[str, Any]], step: int, eta: str) -> 
         tags: tags of rows, by key, before the weights of ``step`` exist.
 
     Raises:
-        StalenessError: a rollout server reports a newer version than it samples with.
+        StalenessError: a rollout server reports a version that is newer than the one with which it samples.
     """
     for key, tag in tags.items():
         if (newest := tag.get(NEWEST_VERSION)) is not None and newest > step - 1:
@@ -308,7 +308,8 @@ def check_noted(
         runs: lengths of the runs of each row's response mask; None if ``need_runs`` is False.
 
     Raises:
-        StalenessError: a client lost a chunk, or a rollout server reports an older version than it samples with.
+        StalenessError: a client lost a chunk, or a rollout server reports a version that is older than the one with
+            which it samples.
     """
     for row, noted, lengths in zip(rows, turns, runs or [[]] * len(rows), strict=True):
         if row.is_padding:

@@ -88,7 +88,8 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         """Count the prompts of the training partition that wait, run or have finished.
 
         Args:
-            step: the starting step, before it issues prompts: the metadata from the end of the previous step is valid.
+            step: the step that is starting and has not issued prompts yet; the metadata from the end of the previous
+                step is then still valid.
         """
         if step is None or self._looked != step - 1:
             self._sync_metadata_from_transfer_queue()
@@ -98,7 +99,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         """Check the rows that finished by the end of ``step``, before the step's weights are sent to the servers.
 
         Raises:
-            StalenessError: a rollout server reports a newer version than it samples with.
+            StalenessError: a rollout server reports a version that is newer than the one with which it samples.
         """
         self._sync_metadata_from_transfer_queue()
         self._looked = step

@@ -47,10 +47,10 @@ def defer_histograms(
     """Measure rows of one update for the parts in ``sides``; see the stages for the arguments.
 
     Units are counted where the mask applies. Masks that select by the sign of each token can split a unit, so tokens
-    are counted instead (``MaskSpec.picks_tokens``). For negative advantages, these are units of rows with a negative
-    mean, or tokens with a negative advantage. Units that a fixed bound rejects count as infinitely far. Backend noise
-    is the distance of pi_old / mu at equal weights (staleness 0 or None), for masks on pi / mu; it uses rows of any
-    advantage, except units beyond a fixed bound, which no other bound can keep.
+    are counted instead (``MaskSpec.picks_tokens``). For ``when=negative``, the counted units are those of rows with a
+    negative mean advantage, or the tokens with a negative advantage. Units that a fixed bound rejects count as
+    infinitely far. Backend noise is the distance of pi_old / mu at equal weights (staleness 0 or None), for masks on pi
+    / mu; it uses rows of any advantage, except units beyond a fixed bound, which no other bound can keep.
 
     Returns:
         When read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; with ``WEIGHT`` in

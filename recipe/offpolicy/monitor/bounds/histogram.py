@@ -112,7 +112,7 @@ def compute_ess_by_cap(histogram: Histogram) -> list[float]:
     The ESS is that of ``offpolicy/weight/ess``, (sum w)^2 / (n sum w^2) over tokens (Kish 1965, Survey Sampling): each
     token counts once, with the weight of its unit. A cap c replaces w by min(w, c). If c is at an edge, lower weights
     enter by their sums and higher weights by their number, so the ESS is exact. A higher cap makes weights more unequal
-    in the Lorenz order, in which the ESS is Schur-concave, so it decreases from each cap to the next.
+    in the Lorenz order, in which the ESS is Schur-concave, so the ESS decreases from each cap to the next.
     """
     count = sum(histogram.counts)
     if not count:
@@ -179,7 +179,7 @@ class Schedule:
 
     Attributes:
         find_goal: returns the distance that meets the target, from a histogram; None if no moving bound meets it.
-        target: share of the units that a mask must keep among those to which it applies, or ESS of the weights.
+        target: share that a mask must keep of the units to which it applies, or the ESS of the weights.
         side: which bounds move.
         rate: a distance changes by a factor of at most 1 + rate per change.
         floor, ceiling: range of a distance, in multiples of the configured distance.
