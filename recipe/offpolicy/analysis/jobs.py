@@ -1,4 +1,4 @@
-"""Work on a recording's steps, in order, by this process, other local processes, or tasks of a Ray cluster."""
+"""Work on a recording's steps, in order, in this process, other local processes, or tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..recording import Recording, Step
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 LARGE: Final = 64e6
-"""Bytes of files from which starting processes is worth the seconds that it takes."""
+"""Size of files, in bytes, from which starting processes is worth the seconds that it takes."""
 AHEAD: Final = 2
-"""Items in progress for each process; their results wait in memory until their turn."""
+"""Number of items in progress per process; their results wait in memory until their turn."""
 TRIES: Final = 3
-"""Number of attempts on an item before the deaths of its processes count as the item's own fault."""
+"""Number of attempts at an item before the deaths of its processes count as the item's own fault."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGEST_KEPT, _MOST_KEPT = 32 * 2**20, 256 * 2**20
 """Bytes of the largest allocation that glibc keeps when it is freed (its own maximum), and of all that it keeps."""
@@ -41,8 +41,8 @@ class Jobs:
 
     Attributes:
         count: number of processes on this machine; 1 means only this process.
-        ray: address of a running Ray cluster, whose tasks do the work instead; None for no cluster. Its nodes need
-            this package, and the recording under the same path. The first ``map`` connects this process, unless it
+        ray: address of a running Ray cluster whose tasks do the work instead; None for no cluster. The cluster's nodes
+            need this package, and the recording under the same path. The first ``map`` connects this process, unless it
             is already connected, until the process ends.
     """
 
@@ -98,9 +98,9 @@ def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], cou
 
 
 def _prepare_forks(work: Callable[[Item], Result]) -> BaseContext:
-    """Return a context that forks processes from a server that only does the imports, once for all of them.
+    """Return a context that forks processes from a server, which does only the imports, once for all processes.
 
-    A fork of this process would copy torch's threads in whatever state they are.
+    A fork of this process would copy torch's threads in whatever state they are in.
     """
     context = multiprocessing.get_context("forkserver")
     module = (work.func if isinstance(work, partial) else work).__module__
@@ -113,11 +113,12 @@ def prepare_process() -> None:
     import pyarrow
     import torch
 
-    # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
-    # numpy's matrix products have threads of their own, which spin, so the work on each step multiplies with torch.
+    # Blocks fit the cache, so a second thread adds little, and it waits for the first at each of some hundred
+    # operations. numpy's matrix products have their own threads, which spin, so the work on each step multiplies with
+    # torch.
     torch.set_num_threads(1)
     pyarrow.set_cpu_count(1)
-    # By default glibc returns each such array to the system, whose fresh pages cost as much as the arithmetic.
+    # By default glibc returns each such array to the system, and fresh pages cost as much as the arithmetic.
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
         libc.mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT)
@@ -150,7 +151,7 @@ def _connect(address: str) -> None:
     """Connect this process to a cluster, unless it is connected."""
     import ray
 
-    # A tool connects only once, because each connection starts its own workers, which import torch again.
+    # A tool connects only once, because each connection starts new workers, which import torch again.
     if ray.is_initialized():
         return
     try:
@@ -167,7 +168,7 @@ def _run_alone(work: Callable[[Item], Result], item: Item) -> Result:
 
 
 def read_arguments(options: argparse.Namespace, recording: Recording, steps: Sequence[int]) -> Jobs:
-    """Read ``--jobs`` and ``--ray``; by default processes work on a recording from ``LARGE`` on."""
+    """Read ``--jobs`` and ``--ray``; by default, several processes work on a recording of at least ``LARGE`` bytes."""
     if options.jobs is not None or options.ray is not None:
         return Jobs(options.jobs or 1, options.ray)
     size = sum(path.stat().st_size for step in steps for path in recording.files[step])
@@ -185,10 +186,10 @@ def map_steps(
     """Yield the result of ``work`` for each step, in order, with a progress bar.
 
     Args:
-        work: a module's function, or a partial of one; it gets one step, once for each correction that acted in it.
-        steps: a recording, or separate steps in memory, on which this process works.
-        what: name of the work, for the bar.
-        in_pieces: pass a large step of a recording to ``work`` piece by piece, see ``Recording.pieces``.
+        work: a module's function, or a partial of one, which gets one step, once for each correction that acted in it.
+        steps: a recording, or separate steps in memory, which only this process works on.
+        what: name of the work, for the progress bar.
+        in_pieces: whether to pass a large step of a recording to ``work`` piece by piece; see ``Recording.pieces``.
     """
     if not isinstance(steps, Recording):
         return (work([step]) for step in steps)

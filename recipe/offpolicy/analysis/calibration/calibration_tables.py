@@ -214,7 +214,7 @@ def _describe_length_dependence(proposal: Proposal, confidence: float) -> str:
 
 
 def list_overrides(result: CalibrationResult) -> list[str]:
-    """List the overrides of the correction with the bounds that were found; empty if none was."""
+    """List the overrides of the correction with the bounds that were found; empty if no bound was found."""
     if not any(proposal.found for proposal in result.proposals):
         return []
     with initialize_composer():
@@ -222,7 +222,7 @@ def list_overrides(result: CalibrationResult) -> list[str]:
 
 
 def _format_interval(part: BoundedPart, threshold: Threshold) -> str:
-    """Format the interval in configured values; "-" where there is none."""
+    """Format the interval in configured values; "-" if there is none."""
     low, high = threshold.interval
     if not threshold.values or math.isnan(low):
         return "-"
@@ -291,7 +291,7 @@ def _threshold(part: BoundedPart, threshold: Threshold) -> dict[str, Any]:
 
 
 def _end(part: BoundedPart, name: str, radius: float) -> float:
-    """Convert an end of an interval to the configured value ``name``; infinite if it is open."""
+    """Convert an end of an interval to the configured value ``name``; infinite if the end is open."""
     return radius if not math.isfinite(radius) else part.compute_values_at(radius)[name]
 
 

@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 DRAWS = 500
 _PLACES = 96
 """Number of caps at which the curve is computed; the interval is read from it."""
-_EXACT = 50  # halvings: to float64
+_EXACT = 50  # halvings, which reach the precision of float64
 _CLOSE = 0.02
 """Share of 1 - target by which the ESS may exceed the target, so that the cap has fewer digits."""
 
@@ -29,7 +29,7 @@ class EssCurve:
     """ESS by cap, with bootstrap draws.
 
     Attributes:
-        radius: (K,) ascending, log of the cap, or of the lower bound if only that moves.
+        radius: (K,) ascending, log of the cap, or of the lower bound if only the lower bound moves.
         ess: (K,) ESS of the recording.
         resampled: (draws, K) ESS of resampled prompt groups; no draws if there is only one group.
     """
@@ -39,7 +39,7 @@ class EssCurve:
     resampled: Floats
 
     def compute_band(self, confidence: float) -> tuple[Floats, Floats]:
-        """Compute the percentiles of the bootstrap draws, (K,) each; NaN if there are none."""
+        """Compute the percentiles of the bootstrap draws, (K,) each; NaN if there are no draws."""
         if not len(self.resampled):
             return np.full_like(self.ess, math.nan), np.full_like(self.ess, math.nan)
         low, high = np.quantile(self.resampled, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
@@ -68,7 +68,7 @@ def find_cap_for_ess(
     """
     if not len(scores):
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
-    # Beyond the farthest unit a cap changes nothing.
+    # A cap beyond the farthest unit changes nothing.
     widest = float(np.abs(scores.low).max())
     if (most := compute_ess(part, scores, part.compute_limits_at(widest))) >= target:
         return build_not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
@@ -112,13 +112,13 @@ def _group_totals(part: BoundedPart, scores: Scores, radius: Floats, group: NDAr
     """Compute (G, K, 3): tokens, and sums of weights and of their squares, by group, with the bounds at each radius.
 
     This takes one histogram per group over the radii, accumulated from below: a unit inside the bounds has its own
-    weight, and a unit outside has the bound's.
+    weight, and a unit outside has the weight at the bound.
     """
     value = np.clip(scores.low, -EXP_CLAMP, EXP_CLAMP)
     places = len(radius)
-    # The bound that is nearer to each unit.
+    # For each unit, the nearer bound.
     above = value >= 0 if part.side == "both" else np.full(len(value), part.side == "upper")
-    # The first radius that holds the unit; index K if none does.
+    # The index of the first radius that contains the unit; K if none does.
     first = np.searchsorted(radius, np.where(above, value, -value), side="left")
     weight = np.exp(value)
 
@@ -153,14 +153,14 @@ def _ess(totals: Floats) -> Floats:
 
 def _places(distance: Floats) -> Floats:
     """Choose radii from 0 to the largest distance, dense in the tail."""
-    # Half of the radii by rank from the largest distance inward, where few units decide the ESS.
+    # Half of the radii go by rank from the largest distance inward, where few units decide the ESS.
     tail = np.quantile(distance, 1 - np.geomspace(1.0, 1 / max(len(distance), 2), _PLACES // 2))
     spread = np.geomspace(max(float(np.quantile(distance, 0.5)), 1e-9), max(float(distance.max()), 1e-9), _PLACES // 2)
     return np.unique(np.concatenate([[0.0], tail, spread, [distance.max()]]))
 
 
 def _interval(curve: EssCurve, target: float, confidence: float) -> Interval:
-    """Compute percentiles of the widest radius that reaches the target over the draws; inf where all radii do."""
+    """Compute percentiles over the draws of the widest radius that reaches the target; inf if all radii reach it."""
     if not len(curve.resampled):
         return math.nan, math.nan
     # The widest radius of each draw: the last True of its row.
@@ -170,7 +170,7 @@ def _interval(curve: EssCurve, target: float, confidence: float) -> Interval:
     following = np.minimum(last + 1, enough.shape[1] - 1)
     draws = np.arange(len(last))
     high, low = curve.resampled[draws, last], curve.resampled[draws, following]
-    # Linear between the two radii around the crossing.
+    # Interpolate linearly between the two radii around the crossing.
     step = np.divide(high - target, high - low, out=np.zeros_like(high), where=high > low)
     crossing = curve.radius[last] + step * (curve.radius[following] - curve.radius[last])
     crossing = np.where(last == enough.shape[1] - 1, math.inf, np.where(found, crossing, curve.radius[0]))
@@ -185,7 +185,7 @@ def _rounded(part: BoundedPart, scores: Scores, radius: float, target: float) ->
         scale = 10.0**digits
         values = {}
         for name, value in part.compute_values_at(radius).items():
-            # Inward is the safe side: a narrower bound has a higher ESS.
+            # Inward is the safe direction: a narrower bound has a higher ESS.
             inward = math.ceil(value * scale) if name == "lower" else math.floor(value * scale)
             values[name] = float(f"{inward / scale:.{digits}f}")
         # Rounding must not move a bound to the other side of ratio 1.

@@ -1,6 +1,6 @@
 """Backend-noise floor of OPSM's delta: log(mu / pi) when both engines have the same weights.
 
-A delta below it drops rows because of the engines' rounding, not because of drift.
+A delta below this floor drops rows because of the engines' rounding, not because of drift.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class NoiseFloor:
     """Upper confidence bound of a quantile of the backend noise.
 
     Attributes:
-        delta: that bound, in nats; at least 0.
+        delta: the bound, in nats; at least 0.
         quantile: measured quantile of the noise.
-        share: which quantile it is.
+        share: which quantile that is.
         rows, groups: numbers of rows and prompt groups that it is based on.
         unknown_versions: number of these rows whose weight versions were not recorded; they count as fresh.
     """
@@ -62,8 +62,8 @@ def estimate_noise_floor(
     """Estimate the floor of a delta from rows that fresh weights sampled, before their batch's first gradient step.
 
     Every such row counts, whatever the sign of its advantage, because noise does not depend on the sign. If the
-    recorded pi_old is the trainer's, a row counts only if pi equals pi_old up to ``ROUNDING``; under another
-    ``proximal`` pi is used as pi_old, so the condition always holds.
+    recorded pi_old is the trainer's, a row counts only if pi equals pi_old up to ``ROUNDING``. Under another
+    ``proximal``, pi is used as pi_old, so this condition always holds.
 
     Args:
         share: the quantile of the noise that delta has to exceed.
@@ -105,7 +105,7 @@ def estimate_noise_floor(
             "the backend noise is not identified. Record steps in which it does.",
         )
     rows = scores.select(same[scores.row])
-    # OPSM's value is log(pi / mu) and its bound -delta: noise is the opposite sign.
+    # OPSM compares log(pi / mu) with -delta, so the noise has the opposite sign.
     noise = np.sort(-rows.low)
     quantile, upper, found = _bounded(-rows.low, noise, rows.group, share, confidence)
     if not math.isfinite(upper):

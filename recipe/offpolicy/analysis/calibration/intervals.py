@@ -34,7 +34,8 @@ class ClusteredShare:
 def estimate_share(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> ClusteredShare:
     """Estimate the share of ``kept``, with the variance of a ratio of group totals (Cochran 1977, 3.27).
 
-    A design effect below 1 counts as 1, because greater differences within groups than between them are chance.
+    A design effect below 1 counts as 1, because greater differences within groups than between groups are due to
+    chance.
 
     Args:
         kept: (U,).
@@ -50,7 +51,7 @@ def estimate_share(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> Cluster
     independent = share * (1 - share) / count
     if groups < 2:
         return ClusteredShare(share, count, groups, math.nan)
-    # This is the linearised ratio estimator, because groups vary in size as well as in what they keep.
+    # This is the linearised ratio estimator, because groups vary in size as well as in the share that they keep.
     residual = totals - share * sizes
     variance = groups / (groups - 1) * float(residual @ residual) / count**2
     # At a share of 0 or 1 the variance is 0; the design effect is then taken from full dependence.
@@ -59,7 +60,7 @@ def estimate_share(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> Cluster
 
 
 def compute_share_interval(found: ClusteredShare, confidence: float) -> Interval:
-    """Compute Wilson's score interval (1927) at the effective count; NaN if that is unknown."""
+    """Compute Wilson's score interval (1927) at the effective count; NaN if that count is unknown."""
     n = found.effective
     if not n > 0:
         return math.nan, math.nan
@@ -80,7 +81,7 @@ def compute_quantile_interval(
     Args:
         ordered: (U,) ascending.
         effective: see ``ClusteredShare``.
-        one_sided: compute only the upper end, at ``confidence``; the lower is -inf.
+        one_sided: compute only the upper end, at ``confidence``; the lower end is -inf.
 
     Returns:
         The two ends; infinite if there are too few units to bound that side, NaN if ``effective`` is NaN.
@@ -101,7 +102,7 @@ def compute_quantile_interval(
 
 
 def compute_least_count(share: float, confidence: float) -> int:
-    """Compute the independent units needed for an upper bound of the ``share``-quantile: share^n <= 1 - confidence."""
+    """Compute how many independent units an upper bound of the ``share``-quantile needs: share^n <= 1 - confidence."""
     return math.ceil(math.log(1 - confidence) / math.log(share))
 
 
@@ -118,7 +119,7 @@ def resample_totals(totals: NDArray[np.float64], *, draws: int, seed: int) -> ND
     flat = totals.reshape(groups, -1)
     rng = np.random.default_rng(seed)
     sums = np.empty((draws, flat.shape[1]))
-    # Bounds the (draws, groups) table of counts to 128 MB.
+    # This limits the (draws, groups) table of counts to 128 MB.
     block = max(1, 2**24 // max(groups, 1))
     for start in range(0, draws, block):
         stop = min(start + block, draws)
@@ -133,7 +134,7 @@ def _cumulative(n: int, share: float) -> tuple[int, NDArray[np.float64]]:
     first, last = max(0, math.floor(n * share - reach)), min(n, math.ceil(n * share + reach))
     k = torch.arange(first, last + 1, dtype=torch.float64)
     size = torch.tensor(float(n), dtype=torch.float64)
-    # In logs: the binomial coefficient overflows float64 from about n = 1030.
+    # This is computed in logs, because the binomial coefficient overflows float64 from about n = 1030.
     log_mass = torch.lgamma(size + 1) - torch.lgamma(k + 1) - torch.lgamma(size - k + 1)
     log_mass = log_mass + k * math.log(share) + (size - k) * math.log1p(-share)
     return first, log_mass.exp().cumsum(0).clamp(max=1.0).numpy()

@@ -18,12 +18,14 @@ from .parts import BoundedPart
 from .scores import Scores
 
 _FURTHEST_WEIGHT = math.log(1e3)
-"""Nats of a token, or of a mean over tokens: at a ratio of 1000 the two policies have nothing in common."""
+"""Nats of a token, or of a mean over tokens; at a ratio of 1000 the two policies have nothing in common."""
 
 
 def find_largest_radius(part: BoundedPart) -> float:
-    """Return the largest radius worth proposing, in the part's compared values; for a mask the inert limit of
-    preflight."""
+    """Return the largest radius worth proposing, in the values that the part compares.
+
+    For a mask it is preflight's limit, beyond which a bound is inert.
+    """
     spec = part.spec
     if not isinstance(spec, MaskSpec):
         return EXP_CLAMP if spec.level != "token" and spec.aggregate == "product" else _FURTHEST_WEIGHT
@@ -43,10 +45,10 @@ def check_radius(part: BoundedPart, radius: float) -> str:
 
 
 _COARSE = 0.02
-"""Share of itself by which a bound may be rounded outward if no unit lies in between."""
+"""Largest share of a bound by which it may be rounded outward if no unit lies in between."""
 _SLACK = 1e-4
-"""Share of the units that may be kept beyond the target for fewer digits: none if there are fewer than 10,000."""
-_DIGITS = 17  # of a float64
+"""Share of the units that may be kept beyond the target for fewer digits; no unit if there are fewer than 10,000."""
+_DIGITS = 17  # digits of a float64
 
 
 Outcome = Literal["found", "not needed", "not reachable", "not identified"]
@@ -58,10 +60,12 @@ class Threshold:
 
     Attributes:
         values: the configuration's values, e.g. ``{"lower": 0.98, "upper": 1.02}``; empty if none was found.
-        radius: its position in the units that the part compares: nats for ratios; NaN if none was found.
-        interval: of the radius, at the requested confidence; infinite or NaN if the recording does not bound it.
+        radius: its position in the units that the part compares (nats for ratios); NaN if none was found.
+        interval: interval of the radius, at the requested confidence; infinite or NaN if the recording does not bound
+            it.
         reached: value that the bound reaches on the recording, in the target's own measure.
-        count, groups: units and prompt groups that it is based on; for a kept share, those that the part applies to.
+        count, groups: numbers of units and prompt groups that it is based on; for a kept share, only those that the
+            part applies to.
         note: limitation of the bound, or the reason why there is none; empty for none.
         outcome: found, or why there are no values.
         missing: what the recording lacks for a floor, if that is the reason.
@@ -115,10 +119,10 @@ def find_bound_for_kept_share(
         return build_not_found(scores, f"not identified: it applies to none of the {part.share_of}")
     radii = compute_needed_radii(part, scores)
     ordered = np.sort(radii)
-    # Undoes float rounding: 0.07 * 100 is 7.000000000000001, whose ceiling would be 8.
+    # This undoes float rounding: 0.07 * 100 is 7.000000000000001, whose ceiling would be 8.
     place = max(math.ceil(target * len(ordered) - 1e-9), 1)
     radius = float(ordered[place - 1])
-    # A bound of 0 would reject every unit that differs at all.
+    # A bound of 0 would reject every unit that has any mismatch.
     if radius == 0 and floor <= 0:
         return build_not_found(scores, "not identified: that share of the units shows no mismatch at all", math.nan)
     note = ""
@@ -131,7 +135,7 @@ def find_bound_for_kept_share(
     if reason := check_radius(part, radius):
         return build_not_found(scores, reason)
     kept = radii <= radius
-    # The first unit that rounding must not keep; if there are very many, a few may be kept for fewer digits.
+    # The first unit that rounding must not keep; if there are very many units, a few more may be kept for fewer digits.
     slack = int(_SLACK * len(ordered))
     further = ordered[min(int(np.searchsorted(ordered, radius, side="right")) + slack, len(ordered) - 1)]
     following = float(further) if further > radius else math.inf
@@ -154,14 +158,14 @@ def find_bound_for_kept_share(
 
 
 def _least(part: BoundedPart) -> float:
-    """Return the smallest radius that the configuration accepts; -inf for one side of a ratio, which may cross 1."""
+    """Return the smallest radius that the configuration accepts; -inf for one bound on a ratio, which may cross 1."""
     one_ratio = part.side != "both" and part.on_ratio and "delta" not in part.now
     return -math.inf if one_ratio else 0.0
 
 
 def _rounded(part: BoundedPart, radius: float, following: float) -> dict[str, float]:
     """Round the values at ``radius`` outward, before ``following``, to the fewest digits."""
-    # Outward is the safe side: a wider bound keeps the target.
+    # Outward is the safe direction: a wider bound keeps the target.
     furthest = min(following, radius + _COARSE * abs(radius))
     for digits in range(1, _DIGITS):
         values = {name: _outward(name, value, digits) for name, value in part.compute_values_at(radius).items()}
@@ -215,12 +219,12 @@ class KeptCurve:
 
 
 def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
-    """Choose the radii to draw: half by rank, half evenly in log, ascending."""
+    """Choose the radii to draw: half by rank, half evenly spaced in log, ascending."""
     radii = compute_needed_radii(part, scores)
     radii = radii[radii > 0]
     if not len(radii):
         return np.zeros(0)
-    # Ranks resolve the curve near 1, and even steps in log resolve it where it falls.
+    # Ranks resolve the curve near a share of 1, and even steps in log resolve it where it falls.
     by_rank = np.quantile(radii, 1 - np.geomspace(1.0, 1 / (2 * len(radii)), _PLACES // 2))
     even = np.geomspace(max(float(np.quantile(radii, 0.02)), 1e-12), float(radii.max()), _PLACES // 2)
     return np.unique(np.concatenate([by_rank, even]))

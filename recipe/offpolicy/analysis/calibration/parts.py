@@ -16,7 +16,7 @@ Side = Literal["both", "lower", "upper"]
 ShareOf = Literal["tokens", "rows", "turns", "versions"]
 
 PLACEHOLDER = 1.0
-"""Nats: placeholder of a required delta that is not set, so that the rest of the correction can be parsed."""
+"""Placeholder, in nats, for a required delta that is not set, so that the rest of the correction can be parsed."""
 _OPEN = "???"  # OmegaConf's value for a mandatory key that is not set
 _UNITS: dict[str, ShareOf] = {
     "token": "tokens",
@@ -57,7 +57,7 @@ class BoundedPart:
 
     @property
     def share_of(self) -> ShareOf:
-        """The unit that kept shares count: the unit of decision, or tokens if signs are per token."""
+        """The unit that kept shares count: the unit of the decision, or tokens if signs are per token."""
         by_token = self.spec.picks_tokens
         return "tokens" if by_token else _UNITS[self.spec.level]
 
@@ -69,7 +69,7 @@ class BoundedPart:
 
     @property
     def by_batch(self) -> bool:
-        """True if the bound is a budget, from which each batch gets its own cut (M2PO)."""
+        """True if the bound is a budget, which gives each batch its own cut-off (M2PO)."""
         return isinstance(self.spec, MaskSpec) and self.spec.budget is not None
 
     @property
@@ -79,7 +79,7 @@ class BoundedPart:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Bounds as they are compared, infinite if open; a budget bounds the running mean of squares."""
+        """Bounds as the part compares them, infinite if open; a budget bounds the running mean of squares."""
         if isinstance(self.spec, MaskSpec):
             return (-math.inf, self.spec.budget) if self.spec.budget is not None else self.spec.limits
         lower, upper = self.spec.lower, self.spec.upper
@@ -89,21 +89,21 @@ class BoundedPart:
         """Compute the radius of the bound that keeps each unit.
 
         Args:
-            low, high: smallest and largest value of each unit, as they are compared.
+            low, high: smallest and largest compared value of each unit.
         """
         if self.side == "both":
             return np.maximum(high, -low)
         return high if self.side == "upper" else -low
 
     def compute_limits_at(self, radius: float) -> tuple[float, float]:
-        """Compute the compared bounds with the moving bound at ``radius``."""
+        """Compute the bounds to compare with, with the moving bound at ``radius``."""
         lower, upper = self.limits
         if self.side == "both":
             return -radius, radius
         return (lower, radius) if self.side == "upper" else (-radius, upper)
 
     def compute_limits_with(self, values: Mapping[str, float]) -> tuple[float, float]:
-        """Compute the compared bounds with these configured values instead of the current ones."""
+        """Compute the bounds to compare with, from these configured values instead of the current ones."""
         lower, upper = self.limits
         for name, value in values.items():
             if name == "delta":
@@ -127,7 +127,7 @@ class BoundedPart:
 
     @property
     def now(self) -> dict[str, float | None]:
-        """The configured values of the moving bounds; None if there is none yet."""
+        """The configured values of the moving bounds; None if they have none yet."""
         if self.by_batch or (isinstance(self.spec, MaskSpec) and self.spec.delta is not None):
             name = "budget" if self.by_batch else "delta"
             return {name: None if self.unset else getattr(self.spec, name)}
@@ -183,7 +183,7 @@ def fill_placeholders(plain: Mapping[str, Any]) -> tuple[dict[str, Any], frozens
 
 
 def set_values(spec: CorrectionSpec, key: str, values: Mapping[str, float]) -> CorrectionSpec:
-    """Return ``spec`` with these values of one of its parts.
+    """Return ``spec`` with these values in one of its parts.
 
     Raises:
         SpecError: the part cannot have these values.

@@ -1,7 +1,7 @@
-"""Sample of a recording's prompts: all of a small recording; of a large one, only sampled prompts stay in memory.
+"""Sample of a recording's prompts: a small recording stays in memory whole, a large one only with sampled prompts.
 
-Rows of one prompt are dependent, so they are sampled together, and the intervals of a calibration hold. A prompt is
-drawn by a hash of its name, independent of the process and of the order of reading.
+Rows of one prompt are dependent, so they are sampled together, which keeps the intervals of a calibration valid. A
+prompt is drawn by a hash of its name, independent of the process and of the order of reading.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..attribution.scored_rows import BYTES_A_TOKEN
 from .parts import BoundedPart
 
 TOKENS: Final = 4_000_000
-"""Tokens up to which a recording is kept whole, and tokens in a larger one's sample, estimated from file sizes."""
+"""Number of tokens up to which a recording is kept whole, and of a larger one's sample, estimated from file sizes."""
 ROWS: Final = 400_000
-"""Rows of a larger one's sample, for parts that decide by row: of prompts with eight rows, even if all eight are alike,
-a kept share of 0.98 then has a standard error of 0.0006."""
+"""Number of rows in the sample of a larger recording, for parts that decide by row. With prompts of eight rows,
+even if all eight are alike, a kept share of 0.98 then has a standard error of 0.0006."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PromptSample:
         )
 
     def find_rows(self, prompt: NDArray[np.uint64], share: float | None = None) -> NDArray[np.bool_]:
-        """Find the rows of this share of the prompts, or of the largest share: (N,) bool.
+        """Find the rows that belong to this share of the prompts (by default the largest share): (N,) bool.
 
         Args:
             prompt: (N,) of ``hash_prompts``.
@@ -82,7 +82,7 @@ def hash_prompts(rows: Rows) -> NDArray[np.uint64]:
     found = np.empty(len(rows), dtype=np.uint64)
     places = zip(rows.step, rows.rank, rows.mini_batch, strict=True)
     for index, (place, uid) in enumerate(zip(places, rows.uid, strict=True)):
-        # NUL cannot occur in a uid, so a made-up name collides with no uid.
+        # A uid cannot contain NUL, so a made-up name collides with no uid.
         name = str(uid) or "\0" + "/".join(map(str, (*place, index)))
         if name not in hashes:
             hashes[name] = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -1,7 +1,7 @@
-"""Proposed bounds for a target, from a recording: overall, by length if it matters, above the noise floor.
+"""Proposed bounds for a target, from a recording: overall, by length if length matters, and above the noise floor.
 
 Zero-mean noise averages out in a mean over T tokens, whose spread falls as T^-1/2, and adds up in their sum, whose
-spread grows as T^1/2: a bound on a geometric mean then rejects short rows, one on a product long rows.
+spread grows as T^1/2: a bound on a geometric mean then rejects short rows, and a bound on a product rejects long rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LengthTest:
 
     Attributes:
         correlation: correlation of the distance named by ``measure``; NaN if there is nothing to compare.
-        interval: its interval, from the variance over prompt groups.
+        interval: interval of the correlation, from the variance over prompt groups.
         measure: ``size``, the distance from no mismatch, or ``spread``, the distance from the median of rows of similar
             length.
         rows: number of rows that were compared.
@@ -70,9 +70,9 @@ def find_length_bucket(length: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def measure_length_dependence(scores: Scores, confidence: float) -> LengthTest:
-    """Test size and spread against length at half of the error each (Bonferroni); return the clearer one.
+    """Test size and spread against length, each at half the error rate (Bonferroni); return the clearer result.
 
-    Values per token or turn are averaged over their row first, so that a row counts once.
+    Values per token or turn are first averaged over their row, so that a row counts once.
     """
     # The two tests detect different faults: a shift of the mean, and a change of the scatter around it.
     size, row_length, group = _by_row(np.maximum(np.abs(scores.low), np.abs(scores.high)), scores)
@@ -98,7 +98,7 @@ def _rank_test(
         return LengthTest(math.nan, (math.nan, math.nan), name, rows)
     x, y = x / math.sqrt(x @ x), y / math.sqrt(y @ y)
     correlation = float(x @ y)
-    # The variance of a correlation by its influence function, summed within groups.
+    # The variance of a correlation is computed by its influence function, summed within groups.
     influence = x * y - correlation / 2 * (x * x + y * y)
     totals = np.bincount(group, weights=influence)
     half = compute_normal_bound(confidence) * math.sqrt(groups / (groups - 1) * float(totals @ totals))
@@ -120,7 +120,7 @@ def _bucket_medians(values: NDArray[np.float64], length: NDArray[np.int64]) -> N
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Compute centred ranks; equal values share one."""
+    """Compute centred ranks; equal values share a rank."""
     ranks = pl.Series(values).rank()
     return (ranks - ranks.mean()).to_numpy()
 
@@ -133,12 +133,13 @@ class CalibrationRequest:
     """Targets and options of a calibration.
 
     Attributes:
-        target_kept: share of the units it applies to that each mask, and a weight that rejects, must keep by itself
-            (OPSM: of rows with a negative advantage); None for no target.
+        target_kept: share that each mask, and a weight that rejects, must keep by itself of the units that it applies
+            to (for OPSM: rows with a negative advantage); None for no target.
         target_ess: effective sample size that the weight must have; None for no target.
         confidence: confidence of every interval.
         floor_quantile: see ``estimate_noise_floor``.
-        settle: if the recording is too short for ``floor_quantile``, take the highest quantile that it can bound.
+        settle: whether to take the highest quantile that the recording can bound if it is too short for
+            ``floor_quantile``.
     """
 
     target_kept: float | None = None
@@ -162,9 +163,10 @@ class LengthBound:
     """The bound for the rows of one length bucket alone.
 
     Attributes:
-        bucket: its name in the metrics.
+        bucket: name of the bucket in the metrics.
         rows: number of rows of these lengths that the part applies to.
-        reached: value that the bound for all lengths, the proposed or otherwise the current one, reaches on them.
+        reached: value that the bound for all lengths (the proposed bound, otherwise the current one) reaches on these
+            rows.
         threshold: the bound that would reach the target on these rows alone.
         curve: curve of a kept share.
     """
@@ -182,8 +184,8 @@ class Proposal:
 
     Attributes:
         part: the part whose bound is proposed.
-        target: measure to reach, and ``goal`` its value.
-        looked: share of all units that the part applies to; it keeps the others whatever its bound is.
+        target, goal: the measure to reach, and the value to reach.
+        looked: share of all units that the part applies to; the part keeps all other units, whatever its bound.
         now: value that the current bound reaches; NaN if it has no value yet.
         threshold: the bound for all lengths together.
         floor: noise floor of a delta; None for other bounds.
@@ -221,7 +223,7 @@ class CalibrationResult:
         spec: the correction with the proposed bounds, without masks that have no bound at all.
         skipped: key -> why nothing was proposed for it.
         grouped: share of rows whose prompt is known; intervals treat the other rows as independent.
-        nonfinite: tokens that parts on pi leave out, because log pi is not finite.
+        nonfinite: number of tokens that parts on pi leave out because log pi is not finite.
     """
 
     spec: CorrectionSpec
@@ -274,7 +276,7 @@ def propose_bounds(
 
 
 def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[list[BoundedPart], dict[str, str]]:
-    """Split parts into those that have a target, and the reasons why other parts have none."""
+    """Return the parts that have a target, and the reasons why other parts have none."""
     taken, skipped = [], {}
     for part in parts:
         if _goal(part, request) is not None:
@@ -292,7 +294,7 @@ def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[li
 
 
 def _goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float] | None:
-    """Return the target of a part; a weight that rejects accepts either, and the kept share takes precedence."""
+    """Return the target of a part; a weight that rejects accepts either target, and the kept share takes precedence."""
     if part.rejects and request.target_kept is not None:
         return "kept", request.target_kept
     if isinstance(part.spec, WeightSpec) and part.spec.by_staleness is None and request.target_ess is not None:
@@ -302,7 +304,7 @@ def _goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float
 
 def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: CalibrationRequest) -> Proposal:
     chosen = _goal(part, request)
-    assert chosen is not None  # _targeted left the others out
+    assert chosen is not None  # _targeted left the other parts out
     target, goal = chosen
     share = float(scores.looked.mean())
     if target == "ess":
@@ -383,7 +385,7 @@ def _by_length(
 
 
 def _few(units: Scores) -> str:
-    """Say that units have fewer rows than a bound needs; empty if there are enough."""
+    """Explain that units have fewer rows than a bound needs; empty if there are enough."""
     rows = len(np.unique(units.row))
     return f"{rows} rows, and a bound needs {LEAST_ROWS}" if rows < LEAST_ROWS else ""
 

@@ -33,13 +33,13 @@ class Scores:
 
     Attributes:
         low, high: (U,) float64, smallest and largest value that the part compares, in the precision in which it
-            compares: nats for ratios, divided by the factor of the unit's age if bounds depend on it. They differ if
-            each token of a unit must lie inside the bounds by itself.
-        looked: (U,) bool, whether the part applies to the unit at all, see ``MaskSpec.when``.
-        tokens: (U,) int64, valid tokens of the unit.
-        length: (U,) int64, T, valid tokens of the row that it belongs to.
-        row: (U,) int64, that row, numbered over all steps.
-        group: (U,) int64, its prompt: rows of one uid, or the row by itself if no uid was recorded.
+            compares: in nats for ratios, divided by the factor of the unit's age if bounds depend on age. The two
+            differ if each token of a unit must lie inside the bounds by itself.
+        looked: (U,) bool, whether the part applies to the unit at all; see ``MaskSpec.when``.
+        tokens: (U,) int64, number of valid tokens of the unit.
+        length: (U,) int64, T, the number of valid tokens of the row to which the unit belongs.
+        row: (U,) int64, number of that row, over all steps.
+        group: (U,) int64, the row's prompt: rows with the same uid, or the row by itself if no uid was recorded.
     """
 
     low: NDArray[np.float64]
@@ -70,10 +70,10 @@ class RowState:
     Attributes:
         mini_batch: number of the batch's gradient steps before the row was recorded.
         staleness: versions between the row's sampling and its use; -1 if unknown.
-        apart: mean |log pi - log pi_old| over its valid tokens, nats, with pi_old by the trainer's own weights: 0 if pi
-            is used instead, see ``recording.recording``; NaN without valid tokens.
+        apart: mean |log pi - log pi_old| over its valid tokens, nats, with pi_old by the trainer's own weights; 0 if pi
+            is used instead (see ``recording.recording``); NaN without valid tokens.
         grouped: whether its prompt is known.
-        nonfinite: response tokens whose log pi is not finite, though mu and pi_old are.
+        nonfinite: number of response tokens whose log pi is not finite although mu and pi_old are.
     """
 
     mini_batch: NDArray[np.int32]
@@ -92,7 +92,7 @@ class _StepScores:
     """Units of one step.
 
     Attributes:
-        scores: key of a part -> its units, with rows numbered within the step and groups not yet numbered.
+        scores: key of a part -> its units, with rows numbered within the step, and groups not numbered yet.
         state, prompt: state and prompt of the numbered rows, (N,).
         seen: whether the step holds a row.
     """
@@ -119,7 +119,8 @@ def compute_scores(
 
     Returns:
         Key of the part -> its units, at least one; and the state of all rows, by their number. Tokens whose mu or
-        pi_old, or pi if the part compares it, is not finite have no unit; neither have rows with only such tokens.
+        pi_old is not finite have no unit, nor do tokens whose pi is not finite if the part compares pi, nor rows with
+        only such tokens.
 
     Raises:
         SpecError: the recording does not have all that ``spec`` needs.
@@ -135,7 +136,7 @@ def compute_scores(
     starts = np.cumsum([0, *(len(step.prompt) for step in found)])
     scores = {}
     for part in parts:
-        # Popped, because the units of a large recording must not be in memory twice.
+        # The units are popped, because those of a large recording must not be in memory twice.
         pieces = [step.scores.pop(part.key) for step in found]
         rows = [piece.row + start for piece, start in zip(pieces, starts, strict=False)]
         row = np.concatenate(rows)
@@ -153,7 +154,7 @@ def compute_scores(
 def _score_step(
     spec: CorrectionSpec, parts: Sequence[BoundedPart], sample: PromptSample, steps: Iterable[Step]
 ) -> _StepScores:
-    """Compute the units of the step, which is passed once for each correction that acted in it."""
+    """Compute the units of a step, which is passed once for each correction that acted in it."""
     pieces: dict[str, list[Scores]] = {part.key: [] for part in parts}
     states, prompts, before = [_NO_STATE], [np.zeros(0, dtype=np.uint64)], 0
     for step in steps:
@@ -165,7 +166,7 @@ def _score_step(
         kept = np.flatnonzero(sample.find_rows(prompt))
         states.append(_state(step).select(kept))
         prompts.append(prompt[kept])
-        # Number of each kept row among the step's rows.
+        # The number of each kept row among the step's rows.
         number = np.full(len(prompt), -1)
         number[kept] = before + np.arange(len(kept))
         before += len(kept)
@@ -183,7 +184,7 @@ def _score_rows(
     parts: Sequence[BoundedPart],
     kept: NDArray[np.bool_],
 ) -> dict[str, Scores]:
-    """Compute the units of each part in the kept rows, (N,) bool; with the numbers of the rows."""
+    """Compute the units of each part in the kept rows, (N,) bool, and the numbers of these rows."""
     # A budget is shared by the whole batch, kept or not.
     chosen = np.arange(len(rows)) if any(part.by_batch for part in parts) else np.flatnonzero(kept)
     some = rows if len(chosen) == len(rows) else rows.take(chosen)
@@ -204,7 +205,7 @@ def read_recorded_spec(step: Step) -> CorrectionSpec:
     """Read the correction that acted at ``step`` from its metadata.
 
     Raises:
-        RecordingError: its file's metadata holds no valid correction.
+        RecordingError: the metadata of the step's file holds no valid correction.
     """
     try:
         return CorrectionSpec.from_mapping(step.spec)
@@ -262,13 +263,13 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor) -> Scores:
 def _by_budget(tokens: Scores) -> Scores:
     """Compute, for ``second_moment``, the smallest budget that keeps each token of a batch.
 
-    It is the mean of the squares up to the token's own, in ascending order.
+    That budget is the mean of the squares up to the token's own square, in ascending order.
 
     Args:
         tokens: tokens of one batch, with (log r)^2 as their value.
     """
     ordered, inverse, counts = np.unique(tokens.low, return_inverse=True, return_counts=True)
-    # Equal values stand or fall together: each counts with all of its equals.
+    # Equal values are kept or dropped together, so each counts with all of its equals.
     budget = ((ordered * counts).cumsum() / counts.cumsum())[inverse]
     return replace(tokens, low=budget, high=budget)
 
@@ -287,7 +288,7 @@ def _state(step: Step) -> RowState:
     counts = np.bincount(at, minlength=len(rows))
     totals = np.bincount(at, weights=apart[valid], minlength=len(rows))
     mean = np.divide(totals, counts, out=np.full(len(rows), np.nan), where=counts > 0)
-    # Training stops at such a pi; the count warns that these units are left out here.
+    # Training stops at such a pi; the count is reported because these units are left out here.
     lost = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
     lost &= ~np.isfinite(rows.log_prob)
     return RowState(

@@ -1,4 +1,4 @@
-"""Reward as a function of length, early and late in training, for prompts whose class an early checkpoint fixes."""
+"""Reward as a function of length, early and late in training, for prompts that an early checkpoint classifies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Answers:
     """Answers of one checkpoint, or of several steps of training.
 
     Attributes:
-        prompts, tokens, rewards: (n,) values of each answer.
+        prompts, tokens, rewards: (n,) prompt, number of tokens and reward of each answer.
     """
 
     label: str
@@ -51,7 +51,7 @@ class Answers:
 
 
 class Curve(NamedTuple):
-    """Mean tokens, mean reward with its 95 % interval, and share of the answers, of each bin; NaN for few answers."""
+    """Each bin's mean tokens, mean reward with its 95 % interval, and share of the answers; NaN for few answers."""
 
     tokens: Array
     reward: Array
@@ -81,7 +81,7 @@ def read_checkpoints(paths: Sequence[Path], tokenizer: Any) -> list[Answers]:
 
 
 def read_ends(directory: Path) -> list[Answers]:
-    """Read the first and the last third of the recorded steps, without rows of unknown reward."""
+    """Read the first and the last third of the recorded steps, without rows whose reward is unknown."""
     recording = Recording(directory)
     steps = list(recording.steps)
     third = max(len(steps) // 3, 1)
@@ -96,7 +96,7 @@ def read_ends(directory: Path) -> list[Answers]:
 
 
 def assign(early: Answers, *, samples: int, correct_at_least: float) -> dict[str, set[str]]:
-    """Collect the easy and the hard prompts of an early checkpoint, see ``fixed_classes.fix_classes``.
+    """Collect the easy and the hard prompts of an early checkpoint; see ``fixed_classes.fix_classes``.
 
     Raises:
         NoClassError: no prompt has enough answers, or none is easy or hard.
@@ -117,7 +117,7 @@ def assign(early: Answers, *, samples: int, correct_at_least: float) -> dict[str
 
 
 def find_edges(of: Sequence[Answers]) -> Array:
-    """Find the ends of the bins, so that each has the same share of all answers, as far as whole lengths allow."""
+    """Find the ends of the bins, so that each bin has the same share of all answers, as far as whole lengths allow."""
     tokens = np.concatenate([each.tokens for each in of])
     return np.unique(np.quantile(tokens, np.linspace(0, 1, BINS + 1))) if len(tokens) else np.zeros(0)
 
@@ -143,7 +143,7 @@ def bin_rewards(of: Answers, edges: Array) -> Curve:
 
 
 def find_best(curve: Curve) -> float:
-    """Find the mean tokens of the bin with the highest reward; NaN without one, or if the reward does not vary."""
+    """Find the mean tokens of the bin with the highest reward; NaN if there is none, or if the reward does not vary."""
     known = curve.reward[~np.isnan(curve.reward)]
     return float(curve.tokens[np.nanargmax(curve.reward)]) if len(known) and np.ptp(known) > 0 else math.nan
 
@@ -183,7 +183,7 @@ def build_table(rows: Sequence[Mapping[str, Any]], early: str) -> Table:
 
 
 def draw_classes(checkpoints: Sequence[Answers], classes: Mapping[str, set[str]]) -> Figure:
-    """Draw reward and share of answers over length for each class, a line per checkpoint."""
+    """Draw reward and share of answers over length for each class, with one line per checkpoint."""
     panels = []
     for name, prompts in classes.items():
         panels += build_panels([each.of(prompts) for each in checkpoints], f"{name} prompts")

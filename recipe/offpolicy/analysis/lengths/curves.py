@@ -52,7 +52,7 @@ def read_curves(path: Path, *, correct_at_least: float) -> list[LengthStep]:
     """Read the curves of a file of metrics (verl's logger ``file``), or of a recording's directory.
 
     Raises:
-        CurveError: there are none in it.
+        CurveError: there are no curves in it.
         RecordingError, OSError: it cannot be read.
     """
     if path.is_dir():

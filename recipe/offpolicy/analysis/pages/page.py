@@ -49,7 +49,7 @@ class Page:
     Attributes:
         title: title and heading of the page.
         subtitle: line below the heading.
-        refresh: seconds after which a browser reloads the page; 0: never.
+        refresh: seconds after which a browser reloads the page; 0 for never.
     """
 
     title: str
@@ -68,7 +68,7 @@ class Page:
 
         drawn = any(PANEL in block for section in self._sections for block in section["blocks"])
         scripts = [*_read_scripts(), LOADER] if drawn else []
-        # Scripts whose digest the policy does not list do not run, whatever a recorded text contains.
+        # A script does not run unless the policy lists its digest, whatever a recorded text contains.
         digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
         return render_template(
             "page",
@@ -88,7 +88,7 @@ class Page:
             Its size in bytes.
 
         Raises:
-            PageError: it would be larger than ``LARGEST``.
+            PageError: the page would be larger than ``LARGEST``.
             OSError: the file cannot be written.
         """
         content = self.render().encode("utf-8", errors="replace")
@@ -98,7 +98,7 @@ class Page:
                 f"or shorter tables."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Written next to the target, so that the replacement is atomic.
+        # The file is written next to the target, so that the replacement is atomic.
         partial = path.with_name(f"{path.name}.partial")
         try:
             partial.write_bytes(content)
@@ -128,7 +128,7 @@ def render_block(block: Block) -> Markup:
 def _read_scripts() -> list[str]:
     from bokeh.resources import Resources
 
-    # A closing tag in a string would end the script.
+    # A closing tag in a string would end the script element.
     return [
         script.replace("</script", "<\\/script") for script in Resources(mode="inline", components=["bokeh"]).js_raw
     ]

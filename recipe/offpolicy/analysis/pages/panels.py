@@ -31,9 +31,9 @@ class Axis:
 
     Attributes:
         log: base of a logarithmic scale; 0 for a linear one.
-        limits: from the larger to the smaller for an axis that points down or left; None: chosen from the marks.
-        ticks: labels by position; empty: numbers.
-        form: format of these numbers.
+        limits: ends of the axis, the larger first if the axis points down or left; None if chosen from the marks.
+        ticks: labels by position; empty for numbers.
+        form: format of the numbers.
     """
 
     label: str = ""
@@ -50,7 +50,7 @@ class Mark:
     Attributes:
         x, y: (n,) each; NaN for a missing value.
         band: ends of intervals, (n,) each.
-        dash: empty for only markers.
+        dash: dash pattern of the line; empty for only markers.
         bar: width of bars from ``base``; 0 for a line.
     """
 
@@ -85,7 +85,7 @@ class Panel:
     """One panel of a figure.
 
     Attributes:
-        alt: what it shows, for readers who cannot see it.
+        alt: what the panel shows, for readers who cannot see it.
         note: text shown instead of marks.
         height: height in a picture, in inches; the width is ``plotting.PANEL_WIDTH``.
     """
@@ -114,7 +114,7 @@ class Panel:
         add_legend(axes, columns=self.columns)
 
     def build(self) -> Any:
-        """Build Bokeh's figure, whose lines can be hidden, read off and zoomed."""
+        """Build Bokeh's figure, which supports zooming, hiding lines and reading values off."""
         from bokeh.models.annotations import Label
         from bokeh.plotting import figure
 
@@ -154,7 +154,7 @@ def style_line(index: int, *, marker: bool = True) -> dict[str, Any]:
 
 
 def render_panels(panels: Sequence[Panel]) -> Markup:
-    """Render interactive panels, each by itself, so that they stack on a narrow screen."""
+    """Render interactive panels separately, so that they stack on a narrow screen."""
     from markupsafe import Markup
 
     # A closing tag in a string would end the script that holds it.
@@ -167,7 +167,7 @@ def serialize(panel: Panel) -> str:
     from bokeh.embed import json_item
 
     content = json.dumps(json_item(panel.build()))
-    # Bokeh numbers its models on and on.
+    # Bokeh numbers its models consecutively across figures.
     ids = dict.fromkeys(re.findall(r'"id": "(p\d+)"', content))
     numbers = {name: f"p{place}" for place, name in enumerate(ids)}
     return re.sub(r'(?<=")p\d+(?=")', lambda found: numbers.get(found[0], found[0]), content)
@@ -210,7 +210,7 @@ def _set_axis(axes: Axes, name: str, axis: Axis) -> None:
         getattr(axes, f"set_{name}lim")(*axis.limits)
     if axis.log:
         first, last = getattr(axes, f"get_{name}lim")()
-        # With 2 and 5 between powers of ten if the range is short.
+        # Ticks include 2 and 5 between powers of ten if the range is short.
         parts = (1.0, 2.0, 5.0) if axis.log == 10 and last < 100 * first else (1.0,)
         own.set_major_locator(LogLocator(axis.log, parts, numticks=12))
         own.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -267,7 +267,7 @@ def _percent() -> Any:
 
 
 def limit_shares(axis: Axis, marks: Sequence[Mark | Rule]) -> Axis:
-    """Limit an axis of shares from a little below the smallest to a little above 1."""
+    """Limit an axis of shares to the range from a little below the smallest share to a little above 1."""
     values = np.concatenate(
         [np.asarray(mark.y, dtype=float) for mark in marks if isinstance(mark, Mark)] or [np.ones(1)]
     )

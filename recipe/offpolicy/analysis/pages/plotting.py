@@ -38,9 +38,9 @@ def check_target(option: str, path: Path, example: str) -> None:
     if path.is_dir():
         raise PageError(f"{option} {path}: it is a directory. Name a file, such as {option} {path / example}.")
     if path.exists() and not path.is_file():
-        # Writing replaces what is there, even a device.
+        # Writing replaces whatever exists at the path, even a device.
         raise PageError(f"{option} {path}: it is not a regular file. Name a file, such as {option} {example}.")
-    # Missing folders are created when the file is written, so the nearest existing one has to allow it.
+    # Missing folders are created when the file is written, so the nearest existing folder must be writable.
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise PageError(f"{option} {path}: no file can be written below {above}. Name another place.")
@@ -57,10 +57,10 @@ PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e
 MARKERS: Final = "osD^vPX"
 DASHES: Final = ("-", "--", "-.", ":")
 PANEL_WIDTH: Final = 5.2
-"""Width in inches, at which the font size matches the surrounding text if a page shows two panels side by side."""
+"""Width in inches; with two panels side by side on a page, the font size then matches the surrounding text."""
 
 _LEGEND = 60
-"""Width of a panel in characters of a legend's text."""
+"""Width of a panel, in characters of legend text."""
 
 _STYLE: Any = {
     "font.size": 10, "text.color": INK, "figure.facecolor": "white", "savefig.facecolor": "white",
@@ -88,7 +88,7 @@ def create_axes(
     """Create an empty figure and its axes, row by row; call it within ``apply_style``.
 
     Args:
-        width, height: in inches; None: 4.4 per column and 3.8 per row.
+        width, height: in inches; None for 4.4 per column and 3.8 per row.
         options: options of ``Figure.subplots``, such as ``sharex``.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -114,8 +114,8 @@ class FigurePanel:
     """One panel of a figure.
 
     Attributes:
-        draw: draws it onto empty axes.
-        alt: what it shows, for readers who cannot see it.
+        draw: function that draws the panel onto empty axes.
+        alt: what the panel shows, for readers who cannot see it.
         height: height in inches; the width is ``PANEL_WIDTH``.
     """
 
@@ -125,7 +125,7 @@ class FigurePanel:
 
 
 def draw_panels(drawn: Sequence[Drawable], columns: int = 1, title: str = "") -> Figure:
-    """Draw panels into one figure, row by row, each row as high as its highest panel, and none empty."""
+    """Draw panels into one figure, row by row; each row is as high as its highest panel, and no place is empty."""
     rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
     heights = [max(panel.height for panel in row) for row in rows]
     with apply_style():
@@ -154,7 +154,7 @@ def add_legend(axes: Axes, columns: int = 2) -> None:
     if handles:
         # A legend wider than its panel would leave no room for the curves.
         names = [textwrap.fill(label, _LEGEND // columns) for label in labels]
-        below = 4.0 if axes.get_xlabel() else 2.4  # in multiples of the font size: the numbers, and the axis's name
+        below = 4.0 if axes.get_xlabel() else 2.4  # font sizes: room for the numbers and the axis's name
         axes.legend(
             handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=below, ncols=columns
         )  # fmt: skip

@@ -23,7 +23,7 @@ _LARGE = 1e6
 _READABLE = 24
 """Width in characters from which text that is broken at words is easy to read."""
 _BORDER = 3
-"""Characters that a terminal's table adds to each column, in addition to one for the whole table."""
+"""Number of characters that a terminal table adds per column, in addition to one for the whole table."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Column:
         name: its heading.
         unit: shown after the heading, in brackets.
         digits: decimals of a float.
-        align: None: right, if every value in it is a number or missing; left otherwise.
+        align: alignment; None for right if every value in the column is a number or missing, otherwise left.
     """
 
     name: str
@@ -80,8 +80,8 @@ class Table:
 def format_cell(value: Any, digits: int = 3) -> str:
     """Format a cell as text.
 
-    Digits of integers are grouped; floats have ``digits`` decimals, or powers of ten if that would show 0 or more than
-    six digits before the point; None and NaN are ``MISSING``.
+    Digits of integers are grouped. Floats have ``digits`` decimals, or scientific notation if that would show 0 or more
+    than six digits before the point. None and NaN become ``MISSING``.
     """
     if value is None:
         return MISSING
@@ -115,7 +115,7 @@ def to_rich(table: Table, width: int | None = None) -> RichTable:
     """Convert for a terminal; square brackets in cells are text, not markup.
 
     Args:
-        width: width of the terminal, at which a longer title is broken.
+        width: width of the terminal; a longer title is broken there.
     """
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -135,7 +135,7 @@ def to_rich(table: Table, width: int | None = None) -> RichTable:
 def fit_to_width(table: Table, width: int) -> list[RichTable]:
     """Split the table between columns to fit a terminal of ``width`` characters without breaking a number.
 
-    Each has the first column, so that rows can be told apart; a table that fits stays whole.
+    Each part has the first column, so that rows can be told apart; a table that fits stays whole.
     """
     least = [_least_width(table, index) for index in range(len(table.columns))]
     groups: list[list[int]] = [[0]]
@@ -177,7 +177,7 @@ def _part(table: Table, columns: Sequence[int], *, first: bool) -> Table:
 
 
 def _needed(widths: Sequence[int]) -> int:
-    """Compute the characters that a terminal's table with these column widths takes."""
+    """Compute how many characters a terminal table with these column widths takes."""
     return 1 + sum(width + _BORDER for width in widths)
 
 
@@ -224,7 +224,7 @@ def print_blocks(console: Console, *blocks: Table | str, wrap: bool = False) -> 
     """Print tables and lines of text; empty ones are left out.
 
     Args:
-        wrap: break lines between words on a terminal, for text that is not meant to be pasted.
+        wrap: whether to break lines between words on a terminal, for text that is not meant to be pasted.
     """
     from rich.text import Text
 

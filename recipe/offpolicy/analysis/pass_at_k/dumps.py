@@ -26,13 +26,13 @@ Prompt = tuple[str, str]
 
 @dataclass(frozen=True)
 class Counts:
-    """Number of samples, and of right ones, of each prompt at one step.
+    """Number of samples, and of right samples, of each prompt at one step.
 
     Attributes:
         step: step of the trainer.
-        n, c: number of samples, and of right ones, of each prompt.
+        n, c: number of samples, and of right samples, of each prompt.
         pooled: number of prompts that the data set contains more than once, as far as the dumps show it.
-        named: the dumps identify prompts by uid.
+        named: whether the dumps identify prompts by uid.
         prompts: identity of each prompt.
         run: the name of the dumps' folder, see ``validation_dumps.name_runs``.
     """
@@ -58,7 +58,7 @@ class _Prompt:
 
 
 def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts]:
-    """Read dumps, one ``Counts`` per folder and step: further rounds of dynamic validation add samples to its prompts.
+    """Read dumps, one ``Counts`` per folder and step; further rounds of dynamic validation add samples to its prompts.
 
     Prompts are distinguished by input and ground truth. Dumps of the V1 trainer also show if a data set contains a
     prompt twice.
@@ -118,7 +118,7 @@ class Estimates:
 
     Attributes:
         name: name of the checkpoint.
-        ranking: k -> the mean of the Bernoulli formula, for ranking alone.
+        ranking: k -> the mean of the Bernoulli formula, only for ranking.
         notes: sentences that a reader of the numbers needs.
     """
 
@@ -216,7 +216,7 @@ def name_interval(values: tuple[float, float, float]) -> dict[str, float]:
 
 
 def draw_curves(found: Sequence[Estimates]) -> Figure:
-    """Draw pass@k over k of each step, with intervals, the fit dashed."""
+    """Draw pass@k over k for each step, with intervals, and with the fit as a dashed line."""
     marks = []
     for number, each in enumerate(found):
         fit = each.summary.fit

@@ -29,9 +29,9 @@ class Place:
 
     Attributes:
         number: 1 for the first; equal statistics share a place.
-        value: its statistic, see ``Ranking.by``, and the statistic's own 95 % interval.
-        behind: its difference from the first place, with an interval that holds for all pairs together.
-        may_be_best: no other checkpoint is better by an interval above 0.
+        value: its statistic (see ``Ranking.by``), with the statistic's own 95 % interval.
+        behind: its difference from the first place, with an interval that is valid for all pairs together.
+        may_be_best: whether no other checkpoint is better by a difference whose interval lies above 0.
     """
 
     number: int
@@ -48,7 +48,7 @@ class Ranking:
     Attributes:
         by: the statistic: unbiased, fit, or Bernoulli, which estimates nothing and only ranks.
         prompts: number of prompts that all checkpoints have answered.
-        pairs: number of comparisons that the intervals allow for.
+        pairs: number of comparisons for which the intervals are corrected.
         width: half width of each pair's interval, in its standard errors.
     """
 
@@ -66,10 +66,10 @@ def rank_checkpoints(
 ) -> Ranking:
     """Rank checkpoints by pass@k on the prompts that all of them answered.
 
-    One bootstrap over prompts resamples all checkpoints together, so prompts that are hard for all cancel. An interval
-    of a pair is its difference +- q standard errors, where q is the 95 % quantile of the largest |deviation| / standard
-    error over all pairs (max-t): the chance that any of them misses is 5 %, and so is the chance that the best
-    checkpoint is not among those that may be best.
+    One bootstrap over prompts resamples all checkpoints together, so prompts that are hard for all checkpoints cancel.
+    The interval of a pair is its difference +- q standard errors, where q is the 95 % quantile of the largest
+    |deviation| / standard error over all pairs (max-t): the chance that any interval misses is 5 %, and so is the
+    chance that the best checkpoint is not among those that may be best.
 
     Raises:
         RankingError: fewer than two checkpoints, no common prompt, or a fit that is not identified.
@@ -121,7 +121,7 @@ def _select(checkpoint: Counts, order: Sequence[tuple[str, str]]) -> list[tuple[
 
 
 def _choose(counts: Tensor, k: int, stopping: Stopping | None) -> tuple[str, list[str]]:
-    """Choose the statistic for counts (M, P, 2), with notes on it."""
+    """Choose the statistic for counts of shape (M, P, 2), with notes on the choice."""
     samples = counts[..., 0]
     least, most = int(samples.min()), int(samples.max())
     if k <= (stopping.looks[-1] if stopping else least):
@@ -136,7 +136,7 @@ def _choose(counts: Tensor, k: int, stopping: Stopping | None) -> tuple[str, lis
 
 
 def _draw(prompts: int, draws: int, seed: int) -> Tensor:
-    """Draw how often each prompt is in each resample, (D, P) float64."""
+    """Draw how often each prompt occurs in each resample, (D, P) float64."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(prompts, (draws, prompts), generator=generator)
     weights = torch.zeros(draws, prompts, dtype=torch.float64)
@@ -144,7 +144,7 @@ def _draw(prompts: int, draws: int, seed: int) -> Tensor:
 
 
 def _average(counts: Tensor, k: int, weights: Tensor, by: str, stopping: Stopping | None) -> tuple[Tensor, Tensor]:
-    """Compute mean estimates over prompts, (M,), and in each draw, (M, D)."""
+    """Compute mean estimates over prompts, (M,), and the same for each draw, (M, D)."""
 
     def estimate(n: int, c: int) -> float:
         if by == "Bernoulli":
@@ -158,7 +158,7 @@ def _average(counts: Tensor, k: int, weights: Tensor, by: str, stopping: Stoppin
 
 
 def _fit(counts: Tensor, k: int, weights: Tensor, by: str, stopping: Stopping | None) -> tuple[Tensor, Tensor]:
-    """Compute the fit's pass@k, (M,), and in each draw in which all checkpoints are identified, (M, D)."""
+    """Compute the fit's pass@k, (M,), and the same for each draw in which all checkpoints are identified, (M, D)."""
     own, drawn, found = [], [], torch.ones(len(weights), dtype=torch.bool)
     for each in counts.double():
         try:
@@ -180,7 +180,7 @@ def _compare(own: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, float]:
     differences = own[:, None] - own[None]
     drawn = drawn[:, None] - drawn[None]
     errors = drawn.std(-1)
-    # A pair without a standard error never varies.
+    # A pair whose standard error is 0 never varies.
     varies = (errors > 1e-12)[..., None]
     scaled = (drawn - differences[..., None]).abs() / errors.clamp(min=1e-12)[..., None]
     largest = torch.where(varies, scaled, 0.0).amax((0, 1))
