@@ -133,7 +133,7 @@ def test_proof_switched_off(engine: Any) -> None:
 
 @pytest.mark.parametrize("change", [{"weight": None}, {"masks": {}}, {"weight": SPEC["weight"] | {"upper": 1.3}}])
 def test_spec_altered_on_the_worker(engine: Any, change: dict[str, Any]) -> None:
-    stops("another spec", engine, loss=adapter(spec=SPEC | change))
+    stops("a different spec", engine, loss=adapter(spec=SPEC | change))
 
 
 def test_mu_replaced_by_pi_old_on_the_way(engine: Any) -> None:

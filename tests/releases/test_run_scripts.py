@@ -91,7 +91,7 @@ def test_the_asynchronous_script_says_that_the_release_has_no_such_trainer(tmp_p
     done = run(ASYNC, tmp_path, "--check")
     assert done.returncode == 1
     assert "has no trainer.v1.separate_async, which came with 0.9" in done.stderr
-    assert "Fix: install verl 0.9.1, or take run_dense_fsdp.sh" in done.stderr
+    assert "Fix: install verl 0.9.1, use fully_async_policy" in done.stderr
 
 
 def test_a_check_that_fails_ends_the_script(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_nested_values_lie_end_to_end() -> None:
 def test_bounds_are_those_of_the_parts_that_move() -> None:
     batch = replace(read(), plan=SharedPlan(1, bounds={"gsm": {"lower": 0.9, "upper": 1.1}}))
     assert mb.read_bounds(batch, ["gsm"])["gsm"]["upper"] == 1.1
-    with pytest.raises(KeyError, match=r"expected those of \['other'\]"):
+    with pytest.raises(KeyError, match=r"instead of bounds for \['other'\]"):
         mb.read_bounds(batch, ["other"])
     with pytest.raises(KeyError, match=f"{PLAN} is not in the micro-batch"):
         mb.read_bounds(read(), ["gsm"])
