@@ -2,10 +2,10 @@
 
 N = V^T sequences y of T tokens from a vocabulary of V.
 
-* pi_old has the logits theta . phi(y_<t), with phi the one-hot of the last token and the one-hot of the position; * pi
-has theta moved by ``staleness`` x a fixed direction, like the moves of optimizer steps; * mu has pi_old's logits plus
-``mismatch`` x fixed standard normal noise, drawn for each prefix and token, because another engine's rounding is not a
-function of the parameters.
+* pi_old has the logits theta . phi(y_<t), with phi the one-hot of the last token and the one-hot of the position;
+* pi has theta moved by ``staleness`` x a fixed direction, like the moves of optimizer steps;
+* mu has pi_old's logits plus ``mismatch`` x fixed standard normal noise, drawn for each prefix and token, because
+  another engine's rounding is not a function of the parameters.
 """
 
 from __future__ import annotations

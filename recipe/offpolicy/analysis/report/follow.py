@@ -15,12 +15,12 @@ from .timeline import Part, merge_parts, summarize_steps
 def follow(
     directory: Path, out: Path, seconds: int, say: Callable[[str], None], wait: Callable[[float], None] = time.sleep
 ) -> None:
-    """Write the page whenever a step is added, until interrupted; each step is read once.
+    """Write the page whenever a step is added, until this process is interrupted; each step is read once.
 
     Args:
         directory: directory of the recording; it may not exist yet.
         out: the page, which a browser reloads every ``seconds``.
-        say: called with a sentence whenever the page was written, and once while there is nothing to read.
+        say: called with a sentence whenever the page has been written, and once while there is nothing to read.
 
     Raises:
         RecordingError: a step is damaged.

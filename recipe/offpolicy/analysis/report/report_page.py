@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 _DECADES = 30
 _MARKED = 40
-"""Number of steps up to which each has a marker."""
+"""Number of steps up to which each step has a marker."""
 _KEPT = {"tokens kept": "kept_tokens", "rows kept": "kept_rows", "ESS of weight x keep": "ess"}
 _MISMATCH = {"mismatch, KL(mu, pi_old)": "kl", "drift, mean |log pi / pi_old|": "drift"}
 _LENGTH = {"all answers": "length", "right answers": "length_right", "wrong answers": "length_wrong"}
 
 
 def build_step_panels(timeline: Timeline) -> list[Panel]:
-    """Build the panels of reward, mismatch, kept shares, length, and staleness if there is any, by step."""
+    """Build the panels by step: reward, mismatch, kept shares, length, and, if there is any, staleness."""
     graded = all(np.isfinite(timeline.get_column(name)).any() for name in ("length_right", "length_wrong"))
     lengths = _LENGTH if graded else {"": "length"}
     kept = _plot(timeline, "What the recorded correction kept", "Shares kept and effective sample size", "share", _KEPT)
@@ -80,7 +80,7 @@ def build_length_panels(timeline: Timeline) -> list[Panel]:
 
 
 def _plot(timeline: Timeline, title: str, shown: str, unit: str, names: Mapping[str, str]) -> Panel:
-    """Plot columns of a timeline, equal ones as one line; a column that was not recorded is labelled as such."""
+    """Plot columns of a timeline, equal columns as one line; a column that was not recorded is labelled as such."""
     steps = timeline.get_column("step")
     columns: dict[str, Series] = {label: timeline.get_column(name) for label, name in names.items()}
     marks = []
@@ -117,7 +117,7 @@ class ReportContents:
         source: the recording's directory.
         card, proof: as recorded, without secrets; empty if they were not recorded.
         studies: None for a running run, whose page has only the timeline.
-        refresh: seconds after which a browser reloads the page; 0: never.
+        refresh: seconds after which a browser reloads the page; 0 for never.
     """
 
     source: str
@@ -188,7 +188,7 @@ def _run(found: ReportContents, spec: CorrectionSpec) -> list[Block]:
 
 
 def _whole(value: Any) -> Any:
-    """Format whole floats without a point: counts and fingerprints are recorded as floats."""
+    """Format whole floats without a decimal point, because counts and fingerprints are recorded as floats."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -1,4 +1,4 @@
-"""Attribution, calibration and what-if of a report, over all steps."""
+"""Attribution, calibration and what-if for a report, over all steps."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 TARGET_KEPT = 0.98
 TARGET_ESS = 0.95
 DEFAULT = ("correction=[tis_token,gsm]",)
-"""Of rows that the weights in force sampled: its weight is calibrated where none was on, and its masks likewise. Of
-stale rows what is recommended for them takes its place."""
+"""Correction for rows that the current weights sampled: its weight and masks are calibrated if none were active. For
+stale rows, the recommended correction takes its place."""
 COMPARED = (
     ("correction=tis_token",),
     ("correction=tis_sequence",),
@@ -42,11 +42,11 @@ PROPOSED = "bounds as calibrated above"
 
 @dataclass(frozen=True)
 class Studies:
-    """Results of the three tools, or the reason why there is none.
+    """Results of the three tools, or the reason why a result is missing.
 
     Attributes:
         new: calibrated parts that were not active, such as ``masks.gsm``.
-        sampled: sentence on the sample that bounds are based on; empty if they are based on all rows.
+        sampled: sentence on the sample on which bounds are based; empty if they are based on all rows.
     """
 
     new: frozenset[str]
@@ -69,9 +69,9 @@ def run_studies(
 
     Args:
         recorded: the correction that acted at the last step.
-        stale: older weights sampled some rows, according to the recorded versions.
-        spec: overrides of the correction that is calibrated; if empty, the recorded correction, completed by the parts
-            that it lacks from ``DEFAULT``, or from the correction that is recommended for stale rows.
+        stale: whether older weights sampled some rows, according to the recorded versions.
+        spec: overrides of the correction that is calibrated. If empty, the recorded correction is calibrated; missing
+            parts are taken from ``DEFAULT``, or from the correction that is recommended for stale rows.
         jobs: the processes that read the steps.
         tokenizer: see ``attribute``.
 
@@ -98,7 +98,7 @@ def run_studies(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The correction to calibrate, its keys without a value, and its parts that were not active."""
+    """The correction to calibrate, its keys without a value, and its parts that were not active in the run."""
 
     spec: CorrectionSpec
     unset: frozenset[str]
@@ -106,7 +106,7 @@ class _Asked:
 
 
 def _asked(recorded: CorrectionSpec, spec: Sequence[str], default: Sequence[str]) -> _Asked | str:
-    """Build the correction to calibrate; without ``spec`` the recorded one, completed by the default's parts.
+    """Build the correction to calibrate; without ``spec``, the recorded correction completed by the default's parts.
 
     Returns:
         The correction, or a reason if nothing can be calibrated with the recorded pi_old.
@@ -125,7 +125,7 @@ def _asked(recorded: CorrectionSpec, spec: Sequence[str], default: Sequence[str]
     try:
         correction = CorrectionSpec.from_mapping(filled)
     except SpecError as error:
-        # The default's parts may not be compatible with the recorded pi_old; then only the recorded parts are used.
+        # If the default's parts are not compatible with the recorded pi_old, only the recorded parts are used.
         return _Asked(recorded, frozenset(), frozenset()) if _parts(recorded) else str(error)
     new = _parts(correction) - _parts(recorded)
     return _Asked(correction, frozenset(key for key in unset if key.rpartition(".")[0] in new), frozenset(new))
@@ -136,7 +136,7 @@ def _parts(spec: CorrectionSpec) -> set[str]:
 
 
 def _beside(values: dict[str, Any], recorded: CorrectionSpec) -> dict[str, Any]:
-    """Give a correction's plain values the recorded source of pi_old."""
+    """Set the source of pi_old in a correction's plain values to the recorded one."""
     return values | {"proximal": recorded.proximal, "alpha": recorded.alpha}
 
 

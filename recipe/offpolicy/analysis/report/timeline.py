@@ -1,4 +1,4 @@
-"""Statistics of a recording by step and by length, from its own columns, without a replay."""
+"""Statistics of a recording by step and by length, from the recorded columns, without a replay."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ class StepNumbers:
     ``recording.recording``.
 
     Attributes:
-        rows, tokens: responses, and response tokens.
-        unscored: responses whose pi_old is unknown.
-        compared: response tokens with a finite mu and a known and finite pi_old.
+        rows, tokens: numbers of responses and of response tokens.
+        unscored: number of responses whose pi_old is unknown.
+        compared: number of response tokens with a finite mu and a known and finite pi_old.
         reward: mean over rows whose reward is known.
         length: mean T.
-        length_right, length_wrong: mean T of responses with a reward of at least 1, and of responses with less.
-        kl: KL(mu, pi_old), k3 in nats per token, over ``compared``.
-        kl_fresh, fresh_tokens: KL over tokens that fresh weights sampled (staleness 0 or unknown); their count.
-        copied: whether mu is pi_old to the bit in all of ``compared``.
+        length_right, length_wrong: mean T of responses with a reward of at least 1, and of responses with a lower
+            reward.
+        kl: KL(mu, pi_old), k3 in nats per token, over the ``compared`` tokens.
+        kl_fresh, fresh_tokens: KL over tokens that fresh weights sampled (staleness 0 or unknown), and their number.
+        copied: whether mu equals pi_old bit for bit at all ``compared`` tokens.
         drift: mean |log pi - log pi_old|, nats per token; NaN if a response is ``unscored``.
         staleness: mean over rows whose versions are known.
         kept_tokens, kept_rows: shares that the recorded correction kept.
-        ess: (sum w)^2 / (n sum w^2) of its weight times keep.
-        nonfinite: response tokens whose mu, pi_old or pi is not finite.
-        extensions: column of an extension -> its mean over response tokens at which it is finite.
+        ess: (sum w)^2 / (n sum w^2), where w is the recorded weight times keep.
+        nonfinite: number of response tokens whose mu, pi_old or pi is not finite.
+        extensions: column of an extension -> its mean over the response tokens at which it is finite.
     """
 
     step: int
@@ -123,7 +124,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a timeline that one step adds, or the updates in it under one correction."""
+    """Part of a timeline that one step adds, or that the step's updates under one correction add."""
 
     numbers: StepNumbers
     lengths: Floats
@@ -142,7 +143,7 @@ def build_timeline(steps: Iterable[Step], jobs: Jobs = ALONE) -> Timeline:
 
 
 def merge_parts(parts: Iterable[Part]) -> Timeline:
-    """Merge the parts of all steps, in their order, to a timeline."""
+    """Merge the parts of all steps, in order, into a timeline."""
     numbers: list[StepNumbers] = []
     buckets = np.zeros((len(BUCKETS), 4))
     rejected: dict[str, int] = {}
@@ -178,7 +179,7 @@ def _of_step(step: Step) -> StepNumbers:
     old = get_trainers_pi_old(step).astype(np.float64)
     unscored = int((~find_scored_rows(step)).sum())
     with np.errstate(invalid="ignore"):
-        # The correction compared mu with its own pi_old; the engines' mismatch is measured with the trainer's.
+        # The correction compared mu with its own pi_old; the engines' mismatch is measured with the trainer's pi_old.
         log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
         gap, moved = old - rows.rollout_log_prob, rows.log_prob - old
     valid = mask & np.isfinite(log_rho)

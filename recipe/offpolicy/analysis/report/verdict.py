@@ -23,7 +23,7 @@ from .studies import Studies
 from .timeline import Floats, Timeline
 
 _LEAST_STEPS = 3
-"""Number of steps from which a beginning and an end can be compared."""
+"""Smallest number of steps whose beginning and end can be compared."""
 _GREW = 2.0
 _SWINGS = 10.0
 _NEXT = {
@@ -50,7 +50,7 @@ def build_answers(
     Args:
         spec: the correction that acted at the last step.
         proof: the liveness proof, as recorded; empty if there is none.
-        studies: None: the lines that are based on them are left out.
+        studies: results of the tools; if None, the lines that are based on them are left out.
     """
     return (
         answer_liveness(spec, proof),
@@ -69,7 +69,7 @@ def build_table(lines: tuple[Answer, ...]) -> Table:
 
 
 def answer_liveness(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
-    """Answer whether the correction reached the gradient, by the recorded liveness proof."""
+    """Answer whether the correction reached the gradient, from the recorded liveness proof."""
     question = "Is the correction live?"
     sentence, numbers = escape(str(proof.get("sentence", ""))), proof.get("live")
     if sentence and isinstance(numbers, Mapping) and numbers.get("proved") == 1.0:
@@ -120,7 +120,7 @@ def _mismatch(timeline: Timeline) -> Answer:
 
 
 def _is_copied(timeline: Timeline) -> bool:
-    """Check whether mu is pi_old to the bit at every step that has a valid token."""
+    """Check whether mu equals pi_old bit for bit at every step that has a valid token."""
     known = [step.copied for step in timeline.steps if math.isfinite(step.kl)]
     return bool(known) and all(known)
 
@@ -165,7 +165,7 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
 
 
 def _fit(studies: Studies) -> list[Answer]:
-    """Answer for each bound, after the faults that must be fixed first."""
+    """Answer for each bound, after naming the faults that must be fixed first."""
     faults = "" if isinstance(studies.attribution, str) else studies.attribution.mend_first
     first = [Answer("Can a bound be set?", "fix the cause first", faults)] if faults else []
     if isinstance(studies.calibrated, str):
@@ -247,7 +247,7 @@ def describe_trend(values: Floats, unit: str) -> str:
 
 
 def _thirds(values: Floats) -> tuple[tuple[float, float], tuple[float, float]] | None:
-    """Compute mean and standard error of the first and the last third of the steps; None for too few."""
+    """Compute mean and standard error of the first and the last third of the steps; None if there are too few."""
     known = values[np.isfinite(values)]
     if len(known) < _LEAST_STEPS:
         return None

@@ -1,4 +1,4 @@
-"""Agreement of replays: of corrections with each other, and of the recorded correction with its record."""
+"""Agreement of replayed corrections with each other, and of the recorded correction's replay with the record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Matrix = NDArray[np.float64]
 
 
 class AgreementCounter:
-    """Counts, over blocks, of the tokens and rows that both corrections of each pair of S reject."""
+    """Counts, over blocks, of the tokens and rows that both corrections of a pair reject, for all pairs of S."""
 
     def __init__(self, corrections: int) -> None:
         self.tokens, self.rows = (np.zeros((corrections, corrections)) for _ in range(2))
@@ -29,8 +29,8 @@ class AgreementCounter:
         Args:
             places: indices of these corrections among the S.
             keep: (B, W) bool for each correction.
-            weighed: (B, W) float64 for each correction, its gradient weights f A.
-            counted: (B, W) bool, tokens that are compared. A row is rejected if all of these tokens are.
+            weighed: (B, W) float64 for each correction: its gradient weights f A.
+            counted: (B, W) bool, tokens that are compared. A row is rejected if all of these tokens are rejected.
         """
         if not places:
             return
@@ -69,8 +69,8 @@ class Agreement:
     """Agreement of each pair of S corrections; (S, S) each, symmetric, NaN if undefined.
 
     Attributes:
-        jaccard_tokens, jaccard_rows: share that both reject of the tokens, or rows, that either rejects; undefined if
-            neither rejects anything.
+        jaccard_tokens, jaccard_rows: share of the tokens, or rows, rejected by at least one that are rejected by both;
+            undefined if neither rejects anything.
         cosine: cosine of the gradient weights f A.
     """
 
@@ -94,9 +94,11 @@ class Fidelity:
     """Comparison of the recorded correction's replay with the record.
 
     Attributes:
-        tokens: number of compared response tokens, whose mu and pi_old are finite; a correction does not act on others.
+        tokens: number of compared response tokens. Their mu and pi_old are finite; a correction does not act on other
+            tokens.
         weights: number of these tokens whose weight differs by more than ``TOLERANCE``.
-        rejections: number of these tokens that other parts rejected than recorded; decisions are compared to the bit.
+        rejections: number of these tokens that were not rejected by the same parts as recorded; decisions must match
+            exactly.
         weight_error: largest relative difference of a weight.
     """
 
@@ -125,15 +127,15 @@ def compare_with_record(by: Decision, of: Block, reasons: Sequence[str]) -> Fide
         by: the recorded correction's decision in the replay.
         reasons: names of the bits of ``rejected_by``.
     """
-    # Rebuilds the recorded bit field, with one bit per reason.
+    # Rebuild the recorded bit field, with one bit per reason.
     replayed = torch.zeros_like(of.rejected_by)
     for bit, reason in enumerate(reasons):
         if (drop := by.rejected.get(reason)) is not None:
             replayed |= (drop & by.valid).int() << bit
     other = of.mask & (replayed != of.rejected_by)
-    # A part that is not named in the record rejects here as well.
+    # A part that the record does not name rejects here as well.
     other |= of.mask & by.valid & ((of.rejected_by == 0) != by.keep)
-    # Outside the valid tokens weights have no effect.
+    # Weights have no effect outside the valid tokens.
     error = ((by.weight - of.weight).abs() / of.weight.abs().clamp(min=1e-30)).nan_to_num(torch.inf)
     error = torch.where(by.valid & (by.weight != of.weight), error, 0.0)
     beyond = error > TOLERANCE

@@ -13,9 +13,9 @@ from ...preflight.hydra_groups import GROUP
 from .compose import compose_correction, initialize_composer, parse_grid, parse_value, suggest_keys
 
 RECORDED = "recorded"
-"""Stands for the correction that acted, which may differ from step to step."""
+"""Stands for the correction that acted, which may change from step to step."""
 UNCORRECTED = "uncorrected"
-"""Stands for a correction without weight and mask on the recorded pi_old."""
+"""Stands for a correction with the recorded pi_old but without weight or mask."""
 MOST = 400
 """Largest number of corrections in one replay."""
 _OPTIONAL = (
@@ -34,7 +34,7 @@ class Candidate:
     Attributes:
         label: its overrides, unique within a replay.
         base: the label without the grid's values.
-        point: the grid's values as they were given, by key; empty without a grid.
+        point: the given values of the grid, by key; empty without a grid.
         spec: None if it depends on the recorded correction, or if the point is invalid.
         error: why the point is invalid; None if it is valid.
     """
@@ -49,7 +49,7 @@ class Candidate:
         """Return the correction for a step at which ``recorded`` acted.
 
         Raises:
-            SpecError: it is malformed.
+            SpecError: the correction is malformed.
         """
         if self.spec is not None:
             return self.spec
@@ -63,11 +63,11 @@ def build_candidates(
 ) -> tuple[Candidate, ...]:
     """Build all corrections of a replay: every spec crossed with the grid keys that it has.
 
-    The recorded correction is not varied, for comparison, unless it is the only spec.
+    The recorded correction stays unchanged for comparison, unless it is the only spec.
 
     Args:
         specs: overrides of each correction, or ``["recorded"]``.
-        grids: ``key=value,value`` each, crossed.
+        grids: ``key=value,value`` each; all grids are crossed.
         recorded: plain values of the correction that acted at the first step.
 
     Raises:
@@ -142,7 +142,7 @@ def _has(mapping: Mapping[str, Any], key: str) -> bool:
 
 
 def _known(mapping: Mapping[str, Any]) -> list[str]:
-    """List the dotted keys with a value of their own, and those that an option may leave out."""
+    """List the dotted keys that have their own value, and those that an option may leave out."""
     return [f"{GROUP}.{path}" for path in _leaves(mapping)]
 
 

@@ -37,7 +37,7 @@ from ...preflight.own_keys import list_groups
 _CONFIGS = Path(__file__).resolve().parents[2] / "config"
 _PRIMARY = "offpolicy_replay"
 _NEAR = 0.7
-"""Similarity, as difflib measures it, from which a name counts as misspelt."""
+"""Similarity, as measured by difflib, from which a name counts as misspelt."""
 _EXAMPLE = f"Give {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.upper=1.02 for example."
 
 
@@ -47,7 +47,7 @@ def initialize_composer() -> Iterator[None]:
     # Hydra is a process-wide singleton: a caller, such as a launch, may have it initialised.
     before, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
-    # The lines of offpolicy_trainer.yaml without verl's own configuration, which a correction does not read.
+    # These are the lines of offpolicy_trainer.yaml without verl's own configuration, which a correction does not read.
     defaults = ["offpolicy_base", "_self_", {GROUP: "none"}]
     ConfigStore.instance().store(
         name=_PRIMARY, node={"defaults": defaults}, provider="recipe.offpolicy.analysis.whatif"
@@ -64,8 +64,8 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
     """Compose the plain values under ``correction``; a mandatory value that is left out stays "???".
 
     Raises:
-        SpecError: an override is malformed or belongs to another group, an option is unknown, two options set one key,
-            or it is ``correction=auto``.
+        SpecError: an override is malformed or belongs to another group, an option is unknown, two options set the same
+            key, or the option is ``correction=auto``.
     """
     for override in overrides:
         key = parse_key(override)
@@ -96,14 +96,14 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
     if not isinstance(mapping, dict):
         raise SpecError(f"{GROUP}={mapping}: not a correction. {_EXAMPLE}")
     if mapping.get("proximal") == AUTO_PROXIMAL:
-        # What a recording holds as pi_old, whether a forward pass or the gradient step itself computed it.
+        # This is the recorded pi_old, whether a forward pass or the gradient step itself computed it.
         mapping["proximal"] = "recompute"
     return cast(dict[str, Any], mapping)
 
 
 def suggest_keys(name: str, known: Sequence[str]) -> str:
     """Format the most similar known names in a sentence, or all of them if none is similar."""
-    # The prefix that all keys share makes none of them more likely.
+    # The prefix that all keys share must not make them similar.
     by_rest = {key.removeprefix(f"{GROUP}."): key for key in known}
     near = difflib.get_close_matches(name.removeprefix(f"{GROUP}."), by_rest, n=3, cutoff=_NEAR)
     names = [by_rest[rest] for rest in near] or sorted(known)
@@ -114,7 +114,7 @@ def parse_key(override: str) -> str:
     """Parse the dotted key that an override sets.
 
     Raises:
-        SpecError: it is no override.
+        SpecError: the text is not an override.
     """
     return str(_parsed(override).key_or_group)
 
@@ -123,7 +123,7 @@ def parse_grid(grid: str) -> tuple[str, list[str]]:
     """Parse key and values of ``key=a,b,c``, or of another Hydra sweep such as ``key=range(1,4)``.
 
     Raises:
-        SpecError: it is no override.
+        SpecError: the text is not an override.
     """
     override = _parsed(grid)
     if override.is_delete():
@@ -151,9 +151,9 @@ _OPEN = "???"
 
 
 def build_overrides(spec: CorrectionSpec) -> list[str]:
-    """Build the overrides: shipped options by name if they match its parts, then single keys.
+    """Build the overrides of a correction: shipped options by name if they match its parts, then single keys.
 
-    If pi_old comes from the trainer's weights, the launch decides which of the two ways computes it.
+    If pi_old comes from the trainer's weights, the launch decides which of two ways is used to compute it.
     """
     wanted = _plain(spec)
     compose_correction([f"{GROUP}=none"])  # the application in which options are looked up
@@ -172,11 +172,11 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
         overrides.append(set_to(f"{GROUP}.weight", wanted["weight"]))
     overrides += [f"+{set_to(f'{GROUP}.masks.{name}', mask)}" for name, mask in known if name not in masks]
     overrides += [f"+{set_to(f'{GROUP}.weights.{name}', one)}" for name, one in wanted.get("weights", {}).items()]
-    if wanted.get("kl_weight"):  # whole, because an open bound (null) is no default of a missing part
+    if wanted.get("kl_weight"):  # as a whole, because an open bound (null) is no default of a missing part
         overrides.append(set_to(f"{GROUP}.kl_weight", wanted["kl_weight"], add=True))
     composed = compose_correction(overrides)
     there = dict(_leaves(composed))
-    # Compared after parsing: defaults that the spec fills in need no override.
+    # They are compared after parsing, because defaults that the spec fills in need no override.
     had = dict(_leaves(_plain(CorrectionSpec.from_mapping(_filled(composed, wanted)))))
     return overrides + [
         set_to(f"{GROUP}.{key}", value, add=key not in there)
@@ -210,7 +210,7 @@ def _filled(plain: Any, wanted: Any) -> Any:
 
 
 def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of every entry that is not a mapping; an empty mapping has none."""
+    """Yield the dotted key and the value of every entry that is not a mapping; an empty mapping yields nothing."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{path}{name}.")

@@ -1,10 +1,10 @@
 """Sums, over the rows of a step, of one correction's effect on the gradient, in float64.
 
 A token's *gradient weight* is the factor of grad log pi in the policy gradient, without the factors that every
-correction shares: f_t = w_t k_t r_t s with weight w, keep k and the base loss's own factor r, see ``BaseLoss`` (1 next
-to a weight on pi / mu, whose loss has no ratio). s is the row's factor of ``denominator=kept`` or
-``nonfinite=excluded``, see ``study``; 1 otherwise. If there is also a penalty, ``compute_pull`` is subtracted from f A.
-Without a correction, f is r alone, with the recorded pi_old.
+correction shares: f_t = w_t k_t r_t s with weight w, keep k and the base loss's own factor r, see ``BaseLoss`` (1 if
+there is a weight on pi / mu, because its loss has no ratio). s is the row's factor from ``denominator=kept`` or
+``nonfinite=excluded``, see ``study``; it is 1 otherwise. If there is also a penalty, ``compute_pull`` is subtracted
+from f A. Without a correction, f is just r, with the recorded pi_old.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class BaseLoss:
 
     Attributes:
         name: the mode; empty if the recording does not contain it.
-        low, high: PPO's clip, to 1 - low and 1 + high; None for no clip.
-        dual: upper clip for negative advantages (dual-clip PPO, Ye et al. 2020); None for none.
+        low, high: PPO's clip range, from 1 - low to 1 + high; None for no clip.
+        dual: upper clip for negative advantages (dual-clip PPO, Ye et al. 2020); None for no dual clip.
     """
 
     name: str = ""
@@ -53,15 +53,15 @@ class BaseLoss:
         both, low, high, dual = (
             read_config(card, f"actor_rollout_ref.actor.clip_ratio{side}") for side in ("", "_low", "_high", "_c")
         )
-        # verl uses clip_ratio for a side that is not set.
+        # verl uses clip_ratio for a side whose own clip is not set.
         low, high = (both if side is None else side for side in (low, high))
         return cls(name, _number(low), _number(high), _number(dual))
 
     def compute_factor(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Compute r = pi / pi_old, 0 where the clip leaves no gradient; 1 under ``gpg``, which has no ratio.
 
-        PPO's clip stops the gradient at r > 1 + high with A > 0 and at r < 1 - low with A < 0 (Schulman et al. 2017),
-        the dual clip at r > dual with A < 0.
+        PPO's clip stops the gradient at r > 1 + high with A > 0, and at r < 1 - low with A < 0 (Schulman et al. 2017).
+        The dual clip stops it at r > dual with A < 0.
 
         Args:
             log_ratio: (B, W) float64, log(pi / pi_old).
@@ -124,16 +124,16 @@ INDEX = {name: place for place, name in enumerate(COLUMNS)}
 
 @dataclass(frozen=True)
 class ReferenceBlock:
-    """A block with the quantities that no correction changes.
+    """A block, with the quantities that no correction changes.
 
     Attributes:
         block: the rows.
-        counted: (B, W) float64 of 0 and 1, tokens on which gradient weights are compared: mu, pi_old, pi and A are all
-            finite.
+        counted: (B, W) float64 of 0 and 1, 1 for tokens at which gradient weights are compared: mu, pi_old, pi and A
+            are all finite.
         advantages: (B, W) float64, 0 off ``counted``.
         base_loss: base loss of the run.
         base_factor: (B, W) float64, its factor with the recorded pi_old.
-        references: rho, pi / mu of the token, (B, W), and of all of the row's tokens, (B, 1).
+        references: rho, which is pi / mu of the token, (B, W), or of all of the row's tokens, (B, 1).
         mismatch: (B, W) float64, k3 = rho - 1 - log rho by token, whose sum estimates KL(mu, pi); never below 0.
     """
 
@@ -190,7 +190,7 @@ class ReferenceBlock:
 
 
 def build_reference_block(block: Block, base_loss: BaseLoss) -> ReferenceBlock:
-    """Build the quantities with which a block's corrections are compared."""
+    """Build the quantities against which a block's corrections are compared."""
     log_probs = (block.rollout_log_prob, block.old_log_prob, block.log_prob)
     counted = find_valid_tokens(block.mask, *log_probs, block.advantages)
     full = compute_log_ratio(block.log_prob, block.rollout_log_prob, counted)
@@ -214,7 +214,7 @@ def compute_gradient_weight(
     """Compute f_t of the module's docstring: (B, W) float64, 0 off ``of.counted``.
 
     Args:
-        scale: (N,) s of each row in the step; None: 1.
+        scale: (N,) s of each row in the step; None for 1.
     """
     applied = torch.where(by.keep, by.weight, 0.0).double() * of.counted
     if scale is not None:
@@ -222,7 +222,7 @@ def compute_gradient_weight(
     # A weight on pi / mu replaces the base loss's ratio.
     if spec.weighs_full_ratio:
         return applied
-    # The same pi_old has the same factor, which is computed once per block.
+    # The same pi_old gives the same factor, so it is computed once per block.
     if by.old_log_prob is of.block.old_log_prob:
         return applied * of.base_factor
     log_r = compute_log_ratio(of.block.log_prob, by.old_log_prob, of.counted.bool())
@@ -292,7 +292,7 @@ class Grouping:
 
     def sum_rows(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum rows by group: (G, L, columns) from (N, columns)."""
-        # By torch, see ``jobs.prepare_process``.
+        # Torch multiplies here; see ``jobs.prepare_process``.
         sums = torch.from_numpy(self.member) @ torch.from_numpy(table)
         return sums.numpy().reshape(len(self.names), -1, table.shape[1])
 
@@ -300,14 +300,15 @@ class Grouping:
 def build_grouping(rows: Rows) -> Grouping:
     """Group rows as ``correction.telemetry`` does.
 
-    Length counts valid tokens, whose mu and pi_old are finite; the sign is the sign of the row's sum of advantages over
-    them; staleness is that of the row's first token. The last of the L buckets holds rows without a valid token.
+    Length counts valid tokens, whose mu and pi_old are finite. The sign is that of the sum of advantages over the row's
+    valid tokens. Staleness is that of the row's first token. The last of the L buckets holds rows without a valid
+    token.
     """
     valid = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
     length = _by_row(valid.astype(np.float64), rows)
     advantage = _by_row(np.where(valid, np.nan_to_num(rows.advantages, nan=0.0, posinf=0.0, neginf=0.0), 0.0), rows)
     limits = [most for most in BUCKETS.values() if most is not None]
-    # Rows without a valid token get a bucket of their own, so that totals stay whole.
+    # Rows without a valid token get their own bucket, so that totals stay complete.
     bucket = np.where(length > 0, np.searchsorted(limits, length, side="left"), len(BUCKETS))
     groups: dict[str, NDArray[np.bool_]] = {"": np.ones(len(rows), dtype=bool)}
     groups |= {f"length/{name}": bucket == place for place, name in enumerate(BUCKETS)}
@@ -327,5 +328,5 @@ def _by_row(values: NDArray[np.float64], rows: Rows) -> NDArray[np.float64]:
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """Sum the product over each row without a temporary of its size; torch's einsum takes twice as long."""
+    """Sum a product over each row without a temporary of the product's size; torch's einsum takes twice as long."""
     return torch.from_numpy(np.einsum("bw,bw->b", one.numpy(), other.numpy()))

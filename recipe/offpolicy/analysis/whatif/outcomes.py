@@ -4,17 +4,17 @@ Keys:
 
 * ``schema``: 1; increases whenever a key is removed or changes its meaning.
 * ``recording``: ``directory``, ``steps`` (list), ``rows``, ``tokens`` (response tokens).
-* ``fidelity``: comparison of the recorded correction's replay with the recording: ``agrees`` (null: not compared),
+* ``fidelity``: comparison of the recorded correction's replay with the recording: ``agrees`` (null if not compared),
   ``tolerance``, and the fields of ``fidelity.Fidelity``.
 * ``corrections``: a list of
     * ``label``, ``base`` and ``point``, the grid's values by key;
-    * ``spec``: plain values; null where it goes by what was recorded at each step;
+    * ``spec``: plain values; null if it depends on the correction recorded at each step;
     * ``overall``, ``groups`` (``length/le64``, ``advantage/negative``, ``staleness/is1``) and ``steps`` (by number):
-      the fields of ``measures.CorrectionMeasures``; null where there is nothing to measure by;
+      the fields of ``measures.CorrectionMeasures``; null where a measure is not possible;
     * ``turns`` (``turn/is0``): the fields of ``measures.TurnShare``.
 * ``agreement``: ``labels`` and, in their order, the matrices of ``agreement.Agreement``; null where undefined.
 * ``failures``: label -> why it was not replayed.
-* ``notes``: what limits the figures.
+* ``notes``: limitations of the figures.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .candidates import Candidate
 from .gradient_sums import INDEX, REFERENCES, TURN_GROUPS
 
 Sums = NDArray[np.float64]
-"""(L, len(COLUMNS)): the sums over a group's rows of each length bucket; the last line is of rows without length."""
+"""(L, len(COLUMNS)): the sums over a group's rows in each length bucket; the last line is for rows without a length."""
 
 FEW = 30.0
-"""Number of effective rows that a reference per sequence needs."""
+"""Effective number of rows that a reference per sequence needs."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,22 @@ class CorrectionMeasures:
 
     Attributes:
         tokens, rows: response tokens, and rows with one.
-        kept_tokens, kept_rows: kept shares of them; a row is kept if one of its tokens is.
+        kept_tokens, kept_rows: kept shares of these; a row is kept if at least one of its tokens is kept.
         ess: effective sample size of w k, (sum w k)^2 / (n sum (w k)^2), at most ``kept_tokens``.
-        mismatch_left: share of the mismatch that lies on kept tokens, sum k3 k / sum k3 with k3 = rho - 1 - log rho of
-            the token's rho = pi / mu (Schulman 2020), the sum of which estimates KL(mu, pi). This is the purpose of a
-            mask: the further below ``kept_tokens``, the better it picks the deviating tokens.
+        mismatch_left: share of the mismatch that lies on kept tokens, sum k3 k / sum k3, where k3 = rho - 1 - log rho
+            with the token's rho = pi / mu (Schulman 2020); the sum of k3 estimates KL(mu, pi). A mask should reduce
+            this share: the further it is below ``kept_tokens``, the better the mask picks the deviating tokens.
         lr_scale: norm of the corrected gradient weights relative to the uncorrected ones, sqrt(sum (f A)^2 / sum (r
-            A)^2): the factor by which the correction changes the learning rate if the tokens' gradients had equal size
-            and were unrelated.
-        reference_rows: effective number of rows on whose pi / mu the reference of ``bias_sequence`` is based, (sum
-            rho)^2 / sum rho^2.
-        bias_token, bias_sequence: distance of the gradient weights from those of an unbiased estimator, relative to
-            the latter's norm, sqrt(sum ((f - rho) A)^2 / sum (rho A)^2). The reference rho is the untruncated pi / mu
-            of the token (unbiased for PPO's surrogate, which leaves the distribution of prefixes as it is) or of the
-            whole row (unbiased for the policy gradient). By the Cauchy-Schwarz inequality no gradient of unit second
-            moment can be off by more: this is an upper bound of the bias, which also counts noise that would average
-            out. ``bias_sequence`` is None if the reference is based on fewer than ``FEW`` rows.
+            A)^2): the factor by which the correction would change the learning rate if the tokens' gradients had equal
+            size and were unrelated.
+        reference_rows: effective number of rows whose pi / mu determine the reference of ``bias_sequence``, (sum rho)^2
+            / sum rho^2.
+        bias_token, bias_sequence: distance of the gradient weights from those of an unbiased estimator, relative to the
+            latter's norm, sqrt(sum ((f - rho) A)^2 / sum (rho A)^2). The reference rho is the untruncated pi / mu of
+            the token (unbiased for PPO's surrogate, which leaves the distribution of prefixes as it is) or of the whole
+            row (unbiased for the policy gradient). By the Cauchy-Schwarz inequality, no gradient with unit second
+            moment can deviate by more, so this is an upper bound of the bias, which also counts noise that would
+            average out. ``bias_sequence`` is None if the reference is based on fewer than ``FEW`` rows.
         bias_token_systematic, bias_sequence_systematic: the part of this distance that cannot average out over these
             tokens: the shift of the mean in each cell of length bucket and sign of A, sqrt(sum_c n_c mean_c((f - rho)
             A)^2 / sum (rho A)^2). Variation within a cell is not included.
@@ -104,7 +104,7 @@ def compute_measures(sums: Sums) -> CorrectionMeasures:
         return float(sums[:, INDEX[name]].sum())
 
     reference_rows = _over(of("ratio") ** 2, of("ratio_square")) or 0.0
-    # A reference based on few rows is noise, so no bias per sequence is reported then.
+    # A reference based on few rows is mostly noise, so no bias per sequence is reported then.
     judges = reference_rows >= FEW
     bias = {name: _root(_over(of(f"distance/{name}"), of(f"reference/{name}"))) for name in REFERENCES}
     shift = {name: _root(_over(_shift(name, sums), of(f"reference/{name}"))) for name in REFERENCES}
@@ -182,7 +182,7 @@ class Study:
     Attributes:
         directory: directory of the recording.
         steps: the replayed steps.
-        rows, tokens: response tokens of these steps, and rows with a response token.
+        rows, tokens: numbers of rows with a response token, and of response tokens, in these steps.
         outcomes: outcome of each correction that could be replayed.
         failures: label -> why the correction could not be replayed.
         agreement: agreement between ``outcomes``, in their order.

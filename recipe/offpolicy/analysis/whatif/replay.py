@@ -1,4 +1,4 @@
-"""Replay of one correction over recorded tokens, in blocks of similar length, by the two stages of training."""
+"""Replay of one correction over recorded tokens, in blocks of rows with similar length, by both training stages."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from ...recording import Rows
 SIZE = 2**16
 """Positions in a block, including padding; a longer row is a block by itself."""
 _COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")
-_SHORTEST = 0.8  # of the longest row of a block
+_SHORTEST = 0.8  # as a share of the longest row of a block
 
 
 @dataclass(frozen=True)
 class Block:
-    """B rows of at most W tokens; padding holds zeros (False), turn -1.
+    """B rows of at most W tokens; padding is 0 or False, and -1 for ``turn``.
 
     Attributes:
         rows: (B,) int64, numbers of these rows in the step.
-        place: (B, W) bool, whether a token was recorded there.
+        place: (B, W) bool, whether a token was recorded at this position.
         mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, W), as recorded.
         rejected_by, turn: (B, W) int32 with the recorded bits, and int16.
         version: (B, W) int32, version of the weights that sampled the token; -1 if unknown.
-        staleness: (B, W) int64, its age, see ``Rows.token_staleness``; -1 if unknown.
+        staleness: (B, W) int64, age of these weights, see ``Rows.token_staleness``; -1 if unknown.
     """
 
     rows: NDArray[np.int64]
@@ -87,7 +87,7 @@ def concatenate_rows(rows: Rows) -> Block:
 
 
 def pad_rows(rows: Rows, chosen: NDArray[np.int64]) -> Block:
-    """Pad the rows of these numbers to the longest of them."""
+    """Pad the rows with these numbers to the longest of them."""
     lengths = np.diff(rows.offsets)[chosen]
     column = np.arange(max(int(lengths.max(initial=0)), 1))
     place = column[None, :] < lengths[:, None]
@@ -119,7 +119,7 @@ class Decision:
     """Decision of one correction on one block.
 
     Attributes:
-        old_log_prob: (B, W) log pi_old as the correction uses it.
+        old_log_prob: (B, W), log pi_old as the correction uses it.
         valid: (B, W) bool, valid tokens of the rollout stage.
         weight: (B, W), before masks.
         keep: (B, W) bool.
@@ -134,7 +134,7 @@ class Decision:
 
 
 def check_gradient_known(spec: CorrectionSpec) -> None:
-    """Raise SpecError if scores are centred, which changes gradients but neither weights nor kept tokens."""
+    """Raise SpecError if scores are centred, because centring changes gradients but neither weights nor kept tokens."""
     if spec.centering is not None:
         raise SpecError(
             f"correction.centering={spec.centering}: a recording holds no log-probs of tokens that were not sampled, "
@@ -143,7 +143,7 @@ def check_gradient_known(spec: CorrectionSpec) -> None:
 
 
 def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> None:
-    """Raise SpecError if what was recorded is not enough for ``spec``.
+    """Raise SpecError if the recorded data are not sufficient for ``spec``.
 
     Args:
         recorded: the correction that acted when ``rows`` were recorded.
@@ -175,7 +175,7 @@ def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
     """Check that a run with ``proximal=same_engine`` would not have stopped at these rows.
 
     Raises:
-        SpecError: it would have stopped, or pi_old was never computed.
+        SpecError: the run would have stopped, or pi_old was never computed.
     """
     if recorded.proximal not in OF_THE_TRAINER:
         raise SpecError(
@@ -183,7 +183,7 @@ def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
             f"was not computed, which mu would have to equal. Replay with correction.proximal=bypass."
         )
     apart = np.abs(rows.rollout_log_prob.astype(np.float64) - rows.old_log_prob)[rows.response_mask]
-    # Written so that NaN counts.
+    # The condition is written so that NaN counts.
     if beyond := int((~(apart <= TOLERANCE)).sum()):
         raise SpecError(
             f"correction.proximal=same_engine: of {len(apart)} tokens mu differs from pi_old by more than "
@@ -198,9 +198,9 @@ def _count_rows(rows: Rows, tokens: NDArray[np.bool_]) -> int:
 
 
 def needs_other_advantages(spec: CorrectionSpec, recorded: CorrectionSpec) -> bool:
-    """Check whether training with ``spec`` would have had other advantages than the recorded ones.
+    """Check whether training with ``spec`` would have used advantages that differ from the recorded ones.
 
-    ``baseline=exclude`` computes them from the rows that the correction keeps.
+    ``baseline=exclude`` computes advantages from the rows that the correction keeps.
     """
     if spec.baseline == recorded.baseline == "include":
         return False
@@ -212,7 +212,7 @@ def compute_constants(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows
     if not spec.needs_constants:
         return BatchConstants()
     normalised_rows = spec.normalized is not None and spec.normalized.level != "token"
-    # Sorting and averaging tokens needs no rows, and a whole step is mostly padding.
+    # Sorting and averaging tokens needs no rows, and a whole step in padded form is mostly padding.
     whole = pad_rows(rows, np.arange(len(rows))) if normalised_rows else concatenate_rows(rows)
     return batch_constants(spec, old_log_prob=compute_pi_old(spec, recorded, whole), **_rollout(whole))
 
@@ -235,7 +235,7 @@ def count_kept_tokens(
 ) -> NDArray[np.float64]:
     """Count the tokens of each row that the loss's denominator keeps, (N,).
 
-    These are the tokens that the rollout stage keeps, or with ``nonfinite=excluded`` the tokens whose mu is finite.
+    These are the tokens that the rollout stage keeps, or, with ``nonfinite=excluded``, the tokens whose mu is finite.
 
     Args:
         recorded, constants: as in ``decide``.
@@ -253,7 +253,7 @@ def count_kept_tokens(
 
 
 def compute_pi_old(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block) -> Tensor:
-    """Compute log pi_old for ``spec``, (B, W); it is the recorded one if that has the same source."""
+    """Compute log pi_old for ``spec``, (B, W); the recorded one is used if it has the same source."""
     if (spec.proximal, spec.alpha) == (recorded.proximal, recorded.alpha):
         return rows.old_log_prob
     return proximal_log_prob(

@@ -46,12 +46,12 @@ from .replay import (
 
 @dataclass(frozen=True)
 class DenominatorCounts:
-    """Settings of a run that decide its loss's denominator, from its card.
+    """Settings of a run, from its card, that determine its loss's denominator.
 
     Attributes:
-        mode: the aggregation of the policy loss, by ``actor.loss_agg_mode``; None if the card does not contain it.
+        mode: the aggregation of the policy loss, from ``actor.loss_agg_mode``; None if the card does not contain it.
         mini_batch_rows: rows of a mini-batch over all ranks; None if unknown.
-        sampled: only a share of the rows was recorded.
+        sampled: whether only a share of the rows was recorded.
     """
 
     mode: str | None = None
@@ -92,7 +92,7 @@ class DenominatorCounts:
 
         Args:
             rows: rows for which ``explain_unknown`` is empty.
-            kept: (N,) response tokens of each row that the correction keeps.
+            kept: (N,) number of response tokens of each row that the correction keeps.
         """
         assert self.mode is not None, "explain_unknown is empty"
         assert self.mini_batch_rows is not None, "explain_unknown is empty"
@@ -174,9 +174,9 @@ class _StepReplay:
     Attributes:
         sums: place of a correction -> names of its groups and their sums, for each correction that acted in the step.
         failures: label -> why a correction could not be replayed.
-        tally, seen: for this step alone.
-        needs_batch: a correction has a constant for the whole batch.
-        filled: the step holds a row.
+        tally, seen: the counts for this step alone.
+        needs_batch: whether a correction has a constant for the whole batch.
+        filled: whether the step holds a row.
     """
 
     tally: AgreementCounter
@@ -203,7 +203,7 @@ def run_study(
         jobs: the processes that replay the steps.
 
     Raises:
-        RecordingError: a step is damaged, none was chosen, or none holds a row; steps without rows are skipped.
+        RecordingError: a step is damaged, no step was chosen, or no step holds a row; steps without rows are skipped.
     """
     if not steps:
         raise RecordingError(f"{recording.directory}: no step to replay.")
@@ -219,7 +219,7 @@ def run_study(
     for number, step in zip(steps, show_progress(found, len(steps), "replaying"), strict=True):
         for place, names, sums in step.sums:
             running[place].add(number, names, sums)
-        failures = step.failures | failures  # the first step at which a correction fails is named
+        failures = step.failures | failures  # name the first step at which a correction fails
         tally.add_counts(step.tally)
         seen.add(step.seen)
         needs_batch = needs_batch or step.needs_batch
@@ -228,7 +228,7 @@ def run_study(
         raise RecordingError(
             f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record others."
         )
-    # A correction may fail at a later step than the step that noted it.
+    # A correction may fail at a later step than the one that noted it.
     seen.other_advantages -= failures.keys()
     done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
     outcomes = tuple(running[place].build_outcome() for place in done)
@@ -252,7 +252,7 @@ def run_study(
 
 @dataclass(frozen=True)
 class _Setting:
-    """Facts that are equal in all steps: base loss, denominator, positions in a block, whether rows are a sample."""
+    """Settings that all steps share: base loss, denominator, positions in a block, whether rows are a sample."""
 
     base_loss: BaseLoss
     counts: DenominatorCounts
@@ -264,7 +264,7 @@ class _Setting:
 def _replay_step(candidates: Sequence[Candidate], setting: _Setting, recording: Recording) -> _StepReplay:
     (number,) = recording.steps
     found = _StepReplay(AgreementCounter(len(candidates)))
-    # A constant of the whole batch needs all rows of the step; anything else adds up.
+    # A constant of the whole batch needs all rows of the step; everything else can be added up.
     for part in join_alike(recording.in_pieces(), partial(_needs_batch, candidates)):
         if not len(part.rows):
             continue
@@ -303,7 +303,7 @@ class _Specs:
 
     Attributes:
         recorded: the correction that acted.
-        active: place of each running correction that can be replayed -> its spec.
+        active: place of each remaining correction that can be replayed -> its spec.
     """
 
     recorded: CorrectionSpec
@@ -311,7 +311,7 @@ class _Specs:
 
     @property
     def all(self) -> list[CorrectionSpec]:
-        """Each correction once."""
+        """All corrections, each once."""
         return list(dict.fromkeys([self.recorded, *self.active.values()]))
 
 
@@ -342,7 +342,7 @@ def _replay(step: Step, number: int, specs: _Specs, found: _StepReplay, setting:
     """Replay every correction on one step."""
     rows = step.rows
     constants = {spec: compute_constants(spec, specs.recorded, rows) for spec in specs.all}
-    # Missing for specs whose scale is unknown: they are replayed with the original denominator.
+    # Specs whose scale is unknown are missing here: they are replayed with the original denominator.
     scales = {}
     if by_kept := [spec for spec in set(specs.active.values()) if spec.recounts]:
         if unknown := setting.counts.explain_unknown(rows):
@@ -373,7 +373,7 @@ def _replay(step: Step, number: int, specs: _Specs, found: _StepReplay, setting:
             of.counted.bool(),
         )
         found.seen.add_block(of)
-        # The record of a sample does not contain the constants of the whole batch.
+        # A recorded sample does not contain the constants of the whole batch.
         known = not (setting.sampled and specs.recorded.needs_constants)
         if known:
             found.seen.fidelity += compare_with_record(decisions[specs.recorded], block, step.reasons)

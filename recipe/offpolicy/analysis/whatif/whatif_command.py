@@ -43,7 +43,7 @@ def write_result(result: Study, given: argparse.Namespace) -> None:
         sys.stdout.write(found)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has closed the pipe, but files are still wanted. The rest of the buffer is discarded.
+        # The reader has closed the pipe, but the files must still be written. The rest of the buffer is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     _write(result, given)
 
@@ -61,7 +61,7 @@ def _write(result: Study, given: argparse.Namespace) -> None:
 
 
 def _tables(result: Study) -> str:
-    """Format the tables as text; Rich itself would end the program if a reader closes the pipe."""
+    """Format the tables as text, because Rich itself would end the program if a reader closed the pipe."""
     console = open_console()
     shown = [
         whatif_tables.build_overall_table(result),

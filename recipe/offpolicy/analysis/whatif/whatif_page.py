@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 MOST_LINES = 4
-"""Largest number of lines of panels; further corrections are only in the tables."""
+"""Largest number of rows of panels; further corrections appear only in the tables."""
 _MOST_TICKS = 8
 """Largest number of grid values whose texts fit below a panel."""
 _KEPT = {
@@ -49,7 +49,7 @@ class PanelRow:
     Attributes:
         title: what its corrections have in common.
         label: label of the horizontal axis.
-        ticks: a text for each correction.
+        ticks: tick label of each correction.
         outcomes: outcomes in the order of the axis.
         ordered: whether the axis is numeric.
     """
@@ -79,7 +79,7 @@ def group_into_rows(study: Study) -> list[PanelRow]:
 
 
 def _of_base(outcomes: Sequence[CorrectionOutcome]) -> list[PanelRow]:
-    """Build the rows of one spec, whose points all have the same keys."""
+    """Build the rows of one spec, all of whose points have the same keys."""
     keys = list(outcomes[0].candidate.point)
     axis = max(keys, key=lambda key: len({outcome.candidate.point[key] for outcome in outcomes}))
     along: dict[str, list[CorrectionOutcome]] = {}
@@ -196,7 +196,7 @@ def _build_panel(
 
 
 def _limit(series: Sequence[plotting.Series], *, share: bool) -> tuple[float, float]:
-    """Limit shares from a little below the smallest one to 1, other values from 0."""
+    """Limit shares to the range from a little below the smallest one to 1; other values start at 0."""
     values = [value for one in series for value in map(float, one) if not math.isnan(value)]
     least, greatest = min(values, default=0.0), max(values, default=1.0)
     if not share:
