@@ -6,7 +6,7 @@ Python's `lazy import` (PEP 810). The executed code is verl's, with the same obj
 imported.
 
 Still imported at once: the standard library, `from x import *`, imports within `with`, and a `try` that does more than
-import. Annotations of functions are not evaluated; those of fields are, because dataclasses read them.
+import. Annotations of functions are not evaluated, but annotations of fields are, because dataclasses read them.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ class Release:
         aggregates_gspo_by_key: its loss gspo follows ``loss_agg_mode``; otherwise it is always ``seq-mean-token-mean``.
         separate_programs: it has fully_async_policy and one_step_off_policy.
         large_tensors: a tensor larger than the bucket of the weight sync is sent by its own CUDA handle.
-        merged_lora: its FSDP engine sends merged weights; earlier ones restore the base weights before they are read.
+        merged_lora: its FSDP engine sends merged weights; earlier engines restore the base weights before the merged
+            ones are read.
         sglang_adapters: engines of the trainer from which its SGLang rollouts load an adapter.
     """
 
@@ -133,7 +134,7 @@ VLLM = ("0.24.0", "0.28.0", "0.31.0")
 FLASH_ATTN = "2.8.3"
 """Release of flash-attn that verl 0.9.1 pins; nothing has been run with it yet."""
 _CALLED_OTHERWISE = {"0.8.0.dev": "0.8.0", "0.8.0.dev0": "0.8.0"}
-"""Version of verl's tag v0.8.0 in its version file and in pip."""
+"""Versions that verl's tag v0.8.0 has in its version file and in pip."""
 
 
 def release_of(version: str) -> str:

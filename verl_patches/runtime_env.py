@@ -27,7 +27,7 @@ VARIABLES = ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_USE_EXTERNAL_PLUGINS",
 PREFIX = "OFFPOLICY_"
 PYTHONPATH = "PYTHONPATH"
 VARIABLES_OF_WORKERS = (EXTERNAL_MODULES, PYTHONPATH)
-"""Variables to which the launch adds values."""
+"""Workers' variables to which the launch adds values."""
 _SEPARATORS = {EXTERNAL_MODULES: ",", PYTHONPATH: os.pathsep}
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # in which Ray passes a submitted job its own runtime environment
 _OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"

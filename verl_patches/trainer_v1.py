@@ -41,4 +41,4 @@ SEAMS_OF_SNAPSHOTS = (
     _worker("restore_model_from_cpu", "(self, n)", names=("cpu_saved_models",)),
     _worker("clear_cpu_model", "(self, n)", names=("cpu_saved_models",)),
 )
-"""Functions that a trainer that keeps weights relies on."""
+"""Functions on which a trainer that keeps weights relies."""

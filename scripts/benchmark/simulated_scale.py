@@ -38,7 +38,7 @@ EXPONENTS = (18, 20, 22, 24, 25, 26, 27)
 """Exponents of 2, for sizes in tokens."""
 QUICK = {"token": (2**13, 2**14), "row": (64, 128), "rank": (2, 4)}
 LEAST_BYTES = 4 << 20
-"""Growth below which only the allocator's own steps are visible."""
+"""Growth in bytes below which only the allocator's own steps are visible."""
 PRELOAD = ("torch", "verl.workers.utils.losses", "recipe.offpolicy.trainer.supervision")
 COLUMNS = ("part", "size", "user, ms", "ns a unit", "system, ns a unit", "MiB", "bytes a unit")
 

@@ -41,9 +41,9 @@ ray.init = lambda *args, **given: sys.exit(0)
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
-"""Runs a launch, and ends it when it would start Ray."""
+"""Program that runs a launch, and ends it when it would start Ray."""
 _LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d ")
-"""Lines that packages log while they are imported, with the time of day."""
+"""Lines that packages log during their import, which contain the time of day."""
 
 
 class Run(NamedTuple):

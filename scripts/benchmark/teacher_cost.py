@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.harness import add_counts, build_parser, list_processes, read_seconds, take_turns
 
 LEAST_ID, MOST_ID = 3, 20
-"""Range of ids that every vocabulary has."""
+"""Range of ids that every vocabulary contains."""
 
 
 class Cost(NamedTuple):

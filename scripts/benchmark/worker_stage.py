@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """Model -> its differences from the quickstart's model."""
 SHADOW = {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0}}
 OBJECTS = 18
-"""Columns of a row that are not tensors, as verl's V1 trainer ships them with the quickstart."""
+"""Number of columns of a row that are not tensors, which verl's V1 trainer ships in the quickstart."""
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 

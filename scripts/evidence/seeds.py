@@ -67,7 +67,7 @@ def make_runs(
     options: argparse.Namespace,
     cores: str,
 ) -> None:
-    """List the runs that the options name, or make those that have not finished, one after another.
+    """List the runs that the options name, or make the unfinished ones, one after another.
 
     Args:
         plan: runs, each a ``Planned``.

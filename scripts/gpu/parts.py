@@ -27,7 +27,7 @@ NOT_MEASURED = "not measured on a CPU"
 SYNCHRONISES = "called a synchronizing CUDA operation"
 """PyTorch's warning in its debug mode."""
 LARGE = 40e9
-"""Memory of a GPU in bytes on which the model of half a billion parameters trains on 8 sequences of 1280 tokens."""
+"""GPU memory, in bytes, that suffices to train the model of half a billion parameters on 8 sequences of 1280 tokens."""
 Found = tuple[list[str], dict[str, Any]]
 
 

@@ -27,7 +27,7 @@ MODULES = (
 """Modules that name the device in code that runs on gloo."""
 
 FACTORIES = ("empty", "ones", "tensor", "zeros")
-"""Functions of PyTorch to which they pass it."""
+"""Functions of PyTorch to which these modules pass the device."""
 
 
 CONTRACTS = tuple(

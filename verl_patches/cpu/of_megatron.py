@@ -97,7 +97,7 @@ def _attend(
 ) -> torch.Tensor:
     """Let Megatron's own attention accept the padding mask that verl creates for Transformer Engine.
 
-    Without Transformer Engine the layers are Megatron's local ones. verl's padded batches have a mask of shape (batch,
+    Without Transformer Engine, Megatron uses its local layers. verl's padded batches have a mask of shape (batch,
     sequence), which Transformer Engine ignores for causal attention and the local attention would broadcast over the
     scores. In rows that are padded on the right, no token attends to padding, so the causal mask alone is exact; the
     local attention creates the causal mask if it gets no mask.
@@ -118,7 +118,7 @@ FUSED_NAMES = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
     ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
 }
-"""Name of a norm's weight in the local layers -> in Transformer Engine's."""
+"""Name of a norm's weight in the local layers -> its name in Transformer Engine's layers."""
 
 
 def _local_layers(original: Callable[..., Any], config: Any, use_transformer_engine: bool, **kwargs: Any) -> Any:

@@ -65,7 +65,7 @@ COLUMNS = {"response_length/mean": "tokens", "critic/score/mean": "right", "leng
 """Metric -> raw figure; the anchor is NaN if there is none."""
 RUN = ["arm", "seed"]
 PROMPTS, ROWS, RATE = 8, 8, 3e-4
-"""Prompts per in-process training step, answers to each, and the learning rate."""
+"""Prompts per in-process training step, answers per prompt, and the learning rate."""
 
 
 @dataclass(frozen=True)

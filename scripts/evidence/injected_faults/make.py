@@ -114,8 +114,8 @@ def questions(name: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, An
     """Draw questions that are repeated.
 
     Args:
-        name: "again-N": N questions, once each. "again-N-new-M": M questions once each, and N others M times in total,
-            so that about half of a batch has occurred before.
+        name: "again-N": N questions, once each. "again-N-new-M": M questions once each, and N other questions M times
+            in total, so that about half of a batch has occurred before.
         entries: entries to choose from, in their order.
     """
     again, _, new = name.removeprefix("again-").partition("-new-")

@@ -128,7 +128,7 @@ def _join_frames(parts: list[Part], worst: int) -> Part:
 
 
 WORST = 12
-"""Number of tokens, and of rows, that are listed."""
+"""Number of tokens and number of rows that are listed."""
 SEARCHED = 1_000_000
 """Largest number of tokens in the sample that is searched for causes."""
 

@@ -97,7 +97,7 @@ EXCERPT: Final = 60
 """Number of a row's tokens that are shown."""
 _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log_prob"}
 _SEARCHED: Final = 8
-"""Number of largest values that are examined first per example, because rows of one prompt share their first tokens."""
+"""Number of largest values per example that are examined first; rows of one prompt share their first tokens."""
 _BLOCK: Final = 64
 """Number of values in a block, which its largest value represents in the search for the largest values."""
 Example = TypeVar("Example", "WorstToken", "WorstRow")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LEAST_SHARE = 0.5
-"""Smallest kept share in a figure; below it no bound is of interest."""
+"""Smallest kept share in a figure; bounds that keep less are not of interest."""
 _FAR = 30
 """Multiple of the last unit's position beyond which a bound is not drawn."""
 _ALIKE = 1.05

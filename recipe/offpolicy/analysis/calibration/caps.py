@@ -21,7 +21,7 @@ _PLACES = 96
 """Number of caps at which the curve is computed; the interval is read from it."""
 _EXACT = 50  # halvings, which reach the precision of float64
 _CLOSE = 0.02
-"""Share of 1 - target by which the ESS may exceed the target, so that the cap has fewer digits."""
+"""Share of 1 - target by which the ESS may exceed the target so that the cap needs fewer digits."""
 
 
 @dataclass(frozen=True)

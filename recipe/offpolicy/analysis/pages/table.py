@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 Align = Literal["left", "right"]
 
 MISSING = "-"
-"""Shown for None and NaN: there is no value."""
+"""Shown for None and NaN, which mean that there is no value."""
 _LARGE = 1e6
 _READABLE = 24
-"""Width in characters from which text that is broken at words is easy to read."""
+"""Smallest width, in characters, at which text that is broken between words is easy to read."""
 _BORDER = 3
 """Number of characters that a terminal table adds per column, in addition to one for the whole table."""
 
@@ -221,7 +221,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def print_blocks(console: Console, *blocks: Table | str, wrap: bool = False) -> None:
-    """Print tables and lines of text; empty ones are left out.
+    """Print tables and lines of text; empty tables and lines are left out.
 
     Args:
         wrap: whether to break lines between words on a terminal, for text that is not meant to be pasted.

@@ -61,7 +61,7 @@ def _beside(sampled: SampledTokens) -> Cause:
 def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause | None:
     """Test whether log mu and log pi_old correlate nowhere; None if they do correlate, or if the test cannot tell.
 
-    If a single step or turn correlates, the other ones probably have staleness or re-tokenisation.
+    A single step or turn in which they correlate points to staleness or re-tokenisation in the other steps or turns.
     """
     count = len(sampled)
     if count < LEAST_TOKENS:

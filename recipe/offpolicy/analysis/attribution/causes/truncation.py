@@ -25,7 +25,7 @@ from .sampled_tokens import Estimate, SampledTokens, estimate, sum_by_cluster, s
 
 TRUNCATED, EXTRA = "truncated sampling", "extra vocabulary"
 WHOLE = 1e-4
-"""Distance from 1 within which probabilities count as summing to 1."""
+"""Largest distance from 1 at which a sum of probabilities counts as 1."""
 SHORT = 1e-2
 """Mass that pi_old has to put on other tokens for a context to count."""
 
@@ -38,8 +38,8 @@ class Offset:
         missing: mass under pi_old of the tokens that mu excludes.
         one_sided: share of the squared gap at tokens where mu is larger.
         above: root mean squared gap, in nats, of the tokens where pi_old is larger; None if there are no such tokens.
-        exhausted: share of contexts whose sampled tokens are all that mu allows, among those in which pi_old misses
-            ``SHORT`` or more.
+        exhausted: share of contexts whose sampled tokens are all that mu allows, among the contexts in which they leave
+            out a mass of ``SHORT`` or more of pi_old.
         contexts: number of contexts whose sampled tokens are all that mu allows, but not all that pi_old does.
     """
 
