@@ -31,7 +31,9 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def require_mapping(value: Any, key: str, fix: str, off: Any = ...) -> Mapping[str, Any]:
-    """Return ``value`` if it is a mapping; the error proposes ``fix``, or for null or false how to switch the key off.
+    """Return ``value`` if it is a mapping.
+
+    The error proposes ``fix``; if the value is null or false, it says how to switch the key off.
 
     Args:
         off: the value that switches the key off; by default the key is removed.

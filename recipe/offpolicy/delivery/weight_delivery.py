@@ -190,7 +190,7 @@ class WeightDelivery(AddOn):
         if self._updates > (FEWEST if self._intervals < 3 else 4 * self._longest):
             self._stop(
                 f"{self._updates} updates were made since verl last sent weights to the rollout engine; the longest "
-                f"interval before was {self._longest}. {_ADVICE}"
+                f"previous interval was {self._longest} updates. {_ADVICE}"
             )
 
     def _judge(

@@ -393,7 +393,7 @@ def test_synchronisations_that_stop_coming(world: World) -> None:
         world.delivery.on_update({}, None)
     for _ in range(6):
         world.delivery.on_update({}, None)
-    with pytest.raises(LivenessError, match=r"9 updates were made since .* interval before was 2"):
+    with pytest.raises(LivenessError, match=r"9 updates were made since .* previous interval was 2 updates"):
         world.delivery.on_update({}, None)
 
 

@@ -99,6 +99,6 @@ def describe_left_out(left_out: int) -> str:
 def describe_none_scored(left_out: int) -> str:
     """Explain why nothing can be attributed if all rows are left out, and name the fix; the text has no full stop."""
     return (
-        f"{left_out} rows are recorded, none at the first gradient step of its step, and pi_old of the trainer was not "
-        f"recorded. Record with correction.proximal=recompute"
+        f"{left_out} rows are recorded, but none during the first gradient step of a training step, and the trainer's "
+        f"pi_old was not recorded. Record with correction.proximal=recompute"
     )

@@ -114,7 +114,7 @@ class Panel:
         add_legend(axes, columns=self.columns)
 
     def build(self) -> Any:
-        """Build Bokeh's figure, which supports zooming, hiding lines and reading values off."""
+        """Build the Bokeh figure, which supports zooming, hiding lines and reading off values."""
         from bokeh.models.annotations import Label
         from bokeh.plotting import figure
 

@@ -251,7 +251,7 @@ def check_denominator(run: Composed) -> Iterator[Problem]:
         fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.{key}={usual}."
         yield run.problem(_AGGREGATION, reason, fix, {_AGGREGATION: "token-mean"}, (key,), "NO-OP")
     if run.actor.shuffle:
-        reason = f"{key}={value} counts by mini-batch before the update, and shuffling regroups the rows."
+        reason = f"{key}={value} is counted per mini-batch before the update, but shuffling regroups the rows."
         yield run.problem(_SHUFFLE, reason, "Set it to false.", {_SHUFFLE: False}, (key,), value=True)
 
 

@@ -162,8 +162,8 @@ def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
     trained, scored, key = run.actor.get(ours), run.rollout.get(theirs), f"{ROLLOUT}.{theirs}"
     if trained is not None and scored is not None and trained != scored:
         reason = (
-            f"pi_old has other micro-batches than pi ({ACTOR}.{ours}={format_value(trained)}): kernels may "
-            f"round differently, so that pi / pi_old is not exactly 1 at the first step."
+            f"pi_old and pi are computed in different micro-batches ({ACTOR}.{ours}={format_value(trained)}). "
+            f"Kernels may round differently, so pi / pi_old may not be exactly 1 at the first step."
         )
         yield run.problem(key, reason, "", {key: trained}, ("pi_old",), "NOTE")
 
