@@ -62,7 +62,7 @@ def test_without_a_first_gradient_step_the_answer_is_unknown(proximal: str, tmp_
     recording = recorded_under(proximal, tmp_path / "run", later())
     for answer in said(recording, proximal):
         assert answer.answer == "unknown"
-        assert "none at the first gradient step" in answer.because
+        assert "none during the first gradient step" in answer.because
         assert "Record with correction.proximal=recompute" in answer.because
 
 
