@@ -85,4 +85,4 @@ def test_nothing_is_claimed_without_a_first_gradient_step(
     assert {cause.verdict for cause in causes} == {"not testable"}
     assert all("Record with correction.proximal=recompute" in cause.sentence for cause in causes)
     assert command.main([str(recording.directory)]) == 2
-    assert "64 rows are recorded, none at the first gradient step" in capsys.readouterr().err
+    assert "64 rows are recorded, but none during the first gradient step" in capsys.readouterr().err
