@@ -153,9 +153,11 @@ def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list
     of_engine = model_output["log_probs"].is_nested
     if of_engine is not ("prompts" in data.keys()):
         return [(model_output, data)]
-    counts, width = _measure_responses(data, of_engine)
+    layout = Layout.of(data) if of_engine else None
+    width = model_output["log_probs"].shape[1] if layout is None else layout.width
     if len(data) * width <= AT_ONCE:
         return [(model_output, data)]
+    counts = data["attention_mask"][:, -width:].sum(-1) if layout is None else layout.responses
     lengths: list[int] = counts.tolist()
     parts = []
     for rows in group_rows(lengths):
@@ -166,16 +168,6 @@ def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list
             output = {key: value[:, :longest] for key, value in output.items()}
         parts.append((output, part))
     return parts
-
-
-def _measure_responses(data: TensorDict, of_engine: bool) -> tuple[Tensor, int]:
-    """Return each row's response length, (B,), up to the mask's last token in rows without prompts, and the width."""
-    if of_engine:
-        layout = Layout.of(data)
-        return layout.responses, layout.width
-    mask = data["response_mask"]
-    ends = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return (mask.bool() * ends).amax(-1), mask.shape[1]
 
 
 def _cut_padding(data: TensorDict, width: int, longest: int) -> TensorDict:
