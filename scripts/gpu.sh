@@ -21,7 +21,9 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${VENV:+$VENV/bin/python}
 python=${python:-$(command -v python3 || true)}
 if [[ -z $python || ! -x $python ]]; then
-    echo "gpu: ${VENV:+VENV=$VENV: there is no bin/python in it}${VENV:-no python3 on PATH}. Fix: activate the environment of verl." >&2
+    reason="no python3 on PATH"
+    [[ -z ${VENV:-} ]] || reason="VENV=$VENV: there is no bin/python in it"
+    echo "gpu: $reason. Fix: activate the environment of verl, or name it by VENV=path." >&2
     exit 2
 fi
 if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))'; then

@@ -161,7 +161,7 @@ def run_part(name: str, dry_run: bool, scratch: Path) -> Part:
     seconds = time.monotonic() - began
     end = hide_places(log.read_text(errors="replace")).splitlines()[-LOG_LINES:]
     if code == 0 and out.exists():
-        return Part(seconds=seconds, **json.loads(out.read_text()))
+        return Part(seconds=seconds, **json.loads(hide_places(out.read_text(encoding="utf-8"))))
     reason = f"ended after its {limit} s" if code is None else f"exit status {code}: {find_error(end)}"
     return Part("FAILED", seconds, [reason], log=end)
 
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with as_exceptions():
         status = run(report, chosen, out)
     print(report.format_page())
-    print(f"written: {out} and {out.with_suffix('.txt').name}. docs/gpu.md says how to send them.")
+    print(f"written: {out} and {out.with_suffix('.txt').name}. docs/paths.md says how to send them.")
     return status
 
 

@@ -230,7 +230,7 @@ def main(parts: Mapping[str, Callable[[bool], Found]], name: str, out: str, *fla
         found: dict[str, Any] = {"status": "ok", "said": lines, "figures": figures}
     except SkippedPart as reason:
         found = {"status": "skipped", "said": [str(reason)]}
-    Path(out).write_text(json.dumps(found))
+    Path(out).write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -163,6 +163,7 @@ def test_another_python_is_refused(program: str | None, said: str, tmp_path: Pat
     status, written, printed = report(tmp_path / "r.json", VENV=str(tmp_path))
     assert (status, written) == (2, None)
     assert said in printed
+    assert printed.count(str(tmp_path)) == 1
 
 
 def test_interrupted_it_ends_its_parts_and_keeps_what_it_has(tmp_path: Path) -> None:
@@ -185,6 +186,19 @@ def test_interrupted_it_ends_its_parts_and_keeps_what_it_has(tmp_path: Path) -> 
     assert written["parts"]["loss"]["said"] == ["interrupted by SIGINT"]
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+def test_places_are_hidden_in_a_part_that_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason for sdpa, for instance, names the file of a flash-attn that cannot be loaded."""
+    home = tmp_path / "jürgen"
+    found = [f"{home}/flash_attn.so: undefined symbol"], {"file": f"{home}/x"}
+    program = f"import sys\nfrom scripts.gpu.parts import main\nmain({{'step': lambda _: {found!r}}}, *sys.argv[1:])\n"
+    (tmp_path / "passes.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setitem(kit.PROGRAMS, "step", "passes")
+    part = kit.run_part("step", True, tmp_path)
+    assert (part.status, part.said, part.figures) == ("ok", ["~/flash_attn.so: undefined symbol"], {"file": "~/x"})
 
 
 def test_a_part_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
