@@ -1,6 +1,7 @@
 """verl's engine on a CUDA device: the corrected update of the float64 reference, the proof of life, the statistics.
 
-In float32 with sdpa, also with weights and optimizer in host memory, and in bfloat16 with flash-attn on packed rows.
+In float32 with sdpa, also with weights and optimizer in host memory, and in bfloat16 on packed rows, with sdpa and, if
+it is installed, with flash-attn.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def worker(folder: Path, request: pytest.FixtureRequest) -> Any:
     return tw.start_worker(folder, **request.param)
 
 
-@pytest.fixture(scope="module")
-def rounding(folder: Path) -> Any:
-    """A worker in bfloat16, whose attention is flash-attn's on packed rows."""
-    pytest.importorskip("flash_attn")
-    layout: dict[str, Any] = {"attention": "flash_attention_2", "precision": "bfloat16", "use_remove_padding": True}
-    return tw.start_worker(folder, **layout)
+@pytest.fixture(scope="module", params=["sdpa", "flash_attention_2"])
+def rounding(folder: Path, request: pytest.FixtureRequest) -> Any:
+    """A worker in bfloat16 on packed rows."""
+    if request.param == "flash_attention_2":
+        pytest.importorskip("flash_attn")
+    return tw.start_worker(folder, attention=request.param, precision="bfloat16", use_remove_padding=True)
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_the_engine_makes_the_update_of_the_reference(
 
 @pytest.mark.parametrize("split", [2, "dynamic"])
 @pytest.mark.parametrize("name", FOR_BFLOAT16)
-def test_flash_attention_makes_the_update_of_the_reference_but_for_rounding(
+def test_bfloat16_makes_the_update_of_the_reference_but_for_rounding(
     rounding: Any, case: Case, witness: Witness, split: Any, name: str
 ) -> None:
     witness.case = case.of_correction(name)
@@ -82,7 +83,7 @@ def test_the_engine_is_on_the_device(worker: Any) -> None:
 
 
 @pytest.mark.parametrize("name", FOR_BFLOAT16)
-def test_the_first_update_is_proved_with_flash_attention(rounding: Any, name: str) -> None:
+def test_the_first_update_is_proved_in_bfloat16(rounding: Any, name: str) -> None:
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.5}
     assert fu.first_update(rounding, CORRECTIONS[name], tamper=fu.add_reference, **kl)["proved"] == 1.0
 
