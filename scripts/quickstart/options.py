@@ -236,13 +236,18 @@ def needs_teacher(overrides: Sequence[str]) -> bool:
     return is_set("opd", overrides) and find_last("opd.teacher.url", overrides) is None
 
 
-def build_task_overrides(task: str, overrides: Sequence[str]) -> list[str]:
-    """Build the overrides that the task and the user's overrides require."""
+def build_task_overrides(task: str, overrides: Sequence[str], *, pretrained: bool = False) -> list[str]:
+    """Build the overrides that the task, the model and the user's overrides require.
+
+    Args:
+        pretrained: the model is not one of the quickstart's own.
+    """
     found = [*TASKS[task].overrides, *(build_length_overrides(overrides) if task == "free_length" else ())]
     if find_last("actor_rollout_ref.actor.fsdp_config.router_replay.mode", overrides) == "R3":
         found.append("actor_rollout_ref.rollout.enable_rollout_routing_replay=true")
-    if task == "arithmetic" and find_last("correction", overrides) is None:
-        # Answers are so short that gsm's default band, part of the quickstart's own choice, drops most of them.
+    if (pretrained or task == "arithmetic") and find_last("correction", overrides) is None:
+        # Of short answers from a pretrained model, gsm's default band, part of the quickstart's own choice, drops
+        # most: docs/evidence/real_model.md.
         found.append("correction=tis_token")
     if is_set("opd", overrides):
         # The task gives partial credit, and 1 for a word that is right.
