@@ -13,7 +13,7 @@ from recipe.offpolicy.analysis.attribution.causes.find import ROUNDED, UNDELIVER
 from recipe.offpolicy.recording import Recording, RecordingError
 from tests.support.paths import ROOT
 
-STALE = ROOT / "tests" / "data" / "faults" / "held_out"
+RECORDINGS = ROOT / "tests" / "data" / "faults" / "held_out"
 EQUAL = {"step": 1, "verdict": "equal", "along": 0.9, "square": 1.0}
 WRONG = {"step": 2, "verdict": "different", "sentence": "12 of 26 tensors differ."}
 
@@ -34,9 +34,8 @@ def test_verdicts(lines: list[Any], verdicts: list[str]) -> None:
     assert [cause.name for cause in causes] == [UNDELIVERED, ROUNDED][: len(verdicts)]
 
 
-def copy_recording(folder: Path, *lines: str) -> Recording:
-    source = next(path for path in sorted(STALE.iterdir()) if path.name.startswith("colocate_async"))
-    for path in source.iterdir():
+def copy_recording(folder: Path, *lines: str, source: str = "colocate_async-14") -> Recording:
+    for path in (RECORDINGS / source).iterdir():
         (folder / path.name).symlink_to(path)
     (folder / "delivery.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return Recording(folder)
@@ -48,6 +47,14 @@ def test_it_stands_next_to_staleness(tmp_path: Path) -> None:
     assert found[UNDELIVERED] == "present"
     assert found["stale weights"] == "present"
     assert UNDELIVERED in attribute(recording).mend_first
+
+
+def test_updates_that_are_rounded_away_are_told_from_staleness(tmp_path: Path) -> None:
+    recording = copy_recording(tmp_path, json.dumps(EQUAL | {"along": 0.13}), source="healthy-10")
+    found = {cause.name: cause.verdict for cause in attribute(recording).causes}
+    assert (found[UNDELIVERED], found[ROUNDED]) == ("absent", "present")
+    assert found["stale weights"] != "present"
+    assert ROUNDED in attribute(recording).mend_first
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
