@@ -14,7 +14,7 @@ from ...monitor.mismatch.shares import COLUMNS
 from ...recording import Recording, RecordingError, Rows, concatenate
 from ..jobs import ALONE, Jobs, show_progress
 from .causes import Cause, find_causes_in_rows
-from .causes.find import judge_delivery
+from .causes.find import judge_delivery, withdraw_staleness
 from .decomposition import (
     Array,
     Decomposition,
@@ -198,8 +198,8 @@ def attribute(
     delivery = judge_delivery(recording.delivery)
     if not delivery:
         return found
-    causes = [*delivery, *found.causes]
     stale = any(version.staleness > 0 for version in found.versions)
+    causes = [*delivery, *withdraw_staleness(delivery, found.causes, stale=stale)]
     return replace(found, causes=causes, mend_first=describe_faults(causes, stale=stale))
 
 

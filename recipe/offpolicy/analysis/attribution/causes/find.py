@@ -98,6 +98,25 @@ def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
     return [delivered, _judge_rounding(lines)]
 
 
+def withdraw_staleness(delivery: Sequence[Cause], causes: Sequence[Cause], *, stale: bool) -> list[Cause]:
+    """Withdraw a verdict of stale weights that rounded updates explain.
+
+    Updates that the engine's dtype rounds away make the KL grow from step to step, as older weights do. If all weights
+    were delivered and no token is recorded as ``stale``, the growth is no sign of older weights.
+
+    Args:
+        delivery: the verdicts of ``judge_delivery``.
+    """
+    verdicts = {cause.name: cause.verdict for cause in delivery}
+    if stale or verdicts.get(UNDELIVERED) != "absent" or verdicts.get(ROUNDED) != "present":
+        return list(causes)
+    why = "the KL grows as it does if updates are rounded away, and all weights were delivered"
+    return [
+        report_untestable(cause.name, why, **cause.evidence) if cause.fix == stale_weights.FIX_WEIGHTS else cause
+        for cause in causes
+    ]
+
+
 def _judge_rounding(lines: Sequence[Mapping[str, Any]]) -> Cause:
     along, square = (sum(float(line.get(name, 0.0)) for line in lines) for name in ("along", "square"))
     if not square > 0:

@@ -22,7 +22,7 @@ from .cause import LEAST_TOKENS, THRESHOLDS, Cause, report_absent, report_untest
 from .sampled_tokens import Array, Estimate, SampledTokens, estimate, number, sum_by_cluster
 
 NAME = "stale weights"
-_FIX = (
+FIX_WEIGHTS = (
     "synchronise at every step and clear the engine's cache; if staleness is intended, bound it with "
     f"trainer.v1.sampler.max_off_policy_threshold and correct for it: {recommended.LINE}"
 )
@@ -71,7 +71,7 @@ def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> 
         f"rows whose prompt came before have {kept.value:,.0f} times the KL that rows with a new one have in the same "
         f"steps at equal probability, {evidence['kl_again']:.2g} against {evidence['kl_new']:.2g} nats per token, "
         f"{which}",
-        _FIX_CACHE if alone else _FIX,
+        _FIX_CACHE if alone else FIX_WEIGHTS,
     )
 
 
@@ -166,7 +166,7 @@ def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
             f"the KL per token grows from {series[freshest]:.2g} nats at step {freshest} to {series[worst]:.2g} at "
             f"step {worst}, {factor.value:.0f} times, and falls back {falls} times: the engine does not sample with "
             f"the trainer's weights",
-            _FIX,
+            FIX_WEIGHTS,
         ),
         fresh,
     )
@@ -200,7 +200,7 @@ def _by_version(sampled: SampledTokens) -> tuple[Cause, Mask]:
             evidence,
             f"rows that older weights sampled, by up to {oldest} step{'s' * (oldest > 1)}, have {factor.value:.0f} "
             f"times the KL of fresh ones: {loss[stale].mean():.2g} against {loss[fresh].mean():.2g} nats per token",
-            _FIX,
+            FIX_WEIGHTS,
         ),
         fresh,
     )
