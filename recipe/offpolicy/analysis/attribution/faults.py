@@ -13,6 +13,7 @@ from ...recording import Recording, Rows, Step
 from ...recording.recording import join_alike
 from ..jobs import ALONE, Jobs, map_steps
 from .causes import Cause, find_causes_in_rows, numerics, stale_weights
+from .causes.find import judge_delivery, withdraw_staleness
 from .scored_rows import RowSample, select_scored_rows
 
 TOKENS = 400_000
@@ -69,7 +70,8 @@ def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs
         return ""
     rows = select_scored_rows(kept).rows
     causes = find_causes_in_rows(rows, card) if len(rows) else []
-    return describe_faults(causes, stale=has_stale_tokens(rows))
+    delivery, stale = judge_delivery(recording.delivery), has_stale_tokens(rows)
+    return describe_faults([*delivery, *withdraw_staleness(delivery, causes, stale=stale)], stale=stale)
 
 
 def _take_sample(sample: RowSample, steps: Iterable[Step]) -> list[Step]:

@@ -10,6 +10,7 @@ import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.attribution.causes.find import ROUNDED, UNDELIVERED, judge_delivery
+from recipe.offpolicy.analysis.attribution.faults import describe_recorded_faults
 from recipe.offpolicy.recording import Recording, RecordingError
 from tests.support.paths import ROOT
 
@@ -56,7 +57,9 @@ def test_updates_that_are_rounded_away_are_told_from_staleness(tmp_path: Path) -
     verdicts = []
     for folder, delivered in zip(folders, lines, strict=True):
         folder.mkdir()
-        found = attribute(copy_recording(folder, *map(json.dumps, delivered), source="stale-2-7"))
+        recording = copy_recording(folder, *map(json.dumps, delivered), source="stale-2-7")
+        found = attribute(recording)
+        assert describe_recorded_faults(recording, recording.card) == found.mend_first
         verdicts.append({cause.name: cause.verdict for cause in found.causes})
         assert ("stale weights" in found.mend_first) == (delivered != lines[0])
     assert [(each[ROUNDED], each["stale weights"]) for each in verdicts] == [
