@@ -259,7 +259,7 @@ def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
     compared = [row for row, count in enumerate(counts) if 0 < count <= lengths[row]]
     if wrong := [row for row in compared if found[row] != noted[row]]:
         raise ReplayError(
-            f"{len(wrong)} of {len(compared)} sequences arrived with other routes than they were sampled with, first "
+            f"{len(wrong)} of {len(compared)} sequences arrived with routes that they were not sampled with, first "
             f"at position {wrong[0]} of its micro-batch: their checksums differ. Fix: find the code that changes the "
             f"column {ROUTES} between rollout and trainer."
         )
@@ -270,14 +270,14 @@ def _read_column(data: TensorDict, layout: TokenLayout, mode: Mode) -> Tensor:
     if ROUTES not in data.keys():
         source = "the rollout engine returned none" if mode == "R3" else "the forward pass of pi_old recorded none"
         raise ReplayError(
-            f"the micro-batch has no {ROUTES}: {source}. Fix: set router_replay.mode=disabled to train without them."
+            f"the micro-batch has no {ROUTES}: {source}. Fix: set router_replay.mode=disabled to train without replay."
         )
     column = data[ROUTES]
     routes: Tensor = column.values()
     if not torch.equal(column.offsets(), layout.offsets):
         raise ReplayError(
             f"{ROUTES} cover {column.offsets().diff().tolist()} tokens per sequence, but the sequences have "
-            f"{layout.lengths.tolist()}. Fix: give routes for each token, zeros where there are none."
+            f"{layout.lengths.tolist()}. Fix: give routes for each token, zeros for tokens without routes."
         )
     return routes
 

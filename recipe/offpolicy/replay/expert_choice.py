@@ -309,6 +309,6 @@ def _refuse(ids: Tensor, wrong: Tensor, rows: Tensor, layers: Sequence[int], rea
     row, place = min(found, key=lambda each: (each[1], each[0]))
     raise ReplayError(
         f"the routes of layer {layers[place]} name experts {ids[row, place].tolist()} in row {row}, {reason}; "
-        f"{len(found)} (row, layer) pairs are like this. Fix: check that the routes belong to this model, in the order "
+        f"{len(found)} (row, layer) pairs are affected. Fix: check that the routes belong to this model, in the order "
         f"of its layers, and that rows without routes are zero in all layers."
     )

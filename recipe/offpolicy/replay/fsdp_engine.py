@@ -67,8 +67,8 @@ def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
             rows = int(records[layers[place]].count_replayed())
             raise ReplayError(
                 f"layer {layers[place]} chooses the experts that were shipped for layer {layers[other]} in "
-                f"{counts[other]} of {rows} rows, and its own in {counts[place]}: the layers of the routes are "
-                f"not in the model's order. Fix: give routes by absolute layer number."
+                f"{counts[other]} of {rows} rows, and those shipped for itself in {counts[place]}: the layers of the "
+                f"routes are not in the model's order. Fix: give routes by absolute layer number."
             )
 
 

@@ -206,13 +206,13 @@ def count_replayed(
     if len(target) != len(sent):
         raise ReplayError(
             f"the router of layer {layer} forwarded {len(sent)} tokens, padding included, but has routes of "
-            f"{len(target)}: they were assigned to other tokens. Fix: set "
-            f"actor_rollout_ref.actor.megatron.use_remove_padding=true, with which verl packs both alike."
+            f"{len(target)}: the routes were assigned to the wrong tokens. Fix: set "
+            f"actor_rollout_ref.actor.megatron.use_remove_padding=true, with which verl packs tokens and routes alike."
         )
     if shipped is not None and len(shipped) != len(target):
         raise ReplayError(
             f"the router of layer {layer} has routes of {len(target)} tokens, but routes of {len(shipped)} were "
-            f"shipped. Fix: give routes of each token, zeros where there are none."
+            f"shipped. Fix: give routes of each token, zeros for tokens without routes."
         )
     rows = torch.ones_like(sent[:, 0]) if mask is None else mask.flatten().to(sent.device, torch.bool)
     wanted = torch.zeros_like(sent).scatter(1, target.to(sent.device), True)

@@ -31,10 +31,14 @@ def judge_megatron(reports: Sequence[MegatronReport], mode: Mode) -> str:
         seen = f"{len(layers)} layers replayed no token" if layers else "no router of the last stage replays"
         raise LivenessError(
             f"routing replay: actor_rollout_ref.actor.megatron.router_replay.mode={mode}, but {seen}. Fix: train a "
-            f"mixture of experts by verl's own Megatron engine, or set it to disabled."
+            f"mixture of experts with verl's own Megatron engine, or set the key to disabled."
         )
     placed = all(report.placed for report in reports)
-    told = "equal to the shipped routes" if placed else "not compared with the shipped ones, which verl splits"
+    told = (
+        "which equal the shipped routes"
+        if placed
+        else "which were not compared with the shipped routes, because verl splits these"
+    )
     return (
         f"routing replay {mode} LIVE on Megatron, in layers {layers} of the last stage: {replayed / forwarded:.1%} of "
         f"tokens sent to the experts that verl's RouterReplay names, {told}."

@@ -95,5 +95,5 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
     yield from found
     oldest = None if found else OmegaConf.select(config, OLDEST)
     if oldest is not None and ((settings := ReplaySettings.from_config(config)) is None or settings.mode != "R3"):
-        reason, fix = f"read with {ROUTER_REPLAY}.mode=R3 alone.", f"Set {ROUTER_REPLAY}.mode=R3, or {OLDEST}=null."
+        reason, fix = f"used only with {ROUTER_REPLAY}.mode=R3.", f"Set {ROUTER_REPLAY}.mode=R3, or {OLDEST}=null."
         yield Problem(OLDEST, oldest, reason, fix, parts=())

@@ -70,7 +70,7 @@ def find_routers(
     if layout.layers[-1] >= layout.depth:
         raise _refuse(name, f"layer {layout.layers[-1]} chooses experts but num_hidden_layers={layout.depth}")
     if search.met_masked and _search(model, experts, top_k, inputs, poison=True).reached_output:
-        raise _refuse(name, "it weighs experts by scores that it masks, those of groups it did not choose")
+        raise _refuse(name, "it weights experts by masked scores, which belong to groups that it did not choose")
     return layout, {layer: found[layer] for layer in layout.layers}
 
 

@@ -75,7 +75,7 @@ def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
         )
     if len(set(update.replayed)) > 1 or not (update.replayed[0] or update.withheld):
         counts = dict(zip(update.layers, update.replayed, strict=True))
-        raise LivenessError(f"routing replay: tokens replayed by layer are {counts}, but must be the same in all.")
+        raise LivenessError(f"routing replay: the numbers of tokens replayed by layer are {counts}, but must be equal.")
     metrics = _measure(update)
     seen = _judge_gradients(update)
     if mode == "R3" and look.tokens and look.k3 > WORSE * look.k3_without + _ROUNDING * look.tokens:

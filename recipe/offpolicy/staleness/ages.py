@@ -56,7 +56,7 @@ class RateLimit:
         if count > (room := self.room(step)):
             raise RateLimitError(
                 f"{count} prompts were issued in step {step}, but offpolicy.staleness.eta={format_eta(self.eta)} "
-                f"allows {max(room, 0)} more: some code issues prompts past the limit."
+                f"allows {max(room, 0)} more: some code issues prompts beyond the limit."
             )
         self.account += count
 
@@ -210,7 +210,7 @@ def check_newest(tags: Mapping[str, Mapping[str, Any]], step: int, eta: str) -> 
             raise StalenessError(
                 f"sequence {key} finished in step {step} and reports that version {newest} of the weights sampled it, "
                 f"but version {step - 1} is the newest (offpolicy.staleness.eta={eta}): its rollout server reports "
-                f"another version than it samples with, so no age can be known."
+                f"a version other than the one it samples with, so no age can be known."
             )
 
 
@@ -233,7 +233,7 @@ def check_ages(rows: Sequence[RowTag], step: int, limit: AgeLimit) -> None:
         f"{step}, by version {step - 1}, at age {compute_age(worst.version, step)}, but offpolicy.staleness.eta="
         f"{format_eta(limit.get_eta(worst.issued))}, in force when its prompt was issued in step {worst.issued}, "
         f"allows {limit.get_oldest(worst.issued):g}. {len(found)} of {len(rows)} sequences are too old: some code "
-        f"issues prompts, or returns sequences, past the limit."
+        f"issues prompts, or returns sequences, beyond the limit."
     )
 
 
@@ -251,7 +251,7 @@ def check_seen(seen: float | None, entered: Sequence[RowTag], step: int, eta: st
     if seen is None or seen > compute_age(oldest.version, step):
         found = "no versions" if seen is None else f"a sequence of age {seen:g}"
         raise StalenessError(
-            f"the loss of step {step} saw {found}, but the oldest sequence that entered it, {oldest.key}, has age "
+            f"the loss of step {step} received {found}, but the oldest sequence that entered it, {oldest.key}, has age "
             f"{compute_age(oldest.version, step)} by its tag (offpolicy.staleness.eta={eta}): the versions in "
             f"extra_fields differ from those of the tags."
         )
@@ -327,8 +327,8 @@ def check_noted(
             raise StalenessError(
                 f"sequence {row.key} of step {step} reports that version {oldest} of the weights sampled it, but its "
                 f"prompt was issued in step {row.issued}, under version {row.issued - 1} "
-                f"(offpolicy.staleness.eta={eta}): its rollout server reports another version than it samples "
-                f"with, or has not loaded these weights."
+                f"(offpolicy.staleness.eta={eta}): its rollout server reports a version other than the one it "
+                f"samples with, or has not loaded these weights."
             )
 
 

@@ -77,7 +77,8 @@ class StalenessLimit(AddOn):
     def replay_buffer(self, build: Callable[[], Any]) -> BoundedReplayBuffer:
         settings, trainer = self.settings, self._run.trainer
         logger.info(
-            "%s=%s, too_old=%s: this limit issues the prompts; sequences are trained at an age of at most %d versions.",
+            "%s=%s, too_old=%s: this limit governs the issue of prompts; sequences are trained at an age of at most %d "
+            "versions.",
             *(ETA, self._eta, settings.too_old, self.age_limit.oldest),
         )
         v1 = self._run.config.trainer.v1

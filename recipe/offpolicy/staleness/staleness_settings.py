@@ -230,14 +230,14 @@ KEYS = Section(
                 and values["adapt.floor"] <= values["adapt.ceiling"]
                 and not values["adapt.floor"] <= values["eta"] <= values["adapt.ceiling"]
             ),
-            "it starts outside [adapt.floor, adapt.ceiling].",
+            "the initial value is outside [adapt.floor, adapt.ceiling].",
             lambda values: min(max(values["eta"], values["adapt.floor"]), values["adapt.ceiling"]),
             "adapt.ess",
         ),
         Rule(
             "too_old",
             lambda values: values["adapt.ess"] is not None and values["too_old"] == "drop",
-            "verl drops by one threshold for all prompts, but eta moves.",
+            "verl's drop uses one threshold for all prompts, but eta moves.",
             lambda values: "wait",
             "adapt.ess",
         ),

@@ -16,11 +16,11 @@ _SPLIT = "likeliest tokens are not split over sequence-parallel ranks."
 _SERVER = "it uses its own servers or workers, which were not tested with those that return the likeliest tokens."
 _FULL = "it reads log-probs over the whole vocabulary, but the worker's are over the support."
 _OF_BOTH = (
-    Requirement(f"{_ROLLOUT}.name", ("vllm",), "verl's vLLM servers alone return the likeliest tokens."),
+    Requirement(f"{_ROLLOUT}.name", ("vllm",), "only verl's vLLM servers return the likeliest tokens."),
     Requirement(f"{_ROLLOUT}.mtp.enable_rollout", (False,), "a draft model proposes tokens first."),
     Requirement(f"{_ROLLOUT}.disaggregation.enabled", (False,), "a request passes through two servers."),
     Requirement(f"{_MODEL}.use_fused_kernels", (False,), "fused kernels hide the logits."),
-    Requirement(f"{_MODEL}.mtp.enable", (False,), "the engine predicts further tokens of its own."),
+    Requirement(f"{_MODEL}.mtp.enable", (False,), "the engine itself predicts further tokens."),
     Requirement(f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), _SPLIT),
     Requirement(f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size", (1,), _SPLIT),
     Requirement(f"{_ACTOR}.fsdp_config.router_replay.mode", ("disabled",), _SERVER),

@@ -127,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     idle = [f"{key}={format_value(value)}" for key, value in sorted(reading.idle.items())]
     for what, keys in (
-        ("no correction, so not translated", sorted(reading.ignored)),
-        ("without any of these the translation is the same", idle),
+        ("not part of a correction, so not translated", sorted(reading.ignored)),
+        ("removing any of these does not change the translation", idle),
     ):
         if keys:
             print(f"translate: {what}: {', '.join(keys)}", file=sys.stderr)  # noqa: T201
@@ -141,5 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("config", type=Path)
     parser.add_argument("--from", dest="source", required=True, choices=sorted(PEERS))
     parser.add_argument("--to", dest="target", default="hydra", choices=["hydra", *sorted(_WRITERS)])
-    parser.add_argument("--ignore", action="append", default=[], metavar="KEY", help="a key that corrects nothing")
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="KEY", help="ignore this key, which corrects nothing"
+    )
     return parser

@@ -15,10 +15,12 @@ def test_the_sentence_says_what_was_compared() -> None:
     other = MegatronReport(layers=(3, 1), tokens=0, forwarded=8, placed=True)
     assert judge_megatron([REPORT, other], "R3") == (
         "routing replay R3 LIVE on Megatron, in layers [1, 3] of the last stage: 75.0% of tokens sent to the experts "
-        "that verl's RouterReplay names, equal to the shipped routes."
+        "that verl's RouterReplay names, which equal the shipped routes."
     )
     split = MegatronReport(layers=(1,), tokens=4, forwarded=4, placed=False)
-    assert judge_megatron([REPORT, split], "R2").endswith("not compared with the shipped ones, which verl splits.")
+    assert judge_megatron([REPORT, split], "R2").endswith(
+        "which were not compared with the shipped routes, because verl splits these."
+    )
 
 
 @pytest.mark.parametrize(
