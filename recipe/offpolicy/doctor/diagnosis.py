@@ -88,7 +88,8 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
 def _note_program(launch: Launch) -> Iterator[Problem]:
     if is_own(launch.module):
         reason = (
-            "supported if its trainer derives from verl's RayPPOTrainer or V1 PPOTrainer; else the first update stops."
+            "supported only if its trainer derives from verl's RayPPOTrainer or V1 PPOTrainer; otherwise the run stops "
+            "at the first update."
         )
         yield Problem("module", launch.module, reason, "", "NOTE")
 
@@ -113,13 +114,13 @@ def _judge_verl(run: Composed, launch: Launch, overrides: Sequence[str]) -> Diag
     if known:
         problems += find_unreadable_values(config)
     else:
-        reason = "it has its own trainer: which keys it reads was not checked."
+        reason = "this program has its own trainer, and the doctor did not check which keys it reads."
         fix = "Add a correction of this package instead, +correction@correction=tis_token for example."
         # Without a correction, nothing can act differently from its configuration.
         problems.append(Problem("module", launch.module, reason, fix, "ERROR" if run.active else "NOTE"))
     if where.release not in TESTED:
-        reason = f"which keys this release reads was not checked; supported are {', '.join(TESTED)}."
-        problems.append(Problem("verl", where.release, reason, "Install one of them.", "NOTE"))
+        reason = f"the doctor did not check which keys this release reads; supported: {', '.join(TESTED)}."
+        problems.append(Problem("verl", where.release, reason, "Install a supported release.", "NOTE"))
     read_otherwise = {problem.key for problem in problems}
     checked = collect_problems((*VERL_CHECKS, *REMARKS) if known else (), run)
     problems += [problem for problem in checked if problem.key not in read_otherwise]

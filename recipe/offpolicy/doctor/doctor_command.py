@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known, given = parser.parse_known_args(arguments)
     given = [argument for argument in given if argument != "--"]
     if known.script is not None and known.module is not None:
-        parser.error("--script and --module: the script says which program it launches")
+        parser.error("--script and --module cannot be combined: the script determines the program. Remove --module")
     if known.line is not None and known.script is None:
-        parser.error("--line: the line of a launch in a script. Name the script by --script FILE")
+        parser.error("--line requires --script. Add --script FILE")
     redact_streams()
     out = sys.stdout
     # Imported packages may print; standard output is reserved for the result, which may be JSON.
@@ -115,8 +115,8 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s [--json] [--module MODULE | --script FILE [--line N]] [Hydra's flags and overrides]",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on the standard output, only")
-    parser.add_argument("--script", metavar="FILE", help="a launch script; all other words are its arguments")
-    parser.add_argument("--line", type=int, metavar="N", help="line of one launch, in a script with several")
-    parser.add_argument("--module", metavar="MODULE", help=f"the program that is launched (default {OURS})")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
+    parser.add_argument("--script", metavar="FILE", help="launch script to check; other arguments are passed to it")
+    parser.add_argument("--line", type=int, metavar="N", help="line of the launch to check, if the script has several")
+    parser.add_argument("--module", metavar="MODULE", help=f"module of the launched program (default: {OURS})")
     return parser

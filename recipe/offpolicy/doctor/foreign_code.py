@@ -61,7 +61,7 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     given = arguments[0 if event == "exec" else 1]
     file = given.co_filename if isinstance(given, CodeType) else given
     if isinstance(file, str) and not file.startswith("<") and _is_foreign(file):
-        raise ImportError(f"{file} is code in the script's folder, which is not executed")
+        raise ImportError(f"{file} is code in the script's folder; the doctor does not execute such code")
 
 
 def _is_foreign(file: str) -> bool:

@@ -56,15 +56,17 @@ def find_last_release(key: str) -> str | None:
 def find_successor(key: str, value: str, last: str) -> str:
     """Explain how to replace an override of a key that releases after ``last`` do not have."""
     if key.endswith(".grad_offload"):
-        return "Delete it: param_offload frees the gradients' memory too."
+        return "Delete this override: param_offload frees the gradients' memory too."
     if key == "trainer.use_legacy_worker_impl":
-        return "Delete it: engine workers, which `disable` selects, are the only ones."
+        return "Delete this override: verl now has only engine workers, which `disable` selects."
     if key == "async_training.use_rollout_log_probs" and value.lower() == "true":
-        return "Write algorithm.rollout_correction.bypass_mode=True, or with a correction correction.proximal=bypass."
+        return (
+            "Write algorithm.rollout_correction.bypass_mode=True; with a correction, write correction.proximal=bypass."
+        )
     if key.startswith(_CRITIC):
         return f"Write critic.fsdp.{key.removeprefix(_CRITIC)}={value}."
     if value in ("null", "None"):
-        return "Delete it: null has no effect."
+        return "Delete this override: null has no effect."
     if instead := OBSOLETE.get(key.rpartition(".")[2]):
         return f"Instead: {instead}."
     return f"Launch with verl {last}." if last in TESTED else f"The program was written for verl {last} or older."

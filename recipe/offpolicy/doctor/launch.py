@@ -106,7 +106,7 @@ def _refuse_missing_places(config: DictConfig, overrides: Sequence[str]) -> None
         path = ConfigSearchPathImpl()
         path.append("command-line", str(place))
         if not all(source.available() for source in ConfigRepository(path).get_sources()):
-            reason = f"there is no such folder or package, seen from {os.getcwd()}."
+            reason = f"no such folder or package exists when resolved from {os.getcwd()}."
             raise LaunchError(f"hydra.searchpath={place}: {reason} Correct it, or check from the launch directory.")
 
 
@@ -121,8 +121,8 @@ def _refuse_targets(config: DictConfig) -> None:
             nodes.append((key, value))
             if name == "_target_" and value is not None and not _CONFIG_CLASS.fullmatch(str(value)):
                 raise LaunchError(
-                    f"{key}={value}: code that a script names is not called, so its launch is not checked. "
-                    f"Fix: check the launch by its overrides, without --script, in the folder of its code."
+                    f"{key}={value}: the doctor calls no code that a script names, so it cannot check this launch. "
+                    f"Fix: in the folder of that code, check the launch by its overrides, without --script."
                 )
 
 
@@ -177,11 +177,11 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     if flags.multirun:
         raise LaunchError(_SEVERAL)
     if flags.experimental_rerun is not None:
-        raise LaunchError("--experimental-rerun: it trains a stored configuration, which is not checked. Remove it.")
+        raise LaunchError("--experimental-rerun trains a stored configuration, which is not checked. Remove the flag.")
     if flags.resolve and flags.cfg is None:
-        raise LaunchError("--resolve: it requires --cfg. Remove it, or add --cfg job.")
+        raise LaunchError("--resolve requires --cfg. Remove --resolve, or add --cfg job.")
     if flags.run + (flags.cfg is not None) + flags.shell_completion + (flags.info is not None) > 1:
-        raise LaunchError("--run, --cfg, --info and --shell-completion: Hydra accepts one of them. Remove the others.")
+        raise LaunchError("--run, --cfg, --info and --shell-completion: Hydra accepts only one of them. Keep one.")
     flags.shows = bool(flags.cfg or flags.info or flags.shell_completion or flags.hydra_help)
     return flags
 

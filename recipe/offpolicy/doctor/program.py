@@ -86,7 +86,10 @@ class HydraMain:
         if any(not getattr(flags, name) for name in self.computed):
             what = " and ".join(self.computed)
             given = " ".join(f"--{name.replace('_', '-')} VALUE" for name in self.computed)
-            raise LaunchError(f"{self.file}: its @hydra.main computes {what}. Fix: append {given} to the launch.")
+            raise LaunchError(
+                f"{self.file}: its @hydra.main computes {what}, which is unknown until the program runs. "
+                f"Fix: append {given} to the launch."
+            )
 
 
 def read_hydra_main(path: Path) -> HydraMain | None:
@@ -148,7 +151,7 @@ def _locate(module: str) -> str:
     """Suggest where a program that was not found may be."""
     top, _, below = module.partition(".")
     if top == "recipe" and find_source(moved := f"verl.experimental.{below}") is not None:
-        return f"verl has moved it: launch {moved}."
+        return f"verl has moved this program: launch {moved}."
     if top in ("recipe", "verl_recipe"):
         return _VERL_RECIPE
     if module in VERLS:

@@ -51,18 +51,18 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
         for called in read.calls
         if line in (None, called.line) and (launch := _build_launch(called, script, arguments)) is not None
     ]
-    assumed = (*read.assumed, *(f"${name} is not set, and bash takes it as empty" for name in empty))
+    assumed = (*read.assumed, *(f"${name} is not set, and bash treats it as empty" for name in empty))
     if not found:
         raise ScriptError(f"{script}: {_explain_no_launch(read.end, line)}")
     if len({launch.origin for _, launch in found}) > 1:
         lines = ", ".join(dict.fromkeys(f"{called.line} ({launch.module})" for called, launch in found))
-        raise ScriptError(f"{script}: several launches, at the lines {lines}. Choose one: --line {found[0][0].line}.")
+        raise ScriptError(f"{script}: several launches, at lines {lines}. Choose one: --line {found[0][0].line}.")
     launches: dict[Launch, None] = {}
     for called, launch in found:
         where = f"{script}, line {called.line}"
         if called.doubt is not None:
             why = unknown_words.describe_unknowns([called.doubt], script)
-            raise ScriptError(f"{where}: it is unknown whether this is launched: {why}")
+            raise ScriptError(f"{where}: whether the script reaches this launch is unknown: {why}")
         if taken := _find_taken(arguments, launch):
             argument, key = taken
             fix = f"give the script's own arguments first: --script {script} VALUE {shlex.join([argument])}"
@@ -76,7 +76,7 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
                 f'Fix: end the launch with "$@", or add {words[0]} to it.'
             )
         if any(word.isspace() for word in launch.arguments):
-            raise ScriptError(f"{where}: an argument is blank. Fix: remove the blank after a backslash.")
+            raise ScriptError(f"{where}: an argument consists only of blanks. Fix: remove the blank after a backslash.")
         launches[replace(launch, arguments=(*launch.arguments, *lost), lost=tuple(lost), assumed=assumed)] = None
     if len(launches) > MOST:
         raise ScriptError(
@@ -154,7 +154,7 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
     if start is None:
         if isinstance(words[0], Unknown) and _count_overrides(words[1:]) > 1:
             why = unknown_words.describe_unknowns([words[0]], script)
-            raise ScriptError(f"{script}, line {called.line}: it is unknown which program this calls: {why}")
+            raise ScriptError(f"{script}, line {called.line}: the program that this line calls is unknown: {why}")
         return None
     by_torchrun = str(words[start]).endswith("torchrun")
     module, rest = (

@@ -129,7 +129,7 @@ def _format_launch(diagnosis: Diagnosis) -> str:
 
 def _build_table(rows: tuple[VerdictRow, ...]) -> Table:
     table = Table()
-    for heading in ("correction", "verdict", "asked for"):
+    for heading in ("correction", "verdict", "configured"):
         table.add_column(heading, overflow="fold")
     for row in rows:
         verdict = Text(row.verdict, style=_STYLES[row.verdict])
@@ -152,10 +152,13 @@ def _format_conclusion(diagnosis: Diagnosis) -> str:
         return "Not checked: no correction is configured."
     if diagnosis.verdict == "OK":
         if diagnosis.fingerprint is not None or diagnosis.launch.ours:
-            return "OK: every check passes and all hook points exist. The first update of the run proves it, or stops."
+            return (
+                "OK: every check passes and all hook points exist. The first update proves the correction, or the run "
+                "stops."
+            )
         if all(row.name.startswith("shadow.") for row in diagnosis.rows):
             return "OK: the shadow corrections will be reported; the run trains with verl's own loss, uncorrected."
-        return "OK: verl reads what is configured. Only a correction of this package is proved at the first update."
+        return "OK: verl reads every configured key. Only a correction of this package is proved at the first update."
     fixes = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))
     said = f"{diagnosis.verdict}: exit status {diagnosis.status}."
     if len(diagnosis.problems) < 2 or not fixes:

@@ -90,7 +90,7 @@ def _explain(
         near = find_closest(names[depth], map(str, section))
         known = f"Known: {', '.join(map(str, section))}."
         if ".".join(names[:depth]) in _OPEN:
-            known = f"Write {shlex.quote(f'+{key}={value}')}, which adds it."
+            known = f"Write {shlex.quote(f'+{key}={value}')}, which adds the key."
         fix = f"Did you mean {'.'.join([*names[:depth], near])}?" if near else known
         return Problem("", None, f"{key}={value}: unknown key.", fix)
     if verls and (meant := find_meant(names)) is not None:
@@ -115,17 +115,17 @@ def _find_reason(
     """Find why a key is missing, and the fix, which is empty if no override has the requested effect."""
     key, missing = ".".join(names), f"{owner} has no such key."
     if _waits_for_megatron(config, section, names, depth):
-        return missing, f"Set {_ENGINE}={_MEGATRON}, which adds it."
+        return missing, f"Set {_ENGINE}={_MEGATRON}, which adds the key."
     if (depth and not len(section)) or any(map(FREE.search, names[:depth])):
         return missing, f"Write +{key}: any key can be added there."
     if depth == len(names) - 1 and names[-1] in (list_fields(section) or ()):
         reason = f"{owner}'s YAML omits this field of {section[TARGET].rpartition('.')[2]}."
         return reason, f"Write +{key}={value}."
     if last_release := find_last_release(key):
-        reason = f"{missing[:-1]}: verl {last_release} was the last release with it."
+        reason = f"{missing[:-1]}: verl {last_release} was the last release with this key."
         return reason, find_successor(key, value, last_release)
     if program := _find_other_program(names):
-        return f"a key of {program}, another program of verl, which this one does not read.", ""
+        return f"this key belongs to {program}, another program of verl; this program does not read it.", ""
     if instead := _find_of_validation(section, names, depth):
         return missing, f"Write {instead}={value}."
     last = depth == len(names) - 1
@@ -135,9 +135,9 @@ def _find_reason(
     places += [".".join([*names[:depth], near, *names[depth + 1 :]])] if near else []
     fix = f"Set {places[0]} if you mean that." if places else ""
     if not verls:
-        return missing, f"{fix} Otherwise install the verl that the program was written for.".strip()
+        return missing, f"{fix} Otherwise install the verl release that the program was written for.".strip()
     # verl turns a section that names a dataclass into that dataclass, which takes no further keys.
-    refused = "verl rejects it with a + as well" if section.get(TARGET) else "with a + it would be unused in verl"
+    refused = "verl rejects it even with a +" if section.get(TARGET) else "verl ignores it even with a +"
     return f"{missing[:-1]}, and {refused}: it would have no effect.", fix
 
 

@@ -301,7 +301,7 @@ def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterato
     settings = OmegaConf.select(config, SECTION)
     if settings is None or (isinstance(settings, DictConfig) and settings.get("phase_timeouts", {}) is None):
         key = SECTION if settings is None else f"{SECTION}.phase_timeouts"
-        yield Problem(key, None, "its keys have no values.", "Remove this override.", parts=())
+        yield Problem(key, None, "the section is null, so its keys have no values.", "Remove this override.", parts=())
         return
     shipped = read_shipped_defaults("watchdog")
     limits = {**dict.fromkeys((*NAMES, *extensions)), **shipped["phase_timeouts"]}

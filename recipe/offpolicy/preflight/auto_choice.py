@@ -89,23 +89,23 @@ def _choose_correction(setup: Setup) -> Selection:
     engine, mode = f"setup.engine={setup.engine}", f"setup.mode={setup.mode}"
     if setup.mode == "async":
         seen = {
-            "same": f"{engine}: pi / mu holds staleness alone.",
-            "different": f"{engine}: pi / mu holds the mismatch of the engines and staleness.",
+            "same": f"{engine}: pi / mu reflects only staleness.",
+            "different": f"{engine}: pi / mu reflects the engine mismatch and staleness.",
         }
         options = recommended.WEIGHTED_OPTIONS if setup.adaptive else recommended.OPTIONS
         why = f"{mode}: opsm with delta={recommended.DELTA:g} drops stale rows with A < 0: {recommended.WHY}."
         if setup.adaptive:
-            why = f"{why[:-1]}; decoupled_ppo for {TARGET}, which needs a weight."
+            why = f"{why[:-1]}; decoupled_ppo supplies the weight that {TARGET} needs."
         return Selection(options, (seen[setup.engine], why), values=recommended.VALUES)
     fresh = f"{mode}: no staleness correction."
     if setup.engine == "different":
-        why = f"{engine}: tis_token, mu and pi_old differ at equal weights."
+        why = f"{engine}: tis_token, because mu and pi_old differ even at equal weights."
         return Selection(("tis_token",), (why, fresh), advice=(f"{recommended.BATCH_INVARIANT}.",))
     advice = (
         "correction.proximal=same_engine skips the second forward pass once the first step has shown that mu is "
         "pi_old to 1e-6.",
     )
-    return Selection((), (f"{engine}: no weight, mu is pi_old.", fresh), (), advice if setup.minibatches > 1 else ())
+    return Selection((), (f"{engine}: no weight, as mu is pi_old.", fresh), (), advice if setup.minibatches > 1 else ())
 
 
 def _choose_rate_limit(setup: Setup) -> Selection:
@@ -115,9 +115,9 @@ def _choose_rate_limit(setup: Setup) -> Selection:
     if setup.bounded:
         return Selection(
             (),
-            (f"setup.mode=async: staleness is bounded, by {ETA}.",),
+            (f"setup.mode=async: staleness is bounded by {ETA}.",),
             tuple(Requirement(key, ETA_MATHS, f"{why}.", at_most=True) for key in (ETA, *([CEILING] * setup.adaptive))),
-            (f"{ETA} up to {ETA_CODE} for code, {ETA_MATHS} for maths.",),
+            (f"set {ETA} to at most {ETA_CODE} for code, {ETA_MATHS} for maths.",),
         )
     if setup.program == FULLY_ASYNC:
         return Selection(
@@ -129,16 +129,16 @@ def _choose_rate_limit(setup: Setup) -> Selection:
                 f"{'one version or several' if setup.resumes else 'one version'}, each with its own mu.",
             ),
             (Requirement(_FULLY_ASYNC, ETA_MATHS - 1, f"{why}.", at_most=True),),
-            (f"{_FULLY_ASYNC}={ETA_CODE - 1} for code, {ETA_MATHS - 1} for maths, at most.",),
+            (f"set {_FULLY_ASYNC} to at most {ETA_CODE - 1} for code, {ETA_MATHS - 1} for maths.",),
         )
     if setup.program is not None:
         return Selection((), ("setup.mode=async: rollouts are one step late.",))
     why = f"{why}; verl counts the versions that a trajectory spans, one more than its staleness."
     return Selection(
         (),
-        (f"setup.mode=async: staleness is bounded, by {_STALENESS}.",),
+        (f"setup.mode=async: staleness is bounded by {_STALENESS}.",),
         (Requirement(_STALENESS, ETA_MATHS + 1, why, at_most=True),),
-        (f"{_STALENESS}={ETA_CODE + 1} for code, {ETA_MATHS + 1} for maths: {ETA_CODE} and {ETA_MATHS} steps.",),
+        (f"set {_STALENESS}={ETA_CODE + 1} for code, {ETA_MATHS + 1} for maths: {ETA_CODE} and {ETA_MATHS} steps.",),
     )
 
 
@@ -155,8 +155,8 @@ def _choose_routing(setup: Setup) -> Selection:
     replay = "disabled" if setup.minibatches == 1 else "R2" if setup.minibatches == 2 else "R3"
     because = {
         "disabled": "no routing replay, because it would bias a step without drift",
-        "R2": "R2, the trainer's routes are replayed; the first mini-batch keeps its own",
-        "R3": "R3, the rollout engine's routes are replayed; from here on the engines' discrepancy dominates",
+        "R2": "R2, which replays the trainer's routes; the first mini-batch keeps its own",
+        "R3": "R3, which replays the rollout engine's routes; with 3 mini-batches or more, engine mismatch dominates",
     }[replay]
     line = f"setup.model=moe with setup.minibatches={setup.minibatches}: {because}."
     if setup.objective == "gspo" and replay != "disabled":
@@ -165,11 +165,11 @@ def _choose_routing(setup: Setup) -> Selection:
     advice = ["Long responses or a mixture of experts: try a geometric mask, correction=[...,gsm], with wider bounds."]
     if setup.replay_mode is None:
         if replay != "disabled":
-            line = f"{line[:-1]}; nothing replays on {ACTOR}.strategy={setup.strategy} here, so no routes are replayed."
+            line = f"{line[:-1]}; routing replay is unavailable with {ACTOR}.strategy={setup.strategy} here."
             mask = "mask rows by their geometric mean, correction=[...,gsm], or " if fresh else ""
             advice = [
-                f"Without routing replay: {mask}use GSPO, {LOSS_MODE}=gspo. Megatron replays, and FSDP with verl "
-                f"0.9.1's V1 trainer and vLLM."
+                f"Without routing replay: {mask}use GSPO, {LOSS_MODE}=gspo. Megatron can replay routes, and so can "
+                f"FSDP with verl 0.9.1's V1 trainer and vLLM."
             ]
             return Selection((), (line,), (), tuple(advice))
         return Selection((), (line,), (), tuple(advice * fresh))
@@ -190,7 +190,10 @@ def _choose_tools(setup: Setup) -> Selection:
         return Selection((), ("setup.trajectory=single: only the model's own tokens.",))
     return Selection(
         (),
-        ("setup.trajectory=tools: loss, ratios and counts exclude tool tokens; post-tool tokens are logged apart.",),
+        (
+            "setup.trajectory=tools: loss, ratios and counts exclude tool tokens, and post-tool tokens are logged "
+            "separately.",
+        ),
         (),
         ("Tool outputs make ratios volatile: tis_turn and gsm_turn act per turn, so no turn affects another.",),
     )
@@ -225,6 +228,6 @@ def _check_requirement(run: Composed, one: Requirement) -> Problem | None:
 def format_selection(selection: Selection) -> Iterator[str]:
     """Format the lines that start-up prints about a selection."""
     values = "".join(f" {set_to(key, value)}" for key, value in selection.values.items())
-    yield f"correction=auto is correction=[{','.join(selection.options)}]{values}:"
+    yield f"correction=auto selects correction=[{','.join(selection.options)}]{values}:"
     yield from (f"  {reason}" for reason in selection.reasons)
     yield from (f"  advice: {line}" for line in selection.advice)

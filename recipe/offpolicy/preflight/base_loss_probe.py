@@ -47,7 +47,7 @@ def _probe(actor_config: Any, split: bool) -> str | None:
     if _is_close(plain, rest):
         return "it ignores the weights that it is given"
     if not _is_close(weighted - rest, factor * (plain - rest)):
-        return "its gradient under weights w is not w times its gradient without them"
+        return "its gradient under weights w is not w times its gradient without weights"
     if split:
         split_loss, gradient = _run(actor_config, batch, ones, pieces=(2, 3, 1))
         if not (_is_close(gradient, plain) and _is_close(split_loss, plain_loss)):

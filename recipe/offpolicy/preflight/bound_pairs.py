@@ -32,9 +32,9 @@ def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
             number = float(value)
         except ValueError:  # 0.5_2.0, which stays a string
             continue
-        reason = f"Hydra reads {value} as this: it ignores underscores in numbers."
+        reason = f"Hydra reads {value} as this number, because it ignores underscores in numbers."
         if key.endswith(("_threshold", "_threshold_lower")):
-            fix = f"Set it to '{value}', in quotes that the shell keeps."
+            fix = f"Set it to '{value}', and protect these quotes from the shell."
             yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=(set_to(key, value),))
             continue
         lower, upper, *_ = value.split("_")

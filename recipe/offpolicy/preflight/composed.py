@@ -141,7 +141,7 @@ class Composed(Configured):
         resumes = self.program != FULLY_ASYNC or bool(self.get("async_training.partial_rollout", default=True))
         several = self.asynchronous and self.program != ONE_STEP_OFF and resumes
         if self.unknown_versions is None and several and not self.notes_token_versions:
-            said = "a row can be sampled by several versions, and which version sampled which token was not shown with"
+            said = "several versions can sample a row, and recording the version of each token is not tested with verl"
             return f"{said} {self.path.release}."
         return self.unknown_versions and f"{self.unknown_versions[:-1]}: no age is known."
 
@@ -301,10 +301,10 @@ def choose_proximal(run: Composed) -> ProximalChoice:
         return ProximalChoice("recompute")
     if why := next(_find_reasons(run, values), ""):
         return ProximalChoice(
-            "recompute", f"{PROXIMAL}=auto is recompute, although a batch gets one gradient step: {why}."
+            "recompute", f"{PROXIMAL}=auto selects recompute, although a batch gets one gradient step: {why}."
         )
     return ProximalChoice(
-        "reuse", f"{PROXIMAL}=auto is reuse: a batch gets one gradient step, whose own log-probs are pi_old."
+        "reuse", f"{PROXIMAL}=auto selects reuse: a batch gets one gradient step, whose own log-probs are pi_old."
     )
 
 
@@ -317,8 +317,8 @@ def check_one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) ->
     expected = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     if spec.proximal == "reuse" and rows > expected:
         raise SpecError(
-            f"a batch of {rows} rows came, but a mini-batch has {expected}, so it would get several gradient "
-            f"steps, of which only the first starts at pi_old.",
+            f"a batch of {rows} rows arrived, but a mini-batch has {expected}, so it would get several gradient "
+            f"steps, and only the first would start at pi_old.",
             key=PROXIMAL,
             value="reuse",
             proposed={PROXIMAL: "recompute"},
@@ -342,13 +342,13 @@ def _find_reasons(run: Composed, values: Mapping[str, Any]) -> Iterator[str]:
 
 def _find_path_reasons(run: Composed) -> Iterator[str]:
     if run.actor.strategy not in ("fsdp", "fsdp2"):
-        yield f"{ACTOR}.strategy={run.actor.strategy}, where it was not shown to be exact"
+        yield f"{ACTOR}.strategy={run.actor.strategy}, for which reuse was not shown to be exact"
     v1 = run.program != FULLY_ASYNC and run.get(USE_V1)
     updates = run.get(f"trainer.v1.{run.get(MODE)}.parameter_sync_step") or 1 if v1 else 1
     if run.program == FULLY_ASYNC:
         updates = run.get("async_training.trigger_parameter_sync_step", 1)
     if updates != 1:
-        yield f"pi_old is that of the first of {updates} updates"
+        yield f"pi_old is computed before the first of {updates} updates"
     # A user's agent loop may return several rows, which make several mini-batches.
     if v1 and (loop := run.get(f"{ROLLOUT}.agent.default_agent_loop")) not in VERLS_LOOPS:
         yield f"the agent loop {loop} may return several rows per sample"
@@ -360,14 +360,14 @@ def _find_path_reasons(run: Composed) -> Iterator[str]:
 
 def _find_early_readers(run: Composed) -> Iterator[str]:
     if run.get(KL_IN_REWARD):
-        yield "the KL in the reward reads it"
+        yield "the KL in the reward reads pi_old"
     if (estimator := str(run.get(ESTIMATOR))) not in WITHOUT_PI_OLD:
-        yield f"{ESTIMATOR}={estimator} may read it"
+        yield f"{ESTIMATOR}={estimator} may read pi_old"
     if run.get(squared := f"{ACTOR}.calculate_sum_pi_squared"):
-        yield f"{squared}=true is computed with it"
+        yield f"{squared}=true is computed with pi_old"
     if run.active:
-        yield "verl's own correction reads it"
-    yield from (f"the extension {each.section} reads it" for each in run.extensions if each.reads_old_log_prob)
+        yield "verl's own correction reads pi_old"
+    yield from (f"the extension {each.section} reads pi_old" for each in run.extensions if each.reads_old_log_prob)
 
 
 def _find_correction_reasons(run: Composed, values: Mapping[str, Any]) -> Iterator[str]:
@@ -376,11 +376,11 @@ def _find_correction_reasons(run: Composed, values: Mapping[str, Any]) -> Iterat
     shadows = run.get(SHADOW) or ()
     for name in shadows:
         if not isinstance(shadows, DictConfig) or _explain_refusal({**to_mapping(shadows[name]), "proximal": "reuse"}):
-            yield f"the shadow {name} may need it"
+            yield f"the shadow {name} may need pi_old"
     for name, alarm in (run.get("offpolicy.alarms") or {}).items():
         fallback = alarm.get("fallback") if isinstance(alarm, DictConfig) else None
         if fallback and (not isinstance(fallback, DictConfig) or fallback.correction.get("proximal") != "reuse"):
-            yield f"the fallback of alarm {name} may need it"
+            yield f"the fallback of alarm {name} may need pi_old"
 
 
 def _find_micro_batch_reasons(run: Composed) -> Iterator[str]:

@@ -48,7 +48,7 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
 
     Raises:
         SpecError: ``correction=null``, on which Hydra fails without naming the key; or two ``correction=`` overrides or
-            options of one extension, of which Hydra would take the last.
+            two options of one extension; Hydra would use only the last.
         CheckError: keys that resemble ours, which Hydra would advise to append, or keys of ours with an empty value.
     """
     if problems := [
@@ -95,14 +95,14 @@ def _refuse_several(section: str, bare: Sequence[str]) -> None:
     """Check that an extension has one option: its options are modes and do not stack.
 
     Raises:
-        SpecError: there are several options, of which Hydra would use the last.
+        SpecError: there are several options; Hydra would use only the last.
     """
     values = [
         argument.lstrip("+").partition("=")[2] for argument in bare if argument.lstrip("+").startswith(f"{section}=")
     ]
     options = [option for value in values for option in (value[1:-1].split(",") if value.startswith("[") else [value])]
     if len(options) > 1:
-        reason = f"options of {section} do not stack, and Hydra would let the last win."
+        reason = f"options of {section} do not stack, and Hydra would use only the last."
         raise SpecError(reason, f"Choose one of them: {section}={options[-1]}.", key=section, value=options)
 
 
@@ -190,8 +190,8 @@ def find_lost_values(config: DictConfig, overrides: Iterable[str]) -> Iterator[P
         key, mine = f"{GROUP}.{leaf}", OmegaConf.select(written, leaf)
         composed = OmegaConf.select(config, key, throw_on_resolution_failure=False)
         if mine != composed and not any(key == each or key.startswith(f"{each}.") for each in given):
-            replaced = f"the option of {GROUP}, which is composed later, sets {format_value(composed)}."
-            yield Problem(key, mine, f"{name} has it, but {replaced}", overrides=(set_to(key, mine),), translated=True)
+            replaced = f"the chosen option of {GROUP}, which is composed later, sets {format_value(composed)}."
+            yield Problem(key, mine, f"{name} sets it, but {replaced}", overrides=(set_to(key, mine),), translated=True)
 
 
 def list_options() -> list[str]:

@@ -36,7 +36,7 @@ _WORDS: dict[str, str] = {
     r"Error merging override \+{0,2}([^=]+)=": "expected a value of another type. Set single keys as {key}.KEY=VALUE.",
     r"delete from config\. '([^']+)' does not exist": "there is no such key to delete.",
     r"delete from config\. The value of '([^']+)'": "the key has another value. Write ~{key}.",
-    r"Could not delete '([^'=]+)": "no option of this group is chosen that could be deleted.",
+    r"Could not delete '([^'=]+)": "no option of this group is chosen, so none can be deleted.",
     r"config group '([^']+)' does not exist": "this environment has no such group. Install this package?",
     r"force-add of config groups is not supported: '\+\+([^=]+)=": "a group takes one +. Write +{key}={value}.",
 }
@@ -58,7 +58,7 @@ def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) ->
 
     Args:
         arguments: arguments on the command line, including flags.
-        groups: our groups, of which only ``correction`` takes several options.
+        groups: our groups; only ``correction`` takes several options.
     """
     for argument in arguments:
         if argument.startswith("-") or (parsed := parse(argument)) is None:
@@ -85,7 +85,7 @@ def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) ->
             value = f"[{','.join(map(str, names))}]" if len(names) > 1 else names[0]
             yield Problem(f"{sign}{group}", written, said, f"Quote it so: '{sign}{group}={value}'.", parts=())
         elif not flat and group != GROUP:
-            said = f"options of {group} do not stack, and Hydra would let the last win."
+            said = f"options of {group} do not stack, and Hydra would use only the last."
             one = " or ".join(f"{sign}{group}={name}" for name in names)
             yield Problem(f"{sign}{group}", written, said, f"Choose one of them: {one}.", parts=())
 
@@ -190,10 +190,10 @@ def _explain_missing(group: str, name: str, options: Sequence[str], overrides: S
     if near:
         return f"{_shorten(given)}: {beyond} Did you mean {' or '.join(near)}?"
     if engine:
-        return f"{_shorten(given)}: {beyond} verl brings {', '.join(options)}. Install the package that brings {name}."
+        return f"{_shorten(given)}: {beyond} verl has {', '.join(options)}. Install the package that provides {name}."
     if len(options) <= _FEW:
         return f"{_shorten(given)}: {beyond} Choose one of {', '.join(options)}."
-    where = "docs/corrections.md explains them all" if group == GROUP else f"{len(options)} are there"
+    where = "docs/corrections.md explains them all" if group == GROUP else f"there are {len(options)} options"
     return f"{_shorten(given)}: {beyond} {where}; the first are {', '.join(options[:_FEW])}."
 
 

@@ -35,7 +35,7 @@ def find_experts(config: DictConfig) -> tuple[bool, str] | None:
         except (OSError, ValueError):
             return None
         found = next(_find_expert_counts(values), None)
-        return found is not None, f"{file} {f'has {found[0]}={found[1]}' if found else 'counts no experts'}"
+        return found is not None, f"{file} {f'has {found[0]}={found[1]}' if found else 'specifies no experts'}"
     return None
 
 

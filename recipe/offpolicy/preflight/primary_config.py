@@ -121,7 +121,7 @@ def _has_sections(file: Path, folders: Sequence[Path], seen: frozenset[Path] = f
 
 
 def _list_defaults(content: DictConfig) -> Iterator[str]:
-    """List the names in a defaults list: configurations, and groups of which one is chosen."""
+    """List the names in a defaults list: configurations, and groups with a chosen option."""
     plain = cast(dict[str, Any], OmegaConf.to_container(content, resolve=False))
     for default in plain.get("defaults") or ():
         for name in default if isinstance(default, dict) else (default,):

@@ -78,7 +78,7 @@ def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
     """
     if spec.is_none and not EMPTY.issuperset(options):
         fix = "Set correction=none to train uncorrected."
-        raise SpecError("nothing is left of it to correct with.", fix, key="correction", value=list(options))
+        raise SpecError("overrides have removed all of its parts.", fix, key="correction", value=list(options))
 
 
 def _replace_bypass(run: Composed, say: Say) -> None:
@@ -89,7 +89,7 @@ def _replace_bypass(run: Composed, say: Say) -> None:
         return
     with open_dict(run.config):
         run.config.algorithm.rollout_correction.bypass_mode = False
-    say(f"{key}=true of {run.program}_policy's own configuration is replaced: {PROXIMAL} says what pi_old is.")
+    say(f"{key}=true of {run.program}_policy's own configuration is replaced, because {PROXIMAL} determines pi_old.")
 
 
 def _resolve_shadows(run: Composed, say: Say) -> None:
@@ -102,7 +102,7 @@ def _resolve_shadows(run: Composed, say: Say) -> None:
     refuse_moved(SHADOW, named)
     shadows, notes = parse_shadows(named, load_option, delta)
     if delta != SHIPPED_DELTA and not notes:
-        reason = f"no option of {SHADOW} leaves a delta open, so nothing reads it."
+        reason = f"no option of {SHADOW} leaves a delta open, so this value is unused."
         raise SpecError(reason, key=_DELTA, value=delta, proposed={_DELTA: SHIPPED_DELTA})
     if shadows:
         with open_dict(run.config):
@@ -157,7 +157,7 @@ def parse_shadows(
     if isinstance(default_delta, bool) or not isinstance(default_delta, int | float) or not default_delta > 0:
         key = f"{SHADOW}_delta"
         raise SpecError(
-            "a drift in nats a token, a number > 0.", key=key, value=default_delta, proposed={key: SHIPPED_DELTA}
+            "expected a number > 0, in nats per token.", key=key, value=default_delta, proposed={key: SHIPPED_DELTA}
         )
     names = list(names)
     for name in names:
@@ -168,7 +168,7 @@ def parse_shadows(
             raise SpecError("named twice.", key=SHADOW, value=name, proposed={SHADOW: list(dict.fromkeys(names))})
         if not re.fullmatch(r"[a-z0-9_/]+", name):
             raise SpecError(
-                "one option is named in lower case letters, digits, _ and /.",
+                "the name of an option has only lower case letters, digits, _ and /.",
                 f"Write several as a list, {SHADOW}=[gsm,opsm].",
                 key=SHADOW,
                 value=name,
@@ -181,8 +181,8 @@ def parse_shadows(
             raise SpecError(error.problem.statement, key=SHADOW, value=name, proposed=without) from error
         if spec.proximal != "recompute":
             raise SpecError(
-                f"its correction.proximal={spec.proximal} changes pi_old and with it the run itself, so it cannot "
-                f"be reported on next to another.",
+                f"its correction.proximal={spec.proximal} changes pi_old, and thus the run itself, so it cannot be a "
+                f"shadow of another correction.",
                 key=SHADOW,
                 value=name,
                 proposed=without,
@@ -191,7 +191,7 @@ def parse_shadows(
             raise SpecError("it has no weight and no mask to report on.", key=SHADOW, value=name, proposed=without)
         shadows[name] = spec
         notes += [
-            f"shadow {name}: {key} is not set; {default_delta:g} nats a token is used to report" for key in filled
+            f"shadow {name}: {key} is not set; the report uses {default_delta:g} nats per token" for key in filled
         ]
     return shadows, notes
 
@@ -243,7 +243,7 @@ def _resolve_fallbacks(config: DictConfig) -> None:
         if stacked.get("centering") is not None and given["centering"] is None:
             raise SpecError(
                 "the rollout engine returns its likeliest tokens only if the run requests them from its start.",
-                "Set correction.centering, which then holds before the alarm too, or another fallback.",
+                "Set correction.centering, which then applies before the alarm too, or name another fallback.",
                 key=key,
                 value=options,
             )
@@ -313,11 +313,11 @@ def _stack(key: str, options: list[str]) -> dict[str, Any]:
 
 def _check_can_follow(key: str, options: list[str], spec: CorrectionSpec, fallback: CorrectionSpec) -> None:
     if fallback == spec:
-        raise SpecError("the correction that is configured.", "Name another one.", key=key, value=options)
+        raise SpecError("this correction is already configured.", "Name another one.", key=key, value=options)
     if (fallback.proximal, fallback.alpha) != (spec.proximal, spec.alpha):
         raise SpecError(
-            f"its correction.proximal={fallback.proximal} is not the run's, {spec.proximal}, and the forward passes of "
-            f"a step cannot change while it runs.",
+            f"its correction.proximal={fallback.proximal} differs from the run's, {spec.proximal}, and the forward "
+            f"passes of a step cannot change during a run.",
             f"Name a fallback with proximal={spec.proximal}.",
             key=key,
             value=options,

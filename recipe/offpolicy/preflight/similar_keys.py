@@ -51,7 +51,7 @@ def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
     """
     for sign, key, value in _parse_overrides(arguments):
         if (meant := _find_resembled_section(key, value)) is not None:
-            yield _build(sign, key, value, meant, "not a key of ours, and nothing would read it")
+            yield _build(sign, key, value, meant, "not a key of this package, so it would be unused")
 
 
 def find_stray_keys(
@@ -79,12 +79,12 @@ def find_stray_keys(
         if problem is not None:
             yield problem
         elif _is_option(value, names):
-            reason = "an added key with the name of a correction, which nothing of ours reads."
+            reason = "an added key with the name of a correction; this package does not read the key."
             yield Problem(
                 f"{sign}{key}", _parse_value(value), reason, f"Write {_CORRECTION}={rename(value)} instead.", parts=()
             )
         elif option := next((each for each in key.split(".") if each in names - list_verls_names()), None):
-            reason = f"an added key that nothing reads, below the name of the correction {option}."
+            reason = f"an added and unused key, below the name of the correction {option}."
             keys = f"{_CORRECTION}.weight or {_CORRECTION}.masks"
             fix = f"Choose {_CORRECTION}={rename(option)}, and set its keys below {keys}."
             yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
@@ -99,8 +99,8 @@ def _explain_extension(sign: str, key: str, value: str, sections: Collection[str
         near = None if name in list_verls_names() else find_closest(name, sections, 0.85)
         if near is not None:
             meant = ".".join([near, *names[place + 1 :]])
-            reason = f"an added key that nothing reads there; it resembles {meant}."
-            fix = f"Write +{meant}={value}, or give a key of your own another name."
+            reason = f"an added key that is unused there; it resembles {meant}."
+            fix = f"Write +{meant}={value}, or rename the key if it is your own."
             return Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
     return None
 
@@ -141,13 +141,13 @@ def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[
             fix = f"Did you mean {'.'.join([*names[:depth], near, *names[depth + 1 :]])}?" if near else ""
             yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
     elif not depth or names[depth] not in {*list_verls_names(), *(fields or ())}:
-        reason = "an added key: neither verl nor this recipe reads it, only code of your own may."
+        reason = "an added key: neither verl nor this recipe reads it; only your own code may read it."
         near = find_closest(names[depth], map(str, section), 0.85)
         fix = f"Did you mean {'.'.join([*names[:depth], near, *names[depth + 1 :]])}?" if near else ""
         corrects = any(map(_CORRECTS.search, names[depth:]))
         if corrects and not fix:
             reason = "an added key that names a correction, and neither verl nor this recipe reads it."
-            fix = f"Choose one by {_CORRECTION}=NAME (docs/corrections.md), or give a key of your own another name."
+            fix = f"Choose one with {_CORRECTION}=NAME (docs/corrections.md), or rename the key if it is your own."
         yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, "ERROR" if corrects else "NOTE", ())
 
 
@@ -170,7 +170,7 @@ def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Prob
         meant = group or _find_verls(segments, start) or find_meant(tail) or _find_section(tail, start)
         if meant is None or (not group and meant[0] in list_sections() and not _is_distinct(tail, meant, start)):
             continue
-        reason = f"{'an added' if sign else 'a'} key that nothing reads {'at the top' if start == 0 else 'there'}"
+        reason = f"{'an added' if sign else 'a'} key that is unused {'at the top' if start == 0 else 'there'}"
         plain = start > 0 and not group and len(tail) == 1 and "_" not in meant[-1] and not list_paths().get(meant)
         return _build(sign, key, value, meant, reason, "NOTE" if plain else "ERROR")
     return None
@@ -264,7 +264,7 @@ def _build(sign: str, key: str, value: str, meant: Path_, reason: str, verdict: 
         meant = (*meant, *children)
     reason = f"{reason}; it resembles {'.'.join(meant)}."
     plus = sign if meant[0] not in list_sections() and len(meant) == 1 else ""
-    fix = f"{plus}{_spell(meant, value)}, or give a key of your own another name."
+    fix = f"{plus}{_spell(meant, value)}, or rename the key if it is your own."
     return Problem(f"{sign}{key}", _parse_value(value), reason, f"Write {fix}", verdict, ())
 
 

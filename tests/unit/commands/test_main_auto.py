@@ -48,7 +48,7 @@ def test_a_correction_is_chosen(
 ) -> None:
     result = launch(*AUTO, *arguments)
     assert result.status == 0, result.status
-    assert f"offpolicy: correction=auto is correction=[{option}]" in result.printed
+    assert f"offpolicy: correction=auto selects correction=[{option}]" in result.printed
     for reason in ("setup.engine=different: ", "setup.minibatches=4: ", "setup.model=dense: "):
         assert f"offpolicy:   {reason}" in result.printed
     assert f"fingerprint {correction.fingerprint()}" in result.printed
@@ -61,7 +61,7 @@ def test_auto_may_choose_nothing(launch: Launcher) -> None:
     own = ("correction=auto", "setup.model=dense", "setup.engine=same", "data.train_batch_size=256", *NEEDED)
     result = launch(*own)
     assert result.status == 0, result.status
-    assert "correction=auto is correction=[none]:" in result.printed
+    assert "correction=auto selects correction=[none]:" in result.printed
     (config,) = result.trained
     assert Composed(config).spec.is_none
 
@@ -69,7 +69,7 @@ def test_auto_may_choose_nothing(launch: Launcher) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["setup.model=null"], ["setup.model=null: correction=auto needs it", "Set setup.model=dense"]),
+        (["setup.model=null"], ["setup.model=null: correction=auto needs this value", "Set setup.model=dense"]),
         pytest.param(
             ["setup.minibatches=2"],
             ["setup.minibatches=2: the configuration says 4: data.train_batch_size="],
@@ -80,7 +80,9 @@ def test_auto_may_choose_nothing(launch: Launcher) -> None:
             [f"{STALENESS}=null: ", f"Set {STALENESS}=9"],
             marks=pytest.mark.slow,
         ),
-        pytest.param(["correction.weight=null"], ["correction=[tis_token]: nothing is left"], marks=pytest.mark.slow),
+        pytest.param(
+            ["correction.weight=null"], ["correction=[tis_token]: overrides have removed all"], marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -189,8 +189,8 @@ def test_a_check_that_hydra_refuses_leaves_no_folder_behind(
         (["correction=gsm", "correction.masks.gsm.low=1"], "correction.masks.gsm.low=1: unknown key"),
         (["correction.masks.gsm.lower=1"], "no mask is chosen that correction.masks.gsm.lower could belong to"),
         (["correction=gsm", "correction=tis_token"], "correction is given 2 times"),
-        (["correction=tis_token", "correction.weight=null"], "correction=[tis_token]: nothing is left"),
-        (["correction=gsm", "~correction.masks.gsm"], "correction=[gsm]: nothing is left"),
+        (["correction=tis_token", "correction.weight=null"], "correction=[tis_token]: overrides have removed all"),
+        (["correction=gsm", "~correction.masks.gsm"], "correction=[gsm]: overrides have removed all"),
     ],
 )
 def test_our_keys_are_answered_by_us(arguments: list[str], part: str, launch: Launcher, folder: Path) -> None:

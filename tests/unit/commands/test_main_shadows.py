@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
 def test_shadows_are_options_by_name(launch: Launcher) -> None:
     result = launch("correction=tis_token", "offpolicy.shadow=[gsm,opsm]", "offpolicy.shadow_delta=0.2", *NEEDED)
     assert result.status == 0, result.status
-    said = "offpolicy: shadow opsm: correction.masks.opsm.delta is not set; 0.2 nats a token is used to report"
+    said = "offpolicy: shadow opsm: correction.masks.opsm.delta is not set; the report uses 0.2 nats per token"
     assert said in result.printed
     (config,) = result.trained
     shadows = Composed(config).shadows

@@ -172,9 +172,9 @@ def test_an_open_delta_is_filled_and_said() -> None:
         mismatch=opsm(0.1, "rollout"), drift=opsm(0.2, "ppo"), staleness=opsm(0.1, "ppo")
     )
     assert notes == [
-        "shadow opsm: correction.masks.opsm.delta is not set; 0.1 nats a token is used to report",
-        "shadow factored: correction.masks.mismatch.delta is not set; 0.1 nats a token is used to report",
-        "shadow factored: correction.masks.staleness.delta is not set; 0.1 nats a token is used to report",
+        "shadow opsm: correction.masks.opsm.delta is not set; the report uses 0.1 nats per token",
+        "shadow factored: correction.masks.mismatch.delta is not set; the report uses 0.1 nats per token",
+        "shadow factored: correction.masks.staleness.delta is not set; the report uses 0.1 nats per token",
     ]
     assert OPTIONS["opsm"]["masks"]["opsm"]["delta"] == "???"  # the option's own values are left as they were
 

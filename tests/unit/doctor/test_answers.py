@@ -25,4 +25,4 @@ def test_a_piped_table_has_100_columns_with_nothing_cut() -> None:
 def test_a_name_of_the_users_own_is_added_with_a_plus(key: str) -> None:
     config = OmegaConf.create({"correction": {"masks": {"gsm": {}}, "weights": {}}, "offpolicy": {"extensions": {}}})
     (problem,) = find_unknown_keys(lambda overrides: config, [f"{key}={{level: token}}"], "verl 0.9.1")
-    assert problem.fix == f"Write '+{key}={{level: token}}', which adds it."
+    assert problem.fix == f"Write '+{key}={{level: token}}', which adds the key."

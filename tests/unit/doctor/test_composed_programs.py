@@ -136,7 +136,7 @@ def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UnknownKeysError) as caught:
         compose(launch(*OVERRIDES))
     has_none = "the configuration of a_recipe_of_mine.main has no such key."
-    install = "therwise install the verl that the program was written for."
+    install = "therwise install the verl release that the program was written for."
     assert str(caught.value).split("\n") == [
         f"actor.clip_cov_ratio=0.2: {has_none} Set actor.policy_loss.clip_cov_ratio if you mean that. O{install}",
         f"trainer.total_epoch=3: {has_none} Set trainer.total_epochs if you mean that. O{install}",
@@ -144,8 +144,8 @@ def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.Monkey
         f"free.x=1: {has_none} Write +free.x: any key can be added there.",
         f"trainer.no.such=: {has_none} O{install}",
         f"actor.model_engine=x: {has_none} Set model_engine if you mean that. O{install}",
-        f"megatron.tp=2: {has_none} Set model_engine=megatron, which adds it.",
-        f"actor.megatron.tp=2: {has_none} Set model_engine=megatron, which adds it.",
+        f"megatron.tp=2: {has_none} Set model_engine=megatron, which adds the key.",
+        f"actor.megatron.tp=2: {has_none} Set model_engine=megatron, which adds the key.",
         f"actor.extra_kwargs.b=2: {has_none} Write +actor.extra_kwargs.b: any key can be added there.",
     ]
     monkeypatch.setattr("recipe.offpolicy.doctor.launch.VERLS", ("a_recipe_of_mine.main",))
@@ -153,7 +153,7 @@ def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.Monkey
         compose(launch(*OVERRIDES[1:4]))
     first, second = str(caught.value).split("\n")
     assert first.endswith(" Set trainer.total_epochs if you mean that.")
-    assert second.endswith("and verl rejects it with a + as well: it would have no effect.")
+    assert second.endswith("and verl rejects it even with a +: it would have no effect.")
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_as_a_program(tmp_path: Path) -> None:
         (
             "recipe.one_step_off_policy.main_ppo a.b=1",
             (),
-            "has moved it: launch verl.experimental.one_step_off_policy.main_ppo.",
+            "has moved this program: launch verl.experimental.one_step_off_policy.main_ppo.",
         ),
         ("verl.trainer.main_sft a.b=1", (), "has no such module. Correct its name"),
     ],
@@ -218,7 +218,7 @@ REFUSED = {
     "no such folder": (["--config-dir=/none/such"], "there is no such folder"),
     "no such program": (["--module", "no.such.program", "a.b=1"], "this program was not found"),
     "a program without Hydra": (["--module", "verl.protocol", "a.b=1"], "has no @hydra.main"),
-    "nothing is left": (["correction=gsm", "~correction.masks.gsm", *GIVEN], "nothing is left of it to correct with"),
+    "nothing is left": (["correction=gsm", "~correction.masks.gsm", *GIVEN], "overrides have removed all of its parts"),
 }
 
 
@@ -280,7 +280,7 @@ def test_a_value_of_the_primary_configuration_that_the_option_replaces(ask: Ask,
 def test_auto_says_what_it_chose(ask: Ask) -> None:
     answer = ask("correction=auto", "setup.model=dense", *GIVEN)
     assert answer.status == 0
-    assert "correction=auto is correction=[tis_token]" in answer.printed
+    assert "correction=auto selects correction=[tis_token]" in answer.printed
 
 
 def test_shadows_are_parts_too(ask: Ask) -> None:

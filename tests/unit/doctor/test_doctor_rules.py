@@ -117,7 +117,7 @@ def test_another_trainer_and_another_release_are_not_known(
     config = changed(bases[VERLS], TIS_OF_VERL)
     diagnosis = diagnosed("verl.experimental.own_program.main_ppo", config)
     assert diagnosis.status == 2
-    assert "which keys it reads was not checked" in str(diagnosis.problems[0])
+    assert "the doctor did not check which keys it reads" in str(diagnosis.problems[0])
     # Its batch size is no value of verl's own trainer, and a run that asks for nothing is not wrong.
     plain = diagnosed("verl.experimental.own_program.main_ppo", changed(bases[VERLS], {"data.train_batch_size": 0}))
     assert (plain.status, plain.rows, [note.key for note in plain.notes]) == (0, (), ["module"])

@@ -65,13 +65,16 @@ UNREADABLE = {
         "python3 -m pip install verl\npython3 prepare.py --out=x",
         "no launch: no call of `python -m MODULE`",
     ),
-    "two launches": (f"{LAUNCH}\n{LAUNCH} c.d=2", "several launches, at the lines 1 (verl.trainer.main_ppo), 2"),
+    "two launches": (f"{LAUNCH}\n{LAUNCH} c.d=2", "several launches, at lines 1 (verl.trainer.main_ppo), 2"),
     "an override that is not known": (
         f"\n{LAUNCH} c.d=$NOT_SET_HERE",
         "line 2: an override is unknown (c.d): $NOT_SET_HERE",
     ),
-    "a launch in doubt": (f"if make_it; then\n{LAUNCH}\nfi", "line 2: it is unknown whether this is launched"),
-    "a program that is not known": ("$(make_it) a.b=1 c.d=2", "line 1: it is unknown which program this calls"),
+    "a launch in doubt": (
+        f"if make_it; then\n{LAUNCH}\nfi",
+        "line 2: whether the script reaches this launch is unknown",
+    ),
+    "a program that is not known": ("$(make_it) a.b=1 c.d=2", "line 1: the program that this line calls is unknown"),
 }
 
 
@@ -90,7 +93,7 @@ def test_a_script_that_cannot_be_read_is_an_error(name: str, ask: Ask, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--line", "3", *NEEDED], "--line: the line of a launch in a script"),
+        (["--line", "3", *NEEDED], "--line requires --script. Add --script FILE"),
         (["--script", "run.sh", "--module", "a.b"], "--script and --module"),
     ],
 )

@@ -137,7 +137,7 @@ LOST = {
     "a quoted group": (f"{LAUNCH}\n'correction=[a,b]'\n", 2, "is a separate command"),
     "a blank": (f"{LAUNCH} \\ \n  e.f=2\n", 2, "A blank follows the backslash that ends line 1"),
     "a tab": (f"{LAUNCH} \\\t\n  correction=gsm\n", 2, "A blank follows the backslash that ends line 1"),
-    "a carriage return": (f"{LAUNCH} \\\n  e.f=2\r\n", 2, "it ends in a carriage return"),
+    "a carriage return": (f"{LAUNCH} \\\n  e.f=2\r\n", 2, "the line ends in a carriage return"),
     "a group at the margin": (f"{LAUNCH} \\\n  c.d=1\n\ncorrection=gsm\n", 4, "Line 2 does not end in a backslash"),
     "a group behind arguments alone": (
         'A=(c.d=1)\npython3 -m verl.trainer.main_ppo "${A[@]}"\n  correction=gsm\n',
@@ -236,6 +236,6 @@ def test_braces_are_expanded_lazily() -> None:
 def test_what_must_be_given_is_asked_for() -> None:
     assert propose_exports({"A": False, "B": True, "1": False}) == [
         "export A=VALUE",
-        "export B=VALUE (bash takes it as empty)",
+        "export B=VALUE (bash treats it as empty)",
         "give the script's arguments after --script FILE",
     ]

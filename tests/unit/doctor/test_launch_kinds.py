@@ -53,7 +53,7 @@ KINDS = {
     "megatron_engine": Kind("engine worker on megatron"),
     "ppo_megatron_trainer": Kind("engine worker on megatron"),
     "own_yaml": Kind(f"{MU}=sglang"),
-    "own_main": Kind("module=own_recipe.main_own: supported if its trainer derives"),
+    "own_main": Kind("module=own_recipe.main_own: supported only if its trainer derives"),
     "fully_async": Kind("fully_async_main, verl 0.9.1, V0 trainer", mode="fully_async"),
     "one_step_off": Kind("one_step_off_policy.main_ppo, verl 0.9.1, V0 trainer", mode="one_step_off"),
     "sglang": Kind(f"{MU}=sglang"),
@@ -92,7 +92,7 @@ KINDS = {
         ("algorithm.rollout_correction.rollout_is=null",),
     ),
     # The user has to choose, or to change the script.
-    "verls_correction_others": Kind("trains with ours only, and correction=none with verl's only", 2),
+    "verls_correction_others": Kind("to train with ours only, or correction=none to train with verl's only", 2),
     "megatron_dead_key": Kind("grad_offload=True: verl 0.9.1 has no such key: verl 0.9.0 was the last", 2, None),
     "added_twice": Kind(f"Write {MODEL}.model.lora.merge=True", 2, None),
     "no_arguments": Kind('End the launch with "$@"', 2),
@@ -101,14 +101,14 @@ KINDS = {
     # Refused, as no change would keep what the run is for.
     "veomni": Kind("No override corrects veomni", 2),
     "torchtitan": Kind("No override corrects torchtitan", 2),
-    "mindspeed": Kind("Install the package that brings mindspeed", 2, None),
+    "mindspeed": Kind("Install the package that provides mindspeed", 2, None),
     "old_fork": Kind("actor.state_masking=true: verl 0.9.1 has no such key", 2, None),
     "distillation": Kind("verl's worker takes one loss", 2),
     "gmpo": Kind("No override corrects geo_mean", 2),
     "hf_rollout": Kind(f"{MU}=hf: not a verl engine that returns the log-probs", 2),
-    "own_engine": Kind("Install the package that brings mlite_actor", 2, None),
+    "own_engine": Kind("Install the package that provides mlite_actor", 2, None),
     "generation": Kind("it trains nothing", 2, None),
-    "sft": Kind("does not train by verl's PPO", 2, None),
+    "sft": Kind("does not train with verl's PPO", 2, None),
 }
 PURPOSE = (
     *("adv_estimator", "distillation", "filter_groups", "loss_mode", "model_engine", "multi_turn", "rollout.name"),
@@ -182,4 +182,4 @@ def test_extensions_of_fully_async_are_those_that_it_reaches(option: str, status
     delta = "correction.masks.opsm.delta=0.1"
     answer = ask_launch("fully_async", "+correction@correction=opsm", delta, *f"+{section}@{option}".split())
     assert answer.status == status, answer.printed
-    assert ("which it does not reach" in answer.printed) == (status == 2)
+    assert ("which the extension does not" in answer.printed) == (status == 2)

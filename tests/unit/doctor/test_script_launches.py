@@ -106,14 +106,14 @@ def test_each_cause_has_its_own_fix(script: Path) -> None:
     assert said == (
         ", line 2: 4 overrides are unknown (a.b, c.d, e.f, g.h): it depends on the output of `count`, and count is not "
         "run (line 1); $NOT_SET_HERE is not set (line 2); $2 is not set (line 2). Fix: "
-        "export NOT_SET_HERE=VALUE (bash takes it as empty), and give the script's arguments after --script FILE, "
+        "export NOT_SET_HERE=VALUE (bash treats it as empty), and give the script's arguments after --script FILE, "
         f"and to check the launch with values of your own, add a.b=VALUE e.f=VALUE after --script {script}."
     )
 
 
 def test_a_launch_in_doubt_names_what_decides(script: Path) -> None:
     said = refused(script, f"MODE=${{MODE:-$(which_mode)}}\nif [ $MODE = train ]; then\n {LAUNCH} a.b=1\nfi")
-    assert said.startswith(", line 3: it is unknown whether this is launched: ")
+    assert said.startswith(", line 3: whether the script reaches this launch is unknown: ")
     assert said.endswith("(line 1). Fix: put MODE=VALUE before the command.")
 
 
@@ -153,7 +153,9 @@ def test_a_file_that_is_missing_here_is_assumed(before: str, line: int, script: 
     script.write_text(f"DIR=/none\n{before}\n{LAUNCH} a.b=${{X:-1}}\n")
     (launch,) = find_launches(script, [])
     assert launch.arguments == ("a.b=1",)
-    assert launch.assumed == (f"line {line}: the script ends without /none, which is assumed to exist",)
+    assert launch.assumed == (
+        f"line {line}: the doctor assumes the existence of /none, without which the script would end",
+    )
     assert [note.reason for note in diagnose(launch).notes] == [f"{launch.assumed[0]}."]
 
 
@@ -171,7 +173,7 @@ def test_an_unset_variable_of_a_name_is_empty_as_in_bash(script: Path) -> None:
     (launch,) = find_launches(script, [])
     assert launch.arguments == ("trainer.experiment_name=x-", "trainer.default_local_dir=c/")
     assert launch.assumed == tuple(
-        f"${name} is not set, and bash takes it as empty" for name in ("NOR_THIS", "NOT_SET_HERE")
+        f"${name} is not set, and bash treats it as empty" for name in ("NOR_THIS", "NOT_SET_HERE")
     )
     assert "2 overrides are unknown" in refused(script, f"set -eu\n{source}")
     assert "$NOR_THIS is not set" in refused(script, f"{LAUNCH} a.b=1 trainer.default_local_dir=$NOR_THIS/c")

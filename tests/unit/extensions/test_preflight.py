@@ -100,7 +100,7 @@ def test_a_reader_of_pi_old_is_a_reason_against_reuse(reads: bool) -> None:
     given = [f"++{KEY}.one=tests.support.nudge:Nudge", f"+one.pi_old={str(reads).lower()}", "correction=tis_token"]
     with application(*given, *ONE_STEP, *NEEDED) as config:
         choice = choose_proximal(Composed(config))
-    assert ("the extension one reads it" in choice.said) == reads
+    assert ("the extension one reads pi_old" in choice.said) == reads
 
 
 def diagnosed(*arguments: str) -> Diagnosis:

@@ -12,7 +12,7 @@ from tests.support.training_worker import actor_config
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
-WEIGHTED = "not w times its gradient without them"
+WEIGHTED = "not w times its gradient without weights"
 SPLIT = "changes with the split into micro-batches"
 IGNORED = "ignores the weights"
 

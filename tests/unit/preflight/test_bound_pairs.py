@@ -54,7 +54,7 @@ def test_the_last_of_two_counts() -> None:
 def test_a_correction_of_which_nothing_is_left() -> None:
     refuse_emptied(spec(TIS), ["tis_token"])
     refuse_emptied(CorrectionSpec(), ["none"])
-    with pytest.raises(SpecError, match="nothing is left of it"):
+    with pytest.raises(SpecError, match="overrides have removed all of its parts"):
         refuse_emptied(CorrectionSpec(), ["tis_token"])
 
 

@@ -159,14 +159,14 @@ def test_bounds_that_move_with_the_configured_one_ask_nothing_of_it(whole: DictC
 
 def test_the_configured_one_is_no_fallback(whole: DictConfig) -> None:
     same = changed(whole, {f"{KEY}.fallback.correction": GSM_SPEC.to_mapping()})
-    with pytest.raises(SpecError, match="the correction that is configured"):
+    with pytest.raises(SpecError, match="this correction is already configured"):
         checked(same)
 
 
 def test_forward_passes_cannot_change_in_a_run(whole: DictConfig) -> None:
     bypass = {"proximal": "bypass", "masks": {"gsm": GSM | {"ratio": "full"}}}
     other = changed(whole, {f"{KEY}.fallback.correction": CorrectionSpec.from_mapping(bypass).to_mapping()})
-    with pytest.raises(SpecError, match=r"correction\.proximal=bypass is not the run's, recompute"):
+    with pytest.raises(SpecError, match=r"correction\.proximal=bypass differs from the run's, recompute"):
         checked(other)
 
 

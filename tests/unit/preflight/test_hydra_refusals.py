@@ -75,7 +75,7 @@ def test_an_override_is_named(overrides: Sequence[str], said: str) -> None:
         ("offpolicy=[1]", "offpolicy=[1]: expected a value of another type. Set single keys as offpolicy.KEY=VALUE."),
         ("~trainer.none_such", "~trainer.none_such: there is no such key to delete."),
         ("~trainer.nnodes=7", "~trainer.nnodes=7: the key has another value. Write ~trainer.nnodes."),
-        ("~mode", "~mode: no option of this group is chosen that could be deleted."),
+        ("~mode", "~mode: no option of this group is chosen, so none can be deleted."),
         ("++opd=loss", "++opd=loss: a group takes one +. Write +opd=loss."),
         ("+a/b@c=d", "+a/b@c=d: this environment has no such group. Install this package?"),
     ],

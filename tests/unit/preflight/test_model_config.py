@@ -61,7 +61,7 @@ def test_a_mixture_of_experts(values: dict[str, Any], tmp_path: Path) -> None:
 )
 def test_a_dense_model(values: dict[str, Any], tmp_path: Path) -> None:
     file = saved(tmp_path, values) / "config.json"
-    assert find_experts(config(tmp_path)) == (False, f"{file} counts no experts")
+    assert find_experts(config(tmp_path)) == (False, f"{file} specifies no experts")
 
 
 def test_what_is_not_at_hand_or_damaged_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_contradiction_stops_correction_auto(tmp_path: Path) -> None:
         read_setup(Composed(config(mixture, "dense")))
     assert str(caught.value) == (
         f"setup.model=dense: the configuration says moe: {mixture}/config.json has num_experts=64. "
-        f"Set setup.model=null to follow it, or change the configuration."
+        f"Set setup.model=null to use the value of the configuration, or change the configuration."
     )
     assert caught.value.problem.overrides == ()
     assert read_setup(Composed(config(mixture))).model == "moe"

@@ -87,7 +87,7 @@ def test_one_gradient_step_needs_no_forward_pass(configuration: Configuration) -
     choice = choose_proximal(Composed(configuration()))
     assert choice.proximal == "reuse"
     assert choice.said == (
-        "correction.proximal=auto is reuse: a batch gets one gradient step, whose own log-probs are pi_old."
+        "correction.proximal=auto selects reuse: a batch gets one gradient step, whose own log-probs are pi_old."
     )
 
 
@@ -103,7 +103,7 @@ def test_nor_do_these(changes: str, configuration: Configuration) -> None:
 def test_what_takes_a_forward_pass(changes: str, said: str, configuration: Configuration) -> None:
     choice = choose_proximal(Composed(configuration(read_changes(changes))))
     assert choice.proximal == "recompute"
-    assert choice.said.startswith("correction.proximal=auto is recompute, although a batch gets one gradient step: ")
+    assert choice.said.startswith("correction.proximal=auto selects recompute, although a batch gets one gradient")
     assert said in choice.said
     assert choice.said.endswith(".")
 
@@ -156,7 +156,7 @@ def test_more_rows_than_a_mini_batch_stop_the_run(configuration: Configuration) 
     config = configuration()
     spec = read_spec(config)
     check_one_mini_batch(spec, config, 16)
-    with pytest.raises(SpecError, match=r"a batch of 32 rows came, but a mini-batch has 16.*proximal=recompute"):
+    with pytest.raises(SpecError, match=r"a batch of 32 rows arrived, but a mini-batch has 16.*proximal=recompute"):
         check_one_mini_batch(spec, config, 32)
     check_one_mini_batch(CorrectionSpec.from_mapping({"weight": TIS}), config, 32)
 

@@ -138,7 +138,7 @@ REASONS = {
     "legacy actors that are gone": "verl 0.8.0 has no legacy actors",
     "legacy actors long gone": "verl 0.9.1 has no legacy actors",
     "a trainer to come": "verl 0.8.0 has no V1 trainer",
-    "separate_async of 0.9.0": "verl 0.9.0 computes pi_old in it as 0.9.1 does",
+    "separate_async of 0.9.0": "verl 0.9.0 computes pi_old in this mode as 0.9.1 does",
     "another V1 mode": "not covered",
     "another legacy actor": "only the FSDP and Megatron engines",
     "another engine": "only the FSDP and Megatron engines",
@@ -147,7 +147,7 @@ REASONS = {
     "padded engine of 0.7.1": "masks attention by the loss mask, so its log-probs",
     "aliased snapshots": "restoring them undoes updates",
     "aliased snapshots by policy": "restoring them undoes updates",
-    "dynamic context parallel": "not tested with its way of gathering metrics",
+    "dynamic context parallel": "not tested with this way of gathering metrics",
     "mixed micro-batches": "while the loss of another is computed",
 }
 

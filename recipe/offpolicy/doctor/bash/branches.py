@@ -83,7 +83,9 @@ class Branches:
             del self.calls[calls:]
         if differs:
             named = " and ".join(missing)
-            files.assumed.append(f"line {end.line}: the script ends without {named}, which is assumed to exist")
+            files.assumed.append(
+                f"line {end.line}: the doctor assumes the existence of {named}, without which the script would end"
+            )
         return differs
 
     def _run_if(self, command: If) -> Truth:
@@ -213,7 +215,7 @@ def _find_waiting(loop: Loop) -> Unknown | None:
     asked = [each.words[0].text for each in loop.condition if isinstance(each, Simple) and each.words]
     sleeps = any(isinstance(each, Simple) and each.words and each.words[0].text == "sleep" for each in loop.body)
     if asked in (["true"], [":"]) and sleeps:
-        return Unknown("the loop waits for what happens in a run", loop.line)
+        return Unknown("the loop waits for something that happens only in a real run", loop.line)
     return None
 
 

@@ -67,7 +67,7 @@ class Budget:
         """
 
         def stop(number: int, frame: FrameType | None) -> None:
-            raise OverBudget(f"line {self.line}: reading takes more than {seconds:g} s.")
+            raise OverBudget(f"line {self.line}: reading the script takes more than {seconds:g} s.")
 
         if threading.current_thread() is not threading.main_thread():
             yield

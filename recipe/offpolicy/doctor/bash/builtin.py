@@ -160,7 +160,7 @@ def _do_eval(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
 
 def _do_read(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Mark the variables of read, mapfile or readarray as unknown."""
-    why = Unknown(f"`{name}` reads it from an input", line)
+    why = Unknown(f"`{name}` reads the value from an input", line)
     for argument in arguments:
         if isinstance(argument, str) and argument.isidentifier():
             shell.state.variables[argument] = why
@@ -182,7 +182,7 @@ def _do_command(shell: Shell, name: str, arguments: list[Field], line: int) -> T
     found = shutil.which(arguments[1]) if len(arguments) == 2 and isinstance(arguments[1], str) else None
     if found is not None:
         return shell.print_known(f"{found}\n", True)
-    why = Unknown("`command -v` looks for a program that is not here", line)
+    why = Unknown("`command -v` looks for a program that is not installed here", line)
     if shell.printed is not None:
         shell.printed.append(why)
     return why

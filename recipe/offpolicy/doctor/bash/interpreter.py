@@ -265,7 +265,7 @@ class Interpreter(Branches):
     def call(self, words: list[Field], line: int, given: Field) -> Truth:
         """Call a function, a builtin or a program; programs that are not read-only are recorded in ``calls``."""
         if len(words) > WORDS:
-            raise OverBudget(f"line {line}: a command of {len(words)} words.")
+            raise OverBudget(f"line {line}: a command of {len(words)} words is too long.")
         name, *arguments = words
         if isinstance(name, str) and name in self.state.functions:
             return self._run_function(name, arguments)

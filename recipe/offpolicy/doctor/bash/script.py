@@ -51,14 +51,14 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
             if "\r\n" in source:
                 line = source[: source.index("\r\n")].count("\n") + 1
                 raise ScriptError(
-                    f"line {line}: it ends in a carriage return, which bash treats as a part of the last word. "
+                    f"line {line}: the line ends in a carriage return, which bash treats as a part of the last word. "
                     f"Fix: sed -i 's/\\r$//' {path}"
                 )
             interpreter.run_script(source)
     except OSError as error:
         raise ScriptError(f"{path}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
-        raise ScriptError(f"{path}: not a text ({error}).") from error
+        raise ScriptError(f"{path}: not a text file ({error}).") from error
     except ScriptError as error:
         raise ScriptError(f"{path}, {str(error).rstrip('.')}.") from error
     except OverBudget as error:

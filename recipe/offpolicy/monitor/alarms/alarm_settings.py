@@ -220,7 +220,7 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     """Find the problems of the keys ``offpolicy.alarms`` together with the correction ``spec``."""
     section = OmegaConf.select(config, SECTION)
     if not isinstance(section, DictConfig):
-        yield _problem(SECTION, section, "its keys have no values.", "Remove this override.")
+        yield _problem(SECTION, section, "the section is null, so its keys have no values.", "Remove this override.")
         return
     alarms = _read_values(config)
     for name in map(str, section):

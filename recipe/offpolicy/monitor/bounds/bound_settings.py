@@ -73,7 +73,9 @@ def read_noted_keys(config: DictConfig) -> dict[str, Any]:
 def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Find the problems of the keys ``offpolicy.calibrate`` together with the correction ``spec``."""
     if OmegaConf.select(config, SECTION) is None:
-        yield Problem(SECTION, None, "its keys have no values.", "Remove this override.", parts=())
+        yield Problem(
+            SECTION, None, "the section is null, so its keys have no values.", "Remove this override.", parts=()
+        )
         return
     found = list(KEYS.find_problems(config))
     yield from found

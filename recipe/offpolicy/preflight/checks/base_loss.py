@@ -54,7 +54,8 @@ def _probe(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iter
         return
     if run.registrar and actor.policy_loss.loss_mode not in POLICY_LOSS_REGISTRY:
         reason = (
-            f"verl has no such loss; {run.registrar} may register it, which is not checked. The first update proves it."
+            f"verl has no such loss; {run.registrar} may register it, but this is not checked. The first update proves "
+            f"the loss."
         )
         yield run.problem(LOSS_MODE, reason, "", (), parts, "NOTE")
         return

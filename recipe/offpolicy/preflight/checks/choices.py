@@ -154,7 +154,7 @@ def check_choices(run: Composed) -> Iterator[Problem]:
             continue
         owner = _OWNERS.get(choice.module.partition(".")[0], "verl")
         if registrar := choice.find_registrar(run):
-            reason = f"{owner} has no such choice; {registrar} may register it, which is not checked."
+            reason = f"{owner} has no such choice; {registrar} may register it, but this is not checked."
             yield run.problem(key, reason, "", (), (), "NOTE")
             continue
         near = (find_closest(value, names, 0.7) if isinstance(value, str) else None) or choice.default
@@ -165,5 +165,5 @@ def check_choices(run: Composed) -> Iterator[Problem]:
     loggers: list[Any] = list(given) if isinstance(given, ListConfig) else [] if given is None else [given]
     if known and (wrong := [name for name in loggers if name not in known]):
         fixed = [(difflib.get_close_matches(str(name), known, 1) or ["console"])[0] for name in loggers]
-        reason, fix = f"verl has no logger {', '.join(map(str, wrong))}.", f"Set some of {', '.join(known)}."
+        reason, fix = f"verl has no logger {', '.join(map(str, wrong))}.", f"Set one or more of {', '.join(known)}."
         yield run.problem(_LOGGER, reason, fix, {_LOGGER: list(dict.fromkeys(fixed))}, (), value=loggers)

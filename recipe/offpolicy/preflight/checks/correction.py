@@ -69,8 +69,8 @@ def _find_unreachable(run: Composed, name: str, mask: MaskSpec) -> Iterator[Prob
     for bound, value, distance in _measure_distances(mask):
         if distance > compute_arithmetic_limit(mask):
             at, usual = f"correction.{name}.{bound}", _get_usual(mask, bound)
-            open_side = ", or null where the other side is bound" if bound in ("lower", "upper") else ""
-            fix = f"Set {at}={format_value(usual)}, which is in use{open_side}."
+            open_side = ", or null if the other side has a bound" if bound in ("lower", "upper") else ""
+            fix = f"Set {at}={format_value(usual)}, a usual value{open_side}."
             yield run.problem(at, f"{reason}never act.", fix, {at: usual}, (name,), value=value)
 
 
@@ -79,7 +79,9 @@ def _find_closed(run: Composed, name: str, mask: MaskSpec) -> Iterator[Problem]:
     neutral, one_sided = 1.0 if mask.entry.on_ratio else 0.0, mask.entry.one_sided
     if mask.entry.of_age or mask.upper != neutral or (mask.lower != neutral and not one_sided):
         return
-    reason = f"it keeps only exactly {neutral:g}, bitwise equal policies, and rejects everything else."
+    reason = (
+        f"the mask keeps only exactly {neutral:g}, which means bitwise equal policies, and rejects everything else."
+    )
     sides = ("upper",) if one_sided else ("lower", "upper")
     sets = {f"correction.{name}.{side}": _get_usual(mask, side) for side in sides}
     yield run.problem(f"correction.{name}.upper", reason, "", sets, (name,), value=mask.upper)
@@ -123,7 +125,7 @@ def check_parts(run: Composed) -> Iterator[Problem]:
     for name, weight in list_weights(run):
         at, parts = f"correction.{name}", (name,)
         if weight.kind != "reject" and weight.lower == weight.upper == 1:
-            reason = "between 1 and 1 every weight is 1, and nothing is corrected."
+            reason = "with these bounds every weight is 1, and nothing is corrected."
             yield run.problem(f"{at}.upper", reason, "", {f"{at}.upper": 2.0}, parts, value=1.0)
         if weight.level == "token" and weight.aggregate != "product":
             key = f"{at}.aggregate"
@@ -138,7 +140,9 @@ def check_parts(run: Composed) -> Iterator[Problem]:
             yield run.problem(key, single, "", {key: instead}, (name,), value=mask.aggregate)
     if run.spec.skyrl_compat and not run.spec.masks:
         fix, parts = "Stack a mask, or set correction.skyrl_compat=false.", ("skyrl_compat",)
-        yield run.problem(_ORDER, "without a mask the order has no effect.", fix, (), parts, "NO-OP", value=True)
+        yield run.problem(
+            _ORDER, "without a mask, this order of operations has no effect.", fix, (), parts, "NO-OP", value=True
+        )
 
 
 def check_proximal(run: Composed) -> Iterator[Problem]:
@@ -151,7 +155,7 @@ def check_proximal(run: Composed) -> Iterator[Problem]:
         yield run.problem(PROXIMAL, reason, fix, recompute, parts, value=value)
     if value == "same_engine" and (why := _explain_older_weights(run)):
         fix = f"Set {PROXIMAL}=recompute."
-        yield run.problem(PROXIMAL, f"{why}, and mu is not pi_old.", fix, recompute, parts, value=value)
+        yield run.problem(PROXIMAL, f"{why}, so mu is not pi_old.", fix, recompute, parts, value=value)
     if value in ("reuse", "loglinear"):
         same = recompute if value == "reuse" else {}  # recompute gives the same pi_old as reuse, but not as loglinear
         estimator = run.get(ESTIMATOR)
@@ -165,7 +169,7 @@ def check_proximal(run: Composed) -> Iterator[Problem]:
     mode, spec = run.actor.policy_loss.loss_mode, run.spec
     alone = not spec.all_weights and not spec.masks and not (spec.kl_clip or spec.kl_weight or spec.penalty)
     if value != "recompute" and alone and mode == "gpg":
-        reason = f"loss_mode {mode} has no ratio and reads no pi_old, so that nothing is corrected."
+        reason = f"loss_mode {mode} has no ratio and reads no pi_old, so nothing is corrected."
         yield run.problem(
             PROXIMAL, reason, f"Set {LOSS_MODE}=vanilla, or correction=none.", (), parts, "NO-OP", value=value
         )
@@ -214,7 +218,9 @@ def check_kl(run: Composed) -> Iterator[Problem]:
         found = list(_find_no_kl_loss(run, "kl_clip", "there is no KL loss to clip.", "clipped"))
         yield from found
         if not found and kind in ("kl", "k1"):
-            reason = "as a loss its gradient is zero on average, whatever the policies: nothing that a ratio could "
+            reason = (
+                "the gradient of this KL loss is zero on average for all policies, so there is nothing for a ratio to "
+            )
             fix = "Set kl_loss_type=k3+ or k2."
             yield run.problem(_KL_TYPE, f"{reason}correct.", fix, {_KL_TYPE: "k3+"}, ("kl_clip",), "NO-OP")
     if spec.kl_weight is not None:
@@ -222,7 +228,7 @@ def check_kl(run: Composed) -> Iterator[Problem]:
         found = list(_find_no_kl_loss(run, "kl_weight", missing, "weighted"))
         yield from found
         if not found and kind not in _UNBIASED:
-            reason = "r k has the gradient of the reverse KL where k is k1 or k3 with its own slope, and nowhere else."
+            reason = "r k has the gradient of the reverse KL only if k is k1, or k3 with its own slope."
             fix = f"Set kl_loss_type to one of {', '.join(_UNBIASED)}, or correction.kl_weight=null."
             yield run.problem(_KL_TYPE, reason, fix, {_KL_TYPE: "low_var_kl"}, ("kl_weight",))
 
@@ -247,7 +253,7 @@ def check_denominator(run: Composed) -> Iterator[Problem]:
     release = attributes_of(installed_release("verl") or demand_release())
     aggregation = release.find_policy_aggregation(run.get(LOSS_MODE), run.actor.loss_agg_mode)
     if aggregation not in HAS_DENOMINATOR:
-        reason = f"it does not divide by a count, so {usual} and {value} are the same."
+        reason = f"this aggregation does not divide by a count, so {usual} and {value} are the same."
         fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.{key}={usual}."
         yield run.problem(_AGGREGATION, reason, fix, {_AGGREGATION: "token-mean"}, (key,), "NO-OP")
     if run.actor.shuffle:
@@ -259,7 +265,7 @@ def check_baseline(run: Composed) -> Iterator[Problem]:
     """Check that the estimator has groups if ``baseline=exclude`` is set."""
     if run.spec.baseline == "include":
         return
-    why, off = "baseline=exclude takes rejected siblings out of a group, and", f"or {_BASELINE}=include."
+    why, off = "baseline=exclude takes rejected siblings out of a group, but", f"or {_BASELINE}=include."
     key, reason, fix = ESTIMATOR, "this estimator has no groups or mixes them.", f"one of {', '.join(GROUP_ESTIMATORS)}"
     if run.get(ESTIMATOR) in GROUP_ESTIMATORS:
         if run.get(key := f"{ROLLOUT}.n") != 1:

@@ -64,7 +64,9 @@ def check_own_keys(run: Composed) -> Iterator[Problem]:
     """Refuse unknown keys under ``offpolicy``, and invalid values."""
     section = run.config.get("offpolicy")
     if section is None:
-        yield run.problem("offpolicy", "its keys have no values.", "Remove this override.", (), ())
+        yield run.problem(
+            "offpolicy", "the section is null, so its keys have no values.", "Remove this override.", (), ()
+        )
         return
     values: Any = OmegaConf.to_container(section)
     yield from (_build_unknown(name, values) for name in map(str, section) if name not in OWN_KEYS)
@@ -102,9 +104,9 @@ def check_extensions(run: Composed) -> Iterator[Problem]:
         yield from (problem for problem in extension.problems(run.config) if problem.verdict == "ERROR")
     first, *others = [each.section for each in run.extensions if each.replaces_estimator] or [""]
     for section in others:
-        reason = f"it computes advantages instead of verl's estimator, and so does {first}."
+        reason = f"this extension computes advantages instead of verl's estimator, and so does {first}."
         yield run.problem(section, reason, f"Set {section}=null, or {first}=null.", (), (section,), value="on")
     needy = tuple(each.section for each in run.extensions if each.worker() is not None)
     if needy and not run.get(MU_KEY):
-        reason = f"the workers read the rollout's log-probs where {needy[0]} acts on the loss."
+        reason = f"the workers read the rollout's log-probs when {needy[0]} acts on the loss."
         yield run.problem(MU_KEY, reason, f"Set {MU_KEY}=true.", {MU_KEY: True}, needy, value=False)

@@ -121,13 +121,13 @@ _COVERED = (
     Row(
         LEGACY,
         lambda run, value: value in ("auto", "enable") and not run.path.attributes.legacy_actors,
-        "verl {run.path.release} has no legacy actors and does not read it.",
+        "verl {run.path.release} has no legacy actors and does not read this key.",
         *("Set it to disable.", "disable"),
     ),
     Row(
         USE_V1,
         lambda run, value: value and not run.path.attributes.v1_modes,
-        *("verl {run.path.release} has no V1 trainer and does not read it.", "Set it to false.", False),
+        *("verl {run.path.release} has no V1 trainer and does not read this key.", "Set it to false.", False),
     ),
 )
 _COVERED_ENGINES = (
@@ -145,12 +145,12 @@ _COVERED_ENGINES = (
     Row(
         f"{MEGATRON}.dynamic_context_parallel",
         lambda run, value: value and run.path.strategy == "megatron" and run.path.worker == "engine",
-        *("the correction is not tested with its way of gathering metrics.", "Set it to false.", False),
+        *("the correction is not tested with this way of gathering metrics.", "Set it to false.", False),
     ),
     Row(
         f"{MEGATRON}.override_transformer_config.overlap_moe_expert_parallel_comm",
         lambda run, value: value and run.path.strategy == "megatron" and run.path.worker == "legacy",
-        *("its schedule takes a micro-batch while the loss of another is computed.", "Set it to false.", False),
+        *("this schedule fetches a micro-batch while the loss of another is computed.", "Set it to false.", False),
     ),
     Row(
         _REMOVE_PADDING,
@@ -184,7 +184,7 @@ def _check_mode(run: Composed) -> Iterator[Problem]:
         proposed = _find_nearest_mode(mode, covered)
         if mode == _SEPARATE:
             reason = (
-                f"verl {path.release} computes pi_old in it as {newest} does, with which it was tested, but warms up, "
+                f"verl {path.release} computes pi_old in this mode as {newest} does, which was tested, but warms up, "
                 "lends the trainer's GPUs to rollouts and routes requests differently, ignores hybrid_engine=false, "
                 "and was not shown to record versions per token."
             )
@@ -192,8 +192,8 @@ def _check_mode(run: Composed) -> Iterator[Problem]:
         yield run.problem(MODE, reason, fix, {MODE: proposed})
     elif mode == _SEPARATE and (key := _find_aliased_snapshot(run)):
         reason = (
-            "verl keeps the weights of pi_old, and of pi while pi_old is computed, by reference where they are "
-            "offloaded: restoring them undoes updates."
+            "if weights are offloaded, verl keeps those of pi_old, and of pi while pi_old is computed, by reference: "
+            "restoring them undoes updates."
         )
         yield run.problem(key, reason, f"Set it to false, or {_SYNC_STEP}=1.", {key: False}, value=True)
 
@@ -224,7 +224,7 @@ def _find_aliased_snapshot(run: Composed) -> str | None:
 def check_program(run: Composed) -> Iterator[Problem]:
     """Refuse keys that would need our code in the other processes of an asynchronous program."""
     if run.path.mode == _SEPARATE and run.get(BACKEND) == "naive":
-        reason = "trainer_mode=separate_async has its own servers, and verl refuses to send them weights this way."
+        reason = "trainer_mode=separate_async has its own servers, and verl refuses to send weights to them this way."
         yield run.problem(BACKEND, reason, "", {BACKEND: "nccl"})
     if run.program is not None and run.spec.support is not None:
         reason = f"{run.program}_policy samples in processes that do not replay supports."
@@ -239,7 +239,10 @@ def check_program(run: Composed) -> Iterator[Problem]:
         reason = f"fully_async_policy runs {VERLS_LOOPS[0]} instead unless {enabled} is true: no tool would be called."
         yield run.problem(f"{ROLLOUT}.agent.default_agent_loop", reason, "", {enabled: True}, value=loop)
     for extension in run.extensions:
-        reason = f"{FULLY_ASYNC}_policy has the data set and validation in another process, which it does not reach."
+        reason = (
+            f"{FULLY_ASYNC}_policy has the data set and validation in another process, which the extension does not "
+            f"reach."
+        )
         for key, fix in extension.needs_rollouter.items():
             value = "on" if key == extension.section else run.get(key)
             yield run.problem(key, reason, fix, (), (extension.section,), value=value)
@@ -279,7 +282,7 @@ def check_lora(run: Composed) -> Iterator[Problem]:
         alongside, sets = {_FORMAT: run.get(_FORMAT)}, {_FORMAT: "safetensors"}
     else:
         return
-    fix = "" if sets else "No setting of this release delivers it: train without LoRA, or use verl 0.9.1."
+    fix = "" if sets else "No setting of this release delivers the adapter: train without LoRA, or use verl 0.9.1."
     yield run.problem(key, reason, fix, sets, alongside=alongside)
 
 
@@ -288,10 +291,10 @@ def _find_unread_lora(run: Composed, own: str, other: str) -> Iterator[Problem]:
     if rank := run.get(_RANKS[other]):
         alpha = run.get(_ALPHAS[other])
         sets = {_RANKS[own]: rank} | ({} if alpha is None else {_ALPHAS[own]: alpha})
-        reason = f"{own} does not read it, and would train all weights."
+        reason = f"{own} does not read this key, and would train all weights."
         yield run.problem(_RANKS[other], reason, "", sets, translated=True)
     elif own == "fsdp" and run.get(_ADAPTER):
-        reason = f"without {_RANKS[own]} it is not loaded, and all weights would be trained."
+        reason = f"without {_RANKS[own]} the adapter is not loaded, and all weights would be trained."
         yield run.problem(_ADAPTER, reason, f"Set {_RANKS[own]} to the rank of this adapter.")
 
 
@@ -304,7 +307,7 @@ def check_workers_env(run: Composed) -> Iterator[Problem]:
     """Find environment variables whose value in the workers differs from the one in this process."""
     given = run.get(KEY)
     if given is not None and not isinstance(given, DictConfig):
-        reason = "not a mapping, which Ray's runtime environment must be."
+        reason = "not a mapping, but Ray's runtime environment must be one."
         yield run.problem(KEY, reason, sets=(f"{KEY}={{}}",))
         return
     tried = OmegaConf.create({})

@@ -75,7 +75,7 @@ def find_missing_actor(config: DictConfig) -> Iterator[Problem]:
     owner, _, name = ACTOR.rpartition(".")
     section = _select(config, owner) if owner in config else {}
     if isinstance(section, Mapping) and name not in section:
-        reason = "the program does not train by verl's PPO, and has no policy gradient to correct."
+        reason = "the program does not train with verl's PPO, and has no policy gradient to correct."
         yield Problem(ACTOR, None, reason, "Launch it without a correction.", parts=())
 
 
@@ -83,8 +83,8 @@ def find_former_actor(config: DictConfig) -> Iterator[Problem]:
     """Find out whether a program's configuration is from verl before 0.5, whose sections name no dataclasses."""
     section = _select(config, ACTOR)
     if isinstance(section, DictConfig) and "_target_" not in section:
-        reason = "it names no _target_, as verl's own does since 0.5: this verl's workers refuse such a section."
-        fix = "Install the verl that the program was written for, or port its configuration (inherit ppo_trainer)."
+        reason = "the section names no _target_, which verl's own has since 0.5, and this verl's workers refuse it."
+        fix = "Install the verl release that the program was written for, or let its configuration inherit ppo_trainer."
         yield Problem(ACTOR, None, reason, fix, parts=())
 
 
@@ -103,7 +103,7 @@ def find_unreadable_values(config: DictConfig) -> Iterator[Problem]:
         one_by_one = key == BATCH and value == 0 and find_program_mode(config) == FULLY_ASYNC
         if value is not ... and not one_by_one and not kind.fits(value):
             meant = () if key == ESTIMATOR else (set_to(key, usual),)  # there is no usual estimator
-            fix = "" if meant else "Set the estimator that is meant, such as gae or grpo."
+            fix = "" if meant else "Set the intended estimator, such as gae or grpo."
             yield Problem(key, value, f"not {kind.words}.", fix, overrides=meant)
 
 

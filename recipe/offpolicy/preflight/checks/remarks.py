@@ -87,7 +87,7 @@ def warn_level_version(run: Composed) -> Iterator[Problem]:
 
 def warn_wide_caps(run: Composed) -> Iterator[Problem]:
     """Warn of caps so high that single tokens or sequences dominate the gradient."""
-    why = f"above {WIDE_CAP:g} single tokens or rows can dominate the gradient; 2 by token and 5 by sequence are usual."
+    why = f"above {WIDE_CAP:g} single tokens or rows can dominate the gradient; usual: 2 per token, 5 per sequence."
     for part, weight in list_weights(run):
         if weight.power is not None and weight.rate is not None:
             greatest = math.exp(weight.rate - weight.power) * (weight.power / weight.rate) ** weight.power
@@ -125,7 +125,7 @@ def warn_short_answers(run: Composed) -> Iterator[Problem]:
                 "kept 0.61 of the tokens of a 135 M model with a bfloat16 engine, in answers of 14 tokens "
                 "(docs/evidence/real_model.md)."
             )
-            fix = "Record some steps (offpolicy.record.dir), and set the bounds by offpolicy calibrate."
+            fix = "Record some steps (offpolicy.record.dir), and set the bounds with offpolicy calibrate."
             at = f"correction.{name}.upper"
             yield run.problem(at, reason, fix, (), (name,), "NOTE", (key,))
 
@@ -176,7 +176,7 @@ def warn_one_seed(run: Composed) -> Iterator[Problem]:
             "verl gives all requests of a server one seed, so the rollouts of a prompt on it are copies, and their "
             "advantages are 0."
         )
-        fix = f"Use it to debug only. For training {BATCH_INVARIANT}."
+        fix = f"Use this setting only for debugging. For training {BATCH_INVARIANT}."
         yield run.problem(key, reason, fix, {key: False}, (), "NOTE", (samples,), value=True)
 
 
@@ -197,8 +197,8 @@ def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
     bypassed = spec.proximal == "bypass" or (spec.is_none and run.verls.get(BYPASS))
     if run.get(KL_IN_REWARD) and bypassed:
         reason = (
-            "pi_old is mu here, so that the reward is charged for the rollout engine's distance from the reference, "
-            "mismatch included."
+            "pi_old is mu here, so the reward is charged for the rollout engine's distance from the reference, "
+            "including the mismatch."
         )
         fix = f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true, which changes training."
         yield run.problem(KL_IN_REWARD, reason, fix, _TO_KL_LOSS, ("kl_in_reward",), "NOTE", value=True)
@@ -233,7 +233,7 @@ def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
     for key, reader in (("algorithm.gamma", "reinforce_plus_plus"), ("algorithm.lam", "gae")):
         by_turn = key == "algorithm.gamma" and run.get("turn_credit") is not None
         if run.get(key) not in (None, 1, 1.0) and not by_turn:
-            reason = f"{ESTIMATOR}={estimator} sums a row to one outcome, and discounts nothing."
+            reason = f"{ESTIMATOR}={estimator} sums a row to one outcome and discounts nothing."
             fix = f"Set {key}=1.0, or {ESTIMATOR}={reader}, which changes training."
             yield run.problem(key, reason, fix, {key: 1.0}, parts, "NOTE")
 
@@ -241,10 +241,10 @@ def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
 def warn_not_shown(run: Composed) -> Iterator[Problem]:
     """Warn of devices, estimators, kernels and layouts that have not been tested with a correction."""
     for key, value, what in () if run.spec.is_none and not run.active else _find_not_shown(run):
-        reason = f"corrections are not tested with {what}: the first update proves this one, or stops."
+        reason = f"corrections are not tested with {what}: the first update proves this one, or stops the run."
         if key in _DTYPES or key.endswith(".quantization"):
             reason += (
-                " Quantised weights cannot be compared with the trainer's: offpolicy.delivery.probe=1 compares answers."
+                " Quantised weights cannot be compared with the trainer's; offpolicy.delivery.probe=1 compares answers."
             )
         yield run.problem(key, reason, "", (), (), "NOTE", value=value)
 
@@ -258,7 +258,7 @@ def _has_run_lora(run: Composed) -> bool:
 def _find_not_shown(run: Composed) -> Iterator[tuple[str, Any, str]]:
     if (engine := run.get(NAME)) not in (None, "vllm"):
         owner = "this" if engine in UNTESTED_ENGINES else "a program's own"
-        condition = "whose log-probs have to be those of the sampled tokens at the run's temperature"
+        condition = "which must return the log-probs of the sampled tokens at the run's temperature"
         yield NAME, engine, f"{owner} rollout engine, {condition}"
     if (device := run.get("trainer.device")) not in (None, "cuda", "cpu"):
         yield "trainer.device", device, f"{device} devices"

@@ -55,15 +55,15 @@ def _find_unread(run: Composed, live: str | None) -> Iterator[Problem]:
     for key, mode in run.replay_modes.items():
         if live != key and mode != "disabled":
             of_actor = key.startswith(ACTOR)
-            reason = f"this is {run.path}" if of_actor else "only the actor's routes are replayed"
+            reason = f"the run uses {run.path}" if of_actor else "only the actor's routes are replayed"
             fix = f"Set {live}.mode={mode}." if live and of_actor else "Set it to disabled to train without replay."
             # verl's own nodes name a class; nodes that a user adds do not, and are removed.
             off = set_to(f"{key}.mode", "disabled") if run.get(f"{key}._target_") is not None else f"~{key}"
             moved = (off, set_to(f"{live}.mode", mode, add=True)) if live and of_actor else ()
-            yield run.problem(f"{key}.mode", f"nothing reads it: {reason}.", fix, moved, _PARTS, "NO-OP", value=mode)
+            yield run.problem(f"{key}.mode", f"this key is unused: {reason}.", fix, moved, _PARTS, "NO-OP", value=mode)
         for name in (f"{key}.record_file", f"{key}.replay_file"):
             if run.get(name) is not None:
-                yield run.problem(name, "nothing reads it: routes travel with the batch.", "", (), _PARTS, "NO-OP")
+                yield run.problem(name, "this key is unused: routes travel with the batch.", "", (), _PARTS, "NO-OP")
 
 
 def _find_skipped_forward(run: Composed) -> str | None:
@@ -111,10 +111,10 @@ def check_model_runner(run: Composed) -> Iterator[Problem]:
     key = f"{RUNTIME_ENV}.env_vars.{MODEL_RUNNER}"
     given = run.get(key, os.environ.get(MODEL_RUNNER))
     if given is None:
-        reason = "from vLLM 0.31 on, routes are returned by its second model runner alone: the launch sets it to 1."
+        reason = "since vLLM 0.31, only its second model runner returns routes, so the launch sets this variable to 1."
         yield run.problem(MODEL_RUNNER, reason, "", (), _PARTS, "NOTE", value="")
     elif str(given) != "1":
-        reason = "from vLLM 0.31 on, routes are returned by its second model runner alone."
+        reason = "since vLLM 0.31, only its second model runner returns routes."
         yield run.problem(MODEL_RUNNER, reason, "Set it to 1, or leave it unset.", (), _PARTS, value=given)
 
 
@@ -123,7 +123,7 @@ def check_megatron_replay(run: Composed) -> Iterator[Problem]:
     key = f"{MEGATRON_ROUTER_REPLAY}.mode"
     watched = run.path.strategy == "megatron" and run.path.attributes.watched_replay
     if watched and run.get(key) not in (None, "disabled") and run.get(_PACKS) is False:
-        reason = "routes are packed but tokens padded, so routes are replayed for the wrong tokens."
+        reason = "routes are packed but tokens are padded, so routes are replayed for the wrong tokens."
         fix = f"Set {_PACKS}=true, or {key}=disabled."
         yield run.problem(_PACKS, reason, fix, {_PACKS: True}, _PARTS, alongside=(key,))
 

@@ -61,7 +61,7 @@ def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
     """Check that the rollout engine returns the log-probs that it sampled with."""
     if run.spec.allow_truncated_sampling and not (run.needs_mu or run.active):
         key = "correction.allow_truncated_sampling"
-        yield run.problem(key, "there is no correction whose mu it could be about.", "", {key: False}, ())
+        yield run.problem(key, "no correction uses mu, so there is nothing to allow.", "", {key: False}, ())
     if not run.needs_mu:
         return
     if not run.get(MU_KEY):
@@ -82,7 +82,7 @@ def check_logprobs_mode(run: Composed) -> Iterator[Problem]:
     """Refuse log-probs of raw logits, before temperature."""
     if not (run.needs_mu or run.active):
         return
-    reason = "raw log-probs leave temperature out, so mu is not the distribution that was sampled from."
+    reason = "raw log-probs leave out the temperature, so mu is not the distribution that was sampled from."
     engine = run.get(NAME)
     if engine not in UNTESTED_ENGINES:
         for key in _MODES:
@@ -115,10 +115,10 @@ def check_sampling(run: Composed) -> Iterator[Problem]:
     of_engine = run.get(key)
     if of_engine is not None and of_engine != temperature:
         reason = (
-            f"a request that names no temperature is sampled at this one, and the trainer divides its logits by "
+            f"a request without a temperature is sampled at this one, but the trainer divides its logits by "
             f"{_TEMPERATURE}={temperature}."
         )
-        fix, override = f"Set {_TEMPERATURE}={of_engine}, and leave this out.", set_to(_TEMPERATURE, of_engine)
+        fix, override = f"Set {_TEMPERATURE}={of_engine}, and remove this key.", set_to(_TEMPERATURE, of_engine)
         yield run.problem(key, reason, fix, (override, f"~{key}"), MU)
     if not run.spec.allow_truncated_sampling:
         yield from _check_truncation(run)
@@ -127,7 +127,7 @@ def check_sampling(run: Composed) -> Iterator[Problem]:
 def _check_truncation(run: Composed) -> Iterator[Problem]:
     untested, support = run.get(NAME) in UNTESTED_ENGINES, run.spec.support is not None
     cut = "tokens are sampled from" if untested else "mu is renormalised over"
-    reason = f"{cut} the remaining tokens, and pi_old is over all: the ratio is off by the mass that was cut."
+    reason = f"{cut} the remaining tokens, but pi_old covers all: the ratio is off by the mass that was cut."
     for name, values in _NEUTRAL.items():
         keep = "" if untested else _KEEP.get(name, "")
         otherwise = f"{keep}or confirm it with correction.allow_truncated_sampling=true."
@@ -162,7 +162,7 @@ def check_bucket(run: Composed) -> Iterator[Problem]:
     )
     needed = math.ceil(elements * (2 if "16" in dtype else 4) / 2**20)
     if needed > size:
-        reason = f"the largest tensor of {model} has {elements} elements of {dtype}, {needed} MiB, and is sent whole."
+        reason = f"the largest tensor of {model} has {elements} elements of {dtype}, {needed} MiB, and is sent unsplit."
         yield run.problem(_BUCKET, reason, "", {_BUCKET: needed + 1})
 
 
@@ -173,14 +173,14 @@ def check_support(run: Composed) -> Iterator[Problem]:
         top_p, top_k = run.get(f"{ROLLOUT}.top_p"), run.get(f"{ROLLOUT}.top_k")
         truncates = (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0)
         if not truncates and (run.support is None or run.support.min_p is None):
-            reason = "nothing truncates: each support is the whole vocabulary, which is larger than what is sent."
+            reason = "sampling is not truncated, so each support is the whole vocabulary, more than the engine sends."
             fix = f"Set {ROLLOUT}.top_p=0.9 for example, or {SUPPORT}=null."
             yield run.problem(SUPPORT, reason, fix, (), (SUPPORT_PART,), "NO-OP", value=run.spec.support)
     elif run.spec.centering is not None:
         yield from _check_likeliest(run, CENTERING, run.spec.centering, "centering", OF_CENTERING)
         mean = run.path.attributes.find_policy_aggregation(run.get(LOSS_MODE), run.actor.loss_agg_mode)
         if mean != run.actor.loss_agg_mode:
-            reason = f"loss_mode {run.get(LOSS_MODE)} takes {mean} whatever this is, but the centering term reads it."
+            reason = f"loss_mode {run.get(LOSS_MODE)} always uses {mean}, but the centering term reads this key."
             yield run.problem(_AGGREGATION, reason, "", {_AGGREGATION: mean}, ("centering",))
 
 
@@ -193,7 +193,7 @@ def _check_likeliest(
         yield run.problem(key, reason, fix, (), (part,), value=value)
         return
     if path.strategy not in ("fsdp", "fsdp2"):
-        reason = f"{key}={value}: verl's FSDP engine alone reads the engine's likeliest tokens."
+        reason = f"{key}={value}: only verl's FSDP engine reads the rollout engine's likeliest tokens."
         yield run.problem(STRATEGY, reason, f"Set {STRATEGY}=fsdp2, or {off}.", (), (part,), value=path.strategy)
 
     file = find_local(str(run.get(f"{MODEL}.path")))
@@ -231,7 +231,7 @@ def check_agent_loops(run: Composed) -> Iterator[Problem]:
             targets = _read_targets(path)
         except _UNREADABLE:
             reason = "not a list of agent loops, each with a name and a _target_, as verl reads it."
-            fix = "Write it so: `- {name: mine, _target_: package.module.Class}`."
+            fix = "Write one line per loop: `- {name: mine, _target_: package.module.Class}`."
             yield run.problem(_FILE, reason, fix, (), MU)
             return
     if default and default not in (*VERLS_LOOPS, *targets):

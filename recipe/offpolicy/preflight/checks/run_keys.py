@@ -56,10 +56,10 @@ def check_resume(run: Composed) -> Iterator[Problem]:
     if mode != "resume_path":
         if path is not None and mode in ("auto", "disable"):
             sets = {_RESUME: "resume_path"}
-            yield run.problem(_FROM, f"nothing reads it with {_RESUME}={mode}.", "", sets, (), "NOTE")
+            yield run.problem(_FROM, f"verl does not read this key with {_RESUME}={mode}.", "", sets, (), "NOTE")
         return
     if not isinstance(path, str) or re.search(r"global_step_(\d+)/?$", path) is None:
-        reason = "with resume_mode=resume_path verl reads a folder called global_step_N from it."
+        reason = "with resume_mode=resume_path, verl requires the path of a folder named global_step_N."
         yield run.problem(_FROM, reason, f"Set {_FROM}=.../global_step_N, the intended checkpoint.", (), ())
     elif _is_local(run, path) and not Path(path).is_dir():
         reason = f"there is no such folder{'' if os.path.isabs(path) else f' in {os.getcwd()}'}."
@@ -114,10 +114,10 @@ def check_numbers(run: Composed) -> Iterator[Problem]:
     for key, value in _list_numbers(OmegaConf.to_container(run.config, resolve=False)):
         if isinstance(value, float) and math.isfinite(value) and abs(value) > _LARGEST:
             reason = f"products with it overflow float32; numbers above {_LARGEST:g} are rejected."
-            yield run.problem(key, reason, "Set a smaller one.", (), (), value=value)
+            yield run.problem(key, reason, "Set a smaller number.", (), (), value=value)
         elif isinstance(value, int) and abs(value) >= 2**63:
             shown = f"{str(int(value))[:20]}..."
-            yield run.problem(key, "beyond 64 bits.", "Set a smaller one.", (), (), value=shown)
+            yield run.problem(key, "the number exceeds 64 bits.", "Set a smaller number.", (), (), value=shown)
 
 
 def _list_numbers(plain: Any, path: str = "") -> Iterator[tuple[str, int | float]]:
@@ -140,7 +140,7 @@ def check_micro_batches(run: Composed) -> Iterator[Problem]:
     path, ranks = run.path, count_data_parallel_ranks(run)
     key, dynamic = f"{ROLLOUT}.log_prob_use_dynamic_bsz", bool(run.actor.use_dynamic_bsz)
     if path.worker == "engine" and bool(run.rollout.log_prob_use_dynamic_bsz) != dynamic:
-        reason = f"verl's worker asserts that it is {ACTOR}.use_dynamic_bsz={format_value(dynamic)}."
+        reason = f"verl's worker asserts that it equals {ACTOR}.use_dynamic_bsz={format_value(dynamic)}."
         yield run.problem(key, reason, "", {key: dynamic}, ())
         return
     if ranks is None or (path.worker == "legacy" and path.strategy == "megatron"):

@@ -36,7 +36,7 @@ def check_staleness(run: Composed) -> Iterator[Problem]:
         yield from uncovered
         return
     if settings.adapt is not None and not run.spec.all_weights:
-        reason = "it is the weights' effective sample size, but the correction has none: it would always be met."
+        reason = "this target concerns the effective sample size of the weights, but the correction has none."
         fix = f"Add a weight, {recommended.WEIGHTED_LINE} for example, or set {TARGET}=null."
         yield run.problem(TARGET, reason, fix, (), (), alongside=(ETA,), value=settings.adapt.ess)
     for name, usual in REPLACED.items():
@@ -46,10 +46,10 @@ def check_staleness(run: Composed) -> Iterator[Problem]:
             yield run.problem(key, f"{ETA} replaces it, so it is not read.", fix, (), (), alongside=(ETA,))
     path, name = (f"{SAMPLER}.custom_sampler.{each}" for each in ("path", "name"))
     if run.get(path) and run.get(name):
-        reason = "the limit uses its own replay buffer, so this one would not be built."
+        reason = "the staleness limit uses its own replay buffer, so this buffer would not be built."
         yield run.problem(name, reason, f"Set it to null, {off}", (), (), alongside=(ETA,))
     if run.get(_SKIP):
-        reason = "verl then replays recorded rollouts by whole batches, past the limit."
+        reason = "verl then replays recorded rollouts in whole batches, which bypasses the staleness limit."
         yield run.problem(_SKIP, reason, f"Set it to false, {off}", (), (), alongside=(ETA,), value=True)
 
 
@@ -58,7 +58,7 @@ def _find_uncovered(run: Composed) -> Iterator[Problem]:
     path, off = run.path, f"{ETA}=null"
     alongside = MODE if path.trainer == "v1" else USE_V1
     if not path.attributes.staleness_limit:
-        reason = f"verl {path.release} does not issue prompts as the limit needs it; 0.9.1 does."
+        reason = f"verl {path.release} does not issue prompts as the limit requires; 0.9.1 does."
         fix = f"Install verl 0.9.1, or set {off}."
     elif path.mode == FULLY_ASYNC:
         reason = "fully_async_policy issues prompts by its own limit, async_training.staleness_threshold."
@@ -90,8 +90,8 @@ def warn_verls_limit(run: Composed) -> Iterator[Problem]:
     age = math.ceil(ahead)
     if threshold is None:
         reason = (
-            f"the age is not limited: groups are trained {age} versions after their issue, and slower groups as "
-            f"late as they come."
+            f"the age is not limited: groups are trained {age} versions after their issue, and slower groups "
+            f"whenever they finish."
         )
         fix = f"Set {ETA}={format_value(ahead)} to bound it."
         yield run.problem(_THRESHOLD, reason, fix, (), (), "NOTE", (warmup,))
@@ -112,7 +112,7 @@ def warn_asynchronous(run: Composed) -> Iterator[Problem]:
         return
     key, mode = describe_mode(run.config)
     if run.spec.is_none and not run.active:
-        reason = "rows train weights newer than those that sampled them, and nothing corrects for it."
+        reason = "rows train weights newer than those that sampled them, and no correction is configured."
         fix = f"Add a correction, {recommended.LINE} for example: {recommended.WHY}."
         yield run.problem(key, reason, fix, (), (), "NOTE", value=mode)
     if run.get(ETA) == 0:
@@ -120,9 +120,9 @@ def warn_asynchronous(run: Composed) -> Iterator[Problem]:
     weight, alongside = run.spec.weight, {key: mode}
     token = weight is not None and (weight.kind, weight.level, weight.ratio) == ("truncate", "token", "rollout")
     if weight is not None and token and not run.spec.masks:
-        reason = "a capped weight alone does not keep stale data from collapsing the run: decoupled_ppo did in 8 of 8 "
+        reason = "a capped weight alone does not keep stale data from collapsing a run: with decoupled_ppo, 8 of 8 "
         fix, at = f"Use {recommended.LINE}: {recommended.WHY}.", "correction.weight.upper"
-        yield run.problem(at, f"{reason}runs.", fix, (), ("weight",), "NOTE", alongside, value=weight.upper)
+        yield run.problem(at, f"{reason}runs collapsed.", fix, (), ("weight",), "NOTE", alongside, value=weight.upper)
     for name, mask in list_masks(run):
         low, high = mask.limits
         of_stale = mask.entry.at(-STALE_NATS)
@@ -131,9 +131,9 @@ def warn_asynchronous(run: Composed) -> Iterator[Problem]:
             continue
         side = "lower" if of_stale < low else "upper"
         reason = (
-            f"it rejects rows that older weights sampled: where [0.99, 1.01] kept 0.898 of the tokens of fresh rows in "
-            f"a recorded asynchronous run, it kept 0.005 of those of stale ones, whose mean log-ratio is beyond "
-            f"{STALE_NATS:g} nats a token."
+            f"it rejects rows that older weights sampled: in a recorded asynchronous run, [0.99, 1.01] kept 0.898 of "
+            f"the tokens in fresh rows but 0.005 of the tokens in stale rows, whose mean log-ratio is beyond "
+            f"{STALE_NATS:g} nats per token."
         )
         fix = (
             f"Use {recommended.LINE} instead; or calibrate the bound on a recording of such rows, and watch "
@@ -167,7 +167,7 @@ def check_ages(run: Composed) -> Iterator[Problem]:
         yield run.problem(_ALPHA, run.unknown_age, fix, (), ("proximal",), value=BY_AGE)
     for name, shadow in run.shadows.items():
         if reason := next((said for part in shadow.age_parts.values() if (said := explain(part))), None):
-            fix = f"{_NOTES_AGES}, or take it out of {SHADOW}."
+            fix = f"{_NOTES_AGES}, or remove it from {SHADOW}."
             yield run.problem(SHADOW, f"it depends on age, and {reason}", fix, (), (f"shadow.{name}",), value=name)
 
 
@@ -175,10 +175,10 @@ def warn_ages(run: Composed) -> Iterator[Problem]:
     """Warn of masks on age that no token reaches, and of factors that change no bound."""
     settings = run.staleness if run.asynchronous else None
     oldest = settings.oldest_age if settings else None if run.asynchronous else 0
-    why = f"{ETA} lets none be older" if settings else "synchronous training samples by the weights in force"
+    why = f"{ETA} allows no older tokens" if settings else "synchronous training samples with the current weights"
     alongside = (ETA,) if settings else ()
     if run.spec.alpha == BY_AGE and oldest is not None and oldest <= 1:
-        reason = f"no token is more than one version older than the weights in force, since {why}: pi_old is mu."
+        reason = f"no token is more than one version older than the current weights, because {why}: pi_old is mu."
         fix = f"Set {_ALPHA}=0.5 for every age, or correction.proximal=bypass, which is the same here."
         yield run.problem(_ALPHA, reason, fix, (), ("proximal",), "NO-OP", alongside, value=BY_AGE)
     for key, part in run.spec.age_parts.items():
@@ -190,7 +190,7 @@ def warn_ages(run: Composed) -> Iterator[Problem]:
                 fix, value = f"Set a factor above 1 for an age that occurs, or {factors}=null.", list(part.by_staleness)
                 yield run.problem(factors, reason, fix, (), parts, "NO-OP", alongside, value=value)
         elif oldest is not None and part.upper is not None and part.upper >= oldest:
-            reason = f"no token is older than {oldest} versions, since {why}: the mask never acts."
+            reason = f"no token is older than {oldest} versions, because {why}: the mask never acts."
             less = f"Set {at}.upper={oldest - 1}, which changes training" if oldest else "Train asynchronously"
             yield run.problem(
                 f"{at}.upper", reason, f"{less}, or remove {at}.", (), parts, "NO-OP", alongside, value=part.upper

@@ -78,9 +78,9 @@ def check_not_both(run: Composed) -> Iterator[Problem]:
     """Refuse verl's own correction next to this package's."""
     if run.spec.is_none:
         return
-    reason = "verl's own correction, which is off, would read it, and ours does not."
+    reason = "only verl's own correction reads this key, and that correction is off."
     if run.active:
-        reason = "verl's own correction next to ours would correct twice."
+        reason = "verl's own correction and ours would correct twice."
     weight = run.spec.weight
     for key, value in run.changed.items():
         known = key in DEFAULTS
@@ -89,7 +89,7 @@ def check_not_both(run: Composed) -> Iterator[Problem]:
         name = f"{VERL}.{key}"
         overrides: tuple[str, ...] = ()
         back = set_to(name, DEFAULTS[key]) if known else f"~{name}"
-        fix = f"Choose: {back} trains with ours only, and correction=none with verl's only."
+        fix = f"Set {back} to train with ours only, or correction=none to train with verl's only."
         if weight is not None and weight.kind == "truncate" and weight.ratio == "rollout":
             plain = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
             if key == "rollout_is" and value == weight.level:
@@ -130,7 +130,7 @@ def check_former_names(run: Composed) -> Iterator[Problem]:
             name, instead, near = f"{VERL}.{key}", OBSOLETE.get(key), find_closest(key, DEFAULTS)
             fix, overrides = f"verl reads {', '.join(DEFAULTS)}.", remove(name, value)
             if instead:
-                fix = f"In its place: {instead}."
+                fix = f"In its place, use {instead}."
             elif near:
                 meant = set_to(f"{VERL}.{near}", value)
                 fix, overrides = f"Did you mean {meant}?", (f"~{name}", meant)
@@ -138,7 +138,7 @@ def check_former_names(run: Composed) -> Iterator[Problem]:
             yield run.problem(name, said, fix, overrides, (name_part(key),), "NO-OP", value=value)
     for key, instead in FORMER.items():
         if (value := run.get(key)) is not None:
-            overrides, fix = _build_move(key, value, instead), f"In its place: {instead}."
+            overrides, fix = _build_move(key, value, instead), f"In its place, use {instead}."
             if not run.spec.is_none:
                 overrides, fix = _build_ours(key, value, run.spec)
             yield run.problem(key, reason, fix, overrides, (key,), "NO-OP", value=value)
@@ -152,9 +152,9 @@ def _build_ours(key: str, value: object, spec: CorrectionSpec) -> tuple[tuple[st
     cap = key.endswith(("tis_imp_ratio_cap", "rollout_is_threshold")) and isinstance(value, int | float)
     if spec.weight is None:
         weight = "correction=[tis_token,...]"
-        return (), f"Stack a weight of ours that does it, {weight}, and leave verl's key to launches of verl."
+        return (), f"Stack a weight of ours that does it, {weight}, and use verl's key only in launches of verl."
     if cap and spec.weight.upper is not None:
-        return (f"~{key}", set_to(_CAP, value)), f"Set {_CAP} to it instead."
+        return (f"~{key}", set_to(_CAP, value)), f"Set {_CAP} to this value instead."
     if key.endswith(("rollout_is", "rollout_is_level")):
         return (f"~{key}",), f"correction.weight is on and already does this: drop {key}."
     return (), "See docs/corrections.md for the part of ours that does it."
@@ -177,14 +177,14 @@ def check_decoupled(run: Composed) -> Iterator[Problem]:
         return
     for key, (needed, because) in UNREAD.items():
         if key in own and needed not in own:
-            fix = f"Set {VERL}.{needed}, or leave this out."
+            fix = f"Set {VERL}.{needed}, or remove this key."
             yield run.problem(f"{VERL}.{key}", because, fix, (), (name_part(key),), "NO-OP")
     weight, threshold = (name_part("rollout_is"),), own.get("rollout_is_threshold")
     if "rollout_is" in own and run.changed.get("rollout_is_threshold", 2.0) is None:
-        reason = f"without a threshold verl omits the weight that rollout_is={own['rollout_is']} asks for."
+        reason = f"without a threshold verl omits the weight that rollout_is={own['rollout_is']} requests."
         yield run.problem(_IS, reason, "Set it to 2.0.", {_IS: 2.0}, weight, "NO-OP")
     if not run.path.attributes.bound_pairs and isinstance(threshold, str):
-        reason = f"verl {run.path.release} takes one number, the cap; a pair of bounds came with 0.8."
+        reason = f"verl {run.path.release} takes one number, the cap; pairs of bounds are supported since 0.8."
         yield run.problem(_IS, reason, "Set one number, or correction=icepop with its lower and upper.", (), weight)
     if not run.get(MU_KEY):
         reason = f"without the engine's log-probs verl silently skips its correction, {', '.join(own)}."
@@ -221,13 +221,13 @@ def _check_keys_beside(run: Composed, loss: object, asked_of: dict[str, Any]) ->
     if loss != BYPASS:
         why = "the V1 trainer sends it to no worker"
         if run.path.trainer == "v0":
-            why = "the trainer writes it to actor.policy_loss after the workers have got their copy"
+            why = "the trainer writes it to actor.policy_loss after the workers have received their copy"
         reason = f"in bypass mode the worker applies it, and {why}: the loss stays {loss} around mu."
         ours = "set correction=bypass with a weight or mask, or one of correction=verl/bypass_*, which are proved live"
         overrides = _build_worker_overrides(asked_of, {**DEFAULTS, **to_mapping(run.get(WORKERS))})
         for key, value in run.changed.items():
             if key in DEFAULTS and key != BYPASS:
-                fix, parts = f"Take it from {VERL} and {ours}.", (name_part(_find_owner(key)),)
+                fix, parts = f"Remove it from {VERL} and {ours}.", (name_part(_find_owner(key)),)
                 yield run.problem(f"{VERL}.{key}", reason, fix, overrides, parts, "NO-OP", value=value)
         return
     held = _read_workers_copy(run)
@@ -312,7 +312,7 @@ def check_misplaced(run: Composed) -> Iterator[Problem]:
         key, loss = ".".join(names), meant == LOSS_MODE
         known = loss or meant.rpartition(".")[2] in DEFAULTS
         moved = (f"~{key}", set_to(meant, value)) if known and (loss or run.spec.is_none) else ()
-        reason = "nothing reads it there, so it would have no effect."
+        reason = "this key is unused there, so it would have no effect."
         fix = f"Did you mean {meant}{f'={format_value(value)}' if known else ''}?"
         yield run.problem(key, reason, fix, moved, (key if loss else name_part(leaf),), value=value)
 
