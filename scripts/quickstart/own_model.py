@@ -54,6 +54,10 @@ def _list_obstacles(folder: Path, has_template: bool) -> Iterator[str]:
             f"its architecture is {', '.join(names) or 'not named'}, and the installed transformers has no causal "
             "language model of that name. Choose another model, or an environment whose transformers has it"
         )
+    quantization = values.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        yield f"its weights are quantised (quant_method={method}) and cannot be trained. Choose the unquantised model"
     if not list_weights(folder):
         others = sorted(file.name for file in folder.glob("*.gguf"))
         convert = f"; convert {others[0]} with transformers' save_pretrained" if others else ""

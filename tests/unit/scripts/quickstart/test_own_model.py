@@ -78,6 +78,7 @@ def remove(name: str) -> Callable[[Path], object]:
         (write("config.json", "{"), "not readable as JSON"),
         (write("config.json", "{}"), "architecture is not named"),
         (write("config.json", json.dumps(CONFIG | {"architectures": ["T5ForConditionalGeneration"]})), "is T5For"),
+        (write("config.json", json.dumps(CONFIG | {"quantization_config": {"quant_method": "gptq"}})), "=gptq"),
         (write("config.json", json.dumps(CONFIG | {"architectures": ["Qwen2ForSequenceClassification"]})), "is Qwen2"),
         (write("config.json", json.dumps(CONFIG | {"auto_map": {"AutoModel": "m.M"}})), "code of the model's own"),
         (remove("model.safetensors"), "it has no weights"),
