@@ -59,4 +59,4 @@ def test_it_ends_with_a_correction(recording: str, chosen: str) -> None:
 def test_a_fault_is_to_be_fixed_first() -> None:
     printed = execute(ROOT / "examples" / "choose_a_correction.ipynb", RECORDING=str(FAULTS / "context-4"))
     assert "re-tokenisation" in printed[-2]
-    assert "to be fixed first" in printed[-2]
+    assert "must be fixed first" in printed[-2]

@@ -90,8 +90,8 @@ def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], cou
             tries += 1
             if tries == TRIES:
                 raise JobsError(
-                    f"a process that worked on {items[place]} or one of the next {AHEAD * count} died, {TRIES} times. "
-                    "Fix: --jobs 1 shows the cause; if memory is short, use fewer jobs."
+                    f"a process that worked on {items[place]} or one of the next {AHEAD * count} items died, {TRIES} "
+                    "times. Fix: run with --jobs 1 to see the cause; if memory is short, use fewer jobs."
                 ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -76,7 +76,7 @@ def test_few_results_wait_for_their_turn() -> None:
 @pytest.mark.slow
 def test_what_a_dead_process_worked_on_is_begun_again(tmp_path: Path) -> None:
     assert list(Jobs(2).map(partial(die_once, tmp_path), range(8))) == list(range(8))
-    with pytest.raises(JobsError, match=r"died, 3 times\. Fix: --jobs 1"):
+    with pytest.raises(JobsError, match=r"died, 3 times\. Fix: run with --jobs 1"):
         list(Jobs(2).map(die, range(8)))
 
 

@@ -227,7 +227,9 @@ def _add_up(
     whole, buckets = decompose(total.sums), build_profiles(total.cells)
     recorded = total.sums["recorded"][0]
     if not recorded.any():
-        raise RecordingError(f"{total.rows} rows are recorded, and no token with finite log-probs. Record other steps.")
+        raise RecordingError(
+            f"{total.rows} rows are recorded, but none has a token with finite log-probs. Record other steps."
+        )
     if left_out:
         whole = drop_drift(whole)
         buckets = {name: clear_drift_std(of_name) for name, of_name in buckets.items()}

@@ -67,12 +67,12 @@ def _build_shares(whole: Decomposition) -> Panel:
                 band = ([min(low, share)], [max(high, share)])
                 colour = plotting.PALETTE[_COLOURS[name]]
                 marks.append(Mark([place + offset], [share], colour=colour, band=band, bar=0.32, alpha=alpha))
-    said = "mu and pi agree exactly" if whole.kl.whole == 0 else "no variance to share out"
+    said = "mu and pi agree exactly" if whole.kl.whole == 0 else "no variance to divide"
     ticks = {place: whole.together if name == "rollout" else name for place, name in enumerate(names)}
     return Panel(
         "Shares of all steps",
         "Shares of backend, staleness, routing and drift",
-        Axis("of variance (dark) and of KL (light), with 90 %", ticks=ticks),
+        Axis("share of variance (dark) and of KL (light), 90 % intervals", ticks=ticks),
         Axis("share", form="percent"),
         [*marks, Rule(0.0, "y", dash="-")] if marks else [],
         "" if marks else said,
@@ -126,18 +126,18 @@ METHOD = (
     "as it would be without replay: backend + staleness + routing + drift. Shares of variance are covariances with the "
     "whole, so they sum to 1; a negative share offsets the others. Shares of KL are the increments of k3 as each part "
     "is added, in this order. The backend's part of stale rows is estimated from fresh rows at the same "
-    "probability, because the trainer runs no forward pass at the weights that sampled them; without fresh rows it is "
-    "not identified. Staleness follows from the versions that verl records: if the causes show older weights that the "
-    "versions do not, backend and staleness stay together. If the run used mu or a mixture as pi_old "
-    "(correction.proximal of bypass, same_engine or loglinear), pi at a step's first gradient step replaces it, "
-    "because no update has moved it. Rows of later gradient steps are left out: shares then refer to KL(mu, pi_old), "
+    "probability, because the trainer runs no forward pass with the weights that sampled them; without fresh rows it "
+    "is not identified. Staleness is determined by the versions that verl records; if the causes show older weights "
+    "than these versions do, backend and staleness are not separated. If the run used mu or a mixture as pi_old "
+    "(correction.proximal=bypass, same_engine or loglinear), pi at a step's first gradient step replaces it, because "
+    "no update has changed pi yet. Rows of later gradient steps are then left out, shares refer to KL(mu, pi_old), "
     "and drift is not identified."
 )
 
 
 def add_sections(page: Page, attribution: Attribution) -> None:
     """Add causes, shares, figures and the worst examples to a page."""
-    fixes = (f"Fix of {fix}" for fix in attribution_tables.list_fixes(attribution))
+    fixes = (f"Fix for {fix}" for fix in attribution_tables.list_fixes(attribution))
     causes = attribution_tables.build_causes_table(attribution)
     page.add_section("Causes", attribution_tables.format_verdict(attribution), *fixes, causes)
     page.add_section(
@@ -150,9 +150,9 @@ def add_sections(page: Page, attribution: Attribution) -> None:
         Details("Every step", [attribution_tables.build_steps_table(dict(attribution.by_step))]),
         Details("Profiles in numbers", attribution_tables.build_profile_tables(attribution)),
     )
-    note = f"Ids instead of text: {attribution.without_text}." if attribution.without_text else ""
+    note = f"Ids are shown instead of text: {attribution.without_text}." if attribution.without_text else ""
     examples = (attribution_tables.build_tokens_table(attribution), attribution_tables.build_rows_table(attribution))
-    page.add_section("Worst examples", f"By k3 of log pi/mu. {note}", *examples)
+    page.add_section("Worst examples", f"Sorted by k3 of log pi/mu. {note}", *examples)
 
 
 def build_page(attribution: Attribution, source: str) -> Page:

@@ -29,8 +29,8 @@ def describe_unexplained(attribution: Attribution) -> str:
     kl = compute_kl(attribution)
     if not is_healthy(attribution):
         return (
-            f"A large mismatch of unknown cause: KL(mu, pi_old) {kl:.2g} nats per token, where two healthy engines "
-            f"leave at most {THRESHOLDS.healthy:g}.{_only_stale(attribution)}"
+            f"The mismatch is large and its cause unknown: KL(mu, pi_old) is {kl:.2g} nats per token; between two "
+            f"healthy engines it is at most {THRESHOLDS.healthy:g}.{_only_stale(attribution)}"
         )
     if all(cause.verdict == "not testable" for cause in attribution.causes):
         why = list(dict.fromkeys(cause.sentence for cause in attribution.causes))
@@ -38,12 +38,12 @@ def describe_unexplained(attribution: Attribution) -> str:
     correlation = _correlation(attribution)
     if correlation < THRESHOLDS.related:
         return (
-            f"KL(mu, pi_old) is small, {kl:.2g} nats per token, but log pi_old and log mu correlate at "
-            f"{correlation:.2f} only: the recorded log-probs are too alike to tell a cause."
+            f"KL(mu, pi_old) is small, {kl:.2g} nats per token, but the correlation of log pi_old and log mu is only "
+            f"{correlation:.2f}: the recorded log-probs vary too little to identify a cause."
         )
     return (
-        f"No cause stands out: what differs is as small and as even as two healthy engines leave it, {kl:.2g} nats a "
-        f"token of KL(mu, pi_old)."
+        f"No cause stands out: the difference is as small and as even as between two healthy engines, with a "
+        f"KL(mu, pi_old) of {kl:.2g} nats per token."
     )
 
 
@@ -54,7 +54,7 @@ def _only_stale(attribution: Attribution) -> str:
     if 0 in ages or max(ages, default=-1) < 1:
         return ""
     age = f"{max(ages)} step{'s' * (max(ages) > 1)}"
-    return f" Weights up to {age} old sampled it and no row is fresh, so age alone may be the cause."
+    return f" All rows were sampled by weights up to {age} old and none is fresh, so age alone may be the cause."
 
 
 def _correlation(attribution: Attribution) -> float:
@@ -151,7 +151,7 @@ def build_versions_table(attribution: Attribution) -> Table:
         Column("mean", "log pi_old/mu", digits=4),
         Column("std", digits=4),
         Column("KL", "nats", digits=6),
-        Column("of it backend", digits=6),
+        Column("backend's part", digits=6),
     ]
     rows = [
         ["not known" if v.staleness < 0 else v.staleness, v.rows, v.tokens, v.mean, v.std, v.k3, v.backend]
@@ -240,7 +240,9 @@ def format_verdict(attribution: Attribution) -> str:
     if note := describe_left_out(attribution.left_out):
         sentences.append(note)
     if attribution.searched:
-        sentences.append(f"Causes were looked for in a sample of {attribution.searched:,} tokens; the rest uses all.")
+        sentences.append(
+            f"Causes were searched for in a sample of {attribution.searched:,} tokens; everything else uses all tokens."
+        )
     return " ".join(sentences)
 
 

@@ -91,8 +91,8 @@ def describe_left_out(left_out: int) -> str:
     if not left_out:
         return ""
     return (
-        f"{left_out} rows of later gradient steps are left out, and drift is not identified: pi_old of the trainer was "
-        f"not recorded. Record with correction.proximal=recompute to see them."
+        f"{left_out} rows of later gradient steps are left out, and drift is not identified: the trainer's pi_old was "
+        f"not recorded. Record with correction.proximal=recompute to include them."
     )
 
 

@@ -21,7 +21,7 @@ from .frames import Array, hash_ids, hash_prompts
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode categories of control, format, surrogate, private, unassigned and line-separator characters."""
 
-_OPTION = "Give --tokenizer FOLDER, with the model's tokenizer, to see text"
+_OPTION = "Pass --tokenizer FOLDER, the folder of the model's tokenizer, to see text"
 
 
 class Tokenizer(Protocol):

@@ -89,7 +89,7 @@ def _sum_decision(tokens: int, rows: int, decided: Decision) -> NDArray[np.float
     return np.array([tokens, int(kept.sum()), rows, int(kept.any(-1).sum()), valid, total, square])
 
 
-BY_LENGTH = "advice: the correction takes one bound; these show which lengths it would affect"
+BY_LENGTH = "advice only: the correction takes one bound; the table shows which lengths it would affect"
 
 
 def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
@@ -104,8 +104,8 @@ def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
         *([Column("of all", digits=4)] if partial else []),
         Column("proposed"),
         Column(f"{confidence:.0%} interval"),
-        Column("reaches then", digits=4),
-        *([Column("of all then", digits=4)] if partial else []),
+        Column("then reaches", digits=4),
+        *([Column("then of all", digits=4)] if partial else []),
         Column("units"),
         Column("prompts"),
     )
@@ -187,12 +187,12 @@ def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
     if result.nonfinite:
         sentences.append(
             f"{result.nonfinite:,} response tokens have a log_prob that is not finite: bounds on pi leave "
-            f"them out, and training stops at one."
+            f"them out, and training stops at such a token."
         )
     if result.grouped < 1:
         sentences.append(
-            f"The prompt of {1 - result.grouped:.0%} of the rows was not recorded: they count as independent, and the "
-            f"intervals are too narrow if they are not."
+            f"The prompt of {1 - result.grouped:.0%} of the rows was not recorded: these rows count as independent, "
+            f"and the intervals are too narrow if the rows are dependent."
         )
     return sentences
 
@@ -201,13 +201,13 @@ def _describe_length_dependence(proposal: Proposal, confidence: float) -> str:
     """Describe whether the statistic depends on the length of a row, with the test's numbers."""
     name, test = proposal.part.key, proposal.length
     if math.isnan(test.correlation):
-        return f"{name}: whether it depends on length is not identified by {test.rows} comparable rows."
+        return f"{name}: {test.rows} comparable rows do not show whether it depends on length."
     criterion = (
         f"rank correlation of its {test.measure} with T {test.correlation:+.2f}, {confidence:.0%} interval "
         f"[{test.interval[0]:+.2f}, {test.interval[1]:+.2f}]"
     )
     if not test.depends:
-        return f"{name}: no dependence on length shown ({criterion}), so one bound for all lengths."
+        return f"{name}: no dependence on length was found ({criterion}), so one bound suits all lengths."
     direction = "short" if test.correlation < 0 else "long"
     advice = " The correction takes one bound: see the bounds by length before setting it." if proposal.lengths else ""
     return f"{name}: depends on length ({criterion}), so one bound rejects {direction} rows first.{advice}"
@@ -299,13 +299,12 @@ def _floor(proposal: Proposal, confidence: float) -> str:
     floor = proposal.floor
     assert floor is not None
     assumed = (
-        f" The weight versions of {floor.unknown_versions} of them are unknown; they count as fresh."
+        f" The weight versions of {floor.unknown_versions} of these rows are unknown; they count as fresh."
         if floor.unknown_versions
         else ""
     )
     return (
-        f"{proposal.part.key}: backend noise alone, {floor.rows} rows of {floor.groups} prompts at "
-        f"pi = pi_old, "
-        f"reaches {floor.quantile:.4g} nats at its {floor.share:g}-quantile, at most {floor.delta:.4g} with "
-        f"{confidence:.0%} confidence: delta must be at least that.{assumed}"
+        f"{proposal.part.key}: in {floor.rows} rows of {floor.groups} prompts at pi = pi_old, backend noise alone "
+        f"reaches {floor.quantile:.4g} nats at its {floor.share:g}-quantile, and at most {floor.delta:.4g} with "
+        f"{confidence:.0%} confidence: delta must be at least that large.{assumed}"
     )

@@ -113,12 +113,12 @@ def estimate_noise_floor(
         enough = (each for each in lower if math.isfinite(_bounded(-rows.low, noise, rows.group, each, confidence)[1]))
         # The highest quantile that this recording can bound.
         smaller = next(enough, None)
-        advice = "" if smaller is None else f", or give calibrate --floor-quantile {smaller:g}"
+        advice = "" if smaller is None else f", or pass --floor-quantile {smaller:g} to calibrate"
         raise NotIdentifiedError(
             key,
             f"{len(rows)} rows in {found.groups} prompt groups at pi = pi_old are worth "
-            f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent ones, and a bound of the "
-            f"{share:g}-quantile of the noise needs {compute_least_count(share, confidence)}. "
+            f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent rows, but a bound of "
+            f"the {share:g}-quantile of the noise needs {compute_least_count(share, confidence)}. "
             f"Record more steps{advice}.",
             smaller,
         )

@@ -284,7 +284,7 @@ def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[li
         elif part.rejects:
             skipped[part.key] = "takes --target-kept"
         elif part.spec.by_staleness is not None:
-            skipped[part.key] = "has a cap for each age (by_staleness), and an ESS belongs to one cap"
+            skipped[part.key] = "has a cap for each age (by_staleness), but an ESS target fits only a single cap"
         else:
             skipped[part.key] = "takes --target-ess: it keeps every token, and caps its weight"
     if not taken:
@@ -387,7 +387,7 @@ def _by_length(
 def _few(units: Scores) -> str:
     """Explain that units have fewer rows than a bound needs; empty if there are enough."""
     rows = len(np.unique(units.row))
-    return f"{rows} rows, and a bound needs {LEAST_ROWS}" if rows < LEAST_ROWS else ""
+    return f"only {rows} rows, and a bound needs {LEAST_ROWS}" if rows < LEAST_ROWS else ""
 
 
 def _floor(part: BoundedPart, scores: Scores, state: RowState, request: CalibrationRequest) -> NoiseFloor:

@@ -131,7 +131,7 @@ def compute_scores(
     whole = any(part.by_batch for part in parts)
     found = [step for step in map_steps(work, steps, jobs, "calibrating", in_pieces=not whole) if step.seen]
     if not found:
-        raise RecordingError("no response is recorded in any of these steps. Record others.")
+        raise RecordingError("no response is recorded in any of these steps. Record other steps.")
     group = number_prompts(np.concatenate([step.prompt for step in found]))
     starts = np.cumsum([0, *(len(step.prompt) for step in found)])
     scores = {}
@@ -145,9 +145,9 @@ def compute_scores(
             needs = "mu and pi_old" if part.spec.ratio == "rollout" else "mu, pi_old and pi"
             lacking = f"no token with a finite {needs} is recorded in"
             if sample != EVERY_PROMPT:
-                few = f"{lacking} the sampled prompts, which are too few of so many tokens."
-                raise RecordingError(f"{few} Calibrate on fewer: move most files to another directory.")
-            raise RecordingError(f"{lacking} any of these steps. Record others.")
+                few = f"{lacking} the sampled prompts, which are only a few of the recorded ones."
+                raise RecordingError(f"{few} Calibrate on fewer files: move most of them to another directory.")
+            raise RecordingError(f"{lacking} any of these steps. Record other steps.")
     return scores, _joined(RowState, [step.state for step in found])
 
 

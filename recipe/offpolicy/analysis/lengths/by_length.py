@@ -110,8 +110,8 @@ def assign(early: Answers, *, samples: int, correct_at_least: float) -> dict[str
     found = {name: prompts for name, prompts in found.items() if prompts}
     if not found:
         raise NoClassError(
-            f"{early.label}: {len(classes)} prompts have {samples} answers, and none of them is easy (more than 90 % "
-            f"right) or hard (less than 10 %). Name a dump with more samples, or pass --samples."
+            f"{early.label}: {len(classes)} prompts have {samples} answers, but none of these prompts is easy (more "
+            f"than 90 % right) or hard (less than 10 %). Name a dump with more samples, or pass --samples."
         )
     return found
 

@@ -60,12 +60,14 @@ def read_curves(path: Path, *, correct_at_least: float) -> list[LengthStep]:
         whole = (concatenate([part.rows for part in recording.parts(step)]) for step in recording.steps)
         return [measure_rows(rows, correct_at_least) for rows in whole]
     found: list[LengthStep] = []
-    fix = "Name metrics of verl's logger file, or the directory of a recording."
+    fix = "Name a file of metrics from verl's file logger, or the directory of a recording."
     for number, line in read_lines(path, CurveError, fix):
         try:
             step, data = int(line["step"]), dict(line["data"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CurveError(f"{path}, line {number}: no line of verl's file logger ({error!r}). {fix}") from error
+            raise CurveError(
+                f"{path}, line {number}: this is not a line of verl's file logger ({error!r}). {fix}"
+            ) from error
         if LENGTH not in data:
             continue
         # verl's logger writes null for NaN.
@@ -74,7 +76,7 @@ def read_curves(path: Path, *, correct_at_least: float) -> list[LengthStep]:
         reward = next((known[key] for key in REWARD if key in known), math.nan)
         found.append(LengthStep(step, {"all": known.get(LENGTH, math.nan)} | lengths, reward))
     if not found:
-        raise CurveError(f"{path}: no step with {LENGTH}.")
+        raise CurveError(f"{path}: no step has {LENGTH}.")
     return found
 
 

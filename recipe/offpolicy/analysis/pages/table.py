@@ -67,7 +67,9 @@ class Table:
     def __post_init__(self) -> None:
         for index, row in enumerate(self.rows):
             if len(row) != len(self.columns):
-                raise ValueError(f"row {index} has {len(row)} cells, and the table {len(self.columns)} columns: {row}")
+                raise ValueError(
+                    f"row {index} has {len(row)} cells, but the table has {len(self.columns)} columns: {row}"
+                )
 
     def get_alignment(self, column: int) -> Align:
         """Return the alignment of a column."""

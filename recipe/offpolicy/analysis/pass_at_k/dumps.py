@@ -156,11 +156,11 @@ def _list_notes(counts: Counts, summary: Summary, stopping: Stopping | None) -> 
     notes = []
     least, most = min(counts.n), max(counts.n)
     if counts.pooled:
-        notes.append(f"the data set contains {counts.pooled} prompts more than once; each counts as one.")
+        notes.append(f"The data set contains {counts.pooled} prompts more than once; each counts as one prompt.")
     elif not counts.named and least < most:
         notes.append(
             f"The dumps do not identify prompts: {summary.prompts} are distinguished by input and ground truth, with "
-            f"{least} to {most} samples. A prompt that the data set contains twice counts as one."
+            f"{least} to {most} samples. A prompt that the data set contains twice counts as one prompt."
         )
     if stopping is None and least < most:
         notes.append(
@@ -169,11 +169,14 @@ def _list_notes(counts: Counts, summary: Summary, stopping: Stopping | None) -> 
         )
     if summary.left_out:
         ks = ", ".join(map(str, summary.left_out))
-        notes.append(f"k = {ks}: more than some prompt's samples; --extrapolate estimates it by a fit.")
+        notes.append(f"k = {ks}: some prompts have fewer samples; --extrapolate estimates pass@k by a fit.")
     if summary.not_identified:
-        notes.append(f"Nothing is extrapolated: not identified, {summary.not_identified}")
+        notes.append(f"Nothing is extrapolated, because the fit is not identified: {summary.not_identified}")
     elif summary.fit is not None:
-        notes.append(f"Extrapolated by rates of success from Beta({summary.fit.a:.3g}, {summary.fit.b:.3g}).")
+        notes.append(
+            f"Larger k are extrapolated with success rates distributed as Beta({summary.fit.a:.3g}, "
+            f"{summary.fit.b:.3g})."
+        )
     return notes
 
 

@@ -129,10 +129,12 @@ def _choose(counts: Tensor, k: int, stopping: Stopping | None) -> tuple[str, lis
     if stopping is None and least == most:
         return "Bernoulli", [
             f"k={k} is more than the {least} samples: 1 - (1 - c/n)^k ranks, but does not estimate pass@{k}. The "
-            f"larger k, the more it ranks by the share of prompts with a right sample."
+            f"larger k is, the more the ranking depends on the share of prompts with a right sample."
         ]
-    varied = "" if stopping else f" Prompts have {least} to {most} samples, on which 1 - (1 - c/n)^k depends."
-    return "fit", [f"k={k} is more than the samples: extrapolated by a Beta-binomial fit.{varied}"]
+    varied = (
+        "" if stopping else f" Prompts have {least} to {most} samples, and 1 - (1 - c/n)^k depends on their number."
+    )
+    return "fit", [f"k={k} is more than the samples: pass@k is extrapolated by a Beta-binomial fit.{varied}"]
 
 
 def _draw(prompts: int, draws: int, seed: int) -> Tensor:
@@ -223,5 +225,5 @@ def list_notes(found: Ranking) -> list[str]:
         f"{len(found.places)} checkpoints, {found.pairs} pairs: the intervals of differences from the first "
         f"checkpoint are simultaneous over all pairs, at 95 % (+- {found.width:.2f} standard errors). The best "
         f"checkpoint is one of those that may be best, at 95 %. The first place's own value is too high on "
-        "average, because the same samples chose it.",
+        "average, because the same samples selected it.",
     ]

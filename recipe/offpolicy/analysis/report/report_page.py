@@ -177,13 +177,13 @@ def _run(found: ReportContents, spec: CorrectionSpec) -> list[Block]:
     facts |= {"responses": f"{found.timeline.rows:,}", "response tokens": f"{found.timeline.tokens:,}"}
     missing = "" if found.card else "run.json was not recorded: model, release and configuration are unknown."
     changed = ", ".join(map(str, found.timeline.changed[:10])) + (" ..." if len(found.timeline.changed) > 10 else "")
-    moved = f"The correction changed during the run, before steps {changed}; shown is the last one." if changed else ""
+    moved = f"The correction changed during the run, before steps {changed}; the last one is shown." if changed else ""
     proof: Block = ""
     numbers = found.proof.get("live")
     if isinstance(numbers, Mapping):
         proof = Details("The proof in numbers", [{escape(str(k)): _whole(v) for k, v in numbers.items()}])
     elif not spec.is_none:
-        proof = "proof.json was not recorded, so it is not shown that the correction reached the gradient."
+        proof = "proof.json was not recorded, so there is no evidence that the correction reached the gradient."
     return [missing, facts | _describe_spec(spec), moved, proof]
 
 
@@ -249,8 +249,8 @@ def _by_length(timeline: Timeline) -> list[Block]:
     rows = [(format_bucket(entry.bucket), entry.rows, entry.kept_rows, entry.kept_tokens) for entry in timeline.lengths]
     reasons = (Column("rejected by"), Column("share of tokens", digits=4))
     return [
-        "Noise averages out in a geometric mean and adds up in a product: a mask on the first rejects short rows, "
-        "on the second long ones.",
+        "Noise averages out in a geometric mean and adds up in a product: a mask on a geometric mean therefore rejects "
+        "short rows, and a mask on a product rejects long rows.",
         build_length_panels(timeline) if len(timeline.lengths) > 1 else "",
         Table(columns, rows),
         Table(reasons, list(timeline.reasons.items())) if timeline.reasons else "",
@@ -268,8 +268,8 @@ def _attribution(attribution: Attribution | str) -> list[Block]:
         attribution_tables.format_replayed(attribution.whole),
         attribution_page.build_panels(attribution),
         attribution_tables.build_shares_table(attribution.whole),
-        Details("How it is split", [METHOD]),
-        Details("Every cause that was looked for", [attribution_tables.build_causes_table(attribution)]),
+        Details("How the mismatch is divided", [METHOD]),
+        Details("Every cause that was tested", [attribution_tables.build_causes_table(attribution)]),
         Details("By age of the weights", [attribution_tables.build_versions_table(attribution)]),
         Details("Profiles in numbers", attribution_tables.build_profile_tables(attribution)),
     ]
@@ -300,7 +300,7 @@ def _calibration(studies: Studies) -> list[Block]:
 def _worst(attribution: Attribution | str) -> list[Block]:
     if isinstance(attribution, str):
         return [f"Not attributed: {attribution}"]
-    note = f" Ids instead of text: {attribution.without_text}." if attribution.without_text else ""
+    note = f" Ids are shown instead of text: {attribution.without_text}." if attribution.without_text else ""
     if not attribution.tokens:
         return ["No token differs between mu and pi."]
     return [

@@ -30,7 +30,7 @@ _NEXT = {
     "not reachable": "Next: remove the cause of the mismatch, which no bound can do",
     "not identified": "Next: record more steps (offpolicy.record.every=1, offpolicy.record.share=1)",
 }
-COPIED = "mu is pi_old to the bit: one was copied from the other?"
+COPIED = "mu equals pi_old bit for bit: was one copied from the other?"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def answer_liveness(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
     if sentence:
         return Answer(question, "not proved", sentence)
     if spec.is_none:
-        return Answer(question, "none is on", "The recorded correction has no weight and no mask.")
+        return Answer(question, "no correction is on", "The recorded correction has no weight and no mask.")
     return Answer(
         question,
         "not shown",
@@ -99,14 +99,15 @@ def _mismatch(timeline: Timeline) -> Answer:
     lost = sum(step.nonfinite for step in timeline.steps)
     end = f" {lost:,} tokens have a log-prob that is not finite." if lost else ""
     if unscored:
-        end += f" {unscored:,} rows of later gradient steps are left out: pi_old of the trainer was not recorded."
+        end += f" {unscored:,} rows of later gradient steps are left out: the trainer's pi_old was not recorded."
     if _is_copied(timeline):
-        same = f"All {int(tokens.sum()):,} tokens have the same mu and pi_old, which no two engines do."
+        same = f"mu equals pi_old at all {int(tokens.sum()):,} tokens, which does not happen with two engines."
         return Answer(question, COPIED, f"{same} Check where rollout_log_probs and old_log_probs come from.{end}")
     fresh, counts = timeline.get_column("kl_fresh"), timeline.get_column("fresh_tokens")
     if not counts.sum():
-        because = "Every row was sampled by older weights: mismatch and staleness cannot be told apart. With both "
-        return Answer(question, "unknown", f"{because}{mean:.2g} nats per token; {describe_trend(kl, 'nats')}.{end}")
+        because = "Every row was sampled by older weights: mismatch and staleness cannot be told apart. Together, "
+        because += f"they amount to {mean:.2g} nats per token; "
+        return Answer(question, "unknown", f"{because}{describe_trend(kl, 'nats')}.{end}")
     mine = counts > 0
     engines = float(np.average(fresh[mine], weights=counts[mine]))
     answer = f"KL(mu, pi_old) {engines:.2g} nats per token"
@@ -116,7 +117,7 @@ def _mismatch(timeline: Timeline) -> Answer:
             question, answer, f"Mean over {int(tokens.sum()):,} response tokens; {describe_trend(kl, 'nats')}.{end}"
         )
     because = f"Mean over {int(counts.sum()):,} tokens that fresh weights sampled; {describe_trend(fresh, 'nats')}. "
-    return Answer(question, answer, f"{because}With stale rows, sampled by older weights, {mean:.2g}.{end}")
+    return Answer(question, answer, f"{because}With stale rows, sampled by older weights, the mean is {mean:.2g}.{end}")
 
 
 def _is_copied(timeline: Timeline) -> bool:
@@ -156,11 +157,14 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
         return Answer(question, "unknown", "No response token with a finite mu and pi_old was recorded.")
     share = float(np.average(kept[known], weights=tokens[known]))
     if not spec.masks and not spec.weight_rejects and share == 1.0:
-        return Answer(question, "everything", "Nothing in it rejects.")
+        return Answer(question, "everything", "The correction rejects nothing.")
     worst = min(timeline.lengths, key=lambda entry: entry.kept_rows)
     by = ", ".join(f"{reason} {rejected:.1%}" for reason, rejected in timeline.reasons.items() if rejected > 0)
     because = f"Rejected by {by}. " if by else ""
-    because += f"Least by length: {worst.kept_rows:.1%} of the {worst.rows} rows with T {format_bucket(worst.bucket)}."
+    because += (
+        f"By length, the smallest share is {worst.kept_rows:.1%} of the {worst.rows} rows with T "
+        f"{format_bucket(worst.bucket)}."
+    )
     return Answer(question, f"{share:.1%} of tokens", because)
 
 
@@ -202,7 +206,7 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
     elif threshold.outcome == "not needed":
         answer = "no cap needed"
     else:
-        answer = f"none found; {'the default' if new else 'the current one'}: {format_bounds(proposal.part.now)}"
+        answer = f"none found; {'the default' if new else 'the current bound'}: {format_bounds(proposal.part.now)}"
     if threshold.note:
         note = threshold.note if threshold.missing is None else threshold.missing.reason
         note = note.removeprefix("not identified: ").rstrip(".")
@@ -210,7 +214,7 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
         if threshold.outcome in _NEXT and "Record" not in note and "Look for" not in note:
             sentences.append(_NEXT[threshold.outcome])
     if proposal.lengths:
-        sentences.append("It treats lengths differently, see below")
+        sentences.append("The bound treats lengths differently, see below")
     return Answer(question, answer, ". ".join(sentences) + ".")
 
 
@@ -227,8 +231,8 @@ def _reward(timeline: Timeline) -> Answer:
     error = math.hypot(first_error, last_error)
     gain = last - first
     word = "yes" if gain > 2 * error else "it falls" if gain < -2 * error else "not clearly"
-    because = f"Mean of the first third of the steps {first:.3f}, of the last {last:.3f}"
-    return Answer(question, word, f"{because}; standard error of the difference {error:.3f}.")
+    because = f"The mean is {first:.3f} in the first third of the steps and {last:.3f} in the last"
+    return Answer(question, word, f"{because}; the standard error of the difference is {error:.3f}.")
 
 
 def describe_trend(values: Floats, unit: str) -> str:

@@ -76,7 +76,7 @@ def build_candidates(
     axes = [parse_grid(grid) for grid in grids]
     repeated = [key for index, (key, _) in enumerate(axes) if key in [other for other, _ in axes[:index]]]
     if repeated:
-        raise SpecError(f"--grid {repeated[0]}: given twice. Put all of its values into one, separated by commas.")
+        raise SpecError(f"--grid {repeated[0]} is given twice. Put all of its values into one, separated by commas.")
     with initialize_composer():
         bases = [_compose_base(list(overrides), recorded) for overrides in specs]
     alone = all(label == RECORDED for label, _ in bases)
@@ -92,7 +92,7 @@ def build_candidates(
             # Two specs may yield the same correction, which is then replayed once.
             found.setdefault(candidate.label, candidate)
             if len(found) > MOST:
-                raise SpecError(f"--grid: more than {MOST} corrections. Give fewer values.")
+                raise SpecError(f"--grid: the values yield more than {MOST} corrections. Give fewer values.")
     return tuple(found.values())
 
 
@@ -102,7 +102,8 @@ def _compose_base(overrides: list[str], recorded: Mapping[str, Any]) -> tuple[st
         return RECORDED, recorded
     if RECORDED in overrides:
         raise SpecError(
-            f"--spec {' '.join(overrides)}: {RECORDED} stands alone. Give --grid key=value to vary what was recorded."
+            f"--spec {' '.join(overrides)}: {RECORDED} takes no overrides. Use --grid key=value to vary the recorded "
+            f"correction."
         )
     return " ".join(overrides), compose_correction(overrides)
 

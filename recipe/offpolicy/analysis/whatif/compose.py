@@ -38,7 +38,7 @@ _CONFIGS = Path(__file__).resolve().parents[2] / "config"
 _PRIMARY = "offpolicy_replay"
 _NEAR = 0.7
 """Similarity, as measured by difflib, from which a name counts as misspelt."""
-_EXAMPLE = f"Give {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.upper=1.02 for example."
+_EXAMPLE = f"Examples: {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.upper=1.02."
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
         key = parse_key(override)
         if key.split(".")[0] != GROUP:
             raise SpecError(
-                f"{override}: not an override of the correction, which is all that a replay reads. {_EXAMPLE}"
+                f"{override}: this is not an override of the correction, and a replay reads nothing else. {_EXAMPLE}"
             )
     try:
         # The Hydra node lists the chosen options.
@@ -89,12 +89,14 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
         if said := explain_moved(error.missing_cfg_file, overrides):
             raise SpecError(said) from error
         name = str(error.missing_cfg_file).removeprefix(f"{GROUP}/")
-        raise SpecError(f"{GROUP}={name}: no such option. {suggest_keys(name, list_groups()[GROUP])}") from error
+        raise SpecError(
+            f"{GROUP}={name}: there is no such option. {suggest_keys(name, list_groups()[GROUP])}"
+        ) from error
     except (HydraException, OmegaConfBaseException) as error:
         text = " ".join(str(error).split())
         raise SpecError(f"{' '.join(overrides)}: {text}") from error
     if not isinstance(mapping, dict):
-        raise SpecError(f"{GROUP}={mapping}: not a correction. {_EXAMPLE}")
+        raise SpecError(f"{GROUP}={mapping}: this is not a correction. {_EXAMPLE}")
     if mapping.get("proximal") == AUTO_PROXIMAL:
         # This is the recorded pi_old, whether a forward pass or the gradient step itself computed it.
         mapping["proximal"] = "recompute"
@@ -127,7 +129,7 @@ def parse_grid(grid: str) -> tuple[str, list[str]]:
     """
     override = _parsed(grid)
     if override.is_delete():
-        raise SpecError(f"{grid}: deletes a key, so there is nothing to compare. Give key=value,value.")
+        raise SpecError(f"{grid}: this deletes a key, so there is nothing to compare. Give key=value,value.")
     if override.is_sweep_override():
         return str(override.key_or_group), list(override.sweep_string_iterator())
     return str(override.key_or_group), [override.get_value_string()]
@@ -143,7 +145,7 @@ def _parsed(override: str) -> Any:
     try:
         return OverridesParser.create().parse_override(override)
     except HydraException as error:
-        raise SpecError(f"{override!r}: not a Hydra override, key=value. {_EXAMPLE}") from error
+        raise SpecError(f"{override!r}: this is not a Hydra override, key=value. {_EXAMPLE}") from error
 
 
 _BOUNDS = frozenset({"lower", "upper", "delta", "budget"})

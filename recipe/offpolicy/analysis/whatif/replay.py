@@ -138,7 +138,7 @@ def check_gradient_known(spec: CorrectionSpec) -> None:
     if spec.centering is not None:
         raise SpecError(
             f"correction.centering={spec.centering}: a recording holds no log-probs of tokens that were not sampled, "
-            f"so its term is unknown. Replay with correction.centering=null."
+            f"so the centring term is unknown. Replay with correction.centering=null."
         )
 
 
@@ -153,7 +153,7 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
     """
     if spec.proximal == "recompute" and recorded.proximal not in (*OF_THE_TRAINER, "same_engine"):
         raise SpecError(
-            f"correction.proximal=recompute: recorded with correction.proximal={recorded.proximal}, so pi_old was "
+            f"correction.proximal=recompute: the run used correction.proximal={recorded.proximal}, so pi_old was "
             f"not computed. Replay with correction.proximal=bypass, loglinear or reuse."
         )
     if spec.proximal == "same_engine" and recorded.proximal != "same_engine":
@@ -167,7 +167,7 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         key = spec.age_keys[0]
         raise SpecError(
             f"correction.{key} depends on the age of the weights: for {unknown} of {len(rows)} rows it is unknown "
-            f"which version sampled them. Replay without it."
+            f"which version sampled them. Replay without this key."
         )
 
 
@@ -179,16 +179,16 @@ def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
     """
     if recorded.proximal not in OF_THE_TRAINER:
         raise SpecError(
-            f"correction.proximal=same_engine: recorded with correction.proximal={recorded.proximal}, so pi_old "
-            f"was not computed, which mu would have to equal. Replay with correction.proximal=bypass."
+            f"correction.proximal=same_engine: the run used correction.proximal={recorded.proximal}, so pi_old, "
+            f"which mu would have to equal, was not computed. Replay with correction.proximal=bypass."
         )
     apart = np.abs(rows.rollout_log_prob.astype(np.float64) - rows.old_log_prob)[rows.response_mask]
     # The condition is written so that NaN counts.
     if beyond := int((~(apart <= TOLERANCE)).sum()):
         raise SpecError(
-            f"correction.proximal=same_engine: of {len(apart)} tokens mu differs from pi_old by more than "
-            f"{TOLERANCE:g} nats on {beyond}, so the run would have stopped. Replay with "
-            f"correction.proximal=bypass to see mu instead of pi_old."
+            f"correction.proximal=same_engine: at {beyond} of {len(apart)} tokens mu differs from pi_old by more than "
+            f"{TOLERANCE:g} nats, so the run would have stopped. Replay with correction.proximal=bypass, which uses mu "
+            f"as pi_old."
         )
 
 

@@ -84,7 +84,7 @@ class DenominatorCounts:
             return f"loss_agg_mode={self.mode} divides by an unknown count"
         _, counts = np.unique(rows.mini_batch, return_counts=True)
         if (rows.mini_batch < 0).any() or (counts != self.mini_batch_rows).any():
-            return f"not every mini-batch has the {self.mini_batch_rows} rows recorded on which the run trains at once"
+            return f"not every recorded mini-batch has the {self.mini_batch_rows} rows on which the run trains at once"
         return ""
 
     def compute_scale(self, rows: Rows, kept: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -148,7 +148,7 @@ class _ReplayNotes:
         if sampled and needs_batch:
             yield (
                 "Only a sample of the rows was recorded: constants of the whole batch (the mean of normalised weights, "
-                "M2PO's cut) are those of the sample."
+                "M2PO's cut) are computed from the sample."
             )
         for (asked, reason), steps in self.unscaled.items():
             yield (
@@ -159,7 +159,7 @@ class _ReplayNotes:
             more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
             yield (
                 f"Advantages are used as recorded, but correction.baseline=exclude computes them from kept rows: with "
-                f"{', '.join(labels[:_NAMED])}{more} training would have had others."
+                f"{', '.join(labels[:_NAMED])}{more}, training would have used other advantages."
             )
         if self.unchecked:
             yield "The recorded correction was not compared with its replay, for the same reason."
@@ -226,7 +226,7 @@ def run_study(
         filled += [number] if step.filled else []
     if not filled:
         raise RecordingError(
-            f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record others."
+            f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record other steps."
         )
     # A correction may fail at a later step than the one that noted it.
     seen.other_advantages -= failures.keys()
@@ -390,8 +390,8 @@ def _few_rows(outcomes: Sequence[CorrectionOutcome]) -> Iterator[str]:
         overall = outcome.overall
         if overall.rows and overall.reference_rows < FEW:
             yield (
-                f"No bias by sequence: pi / mu of whole rows leaves {overall.reference_rows:.1f} effective rows of "
-                f"{overall.rows}, too few to be a reference."
+                f"No bias by sequence is shown: weighted by pi / mu of whole rows, {overall.rows} rows count as only "
+                f"{overall.reference_rows:.1f}, too few for a reference."
             )
 
 

@@ -32,9 +32,9 @@ _KEPT = {
 _SCALE = {"lr_scale": "learning-rate scale"}
 _BIAS = {
     "bias_token": "by token",
-    "bias_token_systematic": "by token, of it shift",
+    "bias_token_systematic": "by token, systematic part",
     "bias_sequence": "by row",
-    "bias_sequence_systematic": "by row, of it shift",
+    "bias_sequence_systematic": "by row, systematic part",
 }
 
 
@@ -132,7 +132,7 @@ def _build_row(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[Panel
             line,
             "Effective learning rate",
             "Learning-rate scale",
-            "share of the uncorrected one",
+            "share of the uncorrected scale",
             scale,
             [full],
         ),
@@ -237,7 +237,7 @@ def _name_key(key: str) -> str:
 def _title(study: Study, drawn: int) -> str:
     steps = f"steps {study.steps[0]} to {study.steps[-1]}" if len(study.steps) > 1 else f"step {study.steps[0]}"
     left = len(group_into_rows(study)) - drawn
-    more = f"; {left} more lines of panels are only in the tables" if left else ""
+    more = f"; {left} more rows of panels appear only in the tables" if left else ""
     return f"{study.directory}: {steps}, {study.rows:,} rows, {study.tokens:,} tokens{more}"
 
 
@@ -247,8 +247,8 @@ MEANINGS = {
     "tokens kept, rows kept": "share of response tokens, and of rows with a token, that get a gradient.",
     "mismatch left": (
         "benefit of a mask: the share of KL(mu, pi), by k3 of pi/mu over tokens, that lies on tokens which still get "
-        "a gradient. The further below tokens kept, the better the mask picks the deviating tokens; chance would "
-        "leave the same share."
+        "a gradient. The further it is below the share of tokens kept, the better the mask picks the deviating "
+        "tokens; a random mask would leave the same share."
     ),
     "ESS": "effective sample size of weight x keep: (sum w)^2 / (n sum w^2) over valid tokens, or rows.",
     "lr scale": (
@@ -261,11 +261,11 @@ MEANINGS = {
         "possible error of a gradient (Cauchy-Schwarz), including noise that would average out."
     ),
     "bias by row": (
-        "likewise with pi/mu of the whole row, the unbiased weight of the policy gradient; if rows are long, it "
-        "depends on few of them."
+        "the same distance with pi/mu of the whole row, the unbiased weight of the policy gradient; if rows are long, "
+        "it depends on few of them."
     ),
-    "in common (Jaccard)": "share that both corrections reject of what either rejects.",
-    "of it shift": (
+    "in common (Jaccard)": "of the tokens or rows that either correction rejects, the share that both reject.",
+    "systematic part": (
         "the part of that distance that cannot average out: shifts of the mean by length bucket and sign of the "
         "advantage."
     ),

@@ -17,9 +17,9 @@ OVERALL = {
     "ess": "ESS",
     "lr_scale": "lr scale",
     "bias_token": "bias by token",
-    "bias_token_systematic": "of it shift",
+    "bias_token_systematic": "systematic part",
     "bias_sequence": "bias by row",
-    "bias_sequence_systematic": "of it shift",
+    "bias_sequence_systematic": "systematic part",
 }
 """Field of ``CorrectionMeasures`` -> heading."""
 MOST_COMPARED = 30
@@ -94,7 +94,7 @@ def describe_left_out(corrections: int) -> list[str]:
         return []
     return [
         f"{corrections} corrections are more than {MOST_COMPARED}: no tables of their agreement or by step are shown. "
-        f"--json has both."
+        f"--json contains both."
     ]
 
 
@@ -127,8 +127,8 @@ def describe_fidelity(fidelity: Fidelity) -> str:
     tokens = f"{fidelity.tokens:,} tokens"
     if fidelity.agrees:
         return (
-            f"The replay of the recorded correction agrees with the recording: {tokens}, decisions to the bit, "
-            f"weights within {TOLERANCE:g} relative (greatest difference {fidelity.weight_error:.1g})."
+            f"The replay of the recorded correction agrees with the recording: {tokens}, identical decisions, weights "
+            f"within a relative tolerance of {TOLERANCE:g} (largest difference {fidelity.weight_error:.1g})."
         )
     return (
         f"MISMATCH: the replay of the recorded correction differs from the recording in "

@@ -44,5 +44,5 @@ def test_a_line_for_each_bucket_of_a_profile(attribution: Attribution) -> None:
 def test_a_sample_that_was_searched_is_said_to_be_one(attribution: Attribution) -> None:
     assert "sample" not in format_verdict(attribution)
     assert format_verdict(replace(attribution, searched=1_000_000)).endswith(
-        "Causes were looked for in a sample of 1,000,000 tokens; the rest uses all."
+        "Causes were searched for in a sample of 1,000,000 tokens; everything else uses all tokens."
     )

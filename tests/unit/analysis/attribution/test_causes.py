@@ -53,7 +53,7 @@ def test_temperature_is_estimated(temperature: float) -> None:
     evidence = of(causes, "temperature").evidence
     assert evidence["slope"] == pytest.approx(1 / temperature, abs=0.01)
     assert evidence["slope_low"] < evidence["slope"] < evidence["slope_high"]
-    assert "rollout.temperature as the engine samples" in of(causes, "temperature").fix
+    assert "rollout.temperature at the value at which the engine samples" in of(causes, "temperature").fix
 
 
 @pytest.mark.slow
@@ -62,9 +62,9 @@ def test_temperature_is_estimated(temperature: float) -> None:
     [
         (0.7, "rollout.temperature=0.7 "),
         (1, "rollout.temperature=1.0 "),
-        (0.0, "as the engine samples"),
-        (True, "as the engine samples"),
-        ("warm", "as the engine samples"),
+        (0.0, "at which the engine samples"),
+        (True, "at which the engine samples"),
+        ("warm", "at which the engine samples"),
     ],
 )
 def test_a_temperature_is_mended_without_another_sampling(cold: Rows, sampled_at: object, fix: str) -> None:
@@ -232,7 +232,7 @@ def test_numerics_have_a_tail_and_no_sign() -> None:
     assert present(causes) == {"numerics"}
     assert of(causes, "numerics").evidence["tail"] > 1.5
     assert "VLLM_BATCH_INVARIANT=1" in of(causes, "numerics").fix
-    assert "or correct for it: 'correction=" in of(causes, "numerics").fix
+    assert "or correct for the mismatch: 'correction=" in of(causes, "numerics").fix
 
 
 def test_two_faults_at_once() -> None:

@@ -29,7 +29,7 @@ from tests.support.recordings import drawn_rows, record
 REAL = ROOT / "tests" / "data" / "faults" / "held_out"
 STALE, HEALTHY = REAL / "stale-2-7", REAL / "healthy-10"
 ASKED = ("--spec", "correction=[tis_token,gsm]", "--target-kept", "0.98")
-FIRST = "The mismatch has a cause that is to be fixed first"
+FIRST = "The mismatch has a cause that must be fixed first"
 
 
 @pytest.mark.slow

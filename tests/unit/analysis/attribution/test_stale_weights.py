@@ -72,7 +72,7 @@ def test_stale_weights_act_on_new_prompts_as_well() -> None:
     found = verdict(asked(8, lambda step, prompt: 0.1 * (step > 2)))
     assert found.verdict == "present"
     assert found.evidence["again"] == pytest.approx(1, abs=0.4)
-    assert "so it is the weights" in found.sentence
+    assert "so the weights are stale" in found.sentence
     assert "enable_prefix_caching" not in found.fix
 
 
@@ -91,7 +91,7 @@ def test_a_wide_interval_tells_nothing_apart() -> None:
     found = verdict(asked(12, lambda step, prompt: 0.1 * ((step > 3) & (prompt < 4))))
     assert found.verdict == "present"
     assert found.evidence["again_low"] < 3 < found.evidence["again_high"]
-    assert "does not distinguish weights from cache" in found.sentence
+    assert "does not show whether the weights or the cache are stale" in found.sentence
 
 
 def test_new_prompts_too_few_by_step_leave_both_open() -> None:
@@ -109,14 +109,14 @@ def test_without_prompts_of_both_kinds_it_is_said_what_is_lacking() -> None:
     rows = asked(PROMPTS, lambda step, prompt: 0.1 * (step > 2))
     found = verdict(rows)
     assert found.verdict == "present"
-    assert "which new prompts next to repeated ones would distinguish" in found.sentence
+    assert "only new prompts next to repeated ones would show" in found.sentence
     assert "again" not in found.evidence
     new = verdict(asked(0, lambda step, prompt: 0.1 * (step > 2)))
     assert new.verdict == "present"
-    assert "prompts are new at each step, so it is the weights" in new.sentence
+    assert "prompts are new at each step, so the weights are stale" in new.sentence
     unread = verdict(without_prompts(rows))
     assert unread.verdict == "present"
-    assert "which recorded prompts would distinguish" in unread.sentence
+    assert "only recorded prompts would show" in unread.sentence
 
 
 def test_prompts_that_come_again_are_healthy_by_themselves() -> None:

@@ -43,13 +43,13 @@ def test_a_large_mismatch_without_a_cause_is_said_to_be_large(lengths: list[int]
     found = attribute_rows(drawn_rows(lengths, backend=0.3), {})
     assert "present" not in {cause.verdict for cause in found.causes}
     assert not is_healthy(found)
-    assert format_verdict(found).startswith("A large mismatch of unknown cause: KL(mu, pi_old) 0.0")
+    assert format_verdict(found).startswith("The mismatch is large and its cause unknown: KL(mu, pi_old) is 0.0")
     assert "steps old" not in format_verdict(found)
 
 
 def test_where_no_row_is_fresh_age_may_be_why() -> None:
     old = np.full(64, 1)
-    assert "Weights up to 3 steps old" in format_verdict(
+    assert "weights up to 3 steps old" in format_verdict(
         attribute_rows(drawn_rows(LENGTHS, backend=0.3, step=5, oldest_version=old), {})
     )
     assert "steps old" not in format_verdict(attribute_rows(drawn_rows(LENGTHS, step=5, oldest_version=old), {}))
@@ -58,26 +58,26 @@ def test_where_no_row_is_fresh_age_may_be_why() -> None:
 def test_what_cannot_be_looked_for_is_not_called_even() -> None:
     rows = drawn_rows(LENGTHS)
     copied = attribute_rows(replace(rows, old_log_prob=rows.rollout_log_prob), {})
-    assert "mu is pi_old to the bit: one was copied from the other?" in format_verdict(copied)
+    assert "mu equals pi_old bit for bit: was one copied from the other?" in format_verdict(copied)
     one_engine = {"correction": {"proximal": "same_engine"}}
     alike = attribute_rows(replace(rows, old_log_prob=rows.rollout_log_prob), one_engine)
-    assert "as correction.proximal=same_engine has it: there is nothing to explain" in format_verdict(alike)
+    assert "as correction.proximal=same_engine requires: there is nothing to explain" in format_verdict(alike)
     assert "5 tokens are recorded" in format_verdict(attribute_rows(drawn_rows([5]), {}))
 
 
 def test_log_probs_that_are_too_alike() -> None:
     """k3(0.01) is 0.00005 and the correlation 0: neither healthy nor a fault."""
     said = format_verdict(attribute_rows(constant(0.0), {}))
-    assert "too alike to tell" in said
+    assert "vary too little to identify" in said
     # An offset of 0.5 is large, and tells no token from another.
-    assert format_verdict(attribute_rows(constant(0.5), {})).startswith("A large mismatch of unknown cause")
+    assert format_verdict(attribute_rows(constant(0.5), {})).startswith("The mismatch is large and its cause unknown")
 
 
 def test_a_missing_mass_is_a_mass() -> None:
     """Noise of 3 nats: pi_old/mu averages e^4.5 = 90 or so, and 1 - 90 is no probability."""
     for cause in truncation.find(collect_tokens(drawn_rows(LENGTHS, backend=3.0)), {}):
         assert cause.verdict == "absent"
-        assert "averages" in cause.sentence
+        assert "the mean of pi_old/mu" in cause.sentence
         assert "missing" not in cause.evidence
         assert cause.evidence["mean_ratio"] > 2
     for cause in truncation.find(collect_tokens(drawn_rows(LENGTHS, backend=0.1)), {}):

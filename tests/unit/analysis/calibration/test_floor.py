@@ -58,4 +58,4 @@ def test_rows_that_tell_nothing_of_the_noise(of: RowState, reason: str) -> None:
 def test_a_share_that_is_too_high_for_the_rows_names_one_that_is_not() -> None:
     with pytest.raises(NotIdentifiedError, match="400 rows in 400 prompt groups") as caught:
         estimate_noise_floor(PART, scores(), state(), share=0.999, confidence=0.95)
-    assert caught.value.reason.endswith("or give calibrate --floor-quantile 0.95.")
+    assert caught.value.reason.endswith("or pass --floor-quantile 0.95 to calibrate.")

@@ -183,7 +183,7 @@ def test_too_few_rows_for_the_quantile() -> None:
     note = opsm(rows).threshold.note
     assert "40 rows in 10 prompt groups" in note
     assert "needs 59" in note
-    assert note.endswith("Record more steps, or give calibrate --floor-quantile 0.9.")
+    assert note.endswith("Record more steps, or pass --floor-quantile 0.9 to calibrate.")
     assert opsm(rows, floor_quantile=0.9).floor is not None
     assert opsm(drawn_rows([20] * 8, backend=0.03)).threshold.note.endswith("Record more steps.")
 

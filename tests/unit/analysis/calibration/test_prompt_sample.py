@@ -86,7 +86,7 @@ def test_a_sample_holds_the_units_that_its_prompts_have_among_all() -> None:
 
 
 def test_a_sample_without_a_prompt_is_refused() -> None:
-    with pytest.raises(RecordingError, match="in the sampled prompts, which are too few"):
+    with pytest.raises(RecordingError, match="in the sampled prompts, which are only a few"):
         compute_scores(steps_of(1), SPEC, list_parts(SPEC), sample=PromptSample(tokens=0.5, rows=1e-9))
 
 

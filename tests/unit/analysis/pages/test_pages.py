@@ -75,7 +75,7 @@ def test_numbers_stand_right_and_text_left() -> None:
 
 
 def test_a_row_of_another_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="row 1 has 1 cells, and the table 2 columns"):
+    with pytest.raises(ValueError, match="row 1 has 1 cells, but the table has 2 columns"):
         Table([Column("a"), Column("b")], [[1, 2], [3]])
 
 

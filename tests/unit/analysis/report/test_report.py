@@ -214,7 +214,7 @@ def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:
     ("ages", "answer", "because"),
     [
         # Fresh: k3 of log rho 0.01, 5.0e-5; stale: of log rho 1, e - 2 = 0.72; of two rows as long, 0.36.
-        ([0, 3], "KL(mu, pi_old) 5e-05 nats per token", "With stale rows, sampled by older weights, 0.36."),
+        ([0, 3], "KL(mu, pi_old) 5e-05 nats per token", "With stale rows, sampled by older weights, the mean is 0.36."),
         ([3, 3], "unknown", "Every row was sampled by older weights"),
         ([0, 0], "KL(mu, pi_old) 0.36 nats per token", "Mean over 4 response tokens"),
     ],
@@ -254,7 +254,7 @@ def test_dashed_lines_are_spoken_of_beside_their_picture_alone(tmp_path: Path, w
     """Rows of one length are a table of one line, and no picture."""
     record(tmp_path / "run", drawn_rows([9] * 24))
     _, page = report(tmp_path / "run", tmp_path)
-    assert "a mask on the first rejects short rows" in page.text
+    assert "a mask on a geometric mean therefore rejects short rows" in page.text
 
 
 def test_the_reward_has_a_label_and_equal_shares_are_one_line(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_answers_about_life() -> None:
     assert answer_liveness(SPEC, proved).answer == "yes"
     assert answer_liveness(SPEC, proved | {"live": {"proved": 0.0}}).answer == "not proved"
     assert answer_liveness(SPEC, {}).answer == "not shown"
-    assert answer_liveness(CorrectionSpec(), {}).answer == "none is on"
+    assert answer_liveness(CorrectionSpec(), {}).answer == "no correction is on"
 
 
 @pytest.mark.parametrize(

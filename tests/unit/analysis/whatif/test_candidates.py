@@ -83,9 +83,9 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
         ([["correction=gsm"]], [UPPER], "not a Hydra override"),
         ([["correction=gsm"]], [f"~{UPPER}"], "deletes a key"),
         ([["correction=gsm"]], [f"{UPPER}=range(2,{MOST + 3})"], f"more than {MOST} corrections"),
-        ([["correction=gsmm"]], [], "correction=gsmm: no such option. Nearest: 'gsm'."),
+        ([["correction=gsmm"]], [], "correction=gsmm: there is no such option. Nearest: 'gsm'."),
         # The option none is no likely meaning: all are named.
-        ([["correction=nonsense"]], [], "correction=nonsense: no such option. There are: 'auto', '"),
+        ([["correction=nonsense"]], [], "correction=nonsense: there is no such option. There are: 'auto', '"),
         ([["correction=none"]], ["correction.foo=1"], "no --spec has this key. There are: 'correction.a"),
         ([["correction=[gsm,icepop"]], [], "not a Hydra override"),
         ([["correction=[tis_token,tis_sequence]"]], [], "both set correction.weight"),
@@ -93,8 +93,8 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
         ([["correction=null"]], [], "Set correction=none"),
         ([["correction=gsm", "correction=icepop"]], [], "given 2 times"),
         ([["correction=gsm", "correction.masks.gsm.uper=2"]], [], "correction.masks.gsm.uper=2: unknown key"),
-        ([["correction=gsm", "trainer.nnodes=2"]], [], "trainer.nnodes=2: not an override of the correction"),
-        ([["recorded", f"{UPPER}=2"]], [], "recorded stands alone"),
+        ([["correction=gsm", "trainer.nnodes=2"]], [], "trainer.nnodes=2: this is not an override of the correction"),
+        ([["recorded", f"{UPPER}=2"]], [], "recorded takes no overrides"),
         ([["correction=gsm", f"{UPPER}=${{nothing}}"]], [], "nothing"),
     ],
 )

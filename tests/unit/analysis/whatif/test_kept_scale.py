@@ -102,8 +102,8 @@ def test_rows_are_scaled_as_training_scales_them(tmp_path: Path, mode: str) -> N
         (card(None), ROWS, "does not contain loss_agg_mode"),
         (card("token-sum"), ROWS, "loss_agg_mode=token-sum divides by an unknown count"),
         (card(share=0.5), ROWS, "only a sample of the rows"),
-        (card(rows=4), ROWS, "has the 4 rows recorded"),
-        (card(), replace(ROWS, mini_batch=np.full(2, -1, dtype=np.int32)), "has the 2 rows recorded"),
+        (card(rows=4), ROWS, "mini-batch has the 4 rows"),
+        (card(), replace(ROWS, mini_batch=np.full(2, -1, dtype=np.int32)), "mini-batch has the 2 rows"),
     ],
 )
 def test_what_is_not_known_is_said_and_not_invented(
@@ -129,7 +129,7 @@ def test_advantages_of_another_baseline_are_noted(tmp_path: Path) -> None:
         return [note for note in run_study(recording, recording.steps, candidates).notes if "baseline=exclude" in note]
 
     (note,) = noted("include", ORIGINAL)
-    assert "with excluding, wider training would have had others" in note
+    assert "with excluding, wider, training would have used other advantages" in note
     # Siblings that leave depend on the mask: only the recorded one is as recorded.
     (note,) = noted("exclude", excluding)
     assert "with including, uncorrected, wider training" in note

@@ -145,7 +145,7 @@ def test_two_rows_are_no_reference(tmp_path: Path) -> None:
     assert result.outcomes[1].overall.bias_sequence is None
     assert result.outcomes[1].overall.bias_sequence_systematic is None
     assert result.outcomes[1].overall.bias_token is not None
-    assert any("leaves 1.8 effective rows of 2" in note for note in result.notes)
+    assert any("2 rows count as only 1.8" in note for note in result.notes)
 
 
 def test_a_token_that_is_not_finite_is_left_out_and_counted(tmp_path: Path) -> None:

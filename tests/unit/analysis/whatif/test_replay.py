@@ -251,7 +251,7 @@ def test_pi_old_that_was_never_computed(tmp_path: Path) -> None:
     linear = CorrectionSpec.from_mapping({"proximal": "loglinear", "alpha": 0.5})
     result = run(path, {"tis": SPECS["tis"], "bypass": bypass, "linear": linear})
     assert [outcome.candidate.label for outcome in result.outcomes] == ["bypass", "linear"]
-    assert "recorded with correction.proximal=bypass" in result.failures["tis"]
+    assert "the run used correction.proximal=bypass" in result.failures["tis"]
     assert result.agreement.cosine.shape == (2, 2)
     assert result.fidelity.agrees
 

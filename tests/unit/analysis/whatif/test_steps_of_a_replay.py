@@ -43,10 +43,10 @@ def test_what_was_not_recorded_is_not_replayed() -> None:
     bypassed = replace(NONE, proximal="bypass")
     check_replayable(TOKEN_TIS, NONE, rows())
     check_replayable(bypassed, bypassed, rows())
-    with pytest.raises(SpecError, match=r"correction\.proximal=recompute: recorded with correction\.proximal=bypass"):
+    with pytest.raises(SpecError, match=r"correction\.proximal=recompute: the run used correction\.proximal=bypass"):
         check_replayable(TOKEN_TIS, bypassed, rows())
     one_engine = replace(NONE, proximal="same_engine")
-    with pytest.raises(SpecError, match=r"recorded with correction\.proximal=bypass, so pi_old was not computed"):
+    with pytest.raises(SpecError, match=r"the run used correction\.proximal=bypass, so pi_old was not computed"):
         check_replayable(one_engine, bypassed, rows())
     by_version = spec(TIS | {"level": "version"})
     known = sampled_by(rows(), [3, 4])

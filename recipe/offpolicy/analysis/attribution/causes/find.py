@@ -40,7 +40,8 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
     sampled = collect_tokens(rows)
     if len(sampled) < LEAST_TOKENS:
         return [
-            report_untestable(name, f"{len(sampled)} tokens are recorded, {LEAST_TOKENS} are needed") for name in NAMES
+            report_untestable(name, f"only {len(sampled)} tokens are recorded, and {LEAST_TOKENS} are needed")
+            for name in NAMES
         ]
     # Two engines never agree bit for bit on this many tokens.
     if np.array_equal(sampled.tokens.mu, sampled.tokens.old):
@@ -58,7 +59,7 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
     of_temperature = temperature.find(sampled, sampling)
     found += [of_turns, of_steps, of_temperature]
     if of_temperature.verdict == "present":
-        why = "not distinguishable from a difference in temperature: fix that first"
+        why = "not distinguishable from a difference in temperature: fix the temperature first"
         return found + [
             report_untestable(name, why) for name in (truncation.TRUNCATED, truncation.EXTRA, numerics.NAME)
         ]
@@ -71,8 +72,8 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
 def _explain_identity(card: Mapping[str, Any]) -> str:
     correction = card.get("correction")
     if isinstance(correction, dict) and correction.get("proximal") == "same_engine":
-        return "mu is pi_old to the bit, as correction.proximal=same_engine has it: there is nothing to explain"
-    return "mu is pi_old to the bit: one was copied from the other? Record with correction.proximal=recompute"
+        return "mu equals pi_old bit for bit, as correction.proximal=same_engine requires: there is nothing to explain"
+    return "mu equals pi_old bit for bit: was one copied from the other? Record with correction.proximal=recompute"
 
 
 UNDELIVERED, ROUNDED = "weights not delivered", "updates rounded away"
@@ -90,7 +91,10 @@ def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
     wrong = [line for line in lines if line["verdict"] != "equal"]
     if wrong:
         first = wrong[0]
-        sentence = f"at {len(wrong)} of {len(lines)} synchronisations; step {first['step']}: {first['sentence']}"
+        sentence = (
+            f"at {len(wrong)} of {len(lines)} synchronisations the engine did not hold the trainer's weights; "
+            f"step {first['step']}: {first['sentence']}"
+        )
         delivered = Cause(UNDELIVERED, "present", {"synchronisations": float(len(wrong))}, sentence)
     else:
         sentence = f"the engine held the trainer's weights at each of {len(lines)} synchronisations"
@@ -125,4 +129,4 @@ def _judge_rounding(lines: Sequence[Mapping[str, Any]]) -> Cause:
     sentence = f"the engine's dtype lets {seen:.2g} of the trainer's updates through"
     if seen >= LEAST_SEEN:
         return report_absent(ROUNDED, sentence, seen=seen)
-    return Cause(ROUNDED, "present", {"seen": seen}, f"{sentence}: it samples with older weights", FIX_ROUNDED)
+    return Cause(ROUNDED, "present", {"seen": seen}, f"{sentence}: the engine samples with older weights", FIX_ROUNDED)

@@ -44,17 +44,17 @@ def _beside(sampled: SampledTokens) -> Cause:
     if better.low <= THRESHOLDS.shift:
         return report_absent(
             NAME,
-            f"log pi_old correlates with log mu of the same token at {values[0]:.2f}, and next to at most at "
-            f"{values[best]:.2f}",
+            f"the correlation of log pi_old with log mu of the same token is {values[0]:.2f}, and with log mu of an "
+            f"adjacent token at most {values[best]:.2f}",
             **evidence,
         )
     return Cause(
         NAME,
         "present",
         evidence,
-        f"log mu belongs to the token {sides[-best]}: at that shift it correlates with log pi_old at "
-        f"{values[best]:.2f}, without it at {values[0]:.2f}",
-        "fix the slicing where mu is made: mu of token t is the log-prob at position t - 1 of the logits",
+        f"log mu belongs to the token {sides[-best]}: with that shift its correlation with log pi_old is "
+        f"{values[best]:.2f}, without the shift {values[0]:.2f}",
+        "fix the slicing in the code that computes mu: mu of token t is the log-prob at position t - 1 of the logits",
     )
 
 
@@ -83,9 +83,10 @@ def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause |
         NAME,
         "present",
         {**evidence, "correlation_0": here.value, "correlation_0_low": here.low, "correlation_0_high": here.high},
-        f"log mu is unrelated to log pi_old: they correlate at {here.value:.2f} [{here.low:.2f}, "
-        f"{here.high:.2f}] with {compute_k3(gap).mean():.2g} nats per token of KL",
-        "find where mu and its rows part: they are joined in another order, or mu is of other weights altogether",
+        f"log mu is unrelated to log pi_old: their correlation is {here.value:.2f} [{here.low:.2f}, "
+        f"{here.high:.2f}], and the KL is {compute_k3(gap).mean():.2g} nats per token",
+        "find out where mu is joined to the wrong rows: they may be in another order, or mu may come from entirely "
+        "different weights",
     )
 
 

@@ -28,7 +28,7 @@ def find(sampled: SampledTokens, *, offset: bool) -> Cause:
         contexts = center_within_contexts(sampled)
         if contexts.count < LEAST_CONTEXTS:
             return report_untestable(
-                NAME, f"{contexts.count} contexts have two different sampled tokens", contexts=contexts.count
+                NAME, f"only {contexts.count} contexts have two different sampled tokens", contexts=contexts.count
             )
         # Centring removes the offset of each context.
         mu, gap, cluster = mu[contexts.index], contexts.old - contexts.mu, cluster[contexts.index]
@@ -48,8 +48,8 @@ def find(sampled: SampledTokens, *, offset: bool) -> Cause:
     if noise.low <= THRESHOLDS.noise:
         return report_absent(
             NAME,
-            f"the gap of tokens with a probability of 0.1 to 0.9 has a deviation of {noise.value:.2g} nats, like "
-            f"two engines in bfloat16",
+            f"the gap of tokens with a probability of 0.1 to 0.9 has a deviation of {noise.value:.2g} nats, which is "
+            f"normal for two engines in bfloat16",
             **evidence,
         )
     if tail is None or tail.low <= THRESHOLDS.tail:
@@ -60,10 +60,11 @@ def find(sampled: SampledTokens, *, offset: bool) -> Cause:
         NAME,
         "present",
         evidence,
-        f"the gap has no sign, {noise.value:.2g} nats [{noise.low:.2g}, {noise.high:.2g}] at a probability of 0.1 to "
-        f"0.9 and {tail.value:.1f} times as much below 0.1 as above 0.5: the engines compute with different precision",
-        "give the engine the trainer's precision: actor_rollout_ref.rollout.dtype, no quantised weights or cache; "
-        f"{BATCH_INVARIANT}; or correct for it: 'correction=[tis_token,icepop]'",
+        f"the gap has no preferred sign; its deviation is {noise.value:.2g} nats [{noise.low:.2g}, {noise.high:.2g}] "
+        f"at a probability of 0.1 to 0.9, and {tail.value:.1f} times as large below 0.1 as above 0.5: the engines "
+        f"compute with different precision",
+        "give the engine the trainer's precision (actor_rollout_ref.rollout.dtype, and no quantised weights or cache); "
+        f"{BATCH_INVARIANT}; or correct for the mismatch: 'correction=[tis_token,icepop]'",
     )
 
 

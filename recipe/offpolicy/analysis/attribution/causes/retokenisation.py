@@ -20,7 +20,7 @@ def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
     """
     everything = np.ones(len(sampled), dtype=bool)
     if sampled.turns < 2:
-        return report_untestable(NAME, "rows have one turn"), everything
+        return report_untestable(NAME, "every row has only one turn"), everything
     turn = sampled.tokens.turn
     numbers = [int(number) for number in np.unique(turn) if (turn == number).sum() >= LEAST_TOKENS]
     if len(numbers) < 2:
@@ -53,8 +53,8 @@ def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
             f"in turn {' and '.join(str(number + 1) for number in sorted(worse))} the KL per token is up to "
             f"{worse[worst].value:,.0f} times that of turn {cleanest + 1} at equal probability "
             f"({means[worst]:.2g} against {means[cleanest]:.2g} nats)",
-            "train on the token ids that the engine returned and saw: an agent loop has to keep them, and never "
-            "encode a conversation's text again",
+            "train on the token ids that the engine received and returned: an agent loop must keep them, and must "
+            "never encode a conversation's text again",
         ),
         clean,
     )

@@ -60,16 +60,16 @@ def find(sampled: SampledTokens) -> tuple[Cause, Mask]:
 def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> Cause:
     """Build the verdict on repeated prompts; ``alone``: whether new prompts are as fresh as the freshest step."""
     which = (
-        "and new ones are fresh: the engine's prefix cache holds keys and values of older weights"
+        "and new prompts are fresh: the engine's prefix cache holds keys and values of older weights"
         if alone
-        else "and new ones are too few to tell whether the engine has older weights or keys and values of them"
+        else "and too few prompts are new to tell whether the engine has older weights, or only keys and values of them"
     )
     return Cause(
         NAME,
         "present",
         evidence,
-        f"rows whose prompt came before have {kept.value:,.0f} times the KL that rows with a new one have in the same "
-        f"steps at equal probability, {evidence['kl_again']:.2g} against {evidence['kl_new']:.2g} nats per token, "
+        f"in the same steps and at equal probability, rows with a repeated prompt have {kept.value:,.0f} times the KL "
+        f"of rows with a new prompt ({evidence['kl_again']:.2g} against {evidence['kl_new']:.2g} nats per token), "
         f"{which}",
         _FIX_CACHE if alone else FIX_WEIGHTS,
     )
@@ -113,10 +113,13 @@ def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
     """Describe whether weights or cache are stale, for a run in which prompts of both kinds were compared."""
     ratio = f"; repeated prompts have {kept.value:.1f} times the KL of new ones"
     if kept.high < THRESHOLDS.growth:
-        return f"{ratio}, so it is the weights"
+        return f"{ratio}, so the weights are stale"
     if new_are_stale:
-        return f"{ratio}: the weights, as new prompts are stale too and training moves repeats most, or also the cache"
-    return f"{ratio}, which does not distinguish weights from cache"
+        return (
+            f"{ratio}: the weights are stale, because new prompts are affected too and training changes repeated "
+            "prompts most; the cache may be stale as well"
+        )
+    return f"{ratio}, which does not show whether the weights or the cache are stale"
 
 
 def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
@@ -124,10 +127,10 @@ def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
     if (sampled.staleness > 0).any():
         return ""  # recorded versions identify the weights
     if (sampled.again < 0).any():
-        return "; weights or cache, which recorded prompts would distinguish"
+        return "; only recorded prompts would show whether the weights or the cache are stale"
     if again.sum() < LEAST_TOKENS:
-        return "; prompts are new at each step, so it is the weights, or the cache of a text that prompts share"
-    return "; weights or cache, which new prompts next to repeated ones would distinguish"
+        return "; prompts are new at each step, so the weights are stale, or the cache of a text that prompts share"
+    return "; only new prompts next to repeated ones would show whether the weights or the cache are stale"
 
 
 def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
@@ -147,7 +150,7 @@ def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
     evidence = {f"kl_step_{step}": value for step, value in series.items()}
     evidence |= {"rises": float(grows), "resets": float(falls)}
     if factor is None:
-        return report_untestable(NAME, "both policies agree to the bit at some step", **evidence), everything
+        return report_untestable(NAME, "both policies agree bit for bit at some step", **evidence), everything
     evidence |= {"growth": factor.value, "growth_low": factor.low, "growth_high": factor.high}
     if factor.low <= THRESHOLDS.growth or (worst < freshest and not falls):
         return (
@@ -164,8 +167,8 @@ def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
             "present",
             evidence,
             f"the KL per token grows from {series[freshest]:.2g} nats at step {freshest} to {series[worst]:.2g} at "
-            f"step {worst}, {factor.value:.0f} times, and falls back {falls} times: the engine does not sample with "
-            f"the trainer's weights",
+            f"step {worst}, by a factor of {factor.value:.0f}, and falls back {falls} times: the engine does not "
+            f"sample with the trainer's weights",
             FIX_WEIGHTS,
         ),
         fresh,
@@ -186,11 +189,11 @@ def _by_version(sampled: SampledTokens) -> tuple[Cause, Mask]:
         if (sampled.staleness == age).any()
     }
     if factor is None:
-        return report_untestable(NAME, "both policies agree to the bit on fresh rows", **evidence), everything
+        return report_untestable(NAME, "both policies agree bit for bit on fresh rows", **evidence), everything
     evidence |= {"growth": factor.value, "growth_low": factor.low, "growth_high": factor.high}
     if factor.low <= THRESHOLDS.growth:
         return (
-            report_absent(NAME, f"stale rows have {factor.value:.1f} times the KL of fresh ones", **evidence),
+            report_absent(NAME, f"stale rows have {factor.value:.1f} times the KL of fresh rows", **evidence),
             everything,
         )
     return (
@@ -198,8 +201,8 @@ def _by_version(sampled: SampledTokens) -> tuple[Cause, Mask]:
             NAME,
             "present",
             evidence,
-            f"rows that older weights sampled, by up to {oldest} step{'s' * (oldest > 1)}, have {factor.value:.0f} "
-            f"times the KL of fresh ones: {loss[stale].mean():.2g} against {loss[fresh].mean():.2g} nats per token",
+            f"rows sampled by weights that were up to {oldest} step{'s' * (oldest > 1)} older have {factor.value:.0f} "
+            f"times the KL of fresh rows: {loss[stale].mean():.2g} against {loss[fresh].mean():.2g} nats per token",
             FIX_WEIGHTS,
         ),
         fresh,

@@ -27,8 +27,8 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
     if contexts.count < LEAST_CONTEXTS:
         return report_untestable(
             NAME,
-            f"{contexts.count} contexts have two different sampled tokens, {LEAST_CONTEXTS} are needed: record whole "
-            f"groups with rollout.n of 2 or more",
+            f"only {contexts.count} contexts have two different sampled tokens, and {LEAST_CONTEXTS} are needed: "
+            f"record whole groups, with rollout.n of 2 or more",
             **evidence,
         )
     x, y = contexts.old, contexts.mu
@@ -38,7 +38,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
     explained = estimate(sums, _explained)
     fit = estimate(sums, _fit)
     if slope is None or explained is None or fit is None:
-        return report_untestable(NAME, "both policies agree to the bit", **evidence)
+        return report_untestable(NAME, "both policies agree bit for bit", **evidence)
     evidence |= {
         "slope": slope.value,
         "slope_low": slope.low,
@@ -69,8 +69,10 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
         "present",
         evidence,
         f"within a context log mu is {slope.value:.3f} [{slope.low:.3f}, {slope.high:.3f}] times log pi_old, which "
-        f"explains {explained.value:.0%} of the gap: mu is at {1 / slope.value:.3f} times the trainer's temperature",
-        f"one temperature for both, and log-probs after it: {_same_temperature(sampling.get('temperature'))} "
+        f"explains {explained.value:.0%} of the gap: mu was computed at {1 / slope.value:.3f} times the trainer's "
+        f"temperature",
+        f"use one temperature for both engines, and log-probs after it: "
+        f"{_same_temperature(sampling.get('temperature'))} "
         f"actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
     )
 
@@ -80,7 +82,10 @@ def _same_temperature(sampled_at: Any) -> str:
     known = isinstance(sampled_at, int | float) and not isinstance(sampled_at, bool)
     if known and math.isfinite(sampled_at) and sampled_at > 0:
         return f"actor_rollout_ref.rollout.temperature={float(sampled_at)!r}"
-    return "actor_rollout_ref.rollout.temperature as the engine samples, no other in its own settings, and"
+    return (
+        "actor_rollout_ref.rollout.temperature at the value at which the engine samples, no other temperature in the "
+        "engine's own settings, and"
+    )
 
 
 def _slope(sums: Array) -> float:

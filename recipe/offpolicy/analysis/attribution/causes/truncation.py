@@ -84,13 +84,16 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
         return report_untestable(TRUNCATED, why), report_untestable(EXTRA, why)
     offset = _measure_offset(sampled)
     if offset is None:
-        why = "both policies agree to the bit"
+        why = "both policies agree bit for bit"
         return report_absent(TRUNCATED, why), report_absent(EXTRA, why)
     missing, one_sided, exhausted = offset.missing, offset.one_sided, offset.exhausted
     if missing.value < -1.0:
         # If a mean ratio is above 2, one minus it is not a mass.
         ratio = {"mean_ratio": 1.0 - missing.value, "one_sided": one_sided.value}
-        why = f"pi_old/mu averages {1.0 - missing.value:.2g} over mu's samples, but is below 1 if mass is cut off"
+        why = (
+            f"the mean of pi_old/mu over mu's samples is {1.0 - missing.value:.2g}, but it is below 1 if mass is cut "
+            f"off"
+        )
         return report_absent(TRUNCATED, why, **ratio), report_absent(EXTRA, why, **ratio)
     evidence = {
         "missing": missing.value,
@@ -104,8 +107,8 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
     }
     if missing.low <= THRESHOLDS.missing or one_sided.low <= THRESHOLDS.one_sided:
         why = (
-            f"mu has cut off {missing.value:.2%} of pi_old's mass, and lies above it in {one_sided.value:.0%} of the "
-            f"squared gap"
+            f"mu has cut off {missing.value:.2%} of pi_old's mass, and tokens at which mu is larger make up "
+            f"{one_sided.value:.0%} of the squared gap"
         )
         return report_absent(TRUNCATED, why, **evidence), report_absent(EXTRA, why, **evidence)
     above = offset.above
@@ -118,13 +121,13 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
         )
         return report_absent(TRUNCATED, why, **evidence), report_absent(EXTRA, why, **evidence)
     constant = (
-        f"mu lies above pi_old, in {one_sided.value:.0%} of the squared gap, as if {missing.value:.2%} "
-        f"[{missing.low:.2%}, {missing.high:.2%}] of the mass were cut off"
+        f"tokens at which mu is larger than pi_old make up {one_sided.value:.0%} of the squared gap, as if "
+        f"{missing.value:.2%} [{missing.low:.2%}, {missing.high:.2%}] of the mass were cut off"
     )
     exhausts = offset.contexts >= THRESHOLDS.exhausted
     if exhausts or _restricted(sampling):
         by_what = (
-            f"in {offset.contexts} contexts the sampled tokens are all that mu allows, and not all that pi_old does"
+            f"in {offset.contexts} contexts the sampled tokens are all that mu allows, but not all that pi_old allows"
             if exhausts
             else f"the run's card says {_restricted(sampling)}"
         )
@@ -136,17 +139,19 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
                 f"{constant}; {by_what}",
                 "actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1, and no min_p",
             ),
-            report_absent(EXTRA, "the tokens cut off are possible for the trainer", **evidence),
+            report_absent(EXTRA, "the tokens that were cut off have a probability in the trainer", **evidence),
         )
     return (
-        report_absent(TRUNCATED, f"only in {offset.contexts} contexts are the sampled tokens all of mu", **evidence),
+        report_absent(
+            TRUNCATED, f"the sampled tokens hold all of mu's mass in only {offset.contexts} contexts", **evidence
+        ),
         Cause(
             EXTRA,
             "present",
             evidence,
             f"{constant}, and no token that could be sampled is missing: the engine masks ids that the trainer counts",
-            "cut the output layer to the tokenizer's size, or mask the same ids in the trainer: config.vocab_size has "
-            "to be len(tokenizer)",
+            "cut the output layer to the tokenizer's size, or mask the same ids in the trainer: config.vocab_size must "
+            "equal len(tokenizer)",
         ),
     )
 
