@@ -73,9 +73,9 @@ def _show(found: Any) -> None:
         tables.build_tokens_table(found),
         tables.build_rows_table(found),
         tables.format_replayed(found.whole),
-        f"Ids instead of text: {found.without_text}." if found.without_text else "",
+        f"Ids are shown instead of text: {found.without_text}." if found.without_text else "",
         tables.format_verdict(found),
-        *(f"Fix of {fix}" for fix in tables.list_fixes(found)),
+        *(f"Fix for {fix}" for fix in tables.list_fixes(found)),
     )
 
 
@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--steps",
         type=read_steps,
         metavar="FIRST:LAST",
-        help="steps to read, either end left out or one number (default: all)",
+        help="steps to read: a range, of which either end may be left out, or one number (default: all)",
     )
     parser.add_argument("--worst", type=_count, default=12, metavar="N", help="worst tokens and rows to list (12)")
     parser.add_argument("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)

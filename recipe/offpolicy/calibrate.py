@@ -49,7 +49,7 @@ def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSp
     correction = CorrectionSpec.from_mapping(values)
     if not spec and not correction.all_weights and not correction.masks:
         raise SpecError(
-            "recorded without a weight or mask, so there is no bound to set. Name a correction: "
+            "the recorded correction has no weight and no mask, so there is no bound to set. Name a correction: "
             "--spec 'correction=[tis_token,gsm]'."
         )
     return correction, unset
@@ -160,17 +160,15 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("directory", metavar="DIR", type=Path, help="the recording: the directory that offpolicy.record.dir named")
     add("--spec", nargs="+", default=[], metavar="OVERRIDE", help="Hydra overrides; default: what was recorded")
-    add(
-        "--target-kept", type=float, metavar="P", help="share that each mask is to keep of the units that it applies to"
-    )
+    add("--target-kept", type=float, metavar="P", help="share that each mask must keep of the units that it applies to")
     add("--target-ess", type=float, metavar="P", help="effective sample size of the weight, as a share of tokens")
-    add("--confidence", type=float, default=0.95, metavar="P", help="of the intervals, default %(default)s")
+    add("--confidence", type=float, default=0.95, metavar="P", help="confidence of the intervals, default %(default)s")
     add(
         "--floor-quantile",
         type=float,
         default=QUANTILE,
         metavar="P",
-        help="quantile of the backend noise that delta has to exceed",
+        help="quantile of the backend noise that delta must exceed",
     )
     add("--png", type=Path, metavar="FILE", help="calibration curves")
     add("--html", type=Path, metavar="FILE", help="one self-contained page")

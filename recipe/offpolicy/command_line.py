@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 BAD_INPUT, CLOSED = 2, 141
 """Exit status: a package is missing; the reader closed the pipe (128 + SIGPIPE)."""
-TOKENIZER = "folder of the tokenizer that makes text of token ids (default: of the model that was recorded)"
+TOKENIZER = "folder of the tokenizer that converts token ids to text (default: the tokenizer of the recorded model)"
 PROGRAM = "OFFPOLICY_PROGRAM"
 """Environment variable with the command that started a tool, such as ``offpolicy doctor``; unset: ``python -m``."""
 _DISTRIBUTIONS = {"hydra": "hydra-core", "wandb_workspaces": "wandb-workspaces"}
@@ -41,7 +41,7 @@ def list_output_modules(*, json: bool, png: bool, html: bool) -> list[str]:
 def add_jobs(parser: argparse.ArgumentParser) -> None:
     """Add ``--jobs`` and ``--ray``, which ``analysis.jobs`` reads."""
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--jobs", type=parse_count, metavar="N", help="processes; default: one a core, 1 for a small one")
+    add("--jobs", type=parse_count, metavar="N", help="processes; default: one per core, 1 for a small recording")
     add("--ray", metavar="ADDRESS", help="work on this Ray cluster, whose nodes have package and recording in place")
 
 
@@ -49,11 +49,11 @@ def read_steps(text: str) -> tuple[int, int | None]:
     """Parse ``FIRST:LAST`` into the first and the last step; None as the last step means no limit."""
     found = re.fullmatch(r"([0-9]{0,18})(:?)([0-9]{0,18})", text.strip())
     if found is None or not (found[1] or found[3]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, as in 3:10, 3: or :10, or one number")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither FIRST:LAST, such as 3:10, 3: or :10, nor one number")
     first = int(found[1] or 0)
     last = int(found[3]) if found[3] else None if found[2] else first
     if last is not None and last < first:
-        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; FIRST:LAST is as in 3:10")
+        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; put the smaller number first, such as 3:10")
     return first, last
 
 

@@ -104,7 +104,7 @@ class LaunchCallback(Callback):
         _share_with_local_ray(config)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        sys.exit("offpolicy: --multirun: several runs, but only one is checked. Fix: launch each run separately.")
+        sys.exit("offpolicy: --multirun starts several runs, but only one is checked. Fix: launch each run separately.")
 
 
 def _share_with_local_ray(config: DictConfig) -> None:

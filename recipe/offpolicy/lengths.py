@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_target("--png", options.png, "lengths.png")
         if any(dumps := [is_dump(path) for path in options.sources]):
             if not all(dumps) or not options.tokenizer:
-                raise CurveError("give validation dumps alone, and with --tokenizer FOLDER, which counts their tokens.")
+                raise CurveError("pass only validation dumps, and --tokenizer FOLDER, which counts their tokens.")
             return _follow(options)
         curves = {str(path): read_curves(path, correct_at_least=options.correct_at_least) for path in options.sources}
         if options.png is not None:
@@ -83,7 +83,7 @@ def _follow(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=2))  # noqa: T201
         return 0
-    note = f"At {early.label} the prompts were chosen by their pass rates: compare later checkpoints."
+    note = f"The pass rates at {early.label} determined the classes of the prompts: compare only later checkpoints."
     print_blocks(open_console(), build_table(rows, early.label), note, wrap=True)
     return 0
 
@@ -97,11 +97,15 @@ def build_parser() -> argparse.ArgumentParser:
         "sources", metavar="SOURCE", nargs="+", type=Path, help="metrics.jsonl, the directory of a recording, or dumps"
     )
     parser.add_argument(
-        "--correct-at-least", type=parse_score, default=1.0, metavar="SCORE", help="a right answer's least score (1.0)"
+        "--correct-at-least",
+        type=parse_score,
+        default=1.0,
+        metavar="SCORE",
+        help="score from which an answer is right (1.0)",
     )
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="of dumps: the tokenizer that counts their tokens")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="for dumps: the tokenizer that counts their tokens")
     parser.add_argument(
-        "--samples", type=parse_count, default=64, metavar="N", help="of dumps: answers that fix a prompt's class (64)"
+        "--samples", type=parse_count, default=64, metavar="N", help="for dumps: answers that fix a prompt's class (64)"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the curves")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.png is not None:
             check_target("--png", options.png, "pass_at_k.png")
         if (options.looks is None) != (options.successes is None):
-            raise ValueError("--looks and --successes belong together: sampling ended at a look with so many right.")
+            raise ValueError(
+                "--looks and --successes belong together: sampling ended at a look with that many right samples."
+            )
         stopping = None if options.looks is None else Stopping(tuple(options.looks), options.successes)
         steps = read_dumps(options.dumps, correct_at_least=options.correct_at_least)
         found = [
@@ -91,13 +93,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "dumps", metavar="DUMP", nargs="+", type=Path, help="files of trainer.validation_data_dir, such as 100.jsonl"
     )
-    parser.add_argument("--k", type=parse_counts, default=[1, 8], metavar="K,...", help="within the samples (1,8)")
+    parser.add_argument(
+        "--k", type=parse_counts, default=[1, 8], metavar="K,...", help="k up to the number of samples (1,8)"
+    )
     parser.add_argument(
         "--extrapolate",
         type=parse_counts,
         default=[],
         metavar="K,...",
-        help="beyond the samples, by a Beta-binomial fit",
+        help="k beyond the number of samples, by a Beta-binomial fit",
     )
     parser.add_argument(
         "--correct-at-least",
@@ -109,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--looks", type=parse_counts, metavar="N,...", help="cumulative samples after which sampling could end early"
     )
-    parser.add_argument("--successes", type=parse_count, metavar="R", help="right ones with which it ended")
+    parser.add_argument("--successes", type=parse_count, metavar="R", help="right samples with which it ended")
     parser.add_argument(
         "--rank", action="store_true", help="rank checkpoints at the largest k, and show 1 - (1 - c/n)^k"
     )

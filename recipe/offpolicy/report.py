@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = read_arguments(options, recording, recording.steps)
         timeline = build_timeline(recording, jobs)
         if not timeline.steps:
-            raise RecordingError(f"{options.directory}: no response is recorded in any of its steps. Record others.")
+            raise RecordingError(
+                f"{options.directory}: no response is recorded in any of its steps. Record other steps."
+            )
         spec = read_recorded_spec(recording.part(timeline.steps[-1].step, -1))
         studies = run_studies(
             recording, spec, stale=timeline.is_stale, spec=options.spec, jobs=jobs, tokenizer=options.tokenizer
@@ -82,8 +84,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=_read_seconds,
         const=10,
         metavar="SECONDS",
-        help="write the page again after each step of a run that goes on, without attribution, calibration, what-if; "
-        "a browser loads it again every SECONDS (default: 10)",
+        help="rewrite the page after each step of a running run, without attribution, calibration and what-if; "
+        "a browser reloads it every SECONDS (default: 10)",
     )
     parser.add_argument("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)
     add_jobs(parser)

@@ -32,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = read_rows(options.data, options.limit)
         student, teacher = (load_tokenizer(path) for path in (options.student, options.teacher))
         if student.get_vocab() != teacher.get_vocab():
-            raise rft.RftError(f"{options.teacher} has another vocabulary than {options.student}.")
+            raise rft.RftError(f"{options.teacher} and {options.student} have different vocabularies.")
         if not getattr(teacher, "chat_template", None):
-            raise rft.RftError(f"{options.teacher} has no chat template, so no format to learn.")
+            raise rft.RftError(f"{options.teacher} has no chat template, so there is no format to learn.")
         score = rft.load_score(options.reward)
         settings = TeacherSettings(
             tuple(url.rstrip("/").removesuffix("/v1") for url in options.url), api_key=options.api_key
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=parse_count,
         default=1024,
         metavar="N",
-        help="tokens per answer; longer ones are dropped (1024)",
+        help="tokens per answer; longer answers are dropped (1024)",
     )
     add(
         "--stop",
@@ -94,16 +94,18 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="texts that end an answer, for students without a template",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
     add("--limit", type=parse_count, metavar="N", help="number of prompts (all)")
     add("--reward", metavar="FILE:FUNCTION", help="reward function, as custom_reward_function (default: verl's own)")
-    add("--right-from", type=parse_score, default=1.0, metavar="SCORE", help="right from this score on (1.0)")
+    add(
+        "--right-from", type=parse_score, default=1.0, metavar="SCORE", help="score from which an answer is right (1.0)"
+    )
     add("--most", type=parse_count, default=4, metavar="N", help="different right answers per prompt to keep (4)")
     add(
         "--format",
         default="{response}",
         metavar="TEXT",
-        help="answer to train on, of {response} and {last}, its last line",
+        help="answer to train on, built from {response} and {last}, the last line of the response",
     )
     return parser
 

@@ -91,7 +91,7 @@ def run_update() -> dict[str, float]:
     before = model.weight.detach().clone()
     optimizer.step()
     if torch.equal(before, model.weight):
-        raise LivenessError("the optimizer's step left the parameters as they were.")
+        raise LivenessError("the optimizer's step did not change the parameters.")
     return verdict
 
 
@@ -106,8 +106,8 @@ def _judge_parameters(model: torch.nn.Linear, tokens: list[Tensor]) -> float:
     if not error <= _TOLERANCE:
         uncorrected = torch.allclose(seen, plain, rtol=_TOLERANCE)
         raise LivenessError(
-            f"the gradient of the parameters is off by {error:.3g} of what weight and mask demand"
-            f"{': it is the uncorrected one' if uncorrected else ''}."
+            f"the gradient of the parameters has a relative error of {error:.3g} against what weight and mask require"
+            f"{': it is the uncorrected gradient' if uncorrected else ''}."
         )
     return error
 

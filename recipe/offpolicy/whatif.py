@@ -54,9 +54,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=name_program("whatif"),
         description="Replay corrections over recorded steps: what they keep, weigh and cost.",
-        epilog="What a mask buys is the column 'mismatch left', the share of KL(mu, pi) that lies on tokens which "
-        "still get a gradient: the further below 'tokens kept', the better it picks the tokens that are off. What it "
-        "costs are the bias columns, distances from the untruncated weights pi / mu.",
+        epilog="The benefit of a mask is shown by the column 'mismatch left', the share of KL(mu, pi) that lies on "
+        "tokens which still get a gradient: the further it is below 'tokens kept', the better the mask picks the "
+        "deviating tokens. The cost is shown by the bias columns, which are distances from the untruncated weights "
+        "pi / mu.",
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="the recording: what offpolicy.record.dir named")
     parser.add_argument(
@@ -65,10 +66,12 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--grid", action="extend", nargs="+", default=[], metavar="KEY=VALUE,VALUE",
-        help="values to try of a key; several are crossed, on every --spec that has the key",
+        help="values of a key to try; several grids are crossed, on every --spec that has the key",
     )  # fmt: skip
-    parser.add_argument("--steps", type=read_steps, metavar="FIRST:LAST", help="both included; default: all")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it")
+    parser.add_argument(
+        "--steps", type=read_steps, metavar="FIRST:LAST", help="steps to replay, both ends included; default: all"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the results")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs no network")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_jobs(parser)

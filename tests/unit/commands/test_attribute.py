@@ -57,7 +57,7 @@ def test_what_mends_a_cause_is_whole_in_a_narrow_terminal(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert attribute.main(["tests/data/faults/held_out/colocate_async-14"]) == 0
     shown = capsys.readouterr().out
-    (line,) = [line for line in shown.splitlines() if line.startswith("Fix of stale weights: ")]
+    (line,) = [line for line in shown.splitlines() if line.startswith("Fix for stale weights: ")]
     assert line.endswith("correct for it: correction=opsm correction.masks.opsm.delta=0.1")
     assert "0.0%" in shown
     assert "-0.0%" not in shown
@@ -141,10 +141,10 @@ def test_either_end_of_the_steps_may_be_left_out(
     ("option", "text", "said"),
     [
         ("--steps", "3:1", "ends before it begins"),
-        ("--steps", "x", "is not FIRST:LAST"),
-        ("--steps", "1:y", "is not FIRST:LAST"),
-        ("--steps", ":", "is not FIRST:LAST"),
-        ("--steps", "³", "is not FIRST:LAST"),
+        ("--steps", "x", "is neither FIRST:LAST"),
+        ("--steps", "1:y", "is neither FIRST:LAST"),
+        ("--steps", ":", "is neither FIRST:LAST"),
+        ("--steps", "³", "is neither FIRST:LAST"),
         ("--worst", "²", "'²' is not a number of tokens"),
         ("--worst", "-1", "'-1' is not a number of tokens"),
     ],

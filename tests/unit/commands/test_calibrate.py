@@ -74,7 +74,7 @@ def test_the_table_says_what_is_counted(recording: Path, capsys: pytest.CaptureF
     assert "kept of rows" in out
     assert "kept of tokens" in out
     assert "of all" not in out  # both look at everything
-    assert "the correction takes one bound; these show which lengths it would affect" in " ".join(out.split())
+    assert "the correction takes one bound; the table shows which lengths it would affect" in " ".join(out.split())
     assert "All of it together" in out
     assert "masks.gsm: depends on length (rank correlation" in out
     assert "masks.gsm by length" in out
@@ -110,7 +110,7 @@ def test_what_was_recorded_is_the_default(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(out)["proposals"][0]["key"] == "correction.masks.gsm"
     status, _, err = run(capsys, record(tmp_path / "none", drawn_rows([20] * 4)), "--target-kept", 0.9)
     assert status == 2
-    assert "recorded without a weight or mask" in err
+    assert "the recorded correction has no weight and no mask" in err
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_both_shares_where_a_mask_looks_at_some_rows(tmp_path: Path, capsys: pyt
     status, out, _ = run(capsys, *arguments)
     assert status == 1  # no floor
     assert "kept of rows with A < 0" in out
-    assert "of all then" in out
+    assert "then of all" in out
     _, out, _ = run(capsys, *arguments, "--json")
     proposal = json.loads(out)["proposals"][0]
     assert proposal["looked"] == 0.5

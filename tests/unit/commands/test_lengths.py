@@ -105,7 +105,9 @@ def test_a_figure_has_a_row_for_each_run(tmp_path: Path) -> None:
     assert [line.get_label() for line in axes[0].get_lines()] == ["all answers", "right answers"]
 
 
-@pytest.mark.parametrize(("text", "said"), [("{}", "line 1: no line"), ("x", "line 1"), ("", "no step with response_")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("{}", "line 1: this is not a line"), ("x", "line 1"), ("", "no step has response_")]
+)
 def test_other_files_are_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(text)

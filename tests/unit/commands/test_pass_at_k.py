@@ -104,7 +104,7 @@ def test_the_table_has_intervals_and_ranks_in_a_column_of_their_own(tmp_path: Pa
     assert low < value < high
     assert shown == "0.523"  # (0 + 1 - (7/8)^4 + 1 - (3/4)^4 + 1 - (1/4)^4) / 4
     assert "40 prompts, 320 samples, 25.0% unsolved" in table.title
-    assert "k = 64: more than some prompt's samples" in found.notes[0]
+    assert "k = 64: some prompts have fewer samples" in found.notes[0]
     assert build_json(found)["extrapolated"]["64"]["estimate"] > value
     assert draw_curves([found]).axes[0].get_xlabel() == "k"
 

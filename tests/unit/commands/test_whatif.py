@@ -184,7 +184,7 @@ def test_steps_without_rows_are_skipped(tmp_path: Path, capsys: pytest.CaptureFi
     empty = drawn_rows([2]).take(np.zeros(0, dtype=np.int64))
     write(tmp_path / file_name(1, 0), empty, NONE, ())
     assert main([str(tmp_path), "--json"]) == 2
-    assert capsys.readouterr().err == f"whatif: {tmp_path}: no row is recorded in steps 1 to 1. Record others.\n"
+    assert capsys.readouterr().err == f"whatif: {tmp_path}: no row is recorded in steps 1 to 1. Record other steps.\n"
     record(tmp_path, drawn_rows([2, 3], step=2))
     assert main([str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recording"] == {
@@ -261,7 +261,7 @@ def test_help_says_what_a_mask_buys(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "What a mask buys is the column 'mismatch left', the share of KL(mu, pi)" in said
+    assert "The benefit of a mask is shown by the column 'mismatch left', the share of KL(mu, pi)" in said
 
 
 def test_words() -> None:
