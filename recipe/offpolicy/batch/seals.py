@@ -236,13 +236,13 @@ def _judge_engine(numbers: list[int]) -> None:
     end = " The optimizer has not stepped."
     if other:
         raise SealError(
-            f"input_ids holds other tokens than responses at {other} of {of_loss} response tokens of the micro-batch: "
-            f"log pi belongs to other tokens. Code between trainer and engine changed one of them, or prompts.{end}"
+            f"input_ids and responses differ at {other} of {of_loss} response tokens of the micro-batch: log pi "
+            f"belongs to the wrong tokens. Code between trainer and engine changed one of them, or prompts.{end}"
         )
     if counted != of_loss:
         raise SealError(
-            f"loss_mask has {counted} tokens in a micro-batch in which response_mask has {of_loss}: the engine divides "
-            f"the loss by the sum of loss_mask. Code between trainer and engine changed loss_mask.{end}"
+            f"loss_mask has {counted} tokens in a micro-batch, but response_mask has {of_loss}: the engine divides the "
+            f"loss by the sum of loss_mask. Code between trainer and engine changed loss_mask.{end}"
         )
 
 

@@ -120,13 +120,13 @@ class CenteringTally:
             )
         if found["other"]:
             raise CenteringError(
-                f"{found['other']} of {found['compared']} sequences arrived with other likeliest tokens or log-probs "
-                f"than the rollout servers' client recorded: their checksums differ. {_FIX}"
+                f"the likeliest tokens or log-probs of {found['other']} of {found['compared']} sequences differ from "
+                f"what the rollout servers' client recorded: their checksums differ. {_FIX}"
             )
         if found["wrong"]:
             raise CenteringError(
-                f"{found['wrong']} of {found['checked']} sampled tokens have another mu than the same token has among "
-                f"the likeliest of its position. {_FIX}"
+                f"mu of {found['wrong']} of {found['checked']} sampled tokens differs from mu of the same token among "
+                f"the likeliest tokens of its position. {_FIX}"
             )
         if (largest := float(masses[:, 1].max())) > 1 + MASS:
             raise CenteringError(

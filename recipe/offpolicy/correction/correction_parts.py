@@ -237,7 +237,7 @@ def _read_size(value: Any) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
     raise SpecError(
-        "expected a number of tokens, 1 or more, or null to go by top-k.",
+        "expected a number of tokens, 1 or more, or null to derive it from top-k.",
         "Set correction.support_size=null for example.",
         key="correction.support_size",
         value=value,

@@ -271,7 +271,7 @@ def detect_layout(**given: Tensor) -> RowLayout:
             raise ValueError(
                 f"{name} is nested with layout {tensor.layout} and {tensor.dim()} dimensions: expected rows of tokens "
                 f"end to end. Pass torch.nested.nested_tensor(list of (T,) tensors, layout=torch.jagged), "
-                f"or {name}.contiguous() of a narrowed one."
+                f"or {name}.contiguous() if the tensor is narrowed."
             )
     return _packed_rows(given)
 

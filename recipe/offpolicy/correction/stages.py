@@ -91,7 +91,9 @@ def rollout_stage(
     compared = None
     if alongside is not None:
         if alongside.old_log_prob is not old_log_prob or alongside.rollout_log_prob is not rollout_log_prob:
-            raise ValueError("alongside is the stage of other tensors: pass the stage of these, or leave it out.")
+            raise ValueError(
+                "alongside is the stage of other tensors: pass the stage of these tensors, or leave alongside out."
+            )
         compared = rows.tokens(alongside.valid), rows.tokens(alongside.log_ratio)
     if constants is None:
         constants = batch_constants(
@@ -165,7 +167,7 @@ def step_stage(
     """
     if spec != stage.spec:
         raise ValueError(
-            f"the rollout stage was decided by {stage.spec.to_mapping()}, the step stage is asked for "
+            f"the rollout stage was computed for {stage.spec.to_mapping()}, but the step stage was called for "
             f"{spec.to_mapping()}: run rollout_stage again with the new correction."
         )
     rows = stage.rows

@@ -116,7 +116,7 @@ def _refuse_without_level(mapping: Mapping[str, Any], left_open: list[str], key:
     example = "tis_token or tis_sequence" if kind == "weight" else "gsm"
     raise SpecError(
         f"no {kind} is chosen that {given or 'this'} could belong to: {', '.join(left_open)} are not set.",
-        f"Choose an option that has this {kind}, such as {example}, in correction=[...]; or give the {kind} whole.",
+        f"Choose an option that has this {kind}, such as {example}, in correction=[...]; or set all of its keys.",
         key=key,
         value=dict(mapping),
     )

@@ -188,9 +188,9 @@ def test_the_engine_reads_the_tokens_and_the_mask_of_the_loss(rows: list[int]) -
     sound = nested([1, 2, 7], [3, 8, 9, 10], [4, 5, 6, 11, 12]), nested([1], [1, 0, 1], [1, 1])
     checked(*sound)
     checked(nested([1, 2, 7], [3, 8, 0, 10], [4, 5, 6, 11, 12]), sound[1])  # a tool's token
-    with pytest.raises(SealError, match=f"input_ids holds other tokens than responses at {len(rows)} of"):
+    with pytest.raises(SealError, match=f"input_ids and responses differ at {len(rows)} of"):
         checked(nested([1, 2, 0], [3, 0, 9, 10], [4, 5, 6, 11, 0]), sound[1])
-    with pytest.raises(SealError, match=r"loss_mask has \d tokens in a micro-batch in which response_mask has"):
+    with pytest.raises(SealError, match=r"loss_mask has \d tokens in a micro-batch, but response_mask has"):
         checked(sound[0], nested([0], [1, 1, 1], [1, 0]))
 
 

@@ -384,7 +384,7 @@ def areal(rejection: Any = None, **actor: Any) -> CorrectionSpec:
 
 REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
     (lambda: areal({}, use_decoupled_loss=False), "actor.rejection_sampling={}: AReaL reads it only with"),
-    (lambda: areal({"metric": "kl_k3"}), "actor.rejection_sampling.metric=kl_k3: AReaL's k3 is that of behave / prox"),
+    (lambda: areal({"metric": "kl_k3"}), "actor.rejection_sampling.metric=kl_k3: AReaL computes k3 of behave / prox"),
     (lambda: areal({"metric": "kl_k2", "action": "clamp"}), "actor.rejection_sampling.action=clamp"),
     (lambda: areal({"level": "sequence", "agg": "sum", "action": "clamp"}), "actor.rejection_sampling.agg=sum"),
     (lambda: areal({"level": "sequence", "agg": "max", "lower": 0.5}), "actor.rejection_sampling.lower=0.5"),

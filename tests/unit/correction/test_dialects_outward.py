@@ -181,7 +181,7 @@ def test_what_none_of_them_can_say_is_named(name: str, mapping: dict[str, Any], 
     with pytest.raises(SpecError) as caught:
         getattr(CorrectionSpec.from_mapping(mapping), f"to_{name}")()
     assert str(caught.value).startswith(key)
-    assert "cannot say it" in str(caught.value)
+    assert "cannot express this" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_what_cannot_be_said_is_an_error_and_status_2(tmp_path: Path, capsys: py
     path.write_text("loss: {type: kpop}\n")
     assert main([str(path), "--from", "prime_rl", "--to", "trl"]) == 2
     assert "translate: correction." in capsys.readouterr().err
-    with pytest.raises(SpecError, match="cannot say it"):
+    with pytest.raises(SpecError, match="cannot express this"):
         translate({"loss": {"type": "kpop"}}, "prime_rl", "trl")
 
 

@@ -110,7 +110,7 @@ def _bound_divergence(metric: str, level: str, agg: str, values: Mapping[str, An
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
             raise refuse("expected a number.", f"{where}.{side}", bound)
     if metric == "kl_k3":
-        reason = "AReaL's k3 is that of behave / prox, 1 / r - 1 + log r, for which there is no aggregate here."
+        reason = "AReaL computes k3 of behave / prox, 1 / r - 1 + log r, and no aggregate here computes that."
         raise refuse(reason, f"{where}.metric", metric, f"Set {where}.metric=kl_k2.")
     how = "sum" if level == "token" else agg
     if metric == "binary_kl":

@@ -41,13 +41,13 @@ def _convert(options: Options) -> dict[str, Any]:
         upper = read_ratio_bound(options[_RATIO], _RATIO)
         if kind is None and upper is not None:
             if lower is not None:
-                raise refuse("a lower bound is a type's.", f"{_RATIO}_min", lower, f"Set {_TYPE}.")
+                raise refuse("a lower bound needs a type.", f"{_RATIO}_min", lower, f"Set {_TYPE}.")
             # Until 0.5.0, which had no types, this was the only rule.
             kind = "tis"
         if kind is not None and upper is None:
-            raise refuse("a type has a ratio.", _RATIO, None, "Set it to 2.0 for example.")
+            raise refuse("a type needs a ratio.", _RATIO, None, "Set it to 2.0 for example.")
         if kind in ("icepop", "seq-mask-tis") and options[f"{_RATIO}_min"] is None:
-            raise refuse("it has two bounds.", f"{_RATIO}_min", None, "Set it to 0.5 for example.")
+            raise refuse("this type needs two bounds.", f"{_RATIO}_min", None, "Set it to 0.5 for example.")
         level = "sequence" if by_row else "token"
         if kind == "seq-mask-tis":
             if by_row:
@@ -57,7 +57,7 @@ def _convert(options: Options) -> dict[str, Any]:
             plain["masks"] = {"geometric": build_mask("sequence", "geometric", lower, upper)}
         elif kind is None:
             if f"{_RATIO}_min" in options.given and lower is not None:
-                raise refuse("a lower bound is a type's.", f"{_RATIO}_min", lower, f"Set {_TYPE}.")
+                raise refuse("a lower bound needs a type.", f"{_RATIO}_min", lower, f"Set {_TYPE}.")
             plain["weight"] = build_weight(level, None, None)
         else:
             plain["weight"] = build_weight(level, lower, upper, reject=kind == "icepop")

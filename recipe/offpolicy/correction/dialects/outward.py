@@ -19,9 +19,9 @@ from .verl import VERL_DEFAULTS, VERL_REJECTIONS
 _AROUND: Final = {
     "weights": "it has one weight, whatever the advantage",
     "alpha": "it does not interpolate between policies",
-    "denominator": "its denominator is its own",
-    "nonfinite": "its denominator is its own",
-    "baseline": "its baselines are made before",
+    "denominator": "it has its own denominator",
+    "nonfinite": "it has its own denominator",
+    "baseline": "its baselines are computed before the correction",
     "kl_clip": "its KL loss has no clip",
     "kl_weight": "its KL loss is set elsewhere, in TRL by beta and use_bias_correction_kl",
     "penalty": "it has no term next to the policy term",
@@ -191,11 +191,11 @@ def _check_around(spec: CorrectionParts, name: str, *, proximal: tuple[str, ...]
     plain, usual = spec.to_mapping(), CorrectionParts().to_mapping()
     for key, why in _AROUND.items():
         if plain.get(key) != usual.get(key):
-            raise SpecError(f"{name} cannot say it: {why}.", key=f"correction.{key}", value=plain[key])
+            raise SpecError(f"{name} cannot express this: {why}.", key=f"correction.{key}", value=plain[key])
     if spec.proximal not in proximal:
         _fail("proximal", spec.proximal, name, f"takes pi_old by {' or '.join(proximal)}")
     if spec.allow_truncated_sampling:
-        _fail("allow_truncated_sampling", True, name, "does not look at the sampling parameters")
+        _fail("allow_truncated_sampling", True, name, "does not check the sampling parameters")
 
 
 def _check_weight(weight: WeightSpec, name: str, *, kinds: tuple[str, ...], ratio: str = "rollout") -> None:
@@ -208,7 +208,7 @@ def _check_weight(weight: WeightSpec, name: str, *, kinds: tuple[str, ...], rati
     if weight.normalize and ratio == "full":
         _fail("weight.normalize", True, name, "divides pi / mu by each micro-batch's own mean")
     if weight.by_staleness is not None:
-        _fail("weight.by_staleness", list(weight.by_staleness), name, "does not know the age of a token")
+        _fail("weight.by_staleness", list(weight.by_staleness), name, "does not use the age of a token")
 
 
 def _get_upper(weight: WeightSpec, name: str) -> float:
@@ -223,9 +223,9 @@ def _list_masks(spec: CorrectionParts, name: str, *, ratio: str) -> list[tuple[s
     for own, mask in spec.masks:
         key = f"masks.{own}"
         if mask.entry.of_age or mask.by_staleness is not None:
-            _fail(key, mask.to_mapping(), name, "does not know the age of a token")
+            _fail(key, mask.to_mapping(), name, "does not use the age of a token")
         if mask.when != "any":
-            _fail(f"{key}.when", mask.when, name, "does not look at advantages")
+            _fail(f"{key}.when", mask.when, name, "does not distinguish advantages")
         if mask.ratio != ratio:
             _fail(f"{key}.ratio", mask.ratio, name, f"masks on {ratio} here")
         if mask.budget is not None:
@@ -238,4 +238,4 @@ def _list_masks(spec: CorrectionParts, name: str, *, ratio: str) -> list[tuple[s
 
 def _fail(key: str, value: Any, name: str, why: str) -> NoReturn:
     plain = dict(value) if isinstance(value, Mapping) else value
-    raise SpecError(f"{name} cannot say it: it {why}.", key=f"correction.{key}", value=plain)
+    raise SpecError(f"{name} cannot express this: it {why}.", key=f"correction.{key}", value=plain)

@@ -98,7 +98,9 @@ def _convert_correction(options: Options) -> dict[str, Any]:
     old, cap_of_old = f"{_ALGORITHM}.use_tis", f"{_ALGORITHM}.tis_imp_ratio_cap"
     if read_flag(options[old], old):
         if options[cap_of_old] in (None, -1, -1.0):
-            raise refuse("a truncated weight has a cap.", cap_of_old, options[cap_of_old], "Set it to 2.0 for example.")
+            raise refuse(
+                "a truncated weight needs a cap.", cap_of_old, options[cap_of_old], "Set it to 2.0 for example."
+            )
         values["tis_ratio_type"] = "token"
         values["token_tis_ratio_clip_high"] = read_ratio_bound(options[cap_of_old], cap_of_old)
     bounds = {
@@ -110,7 +112,7 @@ def _convert_correction(options: Options) -> dict[str, Any]:
         cap = f"{level}_tis_ratio_clip_high"
         if bounds[cap] is None:
             raise SpecError(
-                "a truncated weight has a cap.",
+                "a truncated weight needs a cap.",
                 "Set it to 2.0 for example.",
                 key=f"{_SECTION}.{cap}",
                 alongside={f"{_SECTION}.tis_ratio_type": level},
