@@ -99,7 +99,7 @@ class Contract:
         if self.signature is not None and not self.allows(bare_signature(found)):
             raise PatchError(self.moved(bare_signature(found)))
         if self.keys and (missing := [key for key in self.keys if key not in literals(found)]):
-            expected = f"its code to hold {', '.join(map(repr, missing))}"
+            expected = f"its code to contain {', '.join(map(repr, missing))}"
             raise PatchError(self.moved(f"none of it in {_held(found)}", expected))
         if self.names and (missing := sorted(set(self.names) - looked_up(found))):
             raise PatchError(self.moved("code that does not", f"its code to look up {', '.join(missing)}"))
@@ -147,7 +147,7 @@ class Contract:
             return
         raise PatchError(
             f"patch {self.name!r} was tested with {self.tested}, found {release}. "
-            f"Fix: install a tested release, or set {ALLOW_UNTESTED}=1 to try this one; the target's "
+            f"Fix: install a tested release, or set {ALLOW_UNTESTED}=1 to try this release; the target's "
             f"signature is checked either way."
         )
 
@@ -213,7 +213,7 @@ def demand_release() -> str:
     if folder is not None and _metadata_release("verl") != release:  # a checkout, which pip does not replace
         fix += f", and take {folder.parent} off PYTHONPATH"
     if not is_too_old(release):
-        fix += f"; or set {ALLOW_UNTESTED}=1 to try this one, with every function that the correction needs checked"
+        fix += f"; or set {ALLOW_UNTESTED}=1 to try this release; every function that the correction needs is checked"
     raise PatchError(f"verl {release} in {folder} is not supported. {supported} Fix: {fix}.")
 
 

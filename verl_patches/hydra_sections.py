@@ -49,7 +49,9 @@ def find_folder() -> Path:
     spec = importlib.util.find_spec("recipe.offpolicy")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     if not folders:
-        raise PatchError("recipe.offpolicy, whose folder config holds the groups, is not found. Fix: install it again.")
+        raise PatchError(
+            "the package recipe.offpolicy, which holds the configuration groups, is not found. Fix: install it again."
+        )
     return Path(folders[0]) / "config"
 
 

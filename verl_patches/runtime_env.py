@@ -132,7 +132,7 @@ def merged(
             there = str(given[key])
             if key not in _SEPARATORS and there != value:
                 path = f"{KEY}.env_vars.{key}"
-                fix = f"Remove this override, or start with {key}={there}."
+                fix = f"Remove this override, or start this process with {key}={there}."
                 raise ContradictionError(f"{path}={there}", path, there, _needed(key, value), fix)
             result[key] = joined(key, there, value)
         elif key not in job or may_override:

@@ -299,12 +299,12 @@ def test_keys_are_found_where_code_holds_them(module: ModuleType) -> None:
     with pytest.raises(PatchError) as error:
         check("responses", "rollout_log_probs")
     message = str(error.value)
-    assert "Expected its code to hold 'rollout_log_probs', found none of it in" in message
+    assert "Expected its code to contain 'rollout_log_probs', found none of it in" in message
     assert "ref_log_prob" in message, "what is there instead"
     assert "Fix:" in message
     # A list that lost or gained a key is another list.
     for other in (("responses", "advantages"), ("responses", "old_log_probs", "advantages", "values")):
-        with pytest.raises(PatchError, match="its code to hold"):
+        with pytest.raises(PatchError, match="its code to contain"):
             check(other)
 
 

@@ -76,7 +76,7 @@ def test_a_column_more_on_the_actors_list_is_noticed(patch: Any) -> None:
 
     update = contract(patch, "dp_actor.update_policy")
     columns = update.keys[0]
-    with pytest.raises(PatchError, match="its code to hold"):
+    with pytest.raises(PatchError, match="its code to contain"):
         replace(update, keys=((*columns, "rollout_log_probs"),)).check()
 
 

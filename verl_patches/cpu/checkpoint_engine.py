@@ -203,12 +203,12 @@ class FileCheckpointEngine(CheckpointEngine):
             if end is not None and index >= end["buckets"]:
                 return None
             if error is not None:
-                raise WeightSyncError(f"{failed}, the trainer's, failed with {error['error']}")
+                raise WeightSyncError(f"{failed}, the sender, failed with {error['error']}")
             if end is None and not self._sender_lives():
-                raise WeightSyncError(f"{failed}, the trainer's, has ended after {index} buckets. See its log.")
+                raise WeightSyncError(f"{failed}, the sender, has ended after {index} buckets. See the trainer's log.")
             if self.clock() > deadline:
                 raise WeightSyncError(
-                    f"{failed}, the trainer's, is alive but wrote nothing for {self._timeout:g} s after {index} "
+                    f"{failed}, the sender, is alive but wrote nothing for {self._timeout:g} s after {index} "
                     f"buckets. To wait longer, set {_KEY}.engine_kwargs.{NAME}.timeout=SECONDS."
                 )
             await asyncio.sleep(POLL)

@@ -42,7 +42,7 @@ def _initialize(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
         for name, stand_in in STAND_INS.items():
             setattr(torch.cuda, name, stand_in)
         torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-        logger.info("patch %s: the CPU stands in for torch.cuda", "megatron_cuda")
+        logger.info("patch %s: the CPU replaces torch.cuda", "megatron_cuda")
     original(*args, **kwargs)
 
 

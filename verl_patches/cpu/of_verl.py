@@ -46,7 +46,7 @@ class _DevicePatch(ReleasePatch):
         """
         if self.needed() and torch.cuda.is_available():
             raise PatchError(
-                "VERL_PLATFORM=cpu on a machine with a GPU: verl before 0.9 uses any GPU that it sees. Fix: unset "
+                "VERL_PLATFORM=cpu on a machine with a GPU: verl before 0.9 uses any GPU that it finds. Fix: unset "
                 "VERL_PLATFORM and VERL_USE_EXTERNAL_MODULES to train on the GPU, or use verl 0.9.1."
             )
         super().install()

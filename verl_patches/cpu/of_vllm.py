@@ -77,8 +77,8 @@ def _pack_again(original: Callable[..., None], method: Any, layer: Any, w13: Any
     # vLLM pads before it packs, but a sync writes weights without padding.
     if experts._padded_intermediate_size(method.moe) != width:
         raise PatchError(
-            f"vLLM pads experts of intermediate size {width} for the CPU, and cannot load them again. Fix: train "
-            f"a model whose moe_intermediate_size is a multiple of {experts._intermediate_alignment()}."
+            f"vLLM pads experts of intermediate size {width} for the CPU, and cannot load their weights again. Fix: "
+            f"train a model whose moe_intermediate_size is a multiple of {experts._intermediate_alignment()}."
         )
     experts.process_weights_after_loading(layer)
 

@@ -67,7 +67,7 @@ def test_a_users_value_that_contradicts_stops() -> None:
         merged({"VERL_PLATFORM": "cuda"}, {"VERL_PLATFORM": "cpu"}, {})
     assert str(error.value) == (
         "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM=cuda: workers need VERL_PLATFORM=cpu, as in this "
-        "process. Fix: Remove this override, or start with VERL_PLATFORM=cuda."
+        "process. Fix: Remove this override, or start this process with VERL_PLATFORM=cuda."
     )
     found = (error.value.key, error.value.value)
     assert found == ("ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM", "cuda")
