@@ -152,7 +152,7 @@ def run_in_fresh_process(work: Callable[..., T], *arguments: Any, preload: Seque
         try:
             return pool.submit(work, *arguments).result()
         except BrokenProcessPool as error:
-            raise RuntimeError(f"{work.__name__}{arguments}: its process ended with no answer.") from error
+            raise RuntimeError(f"{work.__name__}{arguments}: the process ended without an answer.") from error
 
 
 def measure_growth(call: Callable[[], Any]) -> int:

@@ -51,7 +51,7 @@ while (($#)); do
             ;;
         -*) die "unknown option $1." "Fix: scripts/install_cpu.sh [VENV_DIR] [--release RELEASE]" ;;
         *)
-            [[ -z $venv ]] || die "two directories, $venv and $1." "Fix: name one."
+            [[ -z $venv ]] || die "two directories were given, $venv and $1." "Fix: name one."
             venv=$1
             ;;
     esac
@@ -148,7 +148,7 @@ if [[ -e $venv && ! -f $venv/pyvenv.cfg && -n $(ls -A "$venv" 2>/dev/null) ]]; t
     die "$venv exists and is not a virtual environment." "Fix: name another directory, or remove it."
 fi
 if [[ -e $venv/bin/python ]] && ! is_supported "$venv/bin/python"; then
-    die "$venv was made with another Python than 3.11 or 3.12." "Fix: remove it and run this script again."
+    die "$venv was made with a Python other than 3.11 or 3.12." "Fix: remove it and run this script again."
 fi
 
 # Links the packages of another release's environment in this checkout, most of which are the same, as other

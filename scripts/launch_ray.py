@@ -163,7 +163,7 @@ def follow(client: Any, job: str) -> int:
     try:
         asyncio.run(tail())
     except (OSError, RuntimeError, aiohttp.ClientError) as error:
-        print(f"launch: the log of job {job} is lost ({error}); it runs on.", file=sys.stderr)
+        print(f"launch: the log of job {job} is lost ({error}); the job continues.", file=sys.stderr)
     # The log may end before the job does.
     while not client.get_job_status(job).is_terminal():
         time.sleep(_POLL_SECONDS)

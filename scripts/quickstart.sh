@@ -34,7 +34,7 @@ elif [[ ${1:-} == --release ]]; then
     release=${2:-}
     shift $(($# < 2 ? $# : 2))
     if [[ -z $release ]]; then
-        echo "quickstart: --release without a release of verl after it, for instance --release 0.7.1" >&2
+        echo "quickstart: --release needs a release of verl, for instance --release 0.7.1" >&2
         exit 2
     fi
 fi
@@ -79,7 +79,7 @@ else
     newest=${releases[-1]}
     release=${release:-$newest}
     if [[ " ${releases[*]} " != *" $release "* ]]; then
-        echo "quickstart: release $release of verl is not among those supported: ${releases[*]}" >&2
+        echo "quickstart: release $release of verl is not supported. Choose one of: ${releases[*]}" >&2
         exit 2
     fi
     venv=$root/.venv

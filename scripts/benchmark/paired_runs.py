@@ -297,7 +297,7 @@ def compare(runs: Sequence[Run]) -> dict[str, Interval]:
     """
     pairs = pair_up(runs)
     if not pairs:
-        raise ValueError("no pair is complete: let both of its runs end.")
+        raise ValueError("no pair is complete: let both runs of a pair end.")
     ratios = compute_interval([math.log(compute_step(ours) / compute_step(verls)) for verls, ours in pairs])
     starts = compute_interval([ours.start - verls.start for verls, ours in pairs])
     return {"step ratio": Interval(*map(math.exp, ratios)), "start": starts}

@@ -76,7 +76,7 @@ def open_fork(path: Path) -> Fork:
     if release not in SUPPORTED and os.environ.get(ALLOW_UNTESTED) != "1":
         raise Refused(
             f"{path} is verl {release}; the recipe was tested with {', '.join(SUPPORTED)}. "
-            f"Fix: check one of them out, or set {ALLOW_UNTESTED}=1 to try this one."
+            f"Fix: check one of them out, or set {ALLOW_UNTESTED}=1 to try this release."
         )
     require_repository(root)
     recipe = root / "recipe"

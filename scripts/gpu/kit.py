@@ -87,7 +87,7 @@ class Report:
 
     def format_page(self) -> str:
         """Format one page of text."""
-        kind = "DRY RUN on a CPU: no figure is a GPU's" if self.dry_run else "on this machine's GPUs"
+        kind = "DRY RUN on a CPU: no figure comes from a GPU" if self.dry_run else "on this machine's GPUs"
         lines = [f"verl-offpolicy {self.project}, {self.made}, {kind}"]
         versions = ", ".join(f"{name} {version}" for name, version in self.packages.items())
         lines += [f"Python {self.python}, {self.system}", versions, ""]

@@ -62,7 +62,7 @@ def report_environment(dry_run: bool) -> Found:
     if not dry_run:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible!r}"
-        reason = f"PyTorch {torch.__version__} sees no CUDA device{seen}. Fix: make one visible, or add --dry-run."
+        reason = f"PyTorch {torch.__version__} finds no CUDA device{seen}. Fix: make one visible, or add --dry-run."
         demand(torch.cuda.is_available(), reason)
         for index in range(torch.cuda.device_count()):
             each = torch.cuda.get_device_properties(index)

@@ -162,10 +162,13 @@ class Options:
         task = by_process if own == by_process else task
         name = find_last("model", overrides)
         if name not in (None, "moe"):
-            raise ValueError(f"model={name}: the quickstart's own are moe, and a dense one without this override")
+            raise ValueError(
+                f"model={name}: set model=moe for the quickstart's mixture of experts, or leave this override out for "
+                "its dense model"
+            )
         if name and (model or small or task != spelling):
             raise ValueError(
-                f"model=moe: it is a model of its own, with a task of its own. Leave MODEL, {MODEL_PATH}, TASK and "
+                f"model=moe: this selects a model that has a task of its own. Leave MODEL, {MODEL_PATH}, TASK and "
                 "process_reward out"
             )
         settings = (*ANY_MODEL_OVERRIDES, *build_bucket_override(model, platform, overrides)) if model else ()

@@ -36,23 +36,28 @@ def find_unusable(folder: Path, *, has_template: bool = False) -> str | None:
 
 def _list_obstacles(folder: Path, has_template: bool) -> Iterator[str]:
     if not folder.is_dir():
-        yield "no such folder. Download the model and give the folder that holds its config.json"
+        yield "there is no such folder. Download the model, and name the folder that holds its config.json"
         return
     values = _read_json(folder / CONFIG)
     if values is None:
         is_there = (folder / CONFIG).is_file()
         yield (
-            f"{CONFIG} is not readable as JSON" if is_there else f"no Hugging Face model lies there, it has no {CONFIG}"
+            f"{CONFIG} is not readable as JSON"
+            if is_there
+            else f"the folder holds no Hugging Face model, because it has no {CONFIG}"
         )
         return
     names = values.get("architectures") or []
     trained = _list_causal_models()
     if "auto_map" in values:
-        yield f"{CONFIG} has auto_map, code of the model's own, which is not run. Choose a model of transformers' own"
+        yield (
+            f"{CONFIG} has auto_map: the model needs code of its own, which is not run. Choose a model that "
+            "transformers itself supports"
+        )
     elif not names or not set(names) <= trained:
         yield (
             f"its architecture is {', '.join(names) or 'not named'}, and the installed transformers has no causal "
-            "language model of that name. Choose another model, or an environment whose transformers has it"
+            "language model of that name. Choose another model, or install a transformers release that supports it"
         )
     quantization = values.get("quantization_config")
     if quantization:
@@ -65,10 +70,10 @@ def _list_obstacles(folder: Path, has_template: bool) -> Iterator[str]:
     for index in sorted(folder.glob("*.index.json")):
         files = set((_read_json(index) or {}).get("weight_map", {}).values())
         if missing := sorted(name for name in files if not (folder / name).is_file()):
-            yield f"{index.name} names {len(files)} files of weights, {missing[0]} is missing. Download it"
+            yield f"{index.name} lists {len(files)} weight files, but {missing[0]} is missing. Download it"
     for file in list_weights(folder):
         if _is_pointer(file):
-            yield f"{file.name} is a pointer of git-lfs, not the weights. Run git lfs pull in that folder"
+            yield f"{file.name} is a git-lfs pointer instead of the weights. Run git lfs pull in that folder"
         try:
             read_shapes(file)
         except ValueError as error:
@@ -77,7 +82,7 @@ def _list_obstacles(folder: Path, has_template: bool) -> Iterator[str]:
         yield f"it has no tokenizer: none of {', '.join(TOKENIZERS)} is there. Save the tokenizer into it"
     elif not has_template and not _has_template(folder):
         yield (
-            "its tokenizer has no chat template, as base models often have none. Choose its instruct model, or give "
+            "its tokenizer has no chat template, which is common for base models. Choose the instruct model, or set "
             "actor_rollout_ref.model.custom_chat_template=TEMPLATE"
         )
 
@@ -129,7 +134,8 @@ def build_bucket_override(folder: Path, platform: str, overrides: Sequence[str])
     free = shutil.disk_usage(_SHARED_MEMORY).free >> 20
     if platform != "cuda" and needed > free:
         raise ValueError(
-            f"{folder}: its largest tensor takes {needed} MiB of {_SHARED_MEMORY} on its way to the rollout "
-            f"engine, and {free} MiB are free. Make it larger, in a container by --shm-size={2 * needed}m"
+            f"{folder}: the model's largest tensor needs {needed} MiB of {_SHARED_MEMORY} on its way to the rollout "
+            f"engine, but only {free} MiB are free. Enlarge that file system; for a container, pass "
+            f"--shm-size={2 * needed}m"
         )
     return [f"{BUCKET}={needed}"]

@@ -123,9 +123,9 @@ class Teacher:
         while not _answers(f"{self.url}/health"):
             on_tick()
             if self.child.process.poll() is not None:
-                raise StageFailed(f"a teacher that ended with {self.child.process.returncode}, see {self.child.log}")
+                raise StageFailed(f"the teacher ended with {self.child.process.returncode}, see {self.child.log}")
             if time.monotonic() - start > SERVES_WITHIN:
-                raise StageFailed(f"a teacher that does not serve within {SERVES_WITHIN:.0f} s, see {self.child.log}")
+                raise StageFailed(f"the teacher did not serve within {SERVES_WITHIN:.0f} s, see {self.child.log}")
             if time.monotonic() - told > 10:
                 told = time.monotonic()
                 yield told - start

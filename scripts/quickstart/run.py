@@ -206,7 +206,7 @@ class Quickstart:
         first, last = (each.lengths["all"] for each in (steps[0], steps[-1]))
         picture = self._folder / "lengths.png"
         save(draw_curves({"length of answers": steps}), picture)
-        self.progress.line(f"length of answers: {first:.1f} tokens at first, {last:.1f} at last")
+        self.progress.line(f"length of answers: {first:.1f} tokens at the first step, {last:.1f} at the last")
         self.progress.line(f"picture: {os.path.relpath(picture)}")
 
     def _build_command(self, release: str) -> list[str]:
@@ -227,7 +227,7 @@ class Quickstart:
         self.checking = True
         said = next((line for line in lines if line.startswith(CHECKED)), None)
         if said is None:
-            raise StageFailed("no checked configuration")
+            raise StageFailed("the trainer reported no checked configuration")
         self.checking = False
         return said.removeprefix(CHECKED)
 
@@ -259,7 +259,7 @@ def _explain(error: StageFailed | Interrupted, quickstart: Quickstart) -> tuple[
         quickstart.progress.console.print(quickstart.current.end_of_log(lines), markup=False, soft_wrap=True)
     if quickstart.checking:
         return REFUSED, "the configuration was refused, see above"
-    return FAILED, f"failed with {error}, see above"
+    return FAILED, f"{error}, see above"
 
 
 def main(overrides: Sequence[str]) -> int:

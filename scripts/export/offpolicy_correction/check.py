@@ -61,7 +61,7 @@ def watch(
 
     def at_log_probs(gradient: Tensor) -> None:
         if not upstream:
-            raise NotLive("a gradient reaches the log-probs that does not come from this loss.")
+            raise NotLive("the log-probs receive a gradient that does not come from this loss.")
         _demand("the update", _flat(gradient.detach()), expected * upstream[-1], scale * upstream[-1].abs())
         compared.values[0] = float((policy != 0).sum())
 

@@ -121,7 +121,7 @@ def _read(cls: type, section: Any, path: str) -> Any:
         if value is not None and not number:
             raise ValueError(f"{path}.{key}={value} is not a positive number. Set it, or null for an open side.")
     if bounds["delta"] is not None and (bounds["lower"], bounds["upper"]) != (None, None):
-        raise ValueError(f"{path}.delta={bounds['delta']} stands with lower or upper. Set one of them only.")
+        raise ValueError(f"{path}.delta={bounds['delta']} is set with lower or upper. Set delta or bounds, not both.")
     if all(value is None for value in bounds.values()) and not isinstance(part, Weight):
         raise ValueError(f"{path} has no bound. Set lower, upper or delta.")
     return part

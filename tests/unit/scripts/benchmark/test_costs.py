@@ -42,7 +42,7 @@ def test_sides_take_turns_after_a_round_that_does_not_count() -> None:
 
 def test_a_process_that_ends_without_an_answer_is_told() -> None:
     assert run_in_fresh_process(os.getpid) != os.getpid()
-    with pytest.raises(RuntimeError, match="ended with no answer"):
+    with pytest.raises(RuntimeError, match="ended without an answer"):
         run_in_fresh_process(os._exit, 1)
 
 

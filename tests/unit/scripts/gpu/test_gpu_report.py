@@ -56,7 +56,7 @@ def test_a_dry_run_measures_all_that_needs_no_gpu(tmp_path: Path) -> None:
     assert found["step"]["device"] == "cpu"
     page = out.with_suffix(".txt").read_text()
     assert page in said
-    assert "DRY RUN on a CPU: no figure is a GPU's" in page.splitlines()[0]
+    assert "DRY RUN on a CPU: no figure comes from a GPU" in page.splitlines()[0]
     assert len(page.splitlines()) < 60
     for text in (page, out.read_text()):
         assert str(ROOT) not in text
@@ -68,7 +68,7 @@ def test_without_a_device_it_names_what_hides_it(tmp_path: Path) -> None:
     status, written, said = report(tmp_path / "r.json", "--only", "environment", "loss", CUDA_VISIBLE_DEVICES="")
     assert status == 1
     assert statuses(written) == {"environment": "FAILED", "loss": "skipped"}
-    assert "sees no CUDA device with CUDA_VISIBLE_DEVICES=''. Fix: make one visible, or add --dry-run." in said
+    assert "finds no CUDA device with CUDA_VISIBLE_DEVICES=''. Fix: make one visible, or add --dry-run." in said
 
 
 def test_a_missing_package_is_named_and_other_parts_run(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def remove(name: str) -> Callable[[Path], object]:
         (write("config.json", json.dumps(CONFIG | {"architectures": ["T5ForConditionalGeneration"]})), "is T5For"),
         (write("config.json", json.dumps(CONFIG | {"quantization_config": {"quant_method": "gptq"}})), "=gptq"),
         (write("config.json", json.dumps(CONFIG | {"architectures": ["Qwen2ForSequenceClassification"]})), "is Qwen2"),
-        (write("config.json", json.dumps(CONFIG | {"auto_map": {"AutoModel": "m.M"}})), "code of the model's own"),
+        (write("config.json", json.dumps(CONFIG | {"auto_map": {"AutoModel": "m.M"}})), "code of its own"),
         (remove("model.safetensors"), "it has no weights"),
         (write("model.safetensors.index.json", '{"weight_map": {"a": "model-2.safetensors"}}'), "-2.safetensors is"),
         (write("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),

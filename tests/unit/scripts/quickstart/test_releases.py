@@ -76,10 +76,10 @@ def test_before_0_9_the_cpu_is_rays_gpu() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        (["--release", "0.6.0"], {}, f"release 0.6.0 of verl is not among those supported: {' '.join(TESTED)}"),
+        (["--release", "0.6.0"], {}, f"release 0.6.0 of verl is not supported. Choose one of: {' '.join(TESTED)}"),
         (["--release=0.6.0"], {}, "release 0.6.0"),
         ([], {"RELEASE": "0.6.0"}, "release 0.6.0"),
-        (["--release"], {}, "--release without a release"),
+        (["--release"], {}, "--release needs a release"),
         (["--release", "0.6.0"], {"VENV": sys.prefix}, "not 0.6.0"),
     ],
 )

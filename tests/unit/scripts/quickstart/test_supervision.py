@@ -48,7 +48,11 @@ def test_routes_that_are_replayed_are_recorded() -> None:
         ({"MODEL": "/nowhere"}, [], "MODEL=/nowhere"),
         ({}, ["platform=tpu"], "platform=tpu"),
         ({}, ["model=dense"], "model=dense"),
-        ({}, ["model=moe", "process_reward=prefix_value"], "model=moe: it is a model of its own"),
+        (
+            {},
+            ["model=moe", "process_reward=prefix_value"],
+            "model=moe: this selects a model that has a task of its own",
+        ),
         ({"TASK": "long"}, [], "TASK=long: choose one of spelling, free_length"),
         ({"TASK": "free_length"}, ["process_reward=advantage"], "TASK=free_length: process_reward brings a task"),
         ({"TASK": "free_length"}, ["opd=advantage"], "TASK=free_length: opd brings a task of its own"),
