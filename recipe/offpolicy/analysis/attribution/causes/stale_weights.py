@@ -62,7 +62,7 @@ def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> 
     which = (
         "and new prompts are fresh: the engine's prefix cache holds keys and values of older weights"
         if alone
-        else "and too few prompts are new to tell whether the engine has older weights, or only keys and values of them"
+        else "and new prompts are too few to tell whether the engine has older weights or keys and values of them"
     )
     return Cause(
         NAME,
