@@ -134,7 +134,7 @@ def build_bucket_override(folder: Path, platform: str, overrides: Sequence[str])
     free = shutil.disk_usage(_SHARED_MEMORY).free >> 20
     if platform != "cuda" and needed > free:
         raise ValueError(
-            f"{folder}: the model's largest tensor needs {needed} MiB of {_SHARED_MEMORY} on its way to the rollout "
+            f"{folder}: the model's largest tensor takes {needed} MiB of {_SHARED_MEMORY} on its way to the rollout "
             f"engine, but only {free} MiB are free. Enlarge that file system; for a container, pass "
             f"--shm-size={2 * needed}m"
         )
