@@ -78,7 +78,7 @@ def test_each_fault_on_the_way_stops_it(
 def test_another_loss_in_the_worker_stops_it(engine: Any, url: str, mode: str) -> None:
     from verl.workers.utils.losses import ppo_loss
 
-    with pytest.raises(LivenessError, match="opd: 0 of 0 micro-batches came without the report"):
+    with pytest.raises(LivenessError, match="opd: 0 of 0 micro-batches have no report"):
         update(engine, url, mode, loss=partial(ppo_loss, config=tw.actor_config()))
 
 
@@ -88,5 +88,5 @@ def test_a_loss_without_the_teacher_stops_it(engine: Any, url: str, mode: str) -
     from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     loss = OffPolicyLoss(CorrectionSpec.from_mapping({"weight": TIS}), tw.actor_config())
-    with pytest.raises(LivenessError, match="opd: 2 of 2 micro-batches came without the report"):
+    with pytest.raises(LivenessError, match="opd: 2 of 2 micro-batches have no report"):
         update(engine, url, mode, loss=loss)

@@ -51,5 +51,5 @@ def test_a_prefix_cache_that_was_kept_over_a_synchronisation_stops_the_step_behi
 
 def test_rows_that_lost_their_values_stop_the_first_step(run_program: Callable[..., Any]) -> None:
     run = broken(run_program, "lost_values:1", "process_reward=prefix_value", *PRECISE)
-    assert "came without values" in run.log
+    assert "have no values" in run.log
     assert run.steps == []

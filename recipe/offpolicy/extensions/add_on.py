@@ -152,7 +152,7 @@ class AddOn:
         return {}
 
     def unproved(self) -> str | None:
-        """Report which evidence that the add-on acts is still missing, and the key it depends on; None: it has acted.
+        """Report why the add-on has not been seen to act yet, and the key on which this depends; None: it has acted.
 
         Until then ``offpolicy/live/NAME`` is 0, and a warning is repeated after 5, 10, 20, 40 ... updates.
         """
@@ -220,7 +220,7 @@ _OF_ROLLOUTER = ("load_prompts", "next_batch", "validate", "validation_metrics")
 
 
 def implements(add_on: AddOn, hook: str) -> bool:
-    """Return True if an add-on does something in ``hook``."""
+    """Return True if an add-on implements ``hook``."""
     return getattr(getattr(add_on, hook), "__func__", None) is not getattr(AddOn, hook)
 
 

@@ -286,10 +286,10 @@ class AddOns:
         self._judged = {}
         needy = [_section(each) for each in self._users("next_batch")]
         if needy and not self._prompts_seen:
-            raise LivenessError(f"{', '.join(needy)}: verl's trainer bypassed the hook before sampling.")
+            raise LivenessError(f"{', '.join(needy)}: verl's trainer did not call the hook that runs before sampling.")
         if self._extensions and not self._advantages_seen:
             sections = ", ".join(extension.section for extension in self._extensions)
-            raise LivenessError(f"{sections}: verl's trainer bypassed the hooks around its advantage estimator.")
+            raise LivenessError(f"{sections}: verl's trainer did not call the hooks around its advantage estimator.")
         self._advantages_seen = False
         for extension in self._extensions:
             with self._within(extension):
@@ -298,9 +298,9 @@ class AddOns:
                 found = [report[extension.section] for report in reports if extension.section in report]
                 if len(found) < len(reports) or not found:
                     raise LivenessError(
-                        f"{extension.section}: {len(reports) - len(found)} of {len(reports)} micro-batches came "
-                        f"without the report of the extension, so it did not run there. Some code hands the "
-                        f"workers another loss, or drops its metrics."
+                        f"{extension.section}: {len(reports) - len(found)} of {len(reports)} micro-batches have no "
+                        "report from the extension, so the extension did not run on them. Some code gives the "
+                        "workers another loss, or drops the loss's metrics."
                     )
                 self._compare_rows(extension, found, epochs)
                 self._judged |= extension.judge(found)
@@ -333,7 +333,7 @@ class AddOns:
         seen = itertools.chain.from_iterable(report.hashes for report in reports)
         if (difference := find_difference(sent, seen, self._left, epochs)) is not None:
             raise LivenessError(
-                f"{extension.section}: the loss did not see the sequences that were sent to it. {difference}. Some "
+                f"{extension.section}: the loss did not receive the sequences that were sent to it. {difference}. Some "
                 f"code drops, repeats, changes or mixes up sequences between the trainer and the loss."
             )
 
@@ -428,10 +428,11 @@ def _changed(given: Tensor | None, before: Tensor, add_on: AddOn, hook: str) -> 
         return before
     if given.shape != before.shape:
         raise ValueError(
-            f"{_section(add_on)}: {hook} returned {tuple(given.shape)} values for rows of {tuple(before.shape)}."
+            f"{_section(add_on)}: {hook} returned values of shape {tuple(given.shape)} for rows of shape "
+            f"{tuple(before.shape)}."
         )
     lost = ~torch.isfinite(given)
     if lost.any():
         row = int(lost.nonzero()[0, 0])
-        raise ValueError(f"{_section(add_on)}: {hook} returned values that are not finite, in row {row} first.")
+        raise ValueError(f"{_section(add_on)}: {hook} returned values that are not finite; the first is in row {row}.")
     return given.to(before.dtype)

@@ -73,7 +73,9 @@ class AdvantageExtension(Extension):
 
     def judge(self, reports: Sequence[Any]) -> Mapping[str, float]:
         if self._demanded and self.differs and self._changed == 0:
-            raise LivenessError(f"{self.section}: 0 sequences were changed, but some must be ({self._demanded}).")
+            raise LivenessError(
+                f"{self.section}: no sequence's advantages were changed, but some must change ({self._demanded})."
+            )
         if self._demanded and not self._proved:
             self._proved = True
             logger.info("%s LIVE on %d sequences: %s", self.title, self._changed, self.meaning)

@@ -128,7 +128,7 @@ class EssLr(Extension):
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
         fix = f"Set {section}=sqrt, or {section}=linear."
-        named = ("rule", "no rule is named.", fix)
+        named = ("rule", "no rule is set.", fix)
         self.ess_lr = EssLrSettings(**read_values(section, settings, "ess_lr/sqrt", KEYS, named=named))
         self._ess, self._factor, self._rate = math.nan, 1.0, math.nan
         self._proved = False
@@ -136,14 +136,14 @@ class EssLr(Extension):
     def problems(self, config: DictConfig) -> Iterator[Problem]:
         run, path = Configured(config, self.section), live_path(config)
         if path.worker != "engine" or path.strategy not in ("fsdp", "fsdp2") or not path.attributes.scales_lr:
-            reason = f"the optimizer is reached in the FSDP engine of verl 0.9.1 alone, and this is {path}."
+            reason = f"the learning rate can be scaled only in the FSDP engine of verl 0.9.1, but this run uses {path}."
             fix = f"Set actor_rollout_ref.actor.strategy=fsdp2 with verl 0.9.1, or {self.section}=null."
             yield run.problem(self.section, reason, fix, value="on")
         if self.ess_lr.floor == 1:
-            key, reason = f"{self.section}.floor", "no factor is below 1, so the learning rate stays as it is."
+            key, reason = f"{self.section}.floor", "no factor can be below 1, so the learning rate never changes."
             yield run.problem(key, reason, sets={key: 0.1}, verdict="NO-OP", value=self.ess_lr.floor)
         if run.get(_MU) is False:
-            reason = "there are no ratios without the rollout's log-probs."
+            reason = "no ratio can be computed without the rollout's log-probs."
             yield run.problem(_MU, reason, f"Set {_MU}=true.", {_MU: True})
         yield from find_late_weights(self.section, run)
 
@@ -177,7 +177,11 @@ class EssLr(Extension):
             logger.info("learning rate by ESS LIVE: factor %.4g at an ESS of %.4g", self._factor, self._ess)
 
     def unproved(self) -> str | None:
-        return None if self._proved else f"no update had a factor below 1 and a rate above 0 ({self.section}.rule)."
+        return (
+            None
+            if self._proved
+            else f"no update had both a factor below 1 and a learning rate above 0 ({self.section}.rule)."
+        )
 
     def metrics(self) -> Mapping[str, float]:
         return {"ess_lr/ess": self._ess, "ess_lr/factor": self._factor, "ess_lr/lr": self._rate}
@@ -186,7 +190,7 @@ class EssLr(Extension):
 def find_wrong_rate(reports: Sequence[Any], factor: float) -> str | None:
     """Find a step of one update that did not use the scheduler's rate times ``factor``; None: all steps did."""
     if not reports or None in reports:
-        return "no step of verl's optimizer was seen in an update, so its learning rate is unknown"
+        return "an update reported no step of verl's optimizer, so its learning rate is unknown"
     for report in reports:
         if report.factor != factor:
             return f"the worker's factor is {report.factor}, but the trainer's is {factor}"

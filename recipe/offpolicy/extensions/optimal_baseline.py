@@ -69,7 +69,9 @@ def find_difference(
             whole = math.fsum(energy[j] / most for j in others)
             wanted = math.fsum(energy[j] / most * (rewards[at] - rewards[j]) for j in others) / whole
         if not abs(value - wanted) <= ERROR * max(1.0, *map(abs, rewards)):
-            return f"rollout {at} of {count} has {value:.6g}, but the optimal baseline requires {wanted:.6g}"
+            return (
+                f"rollout {at} of {count} has the advantage {value:.6g}, but the optimal baseline requires {wanted:.6g}"
+            )
     return None
 
 

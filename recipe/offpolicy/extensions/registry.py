@@ -72,21 +72,26 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
     run = Configured(config)
     own = run.get(KEY)
     if own is not None and not isinstance(own, DictConfig):
-        reason, fix = "not a mapping of sections to classes.", f"Set {KEY}.SECTION=module:Class, or remove it."
+        reason, fix = (
+            "this is not a mapping of sections to classes.",
+            f"Set {KEY}.SECTION=module:Class, or remove the key.",
+        )
         yield run.problem(KEY, reason, fix, {KEY: {}}, ())
         return
     for section in list_registered(config):
         key, node = f"{KEY}.{section}", run.get(section)
         if node is None and section not in SHIPPED:
             reason = f"the section {section} is missing, so the extension is off."
-            yield run.problem(key, reason, f"Set +{section}.KEY=VALUE, or remove this.", parts=(), verdict="NO-OP")
+            yield run.problem(
+                key, reason, f"Set +{section}.KEY=VALUE, or remove this entry.", parts=(), verdict="NO-OP"
+            )
         elif isinstance(node, DictConfig) and section not in SHIPPED and not own_launch.get():
-            reason = "code that a script names is not imported: whether the extension is live was not checked."
-            fix = "Check the launch by its overrides, without --script, in the folder of its code."
+            reason = "code that a script names is not imported, so it was not checked whether the extension is live."
+            fix = "Check the launch's overrides without --script, in the folder of its code."
             yield run.problem(key, reason, fix, parts=(), verdict="NOTE")
         elif node is not None and not isinstance(node, DictConfig):
             fix = f"Set {section}.KEY=VALUE, or {section}=null."
-            yield run.problem(section, "its section holds no keys.", fix, parts=())
+            yield run.problem(section, "the section must hold keys.", fix, parts=())
 
 
 def _class_of(section: str, target: str) -> type[Extension]:
@@ -96,9 +101,9 @@ def _class_of(section: str, target: str) -> type[Extension]:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         reason = f"no such class can be imported ({error})."
-        fix = "Set it to module:Class, with the module on PYTHONPATH, or remove it."
+        fix = "Set the entry to module:Class, with the module on PYTHONPATH, or remove it."
         raise SpecError(reason, fix, key=key, value=target) from error
     if not (isinstance(found, type) and issubclass(found, Extension)):
-        reason = "not a subclass of recipe.offpolicy.extensions.add_on.Extension."
-        raise SpecError(reason, "Derive it from that class, or remove it.", key=key, value=target)
+        reason = "the class is not a subclass of recipe.offpolicy.extensions.add_on.Extension."
+        raise SpecError(reason, "Derive the class from it, or remove the entry.", key=key, value=target)
     return found

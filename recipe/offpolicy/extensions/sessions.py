@@ -191,7 +191,7 @@ def read_dump(path: Path) -> Iterator[dict[str, Any]]:
         DumpError: a line does not have the format of a dump.
         OSError: the file cannot be read.
     """
-    fix = "Name files of trainer.validation_data_dir."
+    fix = "Give files from trainer.validation_data_dir."
     for number, row in read_lines(path, DumpError, fix):
         missing = [name for name in ("input", "score", "step") if not isinstance(row, dict) or name not in row]
         if missing:

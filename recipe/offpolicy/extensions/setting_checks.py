@@ -21,9 +21,19 @@ ROLLOUTS = "actor_rollout_ref.rollout.n"
 REUSED = ("reuse", "bypass", "loglinear", "same_engine")
 """Values of ``correction.proximal`` with which no forward pass computes pi_old before the update."""
 _OWN_ESTIMATE = (
-    Requirement("algorithm.adv_estimator", GROUP_ESTIMATORS, "it makes no advantage of a group's rewards alone."),
-    Requirement("algorithm.use_kl_in_reward", (False,), "the KL is part of verl's rewards, but not of these."),
-    Requirement("length_penalty.place", ("after",), "it checks verl's own advantages of the lowered rewards."),
+    Requirement(
+        "algorithm.adv_estimator", GROUP_ESTIMATORS, "it does not compute advantages from a group's rewards alone."
+    ),
+    Requirement(
+        "algorithm.use_kl_in_reward",
+        (False,),
+        "the KL is part of verl's rewards, but not of the rewards that the extension reads.",
+    ),
+    Requirement(
+        "length_penalty.place",
+        ("after",),
+        "it checks the advantages that verl itself computes from the lowered rewards.",
+    ),
 )
 """Requirements of an extension that computes a group's advantages from rewards, instead of verl's estimator."""
 _CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
@@ -79,16 +89,16 @@ def find_late_weights(section: str, run: Configured) -> Iterator[Problem]:
     """Find corrections whose weights the trainer cannot compute before the update, because they need pi or signs."""
     off, key = f"or {section}=null.", "correction.proximal"
     if run.get(key) in REUSED:
-        reason = f"pi_old is not computed before the update, so {section} does not know the weights."
+        reason = f"pi_old is not computed before the update, so the weights that {section} needs are unknown."
         yield run.problem(key, reason, f"Set {key}=recompute, {off}", {key: "recompute"})
     if run.get(key := "correction.weight.ratio") not in (None, "rollout"):
-        reason = f"it waits for pi, but {section} needs the weights before the update."
+        reason = f"this ratio needs pi, but {section} needs the weights before the update."
         yield run.problem(key, reason, f"Set {key}=rollout, {off}")
     for key in ("correction.weights", "correction.weight.when"):
         if (value := run.get(key)) and value != "any":
-            reason = f"it is applied at the gradient step, but {section} needs the weights before."
+            reason = f"this setting is applied at the gradient step, but {section} needs the weights earlier."
             shown = list(value) if OmegaConf.is_config(value) else value
-            yield run.problem(key, reason, f"Set one weight of all tokens, {off}", value=shown)
+            yield run.problem(key, reason, f"Set one weight for all tokens, {off}", value=shown)
 
 
 def find_no_groups(section: str, run: Configured) -> Iterator[Problem]:
@@ -97,7 +107,7 @@ def find_no_groups(section: str, run: Configured) -> Iterator[Problem]:
     yield from find_unmet(_OWN_ESTIMATE, run.get, off, (section,))
     if count_rollouts(run) == 1:
         fix = f"Set {ROLLOUTS}=8, or {off}."
-        yield run.problem(ROLLOUTS, "a group of one has no sibling to compare with.", fix, verdict="NO-OP")
+        yield run.problem(ROLLOUTS, "a rollout in a group of one has no sibling to compare with.", fix, verdict="NO-OP")
 
 
 def count_rollouts(run: Configured) -> int:

@@ -71,7 +71,7 @@ def test_what_configure_sets_is_set_and_said() -> None:
             ([f"{KEY}.one=tests.support.nudge:Absent", "+one.tilt=1"], f"{KEY}.one", "no such class"),
             ([f"{KEY}.one=tests.support.nudge:NudgeWorker", "+one.tilt=1"], f"{KEY}.one", "not a subclass"),
             ([f"{KEY}.one=tests.support.nudge:Nudge"], f"{KEY}.one", "off"),
-            ([f"{KEY}.one=tests.support.nudge:Nudge", "+one=3"], "one", "holds no keys"),
+            ([f"{KEY}.one=tests.support.nudge:Nudge", "+one=3"], "one", "must hold keys"),
             ([f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=-1"], "one.bonus", "below 0"),
             ([f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"], "one.tilt", "nothing is shaped"),
             (

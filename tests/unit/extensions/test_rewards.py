@@ -68,5 +68,5 @@ def test_an_extension_that_makes_one_is_named_with_the_row() -> None:
             rewards[1, 0] = math.nan
             return rewards
 
-    with pytest.raises(ValueError, match=r"spoils: shape_rewards returned .* not finite, in row 1 first"):
+    with pytest.raises(ValueError, match=r"spoils: shape_rewards returned .* not finite; the first is in row 1"):
         shape(make_batch([("a", 2, 1.0), ("a", 3, 0.0)]), Spoils("spoils", {}))

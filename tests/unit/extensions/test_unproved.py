@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Callable[[], Extension], dict[str, Any], dict[str, Any], 
         lambda: PassAtK("pass_at_k", {"objective": "loo", "k": 2}),
         {"rows": HALF_RIGHT},
         {"rows": ONE_RIGHT},
-        "the highest reward was 0.5, but pass_at_k.correct_at_least=1: nothing is right",
+        "the highest reward was 0.5, but pass_at_k.correct_at_least=1: no answer counts as right",
     ),
     "all are right": (
         lambda: PassAtK("pass_at_k", {"objective": "loo", "k": 2}),
@@ -70,14 +70,14 @@ CASES: dict[str, tuple[Callable[[], Extension], dict[str, Any], dict[str, Any], 
         lambda: LengthPenalty("length_penalty", {"kind": "anchor", "anchor": {"min_samples": 3, "pass_rate": 0.7}}),
         {"rows": HALF_RIGHT},
         {"rows": [("b", tokens, 1.0) for tokens in (3, 4, 5, 6)]},
-        "no prompt has an anchor, because none passed in more than 0.7 of at least 3 rollouts "
+        "no prompt has an anchor, because no prompt had a pass rate above 0.7 over at least 3 rollouts "
         "(length_penalty.anchor.pass_rate",
     ),
     "one length": (
         lambda: LengthPenalty("length_penalty", {"kind": "group", "coefficient": 0.1}),
         {"rows": [("a", 3, 1.0), ("a", 3, 0.0)]},
         {"rows": RIGHT},
-        "no advantage has changed, because within each group all sequences lost as much (length_penalty.kind)",
+        "no advantage has changed, because all sequences of a group got the same penalty (length_penalty.kind)",
     ),
     "values at the floor": (
         lambda: PrefixValueRewards("process_reward", {"probe_every": None}),

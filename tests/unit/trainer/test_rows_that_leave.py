@@ -127,5 +127,5 @@ def give_back_advantages(parts: list[TensorDict]) -> list[TensorDict]:
 @pytest.mark.parametrize("name", SECTIONS)
 @pytest.mark.parametrize("change", [change_one, lose_one, repeat_one, repeat_all, bring_back, give_back_advantages])
 def test_a_row_that_is_changed_missing_doubled_or_back_stops_the_run(name: str, change: Any, epochs: int) -> None:
-    with pytest.raises(LivenessError, match=rf"{name}: the loss did not see .*1 left: too old, .*too_old=mask"):
+    with pytest.raises(LivenessError, match=rf"{name}: the loss did not receive .*1 left: too old, .*too_old=mask"):
         update(healthy(name, change=change, epochs=epochs))

@@ -40,12 +40,13 @@ class EasierPrompts(RLHFDataset):
         self.left_out = len(found) - len(keep)
         if self.known == 0:
             raise LivenessError(
-                f"length_penalty.leave_out.dump={given.dump}: none of the {self.total} prompts of data.train_files is "
-                f"in it. Fix: name a validation dump of an early checkpoint over the training prompts."
+                f"length_penalty.leave_out.dump={given.dump}: the dump contains none of the {self.total} prompts of "
+                "data.train_files. Fix: give a dump from validating an early checkpoint on the training prompts."
             )
         if not keep:
             raise LivenessError(
-                f"length_penalty.leave_out.below={given.below}: all {self.total} prompts are below it. Set it lower."
+                f"length_penalty.leave_out.below={given.below}: the pass rates of all {self.total} prompts are below "
+                "this limit. Set a lower limit."
             )
         self.dataframe = self.dataframe.select(keep)
 

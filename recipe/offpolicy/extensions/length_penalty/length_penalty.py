@@ -101,12 +101,12 @@ class LengthPenalty(AdvantageExtension):
         data = loader.dataset
         if not isinstance(data, EasierPrompts) or len(data) != data.total - data.left_out or not data.total:
             raise LivenessError(
-                f"{self.section}.leave_out: verl's loader of training prompts reads {type(data).__name__} of "
-                f"{len(data)} prompts, which leaves none out."
+                f"{self.section}.leave_out: verl's loader of training prompts reads a {type(data).__name__} with "
+                f"{len(data)} prompts, from which none was left out."
             )
         self._left_out = data.left_out
         logger.info(
-            "%s.leave_out LIVE: %d of %d training prompts are left out, %d are not in the dump and stay.",
+            "%s.leave_out LIVE: %d of %d training prompts are left out; %d are not in the dump, and are kept.",
             *(self.section, data.left_out, data.total, data.total - data.known),
         )
         return loader
@@ -218,7 +218,9 @@ class LengthPenalty(AdvantageExtension):
             plain = state_advantages([raw[row] for row in numbers], estimator=self._estimator, by_std=self._by_std)
             error = bound_error(lowered, by_std=self._by_std)
             seen = [float(own[row]) if there[row] else stated[at] for at, row in enumerate(numbers)]
-            self._compare(name, seen, stated, error, f"the advantage that {self._estimator} made of lowered rewards is")
+            self._compare(
+                name, seen, stated, error, f"the advantage that {self._estimator} computed from the lowered rewards is"
+            )
             self._demand(name, stated, plain, error)
             without[rows] = torch.tensor(plain, dtype=torch.float64)
             moved[rows] = torch.tensor(seen, dtype=torch.float64) - without[rows]
@@ -242,7 +244,9 @@ class LengthPenalty(AdvantageExtension):
         """Record a group whose advantages must change."""
         at = max(range(len(stated)), key=lambda place: abs(stated[place] - without[place]))
         if abs(stated[at] - without[at]) > 2 * error and not self._demanded:
-            self._demanded = f"group {group}, rollout {at}: {without[at]:.6g} without it, {stated[at]:.6g} with it"
+            self._demanded = (
+                f"group {group}, rollout {at}: {without[at]:.6g} without the penalty, {stated[at]:.6g} with the penalty"
+            )
 
     def worker(self) -> AdvantageWorker | None:
         return AdvantageWorker() if self._acts or self._drops else None
@@ -259,7 +263,7 @@ class LengthPenalty(AdvantageExtension):
         if start is not None and self._classes is None and self._step > start + self._every:
             return (
                 f"no prompt is easy or hard, because no validation since step {start} had {length.classes.samples} "
-                f"answers to one ({section}.classes.samples)."
+                f"answers to such a prompt ({section}.classes.samples)."
             )
         return None
 
@@ -267,10 +271,10 @@ class LengthPenalty(AdvantageExtension):
         if self.length.kind == "anchor" and not self.anchors.frozen:
             anchor = self.length.anchor
             return (
-                f"no prompt has an anchor, because none passed in more than {anchor.pass_rate:g} of at least "
+                f"no prompt has an anchor, because no prompt had a pass rate above {anchor.pass_rate:g} over at least "
                 f"{anchor.min_samples} rollouts ({self.section}.anchor.pass_rate, {self.section}.anchor.min_samples)."
             )
-        return f"no advantage has changed, because within each group all sequences lost as much ({self.section}.kind)."
+        return f"no advantage has changed, because all sequences of a group got the same penalty ({self.section}.kind)."
 
     # Validation and metrics ---------------------------------------------------------------------------------
 

@@ -108,9 +108,9 @@ def _read_references(
     for row in sessions.last.tolist():
         if (length := read_length(infos[row], reference)) is None:
             raise ValueError(
-                f"{section}.reference={reference}: sequence {row} of step {batch.step} has the extra_info "
-                f"{infos[row]!r:.200}, without a length above 0 there. Fix: fill the column, or set "
-                f"{section}.reference to tokens."
+                f"{section}.reference={reference}: the extra_info of sequence {row} in step {batch.step} is "
+                f"{infos[row]!r:.200}, and has no length above 0 under this name. Fix: fill the column, or set "
+                f"{section}.reference to a number of tokens."
             )
         found.append(length)
     return found

@@ -98,12 +98,12 @@ class LengthSettings:
         Raises:
             CheckError, SpecError: unknown keys, or invalid values.
         """
-        fix = f"Set {section}=anchor, or another of {', '.join(KINDS)}."
-        named = ("kind", "no kind of penalty is named.", fix)
+        fix = f"Set {section}=anchor, or choose another of {', '.join(KINDS)}."
+        named = ("kind", "no kind of penalty is set.", fix)
         given = build_settings(cls, read_values(section, values, "length_penalty/anchor", KEYS, (_CLASSES,), named))
         if given.kind == "reference" and given.reference is None:
             key, kind = f"{section}.reference", f"{section}.kind"
-            fix = f"Set {key} to tokens, or to {COLUMN}NAME of the data set."
+            fix = f"Set {key} to a number of tokens, or to {COLUMN}NAME for a column of the data set."
             raise SpecError(
                 "no length is given.", fix, key=key, alongside={kind: "reference"}, proposed={kind: "anchor"}
             )
@@ -161,7 +161,7 @@ KEYS = {
 _CLASSES = Rule(
     "classes.hard_below",
     lambda values: values["classes.hard_below"] > values["classes.easy_above"],
-    "a prompt could be easy and hard.",
+    "a prompt could be both easy and hard.",
     lambda values: min(0.1, values["classes.easy_above"]),
     "classes.easy_above",
 )
@@ -212,14 +212,20 @@ def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> 
 
     for key, manager in _OVERLONG.items():
         if run.get(key) and run.get(manager) == "dapo":
-            reason = "the same score contains verl's own length penalty, so right answers fall below 1."
+            reason = "the score already contains verl's own length penalty, so right answers can score below 1."
             yield wrong(key, reason, False, alongside=[manager])
     if run.get(key := "algorithm.adv_estimator") not in ESTIMATORS[settings.place]:
-        reason = "its advantages are not computed from the group's rewards alone, so the penalty cannot be checked."
+        reason = (
+            "this estimator does not compute advantages from the group's rewards alone, so the penalty cannot be "
+            "checked."
+        )
         yield wrong(key, reason, "grpo")
     if settings.place == "before":
         if run.get(_FILTER):
-            reason = "groups with only right answers are dropped before the penalty, which is meant for easy prompts."
+            reason = (
+                "groups with only right answers are dropped before the penalty, although the penalty is meant for "
+                "easy prompts."
+            )
             yield wrong(_FILTER, reason, False, alongside={place: "before"})
         if run.get(_KL):
             reason = "the KL is part of the rewards that are normalised with the penalty."
@@ -231,7 +237,7 @@ def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> 
         reason = "groups with equal rewards are dropped, so the length of easy prompts is not penalised."
         yield run.problem(f"{section}.zero_variance", reason, verdict="NOTE", value="skip", alongside=[_FILTER])
     if settings.kind == "group" and count_rollouts(run) == 1:
-        reason = "a group of one has no other length."
+        reason = "a group of one has no other length to compare with."
         yield wrong(f"{section}.kind", reason, "uniform", value="group", alongside={ROLLOUTS: 1})
     longest = run.get(key := "data.max_response_length")
     loss = min(settings.coefficient * (longest or 0), settings.most or math.inf)
@@ -239,7 +245,7 @@ def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> 
         reason = (
             f"a right answer of {longest} tokens loses {loss:g} and scores below an empty one; lengths may collapse."
         )
-        fix = f"To avoid it set {section}.most=1.0, or a smaller coefficient."
+        fix = f"To avoid this, set {section}.most=1.0 or a smaller coefficient."
         more: dict[str, Any] = {"verdict": "NOTE", "value": settings.coefficient, "alongside": [key]}
         yield run.problem(f"{section}.coefficient", reason, fix, **more)
 
@@ -249,14 +255,14 @@ def _find_idle(section: str, settings: LengthSettings, run: Configured) -> Itera
     warmup, steps = settings.warmup, run.get(total := "trainer.total_training_steps")
     if steps and warmup.from_step + warmup.steps > steps:
         key = f"{section}.warmup.steps"
-        reason = f"the warm-up ends at step {warmup.from_step + warmup.steps}, after the run."
+        reason = f"the warm-up would end at step {warmup.from_step + warmup.steps}, after the run has ended."
         sets = {key: 0} | ({f"{section}.warmup.from_step": 0} if warmup.from_step >= steps else {})
         yield run.problem(key, reason, sets=sets, value=warmup.steps, alongside=[total])
     if settings.kind != "anchor" or settings.anchor.per == "source":
         return
     epochs, rollouts = run.get("trainer.total_epochs"), count_rollouts(run)
     if epochs and rollouts * epochs < settings.anchor.min_samples:
-        reason = f"a prompt is answered {rollouts} times in each of {epochs} epochs, so none ever gets an anchor."
+        reason = f"each prompt gets {rollouts} answers in each of {epochs} epochs, which is too few for an anchor."
         more: dict[str, Any] = {"verdict": "NO-OP", "value": settings.anchor.min_samples}
         yield run.problem(f"{section}.anchor.min_samples", reason, sets={f"{section}.anchor.per": "source"}, **more)
 
@@ -267,7 +273,7 @@ def _check_column(section: str, reference: str, run: Configured) -> Iterator[Pro
         row = next((row for row, info in enumerate(infos) if read_length(info, reference) is None), None)
         if row is not None:
             fix = f"Fill {reference}, or set {section}=anchor."
-            reason = f"row {row} of {file} has no length above 0 there."
+            reason = f"row {row} of {file} has no length above 0 under this name."
             yield run.problem(f"{section}.reference", reason, fix, value=reference)
 
 
@@ -275,22 +281,26 @@ def _check_dropped(section: str, run: Configured) -> Iterator[Problem]:
     key = f"{section}.truncated"
     for other in ("process_reward", "opd"):
         if OmegaConf.is_config(run.get(other)):
-            reason = f"{other} sets advantages afterwards, so dropped answers would be trained on."
+            reason = f"{other} sets advantages afterwards, so the run would train on dropped answers."
             fix = f"Set {key}=keep, or {other}=null."
             yield run.problem(key, reason, fix, value="drop", alongside={other: "on"})
     for other in ("actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.entropy_coeff"):
         if run.get(other):
-            reason = "dropped answers have no advantage, but this term still contains their tokens."
+            reason = "dropped answers have no advantage, but their tokens stay in this term of the loss."
             yield run.problem(key, reason, verdict="NOTE", value="drop", alongside=[other])
 
 
 def _check_left_out(key: str, dump: str, run: Configured) -> Iterator[Problem]:
     path = run.get(custom := f"{DATA_CLASS}.path")
     if path and not str(path).endswith(".length_penalty.left_out"):
-        yield run.problem(custom, "leaving out prompts needs a class of its own.", f"Set {key}=null, or {custom}=null.")
+        yield run.problem(
+            custom,
+            "leaving out prompts requires this package's own data set class.",
+            f"Set {key}=null, or {custom}=null.",
+        )
     if not is_dump(Path(dump)):
-        reason = "it is not a validation dump of verl." if Path(dump).is_file() else "no such file."
-        fix = "Name a validation dump of an early checkpoint over the training prompts."
+        reason = "the file is not a validation dump of verl." if Path(dump).is_file() else "no such file."
+        fix = "Give a dump from validating an early checkpoint on the training prompts."
         yield run.problem(key, reason, fix, value=dump)
 
 
@@ -301,11 +311,11 @@ def _check_classes(section: str, settings: LengthSettings, from_step: int, run: 
         reason = f"no prompt has the {wanted} answers that {section}.classes.samples needs."
         yield run.problem(key, reason, sets={key: wanted}, verdict="NO-OP", value=n)
     if not run.get(key := f"{rollout}.temperature"):
-        reason = "all answers to a prompt are the same, so each is all right or wrong."
+        reason = "all answers to a prompt are the same, so each prompt's pass rate is 0 or 1."
         yield run.problem(key, reason, sets={key: 1.0}, verdict="NO-OP")
     steps = run.get("trainer.total_training_steps")
     if (steps and from_step > steps) or int(run.get("trainer.test_freq") or 0) <= 0:
         key = f"{section}.classes.from_step"
-        reason = "no validation follows from which classes could be fixed and followed."
+        reason = "no validation will run that could fix the classes and follow them."
         fix = f"Set trainer.test_freq above 0, a smaller {key}, or {key}=null."
         yield run.problem(key, reason, fix, verdict="NO-OP", value=from_step)

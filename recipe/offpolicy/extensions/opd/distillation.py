@@ -88,10 +88,11 @@ class OnPolicyDistillation(Extension):
     def replay_note(self) -> str:
         if self.opd.mode == "loss":
             return (
-                f"its term, {self.opd.coef:g} K2 of eligible tokens, is not replayed: the figures show the policy term."
+                f"its loss term, {self.opd.coef:g} K2 of eligible tokens, is not replayed: the figures show only the "
+                "policy term."
             )
         return (
-            "advantages of eligible tokens are the teacher's, made with log pi_old of the run, and are replayed "
+            "advantages of eligible tokens were computed from the teacher and the run's log pi_old, and are replayed "
             "unchanged: training with another correction.proximal would have had other advantages."
         )
 
@@ -109,7 +110,7 @@ class OnPolicyDistillation(Extension):
         if not self.opd.teachers.keys() - {""}:
             return {}
         at = f"{self.section}.teacher"
-        return {f"{at}.sources": f"Name one teacher in {at}.url, and set {at}.sources=null."}
+        return {f"{at}.sources": f"Set {at}.url to a single teacher, and set {at}.sources=null."}
 
     def problems(self, config: DictConfig) -> Iterable[Problem]:
         return find_problems(self.section, self.opd, Configured(config, self.section))
@@ -342,11 +343,11 @@ class OnPolicyDistillation(Extension):
                 f"opd.eligible.max_pass_rate={gate.max_pass_rate:g})."
             )
         if self._factor == 0:
-            return "its coefficient is 0 (opd.schedule)."
+            return "the scheduled coefficient is 0 (opd.schedule)."
         if self._largest_gap <= SILENT:
             return (
-                f"no log-prob of the teacher differs from the student's by more than {SILENT:g} nats: it teaches "
-                f"nothing (opd.teacher.url)."
+                f"no log-prob of the teacher differs from the student's by more than {SILENT:g} nats, so the teacher "
+                "teaches nothing (opd.teacher.url)."
             )
         return None if self._proved else "no scored token had a gradient (opd.coef)."
 
@@ -355,8 +356,8 @@ class OnPolicyDistillation(Extension):
         self._dominated = self._dominated + 1 if share > DOMINATES else 0
         if self._dominated == UPDATES:
             logger.warning(
-                "opd: the teacher's share of the loss's pull was %.0f %% for %d updates. opd.coef=%.2g would make it "
-                "one half.",
+                "opd: the teacher's share of the loss's pull was %.0f %% for %d updates. With opd.coef=%.2g the "
+                "share would be one half.",
                 100 * share,
                 UPDATES,
                 self.opd.coef * (1 - share) / share,

@@ -32,11 +32,14 @@ def check_reports(reports: Sequence[OpdReport], mode: str) -> None:
     # This form also fails for NaN.
     if wrong := [report.error for report in reports if not report.error <= TOLERANCE[mode]]:
         what = (
-            "the gradient does not follow the teacher like that of (s - t)^2 / 2"
+            "the gradient does not depend on the teacher as the gradient of (s - t)^2 / 2 does"
             if mode == "loss"
             else "the advantages in the loss are not coef (t - s) / scale"
         )
-        raise LivenessError(f"opd: {what}: a relative error of {wrong[0]:.2g}. Another term or estimator replaced it.")
+        raise LivenessError(
+            f"opd: {what}: the relative error is {wrong[0]:.2g}. Another term or estimator has replaced the "
+            "distillation signal."
+        )
 
 
 def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
@@ -57,7 +60,7 @@ def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
     if int(unsure.sum()) >= LEAST_TOKENS and not (apart & unsure).any():
         raise LivenessError(
             f"opd: the teacher's log-probs of {int(scored.sum())} tokens are log pi_old itself: the teacher is the "
-            f"student, and teaches nothing. Fix: name the teacher's server in opd.teacher.url."
+            f"student, and teaches nothing. Fix: set opd.teacher.url to the teacher's server."
         )
 
 
@@ -78,7 +81,7 @@ def build_alignment(*, allow_unrelated: bool) -> AlignmentChecker:
         1024,
         "the teacher's log-probs",
         "the teacher",
-        "it teaches nothing about these tokens; compare its vocabulary and chat template with the student's",
+        "the teacher teaches nothing about these tokens; compare its vocabulary and chat template with the student's",
     )
 
 
@@ -94,7 +97,8 @@ def check_repeated(first: Sequence[float], again: Sequence[float], what: str) ->
     if not mean <= allowed:
         raise LivenessError(
             f"opd: {what}: its {len(apart)} log-probs differ by {mean:.2g} nats on average (allowed: {allowed:.2g}). "
-            f"The teacher serves other weights than before, mixes up rows of a request, or its servers are not alike."
+            "The teacher serves other weights than before, mixes up rows of a request, or its servers differ from "
+            "each other."
         )
 
 

@@ -111,7 +111,7 @@ def sample(
             if status < 500 and status not in BUSY:
                 break
         raise TeacherError(
-            f"{url} gave no answers to prompt {number} ({failure}). Fix: check whether it serves {model}."
+            f"{url} gave no answers to prompt {number} ({failure}). Fix: check whether the server serves {model}."
         )
 
     try:
@@ -124,7 +124,7 @@ def sample(
 def _read_answers(text: bytes, url: str, count: int) -> list[str | None]:
     choices = parse_object(text, url).get("choices")
     if not isinstance(choices, list) or len(choices) != count:
-        raise TeacherError(f"{url} sent no {count} completions.")
+        raise TeacherError(f"{url} did not send {count} completions.")
     if not all(isinstance(each, Mapping) and isinstance(each.get("text"), str) for each in choices):
         raise TeacherError(f"{url} sent completions without text.")
     return [each["text"] if each.get("finish_reason") == "stop" else None for each in choices]
@@ -168,7 +168,7 @@ def keep_right(
         except Exception as error:
             raise RftError(
                 f"the reward function has no score for an answer of the data source {source} "
-                f"({type(error).__name__}: {error}). Fix: another --reward FILE.py:FUNCTION."
+                f"({type(error).__name__}: {error}). Fix: give another reward function, --reward FILE.py:FUNCTION."
             ) from error
         return value >= right_from
 
@@ -177,7 +177,9 @@ def keep_right(
     texts = dict.fromkeys(format_answer(each, pattern) for each in right)
     fit = [text for text in texts if is_right(text)]
     if right and not fit:
-        raise RftError(f"no right answer is right in the format {pattern!r}. Fix: another --format, or --reward.")
+        raise RftError(
+            f"no right answer is still right in the format {pattern!r}. Fix: give another --format or --reward."
+        )
     chosen = random.Random(0).sample(fit, min(most, len(fit)))
     return Found(len(finished), len(right), tuple(chosen))
 
@@ -195,7 +197,7 @@ def load_score(given: str | None) -> Score:
     path, _, name = given.rpartition(":")
     spec = importlib.util.spec_from_file_location("rft_reward", path) if Path(path).is_file() else None
     if spec is None or spec.loader is None:
-        raise RftError(f"--reward {given}: no such file. Fix: FILE.py:FUNCTION.")
+        raise RftError(f"--reward {given}: no such file. Fix: give --reward FILE.py:FUNCTION.")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not callable(found := getattr(module, name, None)):
@@ -222,7 +224,9 @@ def write_dataset(rows: Sequence[Mapping[str, Any]], found: Sequence[Found], fol
         for text in each.kept
     ]
     if not lines:
-        raise RftError("no answer was right. Fix: more samples (-n), easier prompts, or another --reward.")
+        raise RftError(
+            "no answer was right. Fix: sample more answers (-n), use easier prompts, or give another --reward."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "train.parquet"
     pandas.DataFrame(lines).to_parquet(path)
@@ -235,7 +239,7 @@ def write_dataset(rows: Sequence[Mapping[str, Any]], found: Sequence[Found], fol
         answer = line["messages"][-1]["content"]
         text = teacher.decode(ids[trained], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if not _squeeze(text).startswith(_squeeze(answer)):
-            raise RftError(f"row {number}: the trained tokens are not the answer, in the teacher's tokenizer.")
+            raise RftError(f"row {number}: in the teacher's tokenizer, the trained tokens are not the answer.")
         longest = max(longest, len(ids))
     return longest
 

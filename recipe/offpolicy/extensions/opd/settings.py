@@ -115,7 +115,7 @@ class OpdSettings:
         Raises:
             CheckError, SpecError: unknown keys, or invalid values.
         """
-        named = ("mode", "neither advantage nor loss.", "Set opd=advantage or opd=loss.")
+        named = ("mode", "the mode is neither advantage nor loss.", "Set opd=advantage or opd=loss.")
         given = read_values(section, values, "opd/advantage", KEYS, _RULES, named)
         teacher, at = given.pop("teacher"), f"{section}.teacher"
         sources = teacher.pop("sources") or {}
@@ -123,7 +123,10 @@ class OpdSettings:
         for name, own in sources.items():
             of_source = f"{at}.sources.{name}"
             if not isinstance(own, Mapping) or own.get("url") is None or "sources" in own:
-                reason, fix = "expected the keys of a teacher with its url.", f"Set {of_source}.url=http://HOST:PORT."
+                reason, fix = (
+                    "expected the keys of a teacher, including its url.",
+                    f"Set {of_source}.url=http://HOST:PORT.",
+                )
                 raise SpecError(reason, fix, key=of_source)
             try:
                 read_values(section, {"teacher": own}, "opd/advantage", KEYS)
@@ -140,7 +143,7 @@ class OpdSettings:
         schedule = found.schedule
         if schedule.by is not None and (None in (schedule.start, schedule.end) or schedule.start == schedule.end):
             key, fix = f"{section}.schedule", f"Set {section}.schedule.start and {section}.schedule.end."
-            raise SpecError(f"by={schedule.by} needs a start and another end.", fix, key=key)
+            raise SpecError(f"by={schedule.by} needs a start and a different end.", fix, key=key)
         return found if found.coef is not None else replace(found, coef=COEF[found.mode])
 
 
@@ -218,14 +221,14 @@ _RULES = (
     Rule(
         "corrected",
         lambda values: values["mode"] == "advantage" and not values["corrected"],
-        "an advantage is part of the policy term, which weight and masks always act on.",
+        "an advantage is part of the policy term, so weight and masks always act on it.",
         lambda values: True,
         "mode",
     ),
     Rule(
         "scale",
         lambda values: values["mode"] == "loss" and values["scale"] not in ("std", "none"),
-        "only advantages are divided by it.",
+        "only advantages are divided by the scale.",
         lambda values: "std",
         "mode",
     ),

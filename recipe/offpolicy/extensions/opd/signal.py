@@ -232,8 +232,8 @@ SENT = (TEACHER, ROW, FACTOR, CENTRE)
 def describe_missing(arrived: Iterable[str]) -> str:
     """Say that teacher log-probs did not reach the loss, and which columns did."""
     return (
-        f"opd: {TEACHER} did not reach the loss (there: {', '.join(arrived) or 'none of its columns'}). "
-        f"Some code selects the columns that go to the workers, and omits those of opd."
+        f"opd: {TEACHER} did not reach the loss (columns that did: {', '.join(arrived) or 'none'}). Some code selects "
+        "the columns that go to the workers, and omits opd's columns."
     )
 
 

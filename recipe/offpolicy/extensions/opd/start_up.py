@@ -97,12 +97,14 @@ def _describe(settings: TeacherSettings) -> tuple[Mapping[str, Any], frozenset[s
         if wanted not in served:
             raise TeacherError(
                 f"{url} serves {', '.join(served) or 'no model'}, "
-                + ("of which one must be selected" if settings.model is None else f"but not {settings.model}")
+                + ("so one of these models must be selected" if settings.model is None else f"but not {settings.model}")
             )
         found[url] = model = served[str(wanted)]
         names |= {name for name, each in served.items() if model.get("root") and each.get("root") == model["root"]}
     if len({each["id"] for each in found.values()}) > 1:
-        raise TeacherError(f"the addresses serve {', '.join(str(each['id']) for each in found.values())}")
+        raise TeacherError(
+            f"the addresses serve different models: {', '.join(str(each['id']) for each in found.values())}"
+        )
     lengths = {url: each.get("max_model_len") for url, each in found.items()}
     shortest = min(found, key=lambda url: length if isinstance(length := lengths[url], int) else math.inf)
     return found[shortest], frozenset(names | {str(found[shortest]["id"])})
@@ -169,11 +171,14 @@ def find_problems(section: str, settings: OpdSettings, run: Configured) -> Itera
     key, shown = f"{section}.teacher.url", settings.shown
     if any(teacher.shown != teacher.urls for teacher in settings.teachers.values()):
         reason = "verl and Hydra write the configuration to files and to the loggers, with the secrets in this address."
-        fix = f"Remove them, and name an environment variable for a header in {section}.teacher.headers."
+        fix = (
+            f"Remove the secrets, and send them in a header: set {section}.teacher.headers to NAME: "
+            "ENVIRONMENT_VARIABLE."
+        )
         yield run.problem(key, reason, fix, value=shown)
         return
     if not own_launch.get():
-        reason = "an address that a script names is not contacted, so it was not checked."
+        reason = "an address that a script sets is not contacted, so the teacher was not checked."
         yield run.problem(key, reason, parts=(), verdict="NOTE", value=shown)
     elif not any(problem.verdict == "ERROR" for problem in found):
         for source, teacher in settings.teachers.items():
@@ -187,33 +192,34 @@ def _find_conflicts(section: str, settings: OpdSettings, run: Configured) -> Ite
         reason = f"verl's own distillation and {section} are both on, and verl's loss would replace the corrected one."
         yield run.problem(key, reason, f"Set {key}=false, {off}")
     if run.get(key := f"{_ROLLOUT}.temperature") not in (None, 1):
-        reason = "the teacher's log-probs are computed at temperature 1, the student's are not."
+        reason = "the teacher's log-probs are computed at temperature 1, but the student's are not."
         yield run.problem(key, reason, f"Set {key}=1.0, {off}")
     if settings.mode == "advantage" and run.get(key := "algorithm.adv_estimator") == "gae":
         reason = (
-            "the critic predicts rewards, but the advantages of eligible tokens would be the teacher's log-probs, "
-            "about which it knows nothing."
+            "the critic predicts rewards, but the advantages of eligible tokens would come from the teacher's "
+            "log-probs, which the critic cannot predict."
         )
         yield run.problem(key, reason, f"Set {section}=loss, or an estimator without a critic, such as grpo.")
     for key, column in _find_media(run):
-        reason = f"the training data has {column}, but the teacher only gets token ids."
+        reason = f"the training data has {column}, but the teacher receives only token ids."
         yield run.problem(key, reason, f"Train on text only, or set {section}=null.")
     yield from _find_unknown_sources(section, settings, run)
     rollouts, share = count_rollouts(run), settings.eligible.max_pass_rate
     if rollouts > 1 and 0 < share * rollouts < 1:
         key, least = f"{section}.eligible.max_pass_rate", math.ceil(1e4 / rollouts) / 1e4
         reason = (
-            f"of {rollouts} rollouts per prompt either none passes or a share of at least {least:g}, so it acts "
-            f"as 0: only prompts without a passing rollout are eligible."
+            f"with {rollouts} rollouts per prompt, the smallest pass rate above 0 is {least:g}, so this value acts as "
+            "0: only prompts without a passing rollout are eligible."
         )
-        fix = f"Set {key}={least:g} for prompts with one passing rollout, or 0 if these are not intended."
+        fix = f"Set {key}={least:g} to include prompts with one passing rollout, or 0 to exclude them."
         yield run.problem(key, reason, fix, {key: least}, (), "NO-OP", value=share)
     if run.get(key := "algorithm.filter_groups.enable"):
         never = settings.eligible.rows == "failed" and share * rollouts < 1
         reason = (
-            f"it drops prompts without a passing rollout; no other has a pass rate of at most {share:g}."
+            "the filter drops prompts without a passing rollout, and no other prompt has a pass rate of at most "
+            f"{share:g}."
             if never
-            else f"it drops prompts without a passing rollout, which {section} is meant for."
+            else f"the filter drops prompts without a passing rollout, for which {section} is meant."
         )
         yield run.problem(key, reason, f"Set {key}=false, {off}", verdict="NO-OP" if never else "ERROR")
 
@@ -224,19 +230,21 @@ def _examine_teacher(at: str, teacher: TeacherSettings, run: Configured) -> Iter
         (model, _), length = find_model(teacher), find_length(teacher)
         needed = sum(int(run.get(f"data.max_{part}_length") or 0) for part in ("prompt", "response")) + 1
         if length is not None and length < needed:
-            fix = f"Serve it with --max-model-len {needed}, or longer."
-            yield problem(f"it takes {length} tokens, but prompt and response have up to {needed - 1}.", fix)
+            fix = f"Serve the teacher with --max-model-len {needed} or more."
+            yield problem(f"the teacher accepts {length} tokens, but prompt and response have up to {needed - 1}.", fix)
             return
         apart = measure_repeats(teacher, model, [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 2, 3]])
         if apart > REPEATS["bfloat16"]:
-            fix = "Serve it in float32, or without features that make it depend on other requests."
-            yield problem(f"it does not repeat itself: log-probs of one sequence differ by {apart:.2g} nats.", fix)
+            fix = "Serve the teacher in float32, or without features that make its answers depend on other requests."
+            yield problem(
+                f"the teacher's answers are not repeatable: log-probs of one sequence differ by {apart:.2g} nats.", fix
+            )
         elif apart > REPEATS["float32"]:
             reason = f"log-probs of one sequence differ by {apart:.2g} nats between requests, as usual in 16 bits."
             yield problem(reason, verdict="NOTE")
         yield from _compare_tokens(at, teacher, run, model)
     except TeacherError as error:
-        fix = error.fix or "start it with scripts/teacher.sh, or name the address at which it serves."
+        fix = error.fix or "start the teacher with scripts/teacher.sh, or set the address at which it serves."
         yield problem(f"{error.reason.rstrip('.')}.", f"{fix[0].upper()}{fix[1:]}")
 
 
@@ -251,17 +259,19 @@ def _compare_tokens(at: str, teacher: TeacherSettings, run: Configured, model: s
     if teacher.tokenizer is not None:
         other = load_tokenizer(teacher.tokenizer)
         if other is None or other.get_vocab() != tokenizer.get_vocab():
-            reason = "it does not exist." if other is None else "its vocabulary is not the student's."
+            reason = "there is no such tokenizer." if other is None else "its vocabulary is not the student's."
             yield run.problem(f"{at}.tokenizer", reason, fix, value=teacher.tokenizer)
             return
     if texts := list(find_other_vocabulary(teacher, model, tokenizer)):
-        reason = f"its tokenizer gives other ids than the student's for {len(texts)} texts, such as {texts[0]!r}."
+        reason = (
+            f"the teacher's tokenizer gives other ids than the student's for {len(texts)} texts, such as {texts[0]!r}."
+        )
         yield problem(reason, fix)
     elif not teacher.other_template and getattr(tokenizer, "chat_template", None):
         number = find_other_template(teacher, model, tokenizer, _read_conversations(run))
         if number is not None:
-            reason = f"its chat template renders training prompt {number} as other ids than the student's."
-            fix = f"Serve it with the student's --chat-template, or set {at}.other_template=true."
+            reason = f"the teacher's chat template renders training prompt {number} as other ids than the student's."
+            fix = f"Serve the teacher with the student's --chat-template, or set {at}.other_template=true."
             yield problem(reason, fix)
 
 

@@ -142,8 +142,8 @@ class TeacherClient:
         missing = sum(not answer.done() for answer in scoring.answers)
         return (
             f"the teacher at {', '.join(self._settings.shown)} has not scored {len(scoring.rows)} sequences within "
-            f"{seconds:g} s; {missing} of {len(scoring.answers)} requests are open. Fix: more replicas in "
-            f"opd.teacher.url, or a larger opd.teacher.timeout."
+            f"{seconds:g} s; {missing} of {len(scoring.answers)} requests are unanswered. Fix: add replicas to "
+            "opd.teacher.url, or set a larger opd.teacher.timeout."
         )
 
     def _ask(self, rows: Sequence[Row], scoring: Scoring) -> list[list[float]]:
@@ -177,7 +177,9 @@ class TeacherClient:
         found = {each.get("index") if isinstance(each.get("index"), int) else None: each for each in choices}
         if len(choices) != len(rows) or set(found) != set(range(len(rows))):
             indices = shorten(repr([each.get("index") for each in choices]))
-            raise TeacherError(f"{where}: {len(choices)} answers with the indices {indices}.")
+            raise TeacherError(
+                f"{where} sent {len(choices)} answers with the indices {indices}, expected one answer per sequence."
+            )
         return [found[number] for number in range(len(rows))]
 
     def _post(self, body: dict[str, Any], rows: Sequence[Row], scoring: Scoring) -> tuple[str, bytes]:
@@ -214,7 +216,7 @@ class TeacherClient:
             return url, text
         raise TeacherError(
             f"the teacher did not answer in {self._settings.retries + 1} attempts for {_name(rows)} ({failure}). "
-            f"Fix: check whether it still serves, and resume the run from its checkpoint."
+            f"Fix: check whether the teacher still runs, and resume the run from its checkpoint."
         )
 
 
@@ -241,7 +243,9 @@ def open_session(settings: TeacherSettings) -> requests.Session:
             )
         hide(value)
         if not (value.isascii() and value.isprintable()):
-            raise TeacherError(f"the environment variable {variable} of {key} has characters that no header may have.")
+            raise TeacherError(
+                f"the environment variable {variable} of {key} has characters that a header must not contain."
+            )
         session.headers[name] = value if name in settings.headers else f"Bearer {value}"
     return session
 
@@ -249,8 +253,10 @@ def open_session(settings: TeacherSettings) -> requests.Session:
 def explain_key(settings: TeacherSettings) -> str:
     """Explain what to do about a server that refuses the key."""
     if given := [*([settings.api_key] if settings.api_key else ()), *settings.headers.values()]:
-        return f"export what this server accepts as {', '.join(given)}."
-    return "name the environment variable that holds its key: opd.teacher.api_key (rft: --api-key)."
+        return f"set these environment variables to values that this server accepts: {', '.join(given)}."
+    return (
+        "set opd.teacher.api_key (rft: --api-key) to the name of the environment variable that holds the server's key."
+    )
 
 
 def request(
@@ -275,7 +281,7 @@ def request(
         for part in answer.iter_content(2**16):
             text += part
             if len(text) > limit:
-                raise TeacherError(f"{url}: an answer of more than {limit} bytes.")
+                raise TeacherError(f"{url} sent an answer of more than {limit} bytes.")
             if time.monotonic() > deadline:
                 raise requests.Timeout
         return answer.status_code, _read_pause(answer.headers.get("Retry-After", "")), bytes(text)
@@ -318,17 +324,17 @@ def read_log_probs(entries: Any, row: Row, url: str = "") -> list[float]:
         given = f"{len(entries)}" if isinstance(entries, list) else "no" if entries is None else "no list of"
         raise TeacherError(f"{where}: it scored {given} positions of {len(ids)}.")
     if entries[0] is not None:
-        raise TeacherError(f"{where}, position 0: it scored a token without a token before it.")
+        raise TeacherError(f"{where}, position 0: it scored a token that no token precedes.")
     found: list[float] = []
     for place, (entry, token) in enumerate(zip(entries, ids, strict=True)):
         if place == 0:
             continue
         if not isinstance(entry, dict) or not isinstance(entry.get(str(token)), dict):
             other = f"the token {shorten(', '.join(entry))}" if entry and isinstance(entry, dict) else "nothing"
-            raise TeacherError(f"{where}, position {place}: sent the token {token}, it scored {other}.")
+            raise TeacherError(f"{where}, position {place}: the token {token} was sent, but it scored {other}.")
         value = entry[str(token)].get("logprob")
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value > 1e-3:
-            raise TeacherError(f"{where}, position {place}: a log-prob of {shorten(repr(value))}.")
+            raise TeacherError(f"{where}, position {place}: the log-prob is {shorten(repr(value))}.")
         found.append(-math.inf if value <= EXCLUDED else float(value))
     return found[len(row.prompt) - 1 :]
 

@@ -38,7 +38,7 @@ def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: in
     """
     count = len(rates)
     if not 1 <= least <= most or not least * count <= total <= most * count:
-        raise ValueError(f"{total} rollouts for {count} prompts: not within {least} to {most} of each.")
+        raise ValueError(f"{total} rollouts for {count} prompts: expected {least} to {most} per prompt.")
     for prompt, p in enumerate(rates):
         if not 0 <= p <= 1:
             raise ValueError(f"the rate of prompt {prompt} is {p}: expected 0 to 1.")

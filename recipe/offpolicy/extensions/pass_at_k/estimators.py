@@ -64,14 +64,16 @@ def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes:
     if successes < 1:
         raise ValueError(f"successes={successes}: expected 1 or more.")
     if k > at[-1]:
-        raise ValueError(f"pass@{k} with a last look at {at[-1]} samples: k must be at most that.")
+        raise ValueError(f"pass@{k} with a last look at {at[-1]} samples: k must be at most the last look.")
     if n not in at:
         raise ValueError(f"{n} samples: sampling ends at one of {list(at)}.")
     if n < at[-1] and c < successes:
         raise ValueError(f"{c} right of {n} samples: sampling continues until {successes} are right.")
     paths = _count_paths(at, successes, 0).get((n, c), 0)
     if paths == 0:
-        raise ValueError(f"{c} right of {n} samples: with {successes} right it would have ended at an earlier look.")
+        raise ValueError(
+            f"{c} right of {n} samples: with {successes} right, sampling would have ended at an earlier look."
+        )
     return (paths - _count_paths(at, successes, k).get((n, c), 0)) / paths
 
 
@@ -185,7 +187,7 @@ def find_impossible(n: int, k: int, objective: str) -> str | None:
     if k < 1 or k > most:
         return f"k={k} of a group of {n}: {objective} needs 1 <= k <= {most}."
     if objective == "groups" and n % k:
-        return f"k={k} of a group of {n}: groups needs a k that divides it."
+        return f"k={k} of a group of {n}: groups needs a k that divides the group's size."
     return None
 
 

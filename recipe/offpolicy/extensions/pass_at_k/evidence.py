@@ -34,7 +34,9 @@ def find_difference(seen: Sequence[float], right: Sequence[bool], k: int, object
     for at, (value, is_right) in enumerate(zip(seen, right, strict=True)):
         wanted = of_right if is_right else of_wrong
         if not abs(value - wanted) <= allowed:
-            return f"rollout {at} of {n}, {c} of them right, has {value:.6g}, but {objective} requires {wanted:.6g}"
+            return (
+                f"rollout {at} of {n} ({c} right) has the advantage {value:.6g}, but {objective} requires {wanted:.6g}"
+            )
     return None
 
 

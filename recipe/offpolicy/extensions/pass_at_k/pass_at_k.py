@@ -102,7 +102,9 @@ class PassAtK(AdvantageExtension):
                 raise LivenessError(f"{self.section}.budget: {wrong}.")
             self._draws_proved = True
             least, most = (float(end) * prompts for end in (chances.min(), chances.max()))
-            logger.info("pass@k draws LIVE on %d prompts: %.2f to %.2f times uniform", prompts, least, most)
+            logger.info(
+                "pass@k draws LIVE on %d prompts, at %.2f to %.2f times the uniform probability", prompts, least, most
+            )
         return chances
 
     def next_batch(self, prompts: PromptView) -> None:
@@ -221,11 +223,15 @@ class PassAtK(AdvantageExtension):
         if self._trains and not self._proved:
             if self._best < round_threshold(settings.correct_at_least):
                 return (
-                    f"the highest reward was {self._best:g}, but {key}={settings.correct_at_least:g}: nothing is right."
+                    f"the highest reward was {self._best:g}, but {key}={settings.correct_at_least:g}: no answer "
+                    "counts as right."
                 )
             return f"no group had an advantage other than 0 ({self.section}.k={settings.k})."
         if self._draws and not self._draws_proved:
-            return f"all prompts are drawn alike, because their answers were right equally often ({key})."
+            return (
+                "all prompts are drawn with the same probability, because their answers were right equally often "
+                f"({key})."
+            )
         if self._deals and not self._dealt_proved:
             return f"all groups have the same size, because their answers were right equally often ({key})."
         return None

@@ -74,8 +74,8 @@ class PassAtKSettings:
         Raises:
             CheckError, SpecError: unknown keys, or invalid values.
         """
-        fix = f"Set {section}=loo, or another of validation, {', '.join(OBJECTIVES)}."
-        named = ("objective", "no objective is named.", fix)
+        fix = f"Set {section}=loo, or choose another of validation, {', '.join(OBJECTIVES)}."
+        named = ("objective", "no objective is set.", fix)
         given = build_settings(cls, read_values(section, values, "pass_at_k/loo", KEYS, (_ORDER,), named))
         schedule = None if given.schedule is None else tuple((step, k) for step, k in given.schedule)
         return replace(given, schedule=schedule)
@@ -150,7 +150,7 @@ def find_problems(section: str, settings: PassAtKSettings, run: Configured) -> I
         yield from _check_k(section, settings, run)
         yield from _check_objective(section, settings, run)
     if mode != "none" and run.get(_FILTER):
-        reason = "groups that are all right or all wrong are dropped, so a budget never learns of them."
+        reason = "groups that are all right or all wrong are dropped, so the budget never gets their answers."
         yield run.problem(key, reason, f"Set {_FILTER}=false, or {key}=none.", value=mode, alongside=[_FILTER])
     if mode == "group_size":
         yield from _check_group_sizes(section, settings, run)
@@ -183,25 +183,29 @@ def _check_k(section: str, settings: PassAtKSettings, run: Configured) -> Iterat
 def _check_objective(section: str, settings: PassAtKSettings, run: Configured) -> Iterator[Problem]:
     off = f"or {section}=null."
     if (estimator := run.get(_ESTIMATOR)) != "grpo":
-        why = "is another pass@k" if estimator == "grpo_passk" else "would not run, nor anything that needs it"
-        reason = f"{section} replaces verl's estimator, and {estimator} {why}."
+        why = (
+            "would not run; it is another form of pass@k"
+            if estimator == "grpo_passk"
+            else "would not run, and neither would anything that needs it"
+        )
+        reason = f"{section} replaces verl's estimator, so {estimator} {why}."
         yield run.problem(_ESTIMATOR, reason, f"Set {_ESTIMATOR}=grpo, {off}")
     if run.get(_KL):
         yield run.problem(
-            _KL, "the best of several rewards with a KL in them is not pass@k.", f"Set {_KL}=false, {off}"
+            _KL, "the best of several rewards that include a KL is not pass@k.", f"Set {_KL}=false, {off}"
         )
     overlong, manager = "reward.reward_kwargs.overlong_buffer_cfg.enable", "reward.reward_manager.name"
     if run.get(overlong) and run.get(manager) == "dapo":
-        reason = "long right answers fall below the smallest score of a right row."
+        reason = "the length penalty can lower a right answer's score below the smallest score that counts as right."
         yield run.problem(overlong, reason, f"Set {overlong}=false, {off}", alongside=[manager])
     if settings.all_k == (1,):
-        key, reason = f"{section}.k", "pass@1 is what verl's own estimator trains, which is not replaced then."
+        key, reason = f"{section}.k", "verl's own estimator trains pass@1, so it is not replaced."
         yield run.problem(key, reason, f"Set {key} above 1, {off}", verdict="NO-OP", value=1)
     for name, mask in (run.get("correction.masks") or {}).items():
         if settings.objective == "loo_minus_one" and mask.get("when") == "negative":
             key, reason = (
                 f"{section}.objective",
-                f"no advantage is below 0, but the mask {name} only acts on negative ones.",
+                f"no advantage is below 0, but the mask {name} acts only on negative advantages.",
             )
             yield run.problem(key, reason, "", {key: "loo"}, (name,), "NO-OP", value=settings.objective)
 
@@ -212,11 +216,13 @@ def _check_draws(key: str, run: Configured) -> Iterator[Problem]:
         return run.problem(key, reason, fix, value="upsample", alongside={other: run.get(other, 1)})
 
     if run.get(other := "data.dataloader_num_workers"):
-        yield wrong(other, "workers load batches ahead, before the answers that probabilities depend on.", 0)
+        yield wrong(
+            other, "workers load batches ahead of time, before the answers that determine the probabilities exist.", 0
+        )
     if run.get(other := "data.sampler.class_path"):
-        yield wrong(other, "a sampler of your own draws the prompts.", None)
+        yield wrong(other, "your own sampler draws the prompts.", None)
     if run.get(other := "data.shuffle") is False:
-        yield wrong(other, "prompts are read in their order.", True)
+        yield wrong(other, "prompts are read in the order of the data set.", True)
     if count_rollouts(run) == 1:
         yield wrong(ROLLOUTS, "a group of one never has both right and wrong answers.", 8)
 
@@ -224,7 +230,7 @@ def _check_draws(key: str, run: Configured) -> Iterator[Problem]:
 def _check_group_sizes(section: str, settings: PassAtKSettings, run: Configured) -> Iterator[Problem]:
     key, budget, n = f"{section}.budget.mode", settings.budget, count_rollouts(run)
     if not run.get(v1 := "trainer.use_v1") or run.get("trainer.v1.trainer_mode") != "sync":
-        reason = "only verl's V1 trainer in the mode sync samples groups of different sizes, all of one step."
+        reason = "only verl's V1 trainer in the mode sync can sample groups of different sizes within one step."
         fix = f"Set {v1}=true and trainer.v1.trainer_mode=sync, or {key}=none."
         if run.get(v1) is None:  # before 0.9.0
             fix = f"Use verl 0.9.0 or later, or set {key}=none."

@@ -42,7 +42,7 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
     """
     n, c = _counts(n, c)
     if len(n) < 2:
-        raise NotIdentified(f"{len(n)} prompt: a distribution over prompts needs more.")
+        raise NotIdentified(f"{len(n)} prompt: a distribution over prompts needs at least two.")
     if bool((c == 0).all()) or bool((c == n).all()):
         raise NotIdentified(f"all samples are {'wrong' if bool((c == 0).all()) else 'right'}.")
     if bool((n < 2).all()):
@@ -52,7 +52,7 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
     pairs, weights = _compress(n, c)
     a, b, found = maximise_likelihood(pairs[:, 0], pairs[:, 1], weights[None])
     if not bool(found[0]):
-        raise NotIdentified("counts scatter over prompts no more than with one rate for all of them.")
+        raise NotIdentified("the counts vary between prompts no more than a single rate for all prompts explains.")
     return float(a[0]), float(b[0])
 
 

@@ -118,8 +118,8 @@ class _Draws(Iterator[int]):
         rows = state.get("rows", len(self._sampler))
         if rows != len(self._sampler):
             raise ValueError(
-                f"the checkpoint drew from {rows} prompts, but data.train_files has {len(self._sampler)}. Fix: resume "
-                "with the data of that run, or set trainer.resume_mode=disable."
+                f"the checkpoint's run drew from {rows} prompts, but data.train_files has {len(self._sampler)}. Fix: "
+                "resume with that run's data, or set trainer.resume_mode=disable."
             )
         self._drawn, self._left = state["yielded"], list(state.get("left", ()))
         self._sampler.generator.set_state(state["generator"])

@@ -89,7 +89,8 @@ def check_penalty(found: BatchUtilities, waste: Tensor, taken: Tensor, penalty: 
             wanted = penalty * sum(token < end for end in ends)
             if not abs(float(taken[row, token]) - wanted) <= 1e-6 * (1 + wanted):
                 raise LivenessError(
-                    f"{SECTION}.waste.penalty: token {token} of sequence {row} loses {float(taken[row, token]):.6g} "
+                    f"{SECTION}.waste.penalty: the penalty lowers the advantage of token {token} of sequence {row} by "
+                    f"{float(taken[row, token]):.6g} "
                     f"instead of {wanted:.6g}."
                 )
 
@@ -161,8 +162,8 @@ def check_forward(values: Sequence[float], own: Sequence[float], tolerance: floa
     worst = max(range(len(apart)), key=lambda at: math.inf if math.isnan(apart[at]) else apart[at])
     if not apart[worst] <= tolerance:
         raise LivenessError(
-            f"{SECTION}: among {len(values)} prefixes that the trainer scored again, one has the value "
-            f"{own[worst]:.4f} instead of {values[worst]:.4f} (allowed: {tolerance:g} nats): the rollout "
+            f"{SECTION}: of {len(values)} prefixes that the trainer scored again, one has the value {own[worst]:.4f} "
+            f"instead of {values[worst]:.4f} (allowed: {tolerance:g} nats): the rollout "
             f"engine holds other weights, or reads a stale prefix cache."
         )
     return apart[worst]

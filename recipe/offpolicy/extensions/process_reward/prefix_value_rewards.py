@@ -81,7 +81,7 @@ class PrefixValueRewards(AdvantageExtension):
 
     @property
     def replay_note(self) -> str:
-        return "advantages are those of the run, including its process part, and are replayed unchanged."
+        return "the run's advantages, including their process part, are replayed unchanged."
 
     def configure(self, config: DictConfig) -> Sequence[str]:
         if OmegaConf.select(config, MANAGER):  # ``problems`` rejects a user's own manager
@@ -109,7 +109,7 @@ class PrefixValueRewards(AdvantageExtension):
             bool(OmegaConf.select(config, "offpolicy.allow_unrelated_log_probs")),
             column="values of prefixes",
             short="the rollout engine",
-            lost="they credit no token correctly",
+            lost="the values credit no token correctly",
         )
         self._by_token = bool(sees_positions(config, plain_advantage()))
         serve_scores()
@@ -188,7 +188,8 @@ class PrefixValueRewards(AdvantageExtension):
         self._unfit = self._unfit + 1 if separation < UNFIT else 0
         if self._unfit == UPDATES:
             logger.warning(
-                "%s: in %d updates the last values of passed sequences were higher than those of failed ones in only "
+                "%s: in %d updates the last values of passed sequences were higher than the last values of failed "
+                "ones in only "
                 "%.0f %% of pairs. Fix: set a %s.force_prompt in the format of the model's answers.",
                 *(self.section, UPDATES, 100 * separation, self.section),
             )

@@ -57,8 +57,8 @@ def read_values(found: Sequence[Any]) -> list[RowValues]:
     lost = [row for row, each in enumerate(found) if not isinstance(each, Mapping)]
     if lost:
         raise LivenessError(
-            f"{SECTION}: {len(lost)} of {len(found)} sequences, first sequence {lost[0]}, came without values "
-            f"({FIELD}): some code creates sequences without the scoring agent loops, or drops their extra fields."
+            f"{SECTION}: {len(lost)} of {len(found)} sequences have no values ({FIELD}); the first is sequence "
+            f"{lost[0]}. Some code creates sequences without the scoring agent loops, or drops their extra fields."
         )
     return [RowValues(**{name: value for name, value in each.items() if name in known}) for each in found]
 
@@ -83,7 +83,7 @@ def check_values(
         raise LivenessError(
             f"{SECTION}: {len(unscored)} of {len(rows)} sequences were not scored. Sequence {first}: "
             f"{rows[first].error or 'no reason is given.'} Fix: remove the cause, or set a larger "
-            f"{SECTION}.max_unscored_share, now {max_unscored_share:g}."
+            f"{SECTION}.max_unscored_share (now {max_unscored_share:g})."
         )
     for row, (each, version) in enumerate(zip(rows, versions, strict=True)):
         if not each.values:

@@ -48,7 +48,9 @@ def find_problems(section: str, settings: ProcessSettings, run: Configured) -> I
     """Find conflicts of the settings with the configuration."""
     off, path = f"or {section}=null.", live_path(run.config)
     if not path.attributes.scores_prompts:
-        reason = f"the rollout server of verl {path.release} drops vLLM's prompt_logprobs, which values are made of."
+        reason = (
+            f"the rollout server of verl {path.release} drops vLLM's prompt_logprobs, from which values are computed."
+        )
         yield run.problem(section, reason, f"Use verl 0.8.0 or later, or set {section}=null.", value="on")
         return
     if run.get(key := f"{ROLLOUT}.name") != "vllm":
@@ -58,12 +60,13 @@ def find_problems(section: str, settings: ProcessSettings, run: Configured) -> I
         reason = "a prefix is computed on one server and decoded on another, so neither has the prompt's log-probs."
         yield run.problem(key, reason, f"Set {key}=false, {off}")
     if (manager := run.get(MANAGER)) and manager not in MANAGERS.values():
-        reason = f"sequences would bypass {section}, whose manager of agent loops scores them."
+        reason = f"sequences would bypass the agent loop manager of {section}, which scores them."
         yield run.problem(MANAGER, reason, f"Set {MANAGER}=null, {off}")
     estimator, key = run.get("algorithm.adv_estimator"), "algorithm.use_kl_in_reward"
     if run.get(key) and str(estimator) not in BY_TOKEN:
         reason = (
-            f"algorithm.adv_estimator={estimator} sums the per-token penalty to one outcome, next to per-token credit."
+            f"algorithm.adv_estimator={estimator} sums the per-token KL penalty to one outcome, but process rewards "
+            "give credit per token."
         )
         fix = f"Set {key}=false and actor_rollout_ref.actor.use_kl_loss=true, which changes training."
         yield run.problem(key, reason, fix, {key: False, "actor_rollout_ref.actor.use_kl_loss": True})
@@ -74,7 +77,7 @@ def find_problems(section: str, settings: ProcessSettings, run: Configured) -> I
     if settings.monte_carlo.every is not None:
         yield from _check_monte_carlo(section, settings.monte_carlo, run)
     if run.get(key := "algorithm.filter_groups.enable"):
-        reason = f"it drops prompts without a passing rollout, in which only {section} could rank rollouts."
+        reason = f"the filter drops prompts without a passing rollout, although {section} could rank their rollouts."
         yield run.problem(key, reason, f"Set {key}=false, {off}", verdict="NO-OP")
 
 
@@ -99,12 +102,14 @@ def _check_monte_carlo(section: str, settings: MonteCarloSettings, run: Configur
 def _check_lengths(section: str, settings: ProcessSettings, run: Configured) -> Iterator[Problem]:
     tokenizer, forced = load_tokenizer(str(run.get(key := "actor_rollout_ref.model.path"))), 0
     if tokenizer is None:
-        reason = "the tokenizer is not available: whether its tokens decode one by one as together was not checked."
+        reason = (
+            "the tokenizer is not available, so it was not checked whether its tokens decode one by one as together."
+        )
         yield run.problem(section, reason, verdict="NOTE", value="on")
     else:
         forced = len(tokenizer(settings.force_prompt, add_special_tokens=False)["input_ids"])
         if unlike := find_unlike_pieces(tokenizer, (*settings.markers, *TEXTS)):
-            reason = f"tokens of {unlike!r} decode differently one by one than together."
+            reason = f"the tokens of {unlike!r} decode to a different text one by one than together."
             yield run.problem(key, reason, f"Train a model with another tokenizer, or set {section}=null.")
     lengths = [run.get(f"data.max_{part}_length") for part in ("prompt", "response")]
     most = run.get(key := f"{ROLLOUT}.max_model_len")
@@ -112,5 +117,5 @@ def _check_lengths(section: str, settings: ProcessSettings, run: Configured) -> 
         return
     needed = sum(map(int, lengths)) + forced + settings.max_answer_tokens + 1
     if int(most) < needed:
-        reason = f"prompt, response, force prompt and answer have up to {needed - 1} tokens, and one is decoded."
+        reason = f"prompt, response, force prompt and answer have up to {needed - 1} tokens, and one more is decoded."
         yield run.problem(key, reason, sets={key: needed})

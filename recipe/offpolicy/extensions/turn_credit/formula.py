@@ -129,5 +129,5 @@ def find_difference(
     for i, k in turns:
         if not abs(seen[i][k] - wanted[i, k]) <= ERROR * size:
             where = f"turn {k} of rollout {i} of {len(seen)}"
-            return f"{where} has {seen[i][k]:.6g}, but {normalize} requires {wanted[i, k]:.6g}"
+            return f"{where} has the advantage {seen[i][k]:.6g}, but {normalize} requires {wanted[i, k]:.6g}"
     return None

@@ -35,14 +35,14 @@ _RULES = (
     Rule(
         "episode",
         lambda values: not values["episode"] and values["turn_rewards"] is None,
-        "without rewards of turns there is no reward at all.",
+        "without turn rewards there is no reward at all.",
         lambda values: True,
         "turn_rewards",
     ),
     Rule(
         "coef",
         lambda values: values["coef"] != 1.0 and values["turn_rewards"] is None,
-        "there are no rewards of turns to multiply.",
+        "there are no turn rewards to multiply.",
         lambda values: 1.0,
         "turn_rewards",
     ),
@@ -77,7 +77,7 @@ class TurnCredit(AdvantageExtension):
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
         fix = f"Set {section}=turn_index, or {section}=return_to_go."
-        named = ("normalize", "no normalisation is named.", fix)
+        named = ("normalize", "no normalisation is set.", fix)
         self.turn = TurnSettings(**read_values(section, settings, "turn_credit/turn_index", KEYS, _RULES, named))
         self._gamma, self._by_std = 1.0, True
         self._several = False
@@ -96,16 +96,20 @@ class TurnCredit(AdvantageExtension):
         key, named = f"{ROLLOUT}.multi_turn.max_parallel_calls", f"{section}.turn_rewards"
         if self.turn.turn_rewards == "tool_rewards" and int(run.get(key) or 1) > 1:
             reason = (
-                "verl returns the tools' rewards in one list, so the turn of each is unknown if a turn calls several."
+                "verl returns the tools' rewards in one list, so the turn of each reward is unknown if a turn calls "
+                "several tools."
             )
             yield run.problem(key, reason, f"Set {key}=1, or {named}=null.")
         rewarded = self.turn.turn_rewards is not None or run.get(GAMMA) not in (None, 1)
         filled = f"{ROLLOUT}.multi_turn.interaction_config_path"
         if self.turn.turn_rewards == "turn_scores" and loop == "tool_agent" and not run.get(filled):
-            reason = "tool_agent fills it from interactions only, which verl has up to 0.7.1: no turn has a reward."
+            reason = (
+                "tool_agent fills turn_scores only from interactions, which verl supports up to 0.7.1, so no turn "
+                "has a reward."
+            )
             yield run.problem(named, reason, sets={named: "tool_rewards"}, value="turn_scores", alongside=[agent])
         if self.turn.normalize == "return_to_go" and not rewarded:
-            reason = "without rewards of turns and without a discount, all turns of a rollout have GRPO's advantage."
+            reason = "without turn rewards and without a discount, all turns of a rollout have GRPO's advantage."
             fix = f"Set {named}=tool_rewards, {GAMMA}=0.9, or {section}=turn_index."
             yield run.problem(named, reason, fix, verdict="NO-OP", value=None)
 
@@ -173,8 +177,8 @@ class TurnCredit(AdvantageExtension):
             given = self._to_numbers(fields[name], f"{name} of sequence {row}")
             if number and len(given) not in (number - 1, number):
                 raise LivenessError(
-                    f"{self.section}: sequence {row} has {number} turns and {len(given)} {name}, but each turn needs "
-                    f"one, except the last. Fix: return a reward from each tool, or set {self.section}.turn_rewards="
+                    f"{self.section}: sequence {row} has {number} turns and {len(given)} {name}, but each turn except "
+                    f"the last needs one. Fix: return a reward from each tool, or set {self.section}.turn_rewards="
                     f"null."
                 )
             if number:

@@ -107,7 +107,7 @@ def test_reference_lengths_are_tokens_or_a_column() -> None:
     assert torch.equal(found, shape(make_batch(MIXED), penalty("reference", reference=4, coefficient=0.5)))
     assert not torch.equal(found, plain(MIXED))
     gap = make_batch(MIXED, extra_info=[{"budget": 4}, {"budget": 4}, {}, None])
-    with pytest.raises(ValueError, match=r"sequence 2 of step 1 has the extra_info {}, without a length"):
+    with pytest.raises(ValueError, match=r"the extra_info of sequence 2 in step 1 is {}, and has no length"):
         shape(gap, penalty("reference", reference="extra_info.budget"))
 
 
@@ -214,7 +214,9 @@ def test_rows_that_do_not_change_although_they_must_stop_the_run(monkeypatch: py
     made, view = penalty("group"), make_batch(ALL_RIGHT)
     shape(view, made)
     made._changed = 0
-    with pytest.raises(LivenessError, match=r"0 sequences were changed, but some must be \(group a, rollout 0: 0 "):
+    with pytest.raises(
+        LivenessError, match=r"no sequence's advantages were changed, but some must change \(group a, rollout 0: 0 "
+    ):
         judge(made, view)
 
 
@@ -226,7 +228,9 @@ def test_an_estimator_that_does_not_see_the_lowered_rewards_is_found() -> None:
         view.batch.batch["token_level_rewards"] = raw
         estimate(view)()
 
-    with pytest.raises(LivenessError, match="group a, rollout 0, the advantage that grpo made of lowered rewards is 0"):
+    with pytest.raises(
+        LivenessError, match="group a, rollout 0, the advantage that grpo computed from the lowered rewards is 0"
+    ):
         AddOns([made]).compute_advantages(view, blind)
 
 

@@ -102,7 +102,7 @@ def test_a_file_that_is_no_dump_is_refused(text: str | None, said: str, tmp_path
 
 def test_no_prompt_is_easy_and_hard() -> None:
     settings = {"kind": "none", "classes": {"from_step": 10, "easy_above": 0.05}}
-    with pytest.raises(CheckError, match=r"easy_above=0\.05: a prompt could be easy and hard") as caught:
+    with pytest.raises(CheckError, match=r"easy_above=0\.05: a prompt could be both easy and hard") as caught:
         LengthSettings.from_mapping("length_penalty", settings)
     assert caught.value.problems[0].overrides == ("length_penalty.classes.hard_below=0.05",)
 

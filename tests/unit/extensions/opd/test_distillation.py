@@ -148,7 +148,7 @@ def test_a_term_whose_gradient_does_not_depend_on_the_teacher_is_found(
     monkeypatch.setattr(opd_worker, "k2_loss", k1)
     run = Run(teacher.url, "loss")
     _, packet = run.update(WEIGHTED)
-    with pytest.raises(LivenessError, match="the gradient does not follow the teacher"):
+    with pytest.raises(LivenessError, match="the gradient does not depend on the teacher"):
         run.judge(packet)
 
 

@@ -56,10 +56,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "NO-OP",
         "opd",
         {"algorithm.filter_groups.enable": True, "opd.eligible.max_pass_rate": 0.1},
-        "it drops prompts without a passing rollout",
+        "the filter drops prompts without a passing rollout",
     ),
-    "below one of n": ("NO-OP", "opd.eligible.max_pass_rate", {"opd.eligible.max_pass_rate": 0.1}, "it acts as 0"),
-    "some prompts filtered": ("ERROR", "opd", {"algorithm.filter_groups.enable": True}, "which opd is meant for"),
+    "below one of n": (
+        "NO-OP",
+        "opd.eligible.max_pass_rate",
+        {"opd.eligible.max_pass_rate": 0.1},
+        "this value acts as 0",
+    ),
+    "some prompts filtered": ("ERROR", "opd", {"algorithm.filter_groups.enable": True}, "for which opd is meant"),
     "critic": ("ERROR", "opd", {"algorithm.adv_estimator": "gae"}, "the critic predicts rewards"),
     "temperature": ("ERROR", "opd", {f"{ROLLOUT}.temperature": 0.7}, "computed at temperature 1"),
     "verl's distillation": (

@@ -89,8 +89,11 @@ def test_it_holds_the_teachers_log_probs_the_flag_and_the_settings(tmp_path: Pat
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
-        ("loss", "opd: its term, 0.01 K2 of eligible tokens, is not replayed: the figures show the policy term."),
-        ("advantage", "opd: advantages of eligible tokens are the teacher's, made with log pi_old of the run"),
+        (
+            "loss",
+            "opd: its loss term, 0.01 K2 of eligible tokens, is not replayed: the figures show only the policy term.",
+        ),
+        ("advantage", "opd: advantages of eligible tokens were computed from the teacher and the run's log pi_old"),
     ],
 )
 def test_a_replay_says_what_it_does_not_replay(mode: str, said: str, tmp_path: Path) -> None:

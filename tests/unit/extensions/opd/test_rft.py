@@ -150,7 +150,7 @@ def test_verls_own_class_loads_it_where_the_template_allows(folder: Path, studen
     ("more", "said"),
     [
         (["--right-from", "2"], "no answer was right"),
-        (["--format", "{last}!"], "no right answer is right in the format"),
+        (["--format", "{last}!"], "no right answer is still right in the format"),
         (["--reward", "nowhere.py:f"], "no such file"),
         (["--api-key", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE of opd.teacher.api_key is not set"),
         (["--teacher", "{student}"], "has no chat template"),

@@ -162,10 +162,10 @@ def test_a_secret_in_the_address_is_refused_and_a_strangers_is_not_asked(teacher
 @pytest.mark.parametrize(
     ("change", "said", "fix"),
     [
-        ({"models": ("one", "two")}, "serves one, two, of which one must be selected", "scripts/teacher.sh"),
+        ({"models": ("one", "two")}, "serves one, two, so one of these models must be selected", "scripts/teacher.sh"),
         ({"models": ()}, "serves no model", "scripts/teacher.sh"),
-        ({"length": 30}, "it takes 30 tokens, but prompt and response have up to 30", "--max-model-len 31"),
-        ({"score": "noisy"}, "does not repeat itself", "float32"),
+        ({"length": 30}, "the teacher accepts 30 tokens, but prompt and response have up to 30", "--max-model-len 31"),
+        ({"score": "noisy"}, "answers are not repeatable", "float32"),
         ({"tokenize": lambda body: [0]}, "gives other ids than the student's", "student's own family"),
         (
             {"tokenize": lambda body: [0] if "messages" in body else alike(body)},

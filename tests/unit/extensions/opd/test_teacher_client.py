@@ -79,20 +79,20 @@ def test_what_the_teacher_excludes_is_minus_infinity() -> None:
     [
         (lambda entries: entries[:-1], "sequence 0: it scored 2 positions of 3"),
         (lambda entries: [*entries, entries[-1]], "sequence 0: it scored 4 positions of 3"),
-        (lambda entries: [*entries[:2], entries[1]], "sequence 0, position 2: sent the token 9, it scored"),
+        (lambda entries: [*entries[:2], entries[1]], "sequence 0, position 2: the token 9 was sent, but it scored"),
         (lambda entries: [*entries[1:], entries[0]], "sequence 0, position 0: it scored a token"),
-        (lambda entries: [*entries[:-1], {"5": {"logprob": -1.0}}], "sent the token 9, it scored the token 5"),
-        (lambda entries: [*entries[:-1], None], "sent the token 9, it scored nothing"),
-        (lambda entries: [*entries[:-1], {"9": {"logprob": 0.5}}], "sequence 0, position 2: a log-prob of 0.5"),
+        (lambda entries: [*entries[:-1], {"5": {"logprob": -1.0}}], "the token 9 was sent, but it scored the token 5"),
+        (lambda entries: [*entries[:-1], None], "the token 9 was sent, but it scored nothing"),
+        (lambda entries: [*entries[:-1], {"9": {"logprob": 0.5}}], "sequence 0, position 2: the log-prob is 0.5"),
         *(
-            (lambda entries, value=value: [*entries[:-1], {"9": {"logprob": value}}], "position 2: a log-prob of")
+            (lambda entries, value=value: [*entries[:-1], {"9": {"logprob": value}}], "position 2: the log-prob is")
             for value in (None, "-1.0", True, [], {}, math.nan, math.inf)
         ),
         *(
-            (lambda entries, value=value: [*entries[:-1], value], "position 2: sent the token 9, it scored")
+            (lambda entries, value=value: [*entries[:-1], value], "position 2: the token 9 was sent, but it scored")
             for value in ({}, [], "x", 3, {"9": None}, {"9": -1.0}, {"9": [-1.0]})
         ),
-        (lambda entries: [*entries[:-1], {"9": {"rank": 1}}], "sequence 0, position 2: a log-prob of None"),
+        (lambda entries: [*entries[:-1], {"9": {"rank": 1}}], "sequence 0, position 2: the log-prob is None"),
         *(
             (lambda entries, value=value: value, "sequence 0: it scored no")
             for value in (None, "", "abc", 3, {"0": None, "1": None, "2": None})
@@ -214,7 +214,9 @@ def test_a_teacher_that_is_slow_ends_in_bounded_time() -> None:
     with serving(FakeTeacher()) as teacher:
         teacher.answering.clear()
         start = time.monotonic()
-        with pytest.raises(TeacherError, match=r"has not scored 2 sequences within 0\.3 s; 1 of 1 requests are open"):
+        with pytest.raises(
+            TeacherError, match=r"has not scored 2 sequences within 0\.3 s; 1 of 1 requests are unanswered"
+        ):
             scored(teacher, ROWS, timeout=0.3)
         assert time.monotonic() - start < 5
         teacher.answering.set()
@@ -272,7 +274,10 @@ def test_a_refused_key_is_said_nowhere(
     shown = f"{caught.value} {redact_text(f'{client._session.headers}')} {redact({'a': [SECRET + '-of-before']})}"
     assert SECRET not in shown
     assert "rl-team-7" not in shown
-    assert caught.value.fix == "export what this server accepts as KEY_OF_TEACHER, TEAM_OF_TEACHER."
+    assert (
+        caught.value.fix
+        == "set these environment variables to values that this server accepts: KEY_OF_TEACHER, TEAM_OF_TEACHER."
+    )
     stream = RedactedStream(sys.stdout)
     stream.write(f"Traceback: {SECRET}-of-before\n")
     assert capsys.readouterr().out == "Traceback: (hidden)\n"
@@ -286,15 +291,16 @@ def test_a_secret_is_redacted_before_an_answer_is_shortened(monkeypatch: pytest.
 
 
 def test_a_server_that_demands_a_key_is_said_before_the_run(guarded: FakeTeacher) -> None:
-    with pytest.raises(
-        TeacherError, match=r"/v1/models: HTTP 401\. .* holds its key: opd.teacher.api_key \(rft: --api-key\)"
-    ):
+    with pytest.raises(TeacherError, match=r"/v1/models: HTTP 401\. .* set opd.teacher.api_key \(rft: --api-key\) to"):
         find_model(TeacherSettings(urls=(guarded.url,)))
 
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [("", "KEY_OF_TEACHER of opd.teacher.api_key is not set"), ("a\nb-secret", "has characters that no header may")],
+    [
+        ("", "KEY_OF_TEACHER of opd.teacher.api_key is not set"),
+        ("a\nb-secret", "has characters that a header must not"),
+    ],
 )
 def test_a_value_that_cannot_be_sent_is_not_said(value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY_OF_TEACHER", value)

@@ -147,7 +147,7 @@ def test_the_proof_passes_and_finds_other_advantages(caplog: pytest.LogCaptureFi
     def verls(data: TensorDict) -> None:
         data["advantages"] = data["advantages"] + 0.25 * data["response_mask"]
 
-    with pytest.raises(LivenessError, match="did not see the sequences"):
+    with pytest.raises(LivenessError, match="did not receive the sequences"):
         judge(extension, report(view, extension, verls))
 
 

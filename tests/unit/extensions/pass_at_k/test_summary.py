@@ -117,9 +117,9 @@ def test_the_gradient_is_zero_at_the_fit() -> None:
         ([8, 8, 8], [0, 0, 0], "all samples are wrong"),
         ([1, 1, 1], [1, 0, 1], "one sample per prompt"),
         ([8, 4, 8], [8, 0, 0], "all right or all wrong"),
-        ([8, 8, 8, 8], [4, 4, 4, 4], "scatter over prompts no more"),
-        ([4, 4], [1, 3], "scatter over prompts no more"),
-        ([64] * 40, [31, 32, 33, 32] * 10, "scatter over prompts no more"),
+        ([8, 8, 8, 8], [4, 4, 4, 4], "vary between prompts no more"),
+        ([4, 4], [1, 3], "vary between prompts no more"),
+        ([64] * 40, [31, 32, 33, 32] * 10, "vary between prompts no more"),
     ],
 )
 def test_what_is_not_identified_is_said(n: list[int], c: list[int], said: str) -> None:

@@ -247,7 +247,7 @@ def test_utilities_travel_as_a_column(build: Any) -> None:
 
 
 def test_values_past_the_agent_loops_stop_the_run(build: Any) -> None:
-    with pytest.raises(LivenessError, match="came without values"):
+    with pytest.raises(LivenessError, match="have no values"):
         run(build([{"max_global_steps": VERSION}] * 4), extension())
 
 

@@ -71,8 +71,8 @@ def test_a_configuration_that_is_fine_has_no_problem_and_gets_the_manager_of_its
             "computed on one server and decoded on another",
             "actor_rollout_ref.rollout.disaggregation.enabled=false",
         ),
-        (MANAGER, "mine.Manager", "sequences would bypass process_reward", f"{MANAGER}=null"),
-        ("algorithm.use_kl_in_reward", True, "sums the per-token penalty", "algorithm.use_kl_in_reward=false"),
+        (MANAGER, "mine.Manager", "sequences would bypass the agent loop manager of process_reward", f"{MANAGER}=null"),
+        ("algorithm.use_kl_in_reward", True, "sums the per-token KL penalty", "algorithm.use_kl_in_reward=false"),
         ("algorithm.gamma", 0.9, "without a discount", "algorithm.gamma=1.0"),
         ("actor_rollout_ref.rollout.max_model_len", 184, "184 tokens", "actor_rollout_ref.rollout.max_model_len=185"),
     ],
@@ -109,7 +109,7 @@ def test_release_0_7_1_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatc
 def test_a_tokenizer_whose_tokens_read_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_up, "find_unlike_pieces", lambda tokenizer, texts: texts[0])
     (found,) = problems(config())
-    assert "decode differently one by one" in str(found)
+    assert "decode to a different text one by one" in str(found)
 
 
 CHECKS = {"monte_carlo": {"every": 4, "share": 0.25}}

@@ -49,5 +49,5 @@ def test_tokens_lose_the_penalty_of_later_wasted_episodes(normalize: str) -> Non
     assert not taken[1:].any()
     check_penalty(found, waste, taken, 0.5, MASK)
     taken[0, 2:] = 0.0
-    with pytest.raises(LivenessError, match=r"token 2 of sequence 0 loses 0 instead of 0\.5"):
+    with pytest.raises(LivenessError, match=r"the advantage of token 2 of sequence 0 by 0 instead of 0\.5"):
         check_penalty(found, waste, taken, 0.5, MASK)

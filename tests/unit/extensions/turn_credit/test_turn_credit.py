@@ -96,7 +96,7 @@ def test_metrics_and_proof(caplog: pytest.LogCaptureFixture) -> None:
     def verls(data: TensorDict) -> None:
         data["advantages"] = data["advantages"][:, :1] * data["response_mask"]
 
-    with pytest.raises(LivenessError, match="did not see the sequences"):
+    with pytest.raises(LivenessError, match="did not receive the sequences"):
         judge(extension, report(view, extension, verls))
 
 
@@ -285,4 +285,4 @@ def test_another_advantage_is_found() -> None:
     found = compute(rows, scores, **how)
     found[1][0] += 1e-4
     said = find_difference(found, rows, scores, **how)  # type: ignore[arg-type]
-    assert said == "turn 0 of rollout 1 of 2 has -1.4999, but turn_index requires -1.5"
+    assert said == "turn 0 of rollout 1 of 2 has the advantage -1.4999, but turn_index requires -1.5"
