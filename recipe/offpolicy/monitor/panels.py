@@ -1,4 +1,4 @@
-"""The panels for people to look at, and their layouts for Weights & Biases and TensorBoard."""
+"""Dashboard panels, and their layouts for Weights & Biases and TensorBoard."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
         key, values = f"{SECTION}.{name}", section[name]
         if name not in DEFAULTS:
             near = find_closest(name, NAMES)
-            fix = f"Did you mean {SECTION}.{near}?" if near else f"Choose of {', '.join(NAMES)}."
+            fix = f"Did you mean {SECTION}.{near}?" if near else f"Choose one of {', '.join(NAMES)}."
             yield _problem(key, values, "no alarm has this name.", fix)
         elif not isinstance(values, DictConfig):
             action = values if values in get_args(Action) else "off"
@@ -266,7 +266,7 @@ def _read_alarm(name: str, values: Mapping[str, Any]) -> AlarmSettings:
     fallback = values["fallback"]
     resolved = isinstance(fallback, Mapping)
     if values["action"] == "fallback" and not resolved:
-        reason = "it names options, which main_offpolicy has not replaced by their values."
+        reason = "the fallback names options that main_offpolicy has not replaced by their values."
         raise SpecError(reason, key=f"{SECTION}.{name}.fallback", value=fallback)
     return AlarmSettings(
         name=name,
@@ -304,7 +304,7 @@ def _declare(name: str) -> Section:
         lambda values: (
             values["action"] == "fallback" and (values["return_after"] or math.inf) < values["recovery_patience"]
         ),
-        "it returns before the alarm has re-armed.",
+        "the configured correction would return before the alarm has re-armed.",
         lambda values: values["recovery_patience"],
         "recovery_patience",
     )
@@ -324,19 +324,27 @@ def _check_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
 
     lower, upper = values["lower"], values["upper"]
     if lower is None and upper is None:
-        yield refuse("lower", "with both sides open it never fires.", f"Set a bound, or {key}.action=off.")
+        yield refuse("lower", "with both sides open the alarm never fires.", f"Set a bound, or {key}.action=off.")
         return
     if lower is not None and upper is not None and lower > upper:
-        yield refuse("lower", f"above {key}.upper={upper}, so every value fires.")
+        yield refuse("lower", f"this is above {key}.upper={upper}, so the alarm fires at every value.")
         return
     least, greatest = RANGES[name]
-    within = f"it is in [{least:g}, {greatest:g}]" if math.isfinite(greatest) else f"it is >= {least:g}"
+    within = (
+        f"the statistic is in [{least:g}, {greatest:g}]"
+        if math.isfinite(greatest)
+        else f"the statistic is >= {least:g}"
+    )
     for side, never, always in (
         ("lower", lower is not None and lower <= least, lower is not None and lower > greatest),
         ("upper", upper is not None and upper >= greatest, upper is not None and upper < least),
     ):
         if never or always:
-            happens = "no value is beyond, so it never fires" if never else "every value is beyond, so it always fires"
+            happens = (
+                "no value is beyond the bound, so the alarm never fires"
+                if never
+                else "every value is beyond the bound, so the alarm always fires"
+            )
             yield refuse(side, f"{within}: {happens}.")
             return
     fit = True
@@ -344,16 +352,18 @@ def _check_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
         bound, recovery = values[side], values[f"recovery_{side}"]
         if (bound is None) != (recovery is None):
             unset, given = (f"recovery_{side}", bound) if recovery is None else (side, recovery)
-            fix = f"Set both, or neither; {key}.{unset}={given} for example."
-            yield refuse(unset, f"{side} and recovery_{side} go together.", fix, (set_to(f"{key}.{unset}", given),))
+            fix = f"Set both, for example {key}.{unset}={given}, or neither."
+            yield refuse(
+                unset, f"{side} and recovery_{side} must be set together.", fix, (set_to(f"{key}.{unset}", given),)
+            )
         elif bound is not None and sign * recovery < sign * bound:
-            reason = f"looser than {key}.{side}={bound}: it would re-arm while it fires."
+            reason = f"this is looser than {key}.{side}={bound}: the alarm would re-arm while it fires."
             override = set_to(f"{key}.recovery_{side}", bound)
-            yield refuse(f"recovery_{side}", reason, f"Set {bound}, or a stricter one.", (override,))
+            yield refuse(f"recovery_{side}", reason, f"Set {bound}, or a stricter bound.", (override,))
             fit = False
     low, high = values["recovery_lower"], values["recovery_upper"]
     if fit and low is not None and high is not None and low > high:
-        yield refuse("recovery_lower", f"above {key}.recovery_upper={high}, so it would never re-arm.")
+        yield refuse("recovery_lower", f"this is above {key}.recovery_upper={high}, so the alarm would never re-arm.")
 
 
 def _find_pointless(
@@ -366,9 +376,9 @@ def _find_pointless(
         return
     if action == "fallback" and not fallback:
         override = set_to(f"{key}.fallback", ["tis_token", "gsm"])
-        yield _problem(f"{key}.fallback", fallback, "nothing to fall back to.", "", override)
+        yield _problem(f"{key}.fallback", fallback, "there is no correction to fall back to.", "", override)
     if action != "fallback" and fallback:
-        reason, fix = f"never taken with action={action}.", f"Set {key}.action=fallback, or null."
+        reason, fix = f"the fallback is never used with action={action}.", f"Set {key}.action=fallback, or null."
         yield _problem(f"{key}.fallback", given, reason, fix, set_to(f"{key}.action", "fallback"))
     if action not in ("stop", "fallback"):
         return

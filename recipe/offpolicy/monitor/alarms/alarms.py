@@ -147,7 +147,8 @@ class Alarms:
                 self._states[name] = AlarmState()
                 if known is not None and known["firing"]:
                     logger.warning(
-                        "alarm %s: it fired in the checkpoint, and is reset because its settings changed.", name
+                        "alarm %s: it was firing at the checkpoint, and is reset because its settings have changed.",
+                        name,
                     )
             elif switched:
                 self._states[name] = AlarmState(firing=known["firing"])
@@ -201,7 +202,9 @@ class Alarms:
         for name in fired:
             taken = self.in_force == name != before
             if self._alarms[name].action == "fallback" and not taken:
-                logger.warning("alarm %s: the fallback of alarm %s is active, and stays.", name, self.in_force)
+                logger.warning(
+                    "alarm %s: the fallback of alarm %s is already active, and stays active.", name, self.in_force
+                )
 
     def _announce(self, alarm: AlarmSettings, state: AlarmState, spec: CorrectionSpec) -> None:
         sentence = _describe(alarm, state, spec, self._updates)
@@ -215,7 +218,7 @@ class Alarms:
             raise AlarmError(
                 f"{sentence} {SECTION}.{alarm.name}.action=stop ends the run. The optimizer has already stepped on "
                 f"these updates, and no checkpoint was written since the last of them: fix the cause and resume a "
-                f"checkpoint from before they began{other}. If such values are expected, widen its bounds."
+                f"checkpoint from before they began{other}. If such values are expected, widen the alarm's bounds."
             )
         logger.warning("%s", sentence)
 

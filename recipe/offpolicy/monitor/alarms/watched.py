@@ -18,7 +18,7 @@ WATCHED: Final[Mapping[str, str]] = {
     GROWTH: "the engines differ or weights arrive late: record a few steps (offpolicy.record.dir) and run "
     f"recipe.offpolicy.attribute; if data is stale, bound offpolicy.staleness.eta and use {recommended.LINE}",
     "ess": "few tokens carry the gradient: find the cause of kl/k3; do not raise the cap",
-    "mean_weight": "mu and pi_old are far apart: as for kl/k3",
+    "mean_weight": "mu and pi_old are far apart: proceed as for kl/k3",
     "kept_share": "the masks reject most of the batch: check mask/*/masked_token_share, and set their bounds with "
     "recipe.offpolicy.calibrate",
     "nonfinite": "a log-prob or an advantage is NaN or infinite: find it in nonfinite/*, and fix its source",

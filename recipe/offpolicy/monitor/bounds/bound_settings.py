@@ -99,7 +99,7 @@ def _build_rule(name: str) -> Rule:
     return Rule(
         name,
         lambda values: not _is_on(values) and values[name] != DEFAULTS[name],
-        "unused without target_kept or target_ess.",
+        "this key is unused without target_kept or target_ess.",
         lambda values: DEFAULTS[name],
         "target_kept",
     )
@@ -152,14 +152,16 @@ def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> It
         yield refuse(of, None, reason, fix, *first)
     for name in names or movable:
         if name not in masks:
-            yield refuse(of, name, "no mask of the correction.", f"Choose of {', '.join(masks)}.", *first)
+            yield refuse(
+                of, name, "the correction has no mask of this name.", f"Choose one of {', '.join(masks)}.", *first
+            )
         elif name not in movable:
-            fix = f"Choose of {', '.join(movable)}." if movable else f"Set {target}=null."
+            fix = f"Choose one of {', '.join(movable)}." if movable else f"Set {target}=null."
             yield refuse(of, name, _explain_immovable(masks[name], values["side"]), fix, *first)
         elif masks[name].ratio == "full" and spec.proximal in (*MU_ITSELF, "loglinear"):
             reason = (
-                f"with correction.proximal={spec.proximal} backend noise cannot be told from drift, and the bound must "
-                f"not fall below it."
+                f"with correction.proximal={spec.proximal} backend noise cannot be distinguished from drift, but the "
+                "bound must not fall below the noise."
             )
             fix = f"Set {target}=null, or correction.proximal=recompute."
             yield refuse(of, name, reason, fix)
@@ -172,7 +174,10 @@ def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tupl
     """
     weight, key = spec.weight, "correction.weight"
     if spec.weights:
-        yield "correction.weights have one cap each, but an ESS belongs to one weight.", "give one correction.weight"
+        yield (
+            "correction.weights have one cap each, but an ESS belongs to one weight.",
+            "set a single correction.weight",
+        )
         return
     if weight is None:
         option = "stack a weight that truncates, such as correction=[tis_token,gsm]"
@@ -187,12 +192,15 @@ def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tupl
     if weight.kind == "reject":
         yield f"{key}.kind=reject drops values beyond its bounds, and has no cap.", f"{key}.kind=truncate"
     elif weight.upper is None:
-        yield f"{key}.upper=null: there is no cap that could move.", f"give {key}.upper"
+        yield f"{key}.upper=null: there is no cap that could move.", f"set {key}.upper"
     elif weight.upper <= 1:
         reason = "a cap moves by factors of its distance from 1, and must be above 1."
         yield f"{key}.upper={weight.upper:g}: {reason}", f"{key}.upper=2.0"
     if weight.kind != "reject" and weight.lower is not None and weight.lower >= 1:
-        yield f"{key}.lower={weight.lower:g}: the cap comes close to 1, and would cross it.", f"{key}.lower=0.5"
+        yield (
+            f"{key}.lower={weight.lower:g}: the cap comes close to 1, and would cross this lower bound.",
+            f"{key}.lower=0.5",
+        )
     if spec.skyrl_compat and weight.level != "token":
         reason = f"correction.skyrl_compat=true applies masks before a weight of level {weight.level}."
         yield reason, "correction.skyrl_compat=false"
@@ -207,12 +215,12 @@ def _explain_immovable(mask: MaskSpec, side: Side) -> str:
     if mask.entry.of_age:
         return "an age is a whole number of versions, which no factor can move."
     if mask.by_staleness is not None:
-        return "by_staleness gives each age its own bound, but distances are measured from one."
+        return "by_staleness gives each age its own bound, but distances are measured from a single bound."
     if mask.by_position is not None:
-        return "by_position gives each position its own bound, but distances are measured from one."
+        return "by_position gives each position its own bound, but distances are measured from a single bound."
     zero = [name for name, distance in compute_distances(mask).items() if distance == 0]
     at = f" ({' and '.join(zero)} is at agreement, and moves by factors)" if zero else ""
-    return f"it has no bound that could move with side={side}{at}."
+    return f"the mask has no bound that could move with side={side}{at}."
 
 
 def _list_movable(spec: CorrectionSpec, side: Side) -> list[str]:

@@ -96,14 +96,19 @@ class Calibration:
         """
         here = self.bounds
         if same_keys and here.keys() != state["bounds"].keys():
-            raise ValueError(f"calibration.bounds have the parts {sorted(state['bounds'])}, expected {sorted(here)}")
+            raise ValueError(
+                f"calibration.bounds have the parts {sorted(state['bounds'])}, but {sorted(here)} were expected"
+            )
         bounds: Mapping[str, Bounds] = {name: b for name, b in state["bounds"].items() if name in here}
         other = {name for name, left in bounds.items() if _find_open(left) != _find_open(here[name])}
         if same_keys and other:
-            raise ValueError(f"calibration.bounds of {sorted(other)} have other open sides than the correction")
+            raise ValueError(
+                f"calibration.bounds of {sorted(other)} have other open sides than the correction's bounds"
+            )
         for name in sorted(other):
             logger.warning(
-                "correction.%s: the checkpoint has it at %s, with other keys: it starts at %s, as configured.",
+                "correction.%s: the checkpoint has the bounds %s, with other keys, so the bounds start at %s, as "
+                "configured.",
                 format_part_path(name),
                 format_bounds(bounds[name]),
                 format_bounds(here[name]),
@@ -178,8 +183,8 @@ class Calibration:
         mask = dict(self.spec.masks)[name]
         units = _UNITS["token" if mask.picks_tokens else mask.level]
         return (
-            f"Its bounds kept {outcome.value():.4f} of the {float(outcome.parts[-1]):.0f} {units} it applies to, in "
-            f"{updates}; offpolicy.calibrate.target_kept={target}."
+            f"Its bounds kept {outcome.value():.4f} of the {float(outcome.parts[-1]):.0f} {units} to which it "
+            f"applies, in {updates}; offpolicy.calibrate.target_kept={target}."
         )
 
     def _warn(self, name: str, found: Mapping[str, str]) -> None:

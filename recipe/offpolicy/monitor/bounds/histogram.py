@@ -234,18 +234,21 @@ def find_obstacles(
     start, distances = compute_distances(configured), compute_distances(current)
     if isinstance(configured, WeightSpec):
         least = schedule.floor * start["upper"]
-        # The sums only show that the ESS at the floor is at most that at the next lower edge.
+        # The sums only show that the ESS at the floor is at most the ESS at the next lower edge.
         if goal is not None and goal < max((cap for cap in CAPS if cap <= least), default=0.0):
             found["floor"] = (
                 f"even a cap of {math.exp(least):.4g}, the lowest in range, leaves an ESS below {schedule.target:g}: "
-                f"bound clamped there. Set a lower offpolicy.calibrate.floor, a lower target_ess, or a lower bound in "
+                "the cap is clamped there. Set a lower offpolicy.calibrate.floor, a lower target_ess, or a lower "
+                "bound in "
                 f"addition to the cap, correction.weight.kind=clip: no cap raises small weights."
             )
         return found
     if goal is None and seen.resolves(schedule.target):
         found["share"] = (
-            f"{seen.counts[-1]:.0f} of the {sum(seen.counts):.0f} it applies to are beyond a fixed bound, or beyond "
-            f"any bound, so no bound keeps {schedule.target:g} of them: it stays. Widen the fixed bound, or set "
+            f"{seen.counts[-1]:.0f} of the {sum(seen.counts):.0f} units to which the mask applies are beyond a fixed "
+            f"bound, or beyond any bound, so no moving bound keeps a share of {schedule.target:g}; the bounds stay as "
+            "they are. "
+            "Widen the fixed bound, or set "
             f"offpolicy.calibrate.side=both, or a lower target_kept."
         )
     for name in find_moving_sides(configured, schedule.side):
@@ -254,10 +257,14 @@ def find_obstacles(
         # The margin covers rounding errors, for a bound that is exactly at the end of the noise.
         if reach is None or reach <= min(here, alone) * (1 + 1e-9):
             continue
-        cause = f"backend noise alone reaches {reach:.4g} where {schedule.noise_kept:g} of equal weights must be kept"
+        cause = (
+            f"backend noise alone reaches {reach:.4g}, if a share of {schedule.noise_kept:g} must be kept at equal "
+            "weights"
+        )
         if reach > most * (1 + 1e-9):
             found["ceiling"] = (
-                f"{cause}, but the {name} bound is clamped at {most:.4g}: it already rejects noise. Set a wider bound, "
+                f"{cause}, but the {name} bound is clamped at {most:.4g}, so it already rejects noise. Set a wider "
+                "bound, "
                 f"or a higher offpolicy.calibrate.ceiling, or reduce the engines' mismatch."
             )
         else:

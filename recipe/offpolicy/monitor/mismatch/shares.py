@@ -5,7 +5,7 @@ weights at the start of its step sampled it: then G is the backend's part. In a 
 staleness, which can be separated only with fresh tokens of the same probability.
 
 Variance: the share of x is Cov(x, L) / Var(L) over tokens, so the shares of backend, staleness and drift sum to 1; a
-share is negative if it reduces the total.
+share is negative if its part reduces the total.
 
 KL: k3 of the accumulated parts, in the order in which they occur: backend k3(b), staleness k3(b + s) - k3(b), drift
 k3(L) - k3(b + s), each divided by the sum of k3(L). Because mu sampled the tokens, the terms estimate KL(mu, policy at

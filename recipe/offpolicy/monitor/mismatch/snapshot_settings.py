@@ -73,9 +73,9 @@ def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
     path, off = live_path(config), set_to(SNAPSHOTS, None)
     if path.trainer != "v1" or not path.attributes.token_versions:
         where = f"verl {path.release} with its {path.trainer.upper()} trainer"
-        reason = f"weights can be kept only under the V1 trainer, tested with verl 0.9.1, but this is {where}."
+        reason = f"weights can be kept only under the V1 trainer, tested with verl 0.9.1, but this run uses {where}."
         use = f"{USE_V1}=true" if path.release.startswith("0.9.1") else f"{USE_V1}=true with verl 0.9.1"
-        yield Problem(SNAPSHOTS, snapshots, reason, f"Set {use}, or {off} to go without them.", parts=())
+        yield Problem(SNAPSHOTS, snapshots, reason, f"Set {use}, or {off} to keep no weights.", parts=())
         return
     for each in find_unmet(_REQUIREMENTS, partial(OmegaConf.select, config), off, ()):
         # The problem is reported at this package's key; the user must decide which of the two keys is intended.

@@ -36,7 +36,8 @@ class StaleRowsWatch:
             return False
         logger.warning(
             "the correction keeps %.3f of the tokens that older weights sampled, %d in this update: bounds made for "
-            "two engines at equal weights reject stale sequences. Use %s instead, or calibrate them on a recording.",
+            "two engines at equal weights reject stale sequences. Use %s instead, or calibrate the bounds on a "
+            "recording.",
             *(kept, stale, recommended.LINE),
         )
         return True

@@ -98,13 +98,18 @@ def test_each_mistake_is_found_with_its_fix(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "bound", "value", "said"),
     [
-        ("kept_share", "lower", 1.5, "it is in [0, 1]: every value is beyond, so it always fires."),
-        ("kept_share", "lower", 0.0, "no value is beyond, so it never fires."),
-        ("ess", "lower", -3, "it is in [0, 1]: no value is beyond, so it never fires."),
-        ("ess", "upper", 1.0, "no value is beyond, so it never fires."),
-        ("ess", "upper", -0.1, "every value is beyond, so it always fires."),
-        ("mean_weight", "lower", 0, "it is >= 0: no value is beyond, so it never fires."),
-        ("nonfinite", "upper", -1, "every value is beyond, so it always fires."),
+        (
+            "kept_share",
+            "lower",
+            1.5,
+            "the statistic is in [0, 1]: every value is beyond the bound, so the alarm always fires.",
+        ),
+        ("kept_share", "lower", 0.0, "no value is beyond the bound, so the alarm never fires."),
+        ("ess", "lower", -3, "the statistic is in [0, 1]: no value is beyond the bound, so the alarm never fires."),
+        ("ess", "upper", 1.0, "no value is beyond the bound, so the alarm never fires."),
+        ("ess", "upper", -0.1, "every value is beyond the bound, so the alarm always fires."),
+        ("mean_weight", "lower", 0, "the statistic is >= 0: no value is beyond the bound, so the alarm never fires."),
+        ("nonfinite", "upper", -1, "every value is beyond the bound, so the alarm always fires."),
     ],
 )
 def test_bounds_have_the_range_of_what_is_measured(name: str, bound: str, value: float, said: str) -> None:

@@ -110,7 +110,7 @@ def test_a_fallback_is_in_force_from_the_next_update_on(caplog: pytest.LogCaptur
     assert judged(made, 0.5, 0.5, 0.5, 0.2, 0.2, 0.2) == [False] * 6
     assert made.in_force == "ess"
     assert made.metrics() == {"alarm/ess": 1.0, "alarm/active_correction": 1.0}
-    assert "the fallback of alarm ess is active, and stays" in caplog.text
+    assert "the fallback of alarm ess is already active, and stays active" in caplog.text
 
 
 def test_it_comes_back_after_quiet_updates(caplog: pytest.LogCaptureFixture) -> None:
@@ -219,7 +219,7 @@ def test_an_alarm_that_is_configured_otherwise_begins_anew(name: str, caplog: py
     assert before.metrics()["alarm/ess"] == 1.0
     with caplog.at_level(logging.WARNING):
         after.restore(json.loads(json.dumps(before.state())), in_force=CONFIGURED)
-    assert "alarm ess: it fired in the checkpoint, and is reset because its settings changed." in caplog.text
+    assert "alarm ess: it was firing at the checkpoint, and is reset because its settings have changed." in caplog.text
     assert after.metrics()["alarm/ess"] == 0.0
     switched = judged(after, 0.1, 0.1)
     assert after.metrics()["alarm/ess"] == 1.0

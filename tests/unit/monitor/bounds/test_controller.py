@@ -64,7 +64,7 @@ def test_it_waits_and_then_moves_at_its_pace(caplog: pytest.LogCaptureFixture) -
         made.observe(seen(*[0.1] * 10, kept=3.0))
     assert "correction.masks.gsm: [0.977" in caplog.text
     assert (
-        "kept 0.3000 of the 60 sequences it applies to, in 6 update(s); offpolicy.calibrate.target_kept=0.9"
+        "kept 0.3000 of the 60 sequences to which it applies, in 6 update(s); offpolicy.calibrate.target_kept=0.9"
         in caplog.text
     )
 
@@ -117,7 +117,10 @@ def test_a_target_out_of_reach_is_said_and_moves_nothing(caplog: pytest.LogCaptu
         made.observe(seen(*[0.005] * 8, *[math.inf] * 2))
     assert made.spec == SYMMETRIC
     (record,) = caplog.records
-    assert "correction.masks.gsm: 2 of the 10 it applies to are beyond a fixed bound" in record.getMessage()
+    assert (
+        "correction.masks.gsm: 2 of the 10 units to which the mask applies are beyond a fixed bound"
+        in record.getMessage()
+    )
 
 
 def test_state_survives_a_checkpoint() -> None:
@@ -156,7 +159,7 @@ def test_a_mask_with_other_bounds_starts_as_it_is_configured(caplog: pytest.LogC
         one_sided.restore(state, same_keys=False)
     assert one_sided.bounds == configured
     assert one_sided.state()["window"] == []
-    assert "correction.masks.gsm: the checkpoint has it at [0.98" in caplog.text
+    assert "correction.masks.gsm: the checkpoint has the bounds [0.98" in caplog.text
 
 
 # How bounds travel ------------------------------------------------------------------------------------------
@@ -225,7 +228,7 @@ BY_AGE = {"by_staleness": [1.0, 2.0]}
         (
             CorrectionSpec.from_mapping({"masks": {"opsm": opsm(0.1)}, "proximal": "bypass"}),
             {},
-            "backend noise cannot be told from drift",
+            "backend noise cannot be distinguished from drift",
         ),
         (CorrectionSpec.from_mapping({"masks": {"opsm": opsm(0.1)}, "proximal": "reuse"}), {}, ""),
         (
