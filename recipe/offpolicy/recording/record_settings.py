@@ -19,7 +19,7 @@ from .files import MOST_REASONS, RecordingError
 from .run_info import explain_foreign
 
 SECTION = "offpolicy.record"
-FOREIGN = "Give another directory, or move the recording in it elsewhere."
+FOREIGN = "Set another directory, or move the existing recording elsewhere."
 """Fix for a directory with the recording of another run."""
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
@@ -103,7 +103,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
             free = next(name for n in itertools.count(2) if not Path(name := f"{directory.rstrip('/')}_{n}").exists())
             yield _problem(f"{SECTION}.dir", directory, trouble, FOREIGN, set_to(f"{SECTION}.dir", free))
     except (RecordingError, OSError) as error:
-        yield _misplaced(directory, f"{error}", "Give another directory.")
+        yield _misplaced(directory, f"{error}", "Set another directory.")
     if OmegaConf.select(config, _MU) is False:
         reason = "without the engine's log-probs there is no mu to record."
         yield _problem(f"{SECTION}.dir", directory, reason, "", set_to(_MU, True))
@@ -117,7 +117,7 @@ def find_too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pr
     parts = len(spec.masks) + sum(weight.kind == "reject" for weight in spec.all_weights.values())
     if parts > MOST_REASONS:
         reason = f"{parts} parts of the correction can reject, but a recording distinguishes only {MOST_REASONS}."
-        yield _misplaced(values["dir"], reason, f"Set {SECTION}.dir=null, or give fewer masks.")
+        yield _misplaced(values["dir"], reason, f"Set {SECTION}.dir=null, or configure fewer masks.")
 
 
 def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
@@ -134,9 +134,11 @@ def _place(directory: str) -> Iterator[Problem]:
     path = Path.cwd() / directory
     existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not existing.is_dir():
-        yield _misplaced(directory, f"{existing} is not a directory.", "Give another, or null for no recording.")
+        yield _misplaced(
+            directory, f"{existing} is not a directory.", "Set another directory, or null for no recording."
+        )
     elif not _writable(existing):
-        fix = "Give another, fix its permissions, or set null for no recording."
+        fix = "Set another directory, fix the permissions of this one, or set null for no recording."
         yield _misplaced(directory, f"{existing} is not writable.", fix)
 
 

@@ -206,7 +206,7 @@ class Recorder:
         if first:
             # A disk error needs no traceback.
             trace = None if isinstance(error, OSError | OverLimit) else error
-            logger.warning("%s Recording stops, training continues.", self.stopped, exc_info=trace)
+            logger.warning("%s Recording stops; training continues.", self.stopped, exc_info=trace)
 
     def spent(self, seconds: float) -> None:
         """Add the time that the training thread has spent on recording."""
@@ -241,8 +241,9 @@ class Recorder:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "%s.share=%g: recording would take more of this step than %.2g s (%g of the duration of the last one, "
-                "%g s in the first). Rows are dropped evenly over the step, training continues. Set %s.share=%.2g or "
+                "%s.share=%g: recording would take more than %.2g s of this step (limit: %g of the last step's "
+                "duration, or %g s in the first step). Rows are dropped evenly over the step; training continues. "
+                "Set %s.share=%.2g or "
                 "%s.prompts=false.",
                 SECTION,
                 self.settings.share,

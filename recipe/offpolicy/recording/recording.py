@@ -75,7 +75,7 @@ class Recording:
         self.largest = math.inf
         self.files: dict[int, list[Path]] = {}
         if not self.directory.is_dir():
-            raise RecordingError(f"{self.directory}: no such directory. Give the one of offpolicy.record.dir.")
+            raise RecordingError(f"{self.directory}: no such directory. Give the directory of offpolicy.record.dir.")
         try:
             paths = sorted(self.directory.iterdir())
         except OSError as error:
@@ -85,7 +85,8 @@ class Recording:
                 self.files.setdefault(found[0], []).append(path)
         if not self.files:
             raise RecordingError(
-                f"{self.directory}: no recorded step in it. Give the directory of offpolicy.record.dir."
+                f"{self.directory}: there is no recorded step in this directory. Give the directory of "
+                "offpolicy.record.dir."
             )
 
     @property
@@ -116,7 +117,8 @@ class Recording:
         if not chosen:
             asked = f"from {first} on" if last is None else f"from {first} to {last}"
             raise RecordingError(
-                f"{self.directory}: no step {asked} is recorded; there are {self.steps[0]} to {self.steps[-1]}."
+                f"{self.directory}: no step {asked} is recorded; the recorded steps are {self.steps[0]} to "
+                f"{self.steps[-1]}."
             )
         return chosen
 
@@ -130,7 +132,7 @@ class Recording:
         part = read(path)
         named = set(zip(part.rows.step.tolist(), part.rows.rank.tolist(), strict=True))
         if named - {parse_step(path.name)}:
-            raise RecordingError(f"{path}: its rows belong to other steps or ranks than its name. {ASIDE}")
+            raise RecordingError(f"{path}: its rows belong to another step or rank than the file's name says. {ASIDE}")
         return part
 
     def parts(self, step: int) -> list[Step]:
@@ -149,13 +151,15 @@ class Recording:
         """
         files = self.files[step]
         if len({parse_update(path.name) is None for path in files}) > 1:
-            raise RecordingError(f"{files[0]}: mixed with files of single updates. Move one kind elsewhere.")
+            raise RecordingError(
+                f"{files[0]}: this file of a whole step is mixed with files of single updates. Move one kind elsewhere."
+            )
         first: dict[int | None, tuple[Path, Correction]] = {}
         for place, path in enumerate(files):
             part = self.part(step, place)
             alongside, of = first.setdefault(parse_update(path.name), (path, _correction(part)))
             if _correction(part) != of:
-                raise RecordingError(f"{path}: recorded under another correction than {alongside.name}.")
+                raise RecordingError(f"{path}: it was recorded under another correction than {alongside.name}.")
             yield part
 
     def pieces(self, step: int) -> Iterator[list[Step]]:
@@ -247,7 +251,7 @@ class Recording:
         except OSError as error:
             raise build_unreadable_error(path, error) from error
         except ValueError as error:
-            raise RecordingError(f"{path}: not one JSON object per line ({error}). Remove the file.") from error
+            raise RecordingError(f"{path}: expected one JSON object per line ({error}). Remove the file.") from error
 
 
 def read_config(card: Mapping[str, Any], key: str) -> Any:
@@ -328,7 +332,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise build_unreadable_error(path, error) from error
     except (ValueError, RecursionError) as error:
-        fix = "Fix it there, or move it out of the directory."
+        fix = "Repair the file, or move it out of the directory."
         raise RecordingError(f"{path}: not readable as JSON ({error}). {fix}") from error
     if not isinstance(value, dict):
         raise RecordingError(f"{path}: expected a JSON object. {ASIDE}")

@@ -72,7 +72,9 @@ class RunRecord:
             self._directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
             write_json(self._directory / CARD, build_card(config, spec, shadows, extensions), mode=PRIVATE)
         except OSError as error:
-            raise RecordingError(f"{SECTION}.dir={self.settings.dir}: {error.strerror}. Give another.") from error
+            raise RecordingError(
+                f"{SECTION}.dir={self.settings.dir}: {error.strerror}. Set another directory."
+            ) from error
         logger.info("recording goes to %s.", self._directory)
 
     def announce_update(
@@ -137,7 +139,7 @@ class RunRecord:
                 pause(POLL)
         except OSError as error:
             logger.warning(
-                "%s.dir=%s: the recording cannot be checked (%s). Fix that, or give another directory.",
+                "%s.dir=%s: the recording cannot be checked (%s). Fix the cause, or set another directory.",
                 SECTION,
                 self.settings.dir,
                 error.strerror,
@@ -168,8 +170,8 @@ class RunRecord:
         except OSError as error:
             # Otherwise rows that are recorded again would count twice.
             logger.warning(
-                "%s.dir=%s: the recording of step %d and later cannot be removed (%s). Fix: move it elsewhere, "
-                "or give another directory. Nothing is recorded, training continues.",
+                "%s.dir=%s: the recording of step %d and later cannot be removed (%s). Fix: move the recording "
+                "elsewhere, or set another directory. Nothing is recorded; training continues.",
                 SECTION,
                 self.settings.dir,
                 first,

@@ -97,7 +97,7 @@ def explain_foreign(directory: str, config: DictConfig) -> str | None:
         return None
     if card and _goes_on(card, config):
         return None
-    return "it holds the recording of another run, and this run resumes no checkpoint of it."
+    return "the directory holds the recording of another run, and this run resumes no checkpoint of that run."
 
 
 def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:

@@ -172,7 +172,7 @@ def _uids(data: TensorDict) -> Sequence[str] | Tensor | None:
     uids = [found] * len(data) if isinstance(found, str) else found
     if not isinstance(uids, list) or len(uids) != len(data) or not all(isinstance(uid, str) for uid in uids):
         shown = str(found)[:80]
-        raise TypeError(f"uid in the micro-batch is {shown!r}, expected a string for each of {len(data)} rows.")
+        raise TypeError(f"uid in the micro-batch is {shown!r}, but each of the {len(data)} rows needs a string.")
     return uids
 
 

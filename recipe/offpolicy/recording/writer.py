@@ -125,12 +125,13 @@ class StepWriter:
         if isinstance(error, OverLimit):
             return (
                 f"{SECTION}.max_bytes={settings.max_bytes:g}: rank {self._rank} has filled its part of "
-                f"{self._limit:g}. Fix: raise it, or record less by {SECTION}.every={10 * settings.every} or "
+                f"{self._limit:g} bytes. Fix: raise the limit, or record less by setting "
+                f"{SECTION}.every={10 * settings.every} or "
                 f"{SECTION}.share={settings.share / 10:g}."
             )
         if isinstance(error, OSError):
             what = os.strerror(error.errno) if error.errno else str(error).split("\n", 1)[0]
-            return f"{SECTION}.dir={settings.dir}: {what}. Fix: free space there, or give another directory."
+            return f"{SECTION}.dir={settings.dir}: {what}. Fix: free space there, or set another directory."
         return (
             f"{SECTION}.dir={settings.dir}: rank {self._rank} cannot record ({type(error).__name__}: {error}). "
             f"Fix: set {SECTION}.dir=null to turn recording off."

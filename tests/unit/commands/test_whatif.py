@@ -112,7 +112,7 @@ def test_a_recording_that_the_code_disagrees_with(tmp_path: Path, capsys: pytest
     [
         (["--spec", "correction=gsmm"], "no such option. Nearest: 'gsm'"),
         ([*GRID[:2], "--grid", "correction.masks.gsm.uper=1"], "Nearest: 'correction.masks.gsm.upper'"),
-        (["--steps", "7:9"], "no step from 7 to 9 is recorded; there are 5 to 6"),
+        (["--steps", "7:9"], "no step from 7 to 9 is recorded; the recorded steps are 5 to 6"),
         (["--png", "/proc/none/a.png"], "/proc/none"),
         (["--html", "."], "--html .: it is a directory. Name a file, such as --html whatif.html"),
         (["--png", "a.nonsense"], "a.nonsense: .nonsense is not a picture format"),

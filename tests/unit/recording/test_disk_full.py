@@ -64,6 +64,6 @@ def test_a_full_disk_stops_the_recording_and_nothing_else(small_disk: Path, capl
     assert (counters.rows, counters.dropped_rows) == (8 * (len(steps) + 1), 8 * (19 - len(steps)))
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"offpolicy.record.dir={small_disk / 'rec'}: {os.strerror(28)}. Fix: free space there, or give another "
-        f"directory. Recording stops, training continues."
+        f"offpolicy.record.dir={small_disk / 'rec'}: {os.strerror(28)}. Fix: free space there, or set another "
+        f"directory. Recording stops; training continues."
     )

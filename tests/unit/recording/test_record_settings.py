@@ -84,7 +84,7 @@ def test_more_parts_than_a_file_can_tell_apart(tmp_path: Path) -> None:
     (problem,) = find_too_many_parts(recorded, spec(rejects, **masks))
     assert (problem.key, problem.value) == ("offpolicy.record.dir", place)
     assert problem.reason == "33 parts of the correction can reject, but a recording distinguishes only 32."
-    assert problem.fix == "Set offpolicy.record.dir=null, or give fewer masks."
+    assert problem.fix == "Set offpolicy.record.dir=null, or configure fewer masks."
     assert len(list(find_too_many_parts(recorded, spec(None, **masks, one_more=GSM)))) == 1
     assert list(find_too_many_parts(nothing, spec(rejects, **masks))) == []
 
@@ -106,7 +106,7 @@ def recording(tmp_path: Path, checkpoints: str = "checkpoints") -> str:
     return str(folder)
 
 
-REFUSED = ("it holds the recording of another run, and this run resumes no checkpoint of it.", FOREIGN)
+REFUSED = ("the directory holds the recording of another run, and this run resumes no checkpoint of that run.", FOREIGN)
 
 
 def test_a_new_run_leaves_a_recording_alone(tmp_path: Path) -> None:

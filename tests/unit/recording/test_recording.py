@@ -60,7 +60,10 @@ def test_updates_under_one_correction_are_one_step(several: Path) -> None:
 
 def test_a_step_in_one_file_and_in_files_of_updates(several: Path) -> None:
     record(several, FIRST)
-    with pytest.raises(RecordingError, match=r"step_00000001\.rank_00000\.parquet: mixed with files of single updates"):
+    with pytest.raises(
+        RecordingError,
+        match=r"step_00000001\.rank_00000\.parquet: this file of a whole step is mixed with files of single updates",
+    ):
         list(Recording(several))
 
 
@@ -105,7 +108,7 @@ def test_no_fix_removes_what_was_recorded(recorded: Path) -> None:
     with pytest.raises(RecordingError, match=r"too short\)\. Move it out of the directory; the other files are read"):
         Recording(recorded).step(1)
     (recorded / "run.json").write_text('{"release": 0.9.1}')
-    with pytest.raises(RecordingError, match=r"column 16 .*\)\. Fix it there, or move it out"):
+    with pytest.raises(RecordingError, match=r"column 16 .*\)\. Repair the file, or move it out"):
         _ = Recording(recorded).card
 
 

@@ -154,7 +154,7 @@ def test_updates_of_a_step_are_counted_with_their_gradient_steps(tmp_path: Path)
 
 def test_the_directory_of_another_run_is_refused(tmp_path: Path) -> None:
     record(tmp_path / "rec", drawn_rows([1]))
-    with pytest.raises(RecordingError, match=r"offpolicy\.record\.dir=.*another run.*Give another directory"):
+    with pytest.raises(RecordingError, match=r"offpolicy\.record\.dir=.*another run.*Set another directory"):
         run(tmp_path)
 
 
@@ -220,7 +220,7 @@ def test_a_directory_that_vanishes_does_not_end_a_run_that_is_complete(
     assert pauses(of) == 0
     assert [entry.getMessage() for entry in warnings.records] == [
         f"offpolicy.record.dir={tmp_path / 'rec'}: the recording cannot be checked (No such file or directory). "
-        f"Fix that, or give another directory."
+        f"Fix the cause, or set another directory."
     ]
 
 
@@ -238,7 +238,7 @@ def test_what_cannot_be_removed_ends_the_recording_and_not_the_run(
         f"offpolicy.record.dir={tmp_path / 'rec'}: the recording of step 4 and later cannot be removed ("
     )
     assert entry.getMessage().endswith(
-        "). Fix: move it elsewhere, or give another directory. Nothing is recorded, training continues."
+        "). Fix: move the recording elsewhere, or set another directory. Nothing is recorded; training continues."
     )
 
 

@@ -62,7 +62,7 @@ def test_one_uid_of_all_rows() -> None:
     "uid", [NonTensorStack("a", 1, "c"), NonTensorStack(["a"], ["b"], ["c"]), NonTensorData(None, batch_size=ROWS)]
 )
 def test_uids_that_are_no_strings_are_an_error(uid: Any) -> None:
-    with pytest.raises(TypeError, match=r"uid in the micro-batch is .*, expected a string for each of 3 rows"):
+    with pytest.raises(TypeError, match=r"uid in the micro-batch is .*, but each of the 3 rows needs a string"):
         worker_hook._uids(batch(uid=uid))
 
 
@@ -130,7 +130,7 @@ def test_what_fails_in_the_training_thread_stops_the_recording_alone(
     (entry,) = warnings.records
     assert entry.getMessage() == (
         f"offpolicy.record.dir={tmp_path / 'rec'}: rank 0 cannot record (RuntimeError: CUDA error: out of pinned "
-        f"memory). Fix: set offpolicy.record.dir=null to turn recording off. Recording stops, training continues."
+        f"memory). Fix: set offpolicy.record.dir=null to turn recording off. Recording stops; training continues."
     )
     assert entry.exc_info is not None
     assert entry.exc_info[2] is not None

@@ -151,6 +151,6 @@ def test_steps_are_chosen_by_their_numbers(tmp_path: Path) -> None:
     recording = Recording(record(tmp_path, *(draw(step) for step in (2, 3, 4))))
     assert recording.choose_steps(None) == [2, 3, 4]
     assert recording.choose_steps((3, None)) == [3, 4]
-    with pytest.raises(RecordingError, match="no step from 7 to 9 is recorded; there are 2 to 4"):
+    with pytest.raises(RecordingError, match="no step from 7 to 9 is recorded; the recorded steps are 2 to 4"):
         recording.choose_steps((7, 9))
     assert recording.only(2, 4).steps == [2, 4]
