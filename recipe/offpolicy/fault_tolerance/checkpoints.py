@@ -185,12 +185,13 @@ def check_before_loading(
     changed_is_meant = OmegaConf.select(config, CHANGED, default=False)
     if record is None and dependents and not changed_is_meant:
         raise CheckpointError(
-            f"{path} has no {RECORD}, but {', '.join(dependents)} would continue from its state. Restore the file, or "
-            f"let them restart with {CHANGED}=true."
+            f"{path} has no {RECORD}, but {', '.join(dependents)} would continue from the state in this file. Restore "
+            f"the file, or set {CHANGED}=true to start without this state."
         )
     if record is None:
         logger.warning(
-            "%s has no %s: it is unknown whether it was trained with this correction. The next one will record it.",
+            "%s has no %s: it is unknown whether the checkpoint was trained with this correction. The next "
+            "checkpoint will record the correction.",
             path,
             RECORD,
         )
@@ -210,10 +211,10 @@ def check_before_loading(
     else:
         raise CheckpointError(
             f"{path} was trained with another correction:{_format_lines(found)}\n"
-            f"Set these back, or allow the change with {CHANGED}=true."
+            f"Set these keys back, or allow the change with {CHANGED}=true."
         )
     if of_correction and active is not None:
-        logger.warning("alarms and moved bounds of %s belong to the other correction, and restart.", path.name)
+        logger.warning("alarms and moved bounds of %s belong to the other correction, so they start again.", path.name)
         return None
     return active
 
@@ -301,9 +302,9 @@ def _choose_whole_step(folder: CheckpointFolder) -> int | None:
     whole = [step for step in folder.list_complete_steps() if folder.is_whole(step)]
     if not whole:
         raise CheckpointError(
-            f"{named}: {trouble}, and no other checkpoint is known to be complete. Name one by "
-            f"trainer.resume_mode=resume_path trainer.resume_from_path=..., or restart with "
-            f"trainer.resume_mode=disable."
+            f"{named}: {trouble}, and no other checkpoint is known to be complete. Select a checkpoint with "
+            "trainer.resume_mode=resume_path trainer.resume_from_path=..., or restart with "
+            "trainer.resume_mode=disable."
         )
     logger.warning("%s: %s; resuming step %d, the newest complete checkpoint.", named, trouble, whole[0])
     _write(folder.path / TRACKER, str(whole[0]))
@@ -325,7 +326,7 @@ def _keep_previous(config: DictConfig) -> None:
             trainer[key] = False if key == "remove_previous_ckpt_in_save" else 2
     logger.warning(
         "trainer.%s: two checkpoints are kept, because verl deletes the previous one before the new one can be "
-        "resumed; a run that ends in between would have none.",
+        "resumed; a run that ends in between would have no checkpoint.",
         single[0],
     )
 

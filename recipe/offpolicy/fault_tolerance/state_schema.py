@@ -110,8 +110,8 @@ FLAG = Value(lambda value: isinstance(value, bool), "true or false")
 TEXT = Value(lambda value: isinstance(value, str), "a text")
 REAL = Value(lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number, finite or not")
 COUNT, NUMBER, SHARE = whole(), number(), number(0, 1 + 1e-6)
-ETA = Value(_is_eta, f"batches as a text, 0 to {OLDEST}")
-PLAIN = Value(_is_plain, "plain values, numbers finite")
+ETA = Value(_is_eta, f"a number of batches as a text, 0 to {OLDEST}")
+PLAIN = Value(_is_plain, "plain values with finite numbers")
 SETTINGS = Named(PLAIN)
 
 _RATE_LIMIT = Keys(
@@ -135,7 +135,8 @@ _RATE_LIMIT = Keys(
     },
 )
 _SEEN = Value(
-    lambda value: _is_plain(value) and isinstance(value, list | Mapping), "parts, or bins and the counts of some"
+    lambda value: _is_plain(value) and isinstance(value, list | Mapping),
+    "a list of parts, or a mapping of bins with counts",
 )
 _STEERING = Keys(
     {
@@ -175,7 +176,7 @@ SAVING = Keys({"step": COUNT, "tracked": Null(COUNT)})
 ANCHORS = Keys(
     {
         "frozen": Named(Keys({"length": number(1), "step": COUNT, "answers": whole(1)})),
-        "open": Named(Items(Items(Value(_is_answer, "right or wrong, and tokens"), least=1), least=1)),
+        "open": Named(Items(Items(Value(_is_answer, "whether the answer is right, and its tokens"), least=1), least=1)),
     }
 )
 """Schema of ``length_penalty/anchors.json``."""
@@ -183,7 +184,7 @@ CLASSES = Keys({"step": COUNT, "classes": Named(Value(lambda value: value in ("e
 """Schema of ``length_penalty/classes.json``."""
 PASS_RATES = Keys(
     {
-        "counts": Named(Value(_is_rate, "a number of answers, and no more correct ones")),
+        "counts": Named(Value(_is_rate, "a number of answers, and a number of correct ones that is not larger")),
         "prior": Items(number(1e-300), 2),
     }
 )
@@ -220,10 +221,10 @@ def check_state(schema: Any, value: Any, path: Path, key: str = "") -> None:
     else:
         known = {**schema.needed, **schema.optional}
         for name in schema.needed.keys() - value.keys():
-            refuse(path, _join(key, name), None, "it is missing")
+            refuse(path, _join(key, name), None, "the key is missing")
         for name, each in value.items():
             if name not in known:
-                refuse(path, _join(key, name), each, "unknown key")
+                refuse(path, _join(key, name), each, "the key is unknown")
             check_state(known[name], each, path, _join(key, name))
 
 

@@ -228,7 +228,7 @@ class Watchdog:
             return self.lost() if self.lost else None
         except Exception:
             # The time limits still work, and must stay active.
-            logger.warning("cannot check whether all workers are alive; this check is off.", exc_info=True)
+            logger.warning("could not check whether all workers are alive; this check is now off.", exc_info=True)
             self.lost = None
             return None
 
@@ -252,7 +252,7 @@ class Watchdog:
         self._end_process(f"the run was told to end, because {sentence}")
 
     def _end_process(self, why: str) -> None:
-        logger.error("%s It did not end within %.0f s: the process is killed.", why, self.grace)
+        logger.error("%s The run did not end within %.0f s, so its process is killed.", why, self.grace)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

@@ -219,7 +219,7 @@ CASES: dict[str, tuple[str, Path_, Any, str]] = {
     ),
     "beyond its ceiling": (RECORD, ("steering", "calibration", "bounds", "gsm", "upper"), 1.5, "out of its range"),
     "updates": (RECORD, ("steering", "calibration", "updates"), -5, r"updates=-5: expected a whole number, 0 or more"),
-    "eta": (RECORD, ("staleness", "eta"), "1e6", r'staleness\.eta="1e6": expected batches'),
+    "eta": (RECORD, ("staleness", "eta"), "1e6", r'staleness\.eta="1e6": expected a number of batches'),
     "controller": (RECORD, ("staleness", "controller", "eta"), "9", r"controller.eta=9 is not in \[0, 8\]"),
     "changes": (RECORD, ("staleness", "changes"), [[7, "2"]], r"their steps must rise from 0"),
     "NaN": (FILES[2], ("counts", "0", 0), math.nan, r"counts\.0=\[NaN, 1"),
@@ -227,12 +227,12 @@ CASES: dict[str, tuple[str, Path_, Any, str]] = {
         FILES[2],
         ("counts", "0", 1),
         5.0,
-        r"counts\.0=.*expected a number of answers, and no more correct ones",
+        r"counts\.0=.*expected a number of answers, and a number of correct ones that is not larger",
     ),
     "a prompt lost": (FILES[2], ("counts",), {}, "counts=0: the checkpoint records 3 prompts"),
     "an anchor of 0": (FILES[1], ("frozen", "p", "length"), 0.0, r"frozen\.p\.length=0\.0: expected a number in"),
     "a list for a map": (RECORD, ("extensions",), [], r"extensions=\[\]: expected a mapping"),
-    "unknown": (RECORD, ("steerin",), {}, r"steerin=\{\}: unknown key"),
+    "unknown": (RECORD, ("steerin",), {}, r"steerin=\{\}: the key is unknown"),
     "state lost": (
         RECORD,
         ("extensions", "pass_at_k", "state"),
@@ -280,7 +280,7 @@ def test_a_schema_by_hand(tmp_path: Path) -> None:
     for value, said in (
         ({"a": 0}, "a=0: expected a whole number, 1 or more"),
         ({"a": True}, "a=true: expected"),
-        ({"b": {}}, "a=null: it is missing"),
+        ({"b": {}}, "a=null: the key is missing"),
         ({"a": 1, "b": {"x": [0.5]}}, r"b\.x=\[0\.5\]: expected a list of 2"),
         ({"a": 1, "b": {"x": [0.5, 2]}}, r"b\.x\[1\]=2: expected a number in \[0, 1\]"),
     ):
