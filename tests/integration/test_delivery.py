@@ -58,4 +58,4 @@ def test_a_prefix_cache_that_is_kept(run_program: Callable[..., Any]) -> None:
         "trainer.total_training_steps=6",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
     )
-    assert f"kept its prefix cache after new weights, at {KEPT_IN_A_ROW} probes in a row" in run.log
+    assert f"kept its prefix cache after receiving new weights, in {KEPT_IN_A_ROW} probes in a row" in run.log

@@ -1,4 +1,4 @@
-"""Runs inside a rollout engine's processes: records which parameters each tensor was loaded into, and their checksums.
+"""Records, in a rollout engine's processes, which parameters each tensor was loaded into, and their checksums.
 
 Patched functions, the same from verl 0.7.1 to 0.9.1:
 ``vLLMColocateWorkerExtension._update_weights(weights, peft_config, base_sync_done)``, which calls
@@ -90,7 +90,7 @@ def load_observed(
                 sources.tied.add(key)
                 continue
             if not isinstance(found, set):
-                sources.skipped = "the model does not say which parameters it loads"
+                sources.skipped = "the model does not report which parameters it loads"
             elif found or key == name:  # this rank may hold other experts
                 sources.targets[key] = found
             loaded |= found or set()

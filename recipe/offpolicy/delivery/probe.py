@@ -238,8 +238,9 @@ class Probe:
         self._kept[id(replica)] = self._kept.get(id(replica), 0) + 1 if found else 0
         if self._kept[id(replica)] >= KEPT_IN_A_ROW:
             raise LivenessError(
-                f"the rollout engine kept its prefix cache after new weights, at {KEPT_IN_A_ROW} probes in a row: "
-                f"{found} of {len(self._uncached)} tokens of the first request were found in it. Responses are sampled "
+                f"the rollout engine kept its prefix cache after receiving new weights, in {KEPT_IN_A_ROW} probes in "
+                f"a row: {found} of {len(self._uncached)} tokens of the first request were found in the cache. "
+                "Responses are sampled "
                 f"with keys and values of older weights. {self._advice}"
             )
 
@@ -248,7 +249,7 @@ class Probe:
         try:
             own: list[list[float]] = batch.compute_log_probs(pairs)
         except Exception as error:
-            self._stop_asking(f"the trainer cannot score it: {error}")
+            self._stop_asking(f"the trainer cannot score the probe: {error}")
             return []
         return own
 

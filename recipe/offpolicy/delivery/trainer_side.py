@@ -1,4 +1,4 @@
-"""Runs in the trainer's workers: checksums of the trained weights, rounded like the rollout engine's.
+"""Computes, in the trainer's workers, checksums of the trained weights, rounded like the rollout engine's.
 
 It reads ``actor.engine.module`` of verl's ``ActorRolloutRefWorker`` and ``actor_module_fsdp`` of the legacy worker.
 If the sent tensors are not the parameters (FSDP1, other engines, merged LoRA), it patches the engine's

@@ -89,7 +89,7 @@ class WeightDelivery(AddOn):
     def unproved(self) -> str | None:
         if self._metrics.get("proved") == 1.0 or "probe_slope" in self._metrics:
             return None
-        return " ".join(self._told) or f"the rollout engine's weights were not compared yet ({SECTION})."
+        return " ".join(self._told) or f"the rollout engine's weights have not been compared yet ({SECTION})."
 
     def metrics(self) -> dict[str, float]:
         return {f"offpolicy/delivery/{name}": value for name, value in self._metrics.items()}
@@ -206,7 +206,7 @@ class WeightDelivery(AddOn):
                 self._stop(
                     f"synchronisation {at}: {len(left)} of {len(trained)} trained tensors are not among the "
                     f"{len(engine.received_names)} that verl sends to the rollout engine: {_names(left)}. "
-                    f"The engine samples with old values of these. {_advise('sums')}"
+                    f"The engine samples with old values of these tensors. {_advise('sums')}"
                 )
             if comparison.different:
                 count = len(comparison.different) + len(comparison.equal)
@@ -220,7 +220,7 @@ class WeightDelivery(AddOn):
         """Describe from which earlier synchronisation the engine's differing tensors come."""
         for back, past in enumerate(reversed(self._past), start=1):
             if not set(comparison.different) & set(engine.compare(past, judge=False).different):
-                return f"It holds the weights of {back} synchronisation{'s' if back > 1 else ''} before."
+                return f"It holds the weights from {back} synchronisation{'s' if back > 1 else ''} earlier."
         received = "" if engine.received else " It has received nothing since the last synchronisation."
         known = "match none of the last synchronisations" if self._past else "were never the trainer's"
         return f"The engine's values {known}.{received}"

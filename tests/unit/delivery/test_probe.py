@@ -103,7 +103,7 @@ def test_a_prefix_cache_that_is_kept(world: World) -> None:
     for _ in range(KEPT_IN_A_ROW - 1):
         world.step()
     with pytest.raises(
-        LivenessError, match="kept its prefix cache after new weights, at 2 probes in a row: 32 of 64 tokens"
+        LivenessError, match="kept its prefix cache after receiving new weights, in 2 probes in a row: 32 of 64 tokens"
     ):
         world.step()
 
