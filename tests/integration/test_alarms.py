@@ -388,7 +388,7 @@ def test_a_worker_that_goes_on_with_the_configured_correction_stops_the_run(engi
     before = run.loss
     run.update()
     run.loss = before
-    with pytest.raises(LivenessError, match=f"fingerprint {BANDED.fingerprint()}, the trainer's is"):
+    with pytest.raises(LivenessError, match=f"fingerprint {BANDED.fingerprint()} instead of the trainer's"):
         run.update()
 
 

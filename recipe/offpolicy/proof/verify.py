@@ -148,12 +148,15 @@ def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec,
         raise LivenessError("no metrics arrived from the corrected loss: the worker ran another loss function.")
     expected = compute_fingerprint(spec, moving)
     if wrong := {packet.fingerprint for packet in packets} - {expected}:
-        raise LivenessError(f"a worker has a different spec: fingerprint {wrong.pop()}, the trainer's is {expected}.")
+        raise LivenessError(
+            f"a worker has a different spec: fingerprint {wrong.pop()} instead of the trainer's {expected}."
+        )
     bounds = read_bounds(spec, moving)
     for packet in packets:
         if packet.bounds != bounds:
             raise LivenessError(
-                f"a worker used other bounds than the trainer sent with this update: {packet.bounds} instead of "
+                f"a worker used other bounds than the trainer sent with this update: {packet.bounds} "
+                "instead of "
                 f"{bounds}."
             )
 
@@ -164,8 +167,8 @@ def _verify_plan(packets: Sequence[UpdateEvidence], plan: int | None) -> None:
     if wrong := sum(packet.plan != plan for packet in packets):
         absent = sum(not packet.plan for packet in packets)
         raise LivenessError(
-            f"{wrong} of {len(packets)} micro-batches had another plan than the trainer sent with this update "
-            f"({absent} had none): step, bounds or batch-level constants came from another update."
+            f"{wrong} of {len(packets)} micro-batches had another plan than the one that the trainer sent with this "
+            f"update ({absent} had no plan): step, bounds or batch-level constants came from another update."
         )
 
 
@@ -246,7 +249,8 @@ def _verify_two_policies(proofs: Sequence[Proof]) -> None:
         raise LivenessError(
             f"mu equals pi_old bitwise on all {tokens} tokens: one was copied from the other, so every rollout ratio "
             f"is 1 and nothing is corrected. If rollouts come from the trainer's own engine, set "
-            f"correction.proximal=same_engine; if it is intended otherwise, offpolicy.allow_identical_log_probs=true."
+            "correction.proximal=same_engine; if this is intended for another reason, set "
+            "offpolicy.allow_identical_log_probs=true."
         )
 
 
@@ -338,7 +342,7 @@ def describe_rest(
         *_find_missing(spec, live, sealed),
         *(f"{name} ({why.rstrip('.')})" for name, why in add_ons.items() if why),
     ]
-    return f"compared as well: {'; '.join(proved) or 'nothing'}. Not proved: {'; '.join(missing) or 'nothing'}."
+    return f"also compared: {'; '.join(proved) or 'nothing'}. Not proved: {'; '.join(missing) or 'nothing'}."
 
 
 def _find_missing(spec: CorrectionSpec, live: Mapping[str, float], sealed: Sequence[str]) -> Iterator[str]:
@@ -354,7 +358,7 @@ def _find_missing(spec: CorrectionSpec, live: Mapping[str, float], sealed: Seque
     elif INPUT not in sealed:
         yield "the model's input (it arrived without a seal)"
     elif spec.reads_token_versions and TOKEN_VERSIONS_SEALED not in sealed:
-        yield "versions of single tokens (only those of their sequences were)"
+        yield "versions of single tokens (only the versions of their sequences were compared)"
     if not live.get("own_rows"):
         yield "that log pi belongs to its own sequences (no micro-batch had two sequences, or pi_old is mu)"
     if not live.get("factor"):

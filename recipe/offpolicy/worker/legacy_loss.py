@@ -154,7 +154,7 @@ class LegacyUpdate:
         """
         numbers = torch.stack([rows[MINI_TOKENS], rows[MINI_ROWS]], dim=-1).unique(dim=0)
         if len(numbers) != 1:
-            raise ValueError(f"a micro-batch spans mini-batches, with (tokens, rows) {numbers.tolist()}.")
+            raise ValueError(f"a micro-batch spans several mini-batches, with (tokens, rows) {numbers.tolist()}.")
         tokens, global_rows = numbers[0].tolist()
         self._micro = _Running(rows, scale, tokens, global_rows)
 
