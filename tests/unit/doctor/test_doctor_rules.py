@@ -123,7 +123,7 @@ def test_another_trainer_and_another_release_are_not_known(
     assert (plain.status, plain.rows, [note.key for note in plain.notes]) == (0, (), ["module"])
     monkeypatch.setattr("verl_patches.execution_path.installed_release", lambda name: "0.10.0")
     diagnosis = diagnosed(VERLS, config)
-    assert "verl=0.10.0: which keys this release reads" in str(diagnosis.notes[0])
+    assert "verl=0.10.0: the doctor did not check which keys" in str(diagnosis.notes[0])
 
 
 def test_an_untested_release_is_wrong_for_ours(bases: dict[str, DictConfig], monkeypatch: pytest.MonkeyPatch) -> None:
