@@ -94,7 +94,7 @@ class Page:
         content = self.render().encode("utf-8", errors="replace")
         if len(content) > LARGEST:
             raise PageError(
-                f"{path}: the page would have {len(content):,} bytes, but {LARGEST:,} is the limit. Give it fewer "
+                f"{path}: the page would have {len(content):,} bytes, more than {LARGEST:,}. Give it fewer "
                 f"figures or shorter tables."
             )
         path.parent.mkdir(parents=True, exist_ok=True)

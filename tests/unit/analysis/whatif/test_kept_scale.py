@@ -132,7 +132,7 @@ def test_advantages_of_another_baseline_are_noted(tmp_path: Path) -> None:
     assert "with excluding, wider, training would have used other advantages" in note
     # Siblings that leave depend on the mask: only the recorded one is as recorded.
     (note,) = noted("exclude", excluding)
-    assert "with including, uncorrected, wider training" in note
+    assert "with including, uncorrected, wider, training" in note
     recording = Recording(tmp_path / "include")
     alone = run_study(recording, recording.steps, [candidates[0], candidates[-1]])
     assert not any("baseline" in note for note in alone.notes)
