@@ -197,9 +197,9 @@ def _one_expert_stale(now: Weights, before: Weights) -> Weights:
 
 
 FAULTS: dict[str, tuple[Callable[[Weights, Weights], Weights], str]] = {
-    "nothing": (lambda now, before: [], "15 of 15 tensors differ.*the weights of 1 synchronisation before"),
-    "late by one": (lambda now, before: before, "15 of 15 tensors differ.*the weights of 1 synchronisation before"),
-    "a layer": (_layer_left_out, "7 of 15 tensors differ: layers.1.*the weights of 1 synchronisation before"),
+    "nothing": (lambda now, before: [], "15 of 15 tensors differ.*the weights from 1 synchronisation earlier"),
+    "late by one": (lambda now, before: before, "15 of 15 tensors differ.*the weights from 1 synchronisation earlier"),
+    "a layer": (_layer_left_out, "7 of 15 tensors differ: layers.1.*the weights from 1 synchronisation earlier"),
     "an expert": (_one_expert_stale, "4 of 15 tensors differ: layers.0.experts.0.weight"),
     "another model": (
         lambda now, before: [(name, tensor * 1.01) for name, tensor in now],

@@ -134,7 +134,7 @@ def test_a_masked_row_leaves_the_loss_and_nothing_else(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("seen", "message"), [(1.0, "a sequence of age 1"), (None, r"saw no versions, .* u0_0_0, has age 0")]
+    ("seen", "message"), [(1.0, "a sequence of age 1"), (None, r"received no versions, .* u0_0_0, has age 0")]
 )
 def test_a_loss_that_sees_older_rows_than_entered_it_stops(
     seen: float | None, message: str, monkeypatch: pytest.MonkeyPatch

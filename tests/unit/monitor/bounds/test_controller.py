@@ -248,7 +248,7 @@ def test_without_its_keys() -> None:
     made = config(SYMMETRIC)
     made.offpolicy.calibrate = None
     (problem,) = find_problems(made, Composed(made).spec)
-    assert (problem.key, problem.reason) == (KEY, "its keys have no values.")
+    assert (problem.key, problem.reason) == (KEY, "the section is null, so its keys have no values.")
 
 
 def test_bins_are_fine_enough_for_the_narrowest_bounds_in_use() -> None:

@@ -157,7 +157,7 @@ def test_one_that_never_serves_is_given_up(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(processes, "SERVES_WITHIN", 0.1)
     sleeps = started(tmp_path, monkeypatch, "exec sleep 60")
     try:
-        with pytest.raises(StageFailed, match="does not serve within 0 s"):
+        with pytest.raises(StageFailed, match="did not serve within 0 s"):
             list(sleeps.wait(lambda: None))
     finally:
         sleeps.child.process.terminate()
