@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show(found: Any) -> None:
     """Print the tables, the verdict and the fixes."""
-    from .analysis.attribution import attribution_tables as tables
+    from .analysis.attribution import attribution_page as tables
     from .analysis.pages import open_console, print_blocks
 
     print_blocks(

@@ -19,7 +19,7 @@ from .analysis.calibration.defaults import QUANTILE
 from .command_line import add_jobs, list_output_modules, name_program, require_modules, run
 
 if TYPE_CHECKING:
-    from .analysis.calibration.calibration_tables import JointShares
+    from .analysis.calibration.calibration_page import JointShares
     from .analysis.calibration.propose import CalibrationResult
     from .correction import CorrectionSpec
     from .recording import Recording
@@ -38,7 +38,7 @@ def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSp
         RecordingError: the recording cannot be read.
     """
     from .analysis.calibration.parts import fill_placeholders
-    from .analysis.whatif.compose import compose_correction, initialize_composer
+    from .analysis.whatif.candidates import compose_correction, initialize_composer
     from .correction import CorrectionSpec, SpecError
 
     if spec:
@@ -60,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
     require_modules("calibrate", "numpy", "torch", "pyarrow", "polars", "xxhash", "hydra", *shown)
-    from .analysis.attribution.faults import describe_recorded_faults
-    from .analysis.calibration.calibration_tables import compute_joint_shares
-    from .analysis.calibration.prompt_sample import PromptSample
+    from .analysis.attribution.attribution import describe_recorded_faults
+    from .analysis.calibration.calibration_page import compute_joint_shares
     from .analysis.calibration.propose import CalibrationRequest, propose_bounds
+    from .analysis.calibration.scores import PromptSample
     from .analysis.jobs import JobsError, prepare_process, read_arguments
     from .analysis.pages import PageError, check_target
     from .correction import SpecError
@@ -107,11 +107,11 @@ def _show(
     options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
 ) -> None:
     """Write a figure, a page, JSON or tables, as requested by the options."""
-    from .analysis.calibration import calibration_tables as tables
+    from .analysis.calibration import calibration_page as tables
 
     confidence = options.confidence
     if options.png is not None:
-        from .analysis.calibration.calibration_figures import draw_curves
+        from .analysis.calibration.calibration_page import draw_curves
         from .analysis.pages.plotting import save
 
         save(draw_curves(result.proposals, confidence), options.png)
@@ -139,8 +139,8 @@ def _show(
 def _page(
     options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
 ) -> Any:
-    from .analysis.calibration import calibration_tables as tables
-    from .analysis.calibration.calibration_figures import build_panels
+    from .analysis.calibration import calibration_page as tables
+    from .analysis.calibration.calibration_page import build_panels
     from .analysis.pages import Code, Page
 
     confidence = options.confidence

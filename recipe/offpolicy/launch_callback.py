@@ -22,10 +22,10 @@ from .correction.problem import CheckError
 from .fault_tolerance.redaction import redact_streams
 from .preflight.checks.path import list_patch_groups
 from .preflight.checks.readable import find_missing_actor
-from .preflight.checks.replay import needs_model_runner
+from .preflight.checks.rollout import needs_model_runner
 from .preflight.examination import Preflight, examine
 from .preflight.hydra_groups import read_task_overrides
-from .preflight.programs import OURS, check_program_trains, find_launched, is_own
+from .preflight.python_source import OURS, check_program_trains, find_launched, is_own
 from .trainer.hooked import MODULE, mark
 
 

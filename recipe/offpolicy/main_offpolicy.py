@@ -41,7 +41,7 @@ from .doctor.launch import compose, parse_flags, prepare_arguments
 from .doctor.program import Launch, LaunchError
 from .fault_tolerance.redaction import redact_streams
 from .launch_callback import check, say
-from .preflight.programs import OURS
+from .preflight.python_source import OURS
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 

@@ -26,10 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .analysis.calibration.scores import read_recorded_spec
     from .analysis.jobs import JobsError, prepare_process, read_arguments
     from .analysis.pages import PageError, check_target
-    from .analysis.report.follow import follow
-    from .analysis.report.report_page import ReportContents, build_page
-    from .analysis.report.studies import run_studies
+    from .analysis.report.report_page import ReportContents, build_page, follow
     from .analysis.report.timeline import build_timeline
+    from .analysis.report.verdict import run_studies
     from .correction import SpecError
     from .fault_tolerance.redaction import redact
     from .recording import Recording, RecordingError

@@ -56,7 +56,7 @@ CALLS = {
     "staleness.newest": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer.check_versions",
     "staleness.noted": "recipe.offpolicy.staleness.staleness_limit:StalenessLimit._check_noted",
     "staleness.ages": "recipe.offpolicy.staleness.staleness_limit:StalenessLimit._check_ages",
-    "staleness.metrics": "recipe.offpolicy.staleness.tally:Tally.metrics",
+    "staleness.metrics": "recipe.offpolicy.staleness.buffer:Tally.metrics",
     "staleness.client": "recipe.offpolicy.staleness.client:VersionedClient._find_row",
     "staleness.lay_out": "recipe.offpolicy.batch.micro_batch:read_versions",
 }

@@ -36,8 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from recipe.offpolicy.batch.weight_versions import EXTRA_FIELDS
-from recipe.offpolicy.support.support_notes import NOTE, SupportNote
-from recipe.offpolicy.support.token_supports import read_supports
+from recipe.offpolicy.support.token_supports import NOTE, SupportNote, read_supports
 from scripts.benchmark.simulated_parts import CORRECTION, build_batch
 from scripts.harness import add_counts, build_parser, find_median_ratio, measure_growth, take_turns, write_json
 

@@ -175,8 +175,8 @@ def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
 @NEWEST
 def test_whatever_routing_replay_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by routes of its own."""
-    from recipe.offpolicy.replay.client import RoutedClient
     from recipe.offpolicy.replay.fsdp_engine import ReplayingEngine
+    from recipe.offpolicy.replay.routing_replay import RoutedClient
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.rollout.llm_server import LLMServerClient
 
@@ -191,8 +191,8 @@ def test_whatever_routing_replay_overrides_is_a_seam() -> None:
 def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by the whole vocabulary."""
     from recipe.offpolicy.staleness.client import Attempts, VersionedClient
-    from recipe.offpolicy.support.client import SupportAttempts, SupportResumingClient, SupportVersionedClient
     from recipe.offpolicy.support.fsdp_engine import SupportEngine
+    from recipe.offpolicy.support.support_server import SupportAttempts, SupportResumingClient, SupportVersionedClient
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 

@@ -100,8 +100,7 @@ class Sampler:
     def batch(self, size: int, change: Callable[[list[Any]], list[Any]] = lambda notes: notes) -> TensorDict:
         """The rows as the trainer sends them, with the K likeliest tokens of each position in their notes."""
         from recipe.offpolicy.centering.centering_engine import FLAG
-        from recipe.offpolicy.support.support_notes import SupportNote
-        from recipe.offpolicy.support.token_supports import read_supports
+        from recipe.offpolicy.support.token_supports import SupportNote, read_supports
         from verl.utils import tensordict_utils as tu
 
         notes = []

@@ -160,7 +160,7 @@ def test_an_extension(copy: Copy) -> None:
     copy.write(f"{folder}/__init__.py", '"""A small extension."""\n')
     copy.write(f"{folder}/nudge.py", (ROOT / "tests" / "support" / "nudge.py").read_text())
     copy.insert(
-        "recipe/offpolicy/extensions/registry.py",
+        "recipe/offpolicy/extensions/add_on.py",
         '    "opd": "',
         '    "wobble": "recipe.offpolicy.extensions.wobble.nudge:Nudge",\n',
     )

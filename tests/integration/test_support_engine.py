@@ -220,8 +220,7 @@ def test_the_split_into_micro_batches_does_not_matter(
 
 
 def test_tokens_of_tools_need_no_support(worker: Any, rows: tw.Rollout, supports: Supports) -> None:
-    from recipe.offpolicy.support.support_notes import SupportNote, hash_supports
-    from recipe.offpolicy.support.token_supports import TokenSupports
+    from recipe.offpolicy.support.token_supports import SupportNote, TokenSupports, hash_supports
 
     notes = []
     for prompt, response, mask, given in zip(rows.prompts, rows.responses, rows.response_mask, supports, strict=True):

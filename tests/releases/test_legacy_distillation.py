@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.opd.evidence import check_reports
-from recipe.offpolicy.extensions.opd.opd_worker import OpdReport, OpdWorker
+from recipe.offpolicy.extensions.opd.opd_worker import OpdReport, OpdWorker, check_reports
 from recipe.offpolicy.extensions.opd.settings import OpdSettings
 from recipe.offpolicy.extensions.opd.signal import CENTRE, FACTOR, ROW, SENT, TEACHER
 from recipe.offpolicy.proof.verify import LivenessError
@@ -71,7 +70,7 @@ def expected(mapping: lu.Settings) -> la.Parameters:
 def test_the_actors_own_list_of_columns_stops_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As without the patch that lets ours through: the first update that has eligible rows."""
     from verl import DataProto
-    from verl_patches.legacy.columns import Carried
+    from verl_patches.legacy.algorithms import Carried
 
     genuine = Carried.select
 

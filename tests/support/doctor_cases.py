@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from recipe.offpolicy.preflight.programs import OURS
+from recipe.offpolicy.preflight.python_source import OURS
 from tests.support.paths import ROOT
 from tests.support.short_keys import read_changes
 

@@ -24,7 +24,7 @@ from recipe.offpolicy.extensions.turn_credit import turn_credit
 from recipe.offpolicy.monitor.alarms import alarm_settings
 from recipe.offpolicy.monitor.bounds import bound_settings
 from recipe.offpolicy.monitor.mismatch import snapshot_settings
-from recipe.offpolicy.preflight import auto_setup
+from recipe.offpolicy.preflight import auto_choice
 from recipe.offpolicy.recording import record_settings
 from recipe.offpolicy.replay import replay_settings
 from recipe.offpolicy.staleness import staleness_settings
@@ -42,7 +42,7 @@ TABLES: dict[str, tuple[str, Mapping[str, Key]]] = {
         record_settings.KEYS,
         *alarm_settings.KEYS.values(),
         bound_settings.KEYS,
-        auto_setup.KEYS,
+        auto_choice.KEYS,
     )
 } | {
     "ess_lr": ("ess_lr/sqrt.yaml", ess_lr.KEYS),

@@ -12,8 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.batch.plan import BatchSplit, build_plan
-from recipe.offpolicy.extensions.opd.evidence import check_reports
-from recipe.offpolicy.extensions.opd.opd_worker import OpdWorker
+from recipe.offpolicy.extensions.opd.opd_worker import OpdWorker, check_reports
 from recipe.offpolicy.extensions.opd.settings import OpdSettings
 from recipe.offpolicy.extensions.opd.signal import CENTRE, FACTOR, ROW, TEACHER
 

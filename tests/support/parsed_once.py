@@ -22,7 +22,7 @@ import omegaconf.base
 import pytest
 from omegaconf import OmegaConf, grammar_parser
 
-from recipe.offpolicy.analysis.whatif import compose
+from recipe.offpolicy.analysis.whatif import candidates
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -46,7 +46,7 @@ def _parsed_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _composed_once() -> Iterator[None]:
-    composed = compose.compose
+    composed = candidates.compose
     known: dict[tuple[str, ...], Any] = {}
 
     def compose_once(name: str, overrides: Sequence[str], **options: Any) -> Any:
@@ -56,5 +56,5 @@ def _composed_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "compose", compose_once)
+        patch.setattr(candidates, "compose", compose_once)
         yield

@@ -36,8 +36,7 @@ def draw_supports(tokens: Tensor, *, most: int = 6, seed: int = 4) -> list[list[
 
 def build_note(prompt: Tensor, response: Tensor, supports: list[list[int]]) -> Any:
     """A row's note; a support without members is not known."""
-    from recipe.offpolicy.support.support_notes import SupportNote
-    from recipe.offpolicy.support.token_supports import TokenSupports
+    from recipe.offpolicy.support.token_supports import SupportNote, TokenSupports
 
     note = SupportNote()
     found = TokenSupports(
@@ -51,7 +50,7 @@ def build_note(prompt: Tensor, response: Tensor, supports: list[list[int]]) -> A
 
 def with_notes(rollout: tw.Rollout, notes: list[Any]) -> TensorDict:
     """The rows with their notes in verl's extra fields."""
-    from recipe.offpolicy.support.support_notes import NOTE
+    from recipe.offpolicy.support.token_supports import NOTE
 
     data = rollout.to_tensordict()
     data["extra_fields"] = NonTensorStack(*({} if note is None else {NOTE: note.to_plain()} for note in notes))

@@ -20,7 +20,7 @@ def main(rank: int, model: str, out: str, port: int) -> None:
 
     from recipe.offpolicy.batch.reports import take_reports
     from recipe.offpolicy.replay import fsdp_engine
-    from recipe.offpolicy.replay.verdict import judge, measure_routes
+    from recipe.offpolicy.replay.tally import judge, measure_routes
     from verl.workers.utils.losses import ppo_loss
 
     # The routes are of no router's choice.

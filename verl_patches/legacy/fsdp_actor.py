@@ -21,9 +21,8 @@ from verl.utils.device import get_device_name
 
 from ..contract import Contract, wrap
 from . import algorithms
-from .columns import carried, handover_of
+from .algorithms import Logged, carried, handover_of
 from .handover import mini_batch_columns
-from .logged import Logged
 
 MODULE = "dp_actor"
 _ACTOR = f"verl.workers.actor.{MODULE}:DataParallelPPOActor"

@@ -23,9 +23,8 @@ from verl.utils.device import get_device_id
 
 from ..contract import Contract, wrap
 from . import algorithms
-from .columns import carried, handover_of
+from .algorithms import Logged, carried, handover_of
 from .handover import LegacyHandover, Update, mini_batch_columns
-from .logged import Logged
 
 MODULE = "megatron_actor"
 _PATH = f"verl.workers.actor.{MODULE}"

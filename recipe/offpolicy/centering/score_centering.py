@@ -18,8 +18,7 @@ from verl_patches import engine_loss, truncated_sampling
 from ..batch.reports import take_reports
 from ..extensions.add_on import AddOn
 from ..proof.verify import LivenessError
-from ..support.client import note_supports
-from ..support.support_server import serve_supports
+from ..support.support_server import note_supports, serve_supports
 from ..support.support_settings import CENTERING, SupportSettings
 from .centering_engine import FLAG, REPORT, CenteringReport, install_centering
 

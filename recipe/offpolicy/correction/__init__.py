@@ -10,8 +10,7 @@ The package needs only torch. The three log-probs are (B, T), or nested by row w
 the advantages.
 """
 
-from .batch_wide import batch_constants, count_kept_by_row
-from .decisions import BatchConstants, RolloutStage, StepStage
+from .decisions import BatchConstants, RolloutStage, StepStage, batch_constants, count_kept_by_row
 from .mask_spec import MaskSpec
 from .problem import Problem, SpecError
 from .proximal import proximal_log_prob

@@ -14,8 +14,16 @@ import torch
 from torch import Tensor
 
 from . import telemetry
-from .batch_wide import batch_constants
-from .decisions import BatchConstants, RolloutStage, StepStage, apply_weight, choose_ids, decide_rollout, spread_ages
+from .decisions import (
+    BatchConstants,
+    RolloutStage,
+    StepStage,
+    apply_weight,
+    batch_constants,
+    choose_ids,
+    decide_rollout,
+    spread_ages,
+)
 from .mask_spec import MaskSpec, Ratio
 from .masks import find_applicable, find_outside
 from .ratios import compute_log_ratio, promote_weight_dtype

@@ -22,11 +22,20 @@ from ..extensions.add_on import AddOn
 from ..extensions.batch_view import BatchView
 from ..proof.verify import LivenessError
 from ..recording.run import RunRecord
-from .checksums import Checksum, Comparison, Held, HeldComparer, add_checksums, compare_adapter, find_left_out
+from .checksums import (
+    AS_SENT,
+    Checksum,
+    Comparison,
+    Held,
+    HeldComparer,
+    add_checksums,
+    compare_adapter,
+    find_left_out,
+    watch_sent,
+)
 from .delivery_settings import FIX_ROUNDED, LEAST_SEEN, SECTION, DeliverySettings
 from .engine_side import METHOD
 from .probe import Probe
-from .trainer_side import AS_SENT, watch_sent
 
 logger = logging.getLogger("verl.offpolicy")
 

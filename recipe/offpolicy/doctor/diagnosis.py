@@ -15,7 +15,6 @@ from verl_patches.releases import TESTED
 
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import EVERYTHING, MU, CheckError
-from ..preflight.bound_pairs import find_pairs
 from ..preflight.checks import REMARKS, VERL_CHECKS
 from ..preflight.checks.readable import (
     find_former_actor,
@@ -27,11 +26,18 @@ from ..preflight.checks.readable import (
 from ..preflight.checks.run_keys import check_by_verl
 from ..preflight.composed import REPLAY_PART as ROUTER_REPLAY
 from ..preflight.composed import Composed
-from ..preflight.configured_parts import ConfiguredPart, list_parts
-from ..preflight.examination import collect_problems, describe_verls_loss, examine, find_stray_overrides
+from ..preflight.examination import (
+    ConfiguredPart,
+    collect_problems,
+    describe_verls_loss,
+    examine,
+    find_pairs,
+    find_stray_overrides,
+    list_parts,
+)
 from ..preflight.hydra_groups import brought_sections, read_task_overrides
 from ..preflight.own_keys import list_groups, list_sections
-from ..preflight.programs import VERLS, check_program_trains, is_own
+from ..preflight.python_source import VERLS, check_program_trains, is_own
 from ..preflight.similar_keys import find_similar_keys
 from .launch import compose
 from .program import Launch, LaunchError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from ..fault_tolerance.redaction import redact_streams
-from ..preflight.programs import OURS
+from ..preflight.python_source import OURS
 from . import __doc__ as _HELP
 from .foreign_code import ForeignCode
 
@@ -90,7 +90,7 @@ def _diagnose(known: argparse.Namespace, given: Sequence[str], out: IO[str] | No
 
 
 def _judge(launches: Sequence[Launch]) -> list[Diagnosis]:
-    from ..extensions.registry import own_launch
+    from ..extensions.add_on import own_launch
     from .diagnosis import diagnose
 
     token = own_launch.set(not launches[0].origin)

@@ -28,7 +28,7 @@ from verl_patches.hydra_sections import bring_sections
 from ..preflight.hydra_groups import force_own_keys
 from ..preflight.hydra_refusals import NO_DEFAULT, explain_refusal, list_nested, parse
 from ..preflight.primary_config import CONFIG_DIR, check_primary, keep_search_path
-from ..preflight.programs import VERLS
+from ..preflight.python_source import VERLS
 from .program import HydraMain, Launch, LaunchError, find_program
 from .unknown_keys import find_unknown_keys
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from verl_patches.contract import demand_release, location
 from verl_patches.releases import RELEASES, TESTED, release_of
 
-from ..preflight.programs import OURS, VERLS
-from ..preflight.python_source import find_source
+from ..preflight.python_source import OURS, VERLS, find_source
 
 _OF_MAIN = ("config_path", "config_name")
 _VERL_RECIPE = (

@@ -1,17 +1,71 @@
-"""Search of a script for its training launch, with all of its arguments known."""
+"""Search of a script for its training launch, with all of its arguments known, or a message about the unknown ones."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from . import unknown_words
 from .bash import Field, ProgramCall, Script, ScriptEnd, ScriptError, Unknown, read_script, read_text
 from .program import Launch
-from .unknown_words import KEY
+
+KEY = re.compile(r"[+]{0,2}([\w./@-]+)=", re.S)
+
+
+def describe_overrides(unknowns: Sequence[Unknown], script: Path) -> str:
+    """Describe which overrides of a launch are unknown, why, and the fix."""
+    keys = [found[1] for each in unknowns if (found := KEY.match(each.prefix))]
+    few = "an override is" if len(unknowns) == 1 else f"{len(unknowns)} overrides are"
+    named = f" ({', '.join(dict.fromkeys(keys))})" if keys else ""
+    return f"{few} unknown{named}: {describe_unknowns(unknowns, script)}"
+
+
+def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
+    """Describe why values are unknown, each cause once, with the fixes."""
+    lines: dict[str, int] = {}
+    for each in unknowns:
+        lines.setdefault(each.why, each.line)
+    causes = [f"{why} (line {line})" for why, line in lines.items()]
+    # ${X:?} does not allow an empty value.
+    unset = {each.unset: not each.required for each in unknowns if each.unset}
+    fixes = dict.fromkeys(
+        filter(
+            None,
+            (
+                *propose_exports(unset),
+                _propose_in_front(unknowns),
+                *_propose_values(unknowns, script),
+            ),
+        )
+    )
+    proposed = f" Fix: {', and '.join(fixes)}." if fixes else ""
+    return f"{'; '.join(causes)}.{proposed}"
+
+
+def propose_exports(names: Mapping[str, bool]) -> list[str]:
+    """Suggest exports of variables, noting if bash accepts an empty value, and script arguments for names like "1"."""
+    as_empty = " (bash treats it as empty)"
+    fixes = [f"export {name}=VALUE{as_empty * empty}" for name, empty in names.items() if not name.isdigit()]
+    if any(name.isdigit() for name in names):
+        fixes.append("give the script's arguments after --script FILE")
+    return fixes
+
+
+def _propose_in_front(unknowns: Sequence[Unknown]) -> str:
+    names = dict.fromkeys(each.variable for each in unknowns if each.variable and not each.unset)
+    return f"put {' '.join(f'{name}=VALUE' for name in names)} before the command" if names else ""
+
+
+def _propose_values(unknowns: Sequence[Unknown], script: Path) -> list[str]:
+    """Suggest values for keys that neither a variable nor an argument determines."""
+    left = [each for each in unknowns if not each.variable and not each.unset]
+    keys = dict.fromkeys(found[1] for each in left if (found := KEY.match(each.prefix)))
+    values = " ".join(f"{key}=VALUE" for key in keys)
+    return [f"to check the launch with values of your own, add {values} after --script {script}"] if keys else []
+
 
 _PYTHON = re.compile(r"(.*/)?(python[\d.]*|torchrun)")
 _UV = re.compile(r"(.*/)?uv")
@@ -61,7 +115,7 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
     for called, launch in found:
         where = f"{script}, line {called.line}"
         if called.doubt is not None:
-            why = unknown_words.describe_unknowns([called.doubt], script)
+            why = describe_unknowns([called.doubt], script)
             raise ScriptError(f"{where}: whether the script reaches this launch is unknown: {why}")
         if taken := _find_taken(arguments, launch):
             argument, key = taken
@@ -118,7 +172,7 @@ def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:
         because = f": {end.because}" if end.because else ""
         before = f"the launch of line {line}" if line is not None else "any launch"
         needed = [*end.unset, *(["1"] if _ARGUMENTS.search(end.because) else [])]
-        fixes = " and ".join(unknown_words.propose_exports(dict.fromkeys(needed, False)))
+        fixes = " and ".join(propose_exports(dict.fromkeys(needed, False)))
         given = f" Fix: {fixes}." if fixes else ""
         return f"the script ends at line {end.line}{status} before {before}{because}.{given}"
     where = f"no launch at line {line}" if line is not None else "no launch"
@@ -153,7 +207,7 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
     start = next((i for i, word in enumerate(words) if isinstance(word, str) and _PYTHON.fullmatch(word)), None)
     if start is None:
         if isinstance(words[0], Unknown) and _count_overrides(words[1:]) > 1:
-            why = unknown_words.describe_unknowns([words[0]], script)
+            why = describe_unknowns([words[0]], script)
             raise ScriptError(f"{script}, line {called.line}: the program that this line calls is unknown: {why}")
         return None
     by_torchrun = str(words[start]).endswith("torchrun")
@@ -169,7 +223,7 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
         )
     rest = [_settle(word, [*rest[place + 1 :], *arguments]) for place, word in enumerate(rest)]
     if unknowns := [word for word in (module, *rest) if isinstance(word, Unknown)]:
-        raise ScriptError(f"{script}, line {called.line}: {unknown_words.describe_overrides(unknowns, script)}")
+        raise ScriptError(f"{script}, line {called.line}: {describe_overrides(unknowns, script)}")
     return Launch(str(module), tuple(map(str, rest)), f"{script}, line {called.line}")
 
 

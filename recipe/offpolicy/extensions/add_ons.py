@@ -20,9 +20,8 @@ from ..fault_tolerance.checkpoints import RECORD, find_changes
 from ..fault_tolerance.redaction import redact
 from ..fault_tolerance.state_schema import refuse, restoring
 from ..proof.verify import LivenessError
-from .add_on import AddOn, Advantages, Extension, WorkerExtension, implements
+from .add_on import AddOn, Advantages, Extension, WorkerExtension, implements, load_extensions
 from .batch_view import BatchView, PromptView
-from .registry import load_extensions
 
 logger = logging.getLogger("verl.offpolicy")
 

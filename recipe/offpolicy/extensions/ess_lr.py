@@ -18,8 +18,7 @@ from verl.utils import tensordict_utils as tu
 from verl_patches import engine_loss, optimizer_steps
 from verl_patches.execution_path import live_path
 
-from ..batch.configured import Configured
-from ..batch.declared_keys import choice, number
+from ..batch.declared_keys import Configured, choice, number
 from ..batch.reports import take_reports
 from ..correction import Problem
 from ..proof.verify import LivenessError

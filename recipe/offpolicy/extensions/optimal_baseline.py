@@ -10,8 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from ..batch.configured import Configured
-from ..batch.declared_keys import choice
+from ..batch.declared_keys import Configured, choice
 from ..batch.plan import BatchSplit
 from ..correction import Problem
 from .advantage_proof import AdvantageExtension

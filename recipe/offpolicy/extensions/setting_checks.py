@@ -10,8 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import OmegaConf
 
-from ..batch.configured import Configured
-from ..batch.declared_keys import Key, Rule, Section
+from ..batch.declared_keys import Configured, Key, Rule, Section
 from ..correction import Problem, SpecError
 from ..correction.denominator import GROUP_ESTIMATORS
 from ..correction.problem import EVERYTHING, CheckError, Requirement, find_unmet

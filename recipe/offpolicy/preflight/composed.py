@@ -23,13 +23,12 @@ from verl_patches.execution_path import (
     live_path,
 )
 
-from ..batch.configured import Configured
+from ..batch.declared_keys import Configured
 from ..correction import CorrectionSpec, SpecError
 from ..correction.dialects.verl import VERL_DEFAULTS
 from ..correction.problem import format_value
 from ..correction.proximal import Proximal
-from ..extensions.add_on import Extension
-from ..extensions.registry import load_extensions
+from ..extensions.add_on import Extension, load_extensions
 from ..replay.replay_settings import RECORDED, ReplaySettings
 from ..staleness.staleness_settings import StalenessSettings
 from ..support.support_settings import SupportSettings

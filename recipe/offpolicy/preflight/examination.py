@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,10 +11,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError
 
-from ..correction import CorrectionSpec, Problem, SpecError
-from ..correction.problem import CheckError, format_value
-from ..extensions.registry import list_registered
-from .bound_pairs import find_pairs
+from ..correction import CorrectionSpec, MaskSpec, Problem, SpecError, WeightSpec
+from ..correction.bounds import format_bounds
+from ..correction.problem import CheckError, format_value, set_to
+from ..extensions.add_on import list_registered
 from .checks import CHECKS, REMARKS
 from .checks.readable import (
     find_null_sections,
@@ -23,8 +24,8 @@ from .checks.readable import (
 )
 from .checks.rows import Check
 from .checks.run_keys import check_by_verl
-from .composed import SUPPORT_PART, Composed
-from .configured_parts import list_parts
+from .checks.verl_correction import WORKERS
+from .composed import REPLAY_PART, SHADOW, SUPPORT_PART, VERL, Composed, name_part
 from .hydra_groups import (
     compose_without,
     filter_added,
@@ -36,6 +37,154 @@ from .hydra_groups import (
 from .own_keys import list_sections
 from .resolve import Say, check_beside, check_fallbacks, refuse_emptied, resolve
 from .similar_keys import find_stray_keys
+
+_OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>[+-]?[\d.]+(?:_[\d.]+)+)\s*")
+_BOUND = re.compile(r"(?P<which>recovery_)?(?:lower|upper)|(?:\w+_)?(?:delta|budget|threshold|threshold_lower)")
+"""Names of keys that may take a pair of bounds; in other keys an underscore groups digits."""
+_SECTIONS = (f"{VERL}.", f"{WORKERS}.", "correction.", "offpolicy.")
+
+
+def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
+    """Find bounds that Hydra reads as one number, 0.5_2 as 0.52 and 1_01 as 101, unless quoted for Hydra."""
+    last = {override.partition("=")[0].lstrip("+~"): override for override in overrides}
+    for override in last.values():
+        found = _OVERRIDE.fullmatch(override)
+        if found is None or not found["key"].startswith(_SECTIONS):
+            continue
+        key, value = found["key"], found["value"]
+        owner, _, name = key.rpartition(".")
+        bound = _BOUND.fullmatch(name)
+        if bound is None:
+            continue
+        try:
+            number = float(value)
+        except ValueError:  # 0.5_2.0, which stays a string
+            continue
+        reason = f"Hydra reads {value} as this number, because it ignores underscores in numbers."
+        if key.endswith(("_threshold", "_threshold_lower")):
+            fix = f"Set it to '{value}', and protect these quotes from the shell."
+            yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=(set_to(key, value),))
+            continue
+        lower, upper, *_ = value.split("_")
+        pair = name.endswith(("lower", "upper")) and float(lower) < float(upper)
+        bounds = (f"{owner}.{bound['which'] or ''}lower={lower}", f"{owner}.{bound['which'] or ''}upper={upper}")
+        if "." in value:
+            fixes = bounds if pair else (f"{key}={lower}",)
+        else:  # probably a decimal comma, not two bounds
+            fixes = (f"{key}={value.replace('_', '.', 1).replace('_', '')}",)
+        # No one writes a bound as 02, so 1_02 means 1.02.
+        two = pair and fixes != bounds and upper == (upper.lstrip("0") or "0")
+        other = f", or {bounds[0]} and {bounds[1]} if two bounds are meant" if two else ""
+        fix = f"Set {' and '.join(fixes)}{other}."
+        yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=fixes)
+
+
+def _find_parts(key: str) -> tuple[str, ...]:
+    """Return the part of a correction that a key belongs to, as a tuple; empty if it belongs to none."""
+    if key.startswith("offpolicy."):
+        return ()
+    if key.startswith("correction."):
+        names = key.split(".")
+        return (".".join(names[1:3]) if names[1] in ("masks", "weights") else names[1],)
+    name = key.rpartition(".")[2]
+    owner = next((owner for owner in ("rollout_is", "rollout_rs") if name.startswith(owner)), name)
+    return (f"rollout_correction.{owner}",)
+
+
+_RATIOS = {"rollout": "pi_old / mu", "full": "pi / mu", "ppo": "pi / pi_old"}
+
+
+@dataclass(frozen=True)
+class ConfiguredPart:
+    """One part of a configured correction, with its own verdict.
+
+    Attributes:
+        name: as ``Problem.parts`` names it.
+        meaning: what is configured, in a few words.
+        reads_mu: True if it needs the rollout engine's log-probs.
+        ours: True if this recipe's correction uses it; False for shadows, extensions and verl's own parts.
+    """
+
+    name: str
+    meaning: str
+    reads_mu: bool = True
+    ours: bool = True
+
+
+def list_parts(run: Composed) -> list[ConfiguredPart]:
+    """List all configured parts: of our correction, its shadows, verl's own correction, and router replay."""
+    spec = run.spec
+    parts = [ConfiguredPart(key, describe_part(weight)) for key, weight in spec.all_weights.items()]
+    parts += [ConfiguredPart(f"masks.{name}", describe_part(mask), _reads_mu(mask)) for name, mask in spec.masks]
+    if spec.proximal != "recompute":
+        parts.append(ConfiguredPart("proximal", f"pi_old: {spec.proximal}", spec.proximal != "reuse"))
+    if spec.kl_clip is not None:
+        band = format_bounds(dict(zip(("lower", "upper"), spec.kl_clip, strict=True)))
+        parts.append(ConfiguredPart("kl_clip", f"KL loss with pi / pi_old in {band}", reads_mu=False))
+    if spec.kl_weight is not None:
+        capped = "" if spec.kl_weight.upper is None else f", {format_bounds({'upper': spec.kl_weight.upper})}"
+        meaning = f"KL loss times {_RATIOS[spec.kl_weight.ratio]}{capped}"
+        parts.append(ConfiguredPart("kl_weight", meaning, spec.kl_weight.ratio == "full"))
+    if spec.penalty is not None:
+        meaning = f"{spec.penalty.coefficient:g} times (log {_RATIOS[spec.penalty.ratio]})^2"
+        parts.append(ConfiguredPart("penalty", meaning, spec.penalty.ratio == "full"))
+    if spec.centering is not None:
+        parts.append(ConfiguredPart("centering", f"expected score over the {spec.centering} likeliest tokens removed"))
+    if spec.nonfinite != "counted":
+        parts.append(ConfiguredPart("nonfinite", f"tokens without a finite mu {spec.nonfinite}"))
+    if spec.denominator != "original":
+        parts.append(ConfiguredPart("denominator", spec.denominator))
+    if spec.baseline != "include":
+        parts.append(ConfiguredPart("baseline", spec.baseline))
+    if (support := run.support) is not None:
+        meaning = f"pi_old and pi over up to {support.size} tokens that could be sampled; else {support.unknown}"
+        parts.append(ConfiguredPart(SUPPORT_PART, meaning, ours=False))
+    shadows = run.get(SHADOW) or ()
+    parts += [ConfiguredPart(f"shadow.{name}", "reported, not applied", ours=False) for name in shadows]
+    for key in run.active:
+        bound = f"{key}_threshold"
+        within = f", {bound}={format_value(run.verls[bound])}" if bound in run.verls else ""
+        parts.append(ConfiguredPart(name_part(key), f"verl's own, {format_value(run.verls[key])}{within}", ours=False))
+    for each in run.extensions:
+        parts.append(ConfiguredPart(each.section, each.meaning, reads_mu=False, ours=False))
+    if asked := run.router_replay:
+        parts.append(ConfiguredPart(REPLAY_PART, asked, reads_mu=False, ours=False))
+    return parts
+
+
+def _reads_mu(mask: MaskSpec) -> bool:
+    return mask.ratio != "ppo" and not mask.entry.of_age
+
+
+def describe_part(part: WeightSpec | MaskSpec) -> str:
+    """Describe a weight or a mask in a few words."""
+    return _describe_weight(part) if isinstance(part, WeightSpec) else _describe_mask(part)
+
+
+def _describe_weight(weight: WeightSpec) -> str:
+    ratio = _RATIOS[weight.ratio]
+    bounds = format_bounds({"lower": weight.lower, "upper": weight.upper})
+    when = "" if weight.when == "any" else f", {weight.when}"
+    aggregate = "" if weight.aggregate == "product" else f" {weight.aggregate},"
+    if weight.kind == "gamma":
+        bounds = f"power={weight.power:g} rate={weight.rate:g}"
+    return f"{weight.level},{aggregate} {weight.kind} {bounds} on {ratio}{when}{_format_factors(weight)}"
+
+
+def _describe_mask(mask: MaskSpec) -> str:
+    when = "" if mask.when == "any" else f", {mask.when}"
+    if mask.entry.of_age:
+        return f"{mask.level}, at most {mask.upper:g} versions old{when}"
+    ratio = _RATIOS[mask.ratio]
+    bounds = format_bounds({name: getattr(mask, name) for name in ("lower", "upper", "delta", "budget")})
+    return f"{mask.level}, {mask.aggregate} {bounds} on {ratio}{when}{_format_factors(mask)}"
+
+
+def _format_factors(part: WeightSpec | MaskSpec) -> str:
+    if part.by_position is not None:
+        return f", |log bound| times position^{part.by_position:g}"
+    return "" if part.by_staleness is None else f", |log bound| times {format_value(list(part.by_staleness))} by age"
+
 
 _UNREADABLE = (OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors that a check may raise on a value that it cannot read."""

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from verl_patches.hydra_sections import PROVIDER
 
 from ..correction.problem import find_closest
-from ..extensions.registry import SHIPPED
+from ..extensions.add_on import SHIPPED
 from .python_source import find_source
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"

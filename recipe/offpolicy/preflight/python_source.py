@@ -1,4 +1,4 @@
-"""Checks Python source without importing it, because importing verl alone takes seconds.
+"""Checks Python source without importing it, and recognises the launched program.
 
 If the source does not show that a contract on a verl function holds, because the source differs or the target is
 created when its module runs, the contract is checked by importing the module. The training process imports all targets,
@@ -18,9 +18,13 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import CodeType, SimpleNamespace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from verl_patches.contract import Contract, installed_release, literals, looked_up
+
+if TYPE_CHECKING:
+    from ..correction.problem import Problem
+
 
 _FIELD = "response_logprobs"
 _OUTPUT = "AgentLoopOutput"
@@ -226,3 +230,40 @@ def _compile(node: ast.AST) -> CodeType:
         node.decorator_list = []
     whole = compile(ast.Module([node], []), "<seam>", "exec")
     return next((constant for constant in whole.co_consts if isinstance(constant, CodeType)), whole)
+
+
+OURS = "recipe.offpolicy.main_offpolicy"
+VERLS = (
+    "verl.trainer.main_ppo",
+    "verl.experimental.fully_async_policy.fully_async_main",
+    "verl.experimental.one_step_off_policy.main_ppo",
+)
+"""verl's programs whose trainers and workers the checks support."""
+SAMPLERS = ("verl.trainer.main_eval", "verl.trainer.main_generation", "verl.trainer.main_generation_server")
+"""verl's programs that train nothing but have a configuration like PPO's."""
+
+
+def find_launched() -> str:
+    """Find this process's program, as ``python -m`` names it; its file if it is not verl's."""
+    main = sys.modules["__main__"]
+    if (spec := getattr(main, "__spec__", None)) is not None:
+        return str(spec.name)
+    file = str(getattr(main, "__file__", ""))
+    if not os.path.isfile(file):
+        return file
+    known = {module: find_source(module) for module in (*VERLS, *SAMPLERS)}
+    return next((module for module, source in known.items() if source and os.path.samefile(source, file)), file)
+
+
+def is_own(module: str) -> bool:
+    """Return True for a user's own main program, which may register estimators, losses and agent loops with verl."""
+    return module not in (OURS, *VERLS)
+
+
+def check_program_trains(module: str) -> Iterator[Problem]:
+    """Refuse verl's programs that only sample or evaluate."""
+    from ..correction.problem import Problem  # imported late: it imports torch
+
+    if module in SAMPLERS:
+        reason = "it trains nothing, so there is no gradient to correct."
+        yield Problem("module", module, reason, "Launch it without a correction.", parts=())

@@ -15,8 +15,7 @@ from ..correction.problem import CheckError, format_value
 from ..correction.validation import rename_for_metrics
 from ..monitor.alarms.alarm_settings import DEFAULTS, SECTION
 from ..recording.record_settings import resolve_dir
-from .auto_choice import Requirement, check_requirements, format_selection, select
-from .auto_setup import read_setup, refuse_setup
+from .auto_choice import Requirement, check_requirements, format_selection, read_setup, refuse_setup, select
 from .composed import AUTO as AUTO_PROXIMAL
 from .composed import BYPASS, PROXIMAL, SHADOW, VERL, Composed, choose_proximal
 from .hydra_groups import (

@@ -21,17 +21,21 @@ from ..batch import micro_batch as mb
 from ..batch.padding import take_rows
 from ..correction import BatchConstants, CorrectionSpec
 from ..correction.centering import select_token_parts
-from .loss_gradients import (
+from .prefix_trials import build_prefix_mask_trials, build_prefix_weight_trials
+from .term_trials import (
     BoundLoss,
     CorrectedLoss,
     ShiftResult,
     adapter_gradient,
     base_gradient,
+    expect_centering,
     penalty_gradient,
     relative_error,
+    try_centering,
+    try_kl,
+    try_kl_weight,
+    try_penalty,
 )
-from .prefix_trials import build_prefix_mask_trials, build_prefix_weight_trials
-from .term_trials import expect_centering, try_centering, try_kl, try_kl_weight, try_penalty
 from .trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}

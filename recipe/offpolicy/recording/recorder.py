@@ -15,9 +15,8 @@ from typing import Any
 
 from ..batch.plan import UpdateRows
 from .files import OverLimit
-from .pack import Packed
 from .record_settings import SECTION, RecordSettings
-from .writer import Item, Outcome, StepWriter
+from .writer import Item, Outcome, Packed, StepWriter
 
 MOST_TIME = 0.05
 """Share of a step that recording may take from the training thread, relative to the duration of the last step."""

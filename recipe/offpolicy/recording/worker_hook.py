@@ -21,10 +21,10 @@ from ..batch.weight_versions import TokenVersions
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.ratios import find_valid_tokens
 from ..correction.statistics import Reduction
-from .pack import Seen, pack
 from .record_settings import SECTION, RecordSettings
 from .recorder import Recorder, get_recorder
 from .schema import WITHOUT_REPLAY
+from .writer import Seen, pack
 
 _MEGATRON = "megatron.core.parallel_state"
 

@@ -1,4 +1,4 @@
-"""Monitoring of routing replay in verl's Megatron engine, which replays routes itself; this module changes nothing.
+"""Monitoring of routing replay in verl's Megatron engine, which replays routes itself.
 
 Wrapped functions in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, batch)`` returns the
 routes of a micro-batch, ``forward_step(self, batch_iter, model, ...)`` gives them to the routers of the chunk and runs
@@ -8,7 +8,10 @@ holds its targets in ``RouterReplay.target_topk_idx``; the second value of its f
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +20,9 @@ from torch import Tensor
 
 from verl.utils import tensordict_utils as tu
 
+from ..batch.reports import take_reports
+from ..extensions.add_on import AddOn
+from ..proof.verify import LivenessError
 from .batch_routes import ROUTES, Mode
 from .expert_choice import ReplayError
 
@@ -238,3 +244,58 @@ def watch_actor(worker: Any, mode: Mode) -> WatchedEngine:
 
     engine_loss.check(router_replay.SEAMS_OF_MEGATRON)
     return WatchedEngine(worker.actor.engine, mode)
+
+
+def judge_megatron(reports: Sequence[MegatronReport], mode: Mode) -> str:
+    """Judge the reports of one update, one per mini-batch from every rank of the last pipeline stage.
+
+    If replay failed on any stage, the worker has already stopped the run.
+
+    Returns:
+        A sentence for the log.
+
+    Raises:
+        LivenessError: no router replayed a route.
+    """
+    layers = sorted({layer for report in reports for layer in report.layers})
+    replayed, forwarded = (sum(getattr(report, name) for report in reports) for name in ("tokens", "forwarded"))
+    if not replayed:
+        seen = f"{len(layers)} layers replayed no token" if layers else "no router of the last stage replays"
+        raise LivenessError(
+            f"routing replay: actor_rollout_ref.actor.megatron.router_replay.mode={mode}, but {seen}. Fix: train a "
+            f"mixture of experts with verl's own Megatron engine, or set the key to disabled."
+        )
+    placed = all(report.placed for report in reports)
+    told = (
+        "which equal the shipped routes"
+        if placed
+        else "which were not compared with the shipped routes, because verl splits these"
+    )
+    return (
+        f"routing replay {mode} LIVE on Megatron, in layers {layers} of the last stage: {replayed / forwarded:.1%} of "
+        f"tokens sent to the experts that verl's RouterReplay names, {told}."
+    )
+
+
+logger = logging.getLogger("verl.offpolicy")
+
+
+class MegatronReplay(AddOn):
+    """The proof of verl's own replay.
+
+    Args:
+        mode: verl's replay mode.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode: Mode = mode
+        self._seen = False
+
+    def engine_part(self) -> Callable[[Any], object]:
+        return partial(watch_actor, mode=self._mode)
+
+    def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
+        proof = judge_megatron(take_reports(metrics, REPORT), self._mode)
+        if not self._seen:
+            logger.info(proof)
+        self._seen = True

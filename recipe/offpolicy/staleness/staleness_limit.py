@@ -30,9 +30,8 @@ from ..fault_tolerance.state_schema import restoring
 from ..proof.rollout_checks import SAMPLED, name_missing_column
 from . import ages
 from .ages import AgeLimit, RateLimit, RowTag
-from .buffer import BoundedReplayBuffer
+from .buffer import BoundedReplayBuffer, Tally
 from .staleness_settings import ADAPT, ETA, TOO_OLD, EtaController, StalenessSettings
-from .tally import Tally
 
 logger = logging.getLogger("verl.offpolicy")
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from ..batch.padding import Layout
 from ..batch.weight_versions import read_extra_fields
 from ..replay.batch_routes import TokenLayout
-from .support_notes import NOTE, RowSupports, hash_supports, read_note
-from .token_supports import TokenSupports
+from .token_supports import NOTE, RowSupports, TokenSupports, hash_supports, read_note
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,9 @@ from verl_patches import engine_loss, truncated_sampling
 from ..batch.reports import take_reports
 from ..extensions.add_on import AddOn
 from ..proof.verify import LivenessError
-from .client import note_supports
-from .fsdp_engine import FLAG, REPORT, install_support
-from .support_server import serve_supports
+from .fsdp_engine import FLAG, REPORT, SupportReport, install_support
+from .support_server import note_supports, serve_supports
 from .support_settings import SupportSettings
-from .support_tally import SupportReport
 
 WORSE = 1.1
 """Largest accepted ratio of k3 over the support to k3 over the vocabulary."""

@@ -46,7 +46,7 @@ def choose_v1(run: CorrectedV1) -> Iterator[AddOn]:
 
         yield RoutingReplay(run, replay)
     elif (mode := read_megatron_mode(config)) is not None:
-        from ..replay.megatron_replay import MegatronReplay
+        from ..replay.megatron_engine import MegatronReplay
 
         yield MegatronReplay(mode)
     if (snapshots := SnapshotSettings.from_config(config)) is not None:

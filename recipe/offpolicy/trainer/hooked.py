@@ -73,12 +73,12 @@ def _hook_v1() -> None:
 
 
 def _hook_workers(module: str) -> None:
-    from ..delivery import trainer_side
+    from ..delivery import checksums
     from ..worker import engine_parts
 
     worker = sys.modules[module].ActorRolloutRefWorker
     engine_parts.add_method(worker)
-    trainer_side.add_method(worker)
+    checksums.add_method(worker)
     if module == _WORKERS[0]:
         from ..worker.scored_seals import seal_scores
 

@@ -23,7 +23,7 @@ from ..correction.statistics import Statistic, merge_all
 from ..delivery.delivery_settings import SECTION
 from ..extensions.add_ons import AddOns
 from ..monitor.active_correction import ActiveCorrection
-from ..monitor.alarms.watched import format_watched
+from ..monitor.alarms.alarms import format_watched
 from ..monitor.mismatch.shares import RecentFloor
 from ..monitor.mismatch.stale_kept import StaleRowsWatch
 from ..proof.drawn_rows import PROVE_EVERY, draw_rows

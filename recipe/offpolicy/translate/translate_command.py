@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import yaml
 
-from ..analysis.whatif.compose import build_overrides, initialize_composer
+from ..analysis.whatif.candidates import build_overrides, initialize_composer
 from ..correction import CorrectionSpec, SpecError
 from ..correction.dialects import PEERS
 from ..correction.dialects.peer import flatten

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from recipe.offpolicy.centering.centering_engine import FLAG, install_centering
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.support.support_notes import NOTE, SupportNote
-from recipe.offpolicy.support.token_supports import read_supports
+from recipe.offpolicy.support.token_supports import NOTE, SupportNote, read_supports
 from scripts.harness import Records
 from verl.workers.config import FSDPActorConfig
 

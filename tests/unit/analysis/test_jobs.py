@@ -17,9 +17,9 @@ import torch
 
 from recipe.offpolicy.analysis import jobs
 from recipe.offpolicy.analysis.attribution.attribution import attribute
-from recipe.offpolicy.analysis.calibration.calibration_tables import compute_joint_shares
-from recipe.offpolicy.analysis.calibration.prompt_sample import PromptSample
+from recipe.offpolicy.analysis.calibration.calibration_page import compute_joint_shares
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
+from recipe.offpolicy.analysis.calibration.scores import PromptSample
 from recipe.offpolicy.analysis.jobs import (
     ALONE,
     Jobs,

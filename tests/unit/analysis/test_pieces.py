@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.attribution import faults
-from recipe.offpolicy.analysis.calibration.calibration_tables import compute_joint_shares
-from recipe.offpolicy.analysis.calibration.prompt_sample import hash_prompts
+from recipe.offpolicy.analysis.attribution import attribution
+from recipe.offpolicy.analysis.calibration.calibration_page import compute_joint_shares
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
+from recipe.offpolicy.analysis.calibration.scores import hash_prompts
 from recipe.offpolicy.analysis.jobs import ALONE, map_steps
 from recipe.offpolicy.analysis.whatif.candidates import Candidate
 from recipe.offpolicy.analysis.whatif.study import run_study
@@ -76,11 +76,11 @@ def test_a_calibration(recorded: Recording, monkeypatch: pytest.MonkeyPatch, cor
 def test_a_search_for_faults(recorded: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sample of the step: the rows that are searched are the same."""
     searched = []
-    monkeypatch.setattr(faults, "TOKENS", 100)
-    monkeypatch.setattr(faults, "find_causes_in_rows", lambda rows, card: searched.append(rows) or [])
-    faults.describe_recorded_faults(recorded, {})
+    monkeypatch.setattr(attribution, "TOKENS", 100)
+    monkeypatch.setattr(attribution, "find_causes_in_rows", lambda rows, card: searched.append(rows) or [])
+    attribution.describe_recorded_faults(recorded, {})
     read_whole(monkeypatch)
-    faults.describe_recorded_faults(recorded, {})
+    attribution.describe_recorded_faults(recorded, {})
     pieces, whole = searched
     assert 0 < len(whole) < 3 * 16
     assert np.array_equal(pieces.log_prob, whole.log_prob)

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration import prompt_sample
-from recipe.offpolicy.analysis.calibration.calibration_figures import draw_curves, format_caption
+from recipe.offpolicy.analysis.calibration import scores
+from recipe.offpolicy.analysis.calibration.calibration_page import draw_curves, format_caption
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.pages.template import PANEL
-from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
+from recipe.offpolicy.analysis.whatif.candidates import compose_correction, initialize_composer
 from recipe.offpolicy.calibrate import main
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording
@@ -235,8 +235,8 @@ def test_a_large_recording_is_calibrated_by_a_sample(
     asked = ("--spec", "correction=gsm", "--target-kept", "0.9", "--json")
     _, whole, err = run(capsys, recording, *asked)
     assert err == ""
-    monkeypatch.setattr(prompt_sample, "TOKENS", 1)
-    monkeypatch.setattr(prompt_sample, "ROWS", Recording(recording).count_rows() // 2)
+    monkeypatch.setattr(scores, "TOKENS", 1)
+    monkeypatch.setattr(scores, "ROWS", Recording(recording).count_rows() // 2)
     _, part, err = run(capsys, recording, *asked)
     assert "calibrate: Bounds are based on a sample of the prompts, a share of " in err
     assert "and 0.5 for parts that decide by row" in err

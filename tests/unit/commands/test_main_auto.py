@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.preflight.auto_choice import check_requirements, select
-from recipe.offpolicy.preflight.auto_setup import read_setup
+from recipe.offpolicy.preflight.auto_choice import check_requirements, read_setup, select
 from recipe.offpolicy.preflight.composed import Composed
 from tests.support.applications import NEEDED, application
 from tests.support.corrections import GSM, TIS, opsm, spec

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import attribute
-from recipe.offpolicy.analysis.whatif.compose import build_overrides, compose_correction, initialize_composer
+from recipe.offpolicy.analysis.whatif.candidates import build_overrides, compose_correction, initialize_composer
 from recipe.offpolicy.correction import CorrectionSpec, recommended
 from recipe.offpolicy.preflight.examination import examine
 from recipe.offpolicy.recording import Recording

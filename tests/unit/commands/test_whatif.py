@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from recipe.offpolicy.analysis.whatif import whatif_page
-from recipe.offpolicy.analysis.whatif.agreement import Agreement
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, build_candidates
-from recipe.offpolicy.analysis.whatif.outcomes import CorrectionMeasures
+from recipe.offpolicy.analysis.whatif.outcomes import Agreement, CorrectionMeasures
 from recipe.offpolicy.analysis.whatif.study import run_study
-from recipe.offpolicy.analysis.whatif.whatif_tables import format_heading, shorten_label
+from recipe.offpolicy.analysis.whatif.whatif_page import format_heading, shorten_label
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name

@@ -14,7 +14,7 @@ from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.correction.bounds import format_bounds
 from recipe.offpolicy.correction.deferred_value import DeferredValue, defer_statistics, fetch
 from recipe.offpolicy.correction.problem import Requirement, find_unmet, set_to
-from recipe.offpolicy.preflight.configured_parts import describe_part
+from recipe.offpolicy.preflight.examination import describe_part
 from recipe.offpolicy.replay.replay_settings import list_requirements
 from recipe.offpolicy.support.support_settings import REQUIREMENTS
 from tests.support.presets import PRESETS

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from recipe.offpolicy.delivery.checksums import UpdateSample, add_method, watch_sent, weigh_own
 from recipe.offpolicy.delivery.delivery_settings import DeliverySettings
 from recipe.offpolicy.delivery.engine_side import (
     METHOD,
@@ -23,7 +24,6 @@ from recipe.offpolicy.delivery.engine_side import (
     tell_root_cause,
     weigh_parameters,
 )
-from recipe.offpolicy.delivery.trainer_side import UpdateSample, add_method, watch_sent, weigh_own
 from recipe.offpolicy.delivery.weight_delivery import WeightDelivery
 from recipe.offpolicy.fault_tolerance.lost_workers import FAILURE
 from recipe.offpolicy.proof.verify import LivenessError

@@ -12,7 +12,7 @@ from recipe.offpolicy.doctor.launch import parse_flags, prepare_arguments
 from recipe.offpolicy.doctor.program import Launch, LaunchError
 from recipe.offpolicy.doctor.show import show, to_json
 from recipe.offpolicy.preflight.own_keys import list_groups, list_paths
-from recipe.offpolicy.preflight.programs import OURS, VERLS
+from recipe.offpolicy.preflight.python_source import OURS, VERLS
 from tests.support.applications import NEEDED
 from tests.support.doctor_answer import Ask
 from tests.support.examples import each_nth_when_quick

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.doctor.bash.script import read_script
+from recipe.offpolicy.doctor.bash.interpreter import read_script
 from recipe.offpolicy.doctor.bash.shell_values import ProgramCall, ScriptError, Unknown
 from tests.support.paths import ROOT
 

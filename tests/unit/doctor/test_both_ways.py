@@ -12,7 +12,7 @@ from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.doctor.launch import compose
 from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.preflight.hydra_groups import read_chosen_options
-from recipe.offpolicy.preflight.programs import OURS
+from recipe.offpolicy.preflight.python_source import OURS
 from tests.support.paths import ROOT
 from verl_patches.hydra_sections import GROUPS
 

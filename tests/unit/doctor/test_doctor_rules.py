@@ -13,7 +13,7 @@ from recipe.offpolicy.doctor.diagnosis import judge
 from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.doctor.verdicts import Diagnosis
 from recipe.offpolicy.launch_callback import prepare
-from recipe.offpolicy.preflight.programs import OURS
+from recipe.offpolicy.preflight.python_source import OURS
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import GSM, opsm
 from tests.support.doctor_cases import CASES, ROLLOUT, TIS_OF_VERL, VERLS, Case

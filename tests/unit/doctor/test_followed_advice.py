@@ -12,7 +12,7 @@ from omegaconf import DictConfig, open_dict
 from recipe.offpolicy.correction import Problem
 from recipe.offpolicy.doctor.diagnosis import judge
 from recipe.offpolicy.doctor.program import Launch
-from recipe.offpolicy.preflight.programs import OURS
+from recipe.offpolicy.preflight.python_source import OURS
 from tests.support.applications import NEEDED, application, changed
 from tests.support.doctor_cases import ACTOR, ROLLOUT, VERL, VERLS
 from tests.support.mended import with_overrides

@@ -8,9 +8,9 @@ import pytest
 from omegaconf import DictConfig
 from packaging.version import Version
 
-from recipe.offpolicy.doctor.former_keys import find_last_release, find_successor
 from recipe.offpolicy.doctor.launch import compose
 from recipe.offpolicy.doctor.program import Launch
+from recipe.offpolicy.doctor.unknown_keys import find_last_release, find_successor
 from verl_patches.contract import installed_release
 
 

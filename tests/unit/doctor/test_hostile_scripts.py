@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.doctor.bash.braces import expand_braces
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError
-from recipe.offpolicy.doctor.scripts import MOST, find_launches
-from recipe.offpolicy.doctor.unknown_words import propose_exports
+from recipe.offpolicy.doctor.bash.words import expand_braces
+from recipe.offpolicy.doctor.scripts import MOST, find_launches, propose_exports
 from tests.support.examples import each_nth_when_quick
 
 LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"

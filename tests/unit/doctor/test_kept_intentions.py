@@ -13,10 +13,10 @@ from recipe.offpolicy.doctor.diagnosis import diagnose
 from recipe.offpolicy.doctor.launch import compose
 from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.doctor.verdicts import Diagnosis
-from recipe.offpolicy.preflight.checks import replay
+from recipe.offpolicy.preflight.checks import rollout
 from recipe.offpolicy.preflight.checks.verl_correction import check_misplaced
 from recipe.offpolicy.preflight.composed import Composed
-from recipe.offpolicy.preflight.programs import OURS, VERLS, check_program_trains, find_launched
+from recipe.offpolicy.preflight.python_source import OURS, VERLS, check_program_trains, find_launched
 from tests.support.applications import NEEDED
 
 pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.usefixtures("each_actor_is_probed_once")]
@@ -119,7 +119,7 @@ def test_routes_of_vllm_0_31_need_its_second_model_runner(monkeypatch: pytest.Mo
         return [each.verdict for each in (*found.problems, *found.notes) if each.key == "VLLM_USE_V2_MODEL_RUNNER"]
 
     assert said() == []
-    monkeypatch.setattr(replay, "installed_release", lambda name: "0.31.0")
+    monkeypatch.setattr(rollout, "installed_release", lambda name: "0.31.0")
     assert said() == ["NOTE"]
     monkeypatch.setitem(os.environ, "VLLM_USE_V2_MODEL_RUNNER", "0")
     assert said() == ["ERROR"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from recipe.offpolicy.doctor.bash.interpreter import read_script
 from recipe.offpolicy.doctor.bash.programs import LARGEST, is_lookup, run_lookup, run_program
-from recipe.offpolicy.doctor.bash.script import read_script
 from recipe.offpolicy.doctor.bash.shell_values import Field, Unknown
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, rollout_stage
-from recipe.offpolicy.correction.batch_wide import batch_constants
+from recipe.offpolicy.correction.decisions import batch_constants
 from recipe.offpolicy.extensions.length_penalty import penalties
 from recipe.offpolicy.extensions.length_penalty.penalties import compute_shift
 from recipe.offpolicy.extensions.opd import advantages as distil

@@ -7,11 +7,10 @@ import pytest
 from recipe.offpolicy.doctor.diagnosis import diagnose
 from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.doctor.verdicts import Diagnosis
-from recipe.offpolicy.extensions.add_on import Extension
-from recipe.offpolicy.extensions.registry import KEY, SHIPPED, list_registered, load_extensions
+from recipe.offpolicy.extensions.add_on import KEY, SHIPPED, Extension, list_registered, load_extensions
 from recipe.offpolicy.preflight.composed import Composed, choose_proximal
 from recipe.offpolicy.preflight.examination import Preflight, examine
-from recipe.offpolicy.preflight.programs import OURS
+from recipe.offpolicy.preflight.python_source import OURS
 from tests.support.applications import NEEDED, application
 from tests.support.examples import few_when_quick
 from tests.support.nudge import Nudge

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.extensions.registry import KEY, SHIPPED, find_problems, load_extensions
+from recipe.offpolicy.extensions.add_on import KEY, SHIPPED, find_problems, load_extensions
 from tests.support.paths import ROOT
 
 NUDGE = "tests.support.nudge:Nudge"

@@ -10,8 +10,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.preflight.auto_choice import Requirement, Selection, check_requirements, format_selection, select
-from recipe.offpolicy.preflight.auto_setup import Setup, read_setup, refuse_setup
+from recipe.offpolicy.preflight.auto_choice import (
+    Requirement,
+    Selection,
+    Setup,
+    check_requirements,
+    format_selection,
+    read_setup,
+    refuse_setup,
+    select,
+)
 from recipe.offpolicy.preflight.composed import Composed
 from tests.support.short_keys import read_changes, read_table
 

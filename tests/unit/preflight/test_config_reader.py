@@ -10,8 +10,7 @@ from omegaconf.errors import ConfigAttributeError
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.preflight.composed import Composed, copy_config
-from recipe.offpolicy.preflight.configured_parts import list_parts
-from recipe.offpolicy.preflight.examination import describe_verls_loss
+from recipe.offpolicy.preflight.examination import describe_verls_loss, list_parts
 from recipe.offpolicy.preflight.hydra_groups import list_options, read_task_overrides
 from recipe.offpolicy.preflight.python_source import find_source
 from tests.support.applications import OPTIONS, application, without_verl

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 
 from recipe.offpolicy.correction import SpecError
-from recipe.offpolicy.preflight.auto_setup import read_setup
+from recipe.offpolicy.preflight.auto_choice import read_setup
 from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.model_files import (
     count_largest_tensor,

@@ -12,14 +12,14 @@ from hydra.core.object_type import ObjectType
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
+from recipe.offpolicy.analysis.whatif.candidates import compose_correction, initialize_composer
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.doctor.launch import compose as compose_launch
 from recipe.offpolicy.doctor.program import Launch, LaunchError
 from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import load_option, refuse_moved
 from recipe.offpolicy.preflight.hydra_refusals import list_nested
-from recipe.offpolicy.preflight.programs import OURS
+from recipe.offpolicy.preflight.python_source import OURS
 from recipe.offpolicy.preflight.resolve import resolve
 from tests.support.applications import CONFIGS, NEEDED, OPTIONS, application, without_verl
 from verl_patches.hydra_sections import bring_sections

@@ -12,8 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.preflight.auto_choice import ETA_MATHS, select
-from recipe.offpolicy.preflight.auto_setup import Setup
+from recipe.offpolicy.preflight.auto_choice import ETA_MATHS, Setup, select
 from recipe.offpolicy.preflight.checks.path import check_lora
 from recipe.offpolicy.preflight.hydra_groups import brought_sections
 from tests.support.applications import composed

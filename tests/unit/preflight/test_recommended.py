@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import attribute
-from recipe.offpolicy.analysis.report.studies import COMPARED, run_studies
 from recipe.offpolicy.analysis.report.timeline import build_timeline
-from recipe.offpolicy.analysis.report.verdict import build_answers
+from recipe.offpolicy.analysis.report.verdict import COMPARED, build_answers, run_studies
 from recipe.offpolicy.correction import CorrectionSpec, recommended
 from recipe.offpolicy.monitor.mismatch.stale_kept import StaleRowsWatch
-from recipe.offpolicy.preflight.auto_choice import select
-from recipe.offpolicy.preflight.auto_setup import Setup
+from recipe.offpolicy.preflight.auto_choice import Setup, select
 from recipe.offpolicy.preflight.checks.staleness import warn_asynchronous
 from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.recording import Recording

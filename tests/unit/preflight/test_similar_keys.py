@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.extensions.registry import SHIPPED
+from recipe.offpolicy.extensions.add_on import SHIPPED
 from recipe.offpolicy.preflight.examination import examine, find_stray_overrides
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from recipe.offpolicy.preflight.own_keys import list_paths, list_sections, list_verls_names

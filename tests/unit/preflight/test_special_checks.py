@@ -13,19 +13,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.correction.dialects.verl import VERL_DEFAULTS
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.extensions.registry import KEY as EXTENSIONS
+from recipe.offpolicy.extensions.add_on import KEY as EXTENSIONS
 from recipe.offpolicy.preflight.checks.correction import build_two_steps, list_masks, list_weights
-from recipe.offpolicy.preflight.checks.offpolicy_keys import check_extensions, warn_extensions
 from recipe.offpolicy.preflight.checks.readable import (
     find_missing_actor,
     find_null_sections,
     find_unresolved_interpolations,
 )
-from recipe.offpolicy.preflight.checks.replay import check_routing_replay
-from recipe.offpolicy.preflight.checks.rollout import check_bucket
+from recipe.offpolicy.preflight.checks.rollout import check_bucket, check_routing_replay
 from recipe.offpolicy.preflight.checks.rows import Row, run_rows
 from recipe.offpolicy.preflight.checks.run_keys import check_micro_batches, count_data_parallel_ranks
-from recipe.offpolicy.preflight.checks.staleness import REPLACED
+from recipe.offpolicy.preflight.checks.staleness import REPLACED, check_extensions, warn_extensions
 from recipe.offpolicy.preflight.checks.verl_correction import find_meant
 from recipe.offpolicy.preflight.composed import ASYNC_MODES, Composed, list_micro_batch_keys, name_part, to_mapping
 from recipe.offpolicy.preflight.examination import collect_problems, run_checks

@@ -10,16 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.preflight import checks
-from recipe.offpolicy.preflight.checks import (
-    CHECKS,
-    REMARKS,
-    offpolicy_keys,
-    path,
-    replay,
-    rollout,
-    run_keys,
-    verl_correction,
-)
+from recipe.offpolicy.preflight.checks import CHECKS, REMARKS, path, rollout, run_keys, staleness, verl_correction
 from recipe.offpolicy.preflight.checks.rows import Check
 from recipe.offpolicy.preflight.composed import SHADOW, Composed, copy_config
 from tests.support.applications import NEEDED, application
@@ -144,15 +135,15 @@ def test_what_fixes_a_problem_leaves_none_of_its_key(check: Check, release: str,
 
 
 def test_every_check_of_a_launch_is_in_the_table() -> None:
-    inside = {replay.check_router_replay, verl_correction.check_trainer_mode, verl_correction.check_former_names}
+    inside = {rollout.check_router_replay, verl_correction.check_trainer_mode, verl_correction.check_former_names}
     inside |= {verl_correction.check_decoupled, verl_correction.check_bypass, verl_correction.check_legacy_mu}
     inside |= {verl_correction.check_misplaced, run_keys.check_by_verl}
     elsewhere = {path.check_seams, path.check_lora, run_keys.check_resume, run_keys.check_folders, rollout.check_bucket}
     elsewhere |= {
-        replay.check_model_runner,
+        rollout.check_model_runner,
         rollout.check_agent_loops,
-        offpolicy_keys.check_extensions,
-        offpolicy_keys.warn_extensions,
+        staleness.check_extensions,
+        staleness.warn_extensions,
     }
     asked = {check for check, _ in CASES} - inside | elsewhere | {verl_correction.check_dead_keys}
     assert asked == {*CHECKS, *REMARKS}

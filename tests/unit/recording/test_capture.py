@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recipe.offpolicy.recording import Rows
-from recipe.offpolicy.recording.pack import Seen, pack, unpack
+from recipe.offpolicy.recording.writer import Seen, pack, unpack
 from tests.support.examples import at_most
 
 MASK = torch.tensor(

@@ -13,9 +13,9 @@ import torch
 
 from recipe.offpolicy.batch.plan import UpdateRows
 from recipe.offpolicy.recording import Recording
-from recipe.offpolicy.recording.pack import Seen, pack
 from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.recording.recorder import Recorder
+from recipe.offpolicy.recording.writer import Seen, pack
 
 PAGES = 16
 UPDATE = UpdateRows(ranks=1, rows=8, mini_batch_rows=8)

@@ -13,9 +13,9 @@ import torch
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import RecordingError, read, write
-from recipe.offpolicy.recording.pack import Seen, pack, unpack
 from recipe.offpolicy.recording.recording import read_extensions
 from recipe.offpolicy.recording.schema import Rows, concatenate
+from recipe.offpolicy.recording.writer import Seen, pack, unpack
 from recipe.offpolicy.report import main as report
 from tests.support.recordings import drawn_rows, record
 

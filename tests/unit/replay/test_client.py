@@ -18,7 +18,7 @@ pytestmark = pytest.mark.verl("==0.9.1")
 llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
 
 if hasattr(llm_server, "FullyAsyncLLMServerClient"):
-    from recipe.offpolicy.replay import client as ours
+    from recipe.offpolicy.replay import routing_replay as ours
     from recipe.offpolicy.staleness.client import note_versions
     from verl.workers.rollout.replica import TokenOutput
 

@@ -12,16 +12,15 @@ pytest.importorskip("transfer_queue")
 
 
 def test_actors_get_workers_that_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.replay import megatron_replay
+    from recipe.offpolicy.replay import megatron_engine
 
-    monkeypatch.setattr(megatron_replay, "watch_actor", lambda worker, mode: (worker, mode))
-    assert megatron_replay.MegatronReplay("R3").engine_part()("worker") == ("worker", "R3")
+    monkeypatch.setattr(megatron_engine, "watch_actor", lambda worker, mode: (worker, mode))
+    assert megatron_engine.MegatronReplay("R3").engine_part()("worker") == ("worker", "R3")
 
 
 def test_each_update_is_judged_and_the_first_is_told(caplog: pytest.LogCaptureFixture) -> None:
     from recipe.offpolicy.proof.verify import LivenessError
-    from recipe.offpolicy.replay.megatron_engine import REPORT, MegatronReport
-    from recipe.offpolicy.replay.megatron_replay import MegatronReplay
+    from recipe.offpolicy.replay.megatron_engine import REPORT, MegatronReplay, MegatronReport
 
     caplog.set_level(logging.INFO, logger="verl.offpolicy")
     add_on = MegatronReplay("R3")

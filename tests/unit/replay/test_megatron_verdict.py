@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipe.offpolicy.proof.verify import LivenessError
-from recipe.offpolicy.replay.megatron_engine import MegatronReport
-from recipe.offpolicy.replay.megatron_replay import judge_megatron
+from recipe.offpolicy.replay.megatron_engine import MegatronReport, judge_megatron
 
 REPORT = MegatronReport(layers=(1, 3), tokens=36, forwarded=40, placed=True)
 

@@ -11,9 +11,8 @@ pytestmark = pytest.mark.verl("==0.9.1")
 pytest.importorskip("transfer_queue")
 
 from recipe.offpolicy.staleness.ages import AgeLimit  # noqa: E402
-from recipe.offpolicy.staleness.buffer import BoundedReplayBuffer  # noqa: E402
+from recipe.offpolicy.staleness.buffer import BoundedReplayBuffer, Tally  # noqa: E402
 from recipe.offpolicy.staleness.staleness_settings import StalenessSettings  # noqa: E402
-from recipe.offpolicy.staleness.tally import Tally  # noqa: E402
 
 
 def build(too_old: str, **changes: Any) -> BoundedReplayBuffer:

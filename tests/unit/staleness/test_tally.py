@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from recipe.offpolicy.staleness.ages import RowTag
-from recipe.offpolicy.staleness.tally import Tally
+from recipe.offpolicy.staleness.buffer import Tally
 
 ROOT = "offpolicy/staleness"
 

@@ -11,8 +11,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from recipe.offpolicy.replay.batch_routes import TokenLayout
 from recipe.offpolicy.support.batch_supports import ResponseTokens, lay_out_supports, read_notes
-from recipe.offpolicy.support.support_notes import NOTE, SupportNote
-from recipe.offpolicy.support.token_supports import TokenSupports
+from recipe.offpolicy.support.token_supports import NOTE, SupportNote, TokenSupports
 
 ROWS = [[1, 2, 5, 6, 7], [3, 8, 9]]
 SUPPORTS = [[[5, 4], [], [7]], [[8, 1, 2], [9]]]

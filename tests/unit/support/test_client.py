@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.support.support_notes import NOTE, read_note
-from recipe.offpolicy.support.token_supports import SupportError, TokenSupports
+from recipe.offpolicy.support.token_supports import NOTE, SupportError, TokenSupports, read_note
 
 pytestmark = pytest.mark.verl("==0.9.1")
 llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
 
 if hasattr(llm_server, "FullyAsyncLLMServerClient"):
     from recipe.offpolicy.staleness.client import note_versions
-    from recipe.offpolicy.support import client as ours
+    from recipe.offpolicy.support import support_server as ours
     from verl.workers.rollout.replica import TokenOutput
 
 PROMPT = [1, 2]

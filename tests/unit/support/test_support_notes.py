@@ -7,8 +7,7 @@ import pickle
 import numpy as np
 import torch
 
-from recipe.offpolicy.support.support_notes import SupportNote, hash_supports, read_note
-from recipe.offpolicy.support.token_supports import TokenSupports
+from recipe.offpolicy.support.token_supports import SupportNote, TokenSupports, hash_supports, read_note
 
 
 def supports(*rows: list[int]) -> TokenSupports:

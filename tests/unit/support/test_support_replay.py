@@ -67,8 +67,7 @@ def test_agent_loops_get_the_client_that_notes(version: str, add_on: Any, monkey
 
 def test_each_update_is_judged_and_the_first_is_proved(add_on: Any) -> None:
     from recipe.offpolicy.proof.verify import LivenessError
-    from recipe.offpolicy.support.fsdp_engine import REPORT
-    from recipe.offpolicy.support.support_tally import SupportReport
+    from recipe.offpolicy.support.fsdp_engine import REPORT, SupportReport
 
     report = SupportReport(
         tokens=10,

@@ -31,8 +31,7 @@ def test_a_request_for_log_probs_asks_for_the_likeliest_ids() -> None:
 def test_supports_are_put_beside_what_verl_extracts() -> None:
     from vllm.logprobs import FlatLogprobs
 
-    from recipe.offpolicy.support.client import ANSWER
-    from recipe.offpolicy.support.support_server import extract_supports
+    from recipe.offpolicy.support.support_server import ANSWER, extract_supports
 
     seen: list[Any] = []
     extract = extract_supports(lambda *given: seen.append(given), SupportSettings(2, "mask"))

@@ -9,9 +9,9 @@ import pytest
 
 from recipe.offpolicy.batch.reports import take_reports
 from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.support.fsdp_engine import SupportReport
 from recipe.offpolicy.support.support_replay import judge
 from recipe.offpolicy.support.support_settings import SupportSettings
-from recipe.offpolicy.support.support_tally import SupportReport
 
 SETTINGS = SupportSettings(32, "mask")
 REPORT = SupportReport(

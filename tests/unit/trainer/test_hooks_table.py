@@ -7,8 +7,7 @@ import re
 
 import pytest
 
-from recipe.offpolicy.extensions.add_on import AddOn
-from recipe.offpolicy.extensions.registry import SHIPPED
+from recipe.offpolicy.extensions.add_on import SHIPPED, AddOn
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.verl("==0.9.1")
@@ -18,7 +17,7 @@ OWN = {
     "staleness limit": "staleness.staleness_limit:StalenessLimit",
     "snapshots": "staleness.weight_snapshots:WeightSnapshots",
     "routing replay": "replay.routing_replay:RoutingReplay",
-    "Megatron's replay": "replay.megatron_replay:MegatronReplay",
+    "Megatron's replay": "replay.megatron_engine:MegatronReplay",
     "support replay": "support.support_replay:SupportReplay",
     "score centering": "centering.score_centering:ScoreCentering",
     "delivery": "delivery.weight_delivery:WeightDelivery",

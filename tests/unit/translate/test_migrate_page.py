@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
+from recipe.offpolicy.analysis.whatif.candidates import compose_correction, initialize_composer
 from recipe.offpolicy.correction import CorrectionSpec
 from tests.support.corrections import run, values
 from tests.support.paths import ROOT

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
+from recipe.offpolicy.analysis.whatif.candidates import compose_correction, initialize_composer
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.correction.dialects import PEERS
 from recipe.offpolicy.translate.translate_command import main, read_document, translate

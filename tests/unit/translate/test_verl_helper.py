@@ -20,8 +20,7 @@ from recipe.offpolicy.correction.row_layout import RowLayout, detect_layout
 from recipe.offpolicy.translate import compiled_batch, loops
 from recipe.offpolicy.translate.compiled_batch import CompiledBatch
 from recipe.offpolicy.translate.rollout_correction import _batch, verl_rollout_correction
-from recipe.offpolicy.translate.row_sums import COLUMNS, MEASURES, Quantity, QuantitySums, RowSums
-from recipe.offpolicy.translate.torch_batch import TorchBatch
+from recipe.offpolicy.translate.row_sums import COLUMNS, MEASURES, Quantity, QuantitySums, RowSums, TorchBatch
 from tests.support.examples import at_most, few_when_quick
 
 pytest.importorskip("verl")

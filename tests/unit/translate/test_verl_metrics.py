@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from recipe.offpolicy.translate.row_sums import QuantitySums, compare_with_bounds, measure_rows
-from recipe.offpolicy.translate.verl_metrics import (
+from recipe.offpolicy.translate.rollout_correction import (
     compute_weight_metrics,
 )
+from recipe.offpolicy.translate.row_sums import QuantitySums, compare_with_bounds, measure_rows
 
 TOKENS = np.array([2.0, 1.0])
 

@@ -8,8 +8,8 @@ import torch
 from verl_patches import groups
 from verl_patches.contract import is_needed, looked_up
 from verl_patches.groups import asked_for, named
+from verl_patches.legacy.algorithms import behind
 from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, mini_batch_columns
-from verl_patches.legacy.logged import behind
 from verl_patches.releases import release_of
 from verl_patches.runtime_env import joined
 from verl_patches.sent_metrics import complete

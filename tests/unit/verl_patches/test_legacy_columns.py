@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from verl import DataProto
-from verl_patches.legacy.algorithms import running, update
-from verl_patches.legacy.columns import carried, handover_of
+from verl_patches.legacy.algorithms import carried, handover_of, running, update
 from verl_patches.legacy.handover import HANDOVER
 
 

@@ -1,4 +1,4 @@
-"""Figures and HTML page of an attribution."""
+"""Tables, sentences, figures and HTML page of an attribution."""
 
 from __future__ import annotations
 
@@ -6,16 +6,259 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from ..pages import Details, Page, plotting
+from ..pages import Column, Details, Page, Table, plotting
 from ..pages.panels import Axis, Mark, Panel, Rule
-from . import attribution_tables
 from .attribution import Attribution
+from .causes import misalignment
+from .causes.cause import THRESHOLDS
 from .decomposition import Decomposition
 from .frames import Bucket
+from .scored_rows import describe_left_out
 from .worst_examples import escape
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def compute_kl(attribution: Attribution) -> float:
+    """Compute KL(mu, pi_old) by k3, in nats per token, over all tokens; NaN if there are none."""
+    tokens = sum(version.tokens for version in attribution.versions)
+    return sum(version.k3 * version.tokens for version in attribution.versions) / tokens if tokens else math.nan
+
+
+def is_healthy(attribution: Attribution) -> bool:
+    """Check whether KL(mu, pi_old) is no larger than is usual between two healthy engines."""
+    return compute_kl(attribution) <= THRESHOLDS.healthy
+
+
+def describe_unexplained(attribution: Attribution) -> str:
+    """Describe an attribution that found no cause in one or two sentences."""
+    kl = compute_kl(attribution)
+    if not is_healthy(attribution):
+        return (
+            f"The mismatch is large and its cause unknown: KL(mu, pi_old) is {kl:.2g} nats per token; between two "
+            f"healthy engines it is at most {THRESHOLDS.healthy:g}.{_only_stale(attribution)}"
+        )
+    if all(cause.verdict == "not testable" for cause in attribution.causes):
+        why = list(dict.fromkeys(cause.sentence for cause in attribution.causes))
+        return f"No cause can be tested: {'; '.join(why)}."
+    correlation = _correlation(attribution)
+    if correlation < THRESHOLDS.related:
+        return (
+            f"KL(mu, pi_old) is small, {kl:.2g} nats per token, but the correlation of log pi_old and log mu is only "
+            f"{correlation:.2f}: the recorded log-probs vary too little to identify a cause."
+        )
+    return (
+        f"No cause stands out: the difference is as small and as even as between two healthy engines, with a "
+        f"KL(mu, pi_old) of {kl:.2g} nats per token."
+    )
+
+
+def _only_stale(attribution: Attribution) -> str:
+    """Explain that age alone may be the cause, if no row is fresh; otherwise return an empty string."""
+    ages = [version.staleness for version in attribution.versions]
+    # With fresh rows the decomposition has already separated age; unknown versions do not show age.
+    if 0 in ages or max(ages, default=-1) < 1:
+        return ""
+    age = f"{max(ages)} step{'s' * (max(ages) > 1)}"
+    return f" All rows were sampled by weights up to {age} old and none is fresh, so age alone may be the cause."
+
+
+def _correlation(attribution: Attribution) -> float:
+    """Return the measured correlation of log mu and log pi_old at the same token; NaN if there is no measurement."""
+    found = (cause for cause in attribution.causes if cause.name == misalignment.NAME)
+    return next((cause.evidence.get("correlation_0", math.nan) for cause in found), math.nan)
+
+
+OPEN, CLOSE = "«", "»"
+"""Marks around a token."""
+PARTS: Final = {
+    "backend": "other engine, equal weights",
+    "staleness": "older weights sampled",
+    "routing": "own expert routes, not the replayed ones",
+    "drift": "pi / pi_old, this step's updates",
+}
+
+
+def build_shares_table(whole: Decomposition) -> Table:
+    """Build the table of the shares of variance and of KL, with intervals."""
+    rows: list[list[object]] = []
+    for name, (label, meaning) in _parts(whole).items():
+        row: list[object] = [label, meaning]
+        for key, split in (("variance", whole.variance), ("kl", whole.kl)):
+            share = getattr(split, name)
+            low, high = whole.intervals.get(f"{key}.{name}", (None, None))
+            row += ["not identified", ""] if share is None else [_percent(share), _interval(low, high)]
+        rows.append(row)
+    columns = [
+        Column("part"),
+        Column("what"),
+        Column("of variance", align="right"),
+        Column("90 %", align="right"),
+        Column("of KL", align="right"),
+        Column("90 %", align="right"),
+    ]
+    title = "log pi_old/mu" if whole.kl.drift is None else "log pi/mu"
+    return Table(columns, rows, title=f"{title}{_without_replay(whole)}, split")
+
+
+def _without_replay(found: Decomposition) -> str:
+    return "" if found.kl.routing is None else " without replay"
+
+
+def _parts(found: Decomposition) -> dict[str, tuple[str, str]]:
+    """Map the name of a share to its label and meaning; backend and staleness are merged if unidentified."""
+    named = {name: (name, meaning) for name, meaning in PARTS.items()}
+    if found.kl.routing is None:
+        del named["routing"]
+    if found.kl.backend is not None:
+        return named
+    together = (found.together, "other engine, older weights")
+    return {"rollout": together, **{name: part for name, part in named.items() if name in ("routing", "drift")}}
+
+
+def format_shares(whole: Decomposition) -> str:
+    """Format the identified shares of KL in one line."""
+    if math.isnan(whole.kl.rollout):
+        return "no mismatch to split"
+    shares = {label: getattr(whole.kl, name) for name, (label, _) in _parts(whole).items()}
+    known = ", ".join(f"{label} {share:.0%}" for label, share in shares.items() if share is not None)
+    of = "KL(mu, pi)" if whole.kl.drift is not None else "KL(mu, pi_old)"
+    return f"{known} of {of}{_without_replay(whole)}"
+
+
+def format_replayed(whole: Decomposition) -> str:
+    """Format the KL with and without replay; empty if log-probs without replay are not recorded."""
+    if whole.replayed_kl is None:
+        return ""
+    without, replayed = f"{whole.kl.whole:.2e}", f"{whole.replayed_kl:.2e}"
+    return f"KL(mu, pi) is {without} nats per token without replay of routes, and {replayed} with it."
+
+
+def build_steps_table(by_step: dict[int, Decomposition]) -> Table:
+    """Build the table of KL and its shares by step."""
+    apart = [part for part in by_step.values() if part.kl.backend is not None]
+    parts = _parts((apart or list(by_step.values()))[0])
+    columns = [Column("step"), Column("tokens"), Column("KL", "nats", digits=6)]
+    columns += [Column(label, "of KL", digits=2, align="right") for label, _ in parts.values()]
+    columns += [Column("backend from")]
+    rows = [
+        [step, part.tokens, part.kl.whole, *(getattr(part.kl, name) for name in parts), part.floor_from or "-"]
+        for step, part in by_step.items()
+    ]
+    return Table(columns, rows, title="by step")
+
+
+def build_versions_table(attribution: Attribution) -> Table:
+    """Build the table of the mismatch by staleness."""
+    columns = [
+        Column("staleness", "steps"),
+        Column("rows"),
+        Column("tokens"),
+        Column("mean", "log pi_old/mu", digits=4),
+        Column("std", digits=4),
+        Column("KL", "nats", digits=6),
+        Column("backend's part", digits=6),
+    ]
+    rows = [
+        ["not known" if v.staleness < 0 else v.staleness, v.rows, v.tokens, v.mean, v.std, v.k3, v.backend]
+        for v in attribution.versions
+    ]
+    return Table(columns, rows, title="by version of the weights")
+
+
+def build_profile_tables(attribution: Attribution, least: int = 0) -> list[Table]:
+    """Build the table of each profile that has more than ``least`` buckets."""
+    numbers = [
+        Column("tokens"),
+        Column("mean", "log pi_old/mu", digits=4),
+        Column("std", digits=4),
+        Column("KL", "nats", digits=6),
+        Column("of KL", align="right"),
+        Column("drift", "std", digits=4),
+    ]
+    found = []
+    for name, buckets in attribution.profiles.items():
+        rows = [[b.name, b.tokens, b.mean, b.std, b.k3, _percent(b.share), b.drift_std] for b in buckets]
+        if len(buckets) > least:
+            found.append(Table([Column(name, align="left"), *numbers], rows, title=f"by {name}"))
+    return found
+
+
+def build_tokens_table(attribution: Attribution) -> Table:
+    """Build the table of the worst tokens, each marked in its context, with the number of rows that have it."""
+    columns = [
+        Column("step"),
+        Column("place"),
+        Column("rows"),
+        Column("log mu", digits=2),
+        Column("pi_old", digits=2),
+        Column("pi", digits=2),
+        Column("of KL", align="right"),
+        Column("in its context", align="left"),
+    ]
+    rows = [
+        [
+            *(t.step, t.position, t.count, t.mu, t.old, t.pi, _percent(t.share)),
+            f"{t.before} {OPEN}{t.token}{CLOSE} {t.after}",
+        ]
+        for t in attribution.tokens
+    ]
+    return Table(columns, rows, title="worst tokens")
+
+
+def build_rows_table(attribution: Attribution) -> Table:
+    """Build the table of the worst rows, each text once with the number of rows that have it."""
+    columns = [
+        Column("step"),
+        Column("rows"),
+        Column("tokens"),
+        Column("age"),
+        Column("KL", "nats", digits=4),
+        Column("log pi/mu", digits=2),
+        Column("of KL", align="right"),
+        Column("text", align="left"),
+    ]
+    rows = [
+        [
+            *(r.step, r.count, r.length, r.staleness if r.staleness >= 0 else None, r.k3, r.log_ratio),
+            *(_percent(r.share), r.text),
+        ]
+        for r in attribution.worst
+    ]
+    return Table(columns, rows, title="worst rows")
+
+
+def build_causes_table(attribution: Attribution) -> Table:
+    """Build the table of verdicts and their evidence."""
+    rows = [[cause.name, cause.verdict, cause.sentence] for cause in attribution.causes]
+    return Table([Column("cause"), Column("verdict"), Column("evidence")], rows, title="causes")
+
+
+def list_fixes(attribution: Attribution) -> list[str]:
+    """List the fix of each present cause, one per line, so that no table cell breaks an override."""
+    return [f"{cause.name}: {cause.fix}" for cause in attribution.causes if cause.fix]
+
+
+def format_verdict(attribution: Attribution) -> str:
+    """Format the causes that were found, or a finding if there are none, and the rows that were left out."""
+    present = [cause for cause in attribution.causes if cause.verdict == "present"]
+    sentences = [f"{cause.name}: {cause.sentence}." for cause in present] or [describe_unexplained(attribution)]
+    if note := describe_left_out(attribution.left_out):
+        sentences.append(note)
+    if attribution.searched:
+        sentences.append(
+            f"Causes were searched for in a sample of {attribution.searched:,} tokens; everything else uses all tokens."
+        )
+    return " ".join(sentences)
+
+
+def _percent(share: float) -> str:
+    return f"{round(share, 3) + 0.0:.1%}" if share == share else "-"  # + 0.0: no "-0.0%"
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{_percent(low)} to {_percent(high)}"
 
 
 _COLOURS: Final = {"backend": 0, "staleness": 1, "routing": 4, "drift": 2, "rollout": 6}
@@ -137,21 +380,21 @@ METHOD = (
 
 def add_sections(page: Page, attribution: Attribution) -> None:
     """Add causes, shares, figures and the worst examples to a page."""
-    fixes = (f"Fix for {fix}" for fix in attribution_tables.list_fixes(attribution))
-    causes = attribution_tables.build_causes_table(attribution)
-    page.add_section("Causes", attribution_tables.format_verdict(attribution), *fixes, causes)
+    fixes = (f"Fix for {fix}" for fix in list_fixes(attribution))
+    causes = build_causes_table(attribution)
+    page.add_section("Causes", format_verdict(attribution), *fixes, causes)
     page.add_section(
         "Where the mismatch comes from",
         METHOD,
-        attribution_tables.build_shares_table(attribution.whole),
-        attribution_tables.format_replayed(attribution.whole),
+        build_shares_table(attribution.whole),
+        format_replayed(attribution.whole),
         build_panels(attribution),
-        attribution_tables.build_versions_table(attribution),
-        Details("Every step", [attribution_tables.build_steps_table(dict(attribution.by_step))]),
-        Details("Profiles in numbers", attribution_tables.build_profile_tables(attribution)),
+        build_versions_table(attribution),
+        Details("Every step", [build_steps_table(dict(attribution.by_step))]),
+        Details("Profiles in numbers", build_profile_tables(attribution)),
     )
     note = f"Ids are shown instead of text: {attribution.without_text}." if attribution.without_text else ""
-    examples = (attribution_tables.build_tokens_table(attribution), attribution_tables.build_rows_table(attribution))
+    examples = (build_tokens_table(attribution), build_rows_table(attribution))
     page.add_section("Worst examples", f"Sorted by k3 of log pi/mu. {note}", *examples)
 
 

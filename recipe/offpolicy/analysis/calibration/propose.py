@@ -19,22 +19,23 @@ from ...correction import CorrectionSpec, SpecError, WeightSpec
 from ...correction.statistics import BUCKETS
 from ...recording import Step
 from ..jobs import ALONE, Jobs
-from .caps import EssCurve, compute_ess, compute_ess_curve, find_cap_for_ess
 from .defaults import QUANTILE
-from .floor import NoiseFloor, NotIdentifiedError, estimate_noise_floor
-from .intervals import Interval, compute_normal_bound
+from .floor import Interval, NoiseFloor, NotIdentifiedError, compute_normal_bound, estimate_noise_floor
 from .kept_bounds import (
+    EssCurve,
     KeptCurve,
     Threshold,
     build_not_found,
     choose_radii,
+    compute_ess,
+    compute_ess_curve,
     compute_kept_curve,
     compute_kept_share,
     find_bound_for_kept_share,
+    find_cap_for_ess,
 )
 from .parts import BoundedPart, list_parts, set_values
-from .prompt_sample import EVERY_PROMPT, PromptSample
-from .scores import RowState, Scores, compute_scores
+from .scores import EVERY_PROMPT, PromptSample, RowState, Scores, compute_scores
 
 LEAST_ROWS = 20
 """Number of rows that a bucket needs to enter the test."""

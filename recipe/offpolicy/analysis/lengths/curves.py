@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...extensions.length_penalty.anchors import CLASSES, summarize_lengths
+from ...extensions.length_penalty.penalties import CLASSES, summarize_lengths
 from ...extensions.sessions import read_lines, round_threshold
 from ...recording import Recording, Rows
 from ...recording.schema import concatenate

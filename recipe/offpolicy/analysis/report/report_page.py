@@ -1,34 +1,37 @@
-"""HTML page of a report: the verdict, then figures, then details."""
+"""HTML page of a report, written once or after each recorded step."""
 
 from __future__ import annotations
 
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...correction import CorrectionSpec, MaskSpec, WeightSpec
-from ...preflight.configured_parts import describe_part
+from ...fault_tolerance.redaction import redact
+from ...preflight.examination import describe_part
+from ...recording import Recording, RecordingError
 from ...recording.recording import read_extensions
-from ..attribution import attribution_page, attribution_tables
+from ..attribution import attribution_page
 from ..attribution.attribution import Attribution
 from ..attribution.attribution_page import METHOD
 from ..attribution.scored_rows import describe_left_out
 from ..attribution.worst_examples import escape
-from ..calibration import calibration_figures, calibration_tables
-from ..calibration.calibration_tables import format_bucket
+from ..calibration import calibration_page
+from ..calibration.calibration_page import format_bucket
 from ..pages import Block, Code, Column, Details, Page, Table
 from ..pages.panels import Axis, Mark, Panel, limit_shares, style_line
 from ..pages.plotting import MUTED, Series, merge_equal_series
-from ..whatif import whatif_tables
+from ..whatif import whatif_page
 from ..whatif.whatif_page import MEANINGS
-from .studies import TARGET_ESS, TARGET_KEPT, Studies
-from .timeline import StepNumbers, Timeline
-from .verdict import build_answers, build_table
+from .timeline import Part, StepNumbers, Timeline, merge_parts, summarize_steps
+from .verdict import TARGET_ESS, TARGET_KEPT, Studies, build_answers, build_table
 
 if TYPE_CHECKING:
     from ..whatif.outcomes import Study
@@ -264,14 +267,14 @@ def _attribution(attribution: Attribution | str) -> list[Block]:
         note = describe_left_out(attribution.left_out)
         return [f"mu and pi agree exactly on every token: there is no mismatch to attribute. {note}".rstrip()]
     return [
-        attribution_tables.format_verdict(attribution),
-        attribution_tables.format_replayed(attribution.whole),
+        attribution_page.format_verdict(attribution),
+        attribution_page.format_replayed(attribution.whole),
         attribution_page.build_panels(attribution),
-        attribution_tables.build_shares_table(attribution.whole),
+        attribution_page.build_shares_table(attribution.whole),
         Details("How the mismatch is divided", [METHOD]),
-        Details("Every cause that was tested", [attribution_tables.build_causes_table(attribution)]),
-        Details("By age of the weights", [attribution_tables.build_versions_table(attribution)]),
-        Details("Profiles in numbers", attribution_tables.build_profile_tables(attribution)),
+        Details("Every cause that was tested", [attribution_page.build_causes_table(attribution)]),
+        Details("By age of the weights", [attribution_page.build_versions_table(attribution)]),
+        Details("Profiles in numbers", attribution_page.build_profile_tables(attribution)),
     ]
 
 
@@ -280,17 +283,17 @@ def _calibration(studies: Studies) -> list[Block]:
     if isinstance(result, str):
         return [f"Not calibrated: {result}"]
     new = f" Not active during the run: {', '.join(sorted(studies.new))}." if studies.new else ""
-    pasted = calibration_tables.list_overrides(result)
+    pasted = calibration_page.list_overrides(result)
     return [
         "" if isinstance(studies.attribution, str) else studies.attribution.mend_first,
         f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight), "
         f"with {CONFIDENCE:.0%} intervals that treat rows of one prompt as dependent.{new}",
-        calibration_figures.build_panels(result.proposals, CONFIDENCE),
-        calibration_tables.build_overview_table(result, CONFIDENCE),
+        calibration_page.build_panels(result.proposals, CONFIDENCE),
+        calibration_page.build_overview_table(result, CONFIDENCE),
         Code(" \\\n".join(map(shlex.quote, pasted))) if pasted else "",
-        *calibration_tables.format_remarks(result, CONFIDENCE),
+        *calibration_page.format_remarks(result, CONFIDENCE),
         *(
-            Details(f"{proposal.part.key} by length", [calibration_tables.build_length_table(proposal, CONFIDENCE)])
+            Details(f"{proposal.part.key} by length", [calibration_page.build_length_table(proposal, CONFIDENCE)])
             for proposal in result.proposals
             if proposal.lengths
         ),
@@ -305,8 +308,8 @@ def _worst(attribution: Attribution | str) -> list[Block]:
         return ["No token differs between mu and pi."]
     return [
         f"The largest mismatches by k3 of log pi/mu.{note}",
-        attribution_tables.build_tokens_table(attribution),
-        attribution_tables.build_rows_table(attribution),
+        attribution_page.build_tokens_table(attribution),
+        attribution_page.build_rows_table(attribution),
     ]
 
 
@@ -315,11 +318,11 @@ def _what_if(study: Study | str) -> list[Block]:
         return [f"Not replayed: {study}"]
     some = bool(study.outcomes)
     return [
-        whatif_tables.describe_fidelity(study.fidelity),
+        whatif_page.describe_fidelity(study.fidelity),
         *study.notes,
-        whatif_tables.build_overall_table(study) if some else "",
-        whatif_tables.build_group_table(study) if some else "",
-        whatif_tables.build_failure_table(study) if study.failures else "",
+        whatif_page.build_overall_table(study) if some else "",
+        whatif_page.build_group_table(study) if some else "",
+        whatif_page.build_failure_table(study) if study.failures else "",
         Details("What the columns mean", [MEANINGS]),
     ]
 
@@ -330,3 +333,42 @@ def _configuration(card: Mapping[str, Any]) -> Block:
     text = json.dumps(card, indent=1, sort_keys=True, default=str)
     cut = f" (its first {_LONGEST_CONFIG:,} characters)" if len(text) > _LONGEST_CONFIG else ""
     return Details(f"run.json{cut}", [Code(text[:_LONGEST_CONFIG])])
+
+
+def follow(
+    directory: Path, out: Path, seconds: int, say: Callable[[str], None], wait: Callable[[float], None] = time.sleep
+) -> None:
+    """Write the page whenever a step is added, until this process is interrupted; each step is read once.
+
+    Args:
+        directory: directory of the recording; it may not exist yet.
+        out: the page, which a browser reloads every ``seconds``.
+        say: called with a sentence whenever the page has been written, and once while there is nothing to read.
+
+    Raises:
+        RecordingError: a step is damaged.
+    """
+    read: dict[int, tuple[list[Path], list[Part]]] = {}
+    waiting = False
+    while True:
+        try:
+            recording = Recording(directory)
+        except RecordingError as error:
+            if list(directory.glob("step_*")):
+                raise
+            if not waiting:
+                say(f"Waiting for the first step. {error}")
+            waiting = True
+        else:
+            # Ranks and updates add files to a step.
+            new = [step for step in recording.steps if read.get(step, ([], []))[0] != recording.files[step]]
+            for step in new:
+                read[step] = recording.files[step], summarize_steps(recording.only(step))
+            timeline = merge_parts(part for step in sorted(read) for part in read[step][1])
+            if new and timeline.steps:
+                contents = ReportContents(
+                    str(directory), redact(recording.card), redact(recording.proof), timeline, None, seconds
+                )
+                size = build_page(contents).write(out)
+                say(f"{out}: {size:,} bytes. {contents.sentence}")
+        wait(seconds)

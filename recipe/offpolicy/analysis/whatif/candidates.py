@@ -1,16 +1,227 @@
-"""Corrections to replay: the recorded one, corrections composed from overrides, and grids over either."""
+"""Corrections to replay: the recorded one, corrections composed from Hydra overrides, and grids over either."""
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_patches.moved_options import MOVED, explain_moved
 
 from ...correction import CorrectionSpec, SpecError
-from ...preflight.hydra_groups import GROUP
-from .compose import compose_correction, initialize_composer, parse_grid, parse_value, suggest_keys
+from ...correction.problem import set_to
+from ...correction.proximal import OF_THE_TRAINER
+from ...preflight.composed import AUTO as AUTO_PROXIMAL
+from ...preflight.hydra_groups import (
+    AUTO,
+    GROUP,
+    check_stack,
+    force_own_keys,
+    list_options,
+    load_option,
+    read_chosen_options,
+)
+from ...preflight.own_keys import list_groups
+
+_CONFIGS = Path(__file__).resolve().parents[2] / "config"
+_PRIMARY = "offpolicy_replay"
+_NEAR = 0.7
+"""Similarity, as measured by difflib, from which a name counts as misspelt."""
+_EXAMPLE = f"Examples: {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.upper=1.02."
+
+
+@contextmanager
+def initialize_composer() -> Iterator[None]:
+    """Initialise Hydra for ``compose_correction`` within the context; restore its former state afterwards."""
+    # Hydra is a process-wide singleton: a caller, such as a launch, may have it initialised.
+    before, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    GlobalHydra.instance().clear()
+    # These are the lines of offpolicy_trainer.yaml without verl's own configuration, which a correction does not read.
+    defaults = ["offpolicy_base", "_self_", {GROUP: "none"}]
+    ConfigStore.instance().store(
+        name=_PRIMARY, node={"defaults": defaults}, provider="recipe.offpolicy.analysis.whatif"
+    )
+    try:
+        with initialize_config_dir(str(_CONFIGS), version_base=None):
+            yield
+    finally:
+        HydraConfig.instance().cfg = config
+        GlobalHydra.instance().hydra = before
+
+
+def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
+    """Compose the plain values under ``correction``; a mandatory value that is left out stays "???".
+
+    Raises:
+        SpecError: an override is malformed or belongs to another group, an option is unknown, two options set the same
+            key, or the option is ``correction=auto``.
+    """
+    for override in overrides:
+        key = parse_key(override)
+        if key.split(".")[0] != GROUP:
+            raise SpecError(
+                f"{override}: this is not an override of the correction, and a replay reads nothing else. {_EXAMPLE}"
+            )
+    try:
+        # The Hydra node lists the chosen options.
+        config = compose(_PRIMARY, overrides=force_own_keys(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(config)
+        options = read_chosen_options()
+        check_stack(options)
+        if options == [AUTO]:
+            raise SpecError(
+                f"{GROUP}={AUTO} depends on the configuration of a run. Name the options that it chose, which the "
+                f"run printed at its start."
+            )
+        mapping = OmegaConf.to_container(config[GROUP], resolve=True)
+    except MissingConfigException as error:
+        if said := explain_moved(error.missing_cfg_file, overrides):
+            raise SpecError(said) from error
+        name = str(error.missing_cfg_file).removeprefix(f"{GROUP}/")
+        raise SpecError(
+            f"{GROUP}={name}: there is no such option. {suggest_keys(name, list_groups()[GROUP])}"
+        ) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        text = " ".join(str(error).split())
+        raise SpecError(f"{' '.join(overrides)}: {text}") from error
+    if not isinstance(mapping, dict):
+        raise SpecError(f"{GROUP}={mapping}: this is not a correction. {_EXAMPLE}")
+    if mapping.get("proximal") == AUTO_PROXIMAL:
+        # This is the recorded pi_old, whether a forward pass or the gradient step itself computed it.
+        mapping["proximal"] = "recompute"
+    return cast(dict[str, Any], mapping)
+
+
+def suggest_keys(name: str, known: Sequence[str]) -> str:
+    """Format the most similar known names in a sentence, or all of them if none is similar."""
+    # The prefix that all keys share must not make them similar.
+    by_rest = {key.removeprefix(f"{GROUP}."): key for key in known}
+    near = difflib.get_close_matches(name.removeprefix(f"{GROUP}."), by_rest, n=3, cutoff=_NEAR)
+    names = [by_rest[rest] for rest in near] or sorted(known)
+    return f"{'Nearest' if near else 'There are'}: {', '.join(map(repr, names))}."
+
+
+def parse_key(override: str) -> str:
+    """Parse the dotted key that an override sets.
+
+    Raises:
+        SpecError: the text is not an override.
+    """
+    return str(_parsed(override).key_or_group)
+
+
+def parse_grid(grid: str) -> tuple[str, list[str]]:
+    """Parse key and values of ``key=a,b,c``, or of another Hydra sweep such as ``key=range(1,4)``.
+
+    Raises:
+        SpecError: the text is not an override.
+    """
+    override = _parsed(grid)
+    if override.is_delete():
+        raise SpecError(f"{grid}: this deletes a key, so there is nothing to compare. Give key=value,value.")
+    if override.is_sweep_override():
+        return str(override.key_or_group), list(override.sweep_string_iterator())
+    return str(override.key_or_group), [override.get_value_string()]
+
+
+def parse_value(value: str) -> Any:
+    """Parse a value as Hydra does: 1.01 is a number, null is None."""
+    value_of: Any = _parsed(f"key={value}").value()
+    return value_of
+
+
+def _parsed(override: str) -> Any:
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise SpecError(f"{override!r}: this is not a Hydra override, key=value. {_EXAMPLE}") from error
+
+
+_BOUNDS = frozenset({"lower", "upper", "delta", "budget"})
+_OPEN = "???"
+
+
+def build_overrides(spec: CorrectionSpec) -> list[str]:
+    """Build the overrides of a correction: shipped options by name if they match its parts, then single keys.
+
+    If pi_old comes from the trainer's weights, the launch decides which of two ways is used to compute it.
+    """
+    wanted = _plain(spec)
+    compose_correction([f"{GROUP}=none"])  # the application in which options are looked up
+    options = list_options()
+    weight = [name for name in options if wanted["weight"] and _is_of(name, {"weight": wanted["weight"]})]
+    # Among options that differ only in their bounds, the one with these bounds comes first, then the shortest name.
+    weight.sort(key=lambda name: (_differences(load_option(name)["weight"], wanted["weight"]), len(name), name))
+    known = wanted["masks"].items()
+    by_mask = {name: MOVED.get(name, name) for name, _ in known}
+    masks = [
+        name for name, mask in known if by_mask[name] in options and _is_of(by_mask[name], {"masks": {name: mask}})
+    ]
+    stack = [*weight[:1], *(by_mask[name] for name in masks)] or ["none"]
+    overrides = [f"{GROUP}={stack[0]}" if len(stack) == 1 else f"{GROUP}=[{','.join(stack)}]"]
+    if wanted["weight"] and not weight:
+        overrides.append(set_to(f"{GROUP}.weight", wanted["weight"]))
+    overrides += [f"+{set_to(f'{GROUP}.masks.{name}', mask)}" for name, mask in known if name not in masks]
+    overrides += [f"+{set_to(f'{GROUP}.weights.{name}', one)}" for name, one in wanted.get("weights", {}).items()]
+    if wanted.get("kl_weight"):  # as a whole, because an open bound (null) is no default of a missing part
+        overrides.append(set_to(f"{GROUP}.kl_weight", wanted["kl_weight"], add=True))
+    composed = compose_correction(overrides)
+    there = dict(_leaves(composed))
+    # They are compared after parsing, because defaults that the spec fills in need no override.
+    had = dict(_leaves(_plain(CorrectionSpec.from_mapping(_filled(composed, wanted)))))
+    return overrides + [
+        set_to(f"{GROUP}.{key}", value, add=key not in there)
+        for key, value in _leaves(wanted)
+        if had.get(key) != value or there.get(key) == _OPEN
+    ]
+
+
+def _plain(spec: CorrectionSpec) -> dict[str, Any]:
+    plain = spec.to_mapping()
+    return plain | {"proximal": "recompute"} if plain["proximal"] in OF_THE_TRAINER else plain
+
+
+def _is_of(option: str, part: Mapping[str, Any]) -> bool:
+    """Check whether an option sets this part and nothing else, apart from its bounds."""
+    values = dict(_leaves(load_option(option)))
+    return {key.rpartition(".")[0] for key in values} == {key.rpartition(".")[0] for key, _ in _leaves(part)} and all(
+        key.rpartition(".")[2] in _BOUNDS or dict(_leaves(part)).get(key) == value for key, value in values.items()
+    )
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    return sum(one.get(name) != other.get(name) for name in _BOUNDS)
+
+
+def _filled(plain: Any, wanted: Any) -> Any:
+    """Fill the missing values of ``plain`` from ``wanted``."""
+    if isinstance(plain, Mapping) and isinstance(wanted, Mapping):
+        return {key: _filled(value, wanted.get(key)) for key, value in plain.items()}
+    return wanted if plain == _OPEN else plain
+
+
+def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every entry that is not a mapping; an empty mapping yields nothing."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
 
 RECORDED = "recorded"
 """Stands for the correction that acted, which may change from step to step."""
@@ -144,14 +355,14 @@ def _has(mapping: Mapping[str, Any], key: str) -> bool:
 
 def _known(mapping: Mapping[str, Any]) -> list[str]:
     """List the dotted keys that have their own value, and those that an option may leave out."""
-    return [f"{GROUP}.{path}" for path in _leaves(mapping)]
+    return [f"{GROUP}.{path}" for path in _paths(mapping)]
 
 
-def _leaves(mapping: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def _paths(mapping: Mapping[str, Any], path: str = "") -> Iterator[str]:
     for name, value in mapping.items():
         here = f"{path}{name}"
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{here}.")
+            yield from _paths(value, f"{here}.")
             yield from (f"{here}.{key}" for key in _OPTIONAL if name not in ("masks", "weights") and key not in value)
         elif not isinstance(value, Mapping):
             yield here

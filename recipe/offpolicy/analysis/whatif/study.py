@@ -19,7 +19,6 @@ from ...correction.denominator import HAS_DENOMINATOR, compute_scale_of_counts
 from ...recording import Recording, RecordingError, Rows, Step
 from ...recording.recording import join_alike, read_config, read_extensions
 from ..jobs import ALONE, Jobs, show_progress
-from .agreement import AgreementCounter, Fidelity, compare_with_record
 from .candidates import Candidate
 from .gradient_sums import (
     COLUMNS,
@@ -31,7 +30,16 @@ from .gradient_sums import (
     compute_pull,
     compute_row_sums,
 )
-from .outcomes import FEW, CorrectionOutcome, RunningOutcome, Study, Sums
+from .outcomes import (
+    FEW,
+    AgreementCounter,
+    CorrectionOutcome,
+    Fidelity,
+    RunningOutcome,
+    Study,
+    Sums,
+    compare_with_record,
+)
 from .replay import (
     SIZE,
     check_gradient_known,

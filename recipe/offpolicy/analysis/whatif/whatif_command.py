@@ -11,7 +11,7 @@ import sys
 from ...recording import Recording
 from ..jobs import read_arguments
 from ..pages import open_console, print_table
-from . import whatif_tables
+from . import whatif_page
 from .candidates import RECORDED, UNCORRECTED, Candidate, build_candidates
 from .outcomes import Study, build_document
 from .study import run_study
@@ -30,7 +30,7 @@ def run_from_arguments(given: argparse.Namespace) -> Study:
     specs = given.spec or [[RECORDED]]
     asked = build_candidates(specs, given.grid, first)
     if given.html:
-        for line in whatif_tables.describe_left_out(1 + sum(one.error is None for one in asked)):
+        for line in whatif_page.describe_left_out(1 + sum(one.error is None for one in asked)):
             sys.stderr.write(f"whatif: {line}\n")
     baseline = Candidate(UNCORRECTED, UNCORRECTED)
     return run_study(recording, steps, (baseline, *asked), jobs=read_arguments(given, recording, steps))
@@ -64,17 +64,17 @@ def _tables(result: Study) -> str:
     """Format the tables as text, because Rich itself would end the program if a reader closed the pipe."""
     console = open_console()
     shown = [
-        whatif_tables.build_overall_table(result),
-        whatif_tables.build_group_table(result),
-        *itertools.islice(whatif_tables.build_agreement_tables(result), 1),
+        whatif_page.build_overall_table(result),
+        whatif_page.build_group_table(result),
+        *itertools.islice(whatif_page.build_agreement_tables(result), 1),
     ]
     if result.failures:
-        shown.append(whatif_tables.build_failure_table(result))
+        shown.append(whatif_page.build_failure_table(result))
     style = None if result.fidelity.agrees else "bold red"
     with console.capture() as captured:
         for table in shown:
             print_table(console, table)
-        console.print(whatif_tables.describe_fidelity(result.fidelity), style=style, markup=False, highlight=False)
-        for note in [*result.notes, *whatif_tables.describe_left_out(len(result.outcomes))]:
+        console.print(whatif_page.describe_fidelity(result.fidelity), style=style, markup=False, highlight=False)
+        for note in [*result.notes, *whatif_page.describe_left_out(len(result.outcomes))]:
             console.print(note, style="yellow", markup=False, highlight=False)
     return captured.get()

@@ -5,8 +5,8 @@ of its programs is run except a few read-only ones (``programs``). An unknown va
 and its cause, and is an error only if a launch needs it.
 """
 
+from .interpreter import Script, read_script
 from .programs import read_text
-from .script import Script, read_script
 from .shell_values import Field, ProgramCall, ScriptEnd, ScriptError, Unknown
 
 __all__ = ["Field", "ProgramCall", "Script", "ScriptEnd", "ScriptError", "Unknown", "read_script", "read_text"]

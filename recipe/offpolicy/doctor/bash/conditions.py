@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .budget import PATTERN
-from .shell_values import Field, ShellState, Unknown
+from .shell_values import PATTERN, Field, ShellState, Unknown
 
 Truth = bool | Unknown
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {

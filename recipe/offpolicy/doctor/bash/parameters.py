@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .budget import PATTERN
-from .shell_values import Field, ScriptError, ShellState, Unknown, Value
+from .shell_values import PATTERN, Field, ScriptError, ShellState, Unknown, Value
 
 _FORM = re.compile(
     r"(?P<length>#(?!\}|$))?(?P<indirect>!(?=\w))?(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?"

@@ -12,8 +12,7 @@ import threading
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from .budget import PATTERN
-from .shell_values import Field
+from .shell_values import PATTERN, Field
 
 _ANY = frozenset({"basename", "cat", "cut", "dirname", "expr", "grep", "egrep", "fgrep", "head", "nproc", "realpath"})
 _ANY |= {"readlink", "seq", "tail", "tr", "uname", "wc", "whoami"}

@@ -1,17 +1,154 @@
-"""Word expansion: quotes, parameters, substitutions and field splitting."""
+"""Word expansion: quotes, braces, parameters, arithmetic, substitutions and field splitting."""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from .arithmetic import evaluate
-from .braces import expand_braces
-from .budget import FIELD
 from .lexer import Lexer
 from .parameters import Parameter, expand_parameter, parse_parameter
-from .shell_values import Field, ShellState, Unknown
+from .shell_values import FIELD, PATTERN, Field, ShellState, Unknown
+
+Skip = Callable[[str, int], int]
+"""Called with a word and a position; returns the position after the character, or after a quoted or bracketed piece."""
+_SEQUENCE = re.compile(r"(?:(-?\d+)\.\.(-?\d+)|([A-Za-z])\.\.([A-Za-z]))(?:\.\.(-?\d+))?")
+
+
+def expand_braces(word: str, skip: Skip) -> Iterator[str]:
+    """Expand the braces of an unexpanded word, lazily; quoted braces are unchanged."""
+    place = 0
+    while place < len(word):
+        if word[place] == "{" and (found := _read_brace(word, place, skip)) is not None:
+            end, parts = found
+            for part in parts:
+                for rest in expand_braces(word[end:], skip):
+                    yield word[:place] + part + rest
+            return
+        place = skip(word, place)
+    yield word
+
+
+def _read_brace(word: str, start: int, skip: Skip) -> tuple[int, Iterable[str]] | None:
+    """Return the position after a brace and its expansion; None for a brace that bash leaves unchanged."""
+    depth, place, cuts = 0, start, [start]
+    while place < len(word):
+        character = word[place]
+        depth += (character == "{") - (character == "}")
+        if character == "," and depth == 1:
+            cuts.append(place)
+        if depth == 0:
+            break
+        place = skip(word, place)
+    else:
+        return None
+    if len(cuts) == 1:
+        sequence = _SEQUENCE.fullmatch(word, start + 1, place)
+        return None if sequence is None else (place + 1, _count(sequence))
+    parts = [word[cut + 1 : end] for cut, end in zip(cuts, [*cuts[1:], place], strict=True)]
+    return place + 1, (each for part in parts for each in expand_braces(part, skip))
+
+
+def _count(sequence: re.Match[str]) -> Iterable[str]:
+    first, last, one, other, step = sequence.groups()
+    ends = (int(first), int(last)) if first else (ord(one), ord(other))
+    by = abs(int(step or 1)) or 1
+    numbers = range(ends[0], ends[1] + 1, by) if ends[0] <= ends[1] else range(ends[0], ends[1] - 1, -by)
+    if not first:
+        return map(chr, numbers)
+    width = max(len(first), len(last)) if re.search(r"^-?0\d", first) or re.search(r"^-?0\d", last) else 0
+    return (f"{number:0{width}d}" for number in numbers)
+
+
+_BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+    ast.Div: lambda a, b: _divide(a, b),
+    ast.Mod: lambda a, b: a - b * _divide(a, b),
+}
+_COMPARED: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_LARGEST_EXPONENT = 62
+
+
+def evaluate(expression: str, numbers: Mapping[str, str]) -> int:
+    """Evaluate an expression without assignments, in 64 bits like bash.
+
+    Args:
+        numbers: values of the variables in it; missing and empty ones are 0.
+
+    Raises:
+        ValueError: the expression is not integer arithmetic.
+    """
+    # Inside $((...)) a variable needs no $; && || ! become Python's operators, so that its parser can be used.
+    text = re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or ").replace("$", ""))
+    if len(text) > PATTERN:
+        raise ValueError(f"{len(text)} characters")
+    try:
+        tree = ast.parse(text.strip() or "0", mode="eval")
+        return _wrap(_evaluate_node(tree.body, numbers))
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _evaluate_node(node: ast.expr, numbers: Mapping[str, str]) -> int:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name():
+            return _parse_number(numbers.get(node.id, ""))
+        case ast.BinOp():
+            left, right = _evaluate_node(node.left, numbers), _evaluate_node(node.right, numbers)
+            if isinstance(node.op, ast.Pow | ast.LShift) and not 0 <= right <= _LARGEST_EXPONENT:
+                raise ValueError(f"the exponent {right}")
+            if type(node.op) in _BINARY:
+                return _wrap(_BINARY[type(node.op)](left, right))
+        case ast.UnaryOp(op=ast.USub()):
+            return -_evaluate_node(node.operand, numbers)
+        case ast.UnaryOp(op=ast.UAdd()):
+            return _evaluate_node(node.operand, numbers)
+        case ast.UnaryOp(op=ast.Not()):
+            return int(not _evaluate_node(node.operand, numbers))
+        case ast.BoolOp():
+            holds = [bool(_evaluate_node(each, numbers)) for each in node.values]
+            return int(all(holds) if isinstance(node.op, ast.And) else any(holds))
+        case ast.Compare(ops=[compared]):
+            return int(
+                _COMPARED[type(compared)](
+                    _evaluate_node(node.left, numbers), _evaluate_node(node.comparators[0], numbers)
+                )
+            )
+    raise ValueError(ast.unparse(node))
+
+
+def _wrap(number: int) -> int:
+    """Wrap a number to 64 bits, like bash, so that values stay bounded."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _divide(a: int, b: int) -> int:
+    """Divide towards zero, as in C."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+def _parse_number(text: str) -> int:
+    return int(text, 0) if text.strip() else 0
+
 
 Substitute = Callable[[str, int], Field]
 """Called with the commands of $(...) and their line; returns their output."""

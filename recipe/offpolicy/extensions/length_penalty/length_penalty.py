@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
-from ...batch.configured import Configured
+from ...batch.declared_keys import Configured
 from ...correction import Problem
 from ...fault_tolerance.state_schema import ANCHORS, CLASSES, refuse
 from ...proof.verify import LivenessError
@@ -21,11 +21,10 @@ from ..advantage_proof import AdvantageExtension, AdvantageWorker, hash_advantag
 from ..batch_view import BatchView
 from ..sessions import round_threshold
 from ..setting_checks import divides_by_std
-from .anchors import Anchors, summarize_lengths
 from .evidence import bound_error, state_advantages, state_penalties, state_shift
 from .fixed_classes import Answer, captured, count_tokens, fix_classes, follow_classes
 from .measure import Measured, measure
-from .penalties import compute_shift
+from .penalties import Anchors, compute_shift, summarize_lengths
 from .settings import DATA_CLASS, LEAVE_OUT, LengthSettings, find_problems
 
 logger = logging.getLogger("verl.offpolicy")

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..batch_view import BatchView
 from ..sessions import Sessions, identify_prompts, read_sessions
-from .anchors import Anchors
 from .evidence import Row
-from .penalties import compare_rewards, penalties
+from .penalties import Anchors, compare_rewards, penalties
 from .settings import LengthSettings, read_length
 
 

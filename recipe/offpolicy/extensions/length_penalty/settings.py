@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from ...batch.configured import Configured
-from ...batch.declared_keys import Key, Rule, choice, count, number
+from ...batch.declared_keys import Configured, Key, Rule, choice, count, number
 from ...correction import Problem, SpecError
 from ...correction.problem import set_to
 from ..sessions import is_dump

@@ -19,7 +19,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from ...batch.configured import Configured
+from ...batch.declared_keys import Configured
 from ...batch.safe_values import check_rewards, mean
 from ...correction import Problem
 from ...proof.token_alignment import AlignmentChecker, tally_agreements
@@ -27,8 +27,15 @@ from ..add_on import Extension
 from ..advantage_proof import name_hashes
 from ..batch_view import BatchView, last_outputs, read_plain
 from . import signal
-from .evidence import build_alignment, check_repeated, check_reports, check_teacher, summarize_reports
-from .opd_worker import OpdReport, OpdWorker
+from .opd_worker import (
+    OpdReport,
+    OpdWorker,
+    build_alignment,
+    check_repeated,
+    check_reports,
+    check_teacher,
+    summarize_reports,
+)
 from .settings import OpdSettings
 from .signal import CENTRE, FACTOR, ROW, TEACHER
 from .start_up import find_model, find_problems

@@ -10,9 +10,9 @@ from typing import Any
 
 import requests
 
-from ...batch.configured import Configured
+from ...batch.declared_keys import Configured
 from ...correction import Problem
-from ..registry import own_launch
+from ..add_on import own_launch
 from ..setting_checks import count_rollouts, list_train_files, load_tokenizer, read_train_column
 from .settings import OpdSettings, TeacherSettings
 from .teacher_client import (

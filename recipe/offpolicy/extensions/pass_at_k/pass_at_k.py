@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from ...batch.configured import Configured
+from ...batch.declared_keys import Configured
 from ...batch.safe_values import mean
 from ...correction import Problem
 from ...fault_tolerance.state_schema import PASS_RATES, refuse
@@ -22,11 +22,10 @@ from ..add_on import Advantages, read_state, write_state
 from ..advantage_proof import AdvantageExtension, AdvantageWorker
 from ..batch_view import BatchView, PromptView
 from ..sessions import Sessions, read_sessions, round_threshold
-from .budget import PassRates, allocate, identify_chat
 from .estimators import advantages, find_impossible, unbiased
 from .evidence import find_difference, find_wrong_chance
 from .settings import PassAtKSettings, find_problems
-from .upsampling import NUMBER, BlockSampler, compute_chances, replace_sampler
+from .upsampling import NUMBER, BlockSampler, PassRates, allocate, compute_chances, identify_chat, replace_sampler
 from .validation import Validation
 
 logger = logging.getLogger("verl.offpolicy")

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ...batch.configured import Configured
-from ...batch.declared_keys import Key, Rule, choice, count, flag, number
+from ...batch.declared_keys import Configured, Key, Rule, choice, count, flag, number
 from ...correction import Problem
 from ...correction.problem import set_to
 from ..setting_checks import ROLLOUTS, build_settings, count_rollouts, read_values

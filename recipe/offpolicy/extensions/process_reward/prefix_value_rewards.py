@@ -21,7 +21,7 @@ from torch import Tensor
 from verl_patches.execution_path import live_path
 from verl_patches.trainer_v0 import plain_advantage
 
-from ...batch.configured import Configured
+from ...batch.declared_keys import Configured
 from ...batch.safe_values import check_rewards
 from ...batch.weight_versions import NEWEST_VERSION
 from ...correction import Problem

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from verl_patches.execution_path import live_path
 
-from ...batch.configured import Configured
+from ...batch.declared_keys import Configured
 from ...correction import Problem
 from ..setting_checks import load_tokenizer
 from .prefix_scorer import find_unlike_pieces

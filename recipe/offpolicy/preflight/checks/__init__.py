@@ -7,19 +7,7 @@ runs both.
 
 from __future__ import annotations
 
-from . import (
-    base_loss,
-    choices,
-    correction,
-    offpolicy_keys,
-    path,
-    remarks,
-    replay,
-    rollout,
-    run_keys,
-    staleness,
-    verl_correction,
-)
+from . import base_loss, choices, correction, path, remarks, rollout, run_keys, staleness, verl_correction
 from .rows import Check
 
 VERL_CHECKS: tuple[Check, ...] = (
@@ -42,13 +30,13 @@ CHECKS: tuple[Check, ...] = (
     path.check_program,
     path.check_lora,
     path.check_workers_env,
-    offpolicy_keys.check_own_keys,
+    staleness.check_own_keys,
     staleness.check_staleness,
-    replay.check_routing_replay,
-    replay.check_megatron_replay,
-    replay.check_model_runner,
+    rollout.check_routing_replay,
+    rollout.check_megatron_replay,
+    rollout.check_model_runner,
     rollout.check_support,
-    replay.check_recorded_without_replay,
+    rollout.check_recorded_without_replay,
     correction.check_bounds,
     correction.check_parts,
     correction.check_proximal,
@@ -65,7 +53,7 @@ CHECKS: tuple[Check, ...] = (
     correction.check_distillation,
     *VERL_CHECKS,
     base_loss.check_base_loss,
-    offpolicy_keys.check_extensions,
+    staleness.check_extensions,
 )
 REMARKS: tuple[Check, ...] = (
     correction.warn_bounds_never_seen,
@@ -80,6 +68,6 @@ REMARKS: tuple[Check, ...] = (
     remarks.warn_one_seed,
     remarks.warn_kl_left_out,
     remarks.warn_collapsed_rewards,
-    offpolicy_keys.warn_extensions,
+    staleness.warn_extensions,
     remarks.warn_not_shown,
 )

@@ -32,9 +32,9 @@ from ...correction import CorrectionSpec, SpecError
 from ...correction.dialects.verl import VERL_DEFAULTS as DEFAULTS
 from ...correction.dialects.verl import read_verl_rejections, read_verl_weight_bounds
 from ...correction.problem import Problem, find_closest, format_value, remove, set_to
-from ...extensions.registry import list_registered
+from ...extensions.add_on import list_registered
 from ..composed import ACTOR, BYPASS, LOSS_MODE, MODE, MU_KEY, VERL, Composed, name_part, to_mapping
-from .replay import check_router_replay
+from .rollout import check_router_replay
 
 WORKERS = f"{ACTOR}.policy_loss.rollout_correction"
 FREE = re.compile(r"(?:^|_)(?:kwargs|override|env_vars|extra)(?:_|$)")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import Attribution
-from recipe.offpolicy.analysis.attribution.attribution_tables import (
+from recipe.offpolicy.analysis.attribution.attribution_page import (
     build_profile_tables,
     format_verdict,
     list_fixes,

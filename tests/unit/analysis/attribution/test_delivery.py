@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from recipe.offpolicy.analysis.attribution.attribution import attribute
+from recipe.offpolicy.analysis.attribution.attribution import attribute, describe_recorded_faults
 from recipe.offpolicy.analysis.attribution.causes.find import ROUNDED, UNDELIVERED, judge_delivery
-from recipe.offpolicy.analysis.attribution.faults import describe_recorded_faults
 from recipe.offpolicy.recording import Recording, RecordingError
 from tests.support.paths import ROOT
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from recipe.offpolicy.analysis.attribution.attribution_page import build_page
-from recipe.offpolicy.analysis.attribution.attribution_tables import (
+from recipe.offpolicy.analysis.attribution.attribution_page import (
+    build_page,
     build_shares_table,
     build_steps_table,
     format_replayed,

@@ -10,7 +10,7 @@ import pytest
 
 from recipe.offpolicy import attribute as command
 from recipe.offpolicy.analysis.attribution.attribution import attribute
-from recipe.offpolicy.analysis.attribution.attribution_tables import (
+from recipe.offpolicy.analysis.attribution.attribution_page import (
     build_shares_table,
     build_steps_table,
     format_verdict,

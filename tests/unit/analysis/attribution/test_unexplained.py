@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.attribution.attribution_tables import (
+from recipe.offpolicy.analysis.attribution.attribution_page import (
     compute_kl,
     format_verdict,
     is_healthy,

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.offpolicy.analysis.calibration.calibration_tables import compute_joint_shares, format_remarks
+from recipe.offpolicy.analysis.calibration.calibration_page import compute_joint_shares, format_remarks
 from recipe.offpolicy.analysis.calibration.kept_bounds import (
     choose_radii,
     compute_kept_curve,

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from recipe.offpolicy.analysis.calibration.calibration_tables import (
+from recipe.offpolicy.analysis.calibration.calibration_page import (
     JointShares,
     build_json,
     format_bucket,

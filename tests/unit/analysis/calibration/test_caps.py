@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.caps import compute_ess, compute_ess_curve, find_cap_for_ess
+from recipe.offpolicy.analysis.calibration.kept_bounds import compute_ess, compute_ess_curve, find_cap_for_ess
 from recipe.offpolicy.analysis.calibration.parts import BoundedPart, list_parts, set_values
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import Scores, compute_scores

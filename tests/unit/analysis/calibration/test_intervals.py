@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.intervals import (
+from recipe.offpolicy.analysis.calibration.floor import (
     compute_least_count,
     compute_quantile_interval,
     compute_share_interval,

@@ -8,17 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration import prompt_sample
+from recipe.offpolicy.analysis.calibration import scores
 from recipe.offpolicy.analysis.calibration.kept_bounds import compute_kept_share
 from recipe.offpolicy.analysis.calibration.parts import list_parts
-from recipe.offpolicy.analysis.calibration.prompt_sample import (
+from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
+from recipe.offpolicy.analysis.calibration.scores import (
     EVERY_PROMPT,
     PromptSample,
+    Scores,
+    compute_scores,
     hash_prompts,
     number_prompts,
 )
-from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
-from recipe.offpolicy.analysis.calibration.scores import Scores, compute_scores
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, RecordingError, Step
 from tests.support.corrections import GSM
@@ -54,11 +55,11 @@ def test_a_recording_is_sampled_by_its_size(tmp_path: Path, monkeypatch: pytest.
     assert PromptSample.of_recording(recording) == EVERY_PROMPT
     assert EVERY_PROMPT.sentence == ""
     size = sum(path.stat().st_size for files in recording.files.values() for path in files)
-    monkeypatch.setattr(prompt_sample, "TOKENS", size / 12 / 4)
+    monkeypatch.setattr(scores, "TOKENS", size / 12 / 4)
     every_row = PromptSample.of_recording(recording)
     assert (every_row.tokens, every_row.rows) == pytest.approx((0.25, 1.0))
     assert "a share of 0.25 for parts that decide by token and all for parts that decide by row;" in every_row.sentence
-    monkeypatch.setattr(prompt_sample, "ROWS", 96)
+    monkeypatch.setattr(scores, "ROWS", 96)
     assert PromptSample.of_recording(recording).rows == 0.5
 
 

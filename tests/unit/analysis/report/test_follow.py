@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.analysis.report import follow as module
-from recipe.offpolicy.analysis.report.follow import follow
+from recipe.offpolicy.analysis.report import report_page as module
+from recipe.offpolicy.analysis.report.report_page import follow
 from tests.support.recordings import drawn_rows, record
 
 

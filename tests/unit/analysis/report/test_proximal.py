@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.report.studies import run_studies
 from recipe.offpolicy.analysis.report.timeline import build_timeline
-from recipe.offpolicy.analysis.report.verdict import Answer, build_answers
+from recipe.offpolicy.analysis.report.verdict import Answer, build_answers, run_studies
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Rows, concatenate
 from recipe.offpolicy.report import main

@@ -12,19 +12,20 @@ import pytest
 
 from recipe.offpolicy.analysis.attribution import attribution
 from recipe.offpolicy.analysis.attribution.worst_examples import TokenDecoder
-from recipe.offpolicy.analysis.calibration import prompt_sample
+from recipe.offpolicy.analysis.calibration import scores
 from recipe.offpolicy.analysis.calibration.propose import CalibrationResult
 from recipe.offpolicy.analysis.pages import panels
 from recipe.offpolicy.analysis.pages.plotting import draw_panels
 from recipe.offpolicy.analysis.pages.template import PANEL
 from recipe.offpolicy.analysis.report import report_page
-from recipe.offpolicy.analysis.report.studies import Studies, run_studies
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.analysis.report.verdict import (
     COPIED,
+    Studies,
     answer_liveness,
     build_answers,
     describe_trend,
+    run_studies,
 )
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.correction import CorrectionSpec
@@ -172,7 +173,7 @@ def test_hundreds_of_steps_are_all_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_large_recording_is_calibrated_by_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_sample, "TOKENS", 1000)
+    monkeypatch.setattr(scores, "TOKENS", 1000)
     _, page = report(made(tmp_path, steps=7), tmp_path)
     assert (
         "Read: all 7 recorded steps (1 to 7). Bounds are based on a sample of the prompts, a share of 0." in page.text

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.whatif.agreement import AgreementCounter
+from recipe.offpolicy.analysis.whatif.outcomes import AgreementCounter
 
 YES, NO = True, False
 # Two rows of four tokens; the last token of row 1 is not compared.

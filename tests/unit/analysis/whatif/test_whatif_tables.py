@@ -10,19 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.whatif.agreement import Fidelity
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.outcomes import Study, build_document
+from recipe.offpolicy.analysis.whatif.outcomes import Fidelity, Study, build_document
 from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.analysis.whatif.whatif_command import run_from_arguments, write_result
-from recipe.offpolicy.analysis.whatif.whatif_page import write_page
-from recipe.offpolicy.analysis.whatif.whatif_tables import (
+from recipe.offpolicy.analysis.whatif.whatif_page import (
     build_agreement_tables,
     build_group_table,
     build_overall_table,
     collect_kept_shares,
     describe_fidelity,
     list_groups,
+    write_page,
 )
 from recipe.offpolicy.recording import Recording
 from tests.support.acted import by_hand, recorded

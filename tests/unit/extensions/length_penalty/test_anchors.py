@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-from recipe.offpolicy.extensions.length_penalty.anchors import Anchor, Anchors
+from recipe.offpolicy.extensions.length_penalty.penalties import Anchor, Anchors
 
 
 def make(**changes: float) -> Anchors:

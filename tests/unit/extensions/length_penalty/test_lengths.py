@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from recipe.offpolicy.extensions.length_penalty.anchors import summarize_lengths
+from recipe.offpolicy.extensions.length_penalty.penalties import summarize_lengths
 
 
 def test_by_hand() -> None:

@@ -9,12 +9,12 @@ import pandas
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.batch.configured import Configured
+from recipe.offpolicy.batch.declared_keys import Configured
 from recipe.offpolicy.correction import Problem
 from recipe.offpolicy.correction.problem import CheckError
+from recipe.offpolicy.extensions.add_on import load_extensions
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings, find_problems
-from recipe.offpolicy.extensions.registry import load_extensions
 from tests.support.applications import NEEDED, application
 
 DEFAULTS = {

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.extensions.length_penalty import penalties
-from recipe.offpolicy.extensions.length_penalty.anchors import Anchors
-from recipe.offpolicy.extensions.length_penalty.penalties import compute_shift
+from recipe.offpolicy.extensions.length_penalty.penalties import Anchors, compute_shift
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from recipe.offpolicy.doctor.diagnosis import judge
 from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.doctor.verdicts import Diagnosis
-from recipe.offpolicy.preflight.programs import OURS
+from recipe.offpolicy.preflight.python_source import OURS
 from tests.support.applications import NEEDED, application, changed
 from tests.support.examples import each_nth_when_quick
 from tests.support.fake_teacher import FakeTeacher, serving

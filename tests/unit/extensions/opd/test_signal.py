@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recipe.offpolicy.extensions.opd import advantages, eligible, k2_loss
-from recipe.offpolicy.extensions.opd.evidence import (
+from recipe.offpolicy.extensions.opd.opd_worker import (
+    OpdReport,
     build_alignment,
     check_repeated,
     check_reports,
     check_teacher,
     summarize_reports,
 )
-from recipe.offpolicy.extensions.opd.opd_worker import OpdReport
 from recipe.offpolicy.extensions.opd.signal import (
     compute_factor,
     compute_gaps,

@@ -12,8 +12,9 @@ import pandas
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.batch.configured import Configured
+from recipe.offpolicy.batch.declared_keys import Configured
 from recipe.offpolicy.correction import Problem
+from recipe.offpolicy.extensions.add_on import own_launch
 from recipe.offpolicy.extensions.opd.settings import OpdSettings, TeacherSettings
 from recipe.offpolicy.extensions.opd.start_up import (
     find_length,
@@ -24,7 +25,6 @@ from recipe.offpolicy.extensions.opd.start_up import (
     measure_repeats,
 )
 from recipe.offpolicy.extensions.opd.teacher_client import TeacherError
-from recipe.offpolicy.extensions.registry import own_launch
 from scripts.quickstart.model import build_tokenizer
 from tests.support.fake_teacher import FakeTeacher, Rule, by_place, serving
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.offpolicy.extensions.pass_at_k.budget import PassRates, allocate, identify_chat
+from recipe.offpolicy.extensions.pass_at_k.upsampling import PassRates, allocate, identify_chat
 
 
 def worth(rates: list[float], sizes: tuple[int, ...] | list[int], k: int) -> float:

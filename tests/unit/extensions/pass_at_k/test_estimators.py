@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from recipe.offpolicy.extensions.pass_at_k import advantages, unbiased, unbiased_dynamic
-from recipe.offpolicy.extensions.pass_at_k.budget import PassRates
 from recipe.offpolicy.extensions.pass_at_k.estimators import OBJECTIVES, RankingOnly, find_impossible, rank, read_count
 from recipe.offpolicy.extensions.pass_at_k.evidence import find_difference, find_wrong_chance, state_none_right
-from recipe.offpolicy.extensions.pass_at_k.upsampling import compute_chances
+from recipe.offpolicy.extensions.pass_at_k.upsampling import PassRates, compute_chances
 
 SCHEDULES = [([8, 16, 32, 64], 1), ([8, 16, 32, 64], 2), (list(range(1, 65)), 2), ([4, 8, 16, 24], 3)]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from recipe.offpolicy.extensions.add_on import load_extensions
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
 from recipe.offpolicy.extensions.pass_at_k.settings import PassAtKSettings
-from recipe.offpolicy.extensions.registry import load_extensions
 from tests.support.applications import NEEDED, application
 
 N, VALIDATION = "actor_rollout_ref__rollout__n", "actor_rollout_ref__rollout__val_kwargs__"

@@ -10,8 +10,13 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from recipe.offpolicy.extensions.pass_at_k.budget import PassRates
-from recipe.offpolicy.extensions.pass_at_k.upsampling import NUMBER, BlockSampler, compute_chances, replace_sampler
+from recipe.offpolicy.extensions.pass_at_k.upsampling import (
+    NUMBER,
+    BlockSampler,
+    PassRates,
+    compute_chances,
+    replace_sampler,
+)
 
 
 def by_hand(rows: int = 4) -> torch.Tensor:

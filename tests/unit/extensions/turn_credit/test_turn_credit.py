@@ -17,8 +17,7 @@ from torch import Tensor
 
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.turn_credit import turn_credit
-from recipe.offpolicy.extensions.turn_credit.formula import compute_advantages, find_difference
-from recipe.offpolicy.extensions.turn_credit.turn_credit import TurnCredit
+from recipe.offpolicy.extensions.turn_credit.turn_credit import TurnCredit, compute_advantages, find_difference
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer import batch_view_v1
 from tests.support.judged import judge

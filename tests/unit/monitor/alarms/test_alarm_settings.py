@@ -21,7 +21,7 @@ from recipe.offpolicy.monitor.alarms.alarm_settings import (
     read_settings,
     read_value,
 )
-from recipe.offpolicy.monitor.alarms.watched import format_watched, list_watched
+from recipe.offpolicy.monitor.alarms.alarms import format_watched, list_watched
 from recipe.offpolicy.preflight.composed import Composed
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, TIS, opsm, run, spec, values

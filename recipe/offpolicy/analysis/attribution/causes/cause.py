@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ....monitor.alarms.watched import HEALTHY_KL
+from ....monitor.alarms.alarms import HEALTHY_KL
 
 Verdict = Literal["present", "absent", "not testable"]
 
