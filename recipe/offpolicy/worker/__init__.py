@@ -1,1 +1,1 @@
-"""The loss that runs in the workers, for engines and legacy actors, and the metrics that it sends."""
+"""The loss that runs in the workers, for engines and legacy actors, and its metrics."""

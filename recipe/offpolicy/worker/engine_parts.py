@@ -1,7 +1,7 @@
 """A method on verl's actor workers that lets a trainer install add-ons in the training engine.
 
 It uses ``verl.workers.engine_workers.ActorRolloutRefWorker``, whose ``actor`` is the inner worker with the ``engine``,
-and ``register(dispatch_mode=Dispatch.ONE_TO_ALL)``, through which worker groups find a method.
+and ``register(dispatch_mode=Dispatch.ONE_TO_ALL)``, which lets worker groups find the method.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """KL loss with its own ratio: clipped pi / pi_old, or an importance weight.
 
 verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. The tokens come from pi_old,
-so each term's gradient needs a ratio pi / pi_old with a clip, like PPO's policy term (Liu et al. 2025, Rethinking KL
-Regularization in RLHF). Without a clip, the ratio to the policy that sampled the tokens gives the reverse KL and its
-gradient in expectation (DeepSeek-V3.2).
+so each term's gradient needs a clipped ratio pi / pi_old, like PPO's policy term (Liu et al. 2025, Rethinking KL
+Regularization in RLHF). With an unclipped ratio to the policy that sampled the tokens, the term and its gradient equal
+the reverse KL and its gradient in expectation (DeepSeek-V3.2).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def compute_clipped_kl(
 ) -> Tensor:
     """Compute each token's KL surrogate, max(r k', clip(r, lower, upper) k') with r = pi / pi_old.
 
-    k' = dk / dlog pi is the slope by which this kind of KL loss lowers a log-prob, so at r = 1 the gradient is that of
-    k. The slope plays the role of PPO's negative advantage. The term is minimised, so the maximum is the pessimistic
-    side.
+    k' = dk / dlog pi is the slope by which this kind of KL loss lowers a log-prob, so at r = 1 the gradient equals that
+    of k. The slope plays the role of PPO's negative advantage. Because the term is minimised, the maximum is the
+    pessimistic choice.
 
     Args:
         log_prob: (B, T) log pi, carries the gradient.
@@ -76,7 +76,7 @@ def compute_weighted_kl(
             where they are not finite.
         ref_log_prob: (B, T).
         kind: verl's ``kl_loss_type``.
-        upper: largest ratio; a larger ratio becomes this constant. None for no limit.
+        upper: largest ratio; larger ratios are replaced with this constant. None for no limit.
 
     Returns:
         (B, T).
@@ -92,7 +92,7 @@ def compute_weighted_kl(
 
 
 def choose_surrogate(spec: CorrectionSpec, *, has_kl: bool = True) -> Surrogate | None:
-    """Choose the term that replaces verl's KL estimate under ``spec``; None keeps verl's.
+    """Choose the term that replaces verl's KL estimate under ``spec``; None keeps verl's estimate.
 
     Args:
         has_kl: verl's loss has a KL term.
@@ -122,7 +122,7 @@ def _weigh(spec: KlWeightSpec, log_prob: Tensor, old: Tensor, mu: Tensor, ref: T
 
 
 def replace_kl(base_loss: BaseLoss, config: Any, surrogate: Surrogate) -> BoundLoss:
-    """Replace the KL term of ``base_loss`` under ``config`` (verl's ActorConfig) by ``surrogate``."""
+    """Replace the KL term of ``base_loss`` under ``config`` (verl's ActorConfig) with ``surrogate``."""
     plain = partial(base_loss, dataclasses.replace(config, use_kl_loss=False))
     return partial(_loss_with_surrogate, plain, config, surrogate)
 
@@ -136,7 +136,7 @@ def _loss_with_surrogate(
     dp_group: Any = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     loss, metrics = plain(model_output, data, dp_group)
-    # verl's loss needs a finite pi_old, so it gets pi where pi_old is not finite; here such a token has no ratio.
+    # verl's loss needs a finite pi_old, so pi replaces it where it is not finite; here such tokens have no ratio.
     old = PI_OLD if PI_OLD in data.keys() else "old_log_probs"
     dense = data.select("response_mask", old, ROLLOUT_LOG_PROBS, "ref_log_prob").to_padded_tensor()
     if (full := model_output.get(FULL_LOG_PROBS)) is not None:

@@ -1,4 +1,4 @@
-"""Sends the correction to verl's legacy actors, with each batch, in ``meta_info``."""
+"""Sends the correction to verl's legacy actors in the ``meta_info`` of each batch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The engine's loss for verl's legacy actors, which compute their loss from three functions of ``core_algos``.
 
-A legacy actor gets a policy loss from ``core_algos``, aggregates entropy and KL itself, and multiplies the sum by the
-micro-batch's share of the mini-batch, so its denominators are those of the micro-batch. A ``LegacyUpdate`` replaces
-these three functions during one update: the policy term comes from the code of the engine path, every denominator is
-that of the mini-batch over all ranks, and the actor's share is divided out beforehand.
+A legacy actor obtains a policy loss from ``core_algos``, aggregates entropy and KL itself, and multiplies the sum by
+the micro-batch's share of the mini-batch, so its denominators are those of the micro-batch. A ``LegacyUpdate`` replaces
+these three functions during one update. The policy term then comes from the code of the engine path, every denominator
+is that of the mini-batch over all ranks, and the actor's share is divided out beforehand.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def _padded_ppo_loss(
 
 
 class LegacyLoss(OffPolicyLoss):
-    """The engine's loss on padded log-probs: the policy and KL terms that the proof compares the actor's gradient with.
+    """The engine's loss on padded log-probs: the policy and KL terms with which the proof compares the actor's gradient.
 
     Args:
         settings: the correction and what to report.
         actor_config: verl's ActorConfig; it is not changed.
 
     Attributes:
-        policy: only the policy term, for an actor that adds the KL term itself.
+        policy: the policy term alone, for actors that add the KL term themselves.
         old_log_prob, rollout_log_prob: (B, T) pi_old and mu of the last micro-batch.
     """
 
@@ -97,7 +97,7 @@ class LegacyLoss(OffPolicyLoss):
             base_loss=_padded_ppo_loss,
             extensions=settings.extensions,
         )
-        # The actor computes policy and KL term separately; the copy computes only the policy term.
+        # The actor computes the policy and KL terms separately; the copy computes only the policy term.
         self.policy = copy.copy(self)
         alone: BoundLoss = partial(_padded_ppo_loss, replace(config, use_kl_loss=False, global_batch_info={}))
         self.policy.base_loss = self.policy.verl_loss = alone
@@ -121,11 +121,11 @@ class _Running:
 class LegacyUpdate:
     """One update of a legacy actor under a handover: replaces its calls into ``core_algos``.
 
-    With ``correction=none`` and without extensions the results are bitwise verl's.
+    With ``correction=none`` and without extensions, the results are bitwise identical to verl's.
 
     Args:
         settings: the settings that the trainer sent with the batch.
-        actor_config: verl's ActorConfig, as the actor holds it.
+        actor_config: the actor's own ActorConfig (verl's class).
         dp_size: number of data-parallel ranks over which the actor averages gradients.
         upstream: returns the gradient with which the actor starts its backward pass; called for each micro-batch.
     """
@@ -191,7 +191,7 @@ class LegacyUpdate:
     def kl_penalty(
         self, original: Callable[..., Tensor], logprob: Tensor, ref_logprob: Tensor, kl_penalty: str
     ) -> Tensor:
-        """Compute verl's ``kl_penalty``, (B, T), with the gradient of the corrected term if configured."""
+        """Compute verl's ``kl_penalty``, (B, T); if a corrected term is configured, with the gradient of that term."""
         penalty = original(logprob, ref_logprob, kl_penalty)
         if (surrogate := choose_surrogate(self.spec)) is None:
             return penalty
@@ -207,7 +207,7 @@ class LegacyUpdate:
     def _corrected(self, *, log_prob: Tensor, **_: Any) -> tuple[Tensor, dict[str, Any]]:
         """Compute the mini-batch mean of the policy term, divided by the factor that the actor applies next.
 
-        Other arguments of the actor are ignored: pi_old and the mask come from the batch.
+        The actor's other arguments are ignored, because pi_old and the mask come from the batch.
         """
         whole = ({"log_probs": log_prob}, self._data())
         # The KL surrogate reads the policies of the whole micro-batch.

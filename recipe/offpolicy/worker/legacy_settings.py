@@ -20,8 +20,8 @@ class LegacySettings:
 
     Attributes:
         spec: the correction.
-        prove: prove every micro-batch, not only the ones that the plan marks.
-        shadows: corrections that are reported without being applied, by name.
+        prove: prove every micro-batch, not only those that the plan marks.
+        shadows: corrections, by name, that are reported without being applied.
         plan: the trainer's constants for the whole batch.
         record: what to record.
         moving: parts whose bounds are sent with the plan, and the sides that move.

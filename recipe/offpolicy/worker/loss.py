@@ -1,6 +1,6 @@
-"""The loss that runs in the worker: it gives weight * keep to verl's policy loss, and reports statistics and the proof.
+"""The loss that runs in the worker: it passes weight * keep to verl's policy loss and reports statistics and the proof.
 
-verl's ``TrainingWorker.set_loss_fn(self, loss_fn)``, the same from 0.7.1 to 0.9.1, sets the function that the engine
+verl's ``TrainingWorker.set_loss_fn(self, loss_fn)``, unchanged from 0.7.1 to 0.9.1, sets the function that the engine
 calls on each micro-batch. The loss is sent by value, so its spec never depends on a config that workers copied earlier.
 """
 
@@ -41,13 +41,13 @@ from .metrics import METRIC_KEY, Ledger, Observation, Packet, merge_metrics
 
 
 def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
-    """Compute the expected gradient at the loss of a micro-batch in the engine's backward pass.
+    """Compute the gradient with which the engine's backward pass should start at a micro-batch's loss.
 
-    verl's loss has the denominators of the whole mini-batch, so gradient accumulation does not scale it. FSDP starts
+    verl's loss uses the denominators of the whole mini-batch, so gradient accumulation does not scale it. FSDP starts
     with 1, or with the loss scale of fp16 training. verl's Megatron engine multiplies by the number of micro-batches,
-    by which Megatron's schedule divides. Either the schedule multiplies by the number of context-parallel ranks, over
-    which gradients are averaged, or verl multiplies by the number of routed tokens, by which gradients are divided. The
-    loss scale is applied last.
+    because Megatron's schedule divides by it. In addition, either the schedule multiplies by the number of
+    context-parallel ranks, because gradients are averaged over these ranks, or verl multiplies by the number of routed
+    tokens, because gradients are divided by it. The loss scale is applied last.
 
     Args:
         loss: scalar.
@@ -78,7 +78,7 @@ def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
 
 
 def _find_engine() -> Any:
-    """Find verl's engine among the callers, because the engine does not pass itself to its loss."""
+    """Find verl's engine among the callers; the engine does not pass itself to its loss."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if hasattr(owner := frame.f_locals.get("self"), "forward_backward_batch"):
@@ -97,22 +97,22 @@ class OffPolicyLoss:
     """verl's ``ppo_loss`` with a correction in its policy term.
 
     Args:
-        spec: the correction; without any configured part, loss and gradient are bitwise verl's.
+        spec: the correction; if no part is configured, loss and gradient are bitwise identical to verl's.
         actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
-        prove: prove every micro-batch, not only the ones that the trainer's plan marks.
-        shadows: corrections that are reported without being applied, by name.
+        prove: prove every micro-batch, not only those that the trainer's plan marks.
+        shadows: corrections, by name, that are reported without being applied.
         record: what to record if the trainer's plan requests it.
-        moving: parts whose bounds are sent with each update, in the trainer's plan, and the sides that move.
+        moving: parts whose bounds are sent in the trainer's plan with each update, and the sides that move.
         base_loss: called with (config, model_output, data, dp_group).
         extensions: section -> worker extension, which adds terms to the loss and reports on each micro-batch, in order.
 
     Attributes:
-        spec: the correction, with the bounds of the last update.
+        spec: the correction, with the bounds of the latest update.
         fingerprint: fingerprint of the parts that do not move.
         verl_loss: the base loss as verl runs it.
         base_loss: the base loss with the KL term that the correction configures.
         extensions: as given.
-        ledger: unsent packets of this process; None: packets report nothing.
+        ledger: unsent packets of this process; if None, packets report nothing.
         takes_padded: the base loss accepts the result of ``MicroBatch.padded_output``.
     """
 
@@ -274,8 +274,8 @@ class OffPolicyLoss:
         """Copy the loss for trial calls, whose packets are not sent.
 
         Args:
-            random_state: state of the CPU's random generator before the proved loss ran; needed because clip_cov draws
-                at random the tokens that it clips.
+            random_state: state of the CPU's random generator before the proved loss ran; needed because clip_cov chooses
+                the tokens that it clips at random.
         """
         # Without a ledger, a trial reports nothing.
         trial = copy.copy(self)
@@ -295,7 +295,7 @@ class OffPolicyLoss:
             mb.PI_OLD: old,
         }
         if batch.data["advantages"].is_nested:
-            # verl's loss would otherwise pad these itself, which takes longer.
+            # Otherwise verl's loss would pad these itself, which is slower.
             handed |= {"response_mask": batch.response_mask, "advantages": batch.advantages}
         return batch.data_with(**handed)
 

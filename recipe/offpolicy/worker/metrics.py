@@ -1,22 +1,22 @@
 """Statistics of mu, pi_old and pi, measured on the device, and the metrics that the worker's loss sends.
 
-On a small micro-batch, the cost of measuring depends on the number of operations, not on the number of tokens:
-measuring the rows of many micro-batches together takes little longer than measuring a single micro-batch. Everything
-here adds up over rows, except the agreement of mu and pi, which compares rows with each other and is more reliable with
-more rows.
+On a small micro-batch, the cost of measuring depends on the number of operations, not on the number of tokens.
+Measuring the rows of many micro-batches together therefore takes little longer than measuring a single micro-batch.
+Everything here adds up over rows, except the agreement of mu and pi, which compares rows with each other and is more
+reliable with more rows.
 
 verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet is
-one opaque object per micro-batch in these lists, and is taken out before that reduction.
+one opaque object per micro-batch in these lists, and is removed before that reduction.
 
 Until it leaves the worker, a packet holds the rows that it reports on, as tensors on their device. All packets of one
 loss share a ``Ledger``. verl gathers metrics after every mini-batch, and ``verl_patches.sent_metrics`` first calls each
-packet's ``before_sending``. A packet sent before the update's last mini-batch stays in the ledger and its copy is sent
-without numbers. The first packet of the last mini-batch carries the numbers of the whole update: the rows are measured
-together, and their numbers come to the host in one transfer. If packets do not leave the process, ``take_packets`` does
-this measurement. A packet that no one reads, for example on a rank that verl does not collect from, is freed with its
-rows, which are not measured. Pickling does not change a packet, and raises an error if ``before_sending`` was not
-called first. The pickled form is flat: the driver reads one packet per micro-batch and rank, and its cost hardly
-depends on the number of rows and statistics.
+packet's ``before_sending``. A packet sent before the update's last mini-batch stays in the ledger, and its copy is sent
+without numbers. The first packet of the last mini-batch carries the numbers of the whole update, because all rows are
+measured together and their numbers are copied to the host in one transfer. If packets do not leave the process,
+``take_packets`` does this measurement. A packet that is never read, for example on a rank from which verl does not
+collect, is freed together with its rows, and these are not measured. Pickling does not change a packet, and raises an
+error if ``before_sending`` was not called first. The pickled form is flat: the driver reads one packet per micro-batch
+and rank, and the cost of reading it hardly depends on the number of rows and statistics.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Observation:
 
     Attributes:
         batch: the rows, detached.
-        spec: the correction that was applied to them, with its bounds at that time.
-        shadows: corrections that are reported without being applied, by name.
+        spec: the correction that was applied to the rows, with its bounds at that time.
+        shadows: corrections, by name, that are reported without being applied.
         moving: parts whose bounds are sent with each update, and the sides that move.
-        trained: the rows produced a gradient with this correction, so the correction's liveness and bounds are judged
-            on them.
+        trained: True if the rows produced a gradient with this correction, so that its liveness and bounds are judged
+            on these rows.
     """
 
     batch: mb.MicroBatch
@@ -105,9 +105,9 @@ def merge(observations: Sequence[Observation]) -> Observation:
 
 
 def split(observation: Observation, most: int) -> Iterator[Observation]:
-    """Split an observation into blocks of whole rows of at most ``most`` padded tokens each, unless a row is longer.
+    """Split an observation into blocks of whole rows, at most ``most`` padded tokens each unless one row is longer.
 
-    This bounds the extra memory of measuring, about 400 bytes per token.
+    This limits the extra memory that measuring needs, about 400 bytes per token.
     """
     batch = observation.batch
     rows = max(most // max(batch.width, 1), 1)
@@ -127,7 +127,7 @@ def split(observation: Observation, most: int) -> Iterator[Observation]:
 
 @torch.no_grad()
 def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
-    """Measure the rows; returns values by the packet's attribute."""
+    """Measure the rows; return the values, keyed by the packet's attributes."""
     batch, spec = observation.batch, observation.spec
     old_log_prob = mb.choose_pi_old(spec, batch)
     policies = {
@@ -178,13 +178,13 @@ def _widened(column: Tensor, width: int, value: int = 0) -> Tensor:
 METRIC_KEY = "offpolicy"
 """Key of the packet among the worker's metrics; the trainer removes it before verl reduces them."""
 AT_ONCE = 1 << 18
-"""Maximum number of padded tokens that are queued and measured together. If there are more, the rows are measured
-early, block by block, and their numbers are queued."""
+"""Maximum number of padded tokens that are queued and measured together. Beyond it, the rows are measured early, block
+by block, and their numbers are queued."""
 
 
 @dataclass
 class Packet:
-    """Metrics packet of one micro-batch: plain Python after it is settled.
+    """Metrics packet of one micro-batch; plain Python once it is settled.
 
     Attributes:
         fingerprint: fingerprint of the worker's spec.
@@ -193,7 +193,7 @@ class Packet:
         plan: fingerprint of the plan that arrived; 0 for none.
         bounds: part -> the bounds that were used, for parts whose bounds move.
         histograms: histograms of the parts whose bounds move, see ``monitor.bounds.bound_measurement``.
-        alignment: agreement of mu and pi, if there is no pi_old to compare mu with.
+        alignment: agreement of mu and pi, if there is no pi_old with which to compare mu.
         proof: completed by the engine's own backward pass if a proof was requested.
         reports: reports of extensions, by section.
         scales: ratio of the engine's factor of the loss to the expected one (1: as expected, 0: the loss was not
@@ -234,7 +234,7 @@ class Packet:
         loss.register_hook(arrive)
 
     def note(self, statistics: Mapping[str, Statistic]) -> None:
-        """Add statistics that are on the device."""
+        """Add statistics whose values are on the device."""
         self._readings.append({"statistics": defer_statistics(statistics)})
 
     def count(self, shares: DeferredValue[Shares]) -> None:
@@ -260,7 +260,7 @@ class Packet:
         state["rows"] = array("q", self.rows).tobytes()
         for name in ("statistics", "histograms"):
             state[name] = flatten(state[name])
-        # Most packets were queued together with another packet, and hold nothing of their own.
+        # Most packets were queued together with another packet and hold no values of their own.
         return {name: value for name, value in state.items() if value or name == "fingerprint"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -288,8 +288,8 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        # The references are weak, because the rows of packets that verl has dropped must not stay in memory. They are
-        # keyed by identity, because packets with the same content are equal, and are in insertion order.
+        # The references are weak, because the rows of packets that verl has dropped must not stay in memory. They are in
+        # insertion order and keyed by identity, because packets with the same content are equal.
         self._packets: WeakValueDictionary[int, Packet] = WeakValueDictionary()
         self._waiting: WeakValueDictionary[int, Packet] = WeakValueDictionary()
         self._waiting_rows = self._waiting_width = 0
@@ -301,7 +301,7 @@ class Ledger:
         return Ledger, ()
 
     def enter(self, packet: Packet, observation: Observation, *, more: bool = False) -> None:
-        """Queue ``observation`` for ``packet`` to report on.
+        """Queue ``observation``, on which ``packet`` will report.
 
         Args:
             more: the update has another mini-batch after this one.
@@ -339,7 +339,7 @@ class Ledger:
         return id(packet) in self._kept
 
     def settle(self, packet: Packet) -> None:
-        """Measure the queued rows, fetch all values, and give them to ``packet``."""
+        """Measure the queued rows, fetch all values, and store them in ``packet``."""
         self._measure()
         alive = list(self._packets.values())
         readings = [pair for other in alive for found in other._readings for pair in found.items()]

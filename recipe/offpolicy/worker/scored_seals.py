@@ -1,4 +1,4 @@
-"""Seals of the log-probs that a worker computes for pi_old or the reference policy, and of the routes that it records.
+"""Seals of a worker's log-probs for pi_old or the reference policy, and of the routes that it records.
 
 Patched function in verl 0.8.0 to 0.9.1: ``verl.workers.engine_workers.TrainingWorker.infer_batch(self, data:
 TensorDict)``, which ``ActorRolloutRefWorker`` calls on its ``actor`` and ``ref``. It returns "log_probs" over each
@@ -33,8 +33,8 @@ def seal_scores() -> None:
 
     @functools.wraps(scores)
     def infer_batch(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        # verl removes this entry from the batch. verl's dispatch passes only the rows' names; ``actor`` and ``ref`` get
-        # the rows.
+        # verl removes this entry from the batch. verl's dispatch passes only the rows' names; ``actor`` and ``ref``
+        # receive the rows.
         is_rows = isinstance(data, TensorDict)
         of_reference = is_rows and (tu.get(data, "no_lora_adapter", False) or self.engine_config.forward_only)
         output = scores(self, data, *args, **kwargs)
