@@ -201,7 +201,7 @@ def _name_fused(sources: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_left_out(trained: Sequence[str], received: Sequence[str]) -> list[str]:
-    """Find trained parameters for which no tensor was sent under any prefix that verl uses."""
+    """Find the trained parameters for which no tensor was sent, under any prefix that verl uses."""
     ends = {_end(name) for name in received}
     experts = {name.partition(".experts.")[0] for name in received if ".experts." in name}
     return [name for name in trained if _end(name) not in ends and name.partition(".experts.")[0] not in experts]
@@ -245,7 +245,7 @@ def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str,
         for name, parameter in own
         if (shard := _find_shard(parameter)) is not None
     ]
-    # Offloaded parameters are on the host, where their checksums would take seconds.
+    # Offloaded parameters are on the host, where computing their checksums would take seconds.
     device = "cuda" if torch.cuda.is_available() else None
     weighed = compute_checksums(((name, shard, dtypes[name]) for name, shard, _ in shards), device)
     trained = {name: trains for name, _, trains in shards}

@@ -2,8 +2,8 @@
 
 Patched functions, the same from verl 0.7.1 to 0.9.1:
 ``vLLMColocateWorkerExtension._update_weights(weights, peft_config, base_sync_done)``, which calls
-``model.load_weights``, whose result names the written parameters; and ``vLLMHttpServer.collective_rpc``, which in verl
-returns nothing.
+``model.load_weights``, whose result names the written parameters; and ``vLLMHttpServer.collective_rpc``, which returns
+nothing in verl.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], l
 
 
 def tell_root_cause(error: BaseException) -> str:
-    """Describe the first exception of a chain and its location, in one line.
+    """Describe in one line the first exception of a chain, and its location.
 
     vLLM passes on only the text of the last exception, which may come from the clean-up or contain only a missing key.
     """

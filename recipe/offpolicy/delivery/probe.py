@@ -7,8 +7,8 @@ noise; if not, dg is noise. The noise of 16-bit engines is correlated within a s
 independent samples. Per sequence, u = <dg - de, de> is symmetric around 0 if the weights were delivered, and -|de|^2 on
 average if not.
 
-Function called on vLLM's and SGLang's servers, from verl 0.8.0 on: ``generate(prompt_ids, sampling_params,
-request_id)``. Its answer has ``extra_fields["prompt_logprobs"]``, and from 0.9.1 on ``num_cached_tokens``.
+Function called on vLLM's and SGLang's servers, in verl 0.8.0 and later: ``generate(prompt_ids, sampling_params,
+request_id)``. Its answer has ``extra_fields["prompt_logprobs"]``, and ``num_cached_tokens`` in 0.9.1 and later.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ LOOSE = 0.5
 
 
 def draw_probe(rows: Sequence[Pair], uids: list[str]) -> list[list[int]]:
-    """Draw the probe's sequences from a batch, from different prompts first; each spans the beginning of a response."""
+    """Draw the probe's sequences from a batch, preferring different prompts; each spans the beginning of a response."""
     turns = [uids[:row].count(uid) for row, uid in enumerate(uids)]
     order = sorted(range(len(rows)), key=turns.__getitem__)
     drawn = []

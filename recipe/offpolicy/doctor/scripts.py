@@ -162,7 +162,7 @@ def _read(script: Path, arguments: list[str], line: int | None) -> tuple[Script,
 
 
 def _is_free(word: Unknown) -> bool:
-    """Return True if the only unknown part of a name or folder is a variable that bash replaces by nothing."""
+    """Return True if the only unknown part of a name or folder is a variable that bash replaces with nothing."""
     return _FREE_TEXT.fullmatch(word.prefix) is not None and word.unset.isidentifier()
 
 
@@ -235,7 +235,7 @@ def _replace_uv_run(words: list[Field]) -> list[Field]:
     words = words[words.index("run", uv) + 1 :]
     texts = [word if isinstance(word, str) else "" for word in words]
     before = texts[: next((i for i, text in enumerate(texts) if _OVERRIDE.fullmatch(text)), None)]
-    # The last Python, because a Python given with --python comes before it.
+    # The last Python is used, because a Python given with --python comes before it.
     if pythons := [i for i, word in enumerate(before) if _PYTHON.fullmatch(word)]:
         return words[pythons[-1] :]
     begin = next((i for i, word in enumerate(before) if word in ("-m", "--module") or word.endswith(".py")), None)

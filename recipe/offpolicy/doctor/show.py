@@ -94,7 +94,7 @@ def _open_console(file: IO[str]) -> Console:
 
 
 def show(diagnosis: Diagnosis, file: IO[str]) -> None:
-    """Print a table of verdicts, then each reason with its fix on separate unbroken lines.
+    """Print a table of verdicts, then each reason and its fix on separate unbroken lines.
 
     Lines that ``show_lost`` has printed are omitted.
     """
@@ -114,7 +114,7 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
     problems += diagnosis.notes
     for problem, following in zip_longest(problems, problems[1:]):
         _print_line(console, problem.verdict, str(problem), style=problem.verdict)
-        # Overrides shared by consecutive problems are printed once, below the last of them.
+        # Overrides shared by consecutive problems are printed once, after the last of them.
         if problem.overrides and (following is None or following.overrides != problem.overrides):
             _print_line(console, f"      {problem.pasted}")
     _print_line(console, _format_conclusion(diagnosis))

@@ -239,7 +239,7 @@ def _find_places(node: DictConfig, name: str, path: str = "") -> Iterator[str]:
 
 
 def _find_other_program(names: Sequence[str]) -> str | None:
-    """Find the package of verl, other than its trainer, whose own configuration has a key."""
+    """Find the package of verl, other than its trainer, whose own configuration contains a key."""
     source = find_source("verl")
     for file in sorted(source.parent.rglob("config/*.yaml")) if source is not None else ():
         package = file.relative_to(source.parent.parent).parent.parent  # type: ignore[union-attr]

@@ -239,7 +239,7 @@ def read_staleness(config: DictConfig) -> dict[str, Any] | None:
 
 
 def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:
-    """List the keys below ``key`` in which two mappings of plain values differ, with both values."""
+    """List the keys under ``key`` in which two mappings of plain values differ, with both values."""
     before, now = _flatten(old, key), _flatten(new, key)
     return [
         f"{key}: {_format_value(before, key)} in the checkpoint, {_format_value(now, key)} now"

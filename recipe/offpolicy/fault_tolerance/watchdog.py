@@ -74,7 +74,7 @@ class _Interrupt(KeyboardInterrupt):
     """Raised in the main thread by the signal handler: only a KeyboardInterrupt ends ``ray.get``, and no ``except
     Exception`` catches it.
 
-    ``Watchdog.raise_verdict`` replaces it by the verdict.
+    ``Watchdog.raise_verdict`` replaces it with the verdict.
     """
 
 
@@ -128,7 +128,7 @@ class Phases:
             return stack or [(BETWEEN, now - self._idle_since)]
 
     def describe_overdue(self) -> str | None:
-        """Return an error message if a phase has exceeded its limit, else None."""
+        """Return an error message if a phase has exceeded its limit; otherwise None."""
         current = self.list_current()
         for name, seconds in reversed(current):
             limit = self.get_limit(name)
@@ -189,7 +189,7 @@ class Watchdog:
             self._before = None
 
     def start_grace_period(self) -> None:
-        """Record that the run has failed by itself: its process has ``grace`` seconds left to exit."""
+        """Record that the run has failed on its own; its process has ``grace`` seconds left to exit."""
         self._deadline = self.phases.clock() + self.grace
 
     @contextlib.contextmanager
@@ -293,7 +293,7 @@ def watch(
 
 
 def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterator[Problem]:
-    """Find the problems of the keys below ``offpolicy.watchdog``.
+    """Find the problems of the keys under ``offpolicy.watchdog``.
 
     Args:
         extensions: phases in addition to ``NAMES``.

@@ -49,7 +49,7 @@ PANELS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 
 
 def write_layout(directory: Path) -> Path:
-    """Write the layout of TensorBoard's tab CUSTOM SCALARS as a run below a log directory; return its folder."""
+    """Write the layout of TensorBoard's tab CUSTOM SCALARS as a run under a log directory; return its folder."""
     from torch.utils.tensorboard import SummaryWriter
 
     def find(metrics: tuple[str, ...]) -> list[str]:

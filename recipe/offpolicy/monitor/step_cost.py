@@ -1,4 +1,4 @@
-"""A step's cost in addition to verl's own work: forward passes for pi_old, and bytes sent to the workers."""
+"""A step's cost on top of verl's own work: forward passes for pi_old, and bytes sent to the workers."""
 
 from __future__ import annotations
 

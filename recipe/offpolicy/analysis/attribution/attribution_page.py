@@ -32,7 +32,7 @@ def is_healthy(attribution: Attribution) -> bool:
 
 
 def describe_unexplained(attribution: Attribution) -> str:
-    """Describe an attribution that found no cause in one or two sentences."""
+    """Describe in one or two sentences an attribution that found no cause."""
     kl = compute_kl(attribution)
     if not is_healthy(attribution):
         return (
@@ -57,7 +57,7 @@ def describe_unexplained(attribution: Attribution) -> str:
 def _only_stale(attribution: Attribution) -> str:
     """Explain that age alone may be the cause, if no row is fresh; otherwise return an empty string."""
     ages = [version.staleness for version in attribution.versions]
-    # With fresh rows the decomposition has already separated age; unknown versions do not show age.
+    # If there are fresh rows, the decomposition has already separated age; unknown versions do not show age.
     if 0 in ages or max(ages, default=-1) < 1:
         return ""
     age = f"{max(ages)} step{'s' * (max(ages) > 1)}"
@@ -273,7 +273,7 @@ _HEIGHT: Final = 3.4
 
 
 def draw_overview(attribution: Attribution) -> Figure:
-    """Draw the steps, and the profiles by position, probability, length and turn, into one figure."""
+    """Draw the steps and the profiles by position, probability, length and turn in one figure."""
     return plotting.draw_panels(build_panels(attribution), columns=2)
 
 

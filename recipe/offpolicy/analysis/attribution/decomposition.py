@@ -41,7 +41,7 @@ BOUNDS: Final = tuple(_compute_bounds())
 
 
 def draw_poisson(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Draw Poisson variables of mean 1, in an array of this shape, each value with its probability to 2^-32.
+    """Draw an array of Poisson variables of mean 1; the probability of each value is exact to 2^-32.
 
     This inverts the distribution function; numpy's own method, which supports any mean, takes several times as long.
     """

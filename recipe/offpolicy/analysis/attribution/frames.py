@@ -174,7 +174,7 @@ def _sum_block(keys: Mapping[str, NDArray[np.int64]], columns: Mapping[str, Arra
 
 
 def iterate_bounds(offsets: NDArray[np.int64], size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of blocks of at most ``size`` tokens or one row; without rows, yield one empty block."""
+    """Yield (start, stop) of blocks of at most ``size`` tokens or of one row; without rows, yield one empty block."""
     start, rows = 0, len(offsets) - 1
     while start < rows or start == 0:
         stop = int(np.searchsorted(offsets, offsets[start] + size, side="right")) - 1

@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
 
 def escape(text: str) -> str:
-    """Escape control, format and unassigned characters: a line feed becomes \\n."""
+    """Escape control, format and unassigned characters; for example, a line feed becomes \\n."""
     return "".join(
         character.encode("unicode_escape").decode() if unicodedata.category(character) in _HIDDEN else character
         for character in text
@@ -82,7 +82,7 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
         return TokenDecoder(), "transformers is not installed. Install it to see text"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    # A model folder may hold anything, and the analysis must not fail because text is missing.
+    # A model folder may contain anything, and the analysis must not fail because text is missing.
     except Exception as error:
         if not there:
             return TokenDecoder(), absent

@@ -135,7 +135,7 @@ def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
 
 
 def _counted(proposal: Proposal) -> str:
-    """Name the units of which a target is a share."""
+    """Name the units that a target's share refers to."""
     return "ESS" if proposal.target == "ess" else f"kept of {proposal.part.looks_at}"
 
 
@@ -219,7 +219,7 @@ def _describe_length_dependence(proposal: Proposal, confidence: float) -> str:
 
 
 def list_overrides(result: CalibrationResult) -> list[str]:
-    """List the overrides of the correction with the bounds that were found; empty if no bound was found."""
+    """List the correction's overrides with the bounds that were found; empty if no bound was found."""
     if not any(proposal.found for proposal in result.proposals):
         return []
     with initialize_composer():
@@ -362,7 +362,7 @@ def _build_panel(proposal: Proposal, confidence: float) -> Panel:
         band = (curve.low, curve.high)
         own = {entry.bucket: entry.curve for entry in proposal.lengths if isinstance(entry.curve, KeptCurve)}
         lines |= {f"T {format_bucket(bucket)}": (each.radius, each.share) for bucket, each in own.items()}
-        # The axis starts where the first line reaches the smallest share of interest.
+        # The axis starts where the first curve reaches the smallest share of interest.
         first = min(radius[share >= _LEAST_SHARE].min(initial=math.inf) for radius, share in lines.values())
         shares = (_LEAST_SHARE, 1.0 + 0.02 * (1 - _LEAST_SHARE))
         y = Axis(f"share of {proposal.part.looks_at} kept", limits=shares)

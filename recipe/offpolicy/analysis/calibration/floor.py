@@ -22,7 +22,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class ClusteredShare:
-    """A share of units that come in groups, with its effective sample size.
+    """A share of grouped units, with its effective sample size.
 
     Attributes:
         share: kept / count.
@@ -99,7 +99,7 @@ def compute_quantile_interval(
     tail = (1 - confidence) if one_sided else (1 - confidence) / 2
     first, below = _cumulative(n, share)
     scale = len(ordered) / n
-    # The least u with P(B >= u) <= tail, and the largest l with P(B < l) <= tail.
+    # The smallest u with P(B >= u) <= tail, and the largest l with P(B < l) <= tail.
     upper = first + int(np.searchsorted(below, 1 - tail)) + 1
     lower = 0 if one_sided else first + int(np.searchsorted(below, tail, side="right"))
     return (
@@ -247,7 +247,7 @@ def estimate_noise_floor(
     if not math.isfinite(upper):
         lower = (each for each in _LOWER if each < share)
         enough = (each for each in lower if math.isfinite(_bounded(-rows.low, noise, rows.group, each, confidence)[1]))
-        # The highest quantile that this recording can bound.
+        # This is the highest quantile that this recording can bound.
         smaller = next(enough, None)
         advice = "" if smaller is None else f", or pass --floor-quantile {smaller:g} to calibrate"
         raise NotIdentifiedError(

@@ -117,7 +117,7 @@ def find_bound_for_kept_share(
         floor: nats below which the radius must not fall, such as the reach of backend noise alone.
 
     Returns:
-        The bound, in as few digits as the recording can distinguish.
+        The bound, with only as many digits as the recording can distinguish.
     """
     if not len(scores):
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
@@ -142,7 +142,8 @@ def find_bound_for_kept_share(
     if reason := check_radius(part, radius):
         return build_not_found(scores, reason)
     kept = radii <= radius
-    # The first unit that rounding must not keep; if there are very many units, a few more may be kept for fewer digits.
+    # This is the first unit that rounding must not keep. If there are very many units, a few more may be kept so that
+    # the bound has fewer digits.
     slack = int(_SLACK * len(ordered))
     further = ordered[min(int(np.searchsorted(ordered, radius, side="right")) + slack, len(ordered) - 1)]
     following = float(further) if further > radius else math.inf

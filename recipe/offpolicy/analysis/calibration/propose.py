@@ -1,7 +1,8 @@
 """Proposed bounds for a target, from a recording: overall, by length if length matters, and above the noise floor.
 
-Zero-mean noise averages out in a mean over T tokens, whose spread falls as T^-1/2, and adds up in their sum, whose
-spread grows as T^1/2: a bound on a geometric mean then rejects short rows, and a bound on a product rejects long rows.
+In a mean over T tokens, zero-mean noise averages out and the spread falls as T^-1/2. In their sum, noise adds up and
+the spread grows as T^1/2. A bound on a geometric mean then rejects short rows, and a bound on a product rejects long
+rows.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class CalibrationRequest:
     """Targets and options of a calibration.
 
     Attributes:
-        target_kept: share that each mask, and a weight that rejects, must keep by itself of the units that it applies
+        target_kept: share that each mask, and a weight that rejects, must keep on its own of the units that it applies
             to (for OPSM: rows with a negative advantage); None for no target.
         target_ess: effective sample size that the weight must have; None for no target.
         confidence: confidence of every interval.
@@ -212,7 +213,7 @@ class Proposal:
         return bool(self.threshold.values)
 
     def to_all_units(self, reached: float) -> float:
-        """Convert a share of the units that the part applies to to a share of all units; NaN for an ESS."""
+        """Convert a share of the units that the part applies to into a share of all units; NaN for an ESS."""
         return 1 - self.looked * (1 - reached) if self.target == "kept" else math.nan
 
 
@@ -386,7 +387,7 @@ def _by_length(
 
 
 def _few(units: Scores) -> str:
-    """Explain that units have fewer rows than a bound needs; empty if there are enough."""
+    """Explain that units have fewer rows than a bound needs; empty if there are enough rows."""
     rows = len(np.unique(units.row))
     return f"only {rows} rows, and a bound needs {LEAST_ROWS}" if rows < LEAST_ROWS else ""
 

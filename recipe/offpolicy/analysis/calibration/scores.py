@@ -68,7 +68,7 @@ class PromptSample:
         )
 
     def find_rows(self, prompt: NDArray[np.uint64], share: float | None = None) -> NDArray[np.bool_]:
-        """Find the rows that belong to this share of the prompts (by default the largest share): (N,) bool.
+        """Find the rows that belong to this share of the prompts (default: the largest share): (N,) bool.
 
         Args:
             prompt: (N,) of ``hash_prompts``.
@@ -119,12 +119,12 @@ class Scores:
     Attributes:
         low, high: (U,) float64, smallest and largest value that the part compares, in the precision in which it
             compares: in nats for ratios, divided by the factor of the unit's age if bounds depend on age. The two
-            differ if each token of a unit must lie inside the bounds by itself.
+            differ if each token of a unit must lie inside the bounds on its own.
         looked: (U,) bool, whether the part applies to the unit at all; see ``MaskSpec.when``.
         tokens: (U,) int64, number of valid tokens of the unit.
         length: (U,) int64, T, the number of valid tokens of the row to which the unit belongs.
         row: (U,) int64, number of that row, over all steps.
-        group: (U,) int64, the row's prompt: rows with the same uid, or the row by itself if no uid was recorded.
+        group: (U,) int64, the row's prompt: rows with the same uid, or the row alone if no uid was recorded.
     """
 
     low: NDArray[np.float64]
@@ -239,7 +239,7 @@ def compute_scores(
 def _score_step(
     spec: CorrectionSpec, parts: Sequence[BoundedPart], sample: PromptSample, steps: Iterable[Step]
 ) -> _StepScores:
-    """Compute the units of a step, which is passed once for each correction that acted in it."""
+    """Compute the units of a step; the step is passed once for each correction that acted in it."""
     pieces: dict[str, list[Scores]] = {part.key: [] for part in parts}
     states, prompts, before = [_NO_STATE], [np.zeros(0, dtype=np.uint64)], 0
     for step in steps:

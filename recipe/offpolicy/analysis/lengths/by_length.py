@@ -33,7 +33,7 @@ class NoClassError(ValueError):
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of one checkpoint, or of several steps of training.
+    """Answers of one checkpoint, or of several training steps.
 
     Attributes:
         prompts, tokens, rewards: (n,) prompt, number of tokens and reward of each answer.

@@ -136,7 +136,7 @@ def draw_panels(drawn: Sequence[Drawable], columns: int = 1, title: str = "") ->
         for axis, panel in zip(axes, drawn, strict=False):
             panel.draw(axis)
         if left := axes[len(drawn) :]:
-            # The last panel fills the places that would remain empty.
+            # The last panel fills the places that would otherwise be empty.
             last = axes[len(drawn) - 1]
             grid = last.get_gridspec()
             assert grid is not None  # subplots have one
@@ -161,7 +161,7 @@ def add_legend(axes: Axes, columns: int = 2) -> None:
 
 
 def merge_equal_series(series: Mapping[str, Series]) -> dict[str, Series]:
-    """Merge series that are equal at every point under one joined label, such as "rows kept, ESS"."""
+    """Merge series that are equal at every point into one with a joined label, such as "rows kept, ESS"."""
     found: dict[str, Series] = {}
     for label, values in series.items():
         same = (name for name, other in found.items() if np.allclose(other, values, rtol=1e-3, atol=0, equal_nan=True))

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-# `default-src 'none'` keeps the page off the network, whatever a recorded text contains.
+# Whatever a recorded text contains, `default-src 'none'` keeps the page off the network.
 _PAGE = """\
 <!doctype html>
 <html lang="en">

@@ -70,9 +70,9 @@ class _Prompt:
 
 
 def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts]:
-    """Read dumps, one ``Counts`` per folder and step; further rounds of dynamic validation add samples to its prompts.
+    """Read dumps, one ``Counts`` per folder and step; further rounds of dynamic validation add samples to the prompts.
 
-    Prompts are distinguished by input and ground truth. Dumps of the V1 trainer also show if a data set contains a
+    Prompts are distinguished by input and ground truth. Dumps of the V1 trainer also show whether a data set contains a
     prompt twice.
 
     Raises:
@@ -297,10 +297,10 @@ def rank_checkpoints(
 ) -> Ranking:
     """Rank checkpoints by pass@k on the prompts that all of them answered.
 
-    One bootstrap over prompts resamples all checkpoints together, so prompts that are hard for all checkpoints cancel.
-    The interval of a pair is its difference +- q standard errors, where q is the 95 % quantile of the largest
-    |deviation| / standard error over all pairs (max-t): the chance that any interval misses is 5 %, and so is the
-    chance that the best checkpoint is not among those that may be best.
+    One bootstrap over prompts resamples all checkpoints together, so the effect of prompts that are hard for all
+    checkpoints cancels. The interval of a pair is its difference +- q standard errors, where q is the 95 % quantile of
+    the largest |deviation| / standard error over all pairs (max-t): the chance that any interval misses is 5 %, and so
+    is the chance that the best checkpoint is not among those that may be best.
 
     Raises:
         RankingError: fewer than two checkpoints, no common prompt, or a fit that is not identified.

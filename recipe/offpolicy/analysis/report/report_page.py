@@ -338,7 +338,7 @@ def _configuration(card: Mapping[str, Any]) -> Block:
 def follow(
     directory: Path, out: Path, seconds: int, say: Callable[[str], None], wait: Callable[[float], None] = time.sleep
 ) -> None:
-    """Write the page whenever a step is added, until this process is interrupted; each step is read once.
+    """Write the page whenever a step is added, until this process is interrupted; read each step once.
 
     Args:
         directory: directory of the recording; it may not exist yet.

@@ -88,7 +88,7 @@ class Timeline:
     """Statistics of a recording by step and by length.
 
     Attributes:
-        reasons: the parts that rejected tokens -> the share of all response tokens that each rejected by itself.
+        reasons: the parts that rejected tokens -> the share of all response tokens that each rejected on its own.
         correction: plain values of the correction that acted at the last step.
         changed: steps whose correction differs from the correction of the step read before.
     """

@@ -109,7 +109,7 @@ def run_studies(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The correction to calibrate, its keys without a value, and its parts that were not active in the run."""
+    """The correction to calibrate, the keys in it that have no value, and its parts that were not active in the run."""
 
     spec: CorrectionSpec
     unset: frozenset[str]
@@ -336,7 +336,7 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
 
 
 def _fit(studies: Studies) -> list[Answer]:
-    """Answer for each bound, after naming the faults that must be fixed first."""
+    """Answer for each bound, after naming the faults to fix first."""
     faults = "" if isinstance(studies.attribution, str) else studies.attribution.mend_first
     first = [Answer("Can a bound be set?", "fix the cause first", faults)] if faults else []
     if isinstance(studies.calibrated, str):
@@ -403,7 +403,7 @@ def _reward(timeline: Timeline) -> Answer:
 
 
 def describe_trend(values: Floats, unit: str) -> str:
-    """Describe how a number moved over the steps."""
+    """Describe how a number changed over the steps."""
     thirds = _thirds(values)
     if thirds is None:
         return "too few steps for a trend"

@@ -101,14 +101,14 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
     if not isinstance(mapping, dict):
         raise SpecError(f"{GROUP}={mapping}: this is not a correction. {_EXAMPLE}")
     if mapping.get("proximal") == AUTO_PROXIMAL:
-        # This is the recorded pi_old, whether a forward pass or the gradient step itself computed it.
+        # This is the recorded pi_old, whether it was computed by a forward pass or by the gradient step itself.
         mapping["proximal"] = "recompute"
     return cast(dict[str, Any], mapping)
 
 
 def suggest_keys(name: str, known: Sequence[str]) -> str:
     """Format the most similar known names in a sentence, or all of them if none is similar."""
-    # The prefix that all keys share must not make them similar.
+    # The prefix that all keys share must not count as similarity.
     by_rest = {key.removeprefix(f"{GROUP}."): key for key in known}
     near = difflib.get_close_matches(name.removeprefix(f"{GROUP}."), by_rest, n=3, cutoff=_NEAR)
     names = [by_rest[rest] for rest in near] or sorted(known)
@@ -158,13 +158,13 @@ _OPEN = "???"
 def build_overrides(spec: CorrectionSpec) -> list[str]:
     """Build the overrides of a correction: shipped options by name if they match its parts, then single keys.
 
-    If pi_old comes from the trainer's weights, the launch decides which of two ways is used to compute it.
+    If pi_old comes from the trainer's weights, the launch decides in which of two ways it is computed.
     """
     wanted = _plain(spec)
     compose_correction([f"{GROUP}=none"])  # the application in which options are looked up
     options = list_options()
     weight = [name for name in options if wanted["weight"] and _is_of(name, {"weight": wanted["weight"]})]
-    # Among options that differ only in their bounds, the one with these bounds comes first, then the shortest name.
+    # Among options that differ only in their bounds, the option with these bounds comes first, then the shortest name.
     weight.sort(key=lambda name: (_differences(load_option(name)["weight"], wanted["weight"]), len(name), name))
     known = wanted["masks"].items()
     by_mask = {name: MOVED.get(name, name) for name, _ in known}

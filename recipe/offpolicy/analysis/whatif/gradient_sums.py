@@ -60,8 +60,8 @@ class BaseLoss:
     def compute_factor(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Compute r = pi / pi_old, 0 where the clip leaves no gradient; 1 under ``gpg``, which has no ratio.
 
-        PPO's clip stops the gradient at r > 1 + high with A > 0, and at r < 1 - low with A < 0 (Schulman et al. 2017).
-        The dual clip stops it at r > dual with A < 0.
+        PPO's clip stops the gradient at r > 1 + high if A > 0, and at r < 1 - low if A < 0 (Schulman et al. 2017).
+        The dual clip stops it at r > dual if A < 0.
 
         Args:
             log_ratio: (B, W) float64, log(pi / pi_old).

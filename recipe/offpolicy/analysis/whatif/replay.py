@@ -1,4 +1,4 @@
-"""Replay of one correction over recorded tokens, in blocks of rows with similar length, by both training stages."""
+"""Replay of one correction over recorded tokens by both training stages, in blocks of rows with similar length."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def _grid_keys(study: Study) -> list[str]:
 
 
 def collect_kept_shares(outcome: CorrectionOutcome) -> dict[str, float | None]:
-    """Map each group to the share of its tokens that is kept."""
+    """Map each group to the kept share of its tokens."""
     shares = {name: group.kept_tokens for name, group in outcome.groups.items()}
     return shares | {name: share.kept_tokens for name, share in outcome.turns.items()}
 
@@ -241,7 +241,7 @@ def _of_base(outcomes: Sequence[CorrectionOutcome]) -> list[PanelRow]:
 
 
 def draw_study(study: Study) -> Figure:
-    """Draw all panels into one figure, two side by side; corrections outside a grid are horizontal lines."""
+    """Draw all panels in one figure, two side by side; corrections outside a grid are horizontal lines."""
     drawn = build_panels(study)
     return plotting.draw_panels([panel for line in drawn for panel in line], columns=2, title=_title(study, len(drawn)))
 

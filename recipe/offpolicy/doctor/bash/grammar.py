@@ -1,4 +1,4 @@
-"""Parser: tokens to a tree of commands."""
+"""Parser that converts tokens to a tree of commands."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def _list_pipes(given: Token | None) -> list[Token]:
 
 
 def _mark_lost(command: Command) -> None:
-    """Mark the overrides among the commands that an operator joins to a launch.
+    """Mark those commands joined to a launch by an operator that are overrides.
 
     Raises:
         ScriptError: an override is before the launch, as a variable.

@@ -1,4 +1,4 @@
-"""Lexer: bash source to tokens (unexpanded words, operators, array assignments and here-documents)."""
+"""Lexer that splits bash source into tokens: unexpanded words, operators, array assignments and here-documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that only read and print: the interpreter runs these, because branches of a script often depend on them."""
+"""Programs that only read and print. The interpreter runs them because branches of a script often depend on them."""
 
 from __future__ import annotations
 

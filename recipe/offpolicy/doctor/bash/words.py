@@ -333,7 +333,7 @@ def _intersperse_blanks(values: list[Field]) -> Iterator[Field]:
 
 
 def _join_fields(pieces: Iterator[_Piece]) -> Iterator[Field]:
-    """Join pieces to fields, split at the blanks of pieces with ``split``."""
+    """Join pieces into fields, splitting at the blanks of pieces with ``split``."""
     current: Field | None = None
 
     def add(value: Field) -> Field:

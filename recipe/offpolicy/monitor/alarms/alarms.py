@@ -182,7 +182,7 @@ class Alarms:
         for name, alarm in self._alarms.items():
             known = state["alarms"].get(name)
             same = known is not None and state.get("rules", {}).get(name) == alarm.to_mapping()
-            # A firing alarm whose fallback is not active is reset, because it could never fire again.
+            # A firing alarm whose fallback is not active is reset, because otherwise it could never fire again.
             unheard = same and alarm.action == "fallback" and known["firing"] and self.in_force == CONFIGURED
             if not same or unheard:
                 self._states[name] = AlarmState()
@@ -208,14 +208,14 @@ class Alarms:
         if alarm.name != GROWTH:
             return value
         grown = compute_growth(self._past, value, history=alarm.window, least=alarm.least)
-        # Values of a lasting fault stay out of the history, because they would become the normal level.
+        # Values of a lasting fault are kept out of the history, because they would become the normal level.
         healthy = grown is None or (alarm.rule.band.contains(grown) and not self._states[alarm.name].firing)
         if healthy and math.isfinite(value):
             self._past = [*self._past, value][-alarm.window :]
         return grown
 
     def _choose(self) -> str:
-        """Choose the next correction: the active fallback, else the fallback of the first firing alarm."""
+        """Choose the next correction: the active fallback, otherwise the fallback of the first firing alarm."""
         holder = self._alarms.get(self.in_force)
         if holder is not None and not self._is_over(holder):
             return self.in_force

@@ -122,7 +122,7 @@ def _sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> dict[str,
 def _compute_extremes(
     mask: MaskSpec, units: Units, log_value: Tensor, numerator: Tensor, denominator: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``masks.compute_extremes`` in float64, as the mask does: (B, U), or (B, T) if the mask selects tokens."""
+    """Compute ``masks.compute_extremes`` in float64, like the mask: (B, U), or (B, T) if the mask selects tokens."""
     least, greatest = compute_extremes(mask, units, log_value, numerator=numerator, denominator=denominator)
     if mask.picks_tokens:
         least, greatest = units.spread(least), units.spread(greatest)

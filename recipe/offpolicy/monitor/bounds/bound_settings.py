@@ -61,7 +61,7 @@ def read_settings(config: DictConfig, spec: CorrectionSpec) -> Settings | None:
 
 
 def read_noted_keys(config: DictConfig) -> dict[str, Any]:
-    """Read the keys as a checkpoint records them; if nothing is calibrated, only the key that shows this."""
+    """Read the keys as a checkpoint records them; if nothing is calibrated, read only the key that shows this."""
     values = _read_values(config)
     if not _is_on(values):
         return {"target_kept": None}

@@ -223,7 +223,7 @@ def find_obstacles(
     seen: Histogram,
     noise: Histogram | None = None,
 ) -> dict[str, str]:
-    """Find what prevents the bounds from reaching their target: kind of obstacle -> its message.
+    """Find what prevents the bounds from reaching their target; maps the kind of obstacle to its message.
 
     ``floor``: even the lowest cap in range leaves a lower ESS; an ESS above the target is no obstacle. ``share``: no
     moving bound keeps that much. ``noise``: backend noise exceeds a bound. ``ceiling``: backend noise exceeds the range
@@ -320,7 +320,7 @@ def _find_reach(schedule: Schedule, noise: Histogram | None) -> float | None:
 
 
 def _approach(wanted: float, schedule: Schedule, part: MaskSpec | WeightSpec, here: float, start: float) -> float:
-    """Compute the distance closest to ``wanted`` that the rate and the range around ``start`` allow."""
+    """Compute the closest distance to ``wanted`` that the rate and the range around ``start`` allow."""
     near = min(max(wanted, here / (1.0 + schedule.rate)), here * (1.0 + schedule.rate))
     return min(max(near, schedule.floor * start), _compute_most(schedule, part, start))
 

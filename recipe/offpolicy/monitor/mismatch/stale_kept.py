@@ -1,4 +1,4 @@
-"""Warns if a correction keeps almost none of the tokens that were sampled by older weights."""
+"""Warns if a correction keeps almost none of the tokens that older weights sampled."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Search for the causes of a mismatch: tests one after another, and causes that the run itself has detected.
 
 Misalignment is tested first: log-probs of other tokens invalidate every other test. Re-tokenised turns and stale steps
-are then left out, so that the remaining tests cover only the backend. Undelivered weights are distinguished from the
-staleness of delivered ones by comparing weights at each synchronisation.
+are then left out, so that the remaining tests cover only the backend. Comparing weights at each synchronisation
+distinguishes undelivered weights from delivered weights that are stale.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ UNDELIVERED, ROUNDED = "weights not delivered", "updates rounded away"
 
 
 def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
-    """Judge both causes of delivery from a run's records of its synchronisations; empty if it recorded nothing.
+    """Judge both delivery causes from a run's records of its synchronisations; empty if it recorded nothing.
 
     Args:
         lines: ``step``, ``verdict`` (``equal`` or what was wrong), ``sentence``, and ``along`` and ``square`` of the
@@ -103,7 +103,7 @@ def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
 
 
 def withdraw_staleness(delivery: Sequence[Cause], causes: Sequence[Cause], *, stale: bool) -> list[Cause]:
-    """Withdraw a verdict of stale weights that rounded updates explain.
+    """Withdraw a verdict of stale weights if rounded updates explain it.
 
     Updates that the engine's dtype rounds away make the KL grow from step to step, as older weights do. If all weights
     were delivered and no token is recorded as ``stale``, the growth is no sign of older weights.

@@ -1,4 +1,4 @@
-"""Misalignment test: mu belongs to the token before or after, or to other rows altogether."""
+"""Misalignment test: mu belongs to the previous or next token, or to different rows altogether."""
 
 from __future__ import annotations
 

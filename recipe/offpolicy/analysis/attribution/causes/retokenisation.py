@@ -1,4 +1,4 @@
-"""Re-tokenisation test: the gap occurs in some turns of a conversation, in which the trainer gets other tokens."""
+"""Re-tokenisation test: the gap occurs only in the turns of a conversation for which the trainer gets other tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
     """Test the KL of each turn against the cleanest one, at equal probability under mu.
 
     Returns:
-        The verdict, and which tokens are in clean turns: all tokens unless the cause is present.
+        The verdict, and which tokens are in clean turns (all tokens unless the cause is present).
     """
     everything = np.ones(len(sampled), dtype=bool)
     if sampled.turns < 2:

@@ -1,7 +1,7 @@
 """Recorded tokens, grouped for tests by prompt and by context, and their statistics within one context.
 
 Rows of one prompt share their first tokens. If two rows have sampled from the same context, the two policies'
-distributions in it are observed at several points, so a constant difference can be told from one that varies.
+distributions in it are observed at several points, so a constant difference can be distinguished from one that varies.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def estimate(sums: Array, statistic: Callable[[Array], float], *, seed: int = 0)
         weights = rng.multinomial(count, np.full(count, 1.0 / count), size=REPLICATES)
         drawn = np.array([statistic(row) for row in weights @ sums])
     drawn = drawn[np.isfinite(drawn)]
-    # An interval of only the finite draws would be biased by their selection.
+    # An interval of only the finite draws would have a selection bias.
     if len(drawn) < REPLICATES / 2:
         return None
     return Estimate(float(value), float(np.percentile(drawn, 1)), float(np.percentile(drawn, 99)))
@@ -139,7 +139,7 @@ def _again(rows: Rows) -> Integers:
 
 
 def _prefixes(rows: Rows) -> NDArray[np.uint64]:
-    """Hash all response tokens before each one in its row, (M,)."""
+    """Hash, for each token, all response tokens before it in its row, (M,)."""
     return np.where(rows.position > 0, np.roll(hash_ids(rows.response_ids, rows.offsets), 1), np.uint64(0))
 
 

@@ -35,10 +35,10 @@ Mask = NDArray[np.bool_]
 
 
 def find(sampled: SampledTokens) -> tuple[Cause, Mask]:
-    """Compare the KL of each step or staleness with the freshest one, and of repeated prompts with new prompts.
+    """Compare the KL of each step or staleness with that of the freshest one, and repeated prompts with new prompts.
 
     Returns:
-        The verdict, and which tokens are fresh: all tokens unless the cause is present.
+        The verdict, and which tokens are fresh (all tokens unless the cause is present).
     """
     again = sampled.again > 0
     kept, of_prompts = _kept(sampled, again)

@@ -3,8 +3,8 @@
 If mu keeps a set K of the tokens, mu = pi_old / pi_old(K) on it. So log mu - log pi_old = -log pi_old(K) >= 0, the same
 for all tokens of a context, and E_mu[pi_old / mu] = pi_old(K): one minus this mean is the mass that was cut off. For
 any other cause that leaves every token possible, the mean is 1 if enough tokens are drawn. Noise of more than a nat
-gives the ratio a tail that few samples reach, so their mean is below 1. But such noise also puts pi_old above mu at
-some tokens, by about as much; cutting tokens off does not.
+gives the ratio a tail that few samples reach, so the sample mean is below 1. But such noise also puts pi_old above mu
+at some tokens, by about as much; cutting tokens off does not.
 
 Truncated sampling and a padded vocabulary differ in what was cut. Top-p, top-k and min-p leave few tokens: sometimes a
 group's rows have sampled every one of them, and then their mu sum to 1 while their pi_old do not, which has no other
