@@ -1,7 +1,7 @@
-"""Guard against advantage estimators that sum per-token rewards to one outcome per sequence.
+"""Guard against advantage estimators that sum per-token rewards into one outcome per sequence.
 
-Such an estimator gives every token the same credit. The guard tests the configured estimator itself, even if the user
-wrote it: it moves a reward within a sequence of a small batch and checks that the advantages change.
+Such an estimator assigns every token the same credit. The guard tests the configured estimator itself, even if it is
+the user's own. It moves a reward within a sequence of a small batch and checks that the advantages change.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Worker side of the liveness proof: evidence from one micro-batch.
 
 ``prove`` compares the gradient that arrives at the log-probs in the engine's own backward pass with weight * keep *
-verl's own gradient. Where mu equals pi_old, a correction that does nothing passes this comparison. ``prove`` therefore
-calls the installed loss again with log-probs just inside and just beyond each bound, where the expected gradient
-follows from the bound alone. ``proof.verify`` judges the result.
+verl's own gradient. Where mu equals pi_old, even a correction without effect passes this comparison. ``prove``
+therefore calls the installed loss again with log-probs just inside and just beyond each bound, where the expected
+gradient depends on the bound alone. ``proof.verify`` judges the result.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class Proof:
     Attributes:
         tokens: response tokens.
         marked: sum of the marks with which the trainer requested the proof of this micro-batch.
-        tried: trials were made.
+        tried: True if trials were made.
         identical_tokens: number of tokens whose mu equals pi_old bitwise.
         tolerance: largest accepted value of every error here, by the dtype of the log-probs.
         log_prob_bits: number of bits of the coarsest dtype among mu, pi_old and pi.
         distances: sums over tokens of |log pi_old - log mu|, in nats, with the mu of the previous, the same and the
-            next token; they reveal a mu that is off by one token. If pi_old is not computed, pi is used instead.
+            next token. They reveal a mu that is off by one token. If pi_old is not computed, pi replaces it.
         inner_tokens: number of tokens over which ``distances`` are summed.
         row_distances: sums over tokens of |log pi - log pi_old|, in nats, with the pi_old of the same row and of the
-            next row; they reveal an engine whose log-probs belong to other rows. If pi_old is not computed, mu is used
-            instead.
+            next row. They reveal that the engine's log-probs belong to other rows. If pi_old is not computed, mu
+            replaces it.
         shifts: correction name -> result on the shifted micro-batch.
-        gradient_tokens: number of tokens at which the uncorrected policy term has a gradient; if it is 0, the proof
-            shows nothing.
-        gradient_error: relative error of the gradient in the engine's own backward pass; None before it has run,
+        gradient_tokens: number of tokens at which the uncorrected policy term has a gradient; if there are none, the
+            proof shows nothing.
+        gradient_error: relative error of the gradient in the engine's own backward pass; None before this pass has run,
             infinite if no part of the loss was differentiated.
     """
 
@@ -129,7 +129,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
 
 
 def _take_few(batch: mb.MicroBatch) -> mb.MicroBatch:
-    """Take the longest row and a few others: trials set the policies themselves, so more rows would show the same."""
+    """Take the longest row and a few others: trials set the policies themselves, so more rows would not show more."""
     tokens = batch.response_mask.sum(-1).tolist()
     rows = sorted((row for row, count in enumerate(tokens) if count), key=lambda row: -tokens[row])
     if len(tokens) <= MOST_TRIED:
@@ -197,8 +197,8 @@ def _finite(old_log_prob: Tensor, batch: mb.MicroBatch) -> Tensor:
 def _demanded(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the expected gradient of a correction and that of the uncorrected policy term, each (total tokens,).
 
-    The factor multiplies only the policy term, so the expected gradient is factor * (g(1) - g(0)) + g(0). Here g(c) is
-    verl's gradient under constant weights c; g(0) is the contribution of KL and other terms.
+    The factor multiplies only the policy term, so the expected gradient is factor * (g(1) - g(0)) + g(0). Here, g(c) is
+    verl's gradient under constant weights c, and g(0) is the contribution of KL and other terms.
     """
     rest = base_gradient(base_loss, batch, torch.zeros_like(factor))
     policy = base_gradient(base_loss, batch, torch.ones_like(factor)) - rest
@@ -206,7 +206,7 @@ def _demanded(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> tup
 
 
 def _without_gradient(base_loss: BoundLoss) -> BoundLoss:
-    """Keep the value and metrics of the base loss, with zero gradient."""
+    """Return the base loss with the same value and metrics, but zero gradient."""
 
     def constant(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
         loss, metrics = base_loss(*args, **kwargs)
@@ -240,13 +240,13 @@ def _watch(proof: Proof, watched: list[tuple[Tensor, Tensor, Tensor]], loss: Ten
 
 
 def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
-    """Scale of a gradient error: rounding grows with the weight, and a rejection (0) must not hide an error."""
+    """Return a gradient error's scale: rounding grows with the weight, and a rejection (0) must not hide an error."""
     return torch.maximum(demanded.abs().max(), policy.abs().max())
 
 
 def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare gradients of the adapter with only the correction ``spec``, where it must act and where it must not."""
-    # A trial tests each bound on all tokens, whether or not their support is known.
+    """Compare the adapter's gradients under ``spec`` alone, where this correction must act and where it must not."""
+    # A trial tests each bound on all tokens, even those whose support is not known.
     detached = replace(batch, log_prob=batch.log_prob.detach(), withheld=None)
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
     if spec.kl_clip is not None:
@@ -266,7 +266,7 @@ def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
         gradient = adapter_gradient(adapter, spec, there, trial.constants)
         errors.append(relative_error((gradient - demanded).abs().max(), _scale(demanded, policy)))
         if spec.proximal != "recompute":
-            # If the loss read the decoy in pi_old, would the gradient differ?
+            # Would the gradient differ if the loss read the decoy in pi_old?
             decoy, _ = _demanded(adapter.base_loss, there, trial.factor)
             visible = bool((decoy != demanded).any())
         else:

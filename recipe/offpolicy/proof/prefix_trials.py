@@ -1,7 +1,7 @@
 """Trials of weights and masks at level ``prefix``, where the decision on a token depends on all tokens up to it.
 
-In each row only one token has a log-ratio: the second token if it exists. It determines the value of every later
-prefix.
+In each row, only one token has a nonzero log-ratio: the second token, if it exists. It determines the value of every
+later prefix.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .trials import (
 )
 
 _CLEAR = 1e-4
-"""Difference between a prefix's value and its bound, in nats, below which float32 log-probs cannot distinguish the
-two."""
+"""Difference between a prefix's value and its bound, in nats, below which they cannot be distinguished with float32
+log-probs."""
 
 _WIDEST = {False: 0.9, True: MOST_UPWARD}
 """Largest difference of probabilities (False), and largest binary KL divergence in nats (True), of a token in a
@@ -196,7 +196,7 @@ def _size(spec: MaskSpec, place: _Place) -> Tensor:
 
 
 def _follow(aggregate: str, value: Tensor, place: _Place) -> Tensor:
-    """Compute each prefix's aggregate if the aggregate is ``value``, (B, 1), at the moved token and 0 before it."""
+    """Compute each prefix's aggregate, given that it is ``value``, (B, 1), at the moved token and 0 before it."""
     if aggregate == "exp_abs_mean":
         behind = torch.log1p(torch.expm1(value) * place.at / place.position.clamp(min=1))
     elif aggregate == "geometric" or aggregate.endswith("_mean"):

@@ -1,11 +1,11 @@
-"""Checks of the rollout's log-probs at every update: they are present, finite and belong to their tokens.
+"""Checks at every update that the rollout's log-probs are present, finite and belong to their tokens.
 
 The cost is small compared with a step: one checksum per sequence and a few sign comparisons. ``verify`` judges the
 first update; these checks judge every update.
 
-One engine with one set of weights computes one log-prob per token, so the forward pass for pi_old repeats the
-rollout's. In the first step of a run this module checks this on every token, against the forward pass that later steps
-skip.
+With the same weights, the same engine computes the same log-prob for a token, so the forward pass for pi_old repeats
+the rollout's. In the first step of a run, this module checks this on every token, using the forward pass that later
+steps skip.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAMES = tuple(f"concordance_{kind}" for kind in KINDS)
 
 
 _NOT_READY = "fields are not ready"
-"""TransferQueue's error if some rows lack a column; a column that all rows lack is omitted without an error."""
+"""TransferQueue's error if only some rows lack a column; if all rows lack it, it is omitted without an error."""
 
 
 class RolloutChecker:
@@ -55,13 +55,13 @@ class RolloutChecker:
         self._metrics: dict[str, float] = {}
 
     def check_sampled(self, rows: TensorDict) -> list[int]:
-        """Check that mu holds log-probs; return the checksums of its rows, see ``micro_batch.compute_row_checksums``.
+        """Check that mu contains log-probs; return its rows' checksums, see ``micro_batch.compute_row_checksums``.
 
         Args:
-            rows: with ``SAMPLED``, (B, T) each, nested or padded.
+            rows: with the columns in ``SAMPLED``, (B, T) each, nested or padded.
 
         Raises:
-            RolloutLogProbError: mu is missing, or holds no log-probs.
+            RolloutLogProbError: mu is missing or does not contain log-probs.
         """
         responses, mask, mu = _take_columns(rows, SAMPLED)
         check_arrived(mu, mask)
@@ -71,12 +71,12 @@ class RolloutChecker:
         """Check mu against the log-probs that the trainer has computed.
 
         Args:
-            rows: with ``ALIGNED``, (B, T) each, nested or padded; "responses" is also needed to recognise equal rows of
-                a group.
+            rows: with the columns in ``ALIGNED``, (B, T) each, nested or padded; "responses" is also needed to
+                recognise equal rows of a group.
             groups: prompt of each row.
 
         Raises:
-            RolloutLogProbError: zeros replace mu, or mu is not the distribution from which tokens were sampled.
+            RolloutLogProbError: mu was replaced with zeros, or is not the distribution from which tokens were sampled.
             AlignmentError: mu is off by one token or belongs to other rows.
         """
         mask, mu, log_prob = _take_columns(rows, ALIGNED)
@@ -88,7 +88,7 @@ class RolloutChecker:
             self._excess.judge()
 
     def check_tallies(self, tallies: Iterable[AlignmentTally | None]) -> None:
-        """Check the workers' tallies; if pi_old is mu, only the current policy can reveal a fault.
+        """Check the workers' tallies. If pi_old is mu, only a comparison with the current policy can reveal a fault.
 
         Raises:
             AlignmentError: mu is off by one token or belongs to other rows.
@@ -105,7 +105,7 @@ def name_missing_column() -> Iterator[None]:
     """Turn a failed fetch of ``SAMPLED`` into ``RolloutLogProbError`` if mu is missing: TransferQueue names no column.
 
     Raises:
-        RolloutLogProbError: some rows have no mu. Every rollout has the other columns of ``SAMPLED``.
+        RolloutLogProbError: some rows have no mu. (The other columns in ``SAMPLED`` exist in every rollout.)
     """
     try:
         yield
@@ -134,7 +134,7 @@ _FIX = "Set correction.proximal=recompute: rollout and trainer are different eng
 
 
 class SameEngineError(RuntimeError):
-    """mu differs from pi_old although ``correction.proximal=same_engine``; the message says where."""
+    """mu differs from pi_old although ``correction.proximal=same_engine``; the message names the place."""
 
 
 def measure_difference(rollout_log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class SameEngineCheck:
     A resumed run is a new process and checks its first step again.
 
     Attributes:
-        largest: largest difference in the judged batch, in nats; None before a batch was judged.
+        largest: largest difference in the judged batch, in nats; None until a batch has been judged.
     """
 
     def __init__(self) -> None:
@@ -173,11 +173,11 @@ class SameEngineCheck:
         """Judge a batch after the trainer has computed pi_old.
 
         Args:
-            rows: with ``ALIGNED``, (B, T) each, nested or padded.
+            rows: with the columns in ``ALIGNED``, (B, T) each, nested or padded.
             uids: prompt of each row.
 
         Raises:
-            SameEngineError: mu of a token differs from pi_old by more than ``TOLERANCE``.
+            SameEngineError: at some token, mu differs from pi_old by more than ``TOLERANCE``.
         """
         mask, mu, old = pad_columns(rows, ALIGNED)
         apart = measure_difference(mu, old, mask)
@@ -197,7 +197,7 @@ class SameEngineCheck:
         self.largest = float(largest)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``same_engine/largest_difference``; NaN before a batch was judged."""
+        """Return ``same_engine/largest_difference``; NaN until a batch has been judged."""
         return {"same_engine/largest_difference": math.nan if self.largest is None else self.largest}
 
     @property

@@ -1,9 +1,9 @@
-"""Detection of rollout log-probs that are missing, replaced, or not those of the sampled distribution.
+"""Detection of rollout log-probs that are missing, replaced, or from another distribution than the tokens.
 
 The sum over the vocabulary of mu(v) * pi_old(v) / mu(v) is 1 for any pi_old, however different the weights are. An
-engine that samples from p but reports q gives the sum of p * pi_old / q. With pi_old = p this is 1 + chi2(p | q) > 1,
-for example if q are raw log-probs or log-probs at another temperature. The excess is a martingale over tokens, so
-responses may end at any token.
+engine that samples from p but reports q yields the sum of p * pi_old / q instead. With pi_old = p, this sum is
+1 + chi2(p | q) > 1, for example if q are raw log-probs or log-probs at another temperature. The excess is a martingale
+over tokens, so responses may end at any token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..correction.deferred_value import DeferredValue
 from ..correction.row_layout import BLOCK, RowLayout, detect_layout, split_tokens
 
 LEAST_TOKENS = 8
-"""Minimum number of tokens of a sequence, or of a batch, at which it is judged."""
+"""Minimum number of tokens for a sequence, or a batch, to be judged."""
 FAR = 1.0
 """Smallest |log pi_old - log mu| of a token, in nats, at which its mu may be a placeholder."""
 UNSURE = 0.1
@@ -33,7 +33,7 @@ class RolloutLogProbError(RuntimeError):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of log-probs that a server returned, with the texts for its errors.
+    """A column of log-probs that a server returned, and the texts of its errors.
 
     Attributes:
         most_nonfinite: largest accepted share of non-finite values.
@@ -49,12 +49,12 @@ MU = Column()
 
 
 def build_missing_error(present: object) -> RolloutLogProbError:
-    """Build the error for a batch without rollout log-probs; ``present`` names what the batch has."""
+    """Build the error for a batch without rollout log-probs; ``present`` names what the batch contains."""
     return RolloutLogProbError(f"{MU.name} are missing: the batch came without them, it has {present}. {MU.fix}")
 
 
 def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor, column: Column = MU) -> None:
-    """Check from its values alone that mu can be log-probs.
+    """Check, from the values of mu alone, that they can be log-probs.
 
     Args:
         rollout_log_prob: (B, T) log mu, or nested by row like the mask; or the column that ``column`` names.
@@ -94,7 +94,7 @@ def check_zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mas
         rollout_log_prob, trainer_log_prob, response_mask: as in ``find_zero_rows``, or nested by row.
 
     Raises:
-        RolloutLogProbError: zeros replace the log-probs of some or all sequences; or ``column.error``.
+        RolloutLogProbError: the log-probs of some or all sequences were replaced with zeros; or ``column.error``.
     """
     columns = {"mu": rollout_log_prob, "trainer": trainer_log_prob, "mask": response_mask}
     found = sum(_count_zero_rows(rows, **block) for _, rows, block in split_tokens(columns))
@@ -110,11 +110,11 @@ def check_placeholders(
     tokens: Tensor | None = None,
     groups: Sequence[str] | None = None,
 ) -> None:
-    """Check that no placeholder replaces mu at some tokens, such as an end of sequence that an agent loop appended.
+    """Check that mu was not replaced with a placeholder at some tokens, such as end tokens that an agent loop appended.
 
     A placeholder is 0 in two rows, or the same number in eight rows at the same token id, where the trainer's log-probs
     are far from it. This must hold in 1 % of the rows and for half of the tokens with this number. Rows of one group
-    with equal tokens count once, because an engine gives them equal log-probs.
+    with equal tokens count once, because an engine computes equal log-probs for them.
 
     Args:
         rollout_log_prob, trainer_log_prob, response_mask: (B, T), or nested by row.
@@ -168,7 +168,7 @@ def find_zero_rows(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_
 
 
 def _count_zero_rows(rows: RowLayout, mu: Tensor, trainer: Tensor, mask: Tensor) -> Tensor:
-    """Count all-zero rows, all-zero rows that the trainer contradicts, these rows' tokens, and all tokens: (4,) int64.
+    """Count all-zero rows, those that the trainer contradicts, the tokens of the latter, and all tokens: (4,) int64.
 
     Args:
         mu, trainer, mask: flat tensors of tokens in this layout.
@@ -195,7 +195,7 @@ def _judge_zeros(rows: int, numbers: list[int], column: Column = MU) -> None:
 LEAST_ROWS, ENOUGH_ROWS = 32, 256
 """Minimum number of responses for a judgement, and the number of responses after which the check ends."""
 TOLERANCE, ERRORS = 0.02, 5.0
-"""Excess of the mean over 1 allowed for rounding, and the number of standard errors (per response) on top of it."""
+"""Excess of the mean over 1 allowed for rounding, and the number of standard errors (per response) added to it."""
 _LARGEST = 20.0
 """Cap of a log-ratio before exp, in nats."""
 
@@ -222,7 +222,7 @@ class ExcessTally:
         )
 
     def judge(self) -> None:
-        """Raise ``RolloutLogProbError`` if the mean exceeds 1 by more than rounding and chance explain."""
+        """Raise ``RolloutLogProbError`` if the mean exceeds 1 by more than rounding and chance can explain."""
         if self.rows < LEAST_ROWS:
             return
         mean, error = self.total / self.tokens, math.sqrt(self.squares) / self.tokens

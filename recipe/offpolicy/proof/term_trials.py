@@ -49,7 +49,7 @@ class ShiftResult:
     Attributes:
         error: largest difference between the observed and the expected gradient, relative to the larger of the expected
             and the uncorrected gradient.
-        vacuous: the uncorrected gradient is zero, so the trial shows nothing.
+        vacuous: True if the uncorrected gradient is zero, so that the trial shows nothing.
     """
 
     error: float
@@ -190,7 +190,7 @@ def place_masses(spec: CorrectionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
                 ratios += [1.3 * bound, bound / 1.3]
     ratios += [1.7, 0.6, 1.0]
     count = like.shape[-1]
-    # Each position begins with a different ratio, so few tokens show all bounds.
+    # Each position begins with a different ratio, so a few tokens suffice to show all bounds.
     turns = torch.arange(like.numel() // count)[:, None] + torch.arange(count)
     table = torch.tensor(ratios, dtype=torch.float64)[turns % len(ratios)].view(like.shape)
     # The masses of each policy sum to less than 1/2.
@@ -206,7 +206,7 @@ def try_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
     assert spec.kl_clip is not None
     lower, upper = spec.kl_clip
     log_prob = batch.log_prob.double()
-    # Move pi away from the reference in both directions: at pi = ref the KL term has no gradient.
+    # Move pi away from the reference in both directions, because the KL term has no gradient at pi = ref.
     apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3)
     batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + apart).float()))
     errors, scales = [], []
@@ -235,7 +235,7 @@ def try_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
 def try_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
     """Compare the KL term's gradient under ratios inside and beyond its bound with verl's own at ratio 1.
 
-    With d = log pi_ref - log pi and verl's slope k'(d), the term r k has the slope r (k + k'), and upper k' once the
+    With d = log pi_ref - log pi and verl's slope k'(d), the slope of the term r k is r (k + k'), or upper k' once the
     ratio is bounded. k / k' is -d for k1, and (e^d - 1 - d) / (1 - e^d) for k3.
     """
     assert spec.kl_weight is not None

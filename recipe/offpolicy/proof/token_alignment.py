@@ -1,9 +1,9 @@
-"""Token alignment of mu: checks against the trainer's log-probs that mu belongs to its tokens, over whole batches.
+"""Token alignment of mu: checks over whole batches, using the trainer's log-probs, that mu belongs to its tokens.
 
-If two rows differ at a position, the rollout engine and the trainer usually give the higher log-prob to the same row,
-at any mismatch and with stale weights: the share of pairs that agree is near 1. Log-probs that belong to other rows
-agree only by chance, in half of the pairs. Log-probs that are off by one token agree better with the neighbouring
-token. Only signs are counted, so neither a drift common to all tokens nor one extreme token matters.
+If two rows differ at a position, the rollout engine and the trainer usually assign the higher log-prob to the same row,
+whatever the mismatch, and even with stale weights. The share of pairs that agree is then near 1. Log-probs that belong
+to other rows agree only by chance, in half of the pairs. Log-probs that are off by one token agree better with the
+neighbouring token. Only signs are counted, so neither a drift common to all tokens nor one extreme token matters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..correction.deferred_value import DeferredValue, fetch
 
 MARGIN = 0.1
-"""Smallest difference of two log-probs, in nats and under both policies, at which a pair is counted."""
+"""Smallest difference between two log-probs, in nats and under both policies, at which a pair is counted."""
 MOST_ELEMENTS = 1 << 18
 """Maximum number of elements of a batch that are compared; larger batches are subsampled evenly by row."""
 MOST_POSITIONS = 512
@@ -27,8 +27,8 @@ MOST_POSITIONS = 512
 LEAST_PAIRS = 128
 """Minimum number of pairs at a lag for its concordance to be judged."""
 LEAST_ROWS, ENOUGH_ROWS = 32, 128
-"""Minimum number of rows for a judgement, and number of rows after which the counts are reset; updates are pooled until
-then."""
+"""Minimum number of rows for a judgement, and number of rows after which the counts are reset. Until then, updates are
+pooled."""
 ROWS_OF_A_GROUP = 2
 """Maximum number of rows of one prompt that count as independent."""
 BETTER_BESIDE = 0.2
@@ -165,10 +165,10 @@ def _tally(numbers: list[int]) -> AlignmentTally:
 
 
 def compute_chance_limit(rows: int) -> float:
-    """Compute the concordance below which this many rows count as misaligned with their log-probs.
+    """Compute the concordance below which log-probs of this many rows count as misaligned.
 
-    By chance it is 0, with a standard deviation of about 0.7 / sqrt(rows). For an aligned mu it is usually >= 0.98; the
-    lowest value seen was 0.44, with weights so stale that KL exceeds 1 nat per token.
+    By chance, it is 0 with a standard deviation of about 0.7 / sqrt(rows). For an aligned mu, it is usually >= 0.98.
+    The lowest value observed was 0.44, with weights so stale that KL exceeds 1 nat per token.
     """
     return min(0.25, 0.4 - 3.0 / math.sqrt(rows))
 
@@ -185,8 +185,8 @@ class AlignmentChecker:
         allow_unrelated: measure only, never raise.
         limit: rows -> concordance below which log-probs belong to other rows.
         enough: number of rows after which the counts are reset.
-        column, short: names, in errors, of the column that is compared with the trainer's policy.
-        lost: why the run stops if the column is unrelated.
+        column, short: names that errors use for the column that is compared with the trainer's policy.
+        lost: the reason why the run stops if the column is unrelated.
     """
 
     allow_unrelated: bool = False
@@ -198,7 +198,7 @@ class AlignmentChecker:
     _pending: AlignmentTally = AlignmentTally()
 
     def judge(self, tally: AlignmentTally) -> dict[str, float]:
-        """Add the tally of one update and check the counts that are large enough.
+        """Add the tally of one update, and check those counts that are large enough.
 
         Returns:
             Metrics: the concordance of each kind of pair with enough pairs.
@@ -240,7 +240,7 @@ class AlignmentChecker:
 def find_shift(count: PairCounts) -> int:
     """Find the lag at which both policies agree better than at lag 0: -1, 1, or 0 if there is none."""
     alongside = max((-1, 1), key=lambda lag: count.concordance(lag) if _has_enough_pairs(count, lag) else -2.0)
-    # Pairs within a row are dependent: 16 of them count as one row.
+    # Pairs within a row are dependent, so 16 of them count as one row.
     better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16, 1)))
     shifted = count.concordance(alongside) > max(count.concordance(), 0.0) + better
     return alongside if shifted and _has_enough_pairs(count, alongside) else 0
@@ -286,7 +286,7 @@ def _count_pairs(
                 rows = telling.any(-1) if rows is None else rows | telling.any(-1)
     counted = nothing if rows is None else rows.sum()
     if rows is not None and groups is not None:
-        # The rows of one prompt differ from another prompt's in the same way, so they add little information.
+        # All rows of a prompt differ from another prompt's rows in the same way, so they add little information.
         telling_groups = torch.zeros(kinds, dtype=torch.int64, device=like.device)
         telling_groups.scatter_reduce_(0, groups, rows.long(), "amax")
         counted = torch.minimum(counted, ROWS_OF_A_GROUP * telling_groups.sum())

@@ -1,9 +1,9 @@
 """Trial micro-batches on which one correction must act in a known way, independent of the actual policies.
 
-Each trial changes mu and pi_old (for differences of probabilities also pi, and for ages the versions of the weights) so
-that some units are just beyond or just inside a bound and all others far from it. It states the factor by which the
-correction must multiply each token's gradient. The factor follows from the bound and the definition of the aggregate,
-without using the correction's code.
+Each trial changes mu and pi_old (and also pi for differences of probabilities, or the versions of the weights for ages)
+so that some units are just beyond or just inside a bound and all others are far from it. It states the factor by which
+the correction must multiply each token's gradient. This factor is derived from the bound and the definition of the
+aggregate, without using the correction's code.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ BEYOND = 0.01
 MEAN_WEIGHT = 2.0
 HIGH = 0.95  # the higher of two different probabilities
 _NEAR = 0.02
-"""Distance from a bound, as a share of the bound in nats, that distinguishes it from a bound with another factor."""
+"""Step from a bound, relative to the bound in nats. It is fine enough to detect a bound with another factor."""
 _LEAST = 1e-4  # nats, larger than the rounding error of float32 log-probs
 _ON_RATIO = ("product", "geometric", "any", "exp_abs_mean")
 """Aggregates whose bounds are ratios; they are compared in log space."""
 _WIDE_GAP = 0.5
-"""Largest difference of probabilities that one token gets if a unit's tokens share a sum of differences."""
+"""Largest difference of probabilities placed on one token if a unit's tokens share a sum of differences."""
 _WIDE_KL = 1.0
-"""Largest binary KL divergence, in nats, that one token gets."""
+"""Largest binary KL divergence, in nats, placed on one token."""
 MOST_UPWARD = 2.5
 """Largest KL(low, ``HIGH``), in nats, of a low probability; KL(``HIGH``, low) reaches 12.9."""
 
@@ -56,8 +56,8 @@ class Trial:
     Attributes:
         label: the bound under test, which at least one of its trials must be able to show; empty for none.
         batch: micro-batch with the policy's ``log_prob``, detached.
-        factor: (B, T) factor of the uncorrected gradient of each token's policy term.
-        constants: batch-level constants as the trainer would send them.
+        factor: (B, T) factor by which the uncorrected gradient of each token's policy term is multiplied.
+        constants: batch-level constants, as the trainer would send them.
     """
 
     label: str
@@ -101,7 +101,7 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
     constants = BatchConstants(weight_mean=mean)
     units = _number_units(spec.level, batch)
     hit = _choose_units(units, spec.by_staleness is not None, spec)
-    # Placed on one token: over thousands of tokens, rounding errors would sum to more than the proof tolerates.
+    # It is placed on one token, because rounding errors of thousands of tokens would add up beyond the tolerance.
     first = hit & _find_unit_starts(units, batch.response_mask)
     size = (
         _count_tokens(units, batch.response_mask) if spec.aggregate == "geometric" else torch.ones_like(units).double()
@@ -111,8 +111,8 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
 
     def place(raw: float, advantages: Tensor, weighed: Tensor, weight: float) -> Trial:
         shift = torch.where(first, math.log(raw) * size, 0.0)
-        # pi_old differs from pi, so confusing them is detected. The base loss never clips a ratio pi / pi_old below 1
-        # with a positive advantage, or above 1 with a negative one, so every token has a gradient to weigh.
+        # pi_old differs from pi, so that confusing the two is detected. The base loss never clips a ratio pi / pi_old
+        # below 1 with a positive advantage, or above 1 with a negative one, so every token has a gradient to weigh.
         old_log_prob = batch.log_prob.double() + advantages.sign() * BEYOND
         numerator = old_log_prob if spec.ratio == "rollout" else batch.log_prob.double()
         moved = replace_policies(batch, old=old_log_prob, mu=numerator - shift, advantages=advantages)
@@ -150,7 +150,7 @@ def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[
 
 
 def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
-    # A budget's cutoff depends on the batch; the trial sets the cutoff that ``list_bounds`` yields.
+    # A budget's cutoff depends on the batch, so the trial sets the cutoff that ``list_bounds`` yields.
     constants = BatchConstants(cutoffs={name: 0.04} if spec.budget is not None else {})
     signs = {"negative": (-1.0,), "positive": (1.0,)}.get(spec.when, (-1.0, 1.0))
     for side, bound in list_bounds(spec):
@@ -188,7 +188,7 @@ def _list_ages(factors: tuple[float, ...]) -> Iterator[tuple[int, float]]:
 
 
 def _measure_near(bound: float) -> float:
-    """Compute the step from a bound, in nats, that distinguishes it from a bound with another factor."""
+    """Compute a step from a bound, in nats, that is fine enough to detect a bound with another factor."""
     return max(_NEAR * abs(bound), _LEAST)
 
 
@@ -251,7 +251,7 @@ def mix_signs(mask: Tensor, sign: float) -> Tensor:
 def _place_policies(
     spec: MaskSpec, batch: MicroBatch, value: float, side: float, advantages: Tensor, *, inward: bool = False
 ) -> tuple[MicroBatch, Tensor]:
-    """Build policies whose aggregate is ``value`` on every other unit and neutral on the rest, and the tokens hit.
+    """Build policies whose aggregate is ``value`` on every other unit and neutral elsewhere, and the tokens hit.
 
     A unit's log-ratio is placed on its first token, so that PPO's clip keeps the gradient of the other tokens. In these
     units ``when=outward`` hits only the tokens whose log-ratio and advantage have the same sign.
@@ -263,12 +263,12 @@ def _place_policies(
         return moved, _choose_units(_number_units(spec.level, moved), True, spec) & mask
     units = _number_units(spec.level, batch)
     hit = _choose_units(units, spec.by_staleness is not None, spec) & mask
-    # The maximum can be low only if all values are.
+    # The maximum can be low only if all values are low.
     first = hit if spec.aggregate == "k1_max" else hit & _find_unit_starts(units, mask)
     looked = advantages.sign()
     if spec.sign == "row":
         looked = torch.where(mask, advantages, 0.0).sum(-1, keepdim=True).sign().expand_as(advantages)
-    # The directions that PPO never clips: up for a negative advantage and down for a positive one.
+    # PPO never clips upward moves with a negative advantage, or downward moves with a positive one.
     free = -advantages.sign()
     way = free if spec.when != "outward" else -looked if inward else looked
     if spec.aggregate.startswith("binary_"):
@@ -286,8 +286,8 @@ def _place_policies(
     shift[first] = invert_aggregate(spec.aggregate, total[first], side, way[first])
     if spec.when == "outward":
         hit = hit & (shift * looked > 0)
-        # The drift pi / pi_old is large enough that a mask that uses the wrong ratio decides differently beyond or
-        # inside a bound.
+        # The drift pi / pi_old is large enough for a mask with the wrong ratio to decide differently beyond or inside a
+        # bound.
     drift = free * 1.5 * shift.abs()
     # A single-token unit must keep its gradient, within PPO's second clip of large ratios.
     drift = torch.where(_count_tokens(units, mask) == 1, drift.clamp(-0.5, 0.5), drift)
@@ -352,7 +352,7 @@ def _spread_gap(
                 there = shared & (total / count == each) & ((way > 0) == up)
                 low[there] = invert_binary_kl(spec.aggregate, each, up)
         return torch.where(way > 0, rest, low), torch.where(way > 0, low, rest)
-    # A single-token unit gets the whole sum; a sum wider than a probability is spread over as few tokens as possible.
+    # The whole sum is placed on a single-token unit. A sum larger than a probability is spread over the fewest tokens.
     count = torch.ones_like(size) if spec.aggregate == "binary_tv" else (total.abs() / _WIDE_GAP).ceil().clamp(min=1)
     count = torch.minimum(count, size)
     return place_gap(hit & (_count_before(units, mask) < count), total / count)
@@ -378,7 +378,7 @@ def invert_binary_kl(aggregate: str, value: float, up: bool) -> float:
     """Find the probability below ``HIGH`` whose binary KL divergence is ``value``.
 
     Args:
-        up: the numerator has ``HIGH`` and the denominator the probability found; otherwise the reverse.
+        up: the numerator is ``HIGH`` and the denominator is the probability found; otherwise the reverse.
     """
 
     def divergence(p: float, q: float) -> float:
@@ -396,7 +396,7 @@ def invert_binary_kl(aggregate: str, value: float, up: bool) -> float:
 def place_masses(
     spec: MaskSpec, batch: MicroBatch, numerator: Tensor, denominator: Tensor, advantages: Tensor
 ) -> MicroBatch:
-    """Give the two policies of the ratio these probabilities; the third policy equals one of them."""
+    """Assign these probabilities to the two policies of the ratio; the third policy equals one of them."""
     top, bottom, level = numerator.log(), denominator.log(), torch.full_like(numerator, math.log(HIGH))
     pi = top if spec.ratio != "rollout" else level
     old = {"rollout": top, "full": pi, "ppo": bottom}[spec.ratio]
@@ -417,7 +417,7 @@ def replace_policies(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages: 
 def age_first_tokens(batch: MicroBatch, age: int) -> MicroBatch:
     """Mark the first response token of each row as sampled by older weights, and the others by the current weights.
 
-    The versions are recorded per turn, as the client of the rollout servers records them.
+    The versions are recorded per turn, as the rollout servers' client does.
 
     Args:
         age: age of the first tokens, in versions.
@@ -457,7 +457,7 @@ def open_second_turn(batch: MicroBatch) -> MicroBatch:
 
 
 def _choose_units(units: Tensor, aged: bool, spec: MaskSpec | WeightSpec) -> Tensor:
-    """Choose the units on which a trial acts: every other unit, or the first unit of each row if only it is aged.
+    """Choose the units on which a trial acts: every other unit, or each row's first unit if only this unit is aged.
 
     If the part applies only after a tool's result, the turns after it are chosen.
     """

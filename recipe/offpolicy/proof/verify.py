@@ -1,7 +1,7 @@
 """Trainer side of the liveness proof: checks the workers' evidence and stops the run if anything is missing.
 
-Every micro-batch must report, have the trainer's spec, use the sampled mu, and show that each configured correction
-acts in the gradient.
+Every micro-batch must send a report, use the trainer's spec and the sampled mu, and show that each configured
+correction acts in the gradient.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..correction.bounds import compute_fingerprint, read_bounds
 from .gradient import Proof, isolate_parts
 
 FOREIGN = 0.1
-"""Mean |log pi - log pi_old|, in nats per token, below which both belong to one policy and to the same sequences."""
+"""Mean |log pi - log pi_old|, in nats per token, below which both come from one policy and the same sequences."""
 LEAST_INNER = 8
-"""Minimum number of tokens with two neighbours that shows mu off by one: fewer can match a neighbour by chance."""
+"""Minimum number of tokens with two neighbours that can show mu to be off by one; fewer can match by chance."""
 
 
 class UpdateEvidence(Protocol):
@@ -59,11 +59,11 @@ def verify(
         spec: the trainer's spec, with the bounds of this update.
         sampled_rows: checksums of mu as the rollout returned it, see ``micro_batch.compute_row_checksums``.
         epochs: how often the worker visits each row.
-        allow_identical: mu may be bitwise identical to pi_old.
+        allow_identical: True if mu may be bitwise identical to pi_old.
         moving: parts whose bounds are sent with each update; the fingerprint excludes them.
         plan: fingerprint of the plan sent with this update; None: not compared.
         marked: sum of the marks that request proofs; None: all micro-batches must be proved.
-        again: the correction was proved before; it is no failure if a few rows do not show all its parts.
+        again: True if the correction was proved before; it is then no failure if a few rows do not show all its parts.
         steps: number of optimizer steps that the engine made; 0: unknown.
 
     Returns:
@@ -91,7 +91,7 @@ def verify(
         _verify_two_policies(proofs)
     gradient_error = _verify_gradient(proofs)
     tried = [proof for proof in proofs if proof.tried]
-    # A base loss without a ratio does not read pi_old, so ``proximal`` cannot be proved; other parts still must be.
+    # A base loss without a ratio does not read pi_old, so ``proximal`` cannot be proved. All other parts must be.
     unread = bool(spec.all_weights or spec.masks or spec.penalty) and not _seen(tried, "proximal")
     names = [name for name, _ in isolate_parts(spec) if not (unread and name == "proximal")]
     if again:
@@ -125,11 +125,11 @@ def verify_update(
     plan: int | None = None,
     steps: int = 0,
 ) -> None:
-    """Check the evidence of every update: adapter, spec, bounds, mu, the engine's factor and verl's denominators.
+    """Check evidence that every update sends: adapter, spec, bounds, mu, the engine's factor and verl's denominators.
 
-    Each micro-batch must come from the adapter, have the trainer's spec and bounds, and use the sampled mu. The engine
-    must have multiplied its loss by the right factor. The micro-batches of an optimizer step must fill verl's
-    denominators.
+    Each micro-batch must come from the adapter and use the trainer's spec and bounds and the sampled mu. The engine
+    must have multiplied its loss by the right factor. The micro-batches of an optimizer step must add up to the totals
+    that verl uses as denominators.
 
     Raises:
         LivenessError: evidence is missing or wrong.
@@ -208,7 +208,7 @@ def _verify_scales(packets: Sequence[UpdateEvidence]) -> None:
 
 
 def _verify_number(packets: Sequence[UpdateEvidence], marked: int | None) -> None:
-    """Check that everything was proved: the marks of the proofs add up, or every micro-batch has a proof."""
+    """Check that everything was proved: the marks of the proofs must add up, or every micro-batch must have a proof."""
     proofs = [packet.proof for packet in packets if packet.proof is not None]
     if marked is None and len(proofs) < len(packets):
         raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
@@ -316,7 +316,7 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
 
 
 def describe_proof(spec: CorrectionSpec, live: Mapping[str, float]) -> str:
-    """Say in one sentence which parts act, according to the metrics of ``verify``."""
+    """Describe in one sentence which parts act according to the metrics of ``verify``."""
     if spec.is_none:
         return "no correction is configured; statistics only."
     names = ", ".join(name for name, _ in isolate_parts(spec) if name not in _find_unread(spec, live))

@@ -69,7 +69,7 @@ def _padded_ppo_loss(
 
 
 class LegacyLoss(OffPolicyLoss):
-    """The engine's loss on padded log-probs: the policy and KL terms with which the proof compares the actor's gradient.
+    """The engine's loss on padded log-probs: policy and KL terms with which the proof compares the actor's gradient.
 
     Args:
         settings: the correction and what to report.

@@ -274,8 +274,8 @@ class OffPolicyLoss:
         """Copy the loss for trial calls, whose packets are not sent.
 
         Args:
-            random_state: state of the CPU's random generator before the proved loss ran; needed because clip_cov chooses
-                the tokens that it clips at random.
+            random_state: state of the CPU's random generator before the proved loss ran; needed because clip_cov
+                randomly chooses the tokens that it clips.
         """
         # Without a ledger, a trial reports nothing.
         trial = copy.copy(self)

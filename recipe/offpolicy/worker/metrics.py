@@ -288,8 +288,8 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        # The references are weak, because the rows of packets that verl has dropped must not stay in memory. They are in
-        # insertion order and keyed by identity, because packets with the same content are equal.
+        # The references are weak, because the rows of packets that verl has dropped must not stay in memory. They are
+        # keyed by identity, because packets with the same content are equal. They stay in insertion order.
         self._packets: WeakValueDictionary[int, Packet] = WeakValueDictionary()
         self._waiting: WeakValueDictionary[int, Packet] = WeakValueDictionary()
         self._waiting_rows = self._waiting_width = 0
