@@ -1,4 +1,4 @@
-"""Table of aggregates: how a unit's ratios become the number that a mask compares with its bounds.
+"""Table of aggregates. An aggregate turns a unit's ratios into the number that a mask compares with its bounds.
 
 Masks, validation, start-up checks, and offline and online calibration all read this table. The liveness proof does not:
 ``proof/trials.py`` states each aggregate independently. The formulas are in docs/correction_keys.md.
@@ -32,7 +32,7 @@ class Aggregate:
             age of the oldest token, in versions of the weights, whatever its ratio.
         token: value of a token; None: its log-ratio.
         finish: converts the unit's reduced value to the compared value.
-        on_ratio: bounds are given as ratios and compared in log space; otherwise they are compared as given.
+        on_ratio: True if bounds are given as ratios and compared in log space; otherwise they are compared as given.
         least, greatest: range of the compared value; a mask whose bounds contain this range never acts.
         usual: commonly used bounds, lower and upper; None for an open side.
         at: returns the compared value of a unit in which every log-ratio is the given number of nats.

@@ -1,7 +1,7 @@
 """Bounds as text, and bounds that move from update to update.
 
-The rest of a spec is its structure. The structure's fingerprint replaces each moving bound by a marker, so it stays the
-same for a whole run, while the bounds are sent with each update.
+The rest of a spec is its structure. In the structure's fingerprint, a marker replaces each moving bound, so the
+fingerprint stays the same for a whole run. The bounds themselves are sent with each update.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def format_bounds(bounds: Mapping[str, float | None]) -> str:
 
 
 def _format_number(value: float) -> str:
-    """Format to six digits, or more if a number close to 1 would read as 1."""
+    """Format to six digits, or to more if a number close to 1 would appear as 1."""
     texts = (f"{value:.{digits}g}" for digits in range(_DIGITS, 18))
     return next(text for text in texts if (float(text) == 1) == (value == 1))
 
@@ -124,7 +124,7 @@ def compute_fingerprint(spec: CorrectionSpec, names: Collection[str]) -> int:
 
 
 def format_part_path(name: str) -> str:
-    """Format the path of a weight or mask below ``correction``.
+    """Format the path of a weight or mask under ``correction``.
 
     Example:
         >>> format_part_path("gsm"), format_part_path(WEIGHT)

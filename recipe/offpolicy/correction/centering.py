@@ -25,7 +25,7 @@ LEAST_TAIL = 1e-6
 
 
 def select_token_parts(spec: CorrectionParts) -> CorrectionSpec:
-    """Select the parts of a correction that C contains: the weight, and masks that follow from a token's own p / q.
+    """Select the parts of a correction that C includes: the weight, and masks that depend only on a token's own p / q.
 
     Example:
         >>> select_token_parts(CorrectionSpec(proximal="reuse")).is_none

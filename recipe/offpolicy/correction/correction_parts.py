@@ -28,12 +28,12 @@ class CorrectionParts:
     Attributes:
         weight: importance weight of every token, or None for 1.
         weights: (name, weight) in name order, each for the tokens that its ``when`` and ``sign`` select. No token has
-            two weights, and a token that none selects has weight 1. Empty if ``weight`` is set.
+            two weights, and a token without any has weight 1. Empty if ``weight`` is set.
         penalty: penalty on the squared log-ratio of every valid token, added to the policy term; None for none.
         kl_weight: importance weight of the KL loss, or None for 1; excludes ``kl_clip``.
         nonfinite: whether tokens whose mu is not finite are ``counted`` in the loss's denominator, although they add
-            nothing to the loss, or ``excluded`` from it.
-        masks: (name, mask) in name order; the order never matters to the result.
+            nothing to the loss, or ``excluded`` from the denominator.
+        masks: (name, mask) in name order; the order never affects the result.
         proximal: where pi_old comes from, see ``proximal_log_prob``.
         alpha: with ``proximal=loglinear``, the share of pi, in (0, 1); ``by_age`` computes it from each token's age.
         denominator: denominator of the loss: ``original`` counts rejected tokens and rows, ``kept`` does not.
@@ -43,12 +43,12 @@ class CorrectionParts:
             sequence read only the tokens that these masks keep.
         allow_truncated_sampling: allow top-p, top-k, min-p and repetition penalties, under which mu and pi_old are
             normalised over different tokens.
-        support: ``engine``: pi_old and pi are renormalised over the tokens that the rollout engine allowed, as mu is;
-            None: they are over the whole vocabulary.
+        support: ``engine``: pi_old and pi are renormalised, like mu, over the tokens that the rollout engine allowed;
+            None: they are normalised over the whole vocabulary.
         support_unknown: treatment of tokens whose support has more members than the engine was asked for: ``mask``
             removes them from the policy term, ``full`` computes their log-probs over the whole vocabulary.
         support_size: number of members that the engine is asked for at each token; None: top-k decides.
-        support_min_p: min-p of each request, for which verl has no key; None for none.
+        support_min_p: min-p of each request (verl has no key for it); None for none.
         centering: K of score centering, see ``correction.centering``; None for no centering.
     """
 
@@ -124,7 +124,7 @@ class CorrectionParts:
 
     @property
     def all_weights(self) -> dict[str, WeightSpec]:
-        """Weights by key below ``correction``: ``weight``, or each of ``weights``."""
+        """Weights by key under ``correction``: ``weight``, or each of ``weights``."""
         one = {} if self.weight is None else {"weight": self.weight}
         return one | {f"weights.{name}": weight for name, weight in self.weights}
 
@@ -157,7 +157,7 @@ class CorrectionParts:
 
     @property
     def age_parts(self) -> dict[str, WeightSpec | MaskSpec]:
-        """Parts that depend on the age of the weights that sampled a token, by key below ``correction``."""
+        """Parts, by key under ``correction``, that depend on the age of the weights that sampled a token."""
         parts: dict[str, WeightSpec | MaskSpec] = {
             f"masks.{name}": mask for name, mask in self.masks if mask.entry.of_age or mask.by_staleness is not None
         }
@@ -165,7 +165,7 @@ class CorrectionParts:
 
     @property
     def age_keys(self) -> tuple[str, ...]:
-        """Keys below ``correction`` whose values depend on the age of the weights."""
+        """Keys under ``correction`` whose values depend on the age of the weights."""
         return (*self.age_parts, *(("alpha",) if self.alpha == BY_AGE else ()))
 
     @property
@@ -185,13 +185,13 @@ class CorrectionParts:
 
     @property
     def step_parts(self) -> tuple[str, ...]:
-        """Keys, below ``correction``, of the parts that need the current policy or the advantages."""
+        """Keys, under ``correction``, of the parts that need the current policy or the advantages."""
         parts = [f"masks.{name}" for name, mask in self.masks if mask.needs_step]
         return tuple([key for key, weight in self.all_weights.items() if weight.needs_step] + parts)
 
     @property
     def rollout_rejects(self) -> tuple[str, ...]:
-        """Keys, below ``correction``, of the parts that can drop tokens based only on mu and pi_old."""
+        """Keys, under ``correction``, of the parts that can drop tokens based only on mu and pi_old."""
         parts = [f"masks.{name}" for name, mask in self.masks if not mask.needs_step]
         weights = self.all_weights.items()
         rejecting = [key for key, weight in weights if weight.kind == "reject" and not weight.needs_step]

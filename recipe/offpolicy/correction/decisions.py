@@ -50,16 +50,16 @@ class RolloutStage:
     """Decisions from mu and pi_old, in the layout of the given tensors: (B, T), or nested by row.
 
     Attributes:
-        spec: the correction; the step stage must get the same correction.
+        spec: the correction; the step stage must use the same correction.
         weight: (B, T) float32 or wider, detached, 0 outside ``decided``; 1 if the weight needs the current policy.
         keep: (B, T) bool, False outside ``decided`` and for tokens rejected by a part that needs neither pi nor
             advantages.
-        rejected: key, below ``correction``, of each part that this stage decides -> (B, T) bool, the tokens that the
+        rejected: key, under ``correction``, of each part that this stage decides -> (B, T) bool, the tokens that the
             part rejects.
         log_ratio: (B, T) log(pi_old / mu), 0 outside ``valid``.
         valid: (B, T) bool, the response mask without tokens whose mu or pi_old is not finite.
-        decided: (B, T) bool, the tokens on which the correction decides: ``valid``, and if it does not read mu, also
-            tokens for which only mu is not finite.
+        decided: (B, T) bool, the tokens on which the correction decides: ``valid``, and, for a correction that does not
+            read mu, also tokens for which only mu is not finite.
         response_mask: (B, T) bool, as given.
         old_log_prob, rollout_log_prob: (B, T), as given.
         rows: layout of all these tensors.
@@ -110,7 +110,7 @@ class Decisions:
 
     Attributes:
         log_ratio, valid, decided, keep, units: see ``RolloutStage``.
-        weighed: the weight; None if there is none, it needs the current policy or advantages, or it was not requested.
+        weighed: the weight; None if there is none, if it needs the current policy or advantages, or if not requested.
         drops: see ``RolloutStage.rejected``.
     """
 

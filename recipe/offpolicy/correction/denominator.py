@@ -1,8 +1,8 @@
 """Effects of a rejection beyond its own tokens: the denominator of the loss, and the group's baseline.
 
 GRPO, RLOO and OPO compare a row with its siblings. A row that the correction rejects trains nothing, yet its reward
-changes the advantages of its remaining siblings. ``baseline=exclude`` prevents this: a rejected row gets a group of its
-own before verl's estimator runs.
+changes the advantages of its remaining siblings. ``baseline=exclude`` prevents this by moving a rejected row to a group
+of its own before verl's estimator runs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from .row_layout import detect_layout
 
 HAS_DENOMINATOR = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
-"""Values of verl's ``loss_agg_mode`` that divide by a count; ``token-sum`` divides by nothing."""
+"""Values of verl's ``loss_agg_mode`` that divide by a count; ``token-sum`` does not divide."""
 
 
 def compute_scale_of_counts(
     mode: str, *, tokens: Tensor, kept: Tensor, mini_batch: Tensor, mini_batch_rows: int
 ) -> Tensor:
-    """Compute the factor of each row's loss that replaces the original denominator by a count of kept tokens or rows.
+    """Compute each row's loss factor that replaces the original denominator with a count of kept tokens or rows.
 
-    If R of N counted tokens or rows are rejected, the factor is N / (N - R). A rejected token is removed from the
-    mini-batch's token count, a row without a kept token from its row count, and for ``seq-mean-token-mean`` a rejected
-    token also from its row's T. If nothing is rejected, the factor is exactly 1.
+    If R of N counted tokens or rows are rejected, the factor is N / (N - R). Rejected tokens are removed from the
+    mini-batch's token count, and rows without a kept token from its row count. For ``seq-mean-token-mean``, rejected
+    tokens are also removed from their row's T. If nothing is rejected, the factor is exactly 1.
 
     Args:
         mode: verl's ``loss_agg_mode``, one of ``HAS_DENOMINATOR``.

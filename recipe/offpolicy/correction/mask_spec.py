@@ -26,7 +26,7 @@ Ratio = Literal["rollout", "full", "ppo"]
 
 _OPTIONAL = ("sign", "by_staleness", "by_position")
 AGE = "staleness"
-"""Name of the aggregate of a mask on the age of the weights."""
+"""Aggregate name for a mask on the weights' age."""
 _WITHOUT_AGE = {
     "ratio": "an age compares no policies.",
     "lower": "fresh tokens are never too young.",
@@ -40,19 +40,19 @@ _WITHOUT_AGE = {
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """Bounds on an aggregate of a policy ratio, or on the age of the weights; units outside lose their gradient.
+    """Bounds on an aggregate of a policy ratio, or on the weights' age; units outside the bounds lose their gradient.
 
     Attributes:
         ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old. A mask on age has no ratio; it is decided
             together with masks on ``rollout``, so its value is ``rollout``.
-        level: tokens that are decided together, see ``WeightSpec.level``.
+        level: the tokens that share one decision, see ``WeightSpec.level``.
         aggregate: the bounded number, computed from these tokens: a key of ``aggregates.AGGREGATES``.
         lower, upper: inclusive bounds on the aggregate; None leaves a side open.
         when: tokens to which the mask applies: those with negative or with positive advantage, or any; ``outward``:
             those with A log r > 0, whose update moves the two policies further apart (VACO); ``post_tool``: those after
             the first tool result in their row, whatever the advantage.
-        sign: which advantage ``when`` reads: ``row`` is the mean over the row's valid tokens, ``token`` each token's
-            own.
+        sign: the advantage that ``when`` reads: ``row`` is the mean over the row's valid tokens, ``token`` is each
+            token's own advantage.
         delta: the bound in OPSM's notation, in nats: lower = exp(-delta); None if lower and upper were given.
         budget: with ``second_moment``, the tokens with the largest (log r)^2 are dropped until the mean over the rest
             of the batch is at most this value; None otherwise.

@@ -73,7 +73,7 @@ def _outside(
 def compute_extremes(
     mask: MaskSpec, units: Units, log_value: Tensor, *, numerator: Tensor, denominator: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the least and greatest values that ``find_outside`` compares: a unit lies inside if and only if both do.
+    """Compute the least and greatest values that ``find_outside`` compares: a unit is inside if and only if both are.
 
     Args:
         units: of ``mask.level``.
@@ -164,7 +164,7 @@ def compute_second_moment_cutoff(budget: float, *log_ratios: Tensor) -> float:
         >>> compute_second_moment_cutoff(0.5, torch.tensor([0.0, 1.0, 2.0]))  # means of squares: 0, 1/2, 5/3
         1.0
     """
-    # Values up to the budget have a mean of at most the budget, so only the usually few larger values must be sorted.
+    # The mean of values up to the budget is at most the budget, so only larger values, usually few, must be sorted.
     within: list[tuple[Tensor, Tensor]] = []
     beyond: list[Tensor] = []
     for log_ratio in log_ratios:

@@ -1,4 +1,4 @@
-"""Configuration problems as data, whose wording is defined here, and the exceptions that carry them.
+"""Configuration problems as data, their wording, and the exceptions that carry them.
 
 A mistyped threshold that passes as valid silently degrades a run, so each problem names the key, its value, the reason
 and an override that fixes it.

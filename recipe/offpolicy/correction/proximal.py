@@ -10,7 +10,7 @@ from torch import Tensor
 Proximal = Literal["recompute", "bypass", "reuse", "loglinear", "same_engine"]
 
 Alpha = float | Literal["by_age"]
-"""Share of pi in ``loglinear``: one number for all tokens, or depending on each token's age."""
+"""Share of pi in ``loglinear``: one number for all tokens, or a share that depends on each token's age."""
 BY_AGE: Literal["by_age"] = "by_age"
 WITHOUT_FORWARD = ("bypass", "reuse", "loglinear")
 """Sources of pi_old that need no forward pass."""
@@ -39,11 +39,11 @@ def proximal_log_prob(
       then equals pi.
     * ``loglinear``: (1 - alpha) log mu + alpha log pi, detached: an interpolation between the sampling and the current
       policy. It is an approximation that costs no forward pass. With ``alpha=by_age``, alpha is (a - 1) / a for a token
-      of age a, and 0 at age 0, as in AReaL's ``compute_prox_logp_approximations``. That function takes the newest
-      weights, a versions after the token's, for pi, and the weights one version earlier for pi_old. AReaL's
+      of age a, and 0 at age 0, as in AReaL's ``compute_prox_logp_approximations``. That function uses the newest
+      weights, a versions after the token's, as pi, and the weights one version earlier as pi_old. AReaL's
       documentation describes pi_old as one step behind the trained policy; alpha would then be a / (a + 1).
-    * ``same_engine``: mu itself, for an engine whose log-probs equal the trainer's: the trainer computes pi_old in its
-      first step and stops unless the two agree, see ``proof.rollout_checks``.
+    * ``same_engine``: mu itself, for an engine whose log-probs equal the trainer's. The trainer computes pi_old in its
+      first step and stops unless mu and pi_old agree, see ``proof.rollout_checks``.
 
     Args:
         old_log_prob: (B, T), read only for ``recompute``.

@@ -1,7 +1,7 @@
 """Recommended settings for asynchronous and stale data and for mismatched engines, with the supporting measurement.
 
-Everything that gives this advice reads it here: ``correction=auto``, the start-up checks, the attribution, the report
-and ``run_async.sh``; README and docs repeat it.
+All code that gives this advice reads it from here: ``correction=auto``, the start-up checks, the attribution, the
+report and ``run_async.sh``. The README and docs repeat it.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class PackedRows(RowLayout):
 
     def _scan(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor], neutral: float) -> Tensor:
         """Combine the tokens of each row up to each token, in log2(N) passes with doubling distance."""
-        # A cumulative sum over all rows, minus its value at each row's start, would lose digits of short rows.
+        # Subtracting the value at each row's start from one cumulative sum would lose digits in short rows.
         distance = 1
         while distance < self.length:
             alike = self.row_index[distance:] == self.row_index[:-distance]

@@ -83,7 +83,7 @@ def check_centering(spec: CorrectionParts) -> None:
 
 
 def find_unknown(spec: CorrectionParts) -> dict[str, tuple[Any, str]]:
-    """Find the parts whose effect on unsampled tokens is unknown: key below ``correction`` -> (value, reason).
+    """Find the parts whose effect on unsampled tokens is unknown: key under ``correction`` -> (value, reason).
 
     Example:
         >>> find_unknown(CorrectionParts(support="engine"))

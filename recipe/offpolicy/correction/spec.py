@@ -155,7 +155,7 @@ class CorrectionSpec(CorrectionParts):
 
     @classmethod
     def from_openrlhf(cls, source: Any, policy_loss_type: str = "ppo") -> CorrectionSpec:
-        """Build from OpenRLHF's arguments, or those below ``algo.advantage``."""
+        """Build from OpenRLHF's arguments, or from those under ``algo.advantage``."""
         more = {} if policy_loss_type == "ppo" else {"actor.policy_loss_type": policy_loss_type}
         return cls.from_mapping(PEERS["openrlhf"].read_source(source, more=more).plain)
 

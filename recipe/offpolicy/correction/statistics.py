@@ -144,9 +144,9 @@ def build_mean(value: Tensor, count: Tensor, about: float = 0.0) -> Statistic:
 class FlatStatistics(Mapping[str, Statistic]):
     """Statistics by name, stored as two plain objects for any number of statistics: their layout and their numbers.
 
-    They are sent in this form because the statistics of all ranks, as separate objects, are so many that garbage
-    collection takes longer than the computation. A layout is read once, since ranks and steps usually have the same
-    layout.
+    They are sent in this form because separate objects for the statistics of all ranks would be so many that garbage
+    collection would take longer than the computation. A layout is read only once, because ranks and steps usually share
+    it.
 
     Attributes:
         layout: the pickled statistics without their parts, and the parts' places among the numbers.
@@ -272,7 +272,7 @@ class StatisticEntry:
     """Metric keys that share one meaning.
 
     Attributes:
-        key: below ``offpolicy/``; {a,b} stands for each of a and b, and <name> for any name.
+        key: under ``offpolicy/``; {a,b} stands for each of a and b, and <name> for any name.
         parts: last part of the key -> its reduction.
         meaning: one line.
     """

@@ -4,7 +4,7 @@
 
 On long rows, new tensors with one value per token dominate the cost, so each log-ratio is exponentiated once, and
 counts by length, sign and staleness are computed from row sums. On short rows, the number of operations determines the
-cost. Boolean masks are used as numbers, because on CPUs selecting by booleans is much slower in torch than arithmetic.
+cost. Boolean masks are used as numbers, because torch is much slower on CPUs at boolean selection than at arithmetic.
 
 For "tensor of tokens" and "column" see ``row_layout.RowLayout``.
 """

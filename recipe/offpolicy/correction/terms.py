@@ -21,7 +21,7 @@ class KlWeightSpec:
 
     Attributes:
         ratio: ``full`` pi / mu, ``ppo`` pi / pi_old.
-        upper: limit, > 1; a ratio above it is replaced by this constant. None for no limit.
+        upper: limit, > 1; ratios above it are replaced with this constant. None for no limit.
     """
 
     ratio: KlRatio

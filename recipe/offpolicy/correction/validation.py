@@ -33,7 +33,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 def require_mapping(value: Any, key: str, fix: str, off: Any = ...) -> Mapping[str, Any]:
     """Return ``value`` if it is a mapping.
 
-    The error proposes ``fix``; if the value is null or false, it says how to switch the key off.
+    The error proposes ``fix``; if the value is null or false, it explains how to switch the key off.
 
     Args:
         off: the value that switches the key off; by default the key is removed.

@@ -40,9 +40,9 @@ class WeightSpec:
         level: which tokens share one weight: ``token``: each token has its own weight; ``sequence``: all tokens of a
             row; ``turn``: a run of response tokens between tool outputs; ``version``: the tokens of a row that were
             sampled by the same version of the weights.
-        kind: ``truncate`` bounds one side, ``clip`` bounds both; ``reject`` drops units outside the bounds and keeps
-            the weight of the others (masked importance sampling). ``gamma`` has no bounds: exp(rate (1 - w)) w^power,
-            which is 1 at w = 1 and greatest at w = power / rate (VESPO, Shen et al. 2026).
+        kind: ``truncate`` bounds one side, ``clip`` bounds both sides; ``reject`` drops units outside the bounds and
+            keeps the weight of all other units (masked importance sampling). ``gamma`` has no bounds: exp(rate (1 - w))
+            w^power, which is 1 at w = 1 and greatest at w = power / rate (VESPO, Shen et al. 2026).
         lower, upper: inclusive bounds, > 0, or None for an open side.
         aggregate: ``product`` prod_t rho_t, ``geometric`` its T-th root, over the tokens that share it; ``minimum``, at
             level prefix, rho_t times the least ratio before it, where that ratio counts as at most 1 (MinPRO, Lei et
@@ -54,7 +54,7 @@ class WeightSpec:
         power, rate: k and lambda of kind ``gamma``, > 0; None for the others.
         by_position: |log bound| is multiplied by t to this power at the t-th valid token of a row; only at level
             prefix.
-        when, sign: the tokens to which the weight applies, see ``MaskSpec.when``; others have weight 1.
+        when, sign: the tokens to which the weight applies, see ``MaskSpec.when``; all other tokens have weight 1.
     """
 
     level: Level
@@ -337,7 +337,7 @@ def find_rejected_units(spec: WeightSpec, log_value: Tensor, units: Units) -> Te
 def sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tensor, Tensor]:
     """Sum the weights of all units that have a token, with 0 for rejected units, and count all of these units.
 
-    ``normalize`` divides by the quotient of sum and count.
+    ``normalize`` divides by this sum over this count.
 
     Returns:
         Two 0-dim float64 tensors.
