@@ -34,7 +34,7 @@ def install(group: str | None = None) -> dict[str, dict[str, str]] | dict[str, s
         group: one of `GROUPS`, or None for all groups that this process can need.
 
     Returns:
-        The group's status; for None, the status of each installed group.
+        The group's status; if ``group`` is None, the status of each installed group.
 
     Raises:
         PatchError: the group is unknown, or a target is not what the patch was written for; the message names the fix.

@@ -1,4 +1,4 @@
-"""Contracts on verl's agent loops: process rewards score rows before the rows get their reward. Nothing is patched.
+"""Contracts on verl's agent loops: rows are scored for process rewards before verl's reward. Nothing is patched.
 
 verl's key ``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` selects this package's manager, which starts
 this package's workers. Log-probs of a prompt come from ``vLLMHttpServer.generate(self, prompt_ids, sampling_params,
@@ -32,7 +32,7 @@ SEAMS = (
     ),
     _replicas("register", "(name, loader)", name="register of replicas", names=("_registry",)),
     _replicas("get", "(name)", name="get of replicas", names=("_registry",)),
-    # Both have more parameters from 0.9.0 on.
+    # Both have more parameters in 0.9.0 and later.
     _client("_acquire_server", names=("acquire_server",)),
     _client("_release_server", names=("release_server",)),
 )

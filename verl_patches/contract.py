@@ -2,7 +2,7 @@
 
 A patch states the target, the signature quoted from the source it was written against, the keys that the target's code
 reads or passes on, and the releases it was tested on. All are checked when it is installed. A difference raises
-`PatchError` with the fix, because a patch that logs and continues is worse than none. Targets are only wrapped, so
+`PatchError` with the fix, because a patch that logs and continues is worse than no patch. Targets are only wrapped, so
 upstream's code is never copied here.
 """
 

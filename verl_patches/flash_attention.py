@@ -1,7 +1,7 @@
 """Values of a configuration that depend on flash-attn: configs/platform/cuda.yaml selects it if it can be imported.
 
 ``${if_flash_attn:A,B}`` is A if the launching process can import flash-attn, otherwise B. A launch replaces these
-interpolations by their values, because its workers cannot resolve them.
+interpolations with their values, because its workers cannot resolve them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def settle(config: Any) -> list[str]:
-    """Replace the interpolations of a launch by their values, in place; return a line that reports the values."""
+    """Replace the interpolations of a launch with their values, in place; return a line that reports the values."""
     from omegaconf import DictConfig, OmegaConf
 
     def asks(key: str) -> bool:

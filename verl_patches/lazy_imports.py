@@ -107,7 +107,7 @@ class _Names(dict[str, Any]):
 
 
 def _register_imports(body: list[ast.stmt], statements: list[ast.stmt]) -> None:
-    """Replace each import that can wait, in place, by a call that registers it among ``statements``."""
+    """Replace, in place, each import that can wait with a call that registers it among ``statements``."""
     changed: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.If):

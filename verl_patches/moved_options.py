@@ -29,7 +29,7 @@ _NAME = re.compile(r"(?<![\w/.])\w+(?![\w/.])")
 
 
 def rename(value: str) -> str:
-    """Replace the former names in the value of an override by current ones.
+    """Replace the former names in the value of an override with current names.
 
     Example:
         >>> rename("[yao2025_tis,gsm]")
@@ -62,7 +62,7 @@ def explain_moved(config: str | None, overrides: Sequence[str]) -> str | None:
 
 
 def describe_moved(names: Sequence[str]) -> str:
-    """Say in a sentence what the current names are."""
+    """Name the current names in a sentence."""
     return f"{', '.join(f'{name} is now {MOVED[name]}' for name in names)}."
 
 

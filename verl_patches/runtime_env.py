@@ -146,13 +146,13 @@ def merged(
 
 
 def _job_runtime_env(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the runtime environment that this process's job was submitted with; empty outside a job."""
+    """Return the runtime environment with which this process's job was submitted; empty outside a job."""
     found: dict[str, Any] = json.loads(environ.get(_JOB) or "{}").get("runtime_env") or {}
     return found
 
 
 def checkout_root() -> str | None:
-    """Return the folder that holds this package, unless it is one of the interpreter's own package folders."""
+    """Return the folder that contains this package, unless it is one of the interpreter's own package folders."""
     root = Path(__file__).resolve().parents[1]
     paths = sysconfig.get_paths()
     installed = {paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()}

@@ -32,7 +32,7 @@ class _WithoutFlush(logging.LoggerAdapter[logging.Logger]):
 
 
 def install() -> None:
-    """Replace the module's logger by the proxy, once. Imports the trainer's module.
+    """Replace the module's logger with the proxy, once. Imports the trainer's module.
 
     Raises:
         PatchError: the module's logger is not a logger.

@@ -1,7 +1,7 @@
 """Contracts on verl's vLLM server, which this package's server classes derive from.
 
-They appear in no table, because the module can be imported only where vLLM is installed and verl supports its release,
-as in the server's own process, which checks them.
+They are not listed in any table, because the module can be imported only where vLLM is installed and verl supports its
+release. This is the case in the server's own process, which checks them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     VERL_USE_EXTERNAL_MODULES=verl_patches.cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda
 
-From 0.9 on, the last two are verl's own variables: they select the platform, and the device whose engines are used
+In 0.9 and later, the last two are verl's own variables: they select the platform, and the device whose engines are used
 (verl registers no engine for cpu; the engines for cuda run there). In earlier releases this package reads both
 variables. Without VERL_PLATFORM=cpu, importing this package changes nothing.
 

@@ -273,7 +273,7 @@ def install() -> None:
     """
     for contract in CONTRACTS:
         contract.check()
-    # A release with another abstract method would fail at the first synchronisation, minutes into the run.
+    # A release with a further abstract method would fail at the first synchronisation, minutes into the run.
     if missing := sorted(getattr(FileCheckpointEngine, "__abstractmethods__", ())):
         raise PatchError(REGISTRY.moved(f"a CheckpointEngine that also requires {', '.join(missing)}"))
     if not in_force():

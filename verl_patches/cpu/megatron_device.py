@@ -43,7 +43,7 @@ CONTRACTS = tuple(
 
 
 class CpuTorch(ModuleType):
-    """PyTorch, except that the functions in `FACTORIES` allocate on the CPU if the device is "cuda"."""
+    """PyTorch, except that the functions in `FACTORIES` allocate on the CPU when the device is "cuda"."""
 
     def __init__(self) -> None:
         super().__init__("torch")

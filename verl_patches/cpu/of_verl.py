@@ -112,7 +112,7 @@ def _get_attention_functions(original: Callable[[], tuple[Any, ...]]) -> tuple[A
     """Let verl remove padding without flash-attn, which needs CUDA.
 
     verl imports four functions that gather and scatter rows from flash-attn. For NPUs it also ships versions in plain
-    PyTorch. If flash-attn is missing, this patch uses those versions; from 0.9.1 on, verl does the same.
+    PyTorch. If flash-attn is missing, this patch uses those versions; verl 0.9.1 and later do the same.
     """
     try:
         return original()

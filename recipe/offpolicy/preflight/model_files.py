@@ -25,7 +25,8 @@ def find_experts(config: DictConfig) -> tuple[bool, str] | None:
     """Find out whether the actor is a mixture of experts, without loading it and without a network.
 
     Returns:
-        Whether it is, and a sentence with the file that says so; None if no ``config.json`` is on this machine.
+        Whether it is, and a sentence that names the file with the evidence; None if this machine has no
+        ``config.json``.
     """
     for name in (OmegaConf.select(config, f"{_MODEL}.{key}") for key in ("hf_config_path", "path")):
         if not isinstance(name, str) or (file := find_local(name)) is None:
@@ -123,7 +124,7 @@ def _read_values(path: str) -> dict[str, Any] | None:
     from transformers import AutoConfig
 
     try:
-        # Does not ask whether remote code is trusted, because the question would wait for an answer.
+        # This does not ask whether remote code is trusted, because the question would wait for an answer.
         found = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         return None
@@ -195,7 +196,7 @@ def _read_pickled(file: Path) -> dict[str, list[int]]:
 
 
 def count_vocabulary(folder: Path) -> int | None:
-    """Count the tokens for which a model has logits; None if its ``config.json`` does not say."""
+    """Count the tokens for which a model has logits; None if its ``config.json`` does not contain this number."""
     return max((sizes[0] for sizes in _list_sizes(folder, "vocab_size")), default=None)
 
 
@@ -204,7 +205,7 @@ def _count_embedding(folder: Path) -> int | None:
 
 
 def _list_sizes(folder: Path, *names: str) -> list[list[int]]:
-    """List the values of the keys ``names`` in each section of ``config.json`` that has all of these keys."""
+    """List the values of the keys ``names`` in each section of ``config.json`` that contains all of these keys."""
     try:
         values: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -99,7 +99,7 @@ def find_meant(segments: Sequence[str], *, verls: bool = False, sections: bool =
 
 
 def complete(path: Path_, rest: Sequence[str]) -> Path_:
-    """Extend a section's path by the segments given below it, each spelled as our keys spell it."""
+    """Extend a section's path with the segments given under it, each with the spelling of our keys."""
     for name in rest:
         below = [known[len(path)] for known in list_paths() if known[: len(path)] == path and len(known) > len(path)]
         begun = [each for each in below if each.startswith(name)]
@@ -108,7 +108,7 @@ def complete(path: Path_, rest: Sequence[str]) -> Path_:
 
 
 def list_children(path: Path_) -> list[str]:
-    """List the keys directly below a section of ours."""
+    """List the keys directly under a section of ours."""
     return [known[-1] for known in list_paths() if known[:-1] == path]
 
 

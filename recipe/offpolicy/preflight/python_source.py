@@ -2,7 +2,7 @@
 
 If the source does not show that a contract on a verl function holds, because the source differs or the target is
 created when its module runs, the contract is checked by importing the module. The training process imports all targets,
-so the import always decides in the end.
+so in the end the import always decides.
 """
 
 from __future__ import annotations

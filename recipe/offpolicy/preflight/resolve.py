@@ -1,4 +1,4 @@
-"""Resolves a composed configuration before the checks: makes ``auto`` choices, replaces names by corrections."""
+"""Resolves a composed configuration before the checks: makes ``auto`` choices and replaces names with corrections."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _replace_bypass(run: Composed, say: Say) -> None:
 
 
 def _resolve_shadows(run: Composed, say: Say) -> None:
-    """Replace option names in ``offpolicy.shadow`` by the options' values; needs the Hydra application."""
+    """Replace option names in ``offpolicy.shadow`` with the options' values; needs the Hydra application."""
     names, delta = run.get(SHADOW, []), run.get(_DELTA, SHIPPED_DELTA)
     if not isinstance(names, str | ListConfig | list):
         fix = f"Set {SHADOW}=[gsm], or []."
@@ -113,7 +113,7 @@ def _resolve_shadows(run: Composed, say: Say) -> None:
 
 
 def _resolve_proximal(run: Composed, say: Say) -> None:
-    """Replace ``correction.proximal=auto`` by the choice; shadows and fallbacks must be resolved before."""
+    """Replace ``correction.proximal=auto`` with the choice; shadows and fallbacks must be resolved first."""
     if run.get(PROXIMAL) != AUTO_PROXIMAL:
         return
     choice = choose_proximal(run)
@@ -223,7 +223,7 @@ def _fill_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[st
 
 
 def _resolve_fallbacks(config: DictConfig) -> None:
-    """Replace option names under ``fallback`` by the options' values, in place; needs the Hydra application.
+    """Replace option names under ``fallback`` with the options' values, in place; needs the Hydra application.
 
     An option has the values in its file: overrides of ``correction.*`` apply only to the configured correction.
 
@@ -263,7 +263,7 @@ def check_fallbacks(run: Composed, run_checks: Callable[[Composed], Any]) -> Non
 
     Raises:
         SpecError: the run could not switch to a fallback.
-        CheckError: raised by ``run_checks``; names the fallback that it is about.
+        CheckError: raised by ``run_checks``; names the fallback concerned.
     """
     for name in DEFAULTS:
         resolved = run.get(f"{SECTION}.{name}.fallback")

@@ -60,7 +60,7 @@ def find_stray_keys(
     options: Iterable[str],
     registered: Collection[str] = (),
 ) -> Iterator[Problem]:
-    """Find added keys that are unused where they stand: ours but misplaced, a correction's name, or unknown to verl.
+    """Find added keys that are unused in their place: ours but misplaced, a correction's name, or unknown to verl.
 
     Args:
         arguments: overrides on the command line.
@@ -189,17 +189,17 @@ def _find_verls(segments: Path_, start: int) -> Path_ | None:
 
 
 def _is_distinct(tail: Path_, meant: Path_, start: int) -> bool:
-    """Return True if the names cannot be meant for verl, which shares some of our names."""
+    """Return True if the names, some of which verl shares with us, cannot be meant for verl."""
     verls = list_verls_names()
     if start == 0:
         return tail[0] not in verls or (len(tail) > 1 and not verls.issuperset(tail))
-    # Below a verl section, a single leaf must be almost identical to our key.
+    # Under a verl section, a single leaf must be almost identical to our key.
     leaf = len(tail) == 1 and not list_paths().get(meant)
     return tail[0] not in verls and (not leaf or find_closest(tail[0], meant[-1:], 0.9) is not None)
 
 
 def _find_section(tail: Sequence[str], start: int) -> Path_ | None:
-    """Find our section that the first name resembles or, at the top, begins with; append the names below it."""
+    """Find our section that the first name resembles or, at the top, begins with; append the names under it."""
     first, *rest = tail
     sections = {path[-1]: path for path, holds_keys in reversed(list(list_paths().items())) if holds_keys}
     for name in sorted(sections, key=len, reverse=True) if start == 0 else ():
@@ -216,11 +216,11 @@ def _find_resembled_section(key: str, value: str) -> Path_ | None:
     first, *rest = re.split("[./]", named)
     sections, groups = list_sections(), list_groups()
     if first in sections:
-        # A group below ours, or our group in another package, is not ours.
+        # A group under ours, or our group in another package, is not ours.
         return (first,) if "/" in named or package not in ("", first) else None
     if first in groups:
         if "/" in named or package:
-            return (first,)  # the group's own file says where its keys go
+            return (first,)  # the group's own file determines where its keys go
         # Hydra ignores an option that an optional group does not have.
         return _find_key_of_verl(first, rest) if value not in groups[first] and "$" not in value else None
     for section in sorted(sections, key=len, reverse=True):

@@ -1,9 +1,10 @@
-"""Declared unpacked size of a Parquet file, read from its metadata before anything is unpacked.
+"""Declared unpacked size of a Parquet file, read from the file's metadata before anything is unpacked.
 
 A few bytes can declare billions of values: the counts are in the footer and in the header of each page, in Thrift's
 compact protocol. pyarrow's metadata cannot bound the size, because it shows only the footer, while Arrow unpacks what
 the page headers declare, even for a single row group. Reading a column's metadata also aborts the process (C++ abort)
-at some contradictions. tests/unit/recording has a file for each of these two problems; both exist in pyarrow 26.0.1.
+at some contradictions. tests/unit/recording contains a file for each of these two problems; both exist in pyarrow
+26.0.1.
 
 Sources: parquet.thrift of apache/parquet-format; thrift/doc/specs/thrift-compact-protocol.md of apache/thrift.
 """

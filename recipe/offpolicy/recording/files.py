@@ -131,7 +131,7 @@ def compute_digest(rows: Rows, metadata: Mapping[bytes, bytes]) -> bytes:
 
 
 def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str], *, limit: float = math.inf) -> int:
-    """Write a step's file; a reader never sees half of it.
+    """Write a step's file; a reader never encounters a partial file.
 
     Args:
         limit: largest size in bytes.
@@ -145,7 +145,7 @@ def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str
     """
     partial = path.with_suffix(PARTIAL)
     try:
-        # The file is removed first, because Arrow keeps the mode of an existing file.
+        # The file is removed first, because Arrow would keep the permissions of an existing file.
         partial.unlink(missing_ok=True)
         os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE))
         pq.write_table(to_table(rows, spec, reasons), partial, compression=COMPRESSION, use_dictionary=_REPEATED)
@@ -306,7 +306,7 @@ def _check_schema(path: Path, schema: pa.Schema, expected: pa.Schema) -> None:
 def _json(path: Path, metadata: Mapping[bytes, bytes], key: bytes, kind: type) -> Any:
     try:
         value = json.loads(metadata.get(key, b""))
-    # RecursionError is included, because a file may nest its JSON arbitrarily deep.
+    # RecursionError is included, because a file may nest its JSON arbitrarily deeply.
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):

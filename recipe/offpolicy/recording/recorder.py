@@ -1,4 +1,4 @@
-"""Asynchronous recorder: it drops rows, and then disables itself, rather than block the training."""
+"""Asynchronous recorder that drops rows, and then disables itself, rather than block the training."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TimeBudget:
             if self._step is not None and step > self._step:
                 self.allowed = MOST_TIME * (now - self._began) / (step - self._step)
             self._step, self._began, self.taken = step, now, 0.0
-            # A cost that was measured only once may be that of a first call, so it is measured again.
+            # If the cost was measured only once, this may be the cost of a first call, so it is measured again.
             self._cost = min(self._costs) if len(self._costs) == 2 else 0.0
         left, needed = (self.allowed - self.taken) / max(updates, 1), self._cost * rows
         self._share = min(1.0, max(left, 0.0) / needed) if needed > 0 else 1.0
@@ -220,7 +220,7 @@ class Recorder:
         return counters
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until all queued rows are written, even those of incomplete steps; return True if that was in time."""
+        """Wait until all queued rows, even those of incomplete steps, are written; return True if they are in time."""
         with self._condition:
             self._items.append(None)
             self._condition.notify()

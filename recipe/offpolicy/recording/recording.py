@@ -35,7 +35,7 @@ _NAME = re.compile(r"step_(\d{8})(?:\.update_(\d{4}))?\.rank_(\d{5})\.parquet")
 
 
 def file_name(step: int, rank: int, update: int | None = None) -> str:
-    """Return the name of a rank's file for ``step``, or for its one ``update``, from 0, if it makes several."""
+    """Return the name of a rank's file for ``step``, or for one ``update`` of it, from 0, if the step makes several."""
     part = "" if update is None else f".update_{update:04d}"
     return f"step_{step:08d}{part}.rank_{rank:05d}.parquet"
 

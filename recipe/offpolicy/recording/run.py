@@ -80,7 +80,7 @@ class RunRecord:
     def announce_update(
         self, plan: SharedPlan, *, rows: int, batch_split: Callable[[], BatchSplit], updates: int = 1
     ) -> SharedPlan:
-        """Add to the plan the data about its update that the recorders need.
+        """Add to an update's plan the data about this update that the recorders need.
 
         Args:
             rows: number of rows of the batch.

@@ -101,7 +101,7 @@ def explain_foreign(directory: str, config: DictConfig) -> str | None:
 
 
 def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
-    """Return True if the run resumes the card's run, or restarts it because it ended before its first checkpoint."""
+    """Return True if this run resumes the card's run, or restarts a run that ended before its first checkpoint."""
     there = find_resumed_folder(config)
     if there is None and OmegaConf.select(config, "trainer.resume_mode") == "auto" and _saves(card):
         there = str(CheckpointFolder.from_config(config).path)

@@ -1,4 +1,4 @@
-"""Recorded rows: the only definition of their columns' names and types, and their numpy arrays in memory.
+"""Recorded rows: their numpy arrays in memory, and the only definition of their columns' names and types.
 
 A file holds one step of one rank, or one update if a step makes several. Token columns are lists over the response,
 from its first token to its last valid token; tool outputs in between are included, with ``response_mask`` False. All
@@ -174,7 +174,7 @@ class Rows:
     def token_staleness(self) -> NDArray[np.int64]:
         """(M,) steps from the weights that sampled a token to those at the start of its step.
 
-        A token of unknown version is as old as its row's first token; -1 if that is unknown too.
+        A token of unknown version counts as old as its row's first token; -1 if that age is unknown too.
         """
         lengths = np.diff(self.offsets)
         age = np.repeat(self.step - 1, lengths)

@@ -282,7 +282,7 @@ class StepWriter:
         ranks: number of ranks that share the directory.
 
     Attributes:
-        outcome: accumulated results; the reader of this attribute replaces it by an empty ``Outcome``.
+        outcome: accumulated results; the reader of this attribute replaces it with an empty ``Outcome``.
     """
 
     def __init__(self, settings: RecordSettings, *, rank: int, ranks: int) -> None:
@@ -360,7 +360,7 @@ class StepWriter:
         self.outcome.written += size
 
     def _prepare(self) -> dict[str, int]:
-        """Map the names of this rank's files from before the resume to their sizes in bytes."""
+        """Map the names of this rank's files that were written before the resume to their sizes in bytes."""
         self._directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         sizes = {}
         for path in self._directory.iterdir():

@@ -26,7 +26,7 @@ _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 
 
 class RouteNote(list[int]):
-    """The note of one row, with the tokens and routes behind it, which stay in the client's process."""
+    """The note of one row, with its tokens and routes, which stay in the client's process."""
 
     def __init__(self) -> None:
         super().__init__([0, 0])
@@ -40,15 +40,15 @@ class RouteNote(list[int]):
     def keep_sampled(self, tokens: Sequence[int], routes: Tensor) -> Tensor:
         """Append a later request's routes to those with which the row's earlier tokens were sampled.
 
-        A later turn forwards the earlier tokens again, in other batches or with newer weights, so its routes for these
-        tokens differ from the routes with which they were sampled.
+        A later turn forwards the earlier tokens again, in different batches or with newer weights, so its routes for
+        these tokens differ from the routes with which they were sampled.
 
         Args:
             tokens: ids of the request: its prompt and its response.
             routes: (n, layers, k), routes of the request's first n tokens.
 
         Returns:
-            (n, layers, k): the earlier routes for as long as the tokens are the same, then the given routes.
+            (n, layers, k): the earlier routes up to the first token that differs, then the given routes.
         """
         if self.routes is not None:
             shared = count_shared(self.tokens, tokens, min(len(self.routes), len(routes)))

@@ -1,7 +1,7 @@
-"""Replacement of a router's choice of experts by recorded ids, which are checked against the model.
+"""Replacement of a router's choice of experts with recorded ids, which are checked against the model.
 
 A router of transformers chooses by one ``topk`` over its experts' scores, (tokens, experts). Replay replaces the result
-of ``topk`` by the scores at the given ids. The model still decides how to use these scores (softmax before or after,
+of ``topk`` with the scores at the given ids. The model still decides how to use these scores (softmax before or after,
 bias, groups, scaling), and gradients reach the gate (R3, Ma et al. 2025).
 """
 

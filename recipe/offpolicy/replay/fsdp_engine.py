@@ -58,7 +58,7 @@ def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
         records: records of one replayed forward, by layer.
 
     Raises:
-        ReplayError: a layer does; the message names the first such layer and the layer whose routes it agrees with.
+        ReplayError: a layer does. The message names the first such layer, and the layer whose routes it agrees with.
     """
     layers = list(records)
     for place, counts in enumerate(compare_layers(records).tolist()):

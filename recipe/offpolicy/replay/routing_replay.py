@@ -79,7 +79,7 @@ _ROUTED: dict[type, type[RoutedClient]] = {
 
 
 def note_routes(client: LLMServerClient) -> LLMServerClient:
-    """Replace a client by a client that records routes.
+    """Replace a client with one that records routes.
 
     Raises:
         ReplayError: the given client is not one of verl's.

@@ -205,7 +205,7 @@ def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
 
 
 def measure_routes(reports: Sequence[RoutingReport]) -> dict[str, float]:
-    """Compute the metrics below ``offpolicy/routing/`` from the reports of one or several updates."""
+    """Compute the metrics under ``offpolicy/routing/`` from the reports of one or several updates."""
     return _measure(merge_reports(reports))
 
 

@@ -27,7 +27,7 @@ class RateLimitError(RuntimeError):
 
 
 class RateLimit:
-    """Account of issued prompts that were trained on or can still be.
+    """Account of issued prompts that were trained on or can still be trained on.
 
     Args:
         eta: batches by which sampling may run ahead of training, >= 0; a float stands for its decimal text.
@@ -61,7 +61,7 @@ class RateLimit:
         self.account += count
 
     def left(self, count: int) -> None:
-        """Subtract prompts that will never be trained: failed, filtered, evicted or lost."""
+        """Subtract prompts that will never be trained on: failed, filtered, evicted or lost."""
         self.account -= count
 
     def state(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class StalenessError(RuntimeError):
 
 
 class AgeLimit:
-    """Largest age at which a row is trained: eta of the step in which its prompt was issued, rounded up.
+    """Largest age at which a row is trained on: eta of the step in which its prompt was issued, rounded up.
 
     Args:
         eta: eta of the run's first step.
@@ -238,14 +238,15 @@ def check_ages(rows: Sequence[RowTag], step: int, limit: AgeLimit) -> None:
 
 
 def check_seen(seen: float | None, entered: Sequence[RowTag], step: int, eta: str) -> None:
-    """Check that no row in the loss is older than the rows that were sent to it.
+    """Check that no row in the loss is older than the rows that were sent to the loss.
 
     Args:
-        seen: age of the oldest row in the loss, by the versions sent with the rows; None: the loss got no versions.
+        seen: age of the oldest row in the loss, by the versions sent with the rows; None: the loss received no
+            versions.
         entered: rows that have a token in the loss.
 
     Raises:
-        StalenessError: the loss got a row that is older than all of these, or it got no versions.
+        StalenessError: the loss received a row that is older than all of these, or it received no versions.
     """
     oldest = min(entered, key=lambda row: row.version)
     if seen is None or seen > compute_age(oldest.version, step):

@@ -9,7 +9,7 @@ eviction_reasons)``, ``_wait_for_next_poll(self, partition_id, last_debug_time)`
 ``_sync_metadata_from_transfer_queue``.
 
 verl hands out finished groups in the order of their issue. With a limited rate, a group becomes too old only if other
-groups are trained first while it is being sampled. verl's own ``wait`` does not prevent that: it checks unfinished
+groups are trained on first while it is being sampled. verl's own ``wait`` does not prevent that: it checks unfinished
 prompts only at their last step, when more than a batch of them may be due. Here ``wait`` skips an unfinished prompt
 only if all remaining prompts can still be trained in time. ``drop`` is verl's own strategy, with a threshold of eta +
 1; ``mask`` and ``refresh`` are implemented here and in the trainer.
@@ -282,7 +282,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
 
     def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
         stale, filtered, *_ = eviction_reasons
-        # Groups without a signal are replaced by other prompts, as in verl.
+        # As in verl, groups without a signal are replaced with other prompts.
         anew = sorted(stale - filtered) if self._settings.too_old == "refresh" else []
         prompts = tq.kv_batch_get(keys=anew, partition_id=partition_id) if anew else None
         if partition_id == TRAIN:
@@ -301,7 +301,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
 
 
 def count_refreshes(uid: str) -> int:
-    """Count how often the prompt of this uid was sampled again.
+    """Count how often the prompt with this uid was sampled again.
 
     Example:
         >>> count_refreshes("6ba7b810"), count_refreshes("6ba7b810.2")

@@ -78,7 +78,7 @@ class Attempts(LLMServerClient):
 
 
 class VersionedClient(FullyAsyncLLMServerClient, Attempts):
-    """verl's resuming client, whose every attempt goes through ``Attempts``; adds ``CHUNKS`` to ``extra_fields``.
+    """verl's resuming client, with every attempt passing through ``Attempts``; adds ``CHUNKS`` to ``extra_fields``.
 
     ``CHUNK_SEALS`` lets the trainer check the chunks. A tool agent keeps the extra fields of its first turn, so later
     turns are added to the lists in those fields.
@@ -98,7 +98,7 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
         if any(version is None for version, _ in chunks):
             return output
         if (lost := len(output.token_ids) - sum(tokens for _, tokens in chunks)) > 0:
-            # These tokens are of an attempt that bypassed Attempts; they stop a run that has a limit.
+            # These tokens come from an attempt that bypassed Attempts; they stop a run that has a limit.
             chunks.append((UNKNOWN, lost))
         turns = _rows.find(request_id, shared=self.shares_ids)
         if chunks:
@@ -109,7 +109,7 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
 
 
 def note_versions(client: LLMServerClient) -> LLMServerClient:
-    """Replace verl's client by a client that records versions; any other client is returned unchanged."""
+    """Replace verl's client with one that records versions; any other client is returned unchanged."""
     if type(client) is not FullyAsyncLLMServerClient:
         logger.warning(
             "the client of the rollout servers is %s: versions of the weights are known only per sequence.",
@@ -123,6 +123,6 @@ def convert(client: LLMServerClient, kind: type[LLMServerClient]) -> LLMServerCl
     """Make a client of another class with the same state, and ``shares_ids``."""
     made: Any = object.__new__(kind)
     made.__dict__.update(vars(client))
-    # Read here and not in each agent loop's process, because the first access to a configuration there is slow.
+    # This is read here rather than in each agent loop's process, where the first access to a configuration is slow.
     made.shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
     return made

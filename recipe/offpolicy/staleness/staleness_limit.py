@@ -100,7 +100,7 @@ class StalenessLimit(AddOn):
         return ages.format_eta(self.rate_limit.eta)
 
     def warm_up_prompts(self, add: Callable[[Any], None], batches: Any) -> None:
-        """Issue no prompts in the warm-up, because the first step can issue all of them."""
+        """Issue no prompts during the warm-up, because the first step can issue all of them."""
 
     def issue_prompts(self, add: Callable[[], None]) -> None:
         limit, step = self.rate_limit, self._step

@@ -1,9 +1,9 @@
 """The keys ``offpolicy.staleness``, and the controller that adapts eta to a target ESS.
 
 Raising eta helps only if the trainer waits for rows. A change takes effect after a number of steps that equals the age
-of the rows at that time, so the steps until then are ignored. After a decrease, eta stays until the ESS has improved by
-the amount that it lacked; otherwise eta would be raised again at once, because the trainer still waits although eta was
-too large.
+of the rows at that time, so the steps until then are ignored. After a decrease, eta stays the same until the ESS has
+improved by the amount that was missing; otherwise eta would be raised again at once, because the trainer still waits
+although eta was too large.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AdaptSettings:
 
     Attributes:
         ess: target, a share of the tokens.
-        trainer_wait: share of a step; if the trainer waits for no larger share, a larger eta does not help.
+        trainer_wait: share of a step; unless the trainer waits for a larger share, a larger eta does not help.
         floor, ceiling: range of eta.
         every: minimum number of steps between two judgements.
         patience: number of consecutive judgements below the target before eta decreases.
@@ -174,7 +174,7 @@ class StalenessSettings:
 
     @property
     def oldest_age(self) -> int:
-        """The largest age, in versions, at which a row is trained."""
+        """The largest age, in versions, at which a row is trained on."""
         return math.ceil(self.eta if self.adapt is None else self.adapt.ceiling)
 
     @property

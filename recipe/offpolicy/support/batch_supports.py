@@ -39,7 +39,7 @@ class ResponseTokens:
         """
         mask = data["response_mask"]
         if mask.is_nested:
-            # A response is the end of its row.
+            # A response extends to the end of its row.
             lengths = mask.offsets().diff()
             count = len(mask.values())
             before = torch.repeat_interleave(offsets[1:] - mask.offsets()[1:], lengths, output_size=count)
@@ -105,7 +105,7 @@ def read_notes(data: TensorDict) -> list[RowSupports | None]:
 
 
 def lay_out_supports(data: TensorDict, layout: TokenLayout, vocabulary: int) -> BatchSupports:
-    """Map the supports of a micro-batch to its tokens; entries beyond the end of a row are dropped.
+    """Map the supports of a micro-batch to its tokens; drop entries beyond the end of a row.
 
     Args:
         vocabulary: number of logits per token.

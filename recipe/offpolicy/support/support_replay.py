@@ -35,7 +35,7 @@ def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first:
         first: the first update of the run, in which the support must not increase k3(mu, pi).
 
     Returns:
-        The metrics, named below ``offpolicy/support/``, and a sentence.
+        The metrics, named under ``offpolicy/support/``, and a sentence.
 
     Raises:
         LivenessError: nothing was replayed, or replay widens the mismatch.

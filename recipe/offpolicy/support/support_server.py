@@ -1,4 +1,4 @@
-"""vLLM servers and clients that return and record the ids that could have been sampled for each token.
+"""vLLM servers that return, and clients that record, the ids that could have been sampled for each token.
 
 Patched in verl 0.9.1: ``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of
 ``vLLMReplica``, ``_preprocess_engine_kwargs(self, engine_kwargs)`` of ``vLLMHttpServer``, and two names that its
@@ -56,7 +56,7 @@ class SupportResumingClient(FullyAsyncLLMServerClient, SupportAttempts):
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         """Generate like verl's client, and add the row's note, because that client drops its attempts' extra fields."""
-        # This reference keeps the note alive over all attempts, because the table has only a weak one.
+        # This reference keeps the note alive over all attempts, because the table has only a weak reference.
         note = _rows.find(request_id, shared=self.shares_ids)
         output = await super().generate(request_id, **kwargs)
         output.extra_fields[NOTE] = note
@@ -75,7 +75,7 @@ _NOTING: dict[type, type[SupportAttempts]] = {
 
 
 def note_supports(client: LLMServerClient, key: str = SUPPORT) -> LLMServerClient:
-    """Replace a client by a client that records supports.
+    """Replace a client with one that records supports.
 
     Args:
         key: the key that needs supports, for errors.

@@ -1,4 +1,4 @@
-"""The keys of support replay, below ``correction``, and settings that are incompatible with support replay."""
+"""The keys of support replay, under ``correction``, and settings that are incompatible with support replay."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Tokens are flat; row i goes from ``starts[i]`` to ``stops[i]``. One block of tok
 scratch memory that stays in the first-level cache, and measured there by branch-free loops, which the compiler
 vectorises. In blocks where the mask is 0, nothing else is read.
 
-A compiled function cached on disk does not notice changes of other files, so everything that it uses is in this file.
+A compiled function cached on disk is not updated when other files change, so everything that it uses is in this file.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _gather(old: Any, rollout: Any, mask: Any, p: Any, q: Any, where: Any) -> in
 
 @_exact
 def _valid(old: Any, rollout: Any, mask: Any, response: int, p: Any, q: Any, where: Any) -> int:
-    """Gather the valid tokens of a block, by a plain copy if all of them are valid."""
+    """Gather the valid tokens of a block; if all of them are valid, this is a plain copy."""
     if response == len(mask) and _copy(old, rollout, p, q) == response:
         return response
     return _gather(old, rollout, mask, p, q, where)

@@ -137,7 +137,7 @@ def compute_rejection_metrics(
 
 
 def compute_total_rejection_metrics(tokens: Numbers, rejected: Numbers) -> Metrics:
-    """Compute the shares of tokens, and of rows with a token, that the options together reject, from (B,) counts."""
+    """From (B,) counts, compute the shares of tokens, and of rows with a token, that the options together reject."""
     return {
         "rollout_rs_masked_fraction": float(rejected.sum() / tokens.sum()),
         "rollout_rs_seq_masked_fraction": float((rejected > 0).mean()),
@@ -328,7 +328,7 @@ def _batch_mean(total: float, count: float, device: torch.device) -> float:
 
 
 def _limits(option: str, lower_ratio: float | None, upper: float) -> tuple[float | None, float]:
-    """Convert verl's bounds to bounds of k1, k2 or k3 in nats; verl's pairs bound the ratio, and k1 = -log rho."""
+    """Convert verl's bounds to bounds of k1, k2 or k3 in nats. A pair of verl's bounds the ratio, and k1 = -log rho."""
     return (None, upper) if lower_ratio is None else (-math.log(upper), -math.log(lower_ratio))
 
 

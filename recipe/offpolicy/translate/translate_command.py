@@ -49,7 +49,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_document(path: Path) -> Mapping[str, Any]:
-    """Read a configuration, in TOML if the file's name says so, otherwise in YAML.
+    """Read a configuration, as TOML if the file's name indicates it, otherwise as YAML.
 
     Raises:
         ValueError: the file holds no mapping, or cannot be parsed.

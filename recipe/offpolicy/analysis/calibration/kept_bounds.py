@@ -166,7 +166,7 @@ def find_bound_for_kept_share(
 
 
 def _least(part: BoundedPart) -> float:
-    """Return the smallest radius that the configuration accepts; -inf for one bound on a ratio, which may cross 1."""
+    """Return the smallest radius that the configuration accepts; -inf for a single ratio bound, which may cross 1."""
     one_ratio = part.side != "both" and part.on_ratio and "delta" not in part.now
     return -math.inf if one_ratio else 0.0
 
