@@ -1,7 +1,7 @@
 """The protocol of add-ons and extensions, and the table of extensions by section of the configuration.
 
 ``AddOns`` calls the hooks in the order of their definition here. A hook that receives a function wraps a method of
-verl's trainer: the function calls that method. The first add-on is the outermost.
+verl's trainer, and the function calls that method. The first add-on is the outermost.
 
 The order of a step: ``next_batch``, ``on_rollout``, then, around verl's estimator, ``shape_rewards``, ``estimate``,
 ``shape_advantages`` and ``on_advantages``, then in the workers ``wrap_loss`` and ``report``, and finally ``judge`` with
@@ -142,7 +142,7 @@ class AddOn:
         return run(batch)
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
-        """Take an add-on's reports out of the metrics of the workers that have updated on ``batch``.
+        """Remove an add-on's reports from the metrics of the workers that have updated on ``batch``.
 
         Raises:
             LivenessError: the configured add-on has not been shown to act; the run stops.
@@ -185,7 +185,7 @@ class AddOn:
         return None
 
     def state(self, folder: Path) -> Mapping[str, Any]:
-        """Return an extension's state for a checkpoint, as JSON; larger state goes into files below ``folder``."""
+        """Return an extension's state for a checkpoint, as JSON; larger state is stored in files under ``folder``."""
         return {}
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:

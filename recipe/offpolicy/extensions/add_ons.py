@@ -43,7 +43,7 @@ class TrainerBatch(BatchView, Protocol):
         """(n, T), from the estimator."""
 
     def put_advantages(self, advantages: Tensor, *, returns: bool) -> None:
-        """Replace the estimator's advantages, and optionally its returns, by these values."""
+        """Replace the estimator's advantages, and optionally its returns, with these values."""
 
 
 class AddOns:
@@ -159,7 +159,7 @@ class AddOns:
         self._each("before_update")
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
-        """Let add-ons take their reports out of the workers' metrics."""
+        """Let add-ons remove their reports from the workers' metrics."""
         for add_on in self._all:
             add_on.on_update(metrics, batch)
 

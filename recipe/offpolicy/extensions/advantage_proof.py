@@ -1,4 +1,4 @@
-"""Proof, by a hash per row, that the advantages in the workers' loss are the ones that an extension produced."""
+"""Proof, by one hash per row, that the advantages in the workers' loss are those that an extension produced."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class AdvantageWorker(WorkerExtension):
 class AdvantageExtension(Extension):
     """An extension that shapes advantages, and compares the advantages in the loss with the hooks' result.
 
-    ``estimate`` or ``shape_advantages`` stores in ``_demanded`` the description of an advantage in this batch that
-    shows the extension's effect.
+    ``estimate`` or ``shape_advantages`` describes in ``_demanded`` an advantage of this batch that shows the
+    extension's effect.
     """
 
     title: ClassVar[str] = ""

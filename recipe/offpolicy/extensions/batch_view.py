@@ -58,7 +58,7 @@ class BatchView(Protocol):
         """
 
     def compute_log_probs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
-        """Compute log-probs of responses by the trainer's own forward pass over (prompt, response), at temperature 1.
+        """Compute log-probs of responses with the trainer's own forward pass over (prompt, response), at temperature 1.
 
         Takes at most as many rows as the batch has. Before pi_old is known, the forward pass uses the weights that
         sampled the rollouts of a synchronous step.

@@ -72,7 +72,7 @@ class LrReport:
 
 
 class ScaledSteps:
-    """Scaling around one engine; outside a step, optimizer and scheduler are as verl left them."""
+    """Scaling around one engine; outside a step, the optimizer and the scheduler are as verl left them."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

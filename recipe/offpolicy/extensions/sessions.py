@@ -34,7 +34,7 @@ class Sessions:
         uids: (S,) the group of each session.
         scores: (S,) float64, the raw score of each session's last row.
         tokens: (S,) float64, response tokens in all rows of each session, without tool tokens.
-        truncated: (S,) bool, the session's last row has the maximum response length.
+        truncated: (S,) bool, True if the session's last row has the maximum response length.
         silent: (S,) bool, sessions that ``baseline=exclude`` has rejected or left without siblings.
     """
 
@@ -118,7 +118,7 @@ _ROUND = re.compile(r"round_\d+")
 
 
 class DumpError(ValueError):
-    """A file is not a validation dump; the message names the line."""
+    """A file is not a validation dump; the message names the offending line."""
 
 
 class Dumped(NamedTuple):
@@ -222,7 +222,7 @@ def read_answers(path: Path) -> Iterator[Dumped]:
 
 
 def read_pass_rates(path: Path, correct_at_least: float) -> dict[str, float]:
-    """Read the share of right answers to each prompt; the keys are the prompts' texts.
+    """Read the accuracy on each prompt; the keys are the prompts' texts.
 
     Raises:
         DumpError, OSError: as ``read_answers``.

@@ -44,7 +44,7 @@ class V1Run(Protocol):
     def view(self, batch: Any) -> BatchView: ...
 
     def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
-        """Seal the current columns of all rows: if the loss reads other values, it stops the run."""
+        """Seal the current columns of all rows, so that the loss stops the run if it reads other values."""
 
     def split_batch(self) -> BatchSplit: ...
 

@@ -1,4 +1,4 @@
-"""``update_actor`` of verl's worker groups: in every program, all gradient updates go through this call on the driver.
+"""``update_actor`` of verl's worker groups: in every program, the driver makes all gradient updates through this call.
 
 A worker group that no corrected trainer has adopted refuses to update, because it would train without the correction
 and without its proof.

@@ -22,7 +22,7 @@ Pair = tuple[list[int], list[int]]
 
 
 class MediaError(RuntimeError):
-    """A row has images, videos or audio, and would be scored without them or with another row's."""
+    """A row has images, videos or audio, and would be scored without them or with those of another row."""
 
 
 def demand_text(inputs: Iterable[Mapping[str, Any] | None]) -> None:
@@ -48,7 +48,7 @@ def _shape_positions(positions: Tensor, axes: Sequence[int]) -> Tensor:
 def count_rows(rows: int, batch: int, ranks: int, config: DictConfig) -> int:
     """Compute the row count of a pass over ``rows``: the fewest that workers can split like a batch of ``batch`` rows.
 
-    An engine with pipeline stages can require a number of micro-batches, so it gets as many rows as the batch.
+    An engine with pipeline stages can require a number of micro-batches, so it receives as many rows as the batch.
     """
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     a_rank = 1 if rollout.get("log_prob_use_dynamic_bsz") else rollout.get("log_prob_micro_batch_size_per_gpu")
@@ -120,7 +120,7 @@ class HeldBatch:
         batch: verl's batch.
         step: the trainer's step.
         sent: called with the columns that go to the workers, for all rows.
-        forward: computes log-probs of (prompt, response) pairs by the trainer's own forward pass, outside the batch.
+        forward: computes log-probs of (prompt, response) pairs with the trainer's own forward pass, outside the batch.
         decide: runs the rollout stage of the active correction on the batch.
     """
 

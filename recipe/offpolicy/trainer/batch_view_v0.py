@@ -17,7 +17,7 @@ from ..extensions.batch_view import check_columns
 from .batch_view import ESTIMATES, HeldBatch
 
 _SCORES = ("token_level_scores", "rm_scores")
-"""Column that exists after the advantages were computed, and column that exists after the rollout."""
+"""Column that exists once the advantages are computed, and column that exists after the rollout."""
 _REWARDS = "token_level_rewards"
 """Input of the estimator: the scores, minus the KL penalty if the reward includes it."""
 

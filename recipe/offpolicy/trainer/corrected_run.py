@@ -1,4 +1,4 @@
-"""One corrected run: its methods replace the methods of verl's trainer, and call the originals.
+"""One corrected run: its methods replace those of verl's trainer, and call the originals.
 
 The methods are set on the trainer's instance, so any subclass of verl's trainers works without changes.
 """
@@ -52,7 +52,7 @@ ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 class CorrectedRun:
     """The common part of runs with verl's V0 and V1 trainers.
 
-    Patched functions, the same from verl 0.7.1 to 0.9.1: ``METHODS`` and those in ``watchdog.PHASES``.
+    Patched functions, unchanged from verl 0.7.1 to 0.9.1: ``METHODS`` and those in ``watchdog.PHASES``.
 
     Args:
         trainer: verl's trainer, before its constructor has run.
@@ -69,7 +69,7 @@ class CorrectedRun:
         "_save_checkpoint",
         "_load_checkpoint",
     )
-    """Methods of verl's trainer that this object's methods with the same names replace; a trainer may lack some."""
+    """Methods of verl's trainer to replace with this object's methods of the same names; a trainer may lack some."""
 
     _count_ranks: Callable[[], int]  # data-parallel ranks of the actor
     _count_updates: Callable[[], int]  # updates of a step
@@ -209,7 +209,7 @@ class CorrectedRun:
         return groups.metrics
 
     def _judge_update(self, metrics: dict[str, Any], batch: Any) -> None:
-        """Take the packets out of the workers' metrics of one update, and judge them."""
+        """Remove the packets from the workers' metrics of one update, and judge them."""
         self.add_ons.on_update(metrics, batch)
         if self.supervision.collect(metrics):
             self._hand_over_loss()

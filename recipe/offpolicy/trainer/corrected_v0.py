@@ -2,8 +2,8 @@
 
 Patched functions: ``METHODS``, the module's ``compute_advantage``, which ``fit`` calls, and ``update_actor``,
 ``compute_log_prob`` and ``set_loss_fn`` of the actor's worker group. A trainer with its own ``fit`` may call the worker
-group directly instead of these methods. The group's batches are TensorDicts for engine workers, which get the loss by
-``set_loss_fn``, and DataProtos for legacy actors, which take the loss from a ``Handover`` in ``meta_info``.
+group directly instead of these methods. The group's batches are TensorDicts for engine workers, which receive the loss
+through ``set_loss_fn``, and DataProtos for legacy actors, which read the loss from a ``Handover`` in ``meta_info``.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class CorrectedV0(CorrectedRun):
         return rows
 
     def _seal(self, tensors: TensorDict, columns: Mapping[str, Tensor], into: TensorDict | None = None) -> None:
-        """Seal the current columns of the rows ``tensors``: if the loss later reads other values, it stops the run.
+        """Seal the rows' current columns in ``tensors``, so that the loss stops the run if it later reads other values.
 
         Args:
             into: receives the seals instead of ``tensors``.
@@ -208,7 +208,7 @@ class CorrectedV0(CorrectedRun):
         return [found[row, : len(response)].tolist() for row, (_, response) in enumerate(rows)]
 
     def _look(self, batch: Any) -> None:
-        """Check a rollout when the trainer first gets its log-probs."""
+        """Check a rollout when the trainer first receives its log-probs."""
         if self.supervision.wants_sampled:
             rows = _tensors(batch)
             self.supervision.sampled(rows)
@@ -298,7 +298,7 @@ class CorrectedV0(CorrectedRun):
         return output
 
     def _let_mu_stand_in(self, tensors: TensorDict) -> None:
-        """Replace pi_old by mu if pi_old was computed although the correction does not use it."""
+        """Replace pi_old with mu if pi_old was computed although the correction does not use it."""
         if self.supervision.takes_mu and not self._scored:
             tensors["old_log_probs"] = tensors[ROLLOUT_LOG_PROBS]
             self._seal(tensors, {"old_log_probs": tensors[ROLLOUT_LOG_PROBS]})
@@ -378,7 +378,7 @@ class CorrectedV0(CorrectedRun):
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
         """Call the workers' ``update_actor`` with the plan, and judge the packets in its metrics.
 
-        For a caller that bypasses ``_update_actor``, this package's metrics are added to the workers'.
+        If the caller bypasses ``_update_actor``, this package's metrics are added to those of the workers.
         """
         if self.correction.baseline == "exclude" and not self._advantage_metrics:
             raise LivenessError("correction.baseline=exclude: verl bypassed the hook that removes rejected sequences.")

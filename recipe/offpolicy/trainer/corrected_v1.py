@@ -131,7 +131,7 @@ class CorrectedV1(CorrectedRun):
         self.seal(batch, columns)
 
     def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
-        """Seal the current columns of all rows: if the loss later reads other values, it stops the run."""
+        """Seal the current columns of all rows, so that the loss stops the run if it later reads other values."""
         if self._sealed is None:
             return
         if self._sealed.keys != list(batch.keys):
@@ -280,7 +280,7 @@ class CorrectedV1(CorrectedRun):
         return view.batch
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
-        """Call the workers' ``update_actor``, take the packets out of its metrics and judge them."""
+        """Call the workers' ``update_actor``, remove the packets from its metrics and judge them."""
         output = update(batch)
         self._judge_update(output["metrics"], batch)
         return output

@@ -1,7 +1,7 @@
-"""Set-up of this package's logger, in case verl sets up none.
+"""Set-up of this package's logger, for the case that verl does not set up its own.
 
-verl's V1 trainer sets up the logger ``verl``; its V0 trainer sets up none, so INFO messages, such as the one that a
-correction is live, would be lost.
+verl's V1 trainer sets up the logger ``verl``. Its V0 trainer does not, so INFO messages would be lost, for example the
+message that a correction is live.
 """
 
 from __future__ import annotations

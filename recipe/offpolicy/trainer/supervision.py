@@ -1,6 +1,6 @@
 """State of a trainer between updates: the proof of the correction, and the metrics of the last update.
 
-The supervision is the same for every trainer; the trainer provides batches and metrics.
+Supervision is the same for every trainer; the trainer provides the batches and metrics.
 """
 
 from __future__ import annotations
@@ -106,16 +106,16 @@ class Supervision:
 
     @property
     def takes_mu(self) -> bool:
-        """True if this step makes no forward pass for pi_old and uses mu instead."""
+        """True if this step runs no forward pass for pi_old and uses mu instead."""
         if self._same_engine is not None:
             return self._same_engine.passed
         return self.spec.proximal in WITHOUT_FORWARD
 
     def scored(self, rows: TensorDict, uids: Sequence[str], step: int) -> bool:
-        """Judge whether mu may replace pi_old, from ``rows`` with the columns ``ALIGNED``.
+        """Decide from ``rows`` (with the columns in ``ALIGNED``) whether mu may replace pi_old.
 
         Returns:
-            Whether mu replaces pi_old from this batch on.
+            Whether mu replaces pi_old in this batch and all later ones.
 
         Raises:
             SameEngineError: mu may not replace pi_old.
@@ -170,7 +170,7 @@ class Supervision:
         return replace(plan, prove=True), {PROVE: drawn}
 
     def collect(self, metrics: dict[str, Any]) -> bool:
-        """Take the packets of one update out of the workers' ``metrics`` and judge them.
+        """Remove the packets of one update from the workers' ``metrics`` and judge them.
 
         Returns:
             Whether the workers need another loss for the next update, because another correction is active.
