@@ -175,7 +175,7 @@ _forward = _build(
 
 
 def slot_name(environment: Mapping[str, str]) -> str:
-    """Return a name for the slot of Ray's resource "GPU" in a process's environment.
+    """Return a name for the slot of Ray's resource "GPU" that a process's environment contains.
 
     It names the socket through which verl sends weights to vLLM. In 0.7.1 the trainer and vLLM's worker each read the
     UUID of their own GPU and so agree on a name. On the CPU both know the slot that was given to the worker, and the

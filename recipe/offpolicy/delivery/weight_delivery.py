@@ -226,7 +226,7 @@ class WeightDelivery(AddOn):
                 )
 
     def _explain(self, comparison: Comparison, engine: Engine) -> str:
-        """Describe from which earlier synchronisation the engine's differing tensors come."""
+        """Describe the earlier synchronisation from which the engine's differing tensors come."""
         for back, past in enumerate(reversed(self._past), start=1):
             if not set(comparison.different) & set(engine.compare(past, judge=False).different):
                 return f"It holds the weights from {back} synchronisation{'s' if back > 1 else ''} earlier."
@@ -350,7 +350,7 @@ class Engine:
 
 
 class Asked(NamedTuple):
-    """Requests made at synchronisation ``at``: references to the checksums of the engines and of the trainer."""
+    """Requests made at synchronisation ``at``: references to the engines' and the trainer's checksums."""
 
     at: int
     manager: Any

@@ -40,7 +40,7 @@ def find_largest_radius(part: BoundedPart) -> float:
 
 
 def check_radius(part: BoundedPart, radius: float) -> str:
-    """Explain why a bound at ``radius`` is not worth setting; empty if it is."""
+    """Explain why a bound at ``radius`` is not worth setting; empty if the bound is worth setting."""
     most = find_largest_radius(part)
     if radius < most:
         return ""
@@ -383,7 +383,7 @@ def _ess(totals: Floats) -> Floats:
 
 def _places(distance: Floats) -> Floats:
     """Choose radii from 0 to the largest distance, dense in the tail."""
-    # Half of the radii go by rank from the largest distance inward, where few units decide the ESS.
+    # Half of the radii are chosen by rank from the largest distance inward, where few units determine the ESS.
     tail = np.quantile(distance, 1 - np.geomspace(1.0, 1 / max(len(distance), 2), _CAPS // 2))
     spread = np.geomspace(max(float(np.quantile(distance, 0.5)), 1e-9), max(float(distance.max()), 1e-9), _CAPS // 2)
     return np.unique(np.concatenate([[0.0], tail, spread, [distance.max()]]))

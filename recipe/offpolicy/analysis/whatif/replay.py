@@ -233,7 +233,7 @@ def decide(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block, constant
 def count_kept_tokens(
     spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows, constants: BatchConstants, size: int = SIZE
 ) -> NDArray[np.float64]:
-    """Count the tokens of each row that the loss's denominator keeps, (N,).
+    """Count, for each row, the tokens that the loss's denominator keeps, (N,).
 
     These are the tokens that the rollout stage keeps, or, with ``nonfinite=excluded``, the tokens whose mu is finite.
 

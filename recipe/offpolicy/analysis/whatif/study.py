@@ -236,7 +236,7 @@ def run_study(
         raise RecordingError(
             f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record other steps."
         )
-    # A correction may fail at a later step than the one that noted it.
+    # A correction may fail at a later step than the step that noted it.
     seen.other_advantages -= failures.keys()
     done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
     outcomes = tuple(running[place].build_outcome() for place in done)

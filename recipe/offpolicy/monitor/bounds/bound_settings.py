@@ -168,7 +168,7 @@ def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> It
 
 
 def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tuple[str, str]]:
-    """Find why the weight's cap cannot follow an ESS, with the fix; ``masks``: masks whose bounds also move.
+    """Find why the weight's cap cannot follow an ESS, and the fix; ``masks``: masks whose bounds also move.
 
     ``normalize`` is allowed: it divides all weights by one number, after the cap, which does not change the ESS.
     """

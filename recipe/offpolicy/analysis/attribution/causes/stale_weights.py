@@ -110,7 +110,7 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
 
 
 def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
-    """Describe whether weights or cache are stale, for a run in which prompts of both kinds were compared."""
+    """For a run in which prompts of both kinds were compared, describe whether the weights or the cache are stale."""
     ratio = f"; repeated prompts have {kept.value:.1f} times the KL of new ones"
     if kept.high < THRESHOLDS.growth:
         return f"{ratio}, so the weights are stale"
@@ -123,7 +123,7 @@ def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
 
 
 def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
-    """Describe whether weights or cache are stale, for a run whose prompts could not be compared."""
+    """For a run whose prompts could not be compared, describe whether the weights or the cache are stale."""
     if (sampled.staleness > 0).any():
         return ""  # recorded versions identify the weights
     if (sampled.again < 0).any():
