@@ -99,7 +99,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Section:
-    """The keys below ``path``; keys of a nested section contain a dot.
+    """The keys under ``path``; keys of a nested section contain a dot.
 
     Attributes:
         path: for example ``offpolicy.staleness``.
@@ -272,7 +272,7 @@ _FILE = Path(__file__).resolve().parents[1] / "config" / "offpolicy_base.yaml"
 
 
 def read_shipped_defaults(section: str) -> dict[str, Any]:
-    """Read the shipped values of a section below ``offpolicy``, by key, in the order of the file."""
+    """Read the shipped values of a section under ``offpolicy``, by key, in the order of the file."""
     return dict(_sections()[section])
 
 

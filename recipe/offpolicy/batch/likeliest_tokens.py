@@ -78,7 +78,7 @@ def compute_centering_term(
     """
     coefficients = likeliest.coefficients(spec)
     centred = {f"masks.{name}" for name, mask in spec.masks if centers_mask(mask)} | set(spec.all_weights)
-    # Like the policy term, C leaves out tokens without mu or pi_old.
+    # Like the policy term, C excludes tokens without mu or pi_old.
     kept = batch.policy_mask & torch.isfinite(batch.rollout_log_prob + batch.old_log_prob)
     for part, drop in step.rejected.items():
         kept = kept if part in centred else kept & ~drop

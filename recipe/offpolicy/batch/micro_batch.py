@@ -354,7 +354,7 @@ def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
     if batch.plan is None or not batch.plan.sealed:
         return None
     came = {name: batch.data[key_of(name)] for name in batch.plan.sealed if key_of(name) in batch.data.keys()}
-    # TransferQueue nests every column with more than one number per row.
+    # TransferQueue nests every column that has more than one number per row.
     seals = {name: flatten(seal).view(len(batch.responses), -1) for name, seal in came.items()}
     if lost := set(batch.plan.sealed) - set(seals):
         raise SealError(f"the seals of {', '.join(sorted(lost))} did not reach the loss with these sequences.")

@@ -21,8 +21,8 @@ from ..correction.deferred_value import DeferredValue
 from .seals import LivenessError, SealError
 
 Shares = dict[str, float]
-"""Denominator -> the share of it that some micro-batches fill; all micro-batches of an optimizer step, over all ranks,
-fill 1."""
+"""Denominator -> the share of it to which some micro-batches add up; for all micro-batches of an optimizer step, over
+all ranks, the share is 1."""
 _TOKENS, _ROWS = "batch_num_tokens", "global_batch_size"
 
 
@@ -38,7 +38,7 @@ def mini_batch_mean(values: Tensor, response_mask: Tensor, actor_config: Any, da
         response_mask,
         actor_config.loss_agg_mode,
         dp_size=data["dp_size"],
-        # In a mini-batch without tokens every sum is 0, and so is the mean.
+        # In a mini-batch without tokens, every sum is 0, and so is the mean.
         batch_num_tokens=max(data["batch_num_tokens"], 1),
         global_batch_size=data["global_batch_size"],
         loss_scale_factor=actor_config.loss_scale_factor,
@@ -89,7 +89,7 @@ def add_shares(parts: Iterable[Shares]) -> Shares:
 
 
 def check_shares(shares: Shares, steps: int) -> None:
-    """Check that the micro-batches of an update filled each denominator once per optimizer step.
+    """Check that an update's micro-batches add up to each denominator once per optimizer step.
 
     Raises:
         LivenessError: they did not.

@@ -3,8 +3,8 @@
 verl's ``no_padding_2_padding`` slices row by row, with lengths that it reads from the device, and each nested column
 costs torch one pass. Here one index table serves every column, without a host transfer.
 
-verl's loss has the denominators of the whole mini-batch, so the losses of the parts add up to the loss of the
-micro-batch; ``preflight.base_loss_probe`` checks this for the configured loss.
+verl's loss uses the denominators of the whole mini-batch, so the losses of the parts add up to the loss of the
+micro-batch. ``preflight.base_loss_probe`` checks this for the configured loss.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Batch-level constants, computed by the trainer before the first gradient step and sent to the workers.
 
-The plan travels with the batch: values common to all rows as a non-tensor, values per row as a column.
+The plan is sent with the batch: values common to all rows as a non-tensor, values per row as a column.
 """
 
 from __future__ import annotations

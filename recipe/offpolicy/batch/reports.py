@@ -27,13 +27,13 @@ def _flatten(value: Any) -> Iterator[Any]:
 def find_difference(
     sent: Mapping[str, int], seen: Iterable[int], left: Mapping[str, str] | None = None, epochs: int = 1
 ) -> str | None:
-    """Compare rows by their hashes, see ``seals.hash_rows``; the loss gets each row once per epoch.
+    """Compare rows by their hashes, see ``seals.hash_rows``; the loss receives each row once per epoch.
 
     Args:
         sent: key of the row -> hash.
         seen: hashes that the loss has reported, in any order.
-        left: key of the row -> why the loss must not get it.
-        epochs: number of times that the loss gets each row.
+        left: key of the row -> the reason why the loss must not receive it.
+        epochs: number of times that the loss receives each row.
 
     Returns:
         The difference in words; None if there is none.
@@ -66,7 +66,7 @@ def find_difference(
 
 
 def are_same_rows(sent: Sequence[int], seen: Sequence[int], times: int = 1) -> bool:
-    """Return True if the loss got exactly the rows that were sent, each ``times`` times.
+    """Return True if the loss received exactly the rows that were sent, each ``times`` times.
 
     Example:
         >>> are_same_rows([7, 8], [8, 7, 7, 8], times=2)

@@ -1,4 +1,4 @@
-"""Checks of values before they are compared or divided by: rewards are finite, a spread is never almost zero."""
+"""Checks of values before they are compared or used as divisors: rewards are finite, a spread is never almost zero."""
 
 from __future__ import annotations
 

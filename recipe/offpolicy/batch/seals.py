@@ -5,8 +5,8 @@ number of response tokens in the row up to this token, and the seed depends on t
 of SplitMix64 (Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators), a bijection of 64 bits, in
 wrapping int64. The hash protects against mistakes, not against deliberate collisions.
 
-A seal travels as a column next to the column that it seals. It holds the hash and the mean of the row's values, so an
-error can report the original mean.
+A seal is sent as a column next to the column that it seals. It contains the hash and the mean of the row's values, so
+that an error can report the original mean.
 """
 
 from __future__ import annotations
