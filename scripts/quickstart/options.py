@@ -19,6 +19,7 @@ from .own_model import BUCKET, build_bucket_override, find_unusable
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PLATFORMS = ("cpu", "cpu_megatron", "cuda")
 MODEL_PATH = "actor_rollout_ref.model.path"
+DTYPE = "actor_rollout_ref.rollout.dtype"
 
 COMMON_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -189,7 +190,8 @@ def build_child_environment(
     if platform.startswith("cpu"):
         # Comes first, because a caller's module that imports verl's workers reads the platform.
         modules = joined(EXTERNAL_MODULES, CPU_PATCHES, base.get(EXTERNAL_MODULES, ""))
-        threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} if large else {}
+        # Freed memory in the allocator's arenas, one per thread by default, would add up over the processes.
+        threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "MALLOC_ARENA_MAX": "2"} if large else {}
         added = {**CPU_ENVIRONMENT, **threads, **added, EXTERNAL_MODULES: modules}
     return added
 
@@ -239,7 +241,9 @@ def needs_teacher(overrides: Sequence[str]) -> bool:
     return is_set("opd", overrides) and find_last("opd.teacher.url", overrides) is None
 
 
-def build_task_overrides(task: str, overrides: Sequence[str], *, pretrained: bool = False) -> list[str]:
+def build_task_overrides(
+    task: str, overrides: Sequence[str], *, pretrained: bool = False, platform: str = "cpu"
+) -> list[str]:
     """Build the overrides that the task, the model and the user's overrides require.
 
     Args:
@@ -248,10 +252,14 @@ def build_task_overrides(task: str, overrides: Sequence[str], *, pretrained: boo
     found = [*TASKS[task].overrides, *(build_length_overrides(overrides) if task == "free_length" else ())]
     if find_last("actor_rollout_ref.actor.fsdp_config.router_replay.mode", overrides) == "R3":
         found.append("actor_rollout_ref.rollout.enable_rollout_routing_replay=true")
-    if (pretrained or task == "arithmetic") and find_last("correction", overrides) is None:
-        # Of short answers from a pretrained model, gsm's default band, part of the quickstart's own choice, drops
-        # most: docs/evidence/real_model.md.
-        found.append("correction=tis_token")
+    if pretrained or task == "arithmetic":
+        # The evidence for both is in docs/evidence/real_model.md. Of a pretrained model's short answers, gsm's default
+        # band, part of the quickstart's own choice, drops most. bfloat16 rounds away most of each of its updates; on a
+        # GPU, a float32 engine may be too large or too slow.
+        if find_last("correction", overrides) is None:
+            found.append("correction=tis_token")
+        if platform != "cuda" and find_last(DTYPE, overrides) is None:
+            found.append(f"{DTYPE}=float32")
     if is_set("opd", overrides):
         # The task gives partial credit, and 1 for a word that is right.
         found.append("opd.eligible.passed_above=0.99")

@@ -218,7 +218,12 @@ class Quickstart:
             quote("reward.custom_reward_function.path", HERE / "reward.py"),
             *build_release_overrides(self.options.platform, release, self.overrides),
             *self.options.model_overrides,
-            *build_task_overrides(self.options.task, self.overrides, pretrained=self.options.model is not None),
+            *build_task_overrides(
+                self.options.task,
+                self.overrides,
+                pretrained=self.options.model is not None,
+                platform=self.options.platform,
+            ),
             *([recorded] if self.options.task == "process_reward" else []),
         ]
 

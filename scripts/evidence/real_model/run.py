@@ -60,6 +60,7 @@ _CORRECTIONS = {
     "gsm_wide": ("correction=gsm", "correction.masks.gsm.lower=0.9", "correction.masks.gsm.upper=1.1"),
 }
 _FLOAT32 = "actor_rollout_ref.rollout.dtype=float32"
+_BFLOAT16 = "actor_rollout_ref.rollout.dtype=bfloat16"
 _SHORT = ("trainer.total_training_steps=4", _UNSCORED, _QUIET)
 UNROUNDED = ("unrounded", "float32_unrounded")
 """Arms that start from the dequantised weights without rounding."""
@@ -112,7 +113,8 @@ def list_runs() -> Iterator[Run]:
 
 def make(run: Run) -> str:
     """Make one run and keep its steps; return how it ended."""
-    overrides, environment = add_lag(run.arm.lag, [*run.arm.overrides, f"data.seed={run.seed}"])
+    chosen = run.arm.overrides if _FLOAT32 in run.arm.overrides else (*run.arm.overrides, _BFLOAT16)
+    overrides, environment = add_lag(run.arm.lag, [*chosen, f"data.seed={run.seed}"])
     if run.setting in UNROUNDED:
         from scripts.quickstart.prepare import make_once
         from scripts.quickstart.smollm2 import build_smollm2

@@ -176,9 +176,12 @@ def test_its_default_correction_gives_way_to_the_users() -> None:
     assert not any(each.startswith("correction=") for each in build_task_overrides("arithmetic", ["correction=gsm"]))
 
 
-def test_a_model_of_the_users_gets_no_mask_that_drops_short_answers() -> None:
-    assert build_task_overrides("spelling", [], pretrained=True) == ["correction=tis_token"]
-    assert build_task_overrides("spelling", ["correction=gsm"], pretrained=True) == []
+def test_a_pretrained_model_gets_no_mask_that_drops_short_answers_and_no_rounded_updates() -> None:
+    dtype = "actor_rollout_ref.rollout.dtype"
+    assert build_task_overrides("spelling", [], pretrained=True) == ["correction=tis_token", f"{dtype}=float32"]
+    assert build_task_overrides("spelling", [], pretrained=True, platform="cuda") == ["correction=tis_token"]
+    assert build_task_overrides("spelling", ["correction=gsm", f"{dtype}=bfloat16"], pretrained=True) == []
+    assert f"{dtype}=float32" in build_task_overrides("arithmetic", [])
 
 
 def test_an_index_without_the_wheel_is_an_error_that_names_it_and_leaves_nothing(
