@@ -64,7 +64,7 @@ def _diagnose(known: argparse.Namespace, given: Sequence[str], out: IO[str] | No
     seconds.
 
     Args:
-        out: file to which arguments that a script does not pass on are printed at once; None for JSON.
+        out: where to print, at once, the arguments that a script does not pass on; None for JSON.
     """
     from verl_patches.contract import PatchError
 

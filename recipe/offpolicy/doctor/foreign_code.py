@@ -29,7 +29,7 @@ def set_paths_aside(folder: str = "") -> None:
 
 
 class ForeignCode:
-    """A context in which code of a script's folder, or of a model, is rejected with an ImportError.
+    """A context in which code from a script's folder, or from a model, is rejected with an ImportError.
 
     Args:
         script: path of the script.

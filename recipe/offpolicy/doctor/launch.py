@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-# hydra.compose supports no flags, no hydra.* overrides of a job, and no search path of another program's main.
+# hydra.compose supports neither flags nor hydra.* overrides of a job, nor the search path of another program's main.
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.hydra import Hydra
@@ -127,7 +127,7 @@ def _refuse_targets(config: DictConfig) -> None:
 
 
 def _explain(error: Exception, launch: Launch, name: str | None, overrides: list[str]) -> LaunchError:
-    """Explain why Hydra composes no configuration: unknown keys, or its own error."""
+    """Explain why Hydra cannot compose the configuration: unknown keys, or an error of its own."""
     hydra = GlobalHydra.instance().hydra
     if hydra is None:
         return LaunchError(_add_places(explain_refusal(error, overrides, lambda group: ()), error))

@@ -133,7 +133,7 @@ def find_program(module: str) -> HydraMain:
 
 
 def _refuse_another_verl(release: str) -> None:
-    """Reject a launch from a folder that contains another release of verl, because Python would import that one."""
+    """Reject a launch from a folder that contains another release of verl, because Python would import that release."""
     file, installed = find_source("verl"), location("verl")
     if file is None or installed is None or file.parent.resolve() == installed.resolve():
         return

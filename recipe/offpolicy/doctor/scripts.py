@@ -1,4 +1,4 @@
-"""Search of a script for its training launch, with all of its arguments known, or a message about the unknown ones."""
+"""Finds a script's training launch with all of its arguments, or explains which arguments are unknown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = re.compile(r"[+]{0,2}([\w./@-]+)=", re.S)
 
 
 def describe_overrides(unknowns: Sequence[Unknown], script: Path) -> str:
-    """Describe which overrides of a launch are unknown, why, and the fix."""
+    """Describe which overrides of a launch are unknown, why, and what to do."""
     keys = [found[1] for each in unknowns if (found := KEY.match(each.prefix))]
     few = "an override is" if len(unknowns) == 1 else f"{len(unknowns)} overrides are"
     named = f" ({', '.join(dict.fromkeys(keys))})" if keys else ""
@@ -46,7 +46,7 @@ def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
 
 
 def propose_exports(names: Mapping[str, bool]) -> list[str]:
-    """Suggest exports of variables, noting if bash accepts an empty value, and script arguments for names like "1"."""
+    """Suggest exporting variables (noting where bash accepts an empty value), and script arguments for "1"."""
     as_empty = " (bash treats it as empty)"
     fixes = [f"export {name}=VALUE{as_empty * empty}" for name, empty in names.items() if not name.isdigit()]
     if any(name.isdigit() for name in names):
@@ -95,7 +95,7 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
         line: line of the launch, for scripts with several.
 
     Raises:
-        ScriptError: there is no launch, or there are several at different lines or too many at one line; or a word of a
+        ScriptError: there is no launch, or there are several on different lines or too many on one line; or a word of a
             launch is unknown without running the script; or an argument other than an override has no effect. The
             message names the line and says what to do.
     """
@@ -189,7 +189,7 @@ def _find_taken(arguments: list[str], launch: Launch) -> tuple[str, str] | None:
 
 
 def _is_lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool:
-    """Return True if an argument has no effect: an override in no word of the launch, or a value never read."""
+    """Return True if an argument has no effect: an override that no word uses, or a value that is never read."""
     if argument in launch.arguments:
         return False
     if _LIKE_AN_OVERRIDE.fullmatch(argument):
@@ -235,7 +235,7 @@ def _replace_uv_run(words: list[Field]) -> list[Field]:
     words = words[words.index("run", uv) + 1 :]
     texts = [word if isinstance(word, str) else "" for word in words]
     before = texts[: next((i for i, text in enumerate(texts) if _OVERRIDE.fullmatch(text)), None)]
-    # The last Python is used, because a Python given with --python comes before it.
+    # The last Python is used, because a Python given with --python precedes it.
     if pythons := [i for i, word in enumerate(before) if _PYTHON.fullmatch(word)]:
         return words[pythons[-1] :]
     begin = next((i for i, word in enumerate(before) if word in ("-m", "--module") or word.endswith(".py")), None)
@@ -270,7 +270,7 @@ def _find_below_torchrun(words: list[Field]) -> tuple[Field | None, list[Field]]
 
 
 def _settle(word: Field, later: list[Field]) -> Field:
-    """Replace an unknown word by a later value of the same key: Hydra uses the last of two overrides."""
+    """Replace an unknown word with a later value of the same key, because Hydra uses the last of two overrides."""
     found = KEY.fullmatch(word.prefix) if isinstance(word, Unknown) else None
     if found is None or not isinstance(word, Unknown):
         return word

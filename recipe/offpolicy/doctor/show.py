@@ -82,7 +82,7 @@ _PIPED_COLUMNS = 100
 
 
 def show_lost(launch: Launch, file: IO[str]) -> None:
-    """Print which arguments a script does not pass on, before the launch is judged."""
+    """Before the launch is judged, print which arguments a script does not pass on."""
     if launch.lost:
         _print_line(_open_console(file), "ERROR", *launch.explain_lost(), style="ERROR")
         file.flush()

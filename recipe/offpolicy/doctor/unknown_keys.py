@@ -1,4 +1,4 @@
-"""Overrides of keys that the composed configuration does not have, with replacements of former keys."""
+"""Detection of overrides whose keys are not in the composed configuration, with replacements for former keys."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ def find_unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *,
         compose: composes the same program with other overrides.
         overrides: overrides with which it does not compose.
         owner: name of the configuration's owner, such as "verl 0.9.1".
-        verls: whether the program belongs to the installed verl or was written for it, like this package's.
+        verls: whether the program belongs to the installed verl or was written for it, like this package's program.
     """
     plain = [found for each in overrides if (found := _PLAIN.fullmatch(each)) and not each.startswith("hydra.")]
     if not plain:
         return []
-    # A + on a key that exists fails too, and must not hide the unknown keys: ++ works for existing and new keys.
+    # A + on an existing key also fails, and must not hide the unknown keys; ++ works for existing and new keys.
     written = [found[0] for found in plain]
     others = [f"+{each}" if _ADDED.match(each) else each for each in overrides if each not in written]
     try:

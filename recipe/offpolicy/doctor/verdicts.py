@@ -73,5 +73,5 @@ class Diagnosis:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """All problems of the rows, without repetition."""
+        """All problems of the rows, without duplicates."""
         return tuple(dict.fromkeys(problem for row in self.rows for problem in row.problems))

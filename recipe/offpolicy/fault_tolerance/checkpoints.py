@@ -163,7 +163,7 @@ def check_before_loading(
     of_extensions: Callable[[Mapping[str, Any]], list[str]] = lambda found: [],
     dependents: Sequence[str] = (),
 ) -> dict[str, Any] | None:
-    """Check, before verl's ``_load_checkpoint``, that it will load a complete checkpoint of the same correction.
+    """Before verl's ``_load_checkpoint``, check that it will load a complete checkpoint of the same correction.
 
     Args:
         differences: called with the checkpoint's state of alarms and moved bounds; lists the keys in which this run
@@ -249,7 +249,7 @@ def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "cor
 
 
 def _normalize_proximal(correction: Mapping[str, Any]) -> dict[str, Any]:
-    """Map ``reuse`` and ``same_engine`` to ``recompute``: all three give log pi_old of the trainer's weights.
+    """Map ``reuse`` and ``same_engine`` to ``recompute``; all three yield log pi_old under the trainer's weights.
 
     A change of micro-batch sizes alone may switch between ``reuse`` and ``recompute``, and the first step of a run
     proves ``same_engine``.

@@ -35,8 +35,8 @@ FAILURE = "_offpolicy_failure"
 class LostWorkerDetector:
     """A callable that returns an error message if a Ray actor of the trainer has died or reports a failure, else None.
 
-    Each actor has one pending call of Ray's ``__ray_call__`` that reads ``FAILURE``: a busy actor leaves it in its
-    queue, and a dead actor fails it at once, with the cause.
+    Each actor has one pending call of Ray's ``__ray_call__`` that reads ``FAILURE``. On a busy actor, this call stays
+    in the queue; on a dead actor, it fails at once, with the cause.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -89,7 +89,7 @@ def summarize_death(error: RayError) -> str:
 
 
 def end_workers(trainer: Any) -> None:
-    """Kill the trainer's Ray actors, so that callers waiting for one of them get an error at once."""
+    """Kill the trainer's Ray actors, so that callers waiting for one of them receive an error at once."""
     import ray
 
     for _, handle in list_actor_handles(trainer):

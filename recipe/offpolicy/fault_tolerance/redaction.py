@@ -111,7 +111,7 @@ def show_variable(name: str) -> str:
 
 
 def hide(secret: str) -> None:
-    """Redact this value, and its last word, wherever it occurs in this process from now on."""
+    """Redact this value and its last word wherever either occurs in this process from now on."""
     _hidden_values.update(each for each in (secret, secret.split(" ")[-1]) if len(each) >= _SHORTEST // 2)
 
 

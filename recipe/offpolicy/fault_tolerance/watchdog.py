@@ -83,7 +83,7 @@ class Phases:
     """A thread-safe stack of the trainer's current phases, outermost first, with their start times.
 
     Args:
-        limits: phase -> seconds that it may take, None for no limit.
+        limits: phase -> the number of seconds that it may take; None: no limit.
         default: seconds for phases without their own limit.
         clock: returns seconds.
     """
@@ -99,7 +99,7 @@ class Phases:
 
     @contextlib.contextmanager
     def enter(self, name: str) -> Iterator[None]:
-        """Count the time inside the context as this phase."""
+        """Attribute the time inside the context to this phase."""
         entry = (name, self.clock())
         with self._lock:
             self._stack.append(entry)
@@ -194,7 +194,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the context as this phase; after a verdict, its exceptions become the verdict."""
+        """Attribute the time inside the context to this phase; after a verdict, its exceptions become the verdict."""
         with self.phases.enter(name), self.raise_verdict():
             yield
 
@@ -375,7 +375,7 @@ def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
 
 @contextlib.contextmanager
 def _failing(watchdog: Watchdog) -> Iterator[None]:
-    """Raise the verdict if there is one, and limit the time that a failure has to unwind."""
+    """Raise the verdict if there is one, and limit the time for unwinding after a failure."""
     try:
         with watchdog.raise_verdict():
             yield

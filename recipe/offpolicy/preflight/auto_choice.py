@@ -132,7 +132,7 @@ def _read_given(run: Composed) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Observed:
-    """A value that the configuration shows, and its source; not ``firm`` if the user may know better."""
+    """A value shown by the configuration, and its source; ``firm`` is False if the user may know better."""
 
     value: Any
     source: str
@@ -401,7 +401,7 @@ def _check_requirement(run: Composed, one: Requirement) -> Problem | None:
     if one.instead is not None and run.get(one.instead[0]) == one.instead[1]:
         return None
     value = run.get(one.key)
-    # If verl's configuration lacks the keys of routing replay, it is off.
+    # Routing replay is off if verl's configuration lacks its keys.
     met = value == one.value or (value is None and one.value == "disabled")
     if one.at_most:
         met = isinstance(value, int | float) and value <= one.value

@@ -73,8 +73,7 @@ def _build_batch(generator: torch.Generator) -> tuple[TensorDict, Tensor]:
             "log_prob": log_prob,
             # Some ratios pi / pi_old lie inside PPO's clip range and some outside it.
             "old_log_probs": log_prob + 0.2 * normal(),
-            # These are large enough for losses that select tokens by covariance with the advantage to select some
-            # tokens.
+            # Some losses select tokens by covariance with the advantage; these values are large enough for that.
             "advantages": 3.0 * normal()[:, :1].expand(rows, width).contiguous(),
             "ref_log_prob": log_prob + 0.1 * normal(),
         },

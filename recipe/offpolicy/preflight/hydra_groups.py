@@ -213,7 +213,7 @@ def refuse_moved(key: str, options: Sequence[Any]) -> None:
 
 
 def filter_added(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides that may add a key: with ``+`` or ``++``, but not choosing an option of our groups."""
+    """Return the overrides that may add a key: those with ``+`` or ``++`` that choose no option of our groups."""
     ours = {*list_groups(), *GROUPS}
     return [each for each in overrides if each.startswith("+") and _get_group(each) not in ours]
 

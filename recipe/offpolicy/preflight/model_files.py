@@ -175,7 +175,7 @@ def read_shapes(file: Path) -> dict[str, list[int]]:
 
 
 def _read_header(file: Path) -> dict[str, list[int]]:
-    """Read the header of a safetensors file, which has the JSON's length in 8 bytes, then the JSON, then the data."""
+    """Read the header of a safetensors file: the JSON's length in 8 bytes and the JSON, followed by the data."""
     whole = file.stat().st_size
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")

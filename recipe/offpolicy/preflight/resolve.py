@@ -142,7 +142,7 @@ def parse_shadows(
     Args:
         names: options of the group ``correction``.
         values: returns an option's plain values; a mandatory value that the option leaves open is "???".
-        default_delta: OPSM's delta in nats per token if the option leaves it open: a report uses this default, but a
+        default_delta: OPSM's delta in nats per token if the option leaves it open. Reports use this default, whereas a
             run must set delta.
 
     Returns:
@@ -225,7 +225,8 @@ def _fill_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[st
 def _resolve_fallbacks(config: DictConfig) -> None:
     """Replace option names under ``fallback`` with the options' values, in place; needs the Hydra application.
 
-    An option has the values in its file: overrides of ``correction.*`` apply only to the configured correction.
+    An option keeps the values in its file, because overrides of ``correction.*`` apply only to the configured
+    correction.
 
     Raises:
         SpecError: a name is not an option, options cannot be stacked, or an option leaves a value open.

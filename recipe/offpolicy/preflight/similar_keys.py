@@ -45,7 +45,7 @@ _MADE = ("actor_rollout_ref.rollout", "actor_rollout_ref.model")
 
 
 def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
-    """Find overrides whose first name resembles, but is not, a section or group of ours, before Hydra composes.
+    """Before Hydra composes, find overrides whose first name resembles a section or group of ours but is not one.
 
     For ``corection=gsm`` Hydra suggests appending the key, after which the run would train uncorrected.
     """

@@ -19,9 +19,9 @@ def draw_rows(tokens: Tensor, ranks: int, *, seed: str, first: bool) -> Tensor:
     Args:
         tokens: (B,) response tokens of each row, in an order in which each of ``ranks`` has a contiguous share.
         seed: seed of the draw.
-        first: True draws the first, the last, the longest and a random row of each rank, and more rows until these have
-            ``ENOUGH`` tokens; False draws one random row of each rank. Rows without response tokens are skipped if the
-            rank has other rows. Trials run in the micro-batch of the longest drawn row.
+        first: True draws the first, the last, the longest and a random row of each rank, and more rows until the drawn
+            rows have ``ENOUGH`` tokens; False draws one random row of each rank. Rows without response tokens are
+            skipped if the rank has other rows. Trials run in the micro-batch of the longest drawn row.
 
     Example:
         >>> draw_rows(torch.tensor([3, 0, 9]), 1, seed="1", first=True).tolist()

@@ -100,7 +100,7 @@ class Branches:
     def _needs_file(self, end: ScriptEnd, tested: int, condition: list[Command], holds: bool) -> bool:
         """Return True if an exit with an error is due to a file that is missing here, and note the assumed file.
 
-        With such a condition, a script checks that it runs on the launch machine, which may not be this machine.
+        With such a condition, a script checks that it is running on the launch machine, which may be another machine.
 
         Args:
             tested: number of missing files before the condition.
@@ -216,7 +216,7 @@ class Branches:
             self.state = outside
 
     def _run_maybe(self, run: Callable[[], object], why: Unknown) -> None:
-        """Run commands that may or may not run: their changes are unknown afterwards, unless they end the script."""
+        """Process commands that may not run: what they change is unknown afterwards, unless they end the script."""
         self._run_either(run, lambda: None, why)
 
     def _run_either(self, first: Callable[[], object], second: Callable[[], object], why: Unknown) -> Unknown:
@@ -230,7 +230,8 @@ class Branches:
                 run()
                 left.append(self.state)
             except (ScriptEnd, LoopBreak) as end:
-                # The script continues after a break, with the assignments before it, but not after an exit.
+                # After a break, the script continues with the assignments made before it; after an exit, it does not
+                # continue.
                 broken += [self.state] * isinstance(end, LoopBreak)
                 stopped = stopped if isinstance(stopped, LoopBreak) else end
         self._doubt = doubt
@@ -246,7 +247,7 @@ class Branches:
 
 
 def _find_waiting(loop: Loop) -> Unknown | None:
-    """Return why an endless loop that sleeps in each round may end: it waits for an event during a run."""
+    """Return why an endless loop that sleeps in each round may end, namely that it waits for an event during a run."""
     asked = [each.words[0].text for each in loop.condition if isinstance(each, Simple) and each.words]
     sleeps = any(isinstance(each, Simple) and each.words and each.words[0].text == "sleep" for each in loop.body)
     if asked in (["true"], [":"]) and sleeps:

@@ -1,4 +1,4 @@
-"""Bash's builtin commands, as far as they change the interpreter's state."""
+"""Bash's builtin commands, to the extent that they change the interpreter's state."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _do_unset(shell: Shell, name: str, arguments: list[Field], line: int) -> Tru
 
 
 def _do_cd(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Change the directory; an unknown directory ends the reading."""
+    """Change the directory; if it is unknown, reading ends."""
     target = next((each for each in arguments if each != "--"), str(shell.state.variables.get("HOME", "")))
     if isinstance(target, Unknown):
         raise ScriptError(f"line {target.line}: {target.why}, but the script changes to this directory")
@@ -168,7 +168,7 @@ def _do_read(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
 
 
 def _do_exec(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Record the program of exec as called, and end the script."""
+    """Record the program that exec runs, and end the script."""
     if arguments:
         shell.call(arguments, line, "")
         raise ScriptEnd(name, line)
@@ -189,7 +189,7 @@ def _do_command(shell: Shell, name: str, arguments: list[Field], line: int) -> T
 
 
 def _forget_variables(shell: Shell, why: Unknown) -> None:
-    """Mark all variables except a few environment variables as unknown, after unknown commands."""
+    """After unknown commands, mark all variables except a few environment variables as unknown."""
     shell.state.variables = {
         key: value if key in ("HOME", "PWD", "PATH", "USER") else why for key, value in shell.state.variables.items()
     }

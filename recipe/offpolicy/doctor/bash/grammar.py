@@ -368,10 +368,10 @@ def _list_pipes(given: Token | None) -> list[Token]:
 
 
 def _mark_lost(command: Command) -> None:
-    """Mark those commands joined to a launch by an operator that are overrides.
+    """Mark commands that are really overrides, and are joined to a launch by an operator.
 
     Raises:
-        ScriptError: an override is before the launch, as a variable.
+        ScriptError: an override precedes the launch, where it is a variable.
     """
     joined = [("", command)]
     if isinstance(command, Chain):

@@ -77,7 +77,7 @@ class Interpreter(Branches):
         return parse(source, first_line)
 
     def _find_unset(self, text: str, depth: int = 0) -> Iterator[str]:
-        """Find the variables in an unexpanded text that are unset, or were assigned from unset ones."""
+        """Find which variables in an unexpanded text are unset, or were assigned from unset variables."""
         for found in _NAMES.finditer(text):
             name = found[1] or found[2]
             source = self.state.written.get(name, "")

@@ -89,7 +89,7 @@ class Lexer:
         return Token("word", self._read_word(), line, indent=indent)
 
     def _find_cut(self, skipped: str, before: list[Token]) -> str:
-        """Find why a newline ends a command that seems to continue; "" if it does not seem to."""
+        """Find why a newline ends a command that seems to continue; "" if the command does not seem to continue."""
         if before and before[-1].kind == "word" and re.fullmatch(r"\\[ \t]", before[-1].text):
             return f"A blank follows the backslash that ends line {before[-1].line}. Remove the blank."
         if "\\\n" in skipped and before and before[-1].kind != "newline":

@@ -70,7 +70,7 @@ def parse_parameter(written: str, line: int) -> Parameter:
 
 
 def expand_parameter(asked: Parameter, state: ShellState, line: int, expand: Callable[[str], Field]) -> list[Field]:
-    """Expand a parameter to a list's values, otherwise to one value, or to none if it is unset."""
+    """Expand a list to its values, and any other parameter to one value, or to none if it is unset."""
     if asked.indirect:
         return _expand_indirect(asked, state, line, expand)
     values = _read_values(asked, state, line, expand)

@@ -37,7 +37,7 @@ _STATEMENTS = (ast.Import, ast.Assign, ast.Expr, ast.If, ast.Pass)
 # Operators that can create large values, such as "a" * 10**10, are not allowed in a look-up.
 _OPERATORS = (ast.Add, ast.Div)
 _OTHERWISE = (ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.comprehension)
-# The standard library precedes all other modules of the same names; a killed process gives no answer.
+# The standard library takes precedence over modules with the same names; a killed process returns no answer.
 _ISOLATED = """import importlib.metadata, importlib.util, os, pathlib, sys, sysconfig
 library = sysconfig.get_paths()
 sys.path[:] = [library["stdlib"], os.path.join(library["platstdlib"], "lib-dynload"), *sys.argv.pop().split(os.pathsep)]
@@ -64,7 +64,7 @@ def read_text(path: Path) -> str:
 
 
 def is_read_only(words: list[str]) -> bool:
-    """Return True if a program with these arguments reads, prints, and changes nothing."""
+    """Return True if a program with these arguments only reads and prints, and changes nothing."""
     name, *arguments = words
     if name in _ANY:
         # tail -f does not end.
@@ -83,7 +83,7 @@ def run_program(words: list[str], directory: Path, given: str) -> tuple[str, boo
         directory: its working directory.
         given: its input.
     """
-    # A relative folder on the path would find programs in the script's folder.
+    # With a relative folder on the path, programs would be found in the script's folder.
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder)]
     environment = {**os.environ, "PATH": os.pathsep.join(folders)}
     with tempfile.TemporaryFile() as source:

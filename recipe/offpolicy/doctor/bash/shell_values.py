@@ -64,7 +64,7 @@ class Budget:
     def limit_seconds(self, seconds: float) -> Iterator[None]:
         """Raise OverBudget in the context after ``seconds``, even during a slow regular expression.
 
-        Only a program's main thread can receive the signal; elsewhere commands and bytes are the limit.
+        Only a program's main thread can receive the signal; in other threads, only commands and bytes are limited.
         """
 
         def stop(number: int, frame: FrameType | None) -> None:
@@ -184,7 +184,7 @@ class ShellState:
         script: path, for messages and BASH_SOURCE.
         looked_at: values of $1, $2 ..., $@ and shift that the script itself reads.
         written: name -> the unexpanded text of its latest assignment.
-        files: tests of files, shared by all copies.
+        files: the file tests, shared by all copies.
         budget: budget of the reading.
     """
 

@@ -90,7 +90,7 @@ def evaluate(expression: str, numbers: Mapping[str, str]) -> int:
     """Evaluate an expression without assignments, in 64 bits like bash.
 
     Args:
-        numbers: values of the variables in it; missing and empty ones are 0.
+        numbers: values of the expression's variables; missing and empty variables count as 0.
 
     Raises:
         ValueError: the expression is not integer arithmetic.
@@ -172,7 +172,7 @@ class _Piece:
 
 
 class WordExpander:
-    """An expander of words in a shell state; ``unset_is_empty`` is set in tests, where bash uses an empty value."""
+    """An expander of words in a shell state; ``unset_is_empty`` is set in tests, where bash treats unset as empty."""
 
     def __init__(self, state: ShellState, substitute: Substitute, *, unset_is_empty: bool = False) -> None:
         self._state = state
@@ -303,7 +303,7 @@ class WordExpander:
         if asked.is_joined and quoted:
             return [_Piece(concatenate(_intersperse_blanks(values)))]
         pieces = [_Piece(value, split=not quoted, ends=index < len(values) - 1) for index, value in enumerate(values)]
-        # "${EMPTY[@]}" is not a field.
+        # "${EMPTY[@]}" produces no field.
         return pieces or [_Piece("", split=True)]
 
     def _expand_home(self, line: int) -> Field:
@@ -316,7 +316,7 @@ def _get_text(value: Field) -> str:
 
 
 def concatenate(values: Iterator[Field]) -> Field:
-    """Concatenate the parts of one value; Unknown if one of them is."""
+    """Concatenate the parts of one value; Unknown if one of them is Unknown."""
     texts = []
     for value in values:
         if isinstance(value, Unknown):

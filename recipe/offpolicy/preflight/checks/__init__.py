@@ -1,8 +1,8 @@
 """Start-up checks for settings that would leave a configured correction unused, wrong or applied twice.
 
 Each check reads the composed configuration and yields problems that name the key, its value and the fix. ``CHECKS``
-stop a launch; ``REMARKS`` report settings that are probably unintended but are no reason to stop. ``preflight.examine``
-runs both.
+stop a launch; ``REMARKS`` report settings that are probably unintended but are not a reason to stop.
+``preflight.examine`` runs both.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class Choice:
 
     Attributes:
         names: the names known here, the default first.
-        module: if ``names`` is empty, the module (or package, as ``NAME.*``) whose source has the names; if it has no
-            names either, the key is not checked.
+        module: if ``names`` is empty, the module (or package, as ``NAME.*``) whose source contains the names; if it
+            contains none either, the key is not checked.
         within: pattern of the source's parts that contain the names.
         name: pattern of one name in such a part.
         read: returns whether a run reads the key.

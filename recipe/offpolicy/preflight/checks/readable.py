@@ -1,4 +1,4 @@
-"""Checks that come before all others: null sections, unresolved interpolations and values that cannot be read."""
+"""Checks that run before all others: null sections, unresolved interpolations and values that cannot be read."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Row:
         wrong: takes the composed configuration and the key's value; returns whether it is wrong.
         reason, fix: format strings with the fields ``{run...}`` and ``{value}``.
         to: the value that fixes the problem; ``...`` if no single value does.
-        alongside: other keys, without whose values the reported value would be fine.
+        alongside: other keys, whose values make the reported value wrong.
     """
 
     key: str

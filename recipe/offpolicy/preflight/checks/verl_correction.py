@@ -4,8 +4,8 @@ verl keeps two copies of some settings. Which copy it reads depends on the relea
 ignored. From the sources of 0.7.1, 0.8.0, 0.9.0 and 0.9.1:
 
 * ``algorithm.rollout_correction`` with ``bypass_mode``: the trainer uses mu as pi_old. It leaves weights, rejections
-  and ``loss_type`` to the worker, which does not get them: the V0 trainer edits ``actor.policy_loss`` after the workers
-  have copied it, and the V1 trainer does not edit it.
+  and ``loss_type`` to the worker, which does not receive them: the V0 trainer edits ``actor.policy_loss`` after the
+  workers have copied it, and the V1 trainer does not edit it.
 * ``actor.policy_loss.rollout_correction``: read only by the loss ``bypass_mode``.
 * ``rollout.calculate_log_probs``, false by default up to 0.8.0: if it is false, the trainer skips its correction.
 * ``actor.use_rollout_log_probs``: read only by the legacy FSDP actor in 0.7.1.
