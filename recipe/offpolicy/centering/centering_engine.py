@@ -22,7 +22,7 @@ from ..support.batch_supports import BatchSupports, ResponseTokens, lay_out_supp
 from ..support.token_supports import MASS
 
 MU_ERROR = 1e-5
-"""Largest accepted difference, in nats, between a sampled token's mu and its mu among the likeliest tokens: both come
+"""Largest accepted difference, in nats, between a sampled token's mu and its mu in the position's top-k list; both come
 from the same answer of the rollout server."""
 _COUNTS = ("tokens", "lacking", "members", "compared", "other", "checked", "wrong")
 _FIX = "Fix: find the code that changes them between rollout server and trainer, or set correction.centering=null."
@@ -40,7 +40,7 @@ class CenteringReport:
         tokens: number of response tokens in the loss.
         members: total number of their likeliest tokens.
         compared: number of rows whose checksums were compared.
-        checked: number of tokens that are among the likeliest of their position; their mu was compared.
+        checked: number of sampled tokens that are also in their position's top-k list; their mu was compared.
         bytes: bytes of ids and log-probs, as received.
         mass: sum over tokens of mu's total probability on the likeliest tokens.
     """
@@ -170,7 +170,7 @@ class CenteringEngine:
         engine.forward_backward_batch = self.forward_backward_batch
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        """Run verl's method; an update's metrics get a report.
+        """Run verl's method, and add a report to the metrics of an update.
 
         Raises:
             CenteringError: tokens have no likeliest tokens, or likeliest tokens of other positions; raised before the
@@ -185,7 +185,7 @@ class CenteringEngine:
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Any]:
-        """Prepare like verl; outputs of an update also get the log-probs of the likeliest tokens."""
+        """Prepare the outputs as verl does; for an update, add the log-probs of the likeliest tokens."""
         found: dict[str, Any] = self._prepare(
             output=output,
             output_args=output_args,
@@ -207,8 +207,8 @@ class CenteringEngine:
         values = log_probs.values()
         laid = compute_log_probs(logits, output_args, layout, likeliest, tokens, values)
         self._tally.add(likeliest, tokens, responses, micro_batch[MU], values.detach(), laid.detach())
-        # The loss gets the sampled tokens' log-probs as a separate tensor, so that the gradient that the proof reads
-        # there is only the loss's own.
+        # The loss receives the sampled tokens' log-probs as a separate tensor, so that the gradient that the proof
+        # reads from it is only the loss's own.
         found["log_probs"] = _nest(values.view_as(values), log_probs)
         found[LOG_PROBS] = _nest(_spread(laid, likeliest, len(values)), log_probs)
         mu = likeliest.log_probs.to(laid.device)
@@ -221,7 +221,7 @@ def _nest(values: Tensor, like: Any) -> Tensor:
 
 
 def _spread(values: Tensor, likeliest: BatchSupports, total: int, fill: float = 0.0) -> Tensor:
-    """Put the (n, K) values of the tokens one position before each token; return (total, K)."""
+    """Put each token's K values one position before the token: (n, K) -> (total, K)."""
     if not values.shape[1]:
         # Some rows have no likeliest tokens; the tally reports them at the end of the mini-batch.
         values = torch.nn.functional.pad(values, (0, 1), value=fill)
@@ -239,8 +239,8 @@ def compute_log_probs(
 ) -> Tensor:
     """Compute log p of the likeliest tokens: the sampled token's log-prob plus the difference of their logits.
 
-    The forward pass creates no further tensor of vocabulary size, unless verl's log-probs have less than 32 bits; the
-    backward pass creates one, the gradient of the logits.
+    The forward pass creates no further tensor of vocabulary size, unless verl's log-probs have fewer than 32 bits. The
+    backward pass creates one: the gradient of the logits.
 
     Args:
         logits: (..., V) logits of the whole forward pass.

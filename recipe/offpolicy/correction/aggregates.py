@@ -23,22 +23,22 @@ TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Aggregate:
-    """Number that a mask compares for each unit, computed from the ratios r_t of its tokens, or from their ages.
+    """Number that a mask compares for each unit, computed from the ratios r_t, or the ages, of the unit's tokens.
 
     Attributes:
         name: value of ``masks.<name>.aggregate``.
-        reduce: how the tokens' values become the unit's value. ``each`` compares every token, and all must lie inside;
-            ``batch`` uses one cutoff for the whole batch, see ``masks.compute_second_moment_cutoff``; ``oldest`` is the
-            age of the oldest token, in versions of the weights, whatever its ratio.
+        reduce: how the tokens' values become the unit's value. ``each`` compares every token, and all tokens must lie
+            inside; ``batch`` uses one cutoff for the whole batch, see ``masks.compute_second_moment_cutoff``;
+            ``oldest`` is the age of the oldest token, in versions of the weights, whatever its ratio.
         token: value of a token; None: its log-ratio.
-        finish: converts the unit's reduced value to the compared value.
+        finish: converts the unit's reduced value to the value that is compared.
         on_ratio: True if bounds are given as ratios and compared in log space; otherwise they are compared as given.
         least, greatest: range of the compared value; a mask whose bounds contain this range never acts.
         usual: commonly used bounds, lower and upper; None for an open side.
-        at: returns the compared value of a unit in which every log-ratio is the given number of nats.
+        at: returns the compared value of a unit whose log-ratios all equal the given number of nats.
         widest: greatest distance from agreement that a moving bound may reach.
-        single: name of the aggregate to use instead on single tokens, where the two have the same value; empty if this
-            aggregate is also used there.
+        single: name of the aggregate to use instead on single tokens, where both aggregates have the same value; empty
+            if this aggregate is also used on single tokens.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Aggregate:
 
     @property
     def of_age(self) -> bool:
-        """True for the age of the weights, which compares no policies."""
+        """True for the age of the weights, which does not compare policies."""
         return self.reduce == "oldest"
 
     @property

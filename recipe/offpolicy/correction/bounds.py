@@ -22,8 +22,8 @@ def format_bounds(bounds: Mapping[str, float | None]) -> str:
     """Format the bounds of a mask or a weight.
 
     Args:
-        bounds: those of ``lower``, ``upper``, ``delta`` and ``budget`` that exist; None is an open side. ``delta`` and
-            ``budget`` replace lower and upper, and are shown alone.
+        bounds: the bounds that exist among ``lower``, ``upper``, ``delta`` and ``budget``; None is an open side.
+            ``delta`` and ``budget`` replace lower and upper, and are shown alone.
 
     Returns:
         The text; ``not set`` if no bound has a value.
@@ -46,7 +46,7 @@ def format_bounds(bounds: Mapping[str, float | None]) -> str:
 
 
 def _format_number(value: float) -> str:
-    """Format to six digits, or to more if a number close to 1 would appear as 1."""
+    """Format with six digits, or with more if a number close to 1 would otherwise appear as 1."""
     texts = (f"{value:.{digits}g}" for digits in range(_DIGITS, 18))
     return next(text for text in texts if (float(text) == 1) == (value == 1))
 
@@ -58,7 +58,7 @@ Side = Literal["both", "upper", "lower"]
 WEIGHT: Final = "correction.weight"
 """Name that stands for the weight in a list of mask names, which never contain a dot."""
 MOVES = "moves"
-"""Placeholder of a moving bound in the structure; an open side stays null."""
+"""Placeholder for a moving bound in the structure; an open side stays null."""
 
 
 def read_bounds(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[str, float | None]]:

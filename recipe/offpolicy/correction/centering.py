@@ -1,13 +1,14 @@
 """Score centering: removes the expected score under mu from the policy gradient (Marek and Ryabinin 2026).
 
-With a sampler q that is not the trained policy p, E_q[f(p/q) grad log p] is not 0, so even a constant advantage moves
+If the sampler q differs from the trained policy p, E_q[f(p/q) grad log p] is not 0, so even a constant advantage moves
 the policy, in the same direction at every step. This is called drift. Centering adds A C to each token's loss, with
 
     C = sum over the head H of sg(m(v) - a p(v)) log p(v),   m(v) = q(v) f(p(v)/q(v)),   a = rho f(1/rho)
 
 H is the set of the sampler's K likeliest tokens at the position, and f is the factor that the correction gives a token.
-On the tail, q is approximated by rho p with rho = (1 - sum_H q) / max(1 - sum_H p, 1e-6). Without a weight m = q and a
-= rho; under truncation m = clamp(p, lower q, upper q); under a token mask m is p or q for kept tokens, else 0.
+On the tail, q is approximated by rho p with rho = (1 - sum_H q) / max(1 - sum_H p, 1e-6). Without a weight, m = q and a
+= rho; under truncation, m = clamp(p, lower q, upper q); under a token mask, m is p or q for kept tokens, and 0 for all
+other tokens.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def compute_centering(log_prob: Tensor, coefficients: Tensor) -> Tensor:
 def compute_drift(log_prob: Tensor, coefficients: Tensor) -> Tensor:
     """Compute half the L1 norm of E_q[f grad log p] in each position's logits: float64, in [0, 1] without a weight.
 
-    The gradient of C is c(v) - S p(v) on the head, S = sum c, and -S p(v) on the tail. Without a weight this is the
+    The gradient of C is c(v) - S p(v) on the head, S = sum c, and -S p(v) on the tail. Without a weight, this is the
     total variation between p and the estimate of q.
 
     Args:

@@ -28,14 +28,15 @@ class CorrectionParts:
     Attributes:
         weight: importance weight of every token, or None for 1.
         weights: (name, weight) in name order, each for the tokens that its ``when`` and ``sign`` select. No token has
-            two weights, and a token without any has weight 1. Empty if ``weight`` is set.
+            two weights, and a token that no weight selects has weight 1. Empty if ``weight`` is set.
         penalty: penalty on the squared log-ratio of every valid token, added to the policy term; None for none.
         kl_weight: importance weight of the KL loss, or None for 1; excludes ``kl_clip``.
         nonfinite: whether tokens whose mu is not finite are ``counted`` in the loss's denominator, although they add
             nothing to the loss, or ``excluded`` from the denominator.
         masks: (name, mask) in name order; the order never affects the result.
         proximal: where pi_old comes from, see ``proximal_log_prob``.
-        alpha: with ``proximal=loglinear``, the share of pi, in (0, 1); ``by_age`` computes it from each token's age.
+        alpha: with ``proximal=loglinear``, the share of pi, in (0, 1); ``by_age`` computes the share from each token's
+            age.
         denominator: denominator of the loss: ``original`` counts rejected tokens and rows, ``kept`` does not.
         baseline: ``include`` or ``exclude`` rejected siblings in the group baselines of GRPO, RLOO and OPO.
         kl_clip: bounds (lower, upper) on pi / pi_old in the KL loss, or None for verl's own KL loss.
@@ -84,7 +85,7 @@ class CorrectionParts:
             "skyrl_compat": self.skyrl_compat,
             "allow_truncated_sampling": self.allow_truncated_sampling,
         }
-        # Unset keys are left out, so that fingerprints of corrections without them stay the same.
+        # Unset keys are left out, so that the fingerprints of corrections that do not use them stay the same.
         if self.penalty is not None:
             mapping["penalty"] = self.penalty.to_mapping()
         if self.kl_weight is not None:
@@ -111,7 +112,7 @@ class CorrectionParts:
 
     @property
     def reads_mu(self) -> bool:
-        """True if a part that shapes the gradient reads the behaviour policy's log-probs."""
+        """True if any part that affects the gradient reads the behaviour policy's log-probs."""
         masks = any(mask.ratio != "ppo" and not mask.entry.of_age for _, mask in self.masks)
         terms = any(each is not None and each.ratio == "full" for each in (self.penalty, self.kl_weight))
         centered = self.centering is not None
@@ -135,7 +136,7 @@ class CorrectionParts:
 
     @property
     def weighs_full_ratio(self) -> bool:
-        """True if a weight is on pi / mu; the base loss then has no ratio of its own."""
+        """True if a weight is applied to pi / mu; the base loss then has no ratio of its own."""
         return any(weight.ratio == "full" for weight in self.all_weights.values())
 
     @property

@@ -203,7 +203,7 @@ def apply_weight(
     bounds = _by_token(lower, units, dtype), _by_token(upper, units, dtype)
     weight = apply_bounds(spec, raw, bounds)
     if spec.lower is not None and spec.kind != "reject":
-        # A lower bound has raised the weights of invalid tokens above 0.
+        # The lower bound may have raised the weights of invalid tokens above 0.
         weight = torch.where(valid, weight, 0.0)
     drop = units.spread(find_rejected_units(spec, by_unit, units)) if spec.kind == "reject" else None
     weight = weight if mean == 1.0 else weight / mean
@@ -255,7 +255,7 @@ def spread_ages(
 
 
 def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
-    """Order the parts that the rollout stage decides, with their keys; the order matters only for ``skyrl_compat``."""
+    """Return the rollout stage's parts with their keys, in an order that matters only for ``skyrl_compat``."""
     parts: list[tuple[str, WeightSpec | MaskSpec]] = [
         (f"masks.{name}", mask) for name, mask in spec.masks if not mask.needs_step
     ]
@@ -319,7 +319,7 @@ def batch_constants(
     weight_mean = None
     if sums:
         total, count = torch.stack(sums).sum(0)
-        # If everything is rejected, there is nothing to divide.
+        # If everything is rejected, there are no weights to divide.
         weight_mean = float(total / count) if total > 0 else 1.0
     cutoffs = {name: compute_second_moment_cutoff(budget, *log_ratios) for name, budget in budgets.items()}
     return BatchConstants(weight_mean, cutoffs)

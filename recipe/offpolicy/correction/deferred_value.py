@@ -1,4 +1,4 @@
-"""Device values that are read later. In this package, only this module copies results to the host.
+"""Values on the device that are read later. This is the only module of the package that copies results to the host.
 
 A transfer of any size makes the host wait for all work queued on the device. Functions that measure something therefore
 return a ``DeferredValue``, and ``fetch`` copies any number of these values together.

@@ -1,8 +1,8 @@
 """Effects of a rejection beyond its own tokens: the denominator of the loss, and the group's baseline.
 
-GRPO, RLOO and OPO compare a row with its siblings. A row that the correction rejects trains nothing, yet its reward
-changes the advantages of its remaining siblings. ``baseline=exclude`` prevents this by moving a rejected row to a group
-of its own before verl's estimator runs.
+GRPO, RLOO and OPO compare a row with its siblings. A row that the correction rejects contributes nothing to training,
+yet its reward changes the advantages of its remaining siblings. ``baseline=exclude`` prevents this by moving each
+rejected row to a group of its own before verl's estimator runs.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ def regroup(groups: Sequence[str], rejected: Tensor) -> tuple[list[str], list[bo
         rejected: (B,) bool, rows without a kept token.
 
     Returns:
-        The new group of each row, and whether its advantage is 0. It is 0 for a rejected row, which trains nothing, and
-        for the only remaining row of a larger group, which has no sibling to be compared with.
+        The new group of each row, and whether its advantage is 0. It is 0 for a rejected row, which contributes nothing
+        to training, and for the only remaining row of a larger group, because that row has no sibling left to be
+        compared with.
 
     Example:
         >>> import torch

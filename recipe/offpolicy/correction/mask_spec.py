@@ -35,7 +35,7 @@ _WITHOUT_AGE = {
     "by_staleness": "it multiplies the log of a bound on a ratio.",
     "by_position": "it multiplies the log of a bound on a ratio.",
 }
-"""Key that has no meaning for an age -> reason."""
+"""Key that is meaningless for an age -> reason."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MaskSpec:
 
     Attributes:
         ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old. A mask on age has no ratio; it is decided
-            together with masks on ``rollout``, so its value is ``rollout``.
+            together with masks on ``rollout``, so this attribute is ``rollout``.
         level: the tokens that share one decision, see ``WeightSpec.level``.
         aggregate: the bounded number, computed from these tokens: a key of ``aggregates.AGGREGATES``.
         lower, upper: inclusive bounds on the aggregate; None leaves a side open.
@@ -57,7 +57,7 @@ class MaskSpec:
         budget: with ``second_moment``, the tokens with the largest (log r)^2 are dropped until the mean over the rest
             of the batch is at most this value; None otherwise.
         by_staleness: factors of |log bound| for units whose oldest token is 0, 1, ... versions old; the last factor
-            also holds for older units. None: the same bound for all.
+            also applies to older units. None: the same bound for all units.
         by_position: power of a token's position that multiplies |log bound|, see ``WeightSpec.by_position``.
     """
 
@@ -208,7 +208,7 @@ class MaskSpec:
         else:
             mapping |= {"lower": self.lower, "upper": self.upper}
         mapping |= {"when": self.when, "sign": self.sign}
-        # An unset key is left out, so that fingerprints of corrections without it stay the same.
+        # An unset key is left out, so that the fingerprints of corrections that do not use it stay the same.
         mapping |= {} if self.by_staleness is None else {"by_staleness": list(self.by_staleness)}
         return mapping | ({} if self.by_position is None else {"by_position": self.by_position})
 
@@ -236,7 +236,7 @@ class MaskSpec:
 
     @property
     def picks_tokens(self) -> bool:
-        """True if the mask can apply to only some tokens of a unit, so that its shares count tokens."""
+        """True if the mask can apply to only some tokens of a unit; its shares then count tokens."""
         return self.when in ("outward", "post_tool") or (self.when != "any" and self.sign == "token")
 
 
@@ -266,7 +266,7 @@ def _one_kind_of_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _closed(mapping: Mapping[str, Any], aggregate: str, key: str) -> dict[str, Any]:
-    """Propose bounds for a mask that has none: both bounds on single tokens, else only the upper bound."""
+    """Propose bounds for a mask that has none: both bounds at level token, otherwise only the upper bound."""
     lower, upper = get_usual_bounds(aggregate)
     both = mapping.get("level") == "token" and AGGREGATES[aggregate].of_log_ratios
     return ({f"{key}.lower": lower} if both else {}) | {f"{key}.upper": upper}

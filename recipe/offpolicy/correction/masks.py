@@ -73,7 +73,7 @@ def _outside(
 def compute_extremes(
     mask: MaskSpec, units: Units, log_value: Tensor, *, numerator: Tensor, denominator: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the least and greatest values that ``find_outside`` compares: a unit is inside if and only if both are.
+    """Compute the least and greatest values that ``find_outside`` compares; a unit is inside if and only if both are.
 
     Args:
         units: of ``mask.level``.
@@ -117,7 +117,7 @@ def _by_token(aggregate: Aggregate, units: Units, log_ratio: Tensor, numerator: 
     if aggregate.token is None:
         return log_ratio
     value = aggregate.token(log_ratio, numerator, denominator)
-    # A sum or mean must not include values outside the units; the other reductions exclude them themselves.
+    # A sum or mean must not include values outside the units; the other reductions already exclude these values.
     return torch.where(units.valid, value, 0.0) if aggregate.reduce in ("sum", "mean", "max") else value
 
 
@@ -126,7 +126,7 @@ def _beyond(spec: MaskSpec, units: Units, value: Tensor) -> Tensor:
 
 
 def choose_limits(spec: MaskSpec, units: Units) -> tuple[Tensor | float, Tensor | float]:
-    """Choose each unit's bounds by its age or length, in float32 as in the comparison; else return ``spec.limits``.
+    """Choose each unit's bounds by its age or length, in float32 as in the comparison, or return ``spec.limits``.
 
     Example:
         >>> from .units import partition_units
@@ -164,7 +164,8 @@ def compute_second_moment_cutoff(budget: float, *log_ratios: Tensor) -> float:
         >>> compute_second_moment_cutoff(0.5, torch.tensor([0.0, 1.0, 2.0]))  # means of squares: 0, 1/2, 5/3
         1.0
     """
-    # The mean of values up to the budget is at most the budget, so only larger values, usually few, must be sorted.
+    # The mean of values up to the budget is at most the budget, so only larger values, of which there are usually few,
+    # must be sorted.
     within: list[tuple[Tensor, Tensor]] = []
     beyond: list[Tensor] = []
     for log_ratio in log_ratios:

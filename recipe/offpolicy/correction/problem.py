@@ -64,7 +64,7 @@ class Problem:
         if self.fix or not self.overrides:
             return self.fix
         removed = {override[1:] for override in self.overrides if override.startswith("~")}
-        # Hydra cannot remove a null key until a value is set; the sentence omits that step.
+        # Hydra cannot remove a null key until a value is set; the sentence leaves out that step.
         stated = [each for each in self.overrides if each.partition("=")[0] not in removed]
         *first, last = map(_phrase, stated)
         sentence = f"{', '.join(first)} and {last}." if first else f"{last}."
@@ -181,7 +181,7 @@ def quote_value(value: object) -> str:
 
 
 def _reads_otherwise(text: str) -> bool:
-    """Return True if Hydra would read the unquoted text as a type other than a string."""
+    """Return True if Hydra would not read the unquoted text as a string."""
     try:
         float(text.replace("_", ""))
     except ValueError:

@@ -16,7 +16,7 @@ def find_valid_tokens(response_mask: Tensor, *log_probs: Tensor) -> Tensor:
 
     Args:
         response_mask: (B, T) bool, integer or float; true on tokens that the policy chose.
-        log_probs: (B, T) each, any float dtype; padding may hold anything.
+        log_probs: (B, T) each, any float dtype; padding may contain any value.
 
     Returns:
         (B, T) bool.
@@ -39,9 +39,9 @@ def compute_log_ratio(numerator: Tensor, denominator: Tensor, valid: Tensor) -> 
         valid: (B, T) bool.
 
     Returns:
-        (B, T) float64, 0 for tokens that are not valid, whatever their values. The difference of two float32 numbers is
-        not always a float32 if they differ by more than a factor of 2, and a sum over thousands of tokens would show
-        the error.
+        (B, T) float64, 0 for tokens that are not valid, whatever their values. If two float32 numbers differ by more
+        than a factor of 2, float32 cannot always represent their difference, and the error would be visible in a sum
+        over thousands of tokens.
 
     Example:
         >>> pi_old, mu = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, 7.0]])

@@ -33,7 +33,7 @@ class RowLayout(ABC):
 
     @abstractmethod
     def to_given_layout(self, tokens: Tensor) -> Tensor:
-        """Return a tensor of tokens in the layout of the caller's tensors."""
+        """Convert a tensor of tokens to the layout of the caller's tensors."""
 
     @abstractmethod
     def to_column(self, by_row: Tensor) -> Tensor:
@@ -187,8 +187,8 @@ class PackedRows(RowLayout):
         return by_row
 
     def sum(self, tokens: Tensor) -> Tensor:
-        # The sums are taken by segment, because atomic additions on a GPU would differ in their last digits from run to
-        # run.
+        # The sums are computed by segment, because the last digits of atomic additions on a GPU would differ from run
+        # to run.
         return torch.segment_reduce(tokens.double(), "sum", offsets=self.offsets, initial=0, unsafe=True)
 
     def min(self, tokens: Tensor) -> Tensor:
@@ -219,8 +219,8 @@ class PackedRows(RowLayout):
         return self._scan(tokens.double(), torch.maximum, -math.inf)
 
     def _scan(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor], neutral: float) -> Tensor:
-        """Combine the tokens of each row up to each token, in log2(N) passes with doubling distance."""
-        # Subtracting the value at each row's start from one cumulative sum would lose digits in short rows.
+        """Combine the tokens of each row up to and including each token, in log2(N) passes with doubling distance."""
+        # A single cumulative sum, minus its value at each row's start, would lose digits in short rows.
         distance = 1
         while distance < self.length:
             alike = self.row_index[distance:] == self.row_index[:-distance]
@@ -308,7 +308,7 @@ def _packed_rows(given: dict[str, Tensor]) -> PackedRows:
             continue
         alike = theirs.shape == offsets.shape and here == length
         if alike and (offsets.device.type != "cpu" or torch.compiler.is_compiling()):
-            # This is checked on the device, because reading the result would make the host wait.
+            # This is checked on the device, because the host would have to wait to read the result.
             torch._assert_async((theirs == offsets).all(), f"rows of {name} and {first} differ in length")
         elif not alike or not torch.equal(theirs, offsets):
             raise ValueError(
@@ -329,8 +329,8 @@ def _is_narrowed(nested: Any) -> bool:
 
 
 BLOCK = 1 << 17
-"""Number of tokens in a block, including padding. Memory for a larger temporary is allocated page by page, which takes
-longer than the computation itself."""
+"""Number of tokens in a block, including padding. Memory for a larger temporary tensor is allocated page by page, which
+takes longer than the computation itself."""
 
 
 def split_tokens(

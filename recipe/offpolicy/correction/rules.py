@@ -50,7 +50,7 @@ def read_centering(mapping: Mapping[str, Any]) -> int | None:
 
 
 def check_centering(spec: CorrectionParts) -> None:
-    """Refuse parts whose effect on unsampled tokens is unknown, and a term that is always 0.
+    """Refuse parts whose effect on unsampled tokens is unknown, and a centering term that is always 0.
 
     Raises:
         SpecError: names the part's key.
@@ -414,7 +414,7 @@ def _check_skyrl(spec: CorrectionParts) -> None:
 
 
 def _check_factors(spec: CorrectionParts) -> None:
-    """Refuse age-dependent bounds if another bound, with the same width at every age, always acts first."""
+    """Refuse age-dependent bounds if another bound always acts first and has the same width at every age."""
     for name, part in spec.age_parts.items():
         if part.by_staleness is None:
             continue

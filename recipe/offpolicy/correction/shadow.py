@@ -50,7 +50,7 @@ def compute_shadow_statistics(
         alongside: measured stage of the active correction for the same tensors; its shared results are reused.
 
     Raises:
-        ValueError: a stage raised an error, whose message then names the shadow; or ``constants`` has no entry for a
+        ValueError: a stage raised an error (the message names the shadow), or ``constants`` has no entry for a
             correction that needs one.
 
     Example:
@@ -89,7 +89,7 @@ def compute_shadow_statistics(
 
 
 def _reported(spec: CorrectionSpec, statistics: Mapping[str, Statistic]) -> Iterable[tuple[str, Statistic]]:
-    """Yield the statistics that a shadow reports, by key below the shadow's name."""
+    """Yield the statistics that a shadow reports, by key under the shadow's name."""
     for key, statistic in statistics.items():
         if found := _KEEP.fullmatch(key):
             share = found["share"]

@@ -189,7 +189,7 @@ class CorrectionSpec(CorrectionParts):
 
 
 def _drop_removed(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop parts that are null: ``correction.masks.gsm=null`` means ``~correction.masks.gsm``, also in YAML."""
+    """Drop parts that are null, because ``correction.masks.gsm=null`` means ``~correction.masks.gsm``, also in YAML."""
     named = {name: each for name in ("masks", "weights") if isinstance(each := mapping.get(name), Mapping)}
     return {**mapping} | {name: {k: v for k, v in parts.items() if v is not None} for name, parts in named.items()}
 
@@ -266,7 +266,7 @@ def _weights(value: Any) -> tuple[tuple[str, WeightSpec], ...]:
 
 
 def _refuse_misspelt(given: str, masks: Mapping[str, Any]) -> None:
-    """Refuse incomplete keys of a mask that does not exist, if its name resembles an existing mask's.
+    """Refuse incomplete keys of a nonexistent mask if its name resembles that of an existing mask.
 
     Raises:
         SpecError: names the existing mask.
@@ -313,7 +313,7 @@ def _kl_clip(value: Any) -> tuple[float, float] | None:
     if value is None:
         return None
     key = "correction.kl_clip"
-    # A single number has the form of PPO's own clip: it is the distance of both bounds from 1.
+    # A single number is read like PPO's own clip: it is the distance of both bounds from 1.
     width = value if isinstance(value, float) and 0 < value < 1 else 0.2
     bounds_around_1 = {"lower": round(1 - width, 6), "upper": round(1 + width, 6)}
     if not isinstance(value, Mapping):

@@ -49,9 +49,9 @@ def rollout_stage(
 ) -> RolloutStage:
     """Compute the weights, masks and statistics that depend only on pi_old / mu.
 
-    A token whose pi_old is not finite is excluded from weights, masks, T and statistics, and is counted. The same holds
-    for a token whose mu is not finite, but if the correction does not read mu, the token is excluded only from
-    statistics of ratios.
+    A token whose pi_old is not finite is excluded from weights, masks, T and statistics, and is counted. The same
+    applies to a token whose mu is not finite. However, if the correction does not read mu, such a token is excluded
+    only from statistics of ratios.
 
     Args:
         old_log_prob: (B, T) log pi_old, any float dtype; see ``proximal_log_prob``.
@@ -158,7 +158,8 @@ def step_stage(
     Args:
         stage: from ``rollout_stage`` of the same rows.
         log_prob: (B, T) log pi, detached here. Non-finite values are counted in ``nonfinite/log_prob``; non-finite
-            advantages are counted too. The caller stops on both, because no mask can remove them from the gradient.
+            advantages are counted too. The caller stops in either case, because no mask can remove such values from the
+            gradient.
         advantages: (B, T); only signs are used, see ``MaskSpec.sign``. None if no mask reads them; statistics by sign
             are then empty.
 

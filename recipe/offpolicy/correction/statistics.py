@@ -1,4 +1,4 @@
-"""Statistics that carry their own reduction, so that they add up over micro-batches and ranks; and a catalogue of them.
+"""Statistics that carry their own reduction, so that they add up over micro-batches and ranks; and their catalogue.
 
 A mean is sent as a sum and a count, and an effective sample size as two sums and a count. Nothing is averaged twice.
 """
@@ -89,7 +89,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Moments:
-    """Partial sums over a sample of weights w, computed from w - 1, which keeps its digits if w is near 1.
+    """Partial sums over a sample of weights w, computed from w - 1, which loses no digits if w is near 1.
 
     Each is a 0-dim float64 tensor.
 
@@ -144,9 +144,9 @@ def build_mean(value: Tensor, count: Tensor, about: float = 0.0) -> Statistic:
 class FlatStatistics(Mapping[str, Statistic]):
     """Statistics by name, stored as two plain objects for any number of statistics: their layout and their numbers.
 
-    They are sent in this form because separate objects for the statistics of all ranks would be so many that garbage
-    collection would take longer than the computation. A layout is read only once, because ranks and steps usually share
-    it.
+    They are sent in this form because separate objects for the statistics of all ranks would be so numerous that
+    garbage collection would take longer than the computation. A layout is read only once, because ranks and steps
+    usually share it.
 
     Attributes:
         layout: the pickled statistics without their parts, and the parts' places among the numbers.
@@ -183,7 +183,7 @@ def flatten(statistics: Mapping[str, Statistic]) -> Mapping[str, Statistic]:
     numbers = array("d")
     places: dict[tuple[Reduction, int], slice] = {}
     layout = {}
-    held = dict(statistics)  # keeps the objects alive, so that ids stay unique
+    held = dict(statistics)  # keeps the objects alive, so that their ids stay unique
     for name, one in held.items():
         key = (one.reduction, id(one.parts))
         if key not in places:
@@ -244,7 +244,8 @@ def _merge_columns(samples: Sequence[FlatStatistics]) -> dict[str, Statistic]:
 
 
 def _find_extreme(reduction: Reduction, values: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, Any]:
-    """Find the least or greatest value whose count is not 0, else the first value; the returned count is the total."""
+    """Find the least or greatest value whose count is not 0, or else the first value; the returned count is the
+    total."""
     extreme = min if reduction is Reduction.MIN else max
     counted = [value for value, count in zip(values, counts, strict=True) if count]
     return extreme(counted) if counted else values[0], sum(counts)

@@ -2,9 +2,10 @@
 
 ``statistics`` defines each statistic. Everything is summed in float64, over the original response mask.
 
-On long rows, new tensors with one value per token dominate the cost, so each log-ratio is exponentiated once, and
-counts by length, sign and staleness are computed from row sums. On short rows, the number of operations determines the
-cost. Boolean masks are used as numbers, because torch is much slower on CPUs at boolean selection than at arithmetic.
+On long rows, the creation of tensors with one value per token dominates the cost, so each log-ratio is exponentiated
+once, and counts by length, sign and staleness are computed from row sums. On short rows, the number of operations
+determines the cost. Boolean masks are used as numbers, because on CPUs torch is much slower at boolean selection than
+at arithmetic.
 
 For "tensor of tokens" and "column" see ``row_layout.RowLayout``.
 """
@@ -140,7 +141,7 @@ def measure_rollout(
         statistics[f"staleness/{name}/kl_k3"] = st.build_mean(k3, counted)
     if sample.staleness is not None:
         some = (sample.tokens > 0).double() if sample.ages is None else to_float64(sample.mask)
-        # Ages are 0 or more, so the 0 of tokens that do not count never exceeds the greatest age.
+        # Ages are 0 or more, so the 0 that stands for excluded tokens never exceeds the greatest age.
         ages = some * sample.staleness
         counted = some.sum()
         statistics["staleness/mean"] = st.build_mean(ages.sum(), counted)
@@ -304,7 +305,7 @@ def measure_keep(
         dropped = rows.sum(decided & drop)
         columns[f"{key} tokens"] = dropped
         columns[f"{key} rows"] = (dropped == length) * rows_with_length
-    # The sign of a row is the sign of its sum, as for masks. A value that is not finite stops the run.
+    # As for masks, the sign of a row is the sign of its sum. A value that is not finite stops the run.
     advantage = rows.sum(advantages.nan_to_num(0.0, 0.0, 0.0) * decided)
     by_group = sample.groups.add_signs(advantage, SIGNS).sum_columns(columns)
     sums = by_group[""]
@@ -352,7 +353,7 @@ def _of_counted(log_weight: Tensor, count: Tensor) -> Moments:
     none, far = (count == 0).double(), torch.finfo(torch.float64).max
     least = greatest = torch.zeros_like(counted.sum())
     if none.numel():
-        # Weights that do not occur are moved beyond all others, which is cheaper than selecting by a mask.
+        # Weights that do not occur are moved beyond all other weights, which is cheaper than selection by a mask.
         least, greatest = torch.add(above, none, alpha=far).amin(), torch.sub(above, none, alpha=far).amax()
     return Moments(counted.sum(), sum_products(counted, above), count.sum(), least, greatest)
 

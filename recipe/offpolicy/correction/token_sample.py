@@ -19,7 +19,7 @@ class RowGroups:
 
     Attributes:
         names: names of the groups; the group "" holds all rows with a response token.
-        members: (G, B) float64 of 0 and 1. A row without a valid token is in no length group.
+        members: (G, B) float64 of 0 and 1. A row without a valid token does not belong to any length group.
     """
 
     names: tuple[str, ...]
@@ -128,7 +128,7 @@ def build_sample(
         valid=valid,
         valid_number=valid_number,
         invalid_number=1 - valid_number,
-        # argmax gives the first of equal elements.
+        # argmax returns the first of equal elements.
         first=valid.view(torch.uint8).argmax() if valid.numel() else None,
         tokens=tokens,
         length=length,

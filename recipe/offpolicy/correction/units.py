@@ -41,7 +41,7 @@ def check_sign_is_read(when: MaskWhen, sign: Sign, key: str, proposed: dict[str,
 
 
 def check_tool_is_seen(when: MaskWhen, level: str, by_age: bool, key: str) -> None:
-    """Check that a ``post_tool`` part has units that can follow a tool's result, and has the same bound for all ages.
+    """Check that a ``post_tool`` part's units can follow a tool's result, and that its bound is the same for all ages.
 
     Raises:
         SpecError: ``when=post_tool`` at level ``prefix``, or with age-dependent bounds.
@@ -81,8 +81,8 @@ class Units:
     """A partition of each row's tokens; at level ``prefix``, each token with all valid tokens before it in its row.
 
     Values per unit are a column for level ``sequence`` (see ``RowLayout``), otherwise a tensor of tokens: a row of T
-    tokens has at most T units, and reading the exact number would wait for the device. Units without a valid token sum
-    to 0.
+    tokens has at most T units, and the host would have to wait for the device to read the exact number. Units without a
+    valid token sum to 0.
 
     Attributes:
         valid: (B, T) bool, or (N,) packed: the tokens that belong to a unit.
@@ -187,11 +187,12 @@ class Units:
 
     def scale_by_position(self, power: float) -> Tensor:
         """Raise the number of tokens of each unit to the power ``power``, in float64; 1 for a unit without a token."""
-        # 0 to a negative power is infinite, and the product of infinity with the log of a bound of 1 is NaN.
+        # 0 to a negative power is infinite, and infinity times the log of a bound of 1 is NaN.
         return self.tokens.clamp(min=1).pow(power)
 
     def choose_by_age(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """Choose one of ``values`` for each unit by its age of 0, 1, ... versions; the last holds for older units."""
+        """Choose one of ``values`` for each unit by its age of 0, 1, ... versions; the last also applies to older
+        units."""
         table = torch.tensor(values, dtype=dtype, device=self.valid.device)
         return table[self.oldest.clamp(0, len(values) - 1).long()]
 
@@ -234,7 +235,7 @@ def turns(response_mask: Tensor) -> Tensor:
 
 def _places(ids: Tensor, valid: Tensor, rows: RowLayout) -> Tensor:
     """Find the position of each token's unit: a row's units follow its first position in the order of their ids."""
-    # A token starts a unit if its id differs from the previous id after the row was sorted by id. Tokens that are not
+    # A token starts a unit if its id differs from the previous id once the row is sorted by id. Tokens that are not
     # valid join the unit of id 0, to which they add nothing, so their ids do not matter.
     ordered, order = rows.sort(ids * valid)
     number = rows.cumulative_count(~rows.equals_previous(ordered)) - 1

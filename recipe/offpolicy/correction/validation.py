@@ -33,7 +33,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 def require_mapping(value: Any, key: str, fix: str, off: Any = ...) -> Mapping[str, Any]:
     """Return ``value`` if it is a mapping.
 
-    The error proposes ``fix``; if the value is null or false, it explains how to switch the key off.
+    The error proposes ``fix``; if the value is null or false, the error explains how to switch the key off.
 
     Args:
         off: the value that switches the key off; by default the key is removed.
@@ -104,7 +104,7 @@ def require_keys(mapping: Mapping[str, Any], required: Iterable[str], key: str, 
 
 
 def _refuse_without_level(mapping: Mapping[str, Any], left_open: list[str], key: str) -> None:
-    """Refuse a weight or mask without a level, for which there is no default."""
+    """Refuse a weight or mask without a level, because the level has no default."""
     kind = "mask" if key.startswith("correction.masks.") else "weight"
     others = [name for name in left_open if name not in ("level", "lower", "upper")]
     given = ", ".join(f"{key}.{name}" for name in mapping if name not in left_open)
@@ -277,7 +277,7 @@ def read_numbers(value: Any) -> list[float]:
 
 
 def _meant(key: str, value: Any) -> dict[str, Any]:
-    """Propose the number, or the two bounds, that a value contains; nothing if it contains none."""
+    """Propose the number or the two bounds that a value contains; propose nothing if it contains neither."""
     owner, _, name = key.rpartition(".")
     numbers = sorted(read_numbers(value))
     if len(numbers) == 2 and name in ("lower", "upper"):
@@ -326,7 +326,7 @@ def read_ratio_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | Non
 
 
 def usual_bound(mapping: Mapping[str, Any], side: str, key: str) -> dict[str, Any]:
-    """Propose a common bound for a malformed one, ``key.side`` -> number; empty if it is null or would cross the other.
+    """Propose a common bound instead of a malformed one, ``key.side`` -> number; empty if null or crossing the other.
 
     Example:
         >>> usual_bound({"aggregate": "geometric", "lower": 0.99}, "upper", "correction.masks.gsm")

@@ -45,13 +45,12 @@ class WeightSpec:
             w^power, which is 1 at w = 1 and greatest at w = power / rate (VESPO, Shen et al. 2026).
         lower, upper: inclusive bounds, > 0, or None for an open side.
         aggregate: ``product`` prod_t rho_t, ``geometric`` its T-th root, over the tokens that share it; ``minimum``, at
-            level prefix, rho_t times the least ratio before it, where that ratio counts as at most 1 (MinPRO, Lei et
-            al. 2026).
+            level prefix, rho_t times the least ratio before it, capped at 1 (MinPRO, Lei et al. 2026).
         ratio: ``rollout`` pi_old / mu; ``full`` pi / mu, for base losses without a ratio of their own.
-        normalize: divide by the mean over the whole batch: over tokens at token level, else over rows, turns or
+        normalize: divide by the mean over the whole batch: over tokens at token level, otherwise over rows, turns or
             versions. Rejected weights count as 0.
         by_staleness: factor of |log bound| by age, see ``MaskSpec.by_staleness``.
-        power, rate: k and lambda of kind ``gamma``, > 0; None for the others.
+        power, rate: k and lambda of kind ``gamma``, > 0; None for the other kinds.
         by_position: |log bound| is multiplied by t to this power at the t-th valid token of a row; only at level
             prefix.
         when, sign: the tokens to which the weight applies, see ``MaskSpec.when``; all other tokens have weight 1.
@@ -208,7 +207,7 @@ class WeightSpec:
         factors, power, when, sign = (mapping.pop(name) for name in ("by_staleness", "by_position", "when", "sign"))
         for name in ("lower", "upper") if self.kind == "gamma" else _GAMMA:
             del mapping[name]
-        # Unset keys are left out, so that fingerprints of corrections without them stay the same.
+        # Unset keys are left out, so that the fingerprints of corrections that do not use them stay the same.
         mapping |= {} if factors is None else {"by_staleness": list(factors)}
         mapping |= {} if power is None else {"by_position": power}
         return mapping if when == "any" else mapping | {"when": when, "sign": sign}
@@ -232,7 +231,7 @@ def _read_positive(mapping: Mapping[str, Any], name: str, key: str) -> float:
 
 
 Bound = Tensor | float | None
-"""A bound of a weight, one for all units or one for each; None if it is open."""
+"""A bound of a weight: one number for all units, or one per unit; None if the side is open."""
 
 
 def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Tensor:
@@ -261,7 +260,7 @@ def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Ten
 
 
 def choose_bounds(spec: WeightSpec, units: Units) -> tuple[Bound, Bound]:
-    """Choose float64 bounds for each unit's weight by age or length; the bounds of ``spec`` if neither is used.
+    """Choose float64 bounds for each unit's weight by age or length; return the bounds of ``spec`` if neither is used.
 
     Example:
         >>> from .units import partition_units
@@ -335,9 +334,9 @@ def find_rejected_units(spec: WeightSpec, log_value: Tensor, units: Units) -> Te
 
 
 def sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tensor, Tensor]:
-    """Sum the weights of all units that have a token, with 0 for rejected units, and count all of these units.
+    """Sum the weights of all units that have a token, with rejected units as 0; also return the number of these units.
 
-    ``normalize`` divides by this sum over this count.
+    ``normalize`` divides weights by their mean, which is this sum divided by this count.
 
     Returns:
         Two 0-dim float64 tensors.

@@ -59,7 +59,8 @@ def _convert(options: Options) -> dict[str, Any]:
 
 
 def _list_corrections(options: Options) -> dict[str, dict[str, Any]]:
-    """List the configured rejections as values of ``rejection_sampling``; AReaL has named their keys in three ways."""
+    """List the configured rejections as values of ``rejection_sampling``; AReaL's keys for them have had three
+    names."""
     found: dict[str, dict[str, Any]] = {}
     if options.has_section(_SECTION):
         if options[f"{_SECTION}.upper"] is None:
@@ -175,13 +176,13 @@ AREAL: Final = Peer(
 )
 """AReaL's rules.
 
-* Without ``use_decoupled_loss`` pi_old is mu, or comes from a forward pass with ``recompute_logprob``, and there is no
+* Without ``use_decoupled_loss``, pi_old is mu, or comes from a forward pass with ``recompute_logprob``, and there is no
   weight.
 * ``rejection_sampling`` weights each token by prox / behave, or, at level sequence with metric ratio, each row by its
   geometric mean. ``mask`` rejects and leaves that weight unchanged, ``clamp`` bounds it. ``behave_imp_weight_cap`` and
   ``_mode`` of 1.0.1 to 1.0.3 and ``behav_imp_weight_cap`` of 1.0.0 are read as equivalents.
-* ``kl_k1`` is log r there, so its bounds change sides. ``kl_k3`` is the k3 of 1 / r, for which there is no aggregate
-  here. ``binary_kl``, from a branch, is KPop's and works only per token.
+* ``kl_k1`` is log r in AReaL, so its bounds change sides. ``kl_k3`` is the k3 of 1 / r, for which there is no aggregate
+  here. ``binary_kl``, which comes from a branch, is KPop's and works only per token.
 
 AReaL replaces a log-ratio that is not finite by 0; here the token is excluded from the loss.
 """

@@ -84,7 +84,7 @@ def read_width(value: Any, key: str) -> float:
 
 
 def build_dppo_masks(low: float, high: float) -> dict[str, Any]:
-    """Build masks of tokens whose p_pi is over ``high`` above or ``low`` below p_mu and would move further from it.
+    """Build masks of tokens whose p_pi is more than ``high`` above or ``low`` below p_mu and would move further away.
 
     A width of 1 or more makes no mask, because no difference of probabilities exceeds it.
 

@@ -88,8 +88,8 @@ MS_SWIFT: Final = Peer(
 )
 """ms-swift's rules, on pi_old / mu.
 
-* ``*_mask`` keeps the ratio of each token as its weight, also at level sequence, where the row's geometric mean is
-  bounded from above; ``sequence_truncate`` uses that mean as the weight.
+* ``*_mask`` keeps the ratio of each token as its weight, even at level sequence, where an upper bound applies to the
+  row's geometric mean; ``sequence_truncate`` uses that mean as the weight.
 * ``off_policy_sequence_mask_delta`` is off-policy sequence masking on pi / mu.
 * The loss's KL term is weighted and masked like the policy term, so ``beta`` must be 0 or apply to the reward.
 """

@@ -42,7 +42,7 @@ def _convert(options: Options) -> dict[str, Any]:
         if kind is None and upper is not None:
             if lower is not None:
                 raise refuse("a lower bound needs a type.", f"{_RATIO}_min", lower, f"Set {_TYPE}.")
-            # Until 0.5.0, which had no types, this was the only rule.
+            # Up to 0.5.0, which had no types, this was the only rule.
             kind = "tis"
         if kind is not None and upper is None:
             raise refuse("a type needs a ratio.", _RATIO, None, "Set it to 2.0 for example.")
@@ -102,5 +102,5 @@ NEMO_RL: Final = Peer(
 by their geometric mean and leaves token weights unbounded. A ratio without a type is a cap, as in 0.5.0; later releases
 stop with an error. With neither a ratio nor a type, the weight has no bound. NeMo-RL does not count rows that
 ``grpo.seq_logprob_error_threshold`` drops, so this key sets ``denominator: kept``. With
-``use_on_policy_kl_approximation`` the KL term in the loss has the weight pi / generation.
+``use_on_policy_kl_approximation``, the KL term in the loss has the weight pi / generation.
 """

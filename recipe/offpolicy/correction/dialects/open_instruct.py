@@ -92,6 +92,7 @@ OPEN_INSTRUCT: Final = Peer(
 rho is clamped as a weight, and tokens outside the mask's bounds are dropped; with ``rho_mask_sequence_level`` the
 weight and the mask use the row's geometric mean. With ``rho_mask_tv_divergence`` (VACO) the bounds are on the row's
 mean of |rho - 1|, twice our ``tv_mean``, and tokens whose update moves the policies closer together are kept.
-Log-ratios are clamped to +-10 there and to +-20 here. With ``use_vllm_logprobs`` pi_old is mu, and nothing is
-corrected. In 0.2.0 the cap ``truncated_importance_sampling_ratio_cap`` is the whole correction, and 0 means none.
+open-instruct clamps log-ratios to +-10; here they are clamped to +-20. With ``use_vllm_logprobs``, pi_old is mu, and
+nothing is corrected. In 0.2.0, the cap ``truncated_importance_sampling_ratio_cap`` is the whole correction, and 0 means
+no correction.
 """

@@ -39,7 +39,7 @@ def _convert(options: Options) -> dict[str, Any]:
         gating = read_choice(options[f"{_IS}gating"], ("ratio", "binary_kl", "tv"), f"{_IS}gating", optional=False)
         on, rule = level != "off", (str(level), str(mode), str(gating))
     plain: dict[str, Any] = {"proximal": "recompute"}
-    # Unbiased KL is a straight-through estimate there: w is constant in its gradient.
+    # In OpenRLHF, unbiased KL is a straight-through estimate: its gradient treats w as a constant.
     if read_flag(options["algo.kl.unbiased_gradient"], "algo.kl.unbiased_gradient") and options["algo.kl.use_loss"]:
         reason = "its gradient is that of w k2 with w = pi / pi_old held constant, and no KL weight here does that."
         raise refuse(reason, "algo.kl.unbiased_gradient", True, "The nearest option is correction=kl_unbiased.")
@@ -51,7 +51,7 @@ def _convert(options: Options) -> dict[str, Any]:
         return {"proximal": "bypass"}
     if loss != "ppo":
         raise refuse("OpenRLHF corrects only under ppo.", _LOSS, loss, "Set it to ppo.")
-    # Until 0.11.1 there were two bounds; 0.9.0 had only a cap.
+    # Up to 0.11.1, there were two bounds; 0.9.0 had only a cap.
     bounds = _read_bounds(options[threshold], threshold, may_be_one=not {f"{_IS}enable", f"{_IS}type"} & set(named))
     return plain | _correct(rule, *bounds, threshold)
 
@@ -123,8 +123,8 @@ OPENRLHF: Final = Peer(
 """OpenRLHF's rules, on pi_old / mu.
 
 * 0.11.2: ``is_correction_level`` token or seq, ``_mode`` mask or clip, ``_gating`` ratio, binary_kl or tv. ``clip``
-  bounds the weights of tokens. ``mask`` drops the tokens or sequences outside and leaves the token weights of the rest
-  unchanged.
+  bounds the weights of tokens. ``mask`` drops the tokens or sequences outside the bounds and leaves the token weights
+  of the rest unchanged.
 * Earlier releases (until 0.10.1 their keys begin with ``vllm_is_``): ``_type`` tis means token and clip, icepop means
   token and mask, and seq-mask-tis means seq and mask.
 * OpenRLHF corrects only under ``actor.policy_loss_type=ppo``; under ``gspo`` the loss's own ratio becomes pi / mu.

@@ -91,8 +91,9 @@ def _find_skyrl_stem(key: str, mask: MaskSpec) -> str:
 def build_trl(spec: CorrectionParts) -> dict[str, Any]:
     """Build all correction fields of TRL's ``GRPOConfig`` for ``spec``; needs TRL 1.6.0 or later.
 
-    ``use_bias_correction_kl`` is false, because no KL term is weighted here unless ``kl_weight`` is set, which is
-    refused: TRL weights only a KL term with coefficient ``beta``, and a correction has no such coefficient.
+    ``use_bias_correction_kl`` is false, because here a KL term is weighted only if ``kl_weight`` is set. ``kl_weight``
+    itself is refused, because TRL weights only a KL term with coefficient ``beta``, and a correction has no such
+    coefficient.
 
     Raises:
         SpecError: names the part that TRL cannot express.
@@ -122,7 +123,7 @@ def build_trl(spec: CorrectionParts) -> dict[str, Any]:
             _fail(f"masks.{key}", mask.to_mapping(), name, "has one such mask")
         threshold = mask.delta
     values |= {"off_policy_mask_threshold": threshold, "use_bias_correction_kl": False}
-    # Without ``use_vllm`` TRL has no mu.
+    # Without ``use_vllm``, TRL has no mu.
     return values | ({"use_vllm": True} if weight is not None or threshold is not None else {})
 
 
@@ -218,7 +219,7 @@ def _get_upper(weight: WeightSpec, name: str) -> float:
 
 
 def _list_masks(spec: CorrectionParts, name: str, *, ratio: str) -> list[tuple[str, MaskSpec]]:
-    """List the masks on this ratio that act for any advantage, by their keys; raise if there is any other mask."""
+    """List the masks on this ratio that act whatever the advantage, by their keys; raise if there is any other mask."""
     found = []
     for own, mask in spec.masks:
         key = f"masks.{own}"

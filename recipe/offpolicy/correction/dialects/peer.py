@@ -1,4 +1,4 @@
-"""Tables of other frameworks' keys, and the reader that silently ignores no key that concerns a correction."""
+"""Tables of other frameworks' keys, and the reader, which never silently ignores a key that concerns a correction."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Options:
     """Values of the keys that a converter reads, by full path.
 
     Attributes:
-        values: values of all these keys; the framework's default if a key is not given.
+        values: values of all these keys, with the framework's default for a key that is not given.
         given: the keys that are given.
     """
 
@@ -94,15 +94,15 @@ class Peer:
 
     Attributes:
         name, releases: the framework, and its releases whose keys are known.
-        sections: paths below which every key is known; a configuration may also start at one of them, or between the
-            root and one of them.
+        sections: paths under which every key is known; a configuration may also start at one of these paths, or between
+            the root and one of them.
         read: keys that ``convert`` reads -> default.
         convert: converts the values of ``read`` to our plain values.
         unsaid: keys of corrections that have no equivalent here -> values that switch them off, and the reason.
         plain: keys that correct nothing, including all keys below them.
         elsewhere: last names of keys that correct nothing, wherever they are.
         switches: keys of ``read`` that mean "no correction" if they are switched off.
-        context: keys of ``read`` that correct nothing by themselves.
+        context: keys of ``read`` that correct nothing on their own.
         mixed: sections that also contain keys unrelated to loss and correction; unlisted keys in them pass unless their
             names suggest a correction.
     """
@@ -132,7 +132,7 @@ class Peer:
 
         Args:
             ignore: keys or sections, as given, that correct nothing according to the caller.
-            more: values that the source lacks, by full path.
+            more: values that are missing in the source, by full path.
 
         Raises:
             SpecError: an unknown key that may concern a correction, a malformed value, a correction without an
@@ -171,7 +171,7 @@ class Peer:
         return Reading(plain, ignored, idle)
 
     def _find_start(self, paths: list[str]) -> str:
-        """Find the prefix that a configuration's paths lack: a section, the path above a section, or nothing."""
+        """Find the prefix missing from a configuration's paths: a section, the path above a section, or nothing."""
         owners = {f"{section}." for section in self.sections}
         for start in self._list_starts():
             inside = [path for path in paths if f"{start}{path}.".startswith(tuple(owners))]
@@ -226,7 +226,7 @@ class Peer:
             raise SpecError(why, key=full, value=value)
 
     def _find_idle(self, options: Options, given: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-        """Find keys that change nothing; raise if no correction results although nothing is switched off."""
+        """Find keys that have no effect; raise if there is no correction although nothing is switched off."""
         idle = {}
         for path, value in given.items():
             if path not in self.switches and not _is_same(value, self.read[path]):
@@ -280,11 +280,11 @@ def _walk(mapping: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
     for key in mapping:
         try:
             value = mapping[key]
-        except Exception:  # OmegaConf's, for a missing mandatory value or a failing interpolation
+        except Exception:  # raised by OmegaConf for a missing mandatory value or a failing interpolation
             value = _MISSING
         path = above + str(key).lstrip("-+").replace("-", "_")
-        # Only a nested object's own attributes are read, because following the attributes of a date or a path would
-        # never end.
+        # Only a nested object's own attributes are read, because recursion into the attributes of a date or a path
+        # would never end.
         own = getattr(value, "__dict__", None) or is_dataclass(value)
         nested = value if isinstance(value, Mapping) else _list_attributes(value) if own else {}
         value = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

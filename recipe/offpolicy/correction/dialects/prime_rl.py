@@ -69,5 +69,5 @@ PRIME_RL: Final = Peer(
 
 The policy term is -A pi / mu per token, unbounded, over the tokens that the mask keeps (``kimi_k15``: -A log pi over
 all tokens). ``kl_tau`` (``tau`` / 2) times the squared log-ratio of all tokens is added to the policy term. Tokens with
-A = 0 have no gradient here; prime-rl masks them like tokens with A < 0.
+A = 0 have no gradient here, whereas prime-rl masks them like tokens with A < 0.
 """

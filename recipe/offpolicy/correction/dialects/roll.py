@@ -51,7 +51,7 @@ _RECOMPUTE: Final = "enable_old_logprobs_recompute"
 _FORCED: Final = "force_disable_old_logprobs_recompute"
 _VARIANT: Final = "actor_train.pg_variant"
 _LEVELS: Final = ("importance_sampling", "ratio_type")
-"""Keys that make the ratio in PPO's clip the ratio of a row (seq) or of a turn (segment)."""
+"""Keys that set the ratio in PPO's clip to that of a row (seq) or of a turn (segment)."""
 
 
 def _convert(options: Options) -> dict[str, Any]:
@@ -135,7 +135,7 @@ ROLL: Final = Peer(
 """ROLL's rules.
 
 ``segment`` is the mean over a turn. By default, without ``enable_old_logprobs_recompute``, pi_old is the current
-policy. ROLL removes filtered tokens from the response mask, and so also from KL and denominators; here they are removed
-only from the policy term. The values vanilla, ppo and cispo of ``pg_variant`` are policy losses, which verl's own keys
-set.
+policy. ROLL removes filtered tokens from the response mask, and therefore also from KL and denominators; here they are
+removed only from the policy term. The values vanilla, ppo and cispo of ``pg_variant`` are policy losses, which are set
+by verl's own keys.
 """

@@ -72,7 +72,7 @@ def _clip(options: Options) -> dict[str, Any]:
 
 
 def _mask_divergence(options: Options) -> dict[str, Any]:
-    """Convert DPPO: -r A, r = pi / mu, for tokens whose update does not move p_pi further than delta from p_mu."""
+    """Convert DPPO: -r A, r = pi / mu, for tokens whose update does not move p_pi more than delta away from p_mu."""
     key = f"{_ALGORITHM}.dppo.dppo_type"
     kind = read_choice(options[key], ("binary_tv", "binary_kl"), key, optional=False)
     low, high = _read_widths(options, f"{_ALGORITHM}.dppo.delta")
@@ -94,7 +94,7 @@ def _read_widths(options: Options, stem: str) -> list[float]:
 
 def _convert_correction(options: Options) -> dict[str, Any]:
     values = {key: options[f"{_SECTION}.{key}"] for key in SKYRL_DEFAULTS}
-    # This follows SkyRL's own translation of its older keys.
+    # This is how SkyRL itself translates its older keys.
     old, cap_of_old = f"{_ALGORITHM}.use_tis", f"{_ALGORITHM}.tis_imp_ratio_cap"
     if read_flag(options[old], old):
         if options[cap_of_old] in (None, -1, -1.0):
@@ -200,7 +200,7 @@ SKYRL: Final = Peer(
 """SkyRL's rules.
 
 SkyRL applies a token mask before anything that decides by sequence; if both are configured, ``skyrl_compat`` reproduces
-that order. Its outlier mask drops whole rows, so acting first changes nothing. Its losses anchored at mu
+that order. Its outlier mask drops whole rows, so it makes no difference that it acts first. Its losses anchored at mu
 (``rollout_is``, ``dppo`` by total variation, and ``cispo`` with ``cispo_anchor=rollout``) become weights on pi / mu for
 ``actor.policy_loss.loss_mode=gpg``; its other losses keep pi_old and are set by verl's own keys.
 """

@@ -58,8 +58,8 @@ def _convert(options: Options) -> dict[str, Any]:
     bypass, tis, path = flags["use_rollout_logprobs"], flags["use_tis"], options["custom_tis_function_path"]
     name = str(path).rpartition(".")[2].rpartition(":")[2]
     of_mis = name.startswith("compute_mis_weights")
-    # With only get_mismatch_metrics set, a weight function is called too; only the one in mis.py leaves the loss
-    # unchanged.
+    # If only get_mismatch_metrics is set, a weight function is called too, and only the function in mis.py leaves the
+    # loss unchanged.
     tis |= flags["get_mismatch_metrics"] and path is not None and not of_mis
     plain: dict[str, Any] = {"proximal": "bypass" if bypass else "recompute", "masks": {}}
     of_file = sorted(key for key, value in _MIS.items() if options[key] != value)
@@ -171,13 +171,13 @@ SLIME: Final = Peer(
 * With ``custom_tis_function_path`` set to ``mis.py``, the keys of ``mis.yaml`` are read: level and mode of the weight,
   a rejection (``use_rs``), and a veto of rows with a token below ``rs_veto_threshold``. With ``icepop_function``,
   tokens outside the bounds are dropped.
-* If ``mis.py`` rejects tokens, the loss of a row is divided by its kept tokens, so this is read only with
-  ``calculate_per_token_loss``. Token weights cannot be combined with ``advantage_estimator=gspo``.
+* If ``mis.py`` rejects tokens, the loss of a row is divided by its number of kept tokens, so rejections are read only
+  with ``calculate_per_token_loss``. Token weights cannot be combined with ``advantage_estimator=gspo``.
 * ``use_opsm`` masks tokens with negative advantage in rows with mean log(pi_old / pi) > opsm_delta.
 * ``use_unbiased_kl`` weights the KL loss by pi / pi_old.
-* With ``rollout_top_p`` below 1, log-probs are over the sampled support, whose size is unlimited. Here they are over
-  the support of ``correction.support=engine``, which masks a token whose support has more members than vLLM was asked
-  for.
+* With ``rollout_top_p`` below 1, log-probs are normalised over the sampled support, whose size is unlimited. Here they
+  are normalised over the support of ``correction.support=engine``, which masks a token whose support has more members
+  than were requested from vLLM.
 """
 MILES: Final = replace(
     SLIME,

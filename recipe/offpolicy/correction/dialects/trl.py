@@ -42,7 +42,7 @@ def _convert(options: Options) -> dict[str, Any]:
                 key=key,
                 value=threshold,
             )
-        # Without a rollout engine TRL compares pi_old with pi.
+        # Without a rollout engine, TRL compares pi_old with pi.
         ratio = "full" if engine else "ppo"
         opsm = {"ratio": ratio, "level": "sequence", "aggregate": "geometric", "delta": threshold, "when": "negative"}
         plain["masks"]["opsm"] = opsm
@@ -126,7 +126,7 @@ TRL: Final = Peer(
 """TRL's rules.
 
 Inside the bounds, the ``*_mask`` modes keep the ratio as a weight. ``off_policy_mask_threshold`` is off-policy sequence
-masking on pi / mu with the sign of the row's advantage. With ``beta`` above 0 and ``use_bias_correction_kl`` the KL
+masking on pi / mu with the sign of the row's advantage. With ``beta`` above 0 and ``use_bias_correction_kl``, the KL
 term has the weight pi / pi_old. TRL corrects only with ``use_vllm=True``, which is assumed if the key is missing, and
-does not clamp log-ratios. TRL gives a token whose mu is NaN the ratio 1; here the token is excluded from the loss.
+does not clamp log-ratios. If mu is NaN for a token, TRL uses a ratio of 1; here the token is excluded from the loss.
 """

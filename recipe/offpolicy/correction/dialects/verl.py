@@ -20,7 +20,7 @@ VERL_DEFAULTS: Final[dict[str, Any]] = {
     "bypass_mode": False,
     "loss_type": "ppo_clip",
 }
-"""Values that verl ships under ``algorithm.rollout_correction``, in every supported release."""
+"""Default values under ``algorithm.rollout_correction`` in every supported release of verl."""
 VERL_REJECTIONS: Final[dict[str, tuple[str, str]]] = {
     "token_k1": ("token", "product"),
     "token_k2": ("token", "k2_sum"),
@@ -132,7 +132,7 @@ def read_verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, flo
 
 
 def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[str, tuple[float | None, float]]:
-    """Read verl's rejection options in the order given, each with its bounds.
+    """Read verl's rejection options with their bounds, in the order given.
 
     Args:
         rollout_rs: None, or options separated by commas; a repeated option counts once.
@@ -273,10 +273,10 @@ VERL: Final = Peer(
 """verl's rules.
 
 * k1 is -log r, so verl bounds mu / pi_old: "lo_hi" keeps pi_old / mu in [1/hi, 1/lo], and a single u in [1/u, u].
-* With ``bypass_mode`` verl decides by pi / mu, at every gradient step. ``loss_type=ppo_clip`` uses its weights only for
+* With ``bypass_mode``, verl decides by pi / mu at every gradient step. ``loss_type=ppo_clip`` uses its weights only for
   metrics, so no weight is set here. ``loss_type=reinforce`` is a weight on a loss without a ratio of its own: set
   ``actor_rollout_ref.actor.policy_loss.loss_mode=gpg`` with it.
 * verl clamps a token's log-ratio to +-20 nats before it is summed; here it is clamped where it is exponentiated.
-* The attributes of a ``RolloutCorrectionConfig`` are read unchanged: its ``rollout_is`` is "sequence" by default, while
-  a key missing from a mapping has the YAML's null.
+* The attributes of a ``RolloutCorrectionConfig`` are read unchanged: its ``rollout_is`` is "sequence" by default,
+  whereas a key that is missing from a mapping is null, as in the YAML.
 """
