@@ -21,7 +21,7 @@ class Configured:
 
     Args:
         config: configuration of the launch.
-        parts: corrections that its problems concern, see ``Problem``.
+        parts: corrections that the configuration's problems concern, see ``Problem``.
     """
 
     def __init__(self, config: DictConfig, *parts: str) -> None:
@@ -86,7 +86,7 @@ class Rule:
         key: the key that is reported.
         broken: returns True if the values contradict each other.
         reason: explanation.
-        instead: returns the value that fixes it.
+        instead: returns the value that resolves the contradiction.
         alongside: the other key.
     """
 
@@ -123,7 +123,7 @@ class Section:
         return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
     def find_problems(self, config: Any) -> Iterator[Problem]:
-        """Find unknown keys and invalid values; if there are none, unused keys and contradictions."""
+        """Find unknown keys and invalid values; if there are none, find unused keys and contradictions."""
         yield from self.check(self.read(config))
 
     def check(self, given: Any) -> Iterator[Problem]:
@@ -149,7 +149,8 @@ class Section:
             yield from self._find_contradictions({**default, **known})
 
     def _replace(self, name: str, value: Any, default: Any) -> tuple[str, ...]:
-        """Build the override: the intended value, else the default, else the hint if the key is off at null."""
+        """Build the override: the intended value, or else the default, or else the hint if null switches the key
+        off."""
         meant = [number for number in read_numbers(value) if self.keys[name].fits(number)]
         near = find_closest(value, self.keys[name].options, 0.7) if isinstance(value, str) else None
         usual = default if default is not None else (self.hints or {}).get(name)

@@ -78,7 +78,7 @@ def compute_centering_term(
     """
     coefficients = likeliest.coefficients(spec)
     centred = {f"masks.{name}" for name, mask in spec.masks if centers_mask(mask)} | set(spec.all_weights)
-    # Like the policy term, C excludes tokens without mu or pi_old.
+    # Tokens without mu or pi_old are excluded from C, as they are from the policy term.
     kept = batch.policy_mask & torch.isfinite(batch.rollout_log_prob + batch.old_log_prob)
     for part, drop in step.rejected.items():
         kept = kept if part in centred else kept & ~drop
@@ -93,7 +93,7 @@ def compute_centering_term(
 def measure_drift(
     spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], batch: MicroBatch, likeliest: LikeliestTokens
 ) -> dict[str, Statistic]:
-    """Measure the drift that the correction, and each shadow that decides by token, would have without centering."""
+    """Measure the drift without centering, for the correction and for each shadow that decides by token."""
     specs = {"drift": spec}
     known = {name: shadow for name, shadow in shadows.items() if not find_unknown(shadow)}
     specs |= {f"drift/{rename_for_metrics(name)}": shadow for name, shadow in known.items()}

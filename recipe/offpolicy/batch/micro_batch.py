@@ -1,4 +1,4 @@
-"""Adapter that reads verl's micro-batch and writes weights to it; no other module depends on its keys and layouts.
+"""Adapter that reads verl's micro-batch and writes weights to it; only this module depends on its keys and layouts.
 
 verl 0.9.1 calls the engine's loss as ``loss_fn(model_output=..., data=TensorDict, dp_group=...)``. Response tensors
 are nested by row on the V1 trainer and padded (B, T) on V0; ``model_output["log_probs"]`` is nested over prompt and
@@ -52,11 +52,11 @@ from .weight_versions import (
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 WEIGHTS = "rollout_is_weights"  # verl's ppo_loss multiplies the policy term by this
 PI_OLD = "offpolicy_pi_old"
-"""Key in the loss's data: log pi_old, finite or not, for terms with their own ratio."""
+"""Key in the loss's data: log pi_old, even if it is not finite, for terms with their own ratio."""
 FULL_LOG_PROBS = "offpolicy_full_log_probs"
 """Key of a model output: log-probs over the whole vocabulary, if ``log_probs`` are over the replayed support."""
 WITHHELD = "offpolicy_withheld"
-"""Key of a model output: flags, stored one position early, of tokens left out of the policy term (support unknown)."""
+"""Key of a model output: flags of tokens left out of the policy term (support unknown), stored one position early."""
 SUPPORT_SIZE = "offpolicy_support_size"
 """Key of a model output and of a recorded column: the size of each token's support, 0 if unknown."""
 VERSIONS_SEALED = "versions"
@@ -72,7 +72,7 @@ _NEEDED = ("responses", "response_mask", "old_log_probs", "advantages", ROLLOUT_
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch: its padded (B, T) tensors, and the engine's arguments, from which a loss can be computed again.
+    """A micro-batch: its padded (B, T) tensors, and the engine's arguments, so that a loss can be computed again.
 
     ``log_prob`` carries the gradient, ``responses`` are token ids.
 
@@ -86,7 +86,7 @@ class MicroBatch:
             none.
         last: True if verl reports that the rows belong to the update's last mini-batch.
         marks: the trainer's request for a proof, see ``PROVE``: 1 or 2 for each marked row.
-        layout: position of the responses in the model output; None if they are cut out and padded already.
+        layout: position of the responses in the model output; None if they have already been cut out and padded.
         model_output, data: arguments with which the engine calls its loss; empty for rows from ``detached``.
     """
 
@@ -226,8 +226,9 @@ def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all")
     """Run both stages on one micro-batch, with ``measure`` of its statistics.
 
     Raises:
-        KeyError: the correction needs a batch-level constant, and the trainer's plan did not arrive.
-        ValueError: level ``version``, or an age-dependent part, but verl does not record the versions.
+        KeyError: the correction needs a batch-level constant, but the trainer's plan did not arrive.
+        ValueError: the correction uses level ``version`` or has an age-dependent part, but verl does not record the
+            versions.
     """
     return _stepped(spec, _first_stage(spec, batch, measure), batch)
 
@@ -287,7 +288,7 @@ def compute_factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> 
     """Compute the factor of each token's policy term: weight * keep, (B, T), including the denominator's scale.
 
     Raises:
-        KeyError: ``denominator=kept`` or ``nonfinite=excluded``, and the trainer's scale did not arrive.
+        KeyError: ``denominator=kept`` or ``nonfinite=excluded`` is set, but the trainer's scale did not arrive.
     """
     weight = step.weight * step.keep
     return weight if not spec.recounts else weight * read_scale(spec, batch)[:, None].to(weight.dtype)
@@ -354,7 +355,7 @@ def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
     if batch.plan is None or not batch.plan.sealed:
         return None
     came = {name: batch.data[key_of(name)] for name in batch.plan.sealed if key_of(name) in batch.data.keys()}
-    # TransferQueue nests every column that has more than one number per row.
+    # TransferQueue returns every column with more than one number per row as a nested tensor.
     seals = {name: flatten(seal).view(len(batch.responses), -1) for name, seal in came.items()}
     if lost := set(batch.plan.sealed) - set(seals):
         raise SealError(f"the seals of {', '.join(sorted(lost))} did not reach the loss with these sequences.")
@@ -393,7 +394,7 @@ def check_engine(batch: MicroBatch) -> DeferredValue[None]:
 
 
 def find_token_versions(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Tensor]:
-    """Find the versions per token to seal, by the name of their seal; empty if ``spec`` reads none or verl has none.
+    """Find the per-token versions to seal, by the name of their seal; empty if ``spec`` reads none or verl has none.
 
     Args:
         rows: with "response_mask" and the keys that ``read_versions`` reads.
@@ -464,8 +465,8 @@ def flatten(tensor: Tensor) -> Tensor:
 def compute_row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Tensor) -> list[int]:
     """Compute a 64-bit checksum of each row's response tokens and their mu, bitwise; padding is ignored.
 
-    It ties mu to its tokens: a shift, a permutation of rows, a cast or a replacement changes it. Rows without a
-    response token are skipped.
+    The checksum ties mu to its tokens: it changes with any shift, permutation of rows, cast or replacement. Rows
+    without a response token are skipped.
 
     Args:
         responses: (B, T) token ids, or nested by row, like the other columns.
@@ -491,7 +492,7 @@ def _read_marks(data: TensorDict) -> tuple[int, ...]:
 
 
 def _is_padded(log_probs: Tensor) -> bool:
-    """Return True if the forward pass has padded the responses already, as for legacy actors."""
+    """Return True if the forward pass has already padded the responses, as for legacy actors."""
     return not log_probs.is_nested and log_probs.dim() == 2
 
 

@@ -21,8 +21,8 @@ from ..correction.deferred_value import DeferredValue
 from .seals import LivenessError, SealError
 
 Shares = dict[str, float]
-"""Denominator -> the share of it to which some micro-batches add up; for all micro-batches of an optimizer step, over
-all ranks, the share is 1."""
+"""Maps each denominator to the share of it that some micro-batches add up to. For all micro-batches of an optimizer
+step, over all ranks, the share is 1."""
 _TOKENS, _ROWS = "batch_num_tokens", "global_batch_size"
 
 
@@ -38,7 +38,7 @@ def mini_batch_mean(values: Tensor, response_mask: Tensor, actor_config: Any, da
         response_mask,
         actor_config.loss_agg_mode,
         dp_size=data["dp_size"],
-        # In a mini-batch without tokens, every sum is 0, and so is the mean.
+        # In a mini-batch without tokens, every sum is 0, so the mean is 0 too.
         batch_num_tokens=max(data["batch_num_tokens"], 1),
         global_batch_size=data["global_batch_size"],
         loss_scale_factor=actor_config.loss_scale_factor,
@@ -61,7 +61,7 @@ def check_ranks(data: TensorDict, dp_group: Any) -> None:
 
 
 def defer_shares(response_mask: Tensor, data: TensorDict) -> DeferredValue[Shares]:
-    """Compute the share of each denominator that this micro-batch fills; empty if verl sent none, as for legacy actors.
+    """Compute the share of each denominator that this micro-batch contributes; empty if verl sent none (legacy actors).
 
     The share of a denominator of 0 is infinite, or NaN for a mini-batch without tokens.
     """

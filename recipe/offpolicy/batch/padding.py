@@ -1,7 +1,7 @@
 """Positions of a micro-batch's responses in verl's two layouts, their padding, and splits into rows of similar length.
 
-verl's ``no_padding_2_padding`` slices row by row, with lengths that it reads from the device, and each nested column
-costs torch one pass. Here one index table serves every column, without a host transfer.
+verl's ``no_padding_2_padding`` slices row by row, reads the lengths from the device, and needs one torch pass per
+nested column. Here one index table serves every column, without a host transfer.
 
 verl's loss uses the denominators of the whole mini-batch, so the losses of the parts add up to the loss of the
 micro-batch. ``preflight.base_loss_probe`` checks this for the configured loss.
@@ -41,8 +41,8 @@ class Layout:
         """Build from "prompts" and "responses": nested, or padded with "attention_mask"."""
         prompts, responses = data["prompts"], data["responses"]
         if responses.is_nested:
-            # torch stores this length with a nested tensor that was made from rows, as verl's micro-batches are; for
-            # any other nested tensor, torch reads it from the device.
+            # torch stores this length with a nested tensor that was built from rows, as verl's micro-batches are. For
+            # any other nested tensor, torch reads the length from the device.
             width = int(responses._get_max_seqlen())
             return cls(prompts.offsets().diff(), responses.offsets().diff(), width, len(values_of(responses)))
         mask, cut = data["attention_mask"], prompts.shape[1]
@@ -108,7 +108,7 @@ class Layout:
 def values_of(column: Any) -> Tensor:
     """Return the concatenated rows of a nested column, outside autograd; a padded column is returned unchanged.
 
-    ``values()`` makes a view that autograd tracks; on a small batch this takes as long as ten operations.
+    ``values()`` creates a view that autograd tracks, which takes as long as ten operations on a small batch.
     """
     values: Tensor = column._values if column.is_nested else column
     return values.detach()
@@ -171,13 +171,13 @@ def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list
 
 
 def _cut_padding(data: TensorDict, width: int, longest: int) -> TensorDict:
-    """Cut padded columns of responses, (B, width, ...), and of whole sequences to responses of ``longest`` tokens."""
+    """Cut padded columns, of responses (B, width, ...) or of whole sequences, to responses of ``longest`` tokens."""
     whole = data["attention_mask"].shape[1]
     kept = {width: longest, whole: whole - width + longest}
     cut = data.select(*data.keys())
     for name, column in data.items():
         padded = isinstance(column, Tensor) and not column.is_nested and column.dim() > 1
-        # The engine has counted all of loss_mask, including padding, so the loss compares all of it.
+        # The engine has counted the whole loss_mask, including padding, so the loss compares the whole mask.
         if not padded or name in ("prompts", "loss_mask"):
             continue
         axis = column.dim() - 1 if name == "position_ids" else 1

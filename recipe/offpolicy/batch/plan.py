@@ -43,14 +43,14 @@ PROVE = "offpolicy_prove"
 """Key of the (B,) int64 column with 1 for each row whose micro-batch must be proved, and 2 if trials also run in it;
 read only if ``SharedPlan.prove`` is true."""
 UID = "offpolicy_uid"
-"""Key of the (B, L) uint8 of each row's uid, zero-padded UTF-8, if verl sends no uid to the loss."""
+"""Key of the (B, L) uint8 column with each row's uid in zero-padded UTF-8, if verl sends no uid to the loss."""
 REWARD = "offpolicy_reward"
 """Key of the (B,) rewards, if verl sends none."""
 
 
 COLUMNS = ("response_mask", "old_log_probs", "rollout_log_probs", EXTRA_FIELDS)
-"""Columns from which a plan is built, plus ``VERSIONS`` if verl does not keep ``EXTRA_FIELDS``; these two may be
-missing."""
+"""Columns from which a plan is built, plus ``VERSIONS`` if verl does not keep ``EXTRA_FIELDS``; either of these two may
+be missing."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class SharedPlan:
         update: order of the rows, if the update must be recorded.
         bounds: part -> the bounds of this update, for masks and a weight (``WEIGHT``) whose bounds move.
         sealed: columns whose seals are sent with the batch, see ``seals``.
-        prove: the micro-batches of the rows that ``PROVE`` marks must be proved.
+        prove: whether the micro-batches of the rows that ``PROVE`` marks must be proved.
     """
 
     step: int
@@ -169,12 +169,12 @@ def seal_batch(plan: SharedPlan, rows: TensorDict, columns: Mapping[str, Tensor]
 
 
 def columns_to_seal(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove columns without a seal: ``PROVE``, whose numbers proofs return, and counts that the loss compares."""
+    """Remove columns that need no seal: ``PROVE``, whose numbers proofs return, and counts that the loss compares."""
     return {name: column for name, column in columns.items() if name not in (PROVE, MINI_BATCH_TOKENS)}
 
 
 def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> BatchConstants:
-    """Compute the constants of ``spec`` for the batch ``rows``, which holds ``COLUMNS``, nested or padded.
+    """Compute the constants of ``spec`` for the batch ``rows``, which contains ``COLUMNS``, nested or padded.
 
     Args:
         step: the trainer's step, for age-dependent parts.
@@ -194,7 +194,7 @@ def count_kept(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) 
 
 
 def decide_rollout(spec: CorrectionSpec, rows: TensorDict, step: int) -> RolloutStage:
-    """Run the rollout stage of ``spec``, with its statistics, on the batch ``rows``, which holds ``COLUMNS``."""
+    """Run the rollout stage of ``spec``, with its statistics, on the batch ``rows``, which contains ``COLUMNS``."""
     batch = _Rollout(rows, step)
     return rollout_stage(spec, **batch._columns(spec), constants=batch.compute_constants(spec))
 
@@ -217,7 +217,7 @@ class Groups:
 def regroup_without_rejected(
     spec: CorrectionSpec, rows: TensorDict, uids: Sequence[str], step: int | None = None
 ) -> Groups:
-    """Regroup the batch ``rows``, which holds ``COLUMNS``, without the rows that ``spec`` rejects."""
+    """Regroup the batch ``rows``, which contains ``COLUMNS``, without the rows that ``spec`` rejects."""
     tokens, kept = count_kept(spec, rows, step)
     rejected = (tokens > 0) & (kept == 0)
     regrouped, silent = regroup(uids, rejected)
@@ -250,7 +250,7 @@ class _Rollout:
 
     @cached_property
     def versions(self) -> RowVersions | None:
-        """Versions of the rows, read once for all corrections, because reading them lists verl's fields of all rows."""
+        """Versions of the rows, read once for all corrections, because each read lists verl's fields of all rows."""
         return read_versions(self.rows, self.rows["response_mask"])
 
     def compute_constants(self, spec: CorrectionSpec) -> BatchConstants:

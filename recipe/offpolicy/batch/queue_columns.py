@@ -17,7 +17,7 @@ FORWARD = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0
 
 
 def read_columns(batch: Any, *names: str) -> TensorDict:
-    """Read columns of all rows, padding included, of the batch that a KVBatchMeta describes."""
+    """Read columns of the batch that a KVBatchMeta describes, for all rows including padding."""
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names))
 
 
@@ -31,6 +31,6 @@ def zero_rows(nested: Tensor, silent: Sequence[bool]) -> Tensor:
     """Copy a column that is nested by row, with zeros in the rows of ``silent``."""
     loud = spread_over_tokens(~torch.tensor(silent, dtype=torch.bool), nested)
     zeroed = torch.empty_like(nested)
-    # Multiplying would not work, because a negative number times 0 is -0, whose bits differ from those of 0.
+    # Multiplication would not work, because a negative number times 0 is -0, whose bits differ from those of 0.
     zeroed.values().copy_(nested.values().where(loud.values(), nested.values().new_zeros(())))
     return zeroed

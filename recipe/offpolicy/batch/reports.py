@@ -1,5 +1,4 @@
-"""Reports that workers send among an update's metrics, and the comparison of the rows that they received with the rows
-that were sent."""
+"""Reports that workers send among an update's metrics, and a comparison of the rows received with the rows sent."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def find_difference(
     wanted = {key: number for key, number in sent.items() if key not in left}
     if are_same_rows([*wanted.values()], seen, epochs):
         return None
-    # If several rows have the same hash, the surplus counts for each of them.
+    # If several rows have the same hash, the surplus is counted for each of them.
     surplus = Counter(seen)
     surplus.subtract(Counter([*wanted.values()] * epochs))
     known, expected = {*sent.values()}, {*wanted.values()}
@@ -72,7 +71,7 @@ def are_same_rows(sent: Sequence[int], seen: Sequence[int], times: int = 1) -> b
         >>> are_same_rows([7, 8], [8, 7, 7, 8], times=2)
         True
     """
-    # The numbers are sorted, because hashing them one by one takes ten times as long for a large batch.
+    # The numbers are sorted, because counting them by hash takes ten times as long for a large batch.
     return len(seen) == times * len(sent) and np.array_equal(_sort(seen), _sort(sent).repeat(times))
 
 

@@ -43,7 +43,8 @@ def check_rewards(rewards: Tensor, uids: Sequence[object], where: str = "", advi
 
 
 ROUNDING = 8 * 2.0**-23
-"""Spread, relative to the largest value, explained by float32 rounding: a reward is a sum of a few rounded terms."""
+"""Spread, relative to the largest value, that float32 rounding explains, because a reward is a sum of a few rounded
+terms."""
 SMALLEST = 2.0**-126
 """Smallest normal float32; the rounding error of smaller numbers is as large as that of this number."""
 
@@ -69,8 +70,8 @@ class Spread:
     def invert(self, otherwise: float = 0.0) -> float:
         """Compute the normalising factor: 1 / value, or ``otherwise`` if rounding explains the spread; continuous.
 
-        With ``otherwise=0``, values that agree within rounding become 0. Other sets of n normalised values are at most
-        sqrt(n - 1) if they were centred, and at most sqrt(n) if they were divided by their root mean square.
+        With ``otherwise=0``, values that agree within rounding become 0. In all other cases, n normalised values are at
+        most sqrt(n - 1) if they were centred, and at most sqrt(n) if they were divided by their root mean square.
         """
         known = self.certainty / self.value if self.certainty else 0.0
         return known + (1 - self.certainty) * otherwise
@@ -80,7 +81,7 @@ def measure_spread(values: Tensor, *, centred: bool, size: float = 0.0) -> Sprea
     """Measure the spread of values.
 
     Args:
-        values: (n,) float; fewer than two have no spread about their mean.
+        values: (n,) float; fewer than two values have no spread about their mean.
         centred: True for the unbiased standard deviation about the mean; False for the root mean square, for a scale
             without centring.
         size: magnitude of the numbers from which the values were computed, for example as differences; rounding is

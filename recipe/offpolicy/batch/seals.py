@@ -1,4 +1,4 @@
-"""Seals: a per-row hash of each column that the loss reads, taken where the column is made and compared in the loss.
+"""Seals: a per-row hash of each column that the loss reads, computed where the column is made and checked in the loss.
 
 The hash is the sum over a row's tokens of mix(mix(2^32 place + token) + seed + bits of the value), where place is the
 number of response tokens in the row up to this token, and the seed depends on the precision. ``mix`` is the finaliser
@@ -36,7 +36,7 @@ _SECOND: Final = 0x94D049BB133111EB - 2**64
 def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     """Hash each row's tokens, (B,) int64: 0 for a row without a token in the mask; values outside the mask are ignored.
 
-    The hash changes with any token, any bit of a value, their order, or the dtype of the values.
+    The hash changes if any token, any bit of a value, the order of either, or the dtype of the values changes.
 
     Args:
         tokens: (B, T) integers, or nested by row, like the other columns.
@@ -70,8 +70,8 @@ def hash_block(rows: RowLayout, tokens: Tensor, mask: Tensor, values: Tensor) ->
     mixed = _mix(at + values.view(_BITS[values.element_size()])).mul_(there)
     if not isinstance(rows, PackedRows):
         return mixed.sum(-1).T
-    # A row's sum is the cumulative sum at its end minus the one at its start: both wrap around, and so does their
-    # difference.
+    # A row's sum is the cumulative sum at its end minus the cumulative sum at its start. Both wrap around, and so does
+    # their difference.
     up_to = torch.cat((mixed.new_zeros(len(mixed), 1), mixed.cumsum(-1)), dim=-1)
     return up_to[:, rows.offsets].diff().T
 
@@ -98,7 +98,7 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, by: int) -> Tensor:
-    """Shift right logically, zeros from the left: torch's own shift repeats the sign."""
+    """Shift right logically, filling with zeros from the left, because torch's own shift repeats the sign."""
     return (value >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
@@ -160,7 +160,7 @@ def seal_constant(number: int, rows: int) -> Tensor:
 
 
 def _join(hashes: Tensor, means: Tensor) -> Tensor:
-    # contiguous() would not do: it keeps the stride of a one-row column, which ``view`` reads.
+    # contiguous() is not sufficient, because it keeps the stride of a one-row column, which ``view`` reads.
     halves = hashes.clone(memory_format=torch.contiguous_format).view(torch.int32).reshape(-1, 2)
     return torch.cat([halves, means.float().view(torch.int32)[:, None]], dim=-1)
 
@@ -223,7 +223,7 @@ def compare_engine(tokens: Tensor, mask: Tensor, *, fed: Tensor | None, counted:
         tokens: (B, T).
         mask: (B, T) bool.
         fed: (B, T) the model's input at the response positions; None: unknown.
-        counted: mask by which the engine counts the tokens of a mini-batch, in any layout; None: unknown.
+        counted: mask that the engine uses to count the tokens of a mini-batch, in any layout; None: unknown.
     """
     of_loss = mask.sum()
     other = torch.zeros_like(of_loss) if fed is None else ((fed != tokens) & mask).sum()

@@ -1,7 +1,8 @@
 """Versions of the weights that sampled each row and each token, as agent loops and ``staleness.client`` record them.
 
-A chunk is (version, tokens): the tokens that one attempt of a request sampled. A turn is the chunks of one request, and
-a row has one or more turns. They are aligned with the runs of the response mask, which tool outputs interrupt.
+A chunk is (version, tokens): the tokens that one attempt at a request sampled. A turn consists of the chunks of one
+request, and a row has one or more turns. Turns are aligned with the runs of the response mask, which tool outputs
+interrupt.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RowVersions:
     """Versions of the weights at each row's first and last token; see ``TokenVersions`` for the tokens in between.
 
     Attributes:
-        oldest, newest: (B,) int64, the trainer's step after which these weights were synchronised.
+        oldest, newest: (B,) int64, the trainer's step after which the weights were synchronised.
     """
 
     oldest: Tensor
@@ -74,7 +75,7 @@ class RowVersions:
         """Check that the ages needed by parts of ``spec`` are known.
 
         Raises:
-            ValueError: a row was sampled by several versions, and a part needs a finer age than the row's.
+            ValueError: a row was sampled by several versions, and a part needs ages that are finer than one per row.
         """
         parts = {key: part for key, part in spec.age_parts.items() if part.level != "sequence"}
         by_token = spec.alpha == BY_AGE
@@ -129,8 +130,8 @@ def check_ages_known(spec: CorrectionSpec, versions: RowVersions | None, step: i
     """Check that the ages needed by parts of ``spec`` are known; accepts a spec that needs none.
 
     Raises:
-        ValueError: verl does not record the versions, or not per token although a part needs that; or the trainer's
-            step is missing.
+        ValueError: verl does not record the versions, or does not record them per token although a part needs this; or
+            the trainer's step is missing.
     """
     if not spec.age_keys:
         return
@@ -145,7 +146,7 @@ def compute_token_versions(versions: RowVersions | None, like: Tensor) -> Tensor
     """Compute the version that sampled each token, as int64 in the layout of ``like``: (B, T), or nested by row.
 
     Raises:
-        ValueError: verl does not record the versions, or not per token.
+        ValueError: verl does not record the versions, or does not record them per token.
     """
     if versions is None:
         raise ValueError(
@@ -187,7 +188,7 @@ class TokenVersions(RowVersions):
         return torch.where(tokens == UNKNOWN, rows.broadcast(rows.to_column(by_row.to(tokens.device))), tokens)
 
     def compute_ages(self, step: int, like: Tensor) -> Tensor:
-        """Compute the age of each token, int64 in the layout of ``tokens``; without a known version, the row's age."""
+        """Compute each token's age, int64 in the layout of ``tokens``; if its version is unknown, use the row's age."""
         rows = detect_layout(tokens=self.tokens)
         return rows.to_given_layout((step - 1 - self._replace_unknown(rows, self.oldest)).clamp(min=0))
 
@@ -205,7 +206,7 @@ def hash_turn(chunks: Sequence[Chunk]) -> int:
 
 
 def check_chunks(fields: Sequence[Mapping[str, Any]]) -> None:
-    """Check that the chunks of each row are those that the client recorded; rows of other clients have no hash.
+    """Check that each row's chunks are the ones that the client recorded; rows from other clients have no hash.
 
     Raises:
         SealError: the chunks of a row have changed.
@@ -233,7 +234,7 @@ def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None
     if by_row is None or all(row.get(CHUNKS) is None for row in fields):
         return by_row
     one = torch.where(by_row.oldest == by_row.newest, by_row.oldest, UNKNOWN)
-    # The mappings are read, because reading tensors may wait for a device.
+    # The mappings are read instead of tensors, because a read from a tensor may have to wait for a device.
     turns = [None if _has_one_version(row) else row.get(CHUNKS) for row in fields]
     if any(row is not None for row in turns):
         tokens = lay_out(turns, response_mask, one)

@@ -1,7 +1,7 @@
-"""Checksums of weights that add up over shards, ranks and fused parameters, and the trainer's side of them.
+"""Checksums of weights, which add up over shards, ranks and fused parameters, and the trainer's side of the comparison.
 
-It reads ``actor.engine.module`` of verl's ``ActorRolloutRefWorker`` and ``actor_module_fsdp`` of the legacy worker.
-If the sent tensors are not the parameters (FSDP1, other engines, merged LoRA), it patches the engine's
+This module reads ``actor.engine.module`` of verl's ``ActorRolloutRefWorker`` and ``actor_module_fsdp`` of the legacy
+worker. If the tensors sent are not the parameters (FSDP1, other engines, merged LoRA), it patches the engine's
 ``get_per_tensor_param`` or ``rollout.update_weights``.
 """
 
@@ -138,7 +138,7 @@ class HeldComparer:
         """Compare the trainer's checksums ``own``, by name, with those of all ranks of an engine.
 
         Ranks hold shards, whose checksums add up, or equal copies. A group in the engine's own layout is judged only
-        after it was equal once; before that, the only check is whether the group changes when the trainer's tensors do.
+        once it has been equal; until then, the only check is whether the group changes when the trainer's tensors do.
         The layout counts as the engine's own if the number of elements fits neither case (padding, or heads replicated
         on several ranks), or if the engine ``received`` the trainer's values and stores something else.
         """
@@ -179,7 +179,7 @@ class HeldComparer:
 def compare_adapter(
     found: Comparison, adapter: Mapping[str, Checksum], own: Mapping[str, Checksum], *, loaded: bool
 ) -> Comparison:
-    """Add a LoRA adapter's tensors as the engine received them to ``found``; ``loaded``: the adapter was loaded."""
+    """Add to ``found`` a LoRA adapter's tensors, as the engine received them; ``loaded``: the adapter was loaded."""
     known = [name for name in sorted(adapter) if name in own]
     equal = tuple(name for name in known if loaded and adapter[name] == own[name])
     return replace(
@@ -208,7 +208,7 @@ def find_left_out(trained: Sequence[str], received: Sequence[str]) -> list[str]:
 
 
 def _end(name: str) -> str:
-    """Return the part of a name that starts at its layer; the last two parts if the name has no layer."""
+    """Return the part of a name from its layer onwards, or the last two parts if the name contains no layer."""
     _, layers, end = name.partition("layers.")
     return end if layers else ".".join(name.split(".")[-2:])
 
@@ -245,7 +245,7 @@ def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str,
         for name, parameter in own
         if (shard := _find_shard(parameter)) is not None
     ]
-    # Offloaded parameters are on the host, where computing their checksums would take seconds.
+    # Offloaded parameters are on the host, where their checksums would take seconds to compute.
     device = "cuda" if torch.cuda.is_available() else None
     weighed = compute_checksums(((name, shard, dtypes[name]) for name, shard, _ in shards), device)
     trained = {name: trains for name, _, trains in shards}
@@ -290,8 +290,8 @@ class UpdateSample:
     def step(self, shards: Any) -> list[float]:
         """Return [sum of u r, sum of u^2, changed in u, changed in r, count] since the previous synchronisation.
 
-        u is the change of an element, and r its change after the engine's rounding. The list is empty at the first
-        call.
+        u is the change of an element, and r is its change after the engine's rounding. The first call returns an empty
+        list.
         """
         sums = torch.zeros(5, dtype=torch.float64)
         before, self._before = self._before, {}
@@ -309,7 +309,7 @@ class UpdateSample:
 
 
 def watch_sent(worker: Any, dtype: str) -> None:
-    """Make a worker record checksums of the tensors that it sends, if these tensors are not the worker's parameters.
+    """Make a worker record checksums of the tensors that it sends, if these tensors are not its parameters.
 
     Args:
         worker: verl's actor worker; for the legacy workers of 0.7.1 the rollout is patched.
@@ -356,7 +356,8 @@ def _sends_other_tensors(worker: Any) -> bool:
         return True
     model = getattr(module, "_fsdp_wrapped_module", module)
     engine = getattr(getattr(worker, "actor", None), "engine", None)
-    # For other engines, and for models whose names verl converts, the sent tensors are not named like the parameters.
+    # For other engines, and for models whose names verl converts, the names of the sent tensors differ from those of
+    # the parameters.
     renamed = bool(getattr(model, "_checkpoint_conversion_mapping", None))
     if renamed or not (engine is None or type(engine).__name__.startswith("FSDP")):
         return True

@@ -1,4 +1,4 @@
-"""Records, in a rollout engine's processes, which parameters each tensor was loaded into, and their checksums.
+"""Records, in a rollout engine's processes, into which parameters each tensor was loaded, and computes their checksums.
 
 Patched functions, the same from verl 0.7.1 to 0.9.1:
 ``vLLMColocateWorkerExtension._update_weights(weights, peft_config, base_sync_done)``, which calls
@@ -35,8 +35,8 @@ class Sources:
     Attributes:
         names: plain names of all tensors.
         targets: plain name without an expert's number -> names of the parameters into which the tensor was loaded.
-        tied: names of tensors that vLLM loads together with the tensor to which they are tied, and refuses to load
-            alone.
+        tied: names of tensors that vLLM loads together with the tensor to which they are tied, and refuses to load on
+            their own.
         received: number of tensors since the last comparison.
         first: checksums of the tensors as received, rounded like their parameters; kept until the first comparison.
         adapter: checksums of the LoRA adapter's tensors as received, by plain name.
@@ -65,8 +65,8 @@ def load_observed(
     """Load weights with the model's own ``load``, and record which parameters each new name was loaded into.
 
     A new name is loaded alone, once; the experts of a layer count as one name. A tied tensor that vLLM refuses to load
-    alone is left out: vLLM loads instead the tensor to which it is tied, and verl may send that tensor in another
-    bucket.
+    alone is left out, because vLLM loads the tensor to which it is tied instead, and verl may send that tensor in
+    another bucket.
 
     Args:
         dtype_of: returns the dtype of a parameter by its name; None if there is none.
@@ -135,7 +135,8 @@ def weigh_parameters(worker: Any, named: bool) -> dict[str, Any]:
 
     Args:
         worker: vLLM's worker with verl's extension.
-        named: list the sources of each group; False returns only their number, for a caller that already has the names.
+        named: whether to list the sources of each group; if False, only their number is returned, for a caller that
+            already has the names.
     """
     sources: Sources = vars(worker).setdefault("_offpolicy_sources", Sources())
     model = worker.model_runner.model
@@ -181,7 +182,8 @@ def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], l
 def tell_root_cause(error: BaseException) -> str:
     """Describe in one line the first exception of a chain, and its location.
 
-    vLLM passes on only the text of the last exception, which may come from the clean-up or contain only a missing key.
+    vLLM passes on only the text of the last exception, which may have been raised during clean-up or contain only a
+    missing key.
     """
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
@@ -200,7 +202,7 @@ def extend_worker() -> None:
         seam.check()
     update = extension._update_weights
 
-    # Start-up checks compare signatures, and see the original one through ``functools.wraps``.
+    # Start-up checks compare signatures; with ``functools.wraps``, they read the original signature.
     @functools.wraps(update)
     def _update_weights(self: Any, weights: Any, peft_config: Any, base_sync_done: Any) -> Any:
         weights = list(weights)
@@ -250,7 +252,7 @@ def extend_server() -> None:
             return await call(self, method, timeout=timeout, args=args, kwargs=kwargs)
         except Exception as error:
             # The sender of the weights is still waiting for the engine's acknowledgement, and does not read this answer
-            # before that.
+            # until it arrives.
             if str(method).startswith("update_"):
                 server = f"rollout server {getattr(self, 'replica_rank', '?')}"
                 told = f"{server} could not run {method}: {type(error).__name__}: {error}."

@@ -31,14 +31,14 @@ Answers = Sequence[Sequence[float]]
 """Log-probs in nats, per sequence, of each token except the first."""
 
 FLIPS = 4095
-"""Number of random sign vectors for the p-value; together with the observed vector there are 4096."""
+"""Number of random sign vectors for the p-value; with the observed vector, there are 4096 in total."""
 LEVEL = 1e-3
 LEAST_SLOPE = 0.5
 RESOLVED = 0.2
 """Largest standard error of the slope at which a synchronisation is judged; above it, changes accumulate."""
 IN_A_ROW = 3
-"""Number of failures in a row that stop a run. If weights are delivered, each failure has a probability of at most
-``LEVEL``; over 1 000 synchronisations this gives 1 000 * 1e-9 = 1e-6."""
+"""Number of consecutive failures that stop a run. If weights are delivered, each failure has a probability of at most
+``LEVEL``; over 1 000 synchronisations, this amounts to 1 000 * 1e-9 = 1e-6."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ProbeTest:
 
     Attributes:
         change: change since the reference, at the latest synchronisation.
-        failures: number of failures in a row so far.
+        failures: number of consecutive failures so far.
     """
 
     def __init__(self) -> None:
@@ -101,9 +101,9 @@ class ProbeTest:
         """Process the answers of one synchronisation.
 
         Returns:
-            ``first``: there is nothing to compare with; ``unresolved``: the expected change is too small to judge and
-            accumulates; ``follows``: the engine follows; ``differs``: it does not follow, which noise may explain;
-            ``fails``: it does not follow for the ``IN_A_ROW``-th time in a row.
+            ``first``: there is no earlier synchronisation to compare with; ``unresolved``: the expected change is too
+            small to judge and accumulates; ``follows``: the engine follows; ``differs``: it does not follow, but noise
+            may be the reason; ``fails``: it does not follow for the ``IN_A_ROW``-th consecutive time.
         """
         now = _stack(engine), _stack(expected)
         if self._reference is None:
@@ -131,16 +131,16 @@ Pair = tuple[list[int], list[int]]
 SEQUENCES, BEFORE, TOKENS = 32, 8, 16
 """Number of sequences in the probe, number of prompt tokens at the start of each, and maximum tokens of each."""
 CACHED = 600
-"""Length of the request whose tokens must not be found in a prefix cache."""
+"""Length of the request whose tokens must not be in a prefix cache."""
 PATIENCE = 60.0
 """Seconds to wait for missing answers when the trainer is about to update."""
 KEPT_IN_A_ROW = 2
 LOOSE = 0.5
-"""If the engine's rounding preserves a smaller share of an update, answers are not expected to change."""
+"""If a smaller share of an update survives the engine's rounding, answers are not expected to change."""
 
 
 def draw_probe(rows: Sequence[Pair], uids: list[str]) -> list[list[int]]:
-    """Draw the probe's sequences from a batch, preferring different prompts; each spans the beginning of a response."""
+    """Draw the probe's sequences from a batch, if possible from different prompts; each spans a response's start."""
     turns = [uids[:row].count(uid) for row, uid in enumerate(uids)]
     order = sorted(range(len(rows)), key=turns.__getitem__)
     drawn = []
@@ -174,7 +174,7 @@ class Probe:
         self._off = ""
 
     def ask(self, replicas: Sequence[Any]) -> None:
-        """Ask each replica's server right after it got new weights, before any other request, without waiting."""
+        """Send the probe to each replica's server once it has new weights, before other requests, and do not wait."""
         self._pending = []
         if not self._sequences or self._off:
             return
@@ -265,7 +265,7 @@ class Probe:
         ]
         metrics = {"probe_apart": sum(gaps) / len(gaps)}
         test = self._tests.setdefault(id(replica), ProbeTest())
-        if seen < LOOSE:  # rounding alone, without a missing delivery, keeps the answers unchanged
+        if seen < LOOSE:  # rounding alone keeps the answers unchanged, even if the weights were delivered
             return metrics
         outcome = test.step(answers, own)
         if outcome == "first":

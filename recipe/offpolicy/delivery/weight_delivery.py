@@ -42,9 +42,9 @@ logger = logging.getLogger("verl.offpolicy")
 NAMED = 6
 """Maximum number of tensors that an error names."""
 FEWEST = 64
-"""A run stops after this many updates without a synchronisation if its own interval is not known yet."""
+"""A run whose own interval is not known yet stops after this many updates without a synchronisation."""
 SEEN_OVER = 3
-"""Number of latest updates of which the engine's rounding must preserve a share of ``LEAST_SEEN``."""
+"""Number of latest updates of which at least the share ``LEAST_SEEN`` must survive the engine's rounding."""
 KEPT = 4
 """Number of past synchronisations whose checksums are kept, to recognise late weights."""
 
@@ -104,13 +104,13 @@ class WeightDelivery(AddOn):
         return {f"offpolicy/delivery/{name}": value for name, value in self._metrics.items()}
 
     def on_sync(self, manager: Any) -> None:
-        """Ask the servers of ``manager`` for checksums of their weights, and the trainer's workers for those sent.
+        """Ask the servers of ``manager`` for checksums of their weights, and the trainer's workers for those they sent.
 
-        The answers are compared later, before the next update or validation, because both sides compute them while the
-        servers start to sample.
+        The answers are compared later, before the next update or validation, because both sides compute the checksums
+        while the servers start to sample.
 
         Raises:
-            LivenessError: the answers to the previous synchronisation were not compared yet, and differ.
+            LivenessError: the answers to the previous synchronisation had not been compared yet, and they differ.
         """
         start = time.perf_counter()
         self._compare_sums()
@@ -148,7 +148,7 @@ class WeightDelivery(AddOn):
             replica.servers[0].collective_rpc.remote(METHOD, kwargs={"named": not engine.named})
             for replica, engine in zip(manager.replicas, engines, strict=True)
         ]
-        # Use the dtypes that the engines reported last; if the answers show that they have changed, ask again.
+        # Use the dtypes that the engines reported last; if the answers show that the dtypes have changed, ask again.
         ready = all(engine.dtypes and not engine.skipped for engine in engines)
         dtypes = _find_dtypes(engines, self._rollout) if ready else None
         weighed = None if dtypes is None else self._run.workers.weigh_offpolicy(*dtypes)
@@ -226,7 +226,7 @@ class WeightDelivery(AddOn):
                 )
 
     def _explain(self, comparison: Comparison, engine: Engine) -> str:
-        """Describe the earlier synchronisation from which the engine's differing tensors come."""
+        """Describe the earlier synchronisation at which the engine's differing tensors were sent."""
         for back, past in enumerate(reversed(self._past), start=1):
             if not set(comparison.different) & set(engine.compare(past, judge=False).different):
                 return f"It holds the weights from {back} synchronisation{'s' if back > 1 else ''} earlier."

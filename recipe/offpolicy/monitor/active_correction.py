@@ -63,15 +63,15 @@ class ActiveCorrection:
         histograms: Mapping[str, Statistic],
         extensions: Mapping[str, float] = MappingProxyType({}),
     ) -> bool:
-        """Evaluate one update's statistics, and decide correction and bounds of the next update.
+        """Evaluate one update's statistics, and decide the correction and the bounds of the next update.
 
         Args:
-            values: statistics below ``offpolicy/``.
+            values: statistics under ``offpolicy/``.
             histograms: histograms of the parts in ``moving``, see ``bounds.bound_measurement``.
             extensions: metrics of extensions, by full name.
 
         Returns:
-            Whether another correction is active, which must be sent to the workers and proved.
+            Whether another correction has become active, which must then be sent to the workers and proved.
 
         Raises:
             AlarmError: an alarm ends the run.
@@ -85,7 +85,8 @@ class ActiveCorrection:
         return switched
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of alarms and bounds, below ``offpolicy/``; the same keys at every update of a run."""
+        """Return the metrics of alarms and bounds, under ``offpolicy/``; the keys are the same at every update of a
+        run."""
         calibrated = {} if self._calibration is None else self._calibration.metrics()
         return self._alarms.metrics() | calibrated
 
@@ -100,7 +101,7 @@ class ActiveCorrection:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's ``state`` where this run has the same settings; see ``find_differences``."""
+        """Restore a checkpoint's ``state`` as far as this run has the same settings; see ``find_differences``."""
         alarms = state["alarms"]
         name, there = alarms["in_force"], self._alarms.get_fallback(alarms["in_force"])
         goes_on = there is not None and there.to_mapping() == state["fallback"]

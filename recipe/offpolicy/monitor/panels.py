@@ -45,7 +45,7 @@ PANELS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "Weights outside the bounds": ("weight/truncated_share",),
     },
 }
-"""Section -> title of a panel -> metrics below ``offpolicy/``."""
+"""Section -> title of a panel -> metrics under ``offpolicy/``."""
 
 
 def write_layout(directory: Path) -> Path:

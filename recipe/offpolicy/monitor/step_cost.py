@@ -1,4 +1,4 @@
-"""A step's cost on top of verl's own work: forward passes for pi_old, and bytes sent to the workers."""
+"""A step's cost in addition to verl's own work: forward passes for pi_old, and bytes sent to the workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StepCost:
         """Add the data that one update sends in addition to verl's own batch.
 
         Args:
-            columns: columns of all rows, each row sent to one rank, dense or nested.
+            columns: columns of all rows, dense or nested; each row is sent to one rank.
             handed: object that is copied to each rank; it is counted once, by its pickled size.
         """
         self.add_columns(columns)

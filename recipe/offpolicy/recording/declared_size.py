@@ -1,10 +1,10 @@
-"""Declared unpacked size of a Parquet file, read from the file's metadata before anything is unpacked.
+"""Declared unpacked size of a Parquet file, read from its metadata before anything is unpacked.
 
-A few bytes can declare billions of values: the counts are in the footer and in the header of each page, in Thrift's
-compact protocol. pyarrow's metadata cannot bound the size, because it shows only the footer, while Arrow unpacks what
-the page headers declare, even for a single row group. Reading a column's metadata also aborts the process (C++ abort)
-at some contradictions. tests/unit/recording contains a file for each of these two problems; both exist in pyarrow
-26.0.1.
+A few bytes can declare billions of values, because the counts are in the footer and in the header of each page, in
+Thrift's compact protocol. pyarrow's metadata cannot bound the size: it shows only the footer, whereas Arrow unpacks
+what the page headers declare, even for a single row group. In addition, some contradictions in a column's metadata
+abort the process (C++ abort) when it is read. tests/unit/recording contains a file for each of these two problems; both
+exist in pyarrow 26.0.1.
 
 Sources: parquet.thrift of apache/parquet-format; thrift/doc/specs/thrift-compact-protocol.md of apache/thrift.
 """
@@ -64,7 +64,7 @@ def read_declared_size(path: Path) -> DeclaredSize:
 
 def _read_footer(file: BinaryIO) -> Fields:
     end = file.seek(0, os.SEEK_END)
-    # Magic number at the start; at the end the footer's length (4 bytes) and the magic number again.
+    # The magic number is at the start; the end holds the footer's length (4 bytes) and the magic number again.
     if end < 12:
         raise DeclaredError("it is too short")
     file.seek(end - 8)
@@ -176,7 +176,7 @@ class _Compact:
 
     def _varint(self) -> int:
         value = shift = 0
-        # Ten groups of 7 bits hold 64; without this limit a file could make the loop arbitrarily long.
+        # Ten groups of 7 bits hold 64 bits; without this limit, a file could make the loop arbitrarily long.
         while shift < 70:
             byte = self._byte()
             value |= (byte & 0x7F) << shift

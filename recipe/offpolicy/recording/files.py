@@ -41,16 +41,16 @@ _REPEATED = [
     *("step", "rank", "mini_batch", "uid", "oldest_version", "newest_version", "length"),
     *(f"{name}.list.element" for name in ("response_ids", "prompt_ids", "rejected_by", "turn", "version")),
 ]
-"""Columns with repeated values. Floats are written unchanged: each NaN keeps its bits."""
+"""Columns with repeated values. Floats are written unchanged, so each NaN keeps its bits."""
 SUFFIX, PARTIAL = ".parquet", ".partial"
 """Suffix of a file, and of a file that is being written."""
 PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700
-"""File modes of recordings: prompts and responses are private to the owner."""
+"""File modes of recordings, under which prompts and responses are private to the owner."""
 LARGEST = 8 * 2**30
 """Largest unpacked size of a file in bytes; a larger size is treated as an error or an attack."""
 UNPACKED, SMALL = 200, 2**26
-"""Largest ratio of unpacked size to file size, for files that unpack to more than ``SMALL``: log-probs compress
-less."""
+"""Largest ratio of unpacked size to file size, for files that unpack to more than ``SMALL``; log-probs do not compress
+this well."""
 MOST_REASONS = 32
 """Maximum number of parts of a correction that can reject: the number of bits of ``rejected_by``."""
 _WIDEST = 8  # bytes of a value
@@ -62,7 +62,7 @@ _NUMPY = {
 
 
 ASIDE = "Move it out of the directory; the other files are read without it."
-"""Fix for a damaged file: a removed file cannot be inspected later."""
+"""Fix for a damaged file, which is not removed because it could then not be inspected later."""
 
 
 class RecordingError(ValueError):
@@ -113,7 +113,7 @@ def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.
 def compute_digest(rows: Rows, metadata: Mapping[bytes, bytes]) -> bytes:
     """Compute the hexadecimal checksum of all bits of the rows and of their metadata."""
     version = int(metadata.get(VERSION_KEY, VERSION))
-    # Both hashes detect damage, not forgery: whoever can write a file can write its digest.
+    # Both hashes detect damage but not forgery, because whoever can write a file can also write its digest.
     state = xxhash.xxh3_128() if version >= FAST_DIGEST else hashlib.blake2b(digest_size=16)
     for key in (VERSION_KEY, SPEC_KEY, REASONS_KEY):
         state.update(metadata.get(key, b"") + b"\0")
@@ -140,7 +140,7 @@ def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str
         Its size in bytes.
 
     Raises:
-        OverLimit: it would be larger than ``limit``.
+        OverLimit: the file would be larger than ``limit``.
         OSError: the disk is full, or the directory is not writable. After either error, no file is left.
     """
     partial = path.with_suffix(PARTIAL)
@@ -176,14 +176,14 @@ def read(path: Path) -> Step:
             extensions = (name for name in file.schema_arrow.names if name.startswith(EXTENSION_PREFIX))
             schema = extend_schema(extensions, version)
             _check_schema(path, file.schema_arrow, schema)
-            # With one CPU, a reader thread would only make this thread wait.
+            # With only one CPU, this thread would just wait for a reader thread.
             table = file.read(columns=schema.names, use_threads=pa.cpu_count() > 1)
             table.validate(full=True)
     except RecordingError:
         raise
     except MemoryError as error:
         raise RecordingError(f"{path}: does not fit into free memory. Read fewer steps.") from error
-    except Exception as error:  # Arrow raises different types, depending on where it notices a contradiction
+    except Exception as error:  # Arrow raises different types, depending on where it detects a contradiction
         if isinstance(error, OSError) and error.errno is not None:  # Arrow's own errors have no errno
             raise build_unreadable_error(path, error) from error
         raise RecordingError(f"{path}: not a readable Parquet file ({_first_line(error)}). {ASIDE}") from error
@@ -263,7 +263,7 @@ def _ragged(column: pa.ListArray) -> tuple[NDArray[np.int64], NDArray[Any]]:
 
 
 def _view_writable(values: pa.Array) -> NDArray[Any]:
-    """View values as a writable array, which torch requires for shared memory; Arrow would copy them."""
+    """View values as a writable array, which torch requires for shared memory; Arrow itself would copy them."""
     buffer = values.buffers()[1]
     if not len(values) or pa.types.is_boolean(values.type) or not buffer.is_mutable:
         return values.to_numpy(zero_copy_only=False, writable=True)

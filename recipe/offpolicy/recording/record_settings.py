@@ -31,11 +31,12 @@ class RecordSettings:
     Attributes:
         dir: absolute directory; each node writes to its own directory of this name.
         every: interval of recorded steps; the first step is recorded.
-        share: share of the prompts to record, in (0, 1]; either all of a prompt's rows are recorded or none.
+        share: share of the prompts to record, in (0, 1]; either all or none of a prompt's rows are recorded.
         prompts: record the prompts' token ids.
         max_bytes: size limit of the directory; each data-parallel rank gets an equal part.
         max_waiting_bytes: size limit of the rows that wait to be written on each rank; further rows are dropped.
-        without_replay: also record log pi_old under the trainer's own expert routes, in addition to replayed ones.
+        without_replay: also record log pi_old under the trainer's own expert routes, in addition to log pi_old under
+            replayed routes.
     """
 
     dir: str
@@ -65,9 +66,9 @@ class RecordSettings:
 
 
 def resolve_dir(config: DictConfig) -> None:
-    """Make ``offpolicy.record.dir`` absolute, in place, because workers may have a different working directory."""
+    """Make ``offpolicy.record.dir`` absolute in place, because workers may have a different working directory."""
     directory = OmegaConf.select(config, f"{SECTION}.dir")
-    if isinstance(directory, str) and directory.strip():  # an empty string is rejected, it is not the working directory
+    if isinstance(directory, str) and directory.strip():  # an empty string is rejected; it is not the working directory
         with open_dict(config):
             config.offpolicy.record.dir = str(Path.cwd() / directory)
 
@@ -143,7 +144,7 @@ def _place(directory: str) -> Iterator[Problem]:
 
 
 def _writable(folder: Path) -> bool:
-    """Test whether the folder is writable by creating and removing a subfolder; permissions alone do not show it."""
+    """Test whether the folder is writable by creating and removing a subfolder; permissions alone are not enough."""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".offpolicy-"):
             return True

@@ -1,4 +1,4 @@
-"""Asynchronous recorder that drops rows, and then disables itself, rather than block the training."""
+"""Asynchronous recorder that drops rows, and eventually disables itself, rather than block the training."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _ROUNDING = 1e-9
 class TimeBudget:
     """Admits micro-batches while the measured cost of earlier ones fits the step's budget.
 
-    The cost of a micro-batch is known after it has been recorded: within a step, the estimate is the latest
-    micro-batch's seconds per row; across steps it is the smaller of the latest two, so that one slow moment does not
-    stop recording. If an update does not fit completely, the admitted micro-batches are spread evenly over it, because
-    the rows of later mini-batches are staler.
+    The cost of a micro-batch is known only after it has been recorded. Within a step, the estimate is therefore the
+    latest micro-batch's seconds per row; across steps, it is the smaller of the latest two values, so that one slow
+    moment does not stop recording. If an update does not fit completely, the admitted micro-batches are spread evenly
+    over it, because the rows of later mini-batches are staler.
 
     Attributes:
         allowed: seconds of the current step.
@@ -62,7 +62,7 @@ class TimeBudget:
             if self._step is not None and step > self._step:
                 self.allowed = MOST_TIME * (now - self._began) / (step - self._step)
             self._step, self._began, self.taken = step, now, 0.0
-            # If the cost was measured only once, this may be the cost of a first call, so it is measured again.
+            # If the cost was measured only once, it may be that of a first call, so it is measured again.
             self._cost = min(self._costs) if len(self._costs) == 2 else 0.0
         left, needed = (self.allowed - self.taken) / max(updates, 1), self._cost * rows
         self._share = min(1.0, max(left, 0.0) / needed) if needed > 0 else 1.0
@@ -150,8 +150,9 @@ class Recorder:
         """Announce a micro-batch of ``rows`` rows; call it for each micro-batch of an update, in the order of use.
 
         Returns:
-            Gradient steps of ``step`` before this micro-batch, for ``put``; None if it must not be recorded because its
-            rows were used before in this update, recording has stopped, or it would take too much of the step.
+            Gradient steps of ``step`` before this micro-batch, for ``put``. None if the micro-batch must not be
+            recorded, because its rows were already used in this update, recording has stopped, or it would take too
+            much of the step.
         """
         if (step, update.update) != self._update:
             self._budget.begin(step, self.clock(), rows=update.rows, updates=update.updates - update.update)
@@ -203,7 +204,7 @@ class Recorder:
             first, self.stopped = self.stopped is None, self.stopped or self._writer.why(error)
             self._counters.dropped_rows += rows
         if first:
-            # A disk error needs no traceback.
+            # A disk error is logged without a traceback.
             trace = None if isinstance(error, OSError | OverLimit) else error
             logger.warning("%s Recording stops; training continues.", self.stopped, exc_info=trace)
 
@@ -220,7 +221,8 @@ class Recorder:
         return counters
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until all queued rows, even those of incomplete steps, are written; return True if they are in time."""
+        """Wait until all queued rows, even those of incomplete steps, are written; return False if this takes too
+        long."""
         with self._condition:
             self._items.append(None)
             self._condition.notify()

@@ -1,8 +1,8 @@
 """A recorded run: a directory with one file per update and rank, and a card that describes the run.
 
-Under ``proximal=bypass`` the recorded column of pi_old is mu, and under ``loglinear`` it is a mixture of mu and pi, so
-its distance from mu shows nothing about the engines. At the first gradient step of a step, pi still has the weights
-from the step's start and is used instead; at later gradient steps it has changed.
+Under ``proximal=bypass``, the recorded column of pi_old is mu, and under ``loglinear``, it is a mixture of mu and pi,
+so its distance from mu says nothing about the engines. At the first gradient step of a step, pi still uses the weights
+from the step's start and is read instead. At later gradient steps, pi has already changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROOF = "proof.json"
 DELIVERY = "delivery.jsonl"
 """File with one line per synchronisation whose weights were compared, see ``run.RunRecord.write_delivery``."""
 PIECE = 16 * 2**20
-"""Bytes of files that are read together if a step may be split: about 1.4 million tokens."""
+"""Size in bytes of the files that are read together if a step may be split; this is about 1.4 million tokens."""
 _LARGEST_JSON = 64 * 2**20
 _NAME = re.compile(r"step_(\d{8})(?:\.update_(\d{4}))?\.rank_(\d{5})\.parquet")
 
@@ -101,13 +101,13 @@ class Recording:
         return one
 
     def in_pieces(self, largest: float = PIECE) -> Recording:
-        """Return a reader that yields a large step in several ``pieces``, to limit memory."""
+        """Return a reader that yields a large step in several ``pieces`` to limit memory use."""
         one = copy.copy(self)
         one.largest = largest
         return one
 
     def choose_steps(self, steps: tuple[int, int | None] | None) -> list[int]:
-        """List the recorded steps from a first to a last step; None means all, and a last step of None means no end.
+        """List the recorded steps from a first to a last step; None means all steps, and a last step of None no limit.
 
         Raises:
             RecordingError: there is no such step.
@@ -303,7 +303,7 @@ def join_alike(parts: Iterable[Step], when: Callable[[Step], bool] = lambda part
 
 
 def _take_joined(parts: list[Step]) -> list[Step]:
-    """Join parts of one correction and empty ``parts``, so that their rows are in memory only once."""
+    """Join parts of one correction and empty ``parts``, so that the rows are in memory only once."""
     joined = list(join_alike(parts))
     parts.clear()
     return joined

@@ -1,4 +1,4 @@
-"""Trainer side of a recording: it owns the directory and its card, and announces each update to the workers'
+"""Trainer side of a recording, which owns the directory and its card, and announces each update to the workers'
 recorders."""
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ class RunRecord:
             logger.warning("%s.dir=%s: delivery is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
     def finish(self, patience: float = PATIENCE, pause: Callable[[float], object] = time.sleep) -> None:
-        """Wait until the last step's files exist, as far as this machine can see: workers are ended without notice.
+        """Wait until the last step's files exist, as far as this machine can see; workers are ended without notice.
 
         Args:
-            patience: total seconds of pauses, without the time of the checks.
+            patience: total seconds of pauses, not counting the time of the checks.
             pause: sleeps for the given seconds.
         """
         if self.settings is None or self._step is None or not self.settings.records(self._step):
@@ -161,14 +161,14 @@ class RunRecord:
         return [path for path, found in steps if found is not None and first <= found[0] <= last]
 
     def _forget(self, first: int) -> bool:
-        """Remove the files that a resumed run recorded after its checkpoint; return True if they are gone."""
+        """Remove the files that were recorded after the checkpoint of a resumed run; return True if they are gone."""
         assert self.settings is not None
         try:
             gone = self._files(first, sys.maxsize)
             for path in gone:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            # Otherwise rows that are recorded again would count twice.
+            # Otherwise, rows that are recorded again would count twice.
             logger.warning(
                 "%s.dir=%s: the recording of step %d and later cannot be removed (%s). Fix: move the recording "
                 "elsewhere, or set another directory. Nothing is recorded; training continues.",

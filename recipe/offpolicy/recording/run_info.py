@@ -58,7 +58,7 @@ def build_card(
 
 
 def read_sampling(config: DictConfig) -> dict[str, Any]:
-    """Describe how responses were sampled: engine, the keys that are set, the engine's own keys, and the support."""
+    """Describe how responses were sampled: the engine, the keys that are set, the engine's own keys, the support."""
     sampling: dict[str, Any] = {"engine": OmegaConf.select(config, f"{_ROLLOUT}.name")}
     for name in _SAMPLING:
         for key in (f"{_ROLLOUT}.{name}", f"{_ENGINE}.{name}", f"{_ENGINE}.override_generation_config.{name}"):
@@ -110,7 +110,7 @@ def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
 
 
 def _saves(card: Mapping[str, Any]) -> bool:
-    """Return True if the card's run was configured to save checkpoints; if it left none, it was interrupted early."""
+    """Return True if the card's run was configured to save checkpoints; if there are none, it was interrupted early."""
     found = read_config(card, "trainer.save_freq")
     return isinstance(found, int) and found > 0
 

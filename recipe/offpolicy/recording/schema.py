@@ -1,8 +1,8 @@
 """Recorded rows: their numpy arrays in memory, and the only definition of their columns' names and types.
 
-A file holds one step of one rank, or one update if a step makes several. Token columns are lists over the response,
-from its first token to its last valid token; tool outputs in between are included, with ``response_mask`` False. All
-lists of a row have the same length.
+A file holds one step of one rank, or one update if a step consists of several. Token columns are lists over the
+response, from its first token to its last valid token; tool outputs in between are included, with ``response_mask``
+False. All lists of a row have the same length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 VERSION = 3
-"""Increased whenever a column is added, removed or changes its meaning, or the digest changes."""
+"""Increased whenever a column is added or removed, the meaning of a column changes, or the digest changes."""
 ADDED = {"version": 2}
 """Columns missing in older files -> the version that added them."""
 
@@ -30,7 +30,7 @@ SPEC_KEY = b"offpolicy.correction"
 REASONS_KEY = b"offpolicy.rejected_by"
 """Key of the file's metadata: JSON list of the parts that can reject (``masks.gsm``), by bit of ``rejected_by``."""
 DIGEST_KEY = b"offpolicy.digest"
-"""Key of the file's metadata: ``digest`` of everything else that a reader gets from the file."""
+"""Key of the file's metadata: ``digest`` of everything else that a reader obtains from the file."""
 
 FAST_DIGEST = 3
 """First version whose digest is XXH3; earlier ones use BLAKE2b."""
@@ -174,7 +174,8 @@ class Rows:
     def token_staleness(self) -> NDArray[np.int64]:
         """(M,) steps from the weights that sampled a token to those at the start of its step.
 
-        A token of unknown version counts as old as its row's first token; -1 if that age is unknown too.
+        A token of unknown version is treated as if it were as old as its row's first token; -1 if that age is unknown
+        too.
         """
         lengths = np.diff(self.offsets)
         age = np.repeat(self.step - 1, lengths)
@@ -253,7 +254,7 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 
 
 def _or_nan(part: Rows, name: str) -> NDArray[np.float32]:
-    """Return a column of an extension; NaN in rows for which the extension was off."""
+    """Return a column of an extension, with NaN in rows for which the extension was off."""
     return part.extensions.get(name, np.full(part.tokens, np.nan, dtype=np.float32))
 
 

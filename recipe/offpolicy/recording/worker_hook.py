@@ -54,7 +54,7 @@ def place(dp_size: int) -> Place:
     if megatron is not None and megatron.model_parallel_is_initialized():
         first = megatron.get_tensor_model_parallel_rank() == 0 and megatron.get_context_parallel_rank() == 0
         return Place(megatron.get_data_parallel_rank(), first)
-    # Ranks that share sequences (Ulysses) are adjacent, and hold the same rows.
+    # Ranks that share sequences (Ulysses) are adjacent and hold the same rows.
     return among(dist.get_rank(), copies=dist.get_world_size() // dp_size)
 
 
@@ -168,7 +168,7 @@ def _uids(data: TensorDict) -> Sequence[str] | Tensor | None:
     if "uid" not in data.keys():
         return None
     found = tu.get(data, "uid")
-    # A value shared by all rows may come as one string.
+    # A value that all rows share may arrive as a single string.
     uids = [found] * len(data) if isinstance(found, str) else found
     if not isinstance(uids, list) or len(uids) != len(data) or not all(isinstance(uid, str) for uid in uids):
         shown = str(found)[:80]
@@ -193,7 +193,7 @@ def _prompts(data: TensorDict, width: int) -> tuple[Tensor, Tensor] | None:
     if "attention_mask" not in data.keys():
         return None
     if prompts is None:
-        # Legacy actors get prompt and response in one column.
+        # Legacy actors receive prompt and response in one column.
         prompts = data["input_ids"][:, :-width]
     mask = data["attention_mask"][:, : prompts.shape[1]].bool()
     return prompts[mask], mask.sum(-1)
@@ -212,6 +212,6 @@ def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
 
 def is_chosen(uid: str, share: float) -> bool:
     """Return True if the prompt ``uid`` is in the recorded ``share`` of all prompts."""
-    # A hash makes the choice the same on every rank and in every step; Python's own hash differs between processes.
+    # With a hash, the choice is the same on every rank and in every step; Python's own hash differs between processes.
     digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64

@@ -84,7 +84,7 @@ class Packed:
 
 @torch.no_grad()
 def pack(seen: Seen, chosen: Tensor | None = None) -> Packed:
-    """Pack the rows in ``chosen``, (B,) bool, that have a valid token; if ``chosen`` is None, all rows that have one.
+    """Pack the rows in ``chosen``, (B,) bool, that have a valid token; None chooses all rows that have one.
 
     A packed row extends from the row's first token to its last valid token.
     """
@@ -130,7 +130,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
     """Unpack the rows on the host, after they have arrived."""
     if packed.ready is not None:
         packed.ready.synchronize()
-    # The buffer is copied, because pinned memory is scarce and rows may wait.
+    # The buffer is copied, because pinned memory is scarce and rows may have to wait.
     flat = packed.buffer.numpy().copy()
     columns: dict[str, NDArray[Any]] = {}
     start = 0
@@ -232,7 +232,7 @@ class Item:
     """Rows of one micro-batch, with the metadata of their file.
 
     Attributes:
-        update: update of its step; None if the step makes only one.
+        update: index of the update within its step; None if the step has only one.
         packed: None if the rows were dropped.
         last: these rows complete the file.
     """
@@ -263,7 +263,7 @@ class Outcome:
 
 @dataclass
 class _Open:
-    """The update whose rows are being collected, and their size in bytes."""
+    """The update whose rows are being collected, and the size of these rows in bytes."""
 
     step: int
     update: int | None
@@ -274,7 +274,7 @@ class _Open:
 
 
 class StepWriter:
-    """Writes an update when it is complete, or when the next one begins.
+    """Writes an update when it is complete, or when the next update begins.
 
     Args:
         settings: settings of the recording.
@@ -360,7 +360,7 @@ class StepWriter:
         self.outcome.written += size
 
     def _prepare(self) -> dict[str, int]:
-        """Map the names of this rank's files that were written before the resume to their sizes in bytes."""
+        """Map the names of the files that this rank wrote before the resume to their sizes in bytes."""
         self._directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         sizes = {}
         for path in self._directory.iterdir():

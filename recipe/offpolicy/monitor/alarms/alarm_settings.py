@@ -101,15 +101,15 @@ RANGES: Final = {
 }
 """Smallest and largest possible value of each alarm's statistic."""
 OF_EXTENSIONS: Final[Mapping[str, tuple[str, str]]] = {"opd_overlap": ("opd", "opd/gap/extreme_share")}
-"""Alarm on an extension's metric -> the section that must be on, and the metric; NaN counts as no update."""
+"""Alarm on an extension's metric -> the section that must be on, and the metric; updates with NaN are not counted."""
 _COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 
 
 def find_statistic(name: str, spec: CorrectionSpec) -> str:
-    """Return the name of the statistic that an alarm reads: below ``offpolicy/``, or an extension's.
+    """Return the name of the statistic that an alarm reads: a name under ``offpolicy/``, or an extension's.
 
-    Without a weight, the alarm reads the statistic of the ratio that a weight would use: pi_old / mu, or pi / mu if
-    pi_old does not come from the trainer's weights and pi_old / mu therefore shows no mismatch.
+    Without a weight, the alarm reads the statistic of the ratio that a weight would use. This is pi_old / mu, or pi /
+    mu if pi_old does not come from the trainer's weights, because pi_old / mu then shows no mismatch.
     """
     trainers_own = spec.proximal in OF_THE_TRAINER
     ratio = "rollout_ratio" if trainers_own else "full_ratio"
@@ -153,7 +153,7 @@ def compute_growth(past: Sequence[float], value: float, *, history: int, least: 
 
     Args:
         past: mismatch of the previous updates, finite.
-        least: floor of both the value and the median, so that growth from near zero is ignored.
+        least: lower limit of both the value and the median, so that growth from near zero is ignored.
     """
     if math.isnan(value):
         return math.nan
@@ -179,7 +179,7 @@ class AlarmSettings:
         options: names of the options from which the fallback was composed.
         return_after: consecutive updates inside the recovery band after which the configured correction returns; None
             for never.
-        window: number of updates over which the median mismatch is taken, to which growth is relative.
+        window: number of updates whose median mismatch is the reference for growth.
         least: mismatch, in nats per token, below which growth is ignored.
     """
 
@@ -193,7 +193,7 @@ class AlarmSettings:
     least: float
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the fields that decide on firing and on the action, as JSON values."""
+        """Return the fields that determine when the alarm fires and what it does, as JSON values."""
         fallback = None if self.fallback is None else self.fallback.to_mapping()
         return asdict(self.rule) | {
             "action": self.action,
@@ -207,7 +207,7 @@ class AlarmSettings:
 def read_settings(config: DictConfig) -> dict[str, AlarmSettings]:
     """Read the alarms that are not off, by name, from a configuration without problems, see ``find_problems``.
 
-    An alarm on an extension's metric is off if the extension is.
+    An alarm on an extension's metric is off if the extension is off.
     """
     return {
         name: _read_alarm(name, values)
@@ -257,7 +257,7 @@ def _read_values(config: DictConfig) -> dict[str, dict[str, Any]]:
         # find_problems reports values that are not mappings.
         values[name] |= given[name] if isinstance(given.get(name), dict) else {}
     for alarm in values.values():
-        # YAML reads a bare off as false.
+        # YAML reads an unquoted off as false.
         alarm["action"] = "off" if alarm["action"] is False else alarm["action"]
     return values
 
@@ -315,7 +315,7 @@ KEYS = {name: _declare(name) for name in DEFAULTS}
 
 
 def _check_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Find bounds that cross, are outside the range of the statistic, or do not fit the recovery bounds."""
+    """Find bounds that cross, lie outside the range of the statistic, or do not fit the recovery bounds."""
     key = f"{SECTION}.{name}"
     shipped = tuple(set_to(f"{key}.{part}", DEFAULTS[name][part]) for part in _BOUNDS)
 

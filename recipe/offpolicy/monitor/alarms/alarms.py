@@ -27,8 +27,9 @@ from .alarm_settings import (
 )
 
 HEALTHY_KL: Final = 2e-3
-"""Largest KL(mu, pi_old), in nats per token, between two healthy engines; dense models in 16 bits have 1e-4 to 5e-4,
-and 0.0013 to 0.0016 with one engine in bfloat16 and the other in float32 (docs/evidence/real_model.md)."""
+"""Largest KL(mu, pi_old), in nats per token, between two healthy engines. Typical values for dense models are 1e-4 to
+5e-4 in 16 bits, and 0.0013 to 0.0016 with one engine in bfloat16 and the other in float32
+(docs/evidence/real_model.md)."""
 WATCHED: Final[Mapping[str, str]] = {
     GROWTH: "the engines differ or weights arrive late: record a few steps (offpolicy.record.dir) and run "
     f"recipe.offpolicy.attribute; if data is stale, bound offpolicy.staleness.eta and use {recommended.LINE}",
@@ -90,7 +91,7 @@ class Alarms:
         alarms: settings of the alarms that are not off, by name, in the order of their evaluation.
 
     Attributes:
-        in_force: ``configured``, or the name of the alarm whose fallback the next update uses.
+        in_force: ``configured``, or the name of the alarm whose fallback will be used by the next update.
     """
 
     def __init__(self, alarms: Mapping[str, AlarmSettings]) -> None:
@@ -117,11 +118,11 @@ class Alarms:
         """Evaluate every alarm on the statistics of one update under ``spec``.
 
         Args:
-            values: statistics below ``offpolicy/``; if empty, no alarm on them advances.
+            values: statistics under ``offpolicy/``; if empty, alarms on them do not advance.
             extensions: metrics of extensions, by full name.
 
         Returns:
-            True if another correction is active now.
+            True if the active correction has changed.
 
         Raises:
             AlarmError: an alarm with ``action=stop`` fired.
@@ -146,14 +147,14 @@ class Alarms:
         self.in_force = self._choose()
         self._log_change(before, fired)
         if self.in_force != before:
-            # Another correction has different statistics; only the engines' mismatch is the same under all corrections.
+            # The statistics of another correction differ; only the engines' mismatch is the same under all corrections.
             self._states = {name: AlarmState(firing=state.firing) for name, state in self._states.items()}
         return self.in_force != before
 
     def metrics(self) -> dict[str, float]:
         """Return ``alarm/<name>``, 1 while firing, and ``alarm/active_correction``, the correction of the last update.
 
-        0 is the configured correction, n the fallback of the n-th alarm that is not off.
+        0 stands for the configured correction, and n for the fallback of the n-th alarm that is not off.
         """
         numbers = {name: float(place) for place, name in enumerate((CONFIGURED, *self._alarms))}
         firing = {f"alarm/{name}": float(state.firing) for name, state in self._states.items()}
@@ -170,7 +171,7 @@ class Alarms:
         }
 
     def restore(self, state: Mapping[str, Any], *, in_force: str | None = None) -> None:
-        """Restore a checkpoint's state; new alarms, or alarms with other settings, start from scratch.
+        """Restore a checkpoint's state; new alarms and alarms whose settings have changed start from scratch.
 
         Args:
             in_force: value of the attribute ``in_force``, if it differs from the value in ``state``.
@@ -182,7 +183,7 @@ class Alarms:
         for name, alarm in self._alarms.items():
             known = state["alarms"].get(name)
             same = known is not None and state.get("rules", {}).get(name) == alarm.to_mapping()
-            # A firing alarm whose fallback is not active is reset, because otherwise it could never fire again.
+            # A firing alarm whose fallback is not active is reset, because it could otherwise never fire again.
             unheard = same and alarm.action == "fallback" and known["firing"] and self.in_force == CONFIGURED
             if not same or unheard:
                 self._states[name] = AlarmState()
@@ -208,7 +209,7 @@ class Alarms:
         if alarm.name != GROWTH:
             return value
         grown = compute_growth(self._past, value, history=alarm.window, least=alarm.least)
-        # Values of a lasting fault are kept out of the history, because they would become the normal level.
+        # Values of a lasting fault are kept out of the history, because they would otherwise become the normal level.
         healthy = grown is None or (alarm.rule.band.contains(grown) and not self._states[alarm.name].firing)
         if healthy and math.isfinite(value):
             self._past = [*self._past, value][-alarm.window :]

@@ -49,12 +49,13 @@ def defer_histograms(
     Units are counted where the mask applies. Masks that select by the sign of each token can split a unit, so tokens
     are counted instead (``MaskSpec.picks_tokens``). For ``when=negative``, the counted units are those of rows with a
     negative mean advantage, or the tokens with a negative advantage. Units that a fixed bound rejects count as
-    infinitely far. Backend noise is the distance of pi_old / mu at equal weights (staleness 0 or None), for masks on pi
-    / mu; it uses rows of any advantage, except units beyond a fixed bound, which no other bound can keep.
+    infinitely far. For masks on pi / mu, backend noise is the distance of pi_old / mu at equal weights (staleness 0 or
+    None). It is measured on rows of any advantage, except for units beyond a fixed bound, because no other bound can
+    keep these units.
 
     Returns:
-        When read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; with ``WEIGHT`` in
-        ``sides`` the sums of weights.
+        When read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; if ``WEIGHT`` is in
+        ``sides``, also the sums of weights.
     """
     valid = find_valid_tokens(response_mask, old_log_prob, rollout_log_prob)
     log_rho = compute_log_ratio(old_log_prob, rollout_log_prob, valid)
@@ -90,7 +91,7 @@ def defer_histograms(
 
 
 def _find_fresh(staleness: Tensor, units: Units, by_token: bool) -> Tensor:
-    """Flag, as bool, the units or tokens that only the current weights sampled; (B, 1) if ages are known per row."""
+    """Flag, as bool, the units or tokens sampled only by the current weights; (B, 1) if ages are known per row."""
     if staleness.dim() == 1:
         return (staleness == 0)[:, None]
     return staleness == 0 if by_token else units.greatest(staleness) <= 0

@@ -61,7 +61,7 @@ def read_settings(config: DictConfig, spec: CorrectionSpec) -> Settings | None:
 
 
 def read_noted_keys(config: DictConfig) -> dict[str, Any]:
-    """Read the keys as a checkpoint records them; if nothing is calibrated, read only the key that shows this."""
+    """Read the keys that a checkpoint records; if nothing is calibrated, read only the key that shows this."""
     values = _read_values(config)
     if not _is_on(values):
         return {"target_kept": None}
@@ -95,7 +95,7 @@ _DISTANCE = "a multiple of the configured bound's distance from agreement"
 
 
 def _build_rule(name: str) -> Rule:
-    """Build the rule that the key with this name is unused if no target is set."""
+    """Build the rule that reports the key with this name as unused if no target is set."""
     return Rule(
         name,
         lambda values: not _is_on(values) and values[name] != DEFAULTS[name],
@@ -170,7 +170,7 @@ def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> It
 def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tuple[str, str]]:
     """Find why the weight's cap cannot follow an ESS, and the fix; ``masks``: masks whose bounds also move.
 
-    ``normalize`` is allowed: it divides all weights by one number, after the cap, which does not change the ESS.
+    ``normalize`` is allowed, because it divides all weights by one number after the cap, which does not change the ESS.
     """
     weight, key = spec.weight, "correction.weight"
     if spec.weights:

@@ -1,4 +1,4 @@
-"""Trainer side of moving bounds: decides the bounds of the next update for every rank."""
+"""Trainer side of moving bounds, which decides the bounds of the next update for every rank."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Calibration:
             self._move()
 
     def metrics(self) -> dict[str, float]:
-        """Return ``<mask>/lower``, ``weight/upper`` and so on of the last update, below ``offpolicy/calibrate/``."""
+        """Return ``<mask>/lower``, ``weight/upper`` and so on of the last update, under ``offpolicy/calibrate/``."""
         return {f"calibrate/{name}": value for name, value in self._shown.items()}
 
     def state(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Calibration:
     def restore(self, state: Mapping[str, Any], *, same_keys: bool) -> None:
         """Restore a checkpoint's ``state``.
 
-        A part whose bounds now have different keys starts with the configured bounds.
+        A part whose bounds have different keys now starts with the configured bounds.
 
         Args:
             same_keys: the checkpoint had the same keys of ``offpolicy.calibrate``; if False, its window is discarded
@@ -173,7 +173,7 @@ class Calibration:
                 )
 
     def _explain(self, name: str, outcome: Statistic) -> str:
-        """Explain a change of bounds by the effect that the previous bounds had over the window."""
+        """Explain a change of bounds by the effect of the previous bounds over the window."""
         updates, target = f"{len(self._window)} update(s)", f"{self.settings.schedules[name].target:g}"
         if name == WEIGHT:
             return (
@@ -188,7 +188,7 @@ class Calibration:
         )
 
     def _warn(self, name: str, found: Mapping[str, str]) -> None:
-        """Warn about an obstacle to a part's bounds, once for as long as it lasts."""
+        """Warn about an obstacle to a part's bounds, only once while the obstacle lasts."""
         for kind in sorted(set(found) - self._hindered.get(name, set())):
             logger.warning("correction.%s: %s", format_part_path(name), found[kind])
         self._hindered[name] = set(found)
@@ -199,7 +199,7 @@ class Calibration:
             if (schedule := self.settings.schedules.get(name)) is None:
                 continue
             shown_as = "weight" if name == WEIGHT else name
-            # A weight that clips also has a lower bound, which never moves.
+            # A weight of kind ``clip`` also has a lower bound, which never moves.
             for key in ("upper",) if name == WEIGHT else ("lower", "upper", "delta"):
                 if (bound := getattr(part, key)) is not None:
                     shown[f"{shown_as}/{key}"] = bound

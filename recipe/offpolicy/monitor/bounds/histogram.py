@@ -4,9 +4,9 @@ The distance of a unit is the width of the tightest bound that keeps it. It is i
 are ratios, and in the aggregate's unit for other aggregates; for a weight it is the weight's log. All histograms have
 the same bins, so the histogram of a batch is the sum of the histograms of its micro-batches and ranks.
 
-A bound is its distance from agreement: |log bound| in nats for ratios and weights, |bound| for the other aggregates. It
-moves towards the distance that meets the target, or to the backend noise if that is larger, by a limited factor per
-change and within a range around the configured distance.
+A bound is represented by its distance from agreement: |log bound| in nats for ratios and weights, |bound| for the other
+aggregates. This distance moves towards the distance that meets the target, or to the backend noise if that is larger,
+by a limited factor per change and within a range around the configured distance.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ EDGES: Final = tuple(10 ** (i / _PER_DECADE) for i in range(-7 * _PER_DECADE, 3 
 CAPS: Final = tuple(
     10 ** (i / _PER_DECADE) for i in range(-5 * _PER_DECADE, math.floor(_PER_DECADE * math.log10(EXP_CLAMP)) + 1)
 )
-"""Log of the largest weight of each bin except the last, in nats, 1e-5 to 19.8; the first also holds smaller
+"""Log of the largest weight of each bin except the last, in nats, 1e-5 to 19.8; the first bin also holds smaller
 weights."""
 
 DISTANCE, NOISE, KEPT = "distance", "noise", "kept"
-"""Statistics of a mask, below its name: distances and backend noise by bin, and the share that its bounds kept."""
+"""Statistics of a mask, under its name: distances and backend noise by bin, and the share that its bounds kept."""
 WEIGHT_SUMS = (f"{WEIGHT}/tokens", f"{WEIGHT}/total", f"{WEIGHT}/square")
 """Statistics of the weight, by bin over tokens: sums of 1, of w and of w^2."""
 UNITS, ESS = f"{WEIGHT}/units", f"{WEIGHT}/ess"
@@ -60,7 +60,7 @@ class Histogram:
     square: Sequence[float] = ()
 
     def resolves(self, target: float) -> bool:
-        """Return True if there are so many units that a share of 1 - ``target`` is at least one unit.
+        """Return True if there are enough units for a share of 1 - ``target`` to be at least one unit.
 
         This also holds for an ESS: if one of n otherwise equal weights is 0, the ESS is 1 - 1 / n.
         """
@@ -111,8 +111,9 @@ def compute_ess_by_cap(histogram: Histogram) -> list[float]:
 
     The ESS is that of ``offpolicy/weight/ess``, (sum w)^2 / (n sum w^2) over tokens (Kish 1965, Survey Sampling): each
     token counts once, with the weight of its unit. A cap c replaces w by min(w, c). If c is at an edge, lower weights
-    enter by their sums and higher weights by their number, so the ESS is exact. A higher cap makes weights more unequal
-    in the Lorenz order, in which the ESS is Schur-concave, so the ESS decreases from each cap to the next.
+    contribute their sums and higher weights their number, so the ESS is exact. A higher cap makes weights more unequal
+    in the Lorenz order, and the ESS is Schur-concave in this order. The ESS therefore decreases from each cap to the
+    next.
     """
     count = sum(histogram.counts)
     if not count:
@@ -152,7 +153,7 @@ def sum_by_bin(edges: tuple[float, ...], distance: Tensor, columns: Tensor) -> T
     where = torch.bucketize(
         distance.double().nan_to_num(math.inf, posinf=math.inf), _build_edges(edges, distance.device)
     )
-    # bincount would wait for the device to find the largest bin.
+    # bincount would have to wait until the device has found the largest bin.
     sums = torch.zeros(len(columns), len(edges) + 1, dtype=torch.float64, device=distance.device)
     return sums.scatter_add_(1, where.flatten().expand(len(columns), -1), columns.flatten(1).double())
 
@@ -183,8 +184,8 @@ class Schedule:
         side: which bounds move.
         rate: a distance changes by a factor of at most 1 + rate per change.
         floor, ceiling: range of a distance, in multiples of the configured distance.
-        noise_kept: share of units at equal weights that backend noise alone must not drop, once the rate allows it;
-            None for a weight, which drops nothing.
+        noise_kept: share of units at equal weights that must survive backend noise alone, once the rate allows it; None
+            for a weight, because it drops nothing.
     """
 
     find_goal: Callable[[Histogram, float], float | None]
@@ -206,11 +207,11 @@ def compute_next_bounds(
     """Compute the next bounds of a part, by key; the current bounds if there are too few units."""
     distances, start = compute_distances(current), compute_distances(configured)
     goal, reach = _find_goal(schedule, seen), _find_reach(schedule, noise)
-    # Without a goal, a cap stays, even if a resume has left it out of range.
+    # Without a goal, a cap stays where it is, even if a resume has left it out of range.
     stays = goal is None and schedule.noise_kept is None
     for name in () if stays else find_moving_sides(configured, schedule.side):
         here = distances[name]
-        # Without rows at equal weights the noise is unknown, and a narrower bound might fall below it.
+        # Without rows at equal weights, the noise is unknown, and a narrower bound might fall below it.
         wanted = max(here if goal is None else goal, here if reach is None else reach)
         distances[name] = _approach(wanted, schedule, current, here, start[name])
     return build_bounds(current, distances)
@@ -234,7 +235,7 @@ def find_obstacles(
     start, distances = compute_distances(configured), compute_distances(current)
     if isinstance(configured, WeightSpec):
         least = schedule.floor * start["upper"]
-        # The sums only show that the ESS at the floor is at most the ESS at the next lower edge.
+        # All that the sums show is that the ESS at the floor is at most the ESS at the next lower edge.
         if goal is not None and goal < max((cap for cap in CAPS if cap <= least), default=0.0):
             found["floor"] = (
                 f"even a cap of {math.exp(least):.4g}, the lowest in range, leaves an ESS below {schedule.target:g}: "
@@ -254,7 +255,7 @@ def find_obstacles(
     for name in find_moving_sides(configured, schedule.side):
         here, most = distances[name], _compute_most(schedule, current, start[name])
         alone = here if goal is None else _approach(goal, schedule, current, here, start[name])
-        # The margin covers rounding errors, for a bound that is exactly at the end of the noise.
+        # The margin covers rounding errors of a bound that is exactly at the end of the noise.
         if reach is None or reach <= min(here, alone) * (1 + 1e-9):
             continue
         cause = (
@@ -291,7 +292,7 @@ def compute_distances(part: MaskSpec | WeightSpec) -> dict[str, float]:
 
 
 def build_bounds(part: MaskSpec | WeightSpec, distances: Mapping[str, float]) -> dict[str, float | None]:
-    """Build the keys that bound a part from distances; a bound that has not moved is bitwise unchanged."""
+    """Build a part's bound keys from distances; a bound that has not moved is bitwise unchanged."""
     before = compute_distances(part)
     if isinstance(part, WeightSpec):
         return {"upper": part.upper if distances["upper"] == before["upper"] else math.exp(distances["upper"])}

@@ -1,8 +1,8 @@
 """Backend, staleness and drift as shares of the variance and of the KL divergence of log pi/mu.
 
 Per token, in nats: total L = log pi - log mu, gap G = log pi_old - log mu, drift L - G. A token is *fresh* if the
-weights at the start of its step sampled it: then G is the backend's part. In a *stale* token G is backend plus
-staleness, which can be separated only with fresh tokens of the same probability.
+weights at the start of its step sampled it; its G is then the backend's part. In a *stale* token, G is the sum of
+backend and staleness, which can be separated only with fresh tokens of the same probability.
 
 Variance: the share of x is Cov(x, L) / Var(L) over tokens, so the shares of backend, staleness and drift sum to 1; a
 share is negative if its part reduces the total.
@@ -11,7 +11,7 @@ KL: k3 of the accumulated parts, in the order in which they occur: backend k3(b)
 k3(L) - k3(b + s), each divided by the sum of k3(L). Because mu sampled the tokens, the terms estimate KL(mu, policy at
 sampling in the trainer's engine), the increase from there to KL(mu, pi_old), and the further increase to KL(mu, pi).
 
-Backend of stale tokens: verl keeps no forward pass of the trainer at the weights that sampled these tokens, so the
+Backend of stale tokens: verl does not keep a trainer forward pass under the weights that sampled these tokens, so the
 backend's part is not observed per token. Its mean, variance and k3 are taken from fresh tokens of the same probability,
 and it is assumed to be independent of staleness and drift within a bin of probability. With too few fresh tokens,
 backend and staleness are *not identified* and are None; their sum, the rollout's share, is always identified.
@@ -68,7 +68,7 @@ def compute_sums_by_row(
     """
     mu = rollout_log_prob.detach().double()
     differences = torch.stack((log_prob.detach() - mu, old_log_prob.detach() - mu))
-    # Both ratios are finite if all three log-probs are; a number minus itself is 0 only if it is finite.
+    # Both ratios are finite if all three log-probs are. A number minus itself is 0 only if the number is finite.
     valid = response_mask.bool() & (differences - differences == 0).all(0)
     differences = torch.where(valid, differences, 0.0)
     squares, k3 = differences.square(), compute_divergence("k3", differences)
@@ -97,12 +97,12 @@ def _edges(device: torch.device) -> Tensor:
 
 
 LEAST_TOKENS: Final = 20
-"""Number of fresh tokens that make a bin of probability known."""
+"""Number of fresh tokens from which a bin of probability counts as known."""
 LEAST_COVERED: Final = 0.95
 """Share of stale tokens that must be in known bins; the other tokens use the values of the nearest known bin."""
 
 RECENT: Final = 5
-"""Number of earlier steps, or updates, whose fresh tokens are used if the current one has none."""
+"""Number of earlier steps, or updates, whose fresh tokens are used if the current step or update has none."""
 
 _FRESH, _STALE, _UNKNOWN = (AGES.index(age) for age in ("fresh", "stale", "unknown"))
 _N, _L, _LL, _G, _GG, _GL, _GK, _LK = range(len(COLUMNS))
@@ -118,8 +118,8 @@ class Shares:
         rollout: share of log pi_old/mu, backend and staleness together; NaN if the whole is 0.
         backend, staleness: None if not identified.
         drift: share of log pi/pi_old; None if not identified.
-        routing: share that the trainer's own expert routes add to the rollout engine's; None if routes are not
-            replayed, or log-probs without replay are not recorded.
+        routing: share that results from using the trainer's own expert routes instead of the rollout engine's; None if
+            routes are not replayed, or log-probs without replay are not recorded.
     """
 
     whole: float
@@ -207,7 +207,7 @@ class ManyShares:
     """``Shares`` of several tables of sums, (...) each; NaN where a table has no token.
 
     Attributes:
-        identified: whether backend and staleness could be separated; the two are NaN where not.
+        identified: whether backend and staleness could be separated; both are NaN where they could not.
     """
 
     whole: Array
@@ -326,8 +326,8 @@ def defer_share_statistics(
 ) -> DeferredValue[dict[str, Statistic]]:
     """Compute the share statistics of some rows on the device; arguments as in ``sums.compute_sums_by_row``.
 
-    Staleness must be None if pi_old is not a forward pass of the weights at the start of the step, because the backend
-    then cannot be separated from the rest.
+    Staleness must be None if pi_old was not computed by a forward pass with the weights at the start of the step,
+    because the backend cannot be separated from the rest in that case.
     """
     sums = compute_sums_by_row(rollout_log_prob, old_log_prob, log_prob, response_mask, staleness)
     return DeferredValue(sums.sum(0).flatten(), build_share_statistics)

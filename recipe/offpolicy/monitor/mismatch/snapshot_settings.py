@@ -78,12 +78,12 @@ def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
         yield Problem(SNAPSHOTS, snapshots, reason, f"Set {use}, or {off} to keep no weights.", parts=())
         return
     for each in find_unmet(_REQUIREMENTS, partial(OmegaConf.select, config), off, ()):
-        # The problem is reported at this package's key; the user must decide which of the two keys is intended.
+        # The problem is reported at this package's key; the user must decide which of the two keys was intended.
         yield replace(each, key=SNAPSHOTS, value=snapshots, overrides=(), alongside={each.key: each.value})
 
 
 TOLD = 0.5
-"""Largest distance of older weights from mu, as a share of the current weights' distance, that identifies a lag."""
+"""A lag is identified if older weights' distance from mu is at most this share of the current weights' distance."""
 
 
 def find_lag(apart: Sequence[float]) -> int | None:

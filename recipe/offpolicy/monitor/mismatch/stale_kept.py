@@ -24,7 +24,7 @@ class StaleRowsWatch:
         self._low = 0
 
     def see(self, values: Mapping[str, float]) -> bool:
-        """Check the statistics of an update, below ``offpolicy/``; return True if it warned."""
+        """Check the statistics of an update, under ``offpolicy/``; return True if a warning was issued."""
         counts = [values.get(f"staleness/{age}/token_count", 0.0) for age in _AGES]
         shares = [values.get(f"staleness/{age}/keep_token_share", math.nan) for age in _AGES]
         stale = sum(counts)
