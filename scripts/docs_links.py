@@ -25,7 +25,7 @@ _OUT_OF_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
 def place(path: Path) -> Path:
-    """Return where a file of the repository is among the sources of the site."""
+    """Return the path of a repository's file among the sources of the site."""
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS)
     name = path.relative_to(ROOT).as_posix()

@@ -62,7 +62,7 @@ def explain_moved(config: str | None, overrides: Sequence[str]) -> str | None:
 
 
 def describe_moved(names: Sequence[str]) -> str:
-    """Name the current names in a sentence."""
+    """List the current names in a sentence."""
     return f"{', '.join(f'{name} is now {MOVED[name]}' for name in names)}."
 
 

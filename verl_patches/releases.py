@@ -1,6 +1,6 @@
 """The supported releases of verl and the attributes in which they differ. This module needs no other package.
 
-Supporting another release needs a row here, its file in requirements/, and the tests.
+Supporting another release requires a row here, its file in requirements/, and the tests.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def forward(
     Raises:
         ContradictionError: a value in the configuration or of the submitted job differs from this process's.
     """
-    # Not at the top: a process that submits a job needs the rest of this module, and may lack Hydra.
+    # This import is not at the top, because a process that submits a job needs the rest of this module and may lack
+    # Hydra.
     from omegaconf import OmegaConf, open_dict
 
     environ = os.environ if environ is None else environ

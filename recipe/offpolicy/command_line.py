@@ -65,7 +65,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_score(text: str) -> float:
-    """Parse a finite number; with NaN no answer would be right."""
+    """Parse a finite number; with NaN, no answer would be correct."""
     try:
         found = float(text)
     except ValueError:
@@ -94,7 +94,7 @@ def run(tool: str, main: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
     except ModuleNotFoundError as error:
-        # Only packages that this project requires get the hint; another missing module is a bug.
+        # The hint is given only for packages that this project requires; any other missing module is a bug.
         name = (error.name or "").split(".")[0]
         if name not in _OURS:
             raise

@@ -81,7 +81,7 @@ def main() -> None:
     except (LaunchError, SpecError, CheckError, PatchError, OmegaConfBaseException) as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
     if given == arguments:
-        GlobalHydra.instance().clear()  # Hydra still has the checked configuration
+        GlobalHydra.instance().clear()  # Hydra still holds the checked configuration
         run()
     else:
         for line in passed:

@@ -1,4 +1,4 @@
-"""Sample a student, keep its right answers in the teacher's chat template, and print verl's command to train on them.
+"""Sample a student, keep its correct answers in the teacher's chat template, and print verl's command to train on them.
 
 bash scripts/teacher.sh STUDENT --port 8200 &
 python -m recipe.offpolicy.rft train.parquet --student STUDENT --teacher TEACHER --url http://127.0.0.1:8200 --out rft

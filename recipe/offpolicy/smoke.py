@@ -113,7 +113,7 @@ def _judge_parameters(model: torch.nn.Linear, tokens: list[Tensor]) -> float:
 
 
 def _by_the_formulas(model: torch.nn.Linear, tokens: list[Tensor], *, corrected: bool) -> Tensor:
-    """Build a scalar with the loss's gradient; at pi = pi_old PPO's ratio is 1, and its gradient is -A grad log pi."""
+    """Build a scalar with the loss's gradient; at pi = pi_old, PPO's ratio is 1 and its gradient is -A grad log pi."""
     total = torch.zeros(())
     for row, log_ratios, advantage in zip(tokens, LOG_RATIOS, ADVANTAGES, strict=True):
         log_ratio = torch.tensor(log_ratios)

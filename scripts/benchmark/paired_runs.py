@@ -130,7 +130,7 @@ class Run:
 
 
 def order_sides(pair: int) -> tuple[str, ...]:
-    """Order the runs of a pair: the two sides alternate in which comes first."""
+    """Order the runs of a pair; the side that runs first alternates from pair to pair."""
     return SIDES if pair % 2 else SIDES[::-1]
 
 
@@ -159,7 +159,7 @@ def build_command(
         quote("hydra.run.dir", scratch / "hydra"),
         quote("reward.custom_reward_function.path", REWARD),
         *build_release_overrides("cpu", release),
-        # Held-out questions take the same work in both runs.
+        # Held-out questions require the same work in both runs.
         *("trainer.val_before_train=false", "trainer.test_freq=-1"),
         *(f"data.seed={pair}", f"actor_rollout_ref.rollout.seed={pair}"),
         *preset.both,
@@ -173,7 +173,8 @@ def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, 
     """Run a command until it ends; return the seconds until its first step ended, and each step's metrics.
 
     Raises:
-        RuntimeError: the command failed, or took longer than ``limit`` seconds; the message has the end of its log.
+        RuntimeError: the command failed, or took longer than ``limit`` seconds; the message contains the end of its
+            log.
     """
     metrics = scratch / "metrics.jsonl"
     env = build_child_environment(os.environ, "cpu", ROOT)

@@ -1,7 +1,7 @@
 """Parts of a step at any size on drawn inputs, as calls without arguments that ``simulated_scale.py`` measures.
 
-Columns of tokens are float32 log-probs and int64 ids and masks, as verl ships them. Rows have up to 4096 tokens, drawn
-at random, and half as many on average, so half of a padded batch is padding.
+Columns of tokens are float32 log-probs and int64 ids and masks, as verl ships them. The length of a row is drawn at
+random, up to 4096 tokens and half of that on average, so half of a padded batch is padding.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Part:
     Attributes:
         build: returns the measured call for a size.
         unit: the unit in which its size is counted.
-        bytes: approximate bytes per unit of the inputs and the call, which decide the sizes that are left out.
+        bytes: approximate bytes per unit, for the inputs and the call together; they decide which sizes are left out.
         of_driver: whether the driver does this part in each step.
         largest: number of units beyond which a call takes minutes.
     """

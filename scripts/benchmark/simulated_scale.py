@@ -125,7 +125,7 @@ def measure(names: Sequence[str], largest: int, memory: float, *, quick: bool) -
 
 
 def format_size(size: int) -> str:
-    """Format a size, as a power of 2 if it is a large one.
+    """Format a size; a large power of 2 is written as a power.
 
     Example:
         >>> format_size(2**20), format_size(512), format_size(100_000)

@@ -94,7 +94,7 @@ def build_commands(overrides: Sequence[str], script: str | None, scratch: str) -
 
 @contextmanager
 def check_out(revision: str) -> Iterator[Path]:
-    """Yield a worktree of a revision, which is removed afterwards."""
+    """Yield a worktree of a revision, and remove the worktree afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "checkout")
         git = ("git", "-C", str(ROOT), "worktree")
@@ -120,7 +120,7 @@ def run(checkout: Path, command: Sequence[str]) -> Run:
 
 
 def describe(name: str, runs: Mapping[str, Sequence[Run]]) -> list[Any]:
-    """Format medians of both checkouts, of the pairs' ratios, and whether all runs printed the same."""
+    """Format the medians of both checkouts and of the pairs' ratios, and whether all runs printed the same."""
     cells = [name]
     for kind in ("cpu", "wall"):
         other, ours = ([getattr(each, kind) for each in runs[side]] for side in ("other", "this"))

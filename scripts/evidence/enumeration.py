@@ -149,7 +149,7 @@ def _scores(world: World, theta: Tensor) -> Tensor:
 
 
 def outer(features: Tensor, by_logits: Tensor) -> Tensor:
-    """Compute the derivative with respect to the parameters, (N, T, P), from that by the logits, (N, T, V)."""
+    """Convert a derivative with respect to the logits, (N, T, V), to one with respect to the parameters, (N, T, P)."""
     return torch.einsum("ntf,ntv->ntfv", features, by_logits).flatten(2)
 
 
@@ -211,7 +211,7 @@ def measure(estimator: Estimator, policies: Policies, *, turns: int = 1) -> Meas
     """Measure one correction at one setting: E_mu of its gradient over all sequences, as the limit of a large batch.
 
     A normalised weight is divided by its expectation, and the variance of its estimate is that of its linearisation,
-    w (g - E[w g]) / E[w]. KL terms are left out: they do not change the policy term.
+    w (g - E[w g]) / E[w]. KL terms are left out, because they do not change the policy term.
 
     Args:
         turns: number of turns in each sequence, all of equal length.

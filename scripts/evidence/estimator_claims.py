@@ -206,14 +206,14 @@ def slope(mismatches: Table, estimator: Estimator) -> float:
 
 
 def token_is_is_first_order(mismatches: Table) -> str:
-    """Assert that token IS has an error of the order of the mismatch, like no weight at all."""
+    """Assert that the error of token IS is of the order of the mismatch, as it is without any weight."""
     token, none = slope(mismatches, TOKEN_IS), slope(mismatches, NONE)
     require(0.9 < token < 1.1, f"token IS: the bias grows as mismatch^{token:.3f}, expected an exponent of 1")
     return f"Token IS has a gradient error of first order: bias ~ mismatch^{token:.3f} (no correction: {none:.3f})."
 
 
 def clip_fractions(policies: Policies) -> str:
-    """Assert that PPO's clip ignores the mismatch on pi / pi_old, and clips before the first step on pi / mu."""
+    """Assert that on pi / pi_old PPO's clip ignores the mismatch, and that on pi / mu it acts before the first step."""
 
     def fraction(ratio: str) -> float:
         masks = {name: mask | {"ratio": ratio} for name, mask in PPO_CLIP.items()}

@@ -220,7 +220,7 @@ COLOURS: dict[Family, str] = {
     "both": "#9333ea",
 }
 DASHES = ("-", "--", ":", "-.")
-FLOOR = 1e-3  # biases below are not drawn
+FLOOR = 1e-3  # biases below this are not drawn
 # At pi = pi_old these two coincide with sequence IS.
 DRAWN = tuple(estimator for estimator in ESTIMATORS if estimator not in (SELF_NORMALISED, SEQUENCE_IS_FULL))
 # Token weights share a line, and masks that remove nothing lie on the line of no correction, so one or two are enough.

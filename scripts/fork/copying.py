@@ -109,7 +109,7 @@ def require_repository(root: Path) -> None:
 
 
 def _why_not_its_own(root: Path, recipe: Path) -> str:
-    """Explain why files below recipe/ would not belong to the checkout; "" if they do."""
+    """Explain why files under recipe/ would not belong to the checkout; "" if they do."""
     if recipe.is_symlink():
         return f"recipe/ is a link to {os.readlink(recipe)}"
     if recipe.exists() and not recipe.is_dir():
@@ -148,7 +148,7 @@ def git(root: Path, *arguments: str, given: str = "", **variables: str) -> str:
 
 @dataclass
 class Plan:
-    """A commit that has not been made.
+    """A commit that has not been made yet.
 
     Attributes:
         message: message of the commit.

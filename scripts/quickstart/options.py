@@ -40,8 +40,8 @@ CPU_ENVIRONMENT = {
 }
 
 ANY_MODEL_OVERRIDES = (
-    # Another tokenizer and chat template take more tokens, another vocabulary more memory, and a model that was
-    # trained for months a smaller step.
+    # Another tokenizer and chat template need more tokens, another vocabulary needs more memory, and a model that was
+    # trained for months needs a smaller step.
     "data.max_prompt_length=512",
     "data.max_response_length=64",
     "actor_rollout_ref.rollout.max_model_len=1024",
@@ -51,15 +51,15 @@ ANY_MODEL_OVERRIDES = (
 )
 """Settings for a model other than the quickstart's own, before the user's overrides."""
 SUMS_OVERRIDES = (
-    # A chain of three steps, which takes 27 tokens; force prompt and answer follow the prefixes.
+    # A chain of three steps, which needs 27 tokens; force prompt and answer follow the prefixes.
     "data.max_response_length=40",
     "actor_rollout_ref.rollout.max_model_len=160",
     # vLLM's block on a CPU is 128 tokens, so nothing of these rows would be cached.
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
-    # Demonstrations err at random, so that the likeliest answer is right from the start.
+    # Demonstrations err at random, so that the likeliest answer is correct from the start.
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
-    # The first step, for which the values of right and wrong steps are reported.
+    # The first step, for which the values of correct and wrong steps are reported.
     "offpolicy.record.every=1000000",
 )
 FREE_LENGTH_OVERRIDES = (
@@ -73,7 +73,7 @@ FREE_LENGTH_OVERRIDES = (
 ARITHMETIC_OVERRIDES = (
     "data.train_batch_size=8",
     "data.max_response_length=20",
-    # At 1 the 4-bit weights sample a text on another topic every other time.
+    # At temperature 1, the 4-bit weights sample text on another topic every other time.
     "actor_rollout_ref.rollout.temperature=0.7",
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     "actor_rollout_ref.rollout.val_kwargs.temperature=0.7",
@@ -188,7 +188,7 @@ def build_child_environment(
     """
     added = {**COMMON_ENVIRONMENT, **base, PYTHONPATH: joined(PYTHONPATH, str(root), base.get(PYTHONPATH, ""))}
     if platform.startswith("cpu"):
-        # Comes first, because a caller's module that imports verl's workers reads the platform.
+        # This comes first, because a caller's module that imports verl's workers reads the platform.
         modules = joined(EXTERNAL_MODULES, CPU_PATCHES, base.get(EXTERNAL_MODULES, ""))
         # Freed memory in the allocator's arenas, one per thread by default, would add up over the processes.
         threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "MALLOC_ARENA_MAX": "2"} if large else {}
@@ -253,15 +253,15 @@ def build_task_overrides(
     if find_last("actor_rollout_ref.actor.fsdp_config.router_replay.mode", overrides) == "R3":
         found.append("actor_rollout_ref.rollout.enable_rollout_routing_replay=true")
     if pretrained or task == "arithmetic":
-        # The evidence for both is in docs/evidence/real_model.md. Of a pretrained model's short answers, gsm's default
-        # band, part of the quickstart's own choice, drops most. bfloat16 rounds away most of each of its updates; on a
-        # GPU, a float32 engine may be too large or too slow.
+        # The evidence for both is in docs/evidence/real_model.md. gsm's default band, which is part of the quickstart's
+        # own choice, drops most of a pretrained model's short answers. bfloat16 rounds away most of each update of such
+        # a model; on a GPU, a float32 engine may be too large or too slow.
         if find_last("correction", overrides) is None:
             found.append("correction=tis_token")
         if platform != "cuda" and find_last(DTYPE, overrides) is None:
             found.append(f"{DTYPE}=float32")
     if is_set("opd", overrides):
-        # The task gives partial credit, and 1 for a word that is right.
+        # The task gives partial credit, and 1 for a correct word.
         found.append("opd.eligible.passed_above=0.99")
     return found
 

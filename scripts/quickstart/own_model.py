@@ -106,7 +106,7 @@ def _has_template(folder: Path) -> bool:
 
 
 def _list_causal_models() -> set[str]:
-    """List the causal language models of transformers from its source: importing it takes seconds and 300 MB."""
+    """List the causal language models of transformers from its source; importing it takes seconds and 300 MB."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None, "quickstart.sh looks for transformers before"
     assert spec.submodule_search_locations is not None

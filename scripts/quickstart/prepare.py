@@ -129,13 +129,13 @@ def prepare_model(path: Path, part: str = "model") -> None:
         say(f"step {step} (at most {settings.max_steps}), loss {loss:.2f}, {aim}, {time.monotonic() - start:.0f} s")
 
     def build(draft: Path) -> None:
-        # A batch is too small to share: on busy cores two threads wait for each other longer than they work.
+        # A batch is too small to share, because on busy cores two threads wait for each other longer than they work.
         torch.set_num_threads(1)
         transformers.utils.logging.disable_progress_bar()
         entries = splits(TaskSettings())["warm_start"] if part != "sums_model" else []
         tokenizer = build_tokenizer(get_instruction(entries)) if entries else build_sums_tokenizer()
         if part == "mixture":
-            # verl finds Qwen3's turns by it, and expects it in every tokenizer of a model of that type.
+            # verl uses this token to find Qwen3's turns, and expects it in every tokenizer of a model of that type.
             tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
         spread = 0.02 if entries else warm_start.SPREAD_OF_SUMS
         model = build_model(tokenizer, mixture=part == "mixture", spread=spread)

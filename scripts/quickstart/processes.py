@@ -202,7 +202,7 @@ def end_descendants(patience: float = 5.0, limit: float = 20.0) -> list[int]:
     """
     start = time.monotonic()
     asked: set[int] = set()
-    # Daemons may start others while they end, so each round looks again.
+    # Daemons may start other processes while they end, so each round looks again.
     while (remaining := find_descendants()) and (elapsed := time.monotonic() - start) <= limit:
         for process in remaining:
             with contextlib.suppress(psutil.Error):  # psutil checks that the pid is still this process
@@ -258,7 +258,7 @@ class SharedMemoryWatch:
 
 
 def read_used_files(pid: int, folder: Path = SHM) -> set[Identity]:
-    """Read device and inode of files that a process has mapped or open below `folder`; empty if it cannot be read."""
+    """Read device and inode of files that a process has mapped or open under `folder`; empty if it cannot be read."""
     identities: set[Identity] = set()
     prefix = f"{folder}/"
     with contextlib.suppress(OSError):  # the process has ended, or we may not inspect it

@@ -56,7 +56,7 @@ def pick(data: dict[str, Any], key: str) -> float:
 def read_heldout_score(data: dict[str, Any]) -> float | None:
     """Return verl's own validation score; None if the step was not validated.
 
-    The spelling task grades answers: right letters earn credit, so its score is above the share of exact matches.
+    The spelling task grades answers: correct letters earn credit, so its score is above the share of exact matches.
 
     It is `val-core/<source>/<name>/mean@N` of N answers to each question.
     """
@@ -116,7 +116,7 @@ class History:
 
 
 def judge(history: History, *, corrected: bool, judged: bool, scored: bool = True) -> tuple[int, str]:
-    """Judge a run that ended by itself: exit code and sentence.
+    """Judge a run that ended on its own: exit code and sentence.
 
     Args:
         corrected: a correction is configured, so its liveness proof must exist.
@@ -200,7 +200,7 @@ class TrainingView:
             self._progress.stage("held-out questions before training" if self._scored else "first step")
 
     def step(self, step: int, data: dict[str, Any]) -> None:
-        """Show the metrics of a step, the 0th of which is the validation before training."""
+        """Show the metrics of a step; step 0 is the validation before training."""
         score, steps = read_heldout_score(data), self._steps
         if step > 0:
             parts = [("reward", REWARD), ("KL", KL), ("ESS", self._history.ess), ("kept", KEPT)]

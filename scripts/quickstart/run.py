@@ -92,7 +92,7 @@ class Quickstart:
         self._shared_memory = SharedMemoryWatch()
         self._folder = OUTPUTS / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._folder.mkdir(parents=True)
-        # Sockets of Ray lie deep below it, and the path of a socket must be shorter than 108 characters.
+        # Ray's sockets lie deep under this folder, and the path of a socket must be shorter than 108 characters.
         self._scratch = tempfile.mkdtemp(prefix="qs", dir="/tmp")
         large = options.model is not None or options.task == "arithmetic"
         self._env = build_child_environment(os.environ, options.platform, ROOT, large=large) | {
@@ -140,7 +140,7 @@ class Quickstart:
         self.progress.stage("checking the configuration")
         make = [sys.executable, "-m", "scripts.quickstart.prepare", "--cache", str(CACHE), *self.parts]
         preparation = self._start(make, "prepare.log")
-        if not self.taught:  # with a teacher the checks need one that serves
+        if not self.taught:  # with a teacher, the checks need a teacher that serves
             self._await_checks(self._follow(self._start([*command, "--check", *self.overrides], "check.log")))
         self.progress.stage("preparing model and data")
         for line in self._follow(preparation):
@@ -198,7 +198,7 @@ class Quickstart:
         self.progress.line(f"picture: {os.path.relpath(picture)}")
 
     def _report_lengths(self) -> None:
-        """Report the length of answers at first and at last, and draw length by correctness."""
+        """Report the length of answers at the start and at the end, and draw length by correctness."""
         from recipe.offpolicy.analysis.lengths.curves import draw_curves, read_curves
         from recipe.offpolicy.analysis.pages.plotting import save
 
@@ -254,7 +254,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _explain(error: StageFailed | Interrupted, quickstart: Quickstart) -> tuple[int, str]:
-    """Explain a run that did not end by itself: exit code and sentence; shows the end of the log."""
+    """Explain a run that did not end on its own: exit code and sentence; shows the end of the log."""
     if isinstance(error, Interrupted):
         return 128 + error.number, f"interrupted by {error}"
     if quickstart.current:

@@ -16,10 +16,10 @@ _megatron = partial(build, of=("megatron-core", "==0.16.*"))
 _mbridge = partial(build, of=("mbridge", "==0.15.*"))
 _RANDOM, _OPTIMIZER = "megatron.core.tensor_parallel.random", "megatron.core.optimizer"
 
-# The part of `torch.cuda` that Megatron calls, if PyTorch was built without CUDA. Megatron gets the allocation device
-# from `torch.cuda`, synchronises and seeds it, whatever device the run uses. The stand-ins are installed when a process
-# sets up Megatron's process groups. Importing verl also imports Megatron; a process that does only that keeps PyTorch's
-# own functions, which raise without CUDA.
+# The part of `torch.cuda` that Megatron calls, if PyTorch was built without CUDA. Whatever device the run uses,
+# Megatron reads the allocation device from `torch.cuda`, synchronises it and seeds it. The stand-ins are installed when
+# a process sets up Megatron's process groups. Importing verl also imports Megatron; a process that does only that keeps
+# PyTorch's own functions, which raise without CUDA.
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -100,7 +100,7 @@ def _attend(
     Without Transformer Engine, Megatron uses its local layers. verl's padded batches have a mask of shape (batch,
     sequence), which Transformer Engine ignores for causal attention and the local attention would broadcast over the
     scores. In rows that are padded on the right, no token attends to padding, so the causal mask alone is exact; the
-    local attention creates the causal mask if it gets no mask.
+    local attention creates the causal mask if it receives no mask.
     """
     if attention_mask is not None and attention_mask.dim() == 2:
         if bool((~attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).any()):
@@ -112,8 +112,8 @@ def _attend(
     return original(self, query, key, value, attention_mask, *args, **kwargs)
 
 
-# mbridge requests Transformer Engine's layers and uses their weight names: there the norm before a linear layer is part
-# of that layer, while the local layers have a separate one.
+# mbridge requests Transformer Engine's layers and uses their weight names. In those layers, the norm before a linear
+# layer is part of that layer, whereas the local layers have a separate norm.
 FUSED_NAMES = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
     ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",

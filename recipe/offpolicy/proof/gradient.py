@@ -129,7 +129,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
 
 
 def _take_few(batch: mb.MicroBatch) -> mb.MicroBatch:
-    """Take the longest row and a few others: trials set the policies themselves, so more rows would not show more."""
+    """Take the longest row and a few others; trials set the policies themselves, so more rows would show no more."""
     tokens = batch.response_mask.sum(-1).tolist()
     rows = sorted((row for row, count in enumerate(tokens) if count), key=lambda row: -tokens[row])
     if len(tokens) <= MOST_TRIED:
@@ -303,7 +303,7 @@ def _proximal_trial(batch: mb.MicroBatch) -> Trial:
 
 
 def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
-    # proximal_log_prob is not called here: the adapter uses it, so it cannot define the expected value.
+    # The adapter uses proximal_log_prob, so it cannot define the expected value and is not called here.
     if spec.proximal == "recompute":
         return batch.old_log_prob
     if spec.proximal == "loglinear":

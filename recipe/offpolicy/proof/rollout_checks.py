@@ -1,4 +1,4 @@
-"""Checks at every update that the rollout's log-probs are present, finite and belong to their tokens.
+"""Checks at every update that the rollout's log-probs are present and finite, and belong to their tokens.
 
 The cost is small compared with a step: one checksum per sequence and a few sign comparisons. ``verify`` judges the
 first update; these checks judge every update.

@@ -1,4 +1,4 @@
-"""Detection of rollout log-probs that are missing, replaced, or from another distribution than the tokens.
+"""Detection of rollout log-probs that are missing, replaced, or from a distribution other than the tokens'.
 
 The sum over the vocabulary of mu(v) * pi_old(v) / mu(v) is 1 for any pi_old, however different the weights are. An
 engine that samples from p but reports q yields the sum of p * pi_old / q instead. With pi_old = p, this sum is
@@ -61,7 +61,7 @@ def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor, column: Colum
         response_mask: (B, T) bool or 0/1.
 
     Raises:
-        RolloutLogProbError: most of mu is not finite, above 0, or one constant; or ``column.error``.
+        RolloutLogProbError: most values of mu are not finite, are above 0, or are one constant; or ``column.error``.
     """
     rows = detect_layout(mu=rollout_log_prob, mask=response_mask)
     columns = (rows.tokens(each).flatten().split(BLOCK) for each in (rollout_log_prob, response_mask))
@@ -112,9 +112,9 @@ def check_placeholders(
 ) -> None:
     """Check that mu was not replaced with a placeholder at some tokens, such as end tokens that an agent loop appended.
 
-    A placeholder is 0 in two rows, or the same number in eight rows at the same token id, where the trainer's log-probs
-    are far from it. This must hold in 1 % of the rows and for half of the tokens with this number. Rows of one group
-    with equal tokens count once, because an engine computes equal log-probs for them.
+    A value is a placeholder if it is 0 in two rows, or the same number in eight rows at the same token id, and the
+    trainer's log-probs there are far from it. This must hold in 1 % of the rows and for half of the tokens with this
+    number. Rows of one group with equal tokens count once, because an engine computes equal log-probs for them.
 
     Args:
         rollout_log_prob, trainer_log_prob, response_mask: (B, T), or nested by row.

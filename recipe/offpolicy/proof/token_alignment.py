@@ -266,7 +266,7 @@ def _count_pairs(
 
     Args:
         like: tensor on the device of all inputs.
-        groups: (B,) numbers below ``kinds``, the prompt of each row; None: each row counts by itself.
+        groups: (B,) numbers below ``kinds``, the prompt of each row; None: each row counts on its own.
 
     Returns:
         (7,) int64 of a ``PairCounts``: pairs and agreeing by lag, and rows.

@@ -101,7 +101,8 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
     constants = BatchConstants(weight_mean=mean)
     units = _number_units(spec.level, batch)
     hit = _choose_units(units, spec.by_staleness is not None, spec)
-    # It is placed on one token, because rounding errors of thousands of tokens would add up beyond the tolerance.
+    # Each unit's value is placed on one token, because rounding errors of thousands of tokens would exceed the
+    # tolerance.
     first = hit & _find_unit_starts(units, batch.response_mask)
     size = (
         _count_tokens(units, batch.response_mask) if spec.aggregate == "geometric" else torch.ones_like(units).double()
@@ -310,7 +311,7 @@ def invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) -
             return free * root.clamp(min=0).sqrt()
         case "tv":
             up = torch.log1p(2 * value)
-            # Downward a ratio falls by less than 1, so |r - 1| / 2 stays below 0.5; larger values need a ratio above 1.
+            # A ratio can fall by less than 1, so |r - 1| / 2 stays below 0.5; larger values need a ratio above 1.
             return torch.where((free < 0) & (value < 0.49), torch.log1p(-2 * value.clamp(max=0.49)), up)
         case "k3":
             return torch.where(free > 0, _invert_k3(value, 1.0), _invert_k3(value, -1.0))

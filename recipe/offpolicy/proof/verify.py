@@ -63,7 +63,8 @@ def verify(
         moving: parts whose bounds are sent with each update; the fingerprint excludes them.
         plan: fingerprint of the plan sent with this update; None: not compared.
         marked: sum of the marks that request proofs; None: all micro-batches must be proved.
-        again: True if the correction was proved before; it is then no failure if a few rows do not show all its parts.
+        again: True if the correction was proved before; then it is not a failure if a few rows do not show all of its
+            parts.
         steps: number of optimizer steps that the engine made; 0: unknown.
 
     Returns:
@@ -232,7 +233,7 @@ def _verify_alignment(proofs: Sequence[Proof]) -> None:
 
 
 def _verify_own_rows(proofs: Sequence[Proof]) -> None:
-    """Check that the engine's log-probs belong to its own rows: after few steps, pi is still close to pi_old."""
+    """Check that the engine's log-probs belong to its own rows; after a few steps, pi is still close to pi_old."""
     tokens = sum(proof.tokens for proof in proofs)
     own, other = (sum(proof.row_distances[i] for proof in proofs) for i in range(2))
     if own > FOREIGN * tokens and 2.0 * own > other:

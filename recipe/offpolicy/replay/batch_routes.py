@@ -1,4 +1,4 @@
-"""Routes of one row as recorded by a client, and of a micro-batch, mapped to the tokens of one forward.
+"""Routes of one row, as recorded by a client, and routes of a micro-batch, mapped to the tokens of one forward.
 
 A note is ``[tokens, checksum]``: the number of the row's tokens that the rollout engine forwarded, counted from the
 first, and a checksum of their routes. The last token of a response was sampled but never forwarded, so it has no

@@ -36,7 +36,7 @@ _DEVIATIONS = 3.0
 
 
 def compare_layers(records: Mapping[int, ChoiceRecord]) -> Tensor:
-    """Count the replayed rows in which each layer's own choice equals the routes shipped for each layer.
+    """For each pair of layers, count the replayed rows in which one's own choice equals the other's shipped routes.
 
     Args:
         records: records of one forward, by layer.
@@ -58,7 +58,8 @@ def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
         records: records of one replayed forward, by layer.
 
     Raises:
-        ReplayError: a layer does. The message names the first such layer, and the layer whose routes it agrees with.
+        ReplayError: a layer chooses them. The message names the first such layer, and the layer whose routes it agrees
+            with.
     """
     layers = list(records)
     for place, counts in enumerate(compare_layers(records).tolist()):
@@ -79,7 +80,7 @@ def check_row_order(records: Mapping[int, ChoiceRecord]) -> None:
         records: records of one replayed forward, by layer.
 
     Raises:
-        ReplayError: routers do; the message names the shift.
+        ReplayError: the routers choose them; the message names the shift.
     """
     own = sum(int(record.count_equal()) for record in records.values())
     for shift, where in ((1, "after"), (-1, "before")):

@@ -3,7 +3,8 @@
 Wrapped functions in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, batch)`` returns the
 routes of a micro-batch, ``forward_step(self, batch_iter, model, ...)`` gives them to the routers of the chunk and runs
 it, and ``forward_backward_batch(self, data, loss_function, forward_only=False)`` ends with the last backward. A router
-holds its targets in ``RouterReplay.target_topk_idx``; the second value of its forward has the experts of each token.
+holds its targets in ``RouterReplay.target_topk_idx``; the second value of its forward contains the experts of each
+token.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class WatchedEngine:
         return config.recompute_granularity is not None or config.moe_layer_recompute
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        """Run verl's method; on ranks that have a report, it is added to an update's metrics.
+        """Run verl's method; on ranks that have a report, add the report to an update's metrics.
 
         Raises:
             ReplayError: a router did not send tokens to its target experts, or its targets are not the shipped routes.
@@ -200,7 +201,7 @@ def count_replayed(
         target: (tokens, k) target ids of the router.
         mask: bool, tokens to replay; None: all.
         shipped: (tokens, k) ids that were shipped; None: not known per token.
-        drops: full experts drop tokens.
+        drops: whether full experts drop tokens.
 
     Returns:
         (5,) int64: tokens; tokens to replay; among the tokens to replay, tokens sent to their target, and tokens whose

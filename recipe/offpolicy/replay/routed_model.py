@@ -35,7 +35,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def find_routers(
     model: nn.Module, inputs: Mapping[str, Any] | None = None
 ) -> tuple[RoutedLayers, dict[int, nn.Module]]:
-    """Find the innermost module of each layer whose forward chooses the token's experts.
+    """For each layer, find the innermost module whose forward chooses the token's experts.
 
     Runs one or two forwards without gradients, in which every rank of a sharded model takes part. Dropout is off, and
     no random generator advances.
@@ -160,7 +160,7 @@ class _Search(TorchFunctionMode):
 
 
 def _is_masked(scores: Tensor) -> bool:
-    """Return True if each token has scores of -inf, or zeros among probabilities: groups that were not chosen."""
+    """Return True if each token has scores of -inf (or probabilities of 0), which mark groups that were not chosen."""
     zeros = (scores == 0) & (scores.amin(-1, keepdim=True) == 0) & (scores.amax(-1, keepdim=True) > 0)
     return bool((zeros | scores.isneginf()).any(-1).all())
 
@@ -284,9 +284,9 @@ class RoutedModel:
         """Count the replayed tokens of the last forward, by the ids that reached the experts.
 
         Returns:
-            (layers, 3) int64 in the order of ``layout.layers``: tokens replayed; among these, tokens with whose ids the
-            experts were called, and tokens for which the router's own choice was the same set. For experts that are not
-            called by ids, the router's return value is counted.
+            (layers, 3) int64 in the order of ``layout.layers``: tokens replayed; among these, tokens for which the
+            experts were called with these ids, and tokens for which the router's own choice was the same set. For
+            experts that are not called by ids, the router's return value is counted.
 
         Raises:
             ReplayError: a layer made no choice since the arming.

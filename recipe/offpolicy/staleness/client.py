@@ -27,7 +27,7 @@ class RowNotes(WeakValueDictionary[str, Note], Generic[Note]):
     in one asyncio task, so in that case notes are kept per task.
 
     Args:
-        make: makes the note of a new row.
+        make: creates the note of a new row.
     """
 
     def __init__(self, make: Callable[[], Note]) -> None:

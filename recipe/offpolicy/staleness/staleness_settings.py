@@ -1,4 +1,4 @@
-"""The keys ``offpolicy.staleness``, and the controller that adapts eta to a target ESS.
+"""The keys under ``offpolicy.staleness``, and the controller that adapts eta to a target ESS.
 
 Raising eta helps only if the trainer waits for rows. A change takes effect after a number of steps that equals the age
 of the rows at that time, so the steps until then are ignored. After a decrease, eta stays the same until the ESS has

@@ -1,4 +1,4 @@
-"""Snapshots of the weights of recent updates, by which a V1 run identifies the weights that sampled its rows.
+"""Snapshots of recent updates' weights, with which a V1 run identifies the weights that sampled its rows.
 
 Functions called in verl 0.9.1: ``save_model_to_cpu(n)``, ``restore_model_from_cpu(n)`` and ``clear_cpu_model(n)`` of
 ``DetachActorWorker``, which verl's own separate_async mode also uses.

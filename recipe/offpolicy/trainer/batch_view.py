@@ -46,7 +46,7 @@ def _shape_positions(positions: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def count_rows(rows: int, batch: int, ranks: int, config: DictConfig) -> int:
-    """Compute the row count of a pass over ``rows``: the fewest that workers can split like a batch of ``batch`` rows.
+    """Compute the row count of a pass over ``rows``, the smallest that workers can split like ``batch`` rows.
 
     An engine with pipeline stages can require a number of micro-batches, so it receives as many rows as the batch.
     """

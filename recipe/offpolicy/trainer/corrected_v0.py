@@ -81,7 +81,7 @@ class CorrectedV0(CorrectedRun):
     def __init__(self, trainer: Any, choose: Callable[[Any], Iterable[AddOn]] = lambda run: ()) -> None:
         super().__init__(trainer, choose)
         self._advantage_metrics: dict[str, float] = {}
-        self._sampled_at: int | None = None  # step of the rollout that was checked and not trained on yet
+        self._sampled_at: int | None = None  # step of the rollout that was checked but not yet trained on
         self._scored_seal: Tensor | None = None  # seal of the pi_old that the workers computed last
         self._scored = False  # _compute_old_log_prob has compared this rollout with pi_old
         self._gathered: dict[str, float] | None = None  # metrics of an update inside _update_actor

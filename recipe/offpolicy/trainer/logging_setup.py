@@ -1,4 +1,4 @@
-"""Set-up of this package's logger, for the case that verl does not set up its own.
+"""Set-up of this package's logger, for runs in which verl does not set up its own.
 
 verl's V1 trainer sets up the logger ``verl``. Its V0 trainer does not, so INFO messages would be lost, for example the
 message that a correction is live.

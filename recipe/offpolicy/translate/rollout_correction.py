@@ -328,7 +328,7 @@ def _batch_mean(total: float, count: float, device: torch.device) -> float:
 
 
 def _limits(option: str, lower_ratio: float | None, upper: float) -> tuple[float | None, float]:
-    """Convert verl's bounds to bounds of k1, k2 or k3 in nats. A pair of verl's bounds the ratio, and k1 = -log rho."""
+    """Convert verl's bounds to bounds of k1, k2 or k3 in nats. In verl, a pair bounds the ratio, and k1 = -log rho."""
     return (None, upper) if lower_ratio is None else (-math.log(upper), -math.log(lower_ratio))
 
 

@@ -1,9 +1,9 @@
 """KL loss with its own ratio: clipped pi / pi_old, or an importance weight.
 
-verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. The tokens come from pi_old,
-so each term's gradient needs a clipped ratio pi / pi_old, like PPO's policy term (Liu et al. 2025, Rethinking KL
-Regularization in RLHF). With an unclipped ratio to the policy that sampled the tokens, the term and its gradient equal
-the reverse KL and its gradient in expectation (DeepSeek-V3.2).
+verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. In fact, they come from
+pi_old, so each term's gradient needs a clipped ratio pi / pi_old, like PPO's policy term (Liu et al. 2025, Rethinking
+KL Regularization in RLHF). With an unclipped ratio to the policy that sampled the tokens, the term and its gradient
+equal the reverse KL and its gradient in expectation (DeepSeek-V3.2).
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def describe(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def count_below(found: pandas.DataFrame) -> int:
-    """Count the seeds that ended below their own start."""
+    """Count the seeds whose runs ended below their own start."""
     return int((found["outcome"] < found["start"]).sum())
 
 

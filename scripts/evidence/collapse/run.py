@@ -42,7 +42,7 @@ LIMIT = 5.0
 def find_start_model(path: Path = START_MODEL) -> Path:
     """Find or make the folder of the model that every run starts from: the quickstart's model with committed weights.
 
-    A warm start on another processor ends with other weights, and runs from different weights are not paired.
+    A warm start on another processor ends with different weights, and runs from different weights are not paired.
     """
     from scripts.quickstart.model import build_model, build_tokenizer
     from scripts.quickstart.prepare import make_once

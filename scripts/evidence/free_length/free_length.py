@@ -60,7 +60,7 @@ LAST, VERL_LAST = 2, 1
 SHARE, SEEDS = 1 / 3, 0.75
 """Expected of a collapse: length below this share of the length of ``none``, in at least this share of the seeds."""
 WITHIN = 0.05
-"""Expected of an anchor: largest difference of its share of right answers from that of ``none``."""
+"""Expected of an anchor: the largest difference between its share of correct answers and that of ``none``."""
 COLUMNS = {"response_length/mean": "tokens", "critic/score/mean": "right", "length/anchor/mean": "anchor"}
 """Metric -> raw figure; the anchor is NaN if there is none."""
 RUN = ["arm", "seed"]
@@ -145,7 +145,7 @@ def estimate(found: Sampled, scores: Tensor, penalty: LengthPenalty, step: int) 
 
 
 def train(arm: str, seed: int, folder: Path, entries: Sequence[Entry], steps: int) -> list[dict[str, Any]]:
-    """Train from the warm start in ``folder``; return lengths, penalties and share of right answers at each step."""
+    """Train from the warm start in ``folder``; return lengths, penalties and share of correct answers at each step."""
     torch.manual_seed(seed)
     rng, order = torch.Generator().manual_seed(seed), random.Random(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -197,7 +197,7 @@ def read_runs(folder: Path, block: int = BLOCK) -> pandas.DataFrame:
     """Read the metrics of a folder's runs, such as ``uniform-before-1.jsonl``, as means over blocks of this many steps.
 
     Returns:
-        Columns arm, seed, step (the last of its block), tokens, right and anchor.
+        The columns arm, seed, step (the last of its block), tokens, right and anchor.
     """
     found = []
     for arm in ARMS:
@@ -219,7 +219,7 @@ def write_measured(measured: pandas.DataFrame, path: Path) -> None:
 
 
 def compute_ends(measured: pandas.DataFrame, last: int = LAST) -> pandas.DataFrame:
-    """Compute each (arm, seed)'s tokens and share of right answers, as means over its first and its last blocks."""
+    """Compute each (arm, seed)'s tokens and share of correct answers, as means over its first and its last blocks."""
     runs = measured.groupby(RUN, sort=False)
     first, final = (
         part.groupby(RUN, sort=False)[["tokens", "right"]].mean() for part in (runs.head(last), runs.tail(last))
@@ -231,9 +231,9 @@ def judge(ends: pandas.DataFrame) -> list[tuple[str, bool, str]]:
     """Judge the expectations that were fixed before any run: (expectation, whether it came true, the figures).
 
     Expected before normalisation: ``uniform`` and ``group`` collapse, so in at least ``SEEDS`` of all seeds their
-    answers end shorter than ``SHARE`` of the length of ``none``, and are less often right than at the start. Expected
+    answers end shorter than ``SHARE`` of the length of ``none``, and are correct less often than at the start. Expected
     before and after normalisation: an anchor does not collapse, so in the mean over seeds its answers are shorter than
-    those of ``none``, and as often right within ``WITHIN``.
+    those of ``none``, and are correct as often, within ``WITHIN``.
     """
     found = []
     none = ends.loc["none"].add_suffix("_none")
@@ -274,7 +274,7 @@ def print_table(console: Console, ends: pandas.DataFrame) -> None:
 
 
 def draw(measured: pandas.DataFrame, path: Path) -> None:
-    """Draw length and share of right answers over steps: means over seeds, and thin lines for each seed."""
+    """Draw length and share of correct answers over steps: means over seeds, and a thin line for each seed."""
     with apply_style():
         figure, (lengths, right) = create_axes(1, 2)
         for number, arm in enumerate(ARMS):

@@ -56,7 +56,7 @@ def _agent_loop() -> Any:
 
 
 def _wrap(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method by the result of ``wrap`` on it."""
+    """Replace a method with the result of ``wrap`` on it."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(wrap(original)))
 
@@ -135,7 +135,7 @@ class StaleWeights:
 
 
 class LateWeights:
-    """A ring of weights: each call returns the weights passed ``behind`` calls ago, or until then the first ones."""
+    """A ring of weights: each call returns the weights passed ``behind`` calls ago or, until then, the first."""
 
     def __init__(self, behind: int) -> None:
         self._ring: deque[list[tuple[str, Tensor]]] = deque(maxlen=behind + 1)

@@ -30,7 +30,7 @@ LAST = 3
 
 
 def pivot_outcomes(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Pivot right answers after the last step: seed by arm; 0 for a run that did not finish."""
+    """Pivot the correct answers after the last step: seed by arm; 0 for a run that did not finish."""
     ordered = table.sort_values("step")
     last = ordered.groupby(["seed", "arm"])["right"].last()
     finished = ordered.groupby(["seed", "arm"])["outcome"].last() == "finished"
@@ -38,7 +38,7 @@ def pivot_outcomes(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def format_lengths(table: pandas.DataFrame) -> str:
-    """Format the comparison of length penalties: tokens and right answers at the start and at the end."""
+    """Format the comparison of length penalties: tokens and correct answers at the start and at the end."""
     table = table[table["arm"].str.startswith(LENGTH)].sort_values("step")
     if table.empty:
         return ""

@@ -81,7 +81,7 @@ _LENGTHS = {
 
 
 def _build_length_arm(kind: str, *chosen: str) -> Arm:
-    """Build an arm of the comparison of length penalties; right answers before training are known from `none`."""
+    """Build an arm of the comparison of length penalties; correct answers before training are known from `none`."""
     place = () if kind == "none" else ("length_penalty.place=before",)
     steps = ("data.max_response_length=48", "trainer.total_training_steps=14", _QUIET)
     scored = () if kind == "none" else (_UNSCORED,)
@@ -90,7 +90,7 @@ def _build_length_arm(kind: str, *chosen: str) -> Arm:
 
 
 def _build_arm(name: str, *chosen: str, lag: int = 0) -> Arm:
-    """Build an arm; right answers before training are known from `none`."""
+    """Build an arm; correct answers before training are known from `none`."""
     return Arm(name, (*chosen, *_STEPS, _UNSCORED), lag, seeds=3, seconds=SECONDS)
 
 

@@ -93,7 +93,7 @@ class ToyPolicy(nn.Module):
 
 
 def compute_rewards(prompts: Tensor, tokens: Tensor) -> Tensor:
-    """Compute the share of right tokens, (B,): at position t the answer to prompt p is (p + 3 t) mod 8."""
+    """Compute the share of correct tokens, (B,): at position t the answer to prompt p is (p + 3 t) mod 8."""
     right = (prompts[:, None] + 3 * torch.arange(LENGTH)) % VOCABULARY
     return (tokens == right).float().mean(1)
 
@@ -239,7 +239,7 @@ def compute_ratio(scores: Sequence[float], synchronous: Sequence[float]) -> Rati
 
 
 def check_claims(scores: Scores, rates: Sequence[float]) -> list[str]:
-    """Check that at eta 8 training collapses when clipping around mu, and not with decoupled PPO; return sentences.
+    """Check that at eta 8 training collapses when clipping around mu, but not with decoupled PPO; return sentences.
 
     Raises:
         ClaimError: a claim does not hold over its whole interval.
