@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))  # also in the processes that measure
 from scripts.harness import build_parser, format_markdown, format_row, measure_growth, run_in_fresh_process, write_json
 
 LEAST_SECONDS = 0.5
-"""Least total CPU seconds of a measurement's calls, because the system counts in clock ticks."""
+"""Minimum of a measurement's total CPU seconds, because the system counts in clock ticks."""
 STEP = 60.0
 """Duration in seconds of the step to which the driver's share refers."""
 SIZES = {"row": (1_000, 10_000, 100_000), "rank": (8, 64, 512)}

@@ -40,7 +40,7 @@ GSPO_CLIP = {
 }
 """PPO's clip of the geometric mean ratio: no gradient where it binds, by the sign of the advantage.
 
-GSPO's own gradient has a further 1 / T, the same for all rows here.
+GSPO's own gradient has a further factor 1 / T, which is the same for all rows here.
 """
 
 PPO_CLIP: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 _RELEASES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "verl_patches" / "releases.py"))
-"""Loaded as a file, because its package needs other packages, but any Python must be able to make a copy."""
+"""It is loaded as a file, because its package needs other packages, but any Python must be able to make a copy."""
 SUPPORTED: tuple[str, ...] = _RELEASES["TESTED"]
 release_of: Callable[[str], str] = _RELEASES["release_of"]
 ALLOW_UNTESTED = "OFFPOLICY_ALLOW_UNTESTED_VERL"

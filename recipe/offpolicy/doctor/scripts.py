@@ -76,13 +76,13 @@ _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*"
 _FREE_TEXT = re.compile(
     r"\+{0,2}(trainer\.(experiment|project)_name=.*|(trainer\.\w+_dir|[\w.]*\.\w*log_dir)=.+)", re.S
 )
-"""Overrides on whose values no check depends: an unset variable may be in the name, or below the first folder."""
+"""Overrides whose values no check depends on; an unset variable may be in the name or under the first folder."""
 _NOUNSET = re.compile(r"^\s*set\s.*(-\w*u|nounset)|^#!.*\s-\w*u", re.M)
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
 """Largest number of different launches of one script that are checked; each takes a second or more."""
 _LONGEST = 2**13
-"""Limit in characters of a one-word launch, or of words with the same sum of squares: bounds Hydra's parsing time."""
+"""Limit in characters of a one-word launch, or of words with the same sum of squares, to bound Hydra's parsing time."""
 _DISTRIBUTORS = re.compile(r"(.*/)?(xargs|parallel)")
 
 

@@ -28,7 +28,7 @@ _ALWAYS = re.compile(
     r"shared_access_signatures?|"
     r"(?:api|access|priv|private|auth|bearer|signing|encryption)_?(?:keys?|tokens?|toks?))(?:_|$)"
 )
-"""Names whose values are hidden together with everything below them, at any position in a dotted name."""
+"""Names whose values are hidden together with everything under them, at any position in a dotted name."""
 _LAST = re.compile(r"(?:^|_)(?:(?P<before>[a-z0-9]+)_)?(?P<kind>token|tok|key|auth|pass|pat|jwt|bearer)$")
 """Names of secrets in text; the preceding word distinguishes them from a vocabulary's tokens and a table's columns."""
 _NO_SECRET = {

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..correction import RolloutStage, Statistic
 
 MEDIA = "multi_modal_inputs"
-"""Column with one mapping per row of inputs other than tokens, for example pixels and their grid."""
+"""Column of mappings, one per row, with the inputs other than tokens, for example pixels and their grid."""
 ESTIMATES = ("advantages", "returns")
 Pair = tuple[list[int], list[int]]
 """Token ids of a prompt and of a response."""

@@ -77,7 +77,10 @@ _LENGTHS = {
         "length_penalty.anchor.min_samples=64",
     ),
 }
-"""Kind of length penalty -> its coefficient, and an anchor that freezes at the first batch with 20 % right answers."""
+"""Maps each kind of length penalty to its settings.
+
+The anchor is frozen at the first batch in which more than 20 % of the answers are correct.
+"""
 
 
 def _build_length_arm(kind: str, *chosen: str) -> Arm:

@@ -33,7 +33,7 @@ from ..composed import (
 _KL_TYPE, _KL_COEF = f"{ACTOR}.kl_loss_type", f"{ACTOR}.kl_loss_coef"
 _AGGREGATION, _SHUFFLE, _BASELINE = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.shuffle", "correction.baseline"
 _UNBIASED = ("low_var_kl", "k3", "kl", "k1")
-"""verl's ``kl_loss_type`` whose expectation over pi is KL(pi, pi_ref)."""
+"""Values of verl's ``kl_loss_type`` for which the term's expectation over pi is KL(pi, pi_ref)."""
 _ORDER = "correction.skyrl_compat"
 _TWO_STEPS = f"{MINI_BATCH} below {BATCH}, which changes training"
 _LEAVES_OUT = "the bounds exclude {neutral}, the value for equal policies, which need no correction."

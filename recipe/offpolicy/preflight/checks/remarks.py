@@ -39,8 +39,8 @@ WIDE_CAP = 10.0
 _SHORT = 256
 """``max_response_length`` up to which answers count as short."""
 _NOISE = 0.04
-"""Standard deviation of a token's log(pi_old / mu), in nats. With this noise [0.99, 1.01] keeps 0.65 of 14-token
-answers; with a bfloat16 engine it kept 0.61 and 0.64 (docs/evidence/real_model.md)."""
+"""Standard deviation of a token's log(pi_old / mu), in nats. With this noise, [0.99, 1.01] keeps 0.65 of 14-token
+answers; with a bfloat16 engine, it kept 0.61 and 0.64 (docs/evidence/real_model.md)."""
 _LORA_RANK = f"{MODEL}.lora_rank"
 _TO_KL_LOSS = {KL_IN_REWARD: False, KL_LOSS: True}
 _ABOVE_ONE = {

@@ -122,7 +122,7 @@ def check_extensions(run: Composed) -> Iterator[Problem]:
 SAMPLER = "trainer.v1.sampler"
 _THRESHOLD, _STRATEGY = f"{SAMPLER}.max_off_policy_threshold", f"{SAMPLER}.max_off_policy_strategy"
 REPLACED = {"num_warmup_batches": 1, _THRESHOLD: 8, _STRATEGY: "drop"}
-"""Keys of verl that eta replaces, the first below the mode's section -> their values in verl's own configuration; a key
+"""Keys of verl that eta replaces, the first under the mode's section -> their values in verl's own configuration; a key
 with this value counts as not set."""
 _SKIP = "skip.rollout_tq.enable"
 _ALPHA = "correction.alpha"

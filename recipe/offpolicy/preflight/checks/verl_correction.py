@@ -69,7 +69,7 @@ _RS, _IS, _BYPASS = f"{VERL}.rollout_rs_threshold", f"{VERL}.rollout_is_threshol
 _CAP = "correction.weight.upper"
 _LOSS, _SECTION = "policy_loss", VERL.rpartition(".")[2]
 _DISTINCT = [key for key in (*DEFAULTS, *OBSOLETE) if key not in ("loss_type", "use_policy_gradient")]
-"""Keys whose names show that they belong to verl's correction, wherever they stand."""
+"""Keys whose names show that they belong to verl's correction, wherever they occur."""
 _READ = (f"{VERL}.", f"{ACTOR}.{_LOSS}.")
 """Sections with checks of their own."""
 
