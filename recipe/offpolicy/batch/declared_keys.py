@@ -149,8 +149,7 @@ class Section:
             yield from self._find_contradictions({**default, **known})
 
     def _replace(self, name: str, value: Any, default: Any) -> tuple[str, ...]:
-        """Build the override: the intended value, or else the default, or else the hint if null switches the key
-        off."""
+        """Build the override: the intended value, else the default, or else the hint if null switches the key off."""
         meant = [number for number in read_numbers(value) if self.keys[name].fits(number)]
         near = find_closest(value, self.keys[name].options, 0.7) if isinstance(value, str) else None
         usual = default if default is not None else (self.hints or {}).get(name)

@@ -1,1 +1,1 @@
-"""Extensions: hooks that shape rewards, advantages or the loss in addition to a correction; see docs/extensions.md."""
+"""Extensions: hooks that change rewards, advantages or the loss in addition to a correction; see docs/extensions.md."""

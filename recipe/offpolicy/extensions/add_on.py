@@ -3,9 +3,9 @@
 ``AddOns`` calls the hooks in the order of their definition here. A hook that receives a function wraps a method of
 verl's trainer, and the function calls that method. The first add-on is the outermost.
 
-The order of a step: ``next_batch``, ``on_rollout``, then, around verl's estimator, ``shape_rewards``, ``estimate``,
-``shape_advantages`` and ``on_advantages``, then in the workers ``wrap_loss`` and ``report``, and finally ``judge`` with
-their reports.
+A step calls ``next_batch`` and ``on_rollout``; then, around verl's estimator, ``shape_rewards``, ``estimate``,
+``shape_advantages`` and ``on_advantages``; then, in the workers, ``wrap_loss`` and ``report``; and finally ``judge``
+with the workers' reports.
 
 A section is on if it is a mapping, even an empty one (``{}``), and off if it is null or absent.
 """
@@ -49,12 +49,12 @@ class Advantages:
 
 
 class AddOn:
-    """One add-on; each hook does nothing here."""
+    """One add-on; by default, each hook does nothing."""
 
     proof_name: ClassVar[str] = ""
     """Subject of ``unproved``; empty: an extension's section."""
     phase: ClassVar[str] = ""
-    """The watchdog phase that counts the hooks' time; empty: an extension's section, else verl's own phase."""
+    """The watchdog phase that counts the hooks' time; if empty, an extension's section, otherwise verl's own phase."""
 
     # Start and end ------------------------------------------------------------------------------------------
 
@@ -66,11 +66,11 @@ class AddOn:
         """Start when the run starts, in the trainer's process."""
 
     def actor_class(self, worker: type) -> type:
-        """Choose the class of the actor's workers, given verl's class or the next add-on's."""
+        """Choose the class of the actor's workers, given verl's class or that of the next add-on."""
         return worker
 
     def engine_part(self) -> Callable[[Any], object] | None:
-        """Make a function that each of verl's actor workers calls once its model exists; None: no function."""
+        """Build a function that each of verl's actor workers calls once its model exists; None: no function."""
         return None
 
     def rollout_client(self, client: Any) -> Any:
@@ -78,7 +78,7 @@ class AddOn:
         return client
 
     def load_prompts(self, loader: Any) -> Any:
-        """Return the data loader of training prompts: verl's, from which nothing has been read, or another."""
+        """Return the data loader of training prompts: verl's, from which nothing has been read, or a replacement."""
         return loader
 
     def on_resumed(self) -> None:
@@ -94,7 +94,7 @@ class AddOn:
         return run()
 
     def warm_up_prompts(self, add: Callable[[Any], None], batches: Any) -> None:
-        """Issue the prompts that an asynchronous V1 trainer samples before its first step."""
+        """Issue the prompts for which an asynchronous V1 trainer samples responses before its first step."""
         add(batches)
 
     def issue_prompts(self, add: Callable[[], None]) -> None:
@@ -109,7 +109,7 @@ class AddOn:
         """Receive the prompts before they are sampled."""
 
     def batch_flags(self) -> Mapping[str, Any]:
-        """Return flags sent to the workers with a batch of this step; an add-on's own rows get no flags."""
+        """Return the flags to send to the workers with a batch of this step; an add-on's own rows carry no flags."""
         return {}
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
@@ -117,7 +117,7 @@ class AddOn:
         return compute(batch)
 
     def on_rollout(self, batch: BatchView) -> None:
-        """Receive a batch whose rewards are known but whose pi_old is not computed yet."""
+        """Receive a batch whose rewards are known but whose pi_old has not been computed yet."""
 
     def shape_rewards(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
         """Change the rewards (n, T) that verl's estimator reads; the raw rewards are restored afterwards."""
@@ -157,9 +157,9 @@ class AddOn:
         return {}
 
     def unproved(self) -> str | None:
-        """Report why the add-on has not been seen to act yet, and the key on which this depends; None: it has acted.
+        """Report why there is no evidence yet that the add-on acts, and the key on which this depends; None: it acted.
 
-        Until then ``offpolicy/live/NAME`` is 0, and a warning is repeated after 5, 10, 20, 40 ... updates.
+        Until then, ``offpolicy/live/NAME`` is 0, and a warning is repeated after 5, 10, 20, 40 ... updates.
         """
         return None
 
@@ -210,9 +210,9 @@ class WorkerExtension:
         """Add a term next to or inside verl's policy loss.
 
         ``base_loss`` must be called with the unchanged micro-batch, whose ``rollout_is_weights`` are the correction's
-        weight * keep, and its loss must enter the sum with factor 1: the proof expects verl's whole gradient plus the
-        term's. Under ``correction=none`` there are no weights on the engine path. The loss is wrapped again for each
-        micro-batch.
+        weight * keep. Its loss must enter the sum with factor 1, because the proof expects verl's whole gradient plus
+        the gradient of the term. Under ``correction=none`` there are no weights on the engine path. The loss is wrapped
+        again for each micro-batch.
         """
         return base_loss
 
@@ -230,7 +230,7 @@ def implements(add_on: AddOn, hook: str) -> bool:
 
 
 class Extension(AddOn):
-    """One capability in addition to the corrections, enabled by its section of the configuration.
+    """A capability in addition to the corrections, enabled by its section of the configuration.
 
     Args:
         section: its name in the configuration.
@@ -246,9 +246,9 @@ class Extension(AddOn):
 
     @property
     def needs_rollouter(self) -> Mapping[str, str]:
-        """Keys that need prompts, their columns or validation -> the alternative without them.
+        """Keys that need prompts, the prompts' columns or validation -> the alternative without them.
 
-        In fully_async_policy these are in a different process from the trainer.
+        In fully_async_policy, these are in a different process from the trainer.
         """
         acts = any(implements(self, hook) for hook in _OF_ROLLOUTER)
         return {self.section: f"Set {self.section}=null."} if acts else {}
@@ -262,7 +262,7 @@ class Extension(AddOn):
 
     @property
     def replay_note(self) -> str:
-        """A sentence on what a replay of the recorded run omits or keeps unchanged; empty: nothing."""
+        """A sentence on what a replay of the recorded run omits or keeps unchanged; empty if there is nothing."""
         return ""
 
     @property
@@ -272,7 +272,7 @@ class Extension(AddOn):
 
     @property
     def reads_old_log_prob(self) -> bool:
-        """True if pi_old is needed before the loss; then ``correction.proximal=auto`` is ``recompute``."""
+        """True if pi_old is needed before the loss; ``correction.proximal=auto`` then means ``recompute``."""
         return False
 
     def configure(self, config: DictConfig) -> Sequence[str]:
@@ -280,20 +280,21 @@ class Extension(AddOn):
         return ()
 
     def problems(self, config: DictConfig) -> Iterable[Problem]:
-        """Find conflicts of the settings with the whole configuration; key, value, reason and fix."""
+        """Find conflicts between the settings and the whole configuration, with key, value, reason and fix."""
         return ()
 
     # With the run -------------------------------------------------------------------------------------------
 
     def worker(self) -> WorkerExtension | None:
-        """Make the part that is sent to the workers; None: there is none, and nothing is reported."""
+        """Build the part that is sent to the workers; None if there is none, in which case nothing is reported."""
         return None
 
     @property
     def sent(self) -> Mapping[str, int] | None:
         """Hash of each row that the loss must receive, by its key in ``BatchView.keys``; None: no rows are compared.
 
-        Before ``judge``, they are compared with the reports' ``hashes``, except for rows that have left the update.
+        Before ``judge``, these hashes are compared with the reports' ``hashes``, except for rows that have left the
+        update.
         """
         return None
 
@@ -302,7 +303,7 @@ class Extension(AddOn):
 
     @property
     def resumes(self) -> str | None:
-        """The key because of which a resumed run needs ``state``; None: ``state`` is optional."""
+        """The key that makes ``state`` necessary in a resumed run; None: ``state`` is optional."""
         return None
 
     @property
@@ -346,13 +347,13 @@ SHIPPED: dict[str, str] = {
     "optimal_baseline": "recipe.offpolicy.extensions.optimal_baseline:OptimalBaseline",
     "turn_credit": "recipe.offpolicy.extensions.turn_credit.turn_credit:TurnCredit",
     "process_reward": "recipe.offpolicy.extensions.process_reward.prefix_value_rewards:PrefixValueRewards",
-    # After the other sections, because it replaces their advantages in the distilled rows.
+    # This section follows the others, because it replaces their advantages in the distilled rows.
     "opd": "recipe.offpolicy.extensions.opd.distillation:OnPolicyDistillation",
 }
 """Sections of this package -> "module:Class". Hooks run in this order, followed by a fork's hooks."""
 
 own_launch: ContextVar[bool] = ContextVar("own_launch", default=True)
-"""Whether the user launches the run: for an unknown script no class is imported and no address is contacted."""
+"""Whether the user launches the run; for an unknown script, no class is imported and no address is contacted."""
 
 
 def list_registered(config: DictConfig) -> dict[str, str]:

@@ -33,10 +33,10 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 
 
 class TrainerBatch(BatchView, Protocol):
-    """The part of a batch that the hooks need but extensions do not get."""
+    """The part of a batch that the hooks need but that extensions do not receive."""
 
     def shaped(self, rewards: Tensor) -> AbstractContextManager[None]:
-        """Show verl's estimator these rewards (n, T) within the context; restore the raw rewards bitwise afterwards."""
+        """Give verl's estimator these rewards (n, T) within the context; restore the raw rewards bitwise afterwards."""
 
     @property
     def advantages(self) -> Tensor:
@@ -47,7 +47,7 @@ class TrainerBatch(BatchView, Protocol):
 
 
 class AddOns:
-    """The add-ons of one run, in the trainer's process; without add-ons, each call only runs the wrapped function.
+    """The add-ons of one run, in the trainer's process; without add-ons, each call just runs the wrapped function.
 
     Args:
         extensions: extensions in the order of their hooks.
@@ -90,7 +90,7 @@ class AddOns:
         return any(self._users(hook) for hook in hooks)
 
     def _users(self, hook: str) -> tuple[AddOn, ...]:
-        """Return the add-ons that implement a hook; other add-ons need no call, and no batch is read for them."""
+        """Return the add-ons that implement a hook; the other add-ons need no call, and no batch is read for them."""
         return tuple(each for each in self._all if implements(each, hook))
 
     def _within(self, add_on: AddOn) -> AbstractContextManager[Any]:
@@ -210,12 +210,12 @@ class AddOns:
         return loader
 
     def next_batch(self, prompts: PromptView) -> None:
-        """Show the prompts to extensions before they are sampled."""
+        """Pass the prompts to extensions before responses are sampled."""
         self._prompts_seen = True
         self._each("next_batch", prompts)
 
     def on_rollout(self, batch: BatchView) -> None:
-        """Show a batch to extensions before pi_old is computed."""
+        """Pass a batch to extensions before pi_old is computed."""
         self._rollout_seen = True
         self._each("on_rollout", batch)
 
@@ -258,7 +258,7 @@ class AddOns:
         self._each("on_advantages", batch, Advantages(rewards, own, advantages))
 
     def take_out(self, batch: BatchView, why: str, *, masked: Collection[str], silenced: Collection[str] = ()) -> None:
-        """Record the rows that leave the update between the advantages and the loss.
+        """Record the rows that are removed from the update between the advantages and the loss.
 
         Args:
             why: the reason, with the key that causes it.
@@ -307,7 +307,7 @@ class AddOns:
         self._say_unproved()
 
     def _say_unproved(self) -> None:
-        """Warn repeatedly, at growing intervals, about add-ons for which there is no evidence that they act."""
+        """Warn repeatedly, at growing intervals, about add-ons that have shown no evidence of acting."""
         self._updates += 1
         waited, rest = divmod(self._updates, PATIENCE)
         self.unproved = {each.proof_name or _section(each): each.unproved() for each in self._users("unproved")}
@@ -317,7 +317,7 @@ class AddOns:
                 logger.warning("%s is not proved yet, after %d updates: %s", name, self._updates, why)
 
     def _compare_rows(self, extension: Extension, reports: Sequence[Any], epochs: int) -> None:
-        """Compare the rows that reached the loss with the rows that were sent and did not leave the update.
+        """Compare the rows that reached the loss with the rows that were sent and have not left the update.
 
         Raises:
             LivenessError: the rows differ, or did not reach the loss once per epoch.

@@ -21,8 +21,8 @@ class BatchView(Protocol):
         keys: (n,) a unique name of each row.
         uids: (n,) the group of each row. Under ``baseline=exclude``, rejected rows have left their groups before
             rewards are shaped.
-        sessions: (n,) the rollout that each row is an output of; an agent loop may return several rows.
-        is_padding: for all rows in verl's batch; the view omits rows with True.
+        sessions: (n,) the rollout that produced each row; an agent loop may return several rows.
+        is_padding: a flag for each row of verl's batch; the view omits rows with True.
     """
 
     step: int
@@ -60,7 +60,7 @@ class BatchView(Protocol):
     def compute_log_probs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Compute log-probs of responses with the trainer's own forward pass over (prompt, response), at temperature 1.
 
-        Takes at most as many rows as the batch has. Before pi_old is known, the forward pass uses the weights that
+        Accepts at most as many rows as the batch has. Before pi_old is known, the forward pass uses the weights that
         sampled the rollouts of a synchronous step.
         """
 
@@ -76,7 +76,7 @@ class BatchView(Protocol):
 
 
 class PromptView(Protocol):
-    """Prompts before they are sampled."""
+    """Prompts before responses are sampled."""
 
     step: int
 

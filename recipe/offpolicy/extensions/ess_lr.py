@@ -1,4 +1,4 @@
-"""Scales the learning rate by the effective sample size of each batch, proved by the optimizer's own rate.
+"""Scales the learning rate by the effective sample size of each batch, as proved by the optimizer's own rate.
 
 Patched functions in verl 0.9.1, see ``verl_patches.optimizer_steps``: ``train_batch(self, data, loss_function)`` and
 ``optimizer_step(self)`` of the engine's instance.
@@ -100,7 +100,7 @@ class ScaledSteps:
         try:
             norm = self._step()
         finally:
-            # The next step and checkpoints use the scheduler's rate.
+            # The next step and any checkpoint use the scheduler's rate.
             for group, rate in zip(groups, before, strict=True):
                 group["lr"] = rate
         self._report = LrReport(self._factor, planned, self._read, math.isfinite(norm))
@@ -158,7 +158,7 @@ class EssLr(Extension):
 
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
         statistics = batch.weigh()[1]
-        # Without a weight, weight/ess is computed as if all weights were 1.
+        # If there is no weight, weight/ess is computed as if all weights were 1.
         self._ess = statistics["weight/ess" if "raw_weight/ess" in statistics else "rollout_ratio/ess"].value()
         self._factor = self.ess_lr.compute_factor(self._ess)
 

@@ -1,4 +1,4 @@
-"""A padded view of a micro-batch in the worker's loss for extensions, for the engine's and legacy actors' layouts."""
+"""A padded view of a micro-batch in the worker's loss, for extensions; it reads engine and legacy-actor layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LossRows:
     Args:
         model_output, data: arguments of the loss.
         with_padding: keep the padding rows that verl added, which have no response token, as in verl's own tensors.
-        weigh: computes the correction's factor, (B, T), if the micro-batch does not hold it.
+        weigh: computes the correction's factor, (B, T), if the micro-batch does not contain it.
         actor_config: verl's config of the training actor; available for reports.
     """
 

@@ -1,4 +1,4 @@
-"""The optimal off-policy baseline as an extension: it computes advantages instead of verl's estimator."""
+"""The optimal off-policy baseline as an extension that computes advantages instead of verl's estimator."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ ERROR = 1e-9
 
 
 def compute_advantages(rewards: Tensor, energy: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Compute R_i - b with b = sum_j e_j R_j / sum_j e_j over the group, or only over the siblings of i.
+    """Compute R_i - b, where b = sum_j e_j R_j / sum_j e_j over the group, or only over the siblings of i.
 
     Args:
         rewards: (n,) float64, of one group.
         energy: (n,) float64, squared norm of each rollout's weighted gradient: w^2 times the squared norm of its score.
 
     Returns:
-        (n,) float64; 0 for a rollout whose comparison group has no energy: a group of one, or with all weights 0.
+        (n,) float64; 0 for a rollout whose comparison group has no energy, such as a group of one or a group whose
+        weights are all 0.
 
     Example:
         >>> rewards, energy = torch.tensor([1.0, 0.0]).double(), torch.tensor([3.0, 1.0]).double()
@@ -46,10 +47,10 @@ def compute_advantages(rewards: Tensor, energy: Tensor, *, leave_one_out: bool) 
     of_others = energy.expand(count, count).clone()
     if leave_one_out:
         of_others.fill_diagonal_(0.0)
-    # Relative to the largest, so that nothing is divided by less than 1.
+    # Energies are relative to the largest, so that nothing is divided by less than 1.
     largest = of_others.amax(-1, keepdim=True)
     shares = torch.where(largest > 0, of_others / largest, 0.0)
-    # Relative to the first reward, so that equal rewards give exactly 0.
+    # Rewards are relative to the first reward, so that equal rewards give exactly 0.
     above = rewards - rewards[0]
     baseline = (shares * above).sum(-1) / shares.sum(-1).clamp(min=1.0)
     return torch.where(largest[:, 0] > 0, above - baseline, 0.0)
@@ -75,7 +76,7 @@ def find_difference(
 
 
 class OptimalBaseline(AdvantageExtension):
-    """The optimal baseline of one run, computed from a group's rollouts or, with ``leave_one_out``, the siblings."""
+    """The optimal baseline of one run, computed from a group's rollouts or, with ``leave_one_out``, from siblings."""
 
     title, prefix, differs = "optimal baseline", "optimal_baseline", False
 

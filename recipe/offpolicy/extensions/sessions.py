@@ -1,7 +1,7 @@
 """Rollouts of a batch, one entry per session, and verl's dumps of validation answers.
 
-A line of a dump is one sample: ``input``, ``output``, ``gts``, ``score``, ``step``, and on the V1 trainer ``uid`` in
-the form PROMPT_SESSION_OUTPUT; all outputs of a session have the same score.
+A line of a dump is one sample: ``input``, ``output``, ``gts``, ``score``, ``step``, and on the V1 trainer, ``uid`` in
+the form PROMPT_SESSION_OUTPUT. All outputs of a session have the same score.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Sessions:
         return self.scores >= round_threshold(at_least)
 
     def groups(self, *, with_silent: bool = False) -> dict[str, list[int]]:
-        """Collect the sessions of each group, without silent sessions unless ``with_silent``."""
+        """Collect the sessions of each group, leaving out silent sessions unless ``with_silent`` is set."""
         found: dict[str, list[int]] = {}
         for session, (uid, silent) in enumerate(zip(self.uids, self.silent.tolist(), strict=True)):
             if with_silent or not silent:
@@ -92,7 +92,7 @@ def read_sessions(batch: BatchView, most_tokens: int | None = None) -> Sessions:
 
 
 def round_threshold(at_least: float) -> float:
-    """Round a threshold so that a score of the same value in float32 reaches it: 0.9 becomes 0.89999998.
+    """Round a threshold so that a float32 score of the same value reaches it: 0.9 becomes 0.89999998.
 
     Example:
         >>> round_threshold(1.0), round_threshold(0.9) < 0.9
@@ -136,7 +136,7 @@ def find_run(path: Path) -> str:
 
 
 def name_runs(runs: Iterable[str]) -> dict[str, str]:
-    """Name folders by the parts in which they differ, followed by a comma; a single folder needs no name.
+    """Name folders by the parts of their paths that differ, followed by a comma; a single folder needs no name.
 
     Example:
         >>> name_runs(["out/a/val", "out/b/val"]), name_runs(["out/a"])
@@ -169,12 +169,13 @@ def read_lines(path: Path, kind: type[ValueError], fix: str) -> Iterator[tuple[i
     """Read the numbers and values of a file's lines of JSON.
 
     Args:
-        kind, fix: error to raise if a line is not JSON, and the end of its message.
+        kind, fix: the error to raise if a line is not JSON, and the end of its message.
 
     Raises:
         OSError: the file cannot be read.
     """
-    # Bytes, because str.splitlines also splits at characters that JSON allows within texts, such as U+2028.
+    # The file is read as bytes, because str.splitlines also splits at characters that JSON allows within texts, such as
+    # U+2028.
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             try:
@@ -222,7 +223,7 @@ def read_answers(path: Path) -> Iterator[Dumped]:
 
 
 def read_pass_rates(path: Path, correct_at_least: float) -> dict[str, float]:
-    """Read the accuracy on each prompt; the keys are the prompts' texts.
+    """Read the accuracy on each prompt, keyed by the prompt's text.
 
     Raises:
         DumpError, OSError: as ``read_answers``.

@@ -1,4 +1,4 @@
-"""Checks the keys of an extension's section, and merges its values over those of the option that ships the keys."""
+"""Checks the keys of an extension's section, and overlays its values on those of the option that ships the keys."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read_values(
     rules: Sequence[Rule] = (),
     named: tuple[str, str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the values of a section; missing keys get the values of ``option``.
+    """Return the values of a section, with the values of ``option`` for missing keys.
 
     Args:
         option: the file that ships all keys, such as ``opd/advantage``.
@@ -85,7 +85,7 @@ def _read_option(option: str) -> dict[str, Any]:
 
 
 def find_late_weights(section: str, run: Configured) -> Iterator[Problem]:
-    """Find corrections whose weights the trainer cannot compute before the update, because they need pi or signs."""
+    """Find corrections whose weights the trainer cannot compute before the update, because these need pi or signs."""
     off, key = f"or {section}=null.", "correction.proximal"
     if run.get(key) in REUSED:
         reason = f"pi_old is not computed before the update, so the weights that {section} needs are unknown."
@@ -101,7 +101,7 @@ def find_late_weights(section: str, run: Configured) -> Iterator[Problem]:
 
 
 def find_no_groups(section: str, run: Configured) -> Iterator[Problem]:
-    """Find conflicts with an extension that compares rollouts of a group instead of verl's estimator."""
+    """Find conflicts with an extension that replaces verl's estimator by comparing rollouts of a group."""
     off = f"{section}=null"
     yield from find_unmet(_OWN_ESTIMATE, run.get, off, (section,))
     if count_rollouts(run) == 1:
@@ -121,12 +121,12 @@ def list_train_files(run: Configured) -> list[str]:
 
 
 def read_train_column(run: Configured, column: str, rows: int | None = None) -> Iterator[tuple[str, list[Any]]]:
-    """Read a column from each training data file that is a Parquet file on this machine.
+    """Read a column from each training data file that is a local Parquet file.
 
     Files that cannot be read are left to verl's loader.
 
     Args:
-        rows: number of first rows; None: all.
+        rows: number of rows to read from the start; None: all rows.
 
     Returns:
         File and values; None for each row of a file without the column.

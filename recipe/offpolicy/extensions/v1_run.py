@@ -1,4 +1,4 @@
-"""The parts of a run by verl's V1 trainer that add-ons read or call outside their hooks."""
+"""The parts of a V1 trainer's run that add-ons read or call outside their hooks."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class V1Run(Protocol):
     def view(self, batch: Any) -> BatchView: ...
 
     def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
-        """Seal the current columns of all rows, so that the loss stops the run if it reads other values."""
+        """Seal the current columns of all rows, so that the loss stops the run if the values it reads differ."""
 
     def split_batch(self) -> BatchSplit: ...
 
     def take_out(self, batch: Any, why: str, *, masked: Collection[str], silenced: Collection[str]) -> Any:
-        """Tell the extensions which rows leave (see ``AddOns.take_out``), and return the batch to continue with."""
+        """Tell the extensions which rows leave the update (see ``AddOns.take_out``); return the batch to go on with."""

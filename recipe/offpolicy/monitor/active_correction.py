@@ -85,8 +85,7 @@ class ActiveCorrection:
         return switched
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of alarms and bounds, under ``offpolicy/``; the keys are the same at every update of a
-        run."""
+        """Return the metrics of alarms and bounds, under ``offpolicy/``; their keys are the same at every update."""
         calibrated = {} if self._calibration is None else self._calibration.metrics()
         return self._alarms.metrics() | calibrated
 

@@ -221,8 +221,7 @@ class Recorder:
         return counters
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until all queued rows, even those of incomplete steps, are written; return False if this takes too
-        long."""
+        """Wait until all queued rows, even of incomplete steps, are written; return False if this takes too long."""
         with self._condition:
             self._items.append(None)
             self._condition.notify()

@@ -1,4 +1,4 @@
-"""A second implementation of the penalties and of verl's baselines, per row, for the proof; it shares no other code."""
+"""A second, per-row implementation of the penalties and of verl's baselines, for the proof; it shares no other code."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ RESOLUTION = 2.0**-23
 SMALLEST = 2.0**-126
 """Smallest normal number of float32, below which its resolution is no longer relative."""
 EQUAL = 8 * RESOLUTION
-"""Standard deviation of rewards, relative to the largest, up to which they count as equal."""
+"""Standard deviation up to which rewards count as equal, relative to the largest reward."""
 
 
 class Row(NamedTuple):
-    """A rollout of the group in question; ``anchor``: the length with which it is compared, None without an anchor."""
+    """A rollout of the group in question; ``anchor`` is the length with which it is compared, or None."""
 
     tokens: float
     right: bool
@@ -55,7 +55,8 @@ def state_shift(rows: Sequence[Row], settings: LengthSettings, weight: float, *,
     differ = _state_difference(scores) if by_std else 0.0
     if not differ or not any(apart):
         return apart
-    # Divided like verl's advantages, but limited to the largest of these advantages or to the undivided value.
+    # The shift is divided like verl's advantages, but limited to the largest of these advantages or to the undivided
+    # value.
     whole = [each / (_spread(scores) + 1e-6) for each in apart]
     middle, deviation = sum(scores) / len(scores), _spread(scores)
     most = max(max(map(abs, apart)), differ * max(abs(each - middle) for each in scores) / (deviation + 1e-6))
@@ -75,7 +76,7 @@ def state_advantages(rewards: Sequence[float], *, estimator: str, by_std: bool) 
 
 
 def bound_error(rewards: Sequence[float], *, by_std: bool) -> float:
-    """Bound the error of verl's advantages in float32: nearly equal rewards are divided by a small number."""
+    """Bound the error of verl's advantages in float32, which divides nearly equal rewards by a small number."""
     largest = max(abs(each) for each in rewards)
     divisor = _spread(rewards) + 1e-6 if by_std and len(rewards) > 1 else 1.0
     return 1e-5 + 8 * RESOLUTION * largest * (1 + 1 / divisor)

@@ -16,7 +16,7 @@ _HOOK = "_maybe_log_val_generations"
 
 
 class Answer(NamedTuple):
-    """One sampled answer: its prompt's text, its response tokens, and whether it is right."""
+    """One sampled answer: its prompt's text, its response tokens, and whether it is correct."""
 
     prompt: str
     tokens: int
@@ -42,7 +42,7 @@ def group_answers(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
 def fix_classes(
     answers: Sequence[Answer], *, samples: int, easy_above: float = 0.9, hard_below: float = 0.1
 ) -> dict[str, str]:
-    """Assign easy, hard or other to each prompt with at least ``samples`` answers, by their share of right ones.
+    """Classify each prompt with at least ``samples`` answers as easy, hard or other, by its share of correct answers.
 
     Example:
         >>> answers = [Answer("a", 5, True)] * 10 + [Answer("b", 9, False)] * 10 + [Answer("c", 7, True)]

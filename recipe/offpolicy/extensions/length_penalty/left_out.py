@@ -1,4 +1,4 @@
-"""A verl data set of training prompts that omits prompts that an early checkpoint could hardly solve.
+"""A verl data set of training prompts, without those that an early checkpoint could hardly solve.
 
 Patched in verl 0.7.1 to 0.9.1: ``data.custom_cls``, and ``_read_files_and_tokenize`` of ``RLHFDataset``, which also
 reads the files again at a resume. verl uses the same class for the validation set.
@@ -51,7 +51,7 @@ class EasierPrompts(RLHFDataset):
         self.dataframe = self.dataframe.select(keep)
 
     def _write(self, row: Any) -> str:
-        """Write a prompt as verl's dumps do: by the chat template, without special tokens."""
+        """Write a prompt as verl's dumps do: with the chat template, and without special tokens."""
         options = dict(self.apply_chat_template_kwargs)
         for name in ("tokenize", "return_dict", "return_tensors"):
             options.pop(name, None)

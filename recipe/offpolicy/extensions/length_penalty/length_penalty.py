@@ -125,7 +125,7 @@ class LengthPenalty(AdvantageExtension):
             return None
         sessions = measured.sessions
         mask = batch.rows("response_mask")["response_mask"].bool()
-        # For a row without a token, this is its first position.
+        # If a row has no token, this is its first position.
         ends = (torch.arange(mask.shape[1]) * mask).amax(-1)
         before = rewards.sum(-1)
         rewards[torch.arange(len(rewards)), ends] -= measured.penalty[sessions.of_row].to(rewards.dtype)
@@ -278,7 +278,7 @@ class LengthPenalty(AdvantageExtension):
     # Validation and metrics ---------------------------------------------------------------------------------
 
     def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Fix easy and hard prompts at the first validation at or after a given step, and follow them later."""
+        """Fix easy and hard prompts at the first validation at or after a given step, and track them from then on."""
         classes, step = self.length.classes, int(trainer.global_steps)
         if classes.from_step is None:
             return run()

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...batch.safe_values import measure_spread
 
 Answer = tuple[bool, float]
-"""Whether the answer is right, and its number of response tokens."""
+"""Whether the answer is correct, and its number of response tokens."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Anchor:
     """A frozen anchor.
 
     Attributes:
-        length: mean tokens of the right answers in the window, at least 1.
+        length: mean number of tokens of the correct answers in the window, at least 1.
         step: step at which it was frozen.
-        answers: number of right answers in the mean.
+        answers: number of correct answers in the mean.
     """
 
     length: float
@@ -35,9 +35,9 @@ class Anchor:
 class Anchors:
     """Anchors of a run, by prompt or by data source.
 
-    A prompt's answers are kept, step by step, until the share of right answers among at least ``min_samples`` answers
-    exceeds ``pass_rate``. Then the anchor is frozen for good and the answers are dropped. The order of answers within a
-    step has no influence, because whole steps enter and leave the window.
+    A prompt's answers are kept, step by step, until the share of correct answers among at least ``min_samples`` answers
+    exceeds ``pass_rate``. The anchor is then frozen permanently, and the answers are dropped. The order of answers
+    within a step does not matter, because whole steps enter and leave the window.
 
     Attributes:
         pass_rate: in (0, 1), exclusive.
@@ -67,7 +67,7 @@ class Anchors:
             total = sum(map(len, steps))
             if total >= self.min_samples and len(lengths) > self.pass_rate * total:
                 # Sums of rounded floats depend on their order.
-                length = max(math.fsum(lengths) / len(lengths), 1.0)  # empty answers may be right
+                length = max(math.fsum(lengths) / len(lengths), 1.0)  # empty answers may be correct
                 self.frozen[name] = Anchor(length, step, len(lengths))
                 del self._open[name]
         return len(self.frozen) - before
@@ -91,12 +91,12 @@ class Anchors:
 
 
 EASY, HARD = 0.9, 0.1
-"""Smallest share of right answers in an easy group, and largest in a hard group."""
+"""Smallest share of correct answers in an easy group, and largest share in a hard group."""
 CLASSES = ("right", "wrong", "easy", "hard")
 
 
 def summarize_lengths(tokens: Tensor, right: Tensor, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Compute mean, median and 90th percentile of length for right and wrong answers, easy and hard prompts.
+    """Compute mean, median and 90th percentile of length for correct and wrong answers, and easy and hard prompts.
 
     Args:
         tokens: (S,) response tokens of each session.
@@ -138,10 +138,10 @@ EPSILON = 1e-6
 def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence[int]], *, by_std: bool) -> Tensor:
     """Compute the decrease of advantages after normalisation, (P_i - mean P) / s in each group, (S,) float64.
 
-    s is the standard deviation by which verl has divided the group's rewards, and 1 if these agree within float32
-    rounding, so that the coefficient keeps its meaning in such groups. If penalties differ by more than rewards, 1 / s
-    is bounded: no shift exceeds the larger of two values, the group's largest advantage in verl (at most sqrt(n - 1)
-    for n rows) and the largest |P_i - mean P|. The groups' mean advantages are unchanged.
+    s is the standard deviation by which verl has divided the group's rewards, or 1 if the rewards are equal within
+    float32 rounding, so that the coefficient keeps its meaning in such groups. If penalties differ by more than
+    rewards, 1 / s is bounded so that no shift exceeds the larger of two values, the group's largest advantage in verl
+    (at most sqrt(n - 1) for n rows) and the largest |P_i - mean P|. The groups' mean advantages are unchanged.
 
     Args:
         penalty: (S,) penalty of each session.
@@ -186,16 +186,16 @@ def penalties(
 ) -> Tensor:
     """Compute the penalties of one group, (N,) float64, positive where the reward is lowered, and not capped.
 
-    ``uniform``: coefficient T. ``group``: with lam = 1/2 - (T - min) / (max - min), -coefficient lam for a right row
-    and -coefficient min(0, lam) for a wrong one, 0 if all rows are equally long (Kimi k1.5, arXiv 2501.12599, section
-    2.3.3). ``anchor``: coefficient max(0, (T - A) / A), 0 without an anchor; ``reference``: the same with a given
-    length as A. Neither divides by less than one token.
+    ``uniform``: coefficient T. ``group``: with lam = 1/2 - (T - min) / (max - min), -coefficient lam for a correct row
+    and -coefficient min(0, lam) for a wrong row, or 0 if all rows are equally long (Kimi k1.5, arXiv 2501.12599,
+    section 2.3.3). ``anchor``: coefficient max(0, (T - A) / A), 0 without an anchor; ``reference``: the same with a
+    given length as A. Both divide by at least one token.
 
     Args:
         lengths: (N,) response tokens T.
         right: (N,) bool, or 0 and 1.
         coefficient: 0 or more.
-        anchor: A, above 0; None: there is none yet.
+        anchor: A, above 0; None if there is no anchor yet.
 
     Raises:
         ValueError: an unknown kind, or invalid numbers.
@@ -229,7 +229,7 @@ def penalties(
 
 
 def _standing(tokens: Tensor, right: Tensor) -> Tensor:
-    """Compute lam, from 1/2 for the shortest row to -1/2 for the longest; a wrong row never gains from it."""
+    """Compute lam, from 1/2 for the shortest row to -1/2 for the longest row; a wrong row never benefits from it."""
     if len(tokens) == 0:
         return torch.zeros_like(tokens)
     least, most = tokens.amin(), tokens.amax()

@@ -36,7 +36,7 @@ class AnchorSettings:
 
 @dataclass(frozen=True)
 class WarmupSettings:
-    """The penalty is 0 up to a step, and then grows linearly to its full value over the given number of steps."""
+    """The penalty is 0 up to a given step, and then grows linearly to its full value over a given number of steps."""
 
     from_step: int
     steps: int
@@ -44,7 +44,7 @@ class WarmupSettings:
 
 @dataclass(frozen=True)
 class ClassSettings:
-    """Settings of ``fixed_classes``; ``from_step``: the first validation at or after it fixes classes; None: none."""
+    """Settings of ``fixed_classes``; the first validation at or after ``from_step`` fixes classes; None: no classes."""
 
     from_step: int | None
     samples: int
@@ -54,7 +54,7 @@ class ClassSettings:
 
 @dataclass(frozen=True)
 class LeaveOutSettings:
-    """Prompts with a pass rate below ``below`` in the file ``dump`` are not trained on; None: all are."""
+    """Prompts with a pass rate under ``below`` in the file ``dump`` are not trained on; None: all prompts are."""
 
     dump: str | None
     below: float
@@ -68,12 +68,12 @@ class LengthSettings:
         kind: see ``penalties.penalties``; none: lengths are only measured.
         coefficient: factor of the penalty.
         place: after verl's normalisation within the group, or before it, on the rewards.
-        zero_variance: penalise or skip groups whose rewards agree within float32 rounding.
+        zero_variance: penalise or skip groups whose rewards are equal within float32 rounding.
         applies_to: all rows, or only the correct ones.
-        correct_at_least: smallest score of a right row.
-        reference: tokens, or ``extra_info.NAME`` of the data set; None: there is none.
+        correct_at_least: smallest score of a correct row.
+        reference: number of tokens, or ``extra_info.NAME`` of the data set; None: no reference.
         most: largest absolute penalty of a row; None: no limit.
-        truncated: keep answers of the maximum length in the loss, or drop them: their advantage is 0.
+        truncated: keep answers of the maximum length in the loss, or drop them by setting their advantage to 0.
     """
 
     kind: Kind
@@ -167,9 +167,10 @@ _CLASSES = Rule(
 
 
 ESTIMATORS = {"before": ("grpo", "rloo"), "after": ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")}
-"""verl's estimators, by place, that only compare a row's reward with its group's.
+"""verl's estimators, by place, that compare a row's reward only with the rewards of its group.
 
-The vectorized ones treat groups of one, and in verl 0.7.1 groups of nearly equal rewards, differently.
+The vectorized estimators differ in how they treat groups of one and, in verl 0.7.1, groups whose rewards are nearly
+equal.
 """
 _OVERLONG = {
     "reward.reward_kwargs.overlong_buffer_cfg.enable": "reward.reward_manager.name",
@@ -267,7 +268,7 @@ def _find_idle(section: str, settings: LengthSettings, run: Configured) -> Itera
 
 
 def _check_column(section: str, reference: str, run: Configured) -> Iterator[Problem]:
-    """Check that each row of the training data has a reference length, if its files are available."""
+    """Check that each row of the training data has a reference length, if the data files are available."""
     for file, infos in read_train_column(run, COLUMN.removesuffix(".")):
         row = next((row for row, info in enumerate(infos) if read_length(info, reference) is None), None)
         if row is not None:

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher's log-probs teach the failed rollouts of prompts that the policy rarely solves."""
+"""On-policy distillation: a teacher's log-probs supervise failed rollouts of prompts that the policy rarely solves."""
 
 from .signal import advantages, eligible, k2_loss
 

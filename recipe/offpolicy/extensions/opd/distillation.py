@@ -1,8 +1,8 @@
 """On-policy distillation as an extension: trains on a teacher's log-probs for failed rollouts of hard prompts.
 
-A batch's requests start as soon as its rewards are known, and run while the workers compute pi_old; the computation of
-advantages waits for them. ``opd=advantage`` replaces the advantages of eligible tokens by K1, ``opd=loss`` adds K2 to
-the loss.
+A batch's requests to the teacher start as soon as its rewards are known, and run while the workers compute pi_old. The
+computation of advantages waits for the answers. ``opd=advantage`` replaces the advantages of eligible tokens with K1;
+``opd=loss`` adds K2 to the loss.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from .teacher_client import Row, Scoring, TeacherClient
 logger = logging.getLogger("verl.offpolicy")
 
 DOMINATES, UPDATES = 0.9, 3
-"""Share of the loss's pull above which the teacher dominates the rewards, and updates in a row before the warning."""
+"""Share of the loss's pull above which the teacher dominates the rewards, and consecutive updates before the
+warning."""
 PROBES = 2
 """Number of rows per batch that are scored again."""
 SILENT = 1e-3
 """Largest gap, in nats, between two engines with the same weights."""
 IDLE = 20
-"""Updates in a row without an eligible row before the warning."""
+"""Consecutive updates without an eligible row before the warning."""
 
 
 class OnPolicyDistillation(Extension):
@@ -155,7 +156,7 @@ class OnPolicyDistillation(Extension):
             self._start_probes(source, asked, batch.step)
 
     def _choose_teachers(self, batch: BatchView) -> list[str | None]:
-        """Choose the teacher of each row by its data source; None: it has none."""
+        """Choose each row's teacher by the row's data source; None if it has no teacher."""
         default = "" if "" in self._clients else None
         if not self._clients.keys() - {""}:
             return [default] * len(batch.uids)
@@ -163,7 +164,7 @@ class OnPolicyDistillation(Extension):
         return [str(source) if str(source) in self._clients else default for source in sources]
 
     def _follow(self, value: float) -> None:
-        """Set the schedule's factor; with a factor of 0 no row is eligible."""
+        """Set the schedule's factor; with a factor of 0, no row is eligible."""
         plan = self.opd.schedule
         if not math.isnan(value):
             assert plan.start is not None
@@ -174,7 +175,7 @@ class OnPolicyDistillation(Extension):
             self._found["opd/frac_opd_samples"] = 0.0
 
     def _start_probes(self, source: str, rows: Sequence[Row], step: int) -> None:
-        """Request two rows of the batch again, each alone, and the first row of the run."""
+        """Request two rows of the batch again, each on its own, and also the first row of the run."""
         client, every = self._clients[source], self.opd.teachers[source].probe_every
         probed = self._probed_at.get(source)
         if every is None or not rows or (probed is not None and step < probed + every):
@@ -233,7 +234,7 @@ class OnPolicyDistillation(Extension):
         for source in self._clients:
             check_teacher(student, teacher, self._near_of(source))
         excluded = near & torch.isneginf(teacher)
-        # An excluded token is sent as a finite log-prob whose gap is at the bound.
+        # For an excluded token, a finite log-prob is sent whose gap is at the bound.
         teacher = torch.where(excluded, student - self.opd.max_gap, teacher)
         gaps = signal.compute_gaps(student, teacher, near, max_gap=self.opd.max_gap)
         divides = self.opd.mode == "advantage"
@@ -308,7 +309,7 @@ class OnPolicyDistillation(Extension):
             self._found[f"opd/source/{source}/gap_abs_mean"] = mean(gaps[asked].abs())
 
     def _near_of(self, source: str) -> Tensor:
-        """Find the tokens that the teacher of this data source has scored, (n, T) bool."""
+        """Find the tokens that this data source's teacher has scored, (n, T) bool."""
         return self._near & torch.tensor([each == source for each in self._of], dtype=torch.bool)[:, None]
 
     def worker(self) -> OpdWorker:
@@ -359,7 +360,7 @@ class OnPolicyDistillation(Extension):
         return None if self._proved else "no scored token had a gradient (opd.coef)."
 
     def _watch(self, share: float) -> None:
-        """Warn if the teacher dominates the rewards, or if no rollout has been eligible for long."""
+        """Warn if the teacher dominates the rewards, or if no rollout has been eligible for a long time."""
         self._dominated = self._dominated + 1 if share > DOMINATES else 0
         if self._dominated == UPDATES:
             logger.warning(

@@ -35,10 +35,11 @@ class OpdReport:
         response_tokens: number of response tokens of all rows, scored or not.
         kept: number of these response tokens that no mask of the correction rejects.
         k1, k2: sums of bounded s - t and of its Huber loss over the scored tokens, at the current policy.
-        teacher_pull, policy_pull: sums of |gradient at the log-prob| times the correction's factor, before the
-            denominator: for the scored tokens' own term, and for the advantages of all other tokens.
-        error: in mode loss, relative error of the term's gradient change when the teacher is shifted by ``SHIFT``; in
-            mode advantage, relative error of the advantages against those computed from the columns; otherwise None.
+        teacher_pull, policy_pull: sums of |gradient at the log-prob| times the correction's factor, before division by
+            the denominator: for the scored tokens' own term, and for the advantages of all other tokens.
+        error: in mode loss, relative error of the change in the term's gradient when the teacher is shifted by
+            ``SHIFT``; in mode advantage, relative error of the advantages compared with those computed from the
+            columns; otherwise None.
         visible: the shifted trial expected a nonzero gradient, or advantages were compared.
     """
 
@@ -89,7 +90,7 @@ class OpdWorker(WorkerExtension):
         return self.settings.coef * rows.mean(values * self._factor(rows), actor_config)
 
     def _factor(self, rows: LossRows) -> Tensor:
-        """The schedule's factor, times the correction's weight * keep if the correction acts on the term."""
+        """The schedule's factor, multiplied by the correction's weight * keep if the correction acts on the term."""
         weights = rows.weights.detach() if self.settings.corrected else torch.ones_like(rows.weights)
         return weights * rows.column(FACTOR)[:, None].to(weights.dtype)
 
@@ -126,7 +127,7 @@ class OpdWorker(WorkerExtension):
         )
 
     def _pulls(self, rows: LossRows, gaps: Tensor, scored: Tensor) -> tuple[float, float]:
-        """Sum |slope of the loss at a log-prob| before its denominator, for the teacher's term and for advantages."""
+        """Sum |slope of the loss at a log-prob|, without the denominator, for the teacher's term and for advantages."""
         dealt = (rows.column("advantages").float() * rows.response_mask).abs() * rows.weights
         if self.settings.mode == "loss":
             own = self.settings.coef * gaps.abs() * self._factor(rows)
@@ -136,9 +137,9 @@ class OpdWorker(WorkerExtension):
         return float(own.double().sum()), float(dealt.double().sum())
 
     def _try_shift(self, rows: LossRows, log_prob: Tensor, teacher: Tensor, scored: Tensor) -> tuple[float, bool]:
-        """Compare the term's gradient change under a shifted teacher with that of (s - t)^2 / 2.
+        """Compare the change in the term's gradient under a shifted teacher with that of (s - t)^2 / 2.
 
-        Within max_gap the slope is s - t, which decreases as t increases; the gradient of a K1 would not change.
+        Within max_gap, the slope is s - t, which decreases as t increases. The gradient of K1 would not change.
         """
         if not scored.any():  # for example because all rows are padding or have left the update
             return 0.0, False
@@ -187,7 +188,7 @@ TOLERANCE = {"loss": 1e-3, "advantage": 1e-4}
 """Largest accepted relative error of a gradient, and of an advantage, in float32."""
 COLUMN = Column("the teacher's log-probs", "Check the log of the server in opd.teacher.url.", LivenessError)
 ROUNDING = 2.0**-22
-"""Relative difference of log-probs up to which two are the same number in float32."""
+"""Relative difference up to which two log-probs count as the same number in float32."""
 APART, APART_ALONE, MOST_APART = 0.1, 0.3, 5.0
 """In nats: the limit of the mean difference between two scores of a long row, the amount added for a single token, and
 the cap on one token's difference."""
@@ -199,7 +200,7 @@ def check_reports(reports: Sequence[OpdReport], mode: str) -> None:
     Raises:
         LivenessError: the distillation term does not act.
     """
-    # This form also fails for NaN.
+    # Written this way, the check also fails for NaN.
     if wrong := [report.error for report in reports if not report.error <= TOLERANCE[mode]]:
         what = (
             "the gradient does not depend on the teacher as the gradient of (s - t)^2 / 2 does"
@@ -213,7 +214,7 @@ def check_reports(reports: Sequence[OpdReport], mode: str) -> None:
 
 
 def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
-    """Check by their values that the teacher's scores can be log-probs of a policy other than the student.
+    """Check, from their values, that the teacher's scores can be log-probs of a policy other than the student.
 
     Args:
         student: (B, T) log pi_old.
@@ -237,8 +238,8 @@ def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
 def _compute_unrelated_limit(rows: int) -> float:
     """Compute the concordance below which scores of this many rows carry no information about their tokens.
 
-    By chance the concordance is 0, with a standard deviation of about 0.7 / sqrt(rows). A teacher may disagree about
-    most tokens of failed rows: a teacher that improved its student had a concordance of 0.17 on such rows.
+    The concordance expected by chance is 0, with a standard deviation of about 0.7 / sqrt(rows). A teacher may disagree
+    about most tokens of failed rows; one teacher that improved its student had a concordance of 0.17 on such rows.
     """
     return 0.12 - 2.8 / math.sqrt(rows)
 

@@ -1,7 +1,7 @@
-"""Rejection fine-tuning (RFT): puts a student's right answers into the teacher's chat template, for SFT.
+"""Rejection fine-tuning (RFT): puts a student's correct answers into the teacher's chat template, for SFT.
 
-A teacher's log-probs are meaningful only if the student writes in the teacher's format. The student is sampled from a
-server, its right answers are kept, and verl's SFT trainer trains it on them.
+A teacher's log-probs are meaningful only if the student writes in the teacher's format. Answers of the student are
+sampled from a server, the correct ones are kept, and verl's SFT trainer trains the student on these.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Found:
     """Answers to one prompt.
 
     Attributes:
-        finished: number of answers that ended by themselves.
-        right: number of right ones among these.
-        kept: different right answers, in the teacher's format.
+        finished: number of answers that ended on their own.
+        right: number of correct answers among these.
+        kept: different correct answers, in the teacher's format.
     """
 
     finished: int
@@ -78,7 +78,7 @@ def render_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list
 def sample(
     settings: TeacherSettings, model: str, prompts: Sequence[Sequence[int]], how: Sampling
 ) -> list[list[str | None]]:
-    """Sample answers to each prompt from an OpenAI-compatible server; None: an answer that did not end.
+    """Sample answers to each prompt from an OpenAI-compatible server; None stands for an answer that did not end.
 
     Raises:
         TeacherError: the server does not answer, or sends something else.
@@ -138,19 +138,20 @@ def format_answer(text: str, pattern: str) -> str:
         '<think>\\n6 * 7\\nis 42\\n</think>\\n\\nis 42'
     """
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    # Not str.format: braces are common in answers.
+    # str.format is not used, because braces are common in answers.
     return pattern.replace("{last}", lines[-1].strip() if lines else "").replace("{response}", text.strip())
 
 
 def keep_right(
     answers: Sequence[str | None], row: Mapping[str, Any], score: Score, *, right_from: float, most: int, pattern: str
 ) -> Found:
-    """Keep at most ``most`` different right answers of one prompt, drawn at random.
+    """Keep at most ``most`` different correct answers of one prompt, drawn at random.
 
-    An answer counts as right if its score is at least ``right_from`` both as sampled and in the teacher's format.
+    An answer counts as correct if its score is at least ``right_from`` both as sampled and in the teacher's format.
 
     Raises:
-        RftError: no right answer is still right in that format, or the reward function returns no finite score.
+        RftError: no correct answer is still correct in that format, or the reward function does not return a finite
+            score.
     """
     source = row.get("data_source")
 
@@ -209,7 +210,7 @@ def write_dataset(rows: Sequence[Mapping[str, Any]], found: Sequence[Found], fol
     """Write ``train.parquet`` and the teacher's tokenizer, and load every row as verl's SFT trainer does.
 
     Returns:
-        Length of the longest row in tokens.
+        Length of the longest row, in tokens.
 
     Raises:
         RftError: nothing was kept, or a row's trained tokens are not its answer.

@@ -23,14 +23,14 @@ class TeacherSettings:
     """Addresses of the teacher, and limits of the requests to it.
 
     Attributes:
-        urls: addresses of servers that serve one model; requests are distributed round-robin.
+        urls: addresses of servers that all serve the same model; requests are distributed round-robin.
         api_key: environment variable with the key that requests send as ``Authorization: Bearer``; None: none.
         headers: header of each request -> the environment variable that holds its value.
         model: served name; None: the only served model.
         tokenizer: folder or hub name whose whole vocabulary is compared; None: the server's is probed.
         concurrency: number of requests in flight.
         timeout: seconds for the rows of one step.
-        probe_every: steps after which rows are scored again and must get the same answer; None: never.
+        probe_every: number of steps after which rows are scored again and must receive the same scores; None: never.
         retries: number of times that a request is sent again, to another address if there is one.
         other_template: the teacher's chat template intentionally differs from the student's.
     """
@@ -81,15 +81,15 @@ class OpdSettings:
 
     Attributes:
         teachers: teacher of each data source; "" is the teacher of all other sources.
-        mode: ``advantage`` replaces the advantages of eligible tokens by K1, ``loss`` adds K2.
+        mode: ``advantage`` replaces the advantages of eligible tokens with K1; ``loss`` adds K2.
         coef: factor of the signal.
         horizon: number of first response tokens that take part; None: all.
         max_gap: bound of |s - t|, in nats.
         schedule: how ``coef`` changes during training.
-        scale: divisor of the advantages: ``std``, the bounded gaps' root mean square; ``mean_std``, their standard
-            deviation, after their mean is subtracted; ``none``, or a number.
-        corrected: weight and masks of the correction act on the term as on the policy term.
-        extreme: nats from which a gap counts as extreme.
+        scale: divisor of the advantages: ``std``, the root mean square of the bounded gaps; ``mean_std``, their
+            standard deviation about the mean, which is subtracted first; ``none``; or a number.
+        corrected: whether weight and masks of the correction act on the term as they do on the policy term.
+        extreme: size in nats from which a gap counts as extreme.
     """
 
     mode: Mode
@@ -148,7 +148,7 @@ class OpdSettings:
 
 
 def _read_teacher(path: str, values: Mapping[str, Any]) -> TeacherSettings:
-    """Read one teacher; messages name headers, but no value, which may be a secret.
+    """Read one teacher; messages name headers but not their values, which may be secret.
 
     Raises:
         SpecError: a header or the API key is not the name of an environment variable.

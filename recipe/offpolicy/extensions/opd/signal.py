@@ -80,7 +80,7 @@ def eligible(
 
 
 LOG_PROBS = 1.0
-"""Typical size of log-probs in nats: gaps are differences of log-probs, so they have rounding errors of this scale."""
+"""Typical size of log-probs in nats; gaps are differences of log-probs, so their rounding errors are on this scale."""
 
 
 def find_horizon(tokens: Tensor, horizon: int | None) -> Tensor:
@@ -113,7 +113,7 @@ def compute_gaps(student: Tensor, teacher: Tensor, tokens: Tensor, *, max_gap: f
 
 
 def compute_factor(value: float, *, start: float, end: float, final: float) -> float:
-    """Compute the factor of a scheduled coefficient: 1 up to ``start``, ``final`` from ``end`` on, linear in between.
+    """Compute the factor of a scheduled coefficient: 1 up to ``start``, ``final`` from ``end``, linear in between.
 
     Example:
         >>> [compute_factor(gap, start=2.0, end=1.0, final=0.5) for gap in (3.0, 1.5, 0.2)]
@@ -132,8 +132,8 @@ def compute_scale(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
     """Compute the divisor of the signal over a whole batch: the spread of ``gaps``, 1.0, or a number.
 
     ``mean_std`` is the standard deviation about the mean that ``compute_centre`` returns.
-    ``std`` is the deviation about 0, because nothing is centred: if a teacher finds all tokens less likely than the
-    student does, this is part of the signal. Over n tokens no gap exceeds sqrt(n) times ``std``. The divisor is 1.0 if
+    ``std`` is the deviation about 0, because nothing is centred: if a teacher considers all tokens less likely than the
+    student does, this is part of the signal. Over n tokens, no gap exceeds sqrt(n) times ``std``. The divisor is 1.0 if
     all gaps are float32 rounding errors.
 
     Raises:
@@ -160,7 +160,7 @@ def advantages(
     horizon: int | None = None,
     centre: float | None = None,
 ) -> Tensor:
-    """Replace the advantages of eligible tokens by -coef (gap - centre) / scale, (B, T), with gap = s - t.
+    """Replace the advantages of eligible tokens with -coef (gap - centre) / scale, (B, T), where gap = s - t.
 
     Args:
         base: (B, T) advantages of the estimator, bitwise unchanged elsewhere.
@@ -170,8 +170,8 @@ def advantages(
         max_gap: bound of |s - t|, in nats.
         scale: ``std``, the root mean square of the bounded gaps over the whole batch, ``mean_std``, ``none``, or a
             number; see ``compute_scale``.
-        horizon: number of tokens of a row that take part, from its first eligible one; later ones get 0, and enter no
-            statistic.
+        horizon: number of tokens of a row that take part, counted from its first eligible token; later tokens receive 0
+            and are not included in any statistic.
         centre: value subtracted from the gaps; None: the value of ``compute_centre``.
 
     Raises:
@@ -230,7 +230,7 @@ SENT = (TEACHER, ROW, FACTOR, CENTRE)
 
 
 def describe_missing(arrived: Iterable[str]) -> str:
-    """Say that teacher log-probs did not reach the loss, and which columns did."""
+    """Describe that teacher log-probs did not reach the loss, and which columns did."""
     return (
         f"opd: {TEACHER} did not reach the loss (columns that did: {', '.join(arrived) or 'none'}). Some code selects "
         "the columns that go to the workers, and omits opd's columns."

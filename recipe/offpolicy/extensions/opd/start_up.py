@@ -31,7 +31,7 @@ PATIENCE = 10.0
 LARGEST = 2**24
 """Largest size of an answer before the run, in bytes."""
 REPEATS = {"float32": 1e-3, "bfloat16": 0.05}
-"""Nats by which a log-prob may differ between two requests; a 16-bit teacher is reported and accepted."""
+"""Nats by which a log-prob may differ between two requests; a 16-bit teacher is reported but accepted."""
 PROBES = (
     *(
         "the quick brown fox",
@@ -75,7 +75,7 @@ def _tokenize(settings: TeacherSettings, body: Mapping[str, Any]) -> object:
 
 
 def find_model(settings: TeacherSettings) -> tuple[str, frozenset[str]]:
-    """Find the name of the one model that all addresses serve, and all of its names.
+    """Find the name of the single model that all addresses serve, and all of its names.
 
     Raises:
         TeacherError: an address is not reachable, or serves another model, or several.
@@ -117,7 +117,7 @@ def find_length(settings: TeacherSettings) -> int | None:
 
 
 def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequence[int]]) -> float:
-    """Measure by how many nats a row's log-probs differ between requests for it alone and one with other rows.
+    """Measure by how many nats a row's log-probs differ between requests for it alone and a request with other rows.
 
     Args:
         ids: two rows of three or more ids.
@@ -165,7 +165,7 @@ LOOKED_AT = 64
 
 
 def find_problems(section: str, settings: OpdSettings, run: Configured) -> Iterator[Problem]:
-    """Find conflicts of the settings with the configuration; the teacher is contacted if there are none."""
+    """Find conflicts between the settings and the configuration; if there are none, contact the teacher."""
     found = list(_find_conflicts(section, settings, run))
     yield from found
     key, shown = f"{section}.teacher.url", settings.shown
@@ -296,7 +296,7 @@ def _find_unknown_sources(section: str, settings: OpdSettings, run: Configured) 
 
 
 def _read_conversations(run: Configured) -> list[Any]:
-    """Read the first prompts of the training data; none if its files are not available."""
+    """Read the first prompts of the training data; return none if the files are not available."""
     column = str(run.get("data.prompt_key") or "prompt")
     for _, prompts in read_train_column(run, column, CONVERSATIONS):
         return [each for each in prompts if isinstance(each, list) and each]

@@ -26,18 +26,18 @@ from ...fault_tolerance.redaction import hide, redact_text, show_variable
 from .settings import TeacherSettings
 
 ROWS = 16
-"""Largest number of rows per request. One request with 64 rows takes a third of the time of 64 requests with one row;
-requests with few rows block other requests only briefly."""
+"""Largest number of rows per request. One request with 64 rows takes a third of the time of 64 requests with one row
+each, whereas requests with few rows block other requests only briefly."""
 CONNECT = 5.0
 """Seconds for a connection."""
 PAUSE = 0.5
 """Seconds before a request is sent again; doubled each time."""
 EXCLUDED = -9999.0
-"""vLLM's replacement of -inf, which JSON lacks."""
+"""vLLM's replacement for -inf, which JSON cannot represent."""
 
 
 POSITION, LARGEST = 512, 2**20
-"""Largest size of an answer in bytes: per position sent, plus a constant."""
+"""Largest size of an answer in bytes: bytes per position sent, plus a constant."""
 BUSY = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed."""
 REFUSED = (401, 403)
@@ -89,7 +89,7 @@ class Scoring:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the teacher took for all rows."""
+        """Seconds that the teacher needed for all rows."""
         return self.ended - self.started
 
 
@@ -223,7 +223,7 @@ class TeacherClient:
 def open_session(settings: TeacherSettings) -> requests.Session:
     """Open a session with the headers of the settings.
 
-    The headers' values are hidden in everything that this process prints from now on.
+    From then on, the headers' values are hidden in everything that this process prints.
 
     Raises:
         TeacherError: an environment variable that holds a value is not set, or its value cannot be sent.
@@ -346,6 +346,6 @@ def _name(rows: Sequence[Row]) -> str:
 
 
 def shorten(text: str | bytes) -> str:
-    """Shorten an answer for a message; secrets are redacted first, because half of one is not recognised."""
+    """Shorten an answer for a message; secrets are redacted first, because half of a secret would not be recognised."""
     shown = text[:4096].decode(errors="replace") if isinstance(text, bytes) else text[:4096]
     return " ".join(redact_text(shown).split())[:300]

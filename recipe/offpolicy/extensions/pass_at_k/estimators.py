@@ -1,6 +1,6 @@
-"""Estimators of pass@k, and advantages of one group, which give the gradient of pass@k.
+"""Estimators of pass@k, and advantages of one group that yield the gradient of pass@k.
 
-N samples of a prompt, c of them right, rho(n, c, k) = 1 - C(n - c, k) / C(n, k).
+A prompt has N samples, c of which are correct; rho(n, c, k) = 1 - C(n - c, k) / C(n, k).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 
 def unbiased(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of pass@k from n samples with c right, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+    """Unbiased estimate of pass@k from c correct of n samples, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
 
-    n must be fixed before sampling; if the results can end sampling early, ``unbiased_dynamic`` is unbiased.
+    n must be fixed before sampling. If sampling may end early because of the results, use ``unbiased_dynamic``.
 
     Raises:
         ValueError: k > n, c > n, n < 1, or a number that is not a count.
@@ -39,13 +39,13 @@ def unbiased(n: int, c: int, k: int) -> float:
 def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes: int) -> float:
     """Unbiased estimate of pass@k if sampling ends at the first look with enough successes.
 
-    (1 - p)^k is estimated by the share of possible sample orders that begin with k failures: paths from k failures to
-    (n, c), over paths from the start, avoiding all points at which sampling would have ended. In this case
-    ``unbiased`` overestimates. k may be larger than n.
+    (1 - p)^k is estimated by the share of possible sample orders that begin with k failures. This is the number of
+    paths from k failures to (n, c), divided by the number of paths from the start; paths avoid all points at which
+    sampling would have ended. In this case, ``unbiased`` overestimates. k may be larger than n.
 
     Args:
         looks: cumulative numbers of samples after which the results are checked, such as 8, 16, 32.
-        n, c: samples and successes of a prompt at the look at which it ended.
+        n, c: samples and successes of a prompt at the look at which sampling ended.
         k: at most the last look.
         successes: sampling ends at the first look with this many successes, or at the last look.
 
@@ -97,7 +97,7 @@ def _count_paths(looks: tuple[int, ...], successes: int, failures: int) -> dict[
 
 @dataclass(frozen=True, order=True)
 class RankingOnly:
-    """A number that only ranks prompts or checkpoints and estimates nothing: no arithmetic, no conversion to float."""
+    """A number that only ranks prompts or checkpoints; it estimates nothing, so arithmetic on it is not possible."""
 
     value: float
 
@@ -106,7 +106,7 @@ class RankingOnly:
 
 
 def rank(n: int, c: int, k: int) -> RankingOnly:
-    """Compute 1 - (1 - c/n)^k, pass@k if c/n were the prompt's own rate; biased low, and suitable only for ranking.
+    """Compute 1 - (1 - c/n)^k, which is pass@k if c/n is the true rate; biased low, and suitable only for ranking.
 
     Raises:
         ValueError: as in ``unbiased``, but k may be larger than n.
@@ -143,22 +143,23 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 def advantages(right: Tensor | Sequence[bool], k: int, *, objective: Objective | str, seed: int = 0) -> Tensor:
     """Compute the advantages of one group for pass@k, (N,) float64.
 
-    ``loo``: k (g_i - rho(N - 1, c - R_i, k)), g_i = 1 for a right row, else rho(N - 1, c, k - 1): pass@k with the row
-    among the k, minus pass@k without it. Unbiased for grad pass@k; at k = 1 it is RLOO. Needs k < N.
+    ``loo``: k (g_i - rho(N - 1, c - R_i, k)), g_i = 1 for a correct row, else rho(N - 1, c, k - 1): pass@k with the row
+    among the k, minus pass@k without it. This is unbiased for grad pass@k, and equals RLOO at k = 1. It needs k < N.
 
-    ``loo_minus_one``: k C(N - c, k - 1) / C(N - 1, k - 1) for right rows, 0 for wrong ones: how much the row adds to
-    k - 1 others (PKPO, arXiv 2505.15201). Unbiased; at k = N it is N times verl's ``grpo_passk`` without std.
+    ``loo_minus_one``: k C(N - c, k - 1) / C(N - 1, k - 1) for correct rows, 0 for wrong rows: how much the row adds to
+    k - 1 other rows (PKPO, arXiv 2505.15201). This is unbiased, and at k = N it is N times verl's ``grpo_passk``
+    without std.
 
     ``analytic``: the mean over all subsets of k rows that contain the row, with the subsets' rewards normalised by
-    their mean and std (arXiv 2508.10751, eq. 11 to 14). Its sum is 0, and its size at most sqrt(N - 1); the scale
-    1 / sqrt(R (1 - R)) makes it a different objective. It is 0 if every subset has a right row, or none has.
+    their mean and std (arXiv 2508.10751, eq. 11 to 14). Its sum is 0, and its size is at most sqrt(N - 1); the scale 1
+    / sqrt(R (1 - R)) makes it a different objective. It is 0 if all subsets contain a correct row, or if none does.
 
-    ``groups``: rows are split into N / k groups, and each row gets its group's best reward minus the mean over groups;
-    its mean over splits is ``analytic`` before scaling, with much more variance. Needs a k that divides N.
+    ``groups``: rows are split into N / k groups, and each row's advantage is its group's best reward minus the mean
+    over groups. The mean over splits is ``analytic`` before scaling, but the variance is much larger. k must divide N.
 
     Args:
         right: (N,) bool, or 0 and 1.
-        k: number of samples of which one must be right.
+        k: number of samples of which at least one must be correct.
         seed: seed of the split.
 
     Raises:

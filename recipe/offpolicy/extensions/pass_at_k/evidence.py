@@ -10,7 +10,7 @@ ERROR = 1e-6
 
 
 def state_none_right(n: int, c: int, k: int) -> float:
-    """Compute the probability that k rows, drawn from n with c right without replacement, are all wrong."""
+    """Compute the probability that k of n rows, drawn without replacement, are all wrong if c rows are correct."""
     return math.prod((n - c - drawn) / (n - drawn) for drawn in range(k)) if n - c >= k else 0.0
 
 
@@ -52,7 +52,7 @@ def find_wrong_chance(
 
     Args:
         chances: probabilities of all prompts.
-        counts: number of a prompt -> (its answers, its right answers), for some prompts.
+        counts: number of a prompt -> (its answers, its correct answers), for some prompts.
         prior: a and b of the Beta over all prompts.
         n: rollouts per prompt.
         share: share of uniform draws.
@@ -61,7 +61,7 @@ def find_wrong_chance(
     a, b = prior
 
     pairs = {counts.get(str(prompt), (0.0, 0.0)) for prompt in range(len(chances))}
-    # Powers are relative to the hardest prompt's, which is the largest.
+    # Powers are relative to that of the hardest prompt, which is the largest.
     hardest = max((b + answers - right) / (a + b + answers) for answers, right in pairs)
 
     def state_worth(answers: float, right: float) -> float:
@@ -79,10 +79,10 @@ def find_wrong_chance(
 
 
 def _find_in_deal(seen: Sequence[float], right: Sequence[bool], k: int) -> str | None:
-    """Check a split of n rows; if w groups have a right row, k w rows get 1 - w k / n, the others -w k / n."""
+    """Check a split of n rows: if w groups have a correct row, k w rows have 1 - w k / n, and the rest -w k / n."""
     n = len(right)
     if not any(right) or (k * sum(right) >= n and all(abs(value) <= ERROR for value in seen)):
-        # No group has a right row, or every group has one.
+        # No group has a correct row, or every group has one.
         return next(
             (f"rollout {at} of {n} has {value:.6g}" for at, value in enumerate(seen) if abs(value) > ERROR), None
         )

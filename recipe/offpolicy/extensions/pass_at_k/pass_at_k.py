@@ -121,7 +121,7 @@ class PassAtK(AdvantageExtension):
         prompts.put(__rollout_n__=sizes)
 
     def _get_budget_k(self, step: int) -> int:
-        """Return the k whose gradient budgets use: the objective's at a step; ``k`` if verl's estimator trains."""
+        """Return the k whose gradient budgets use: the objective's at a step, or ``k`` with verl's estimator."""
         return self.pass_at_k.get_k(step) if self._trains else self.pass_at_k.k
 
     def _read_numbers(self, prompts: PromptView) -> list[str]:
@@ -170,7 +170,7 @@ class PassAtK(AdvantageExtension):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
-        """Record the answers of prompts; weigh groups of different sizes so that each prompt counts equally."""
+        """Record the answers to prompts, and weight groups of different sizes so that each prompt counts equally."""
         if not self._deals and not self._draws:
             return None
         sessions = self._sessions
@@ -201,7 +201,7 @@ class PassAtK(AdvantageExtension):
         return advantages * weights[sessions.of_row].to(advantages.dtype)[:, None]
 
     def _note_draws(self) -> None:
-        """Record how far the latest draw was from a uniform one."""
+        """Record how far the latest draw was from a uniform draw."""
         if len(self._chances):
             effective = 1 / float(self._chances.square().sum())
             self._found["pass_at_k/budget/effective_share"] = effective / len(self._chances)

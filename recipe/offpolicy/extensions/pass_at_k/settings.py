@@ -17,7 +17,7 @@ CHOICES = ("none", *OBJECTIVES)
 
 @dataclass(frozen=True)
 class MetricSettings:
-    """Values of k to report: ``k`` within the drawn samples, ``extrapolate`` beyond, by the fit."""
+    """Values of k to report: ``k`` within the drawn samples, and ``extrapolate`` beyond them by the fit."""
 
     k: Sequence[int]
     extrapolate: Sequence[int]
@@ -25,7 +25,7 @@ class MetricSettings:
 
 @dataclass(frozen=True)
 class DynamicSettings:
-    """Rounds of validation that sample only prompts with fewer than ``successes`` right; None: one round."""
+    """Rounds of validation that sample only prompts with fewer than ``successes`` correct answers; None: one round."""
 
     successes: int | None
     max_samples: int
@@ -51,9 +51,9 @@ class PassAtKSettings:
     Attributes:
         objective: see ``estimators.advantages``; none: advantages are verl's.
         k: k of the objective, and of budgets.
-        correct_at_least: smallest score of a right row.
-        schedule: pairs (step, k), sorted by the step from which k applies; None: ``k`` throughout. Where k is 1, verl's
-            own estimator trains.
+        correct_at_least: smallest score of a correct row.
+        schedule: pairs (step, k), sorted by the step from which k applies; None: ``k`` throughout. For steps at which k
+            is 1, verl's own estimator trains.
         seed: seed of the splits of ``groups`` and of the draws of prompts.
     """
 

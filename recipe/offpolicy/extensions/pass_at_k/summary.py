@@ -1,7 +1,7 @@
 """pass@k over prompts: means with bootstrap intervals, and a beta-binomial fit beyond the samples.
 
-A prompt's success rate is drawn from Beta(a, b), its successes from a binomial. The likelihood is the same under any
-rule that ends sampling early, so counts of dynamic rounds need no adjustment.
+A prompt's success rate is drawn from Beta(a, b), and its successes are drawn from a binomial. The likelihood is the
+same under any rule that ends sampling early, so counts of dynamic rounds need no adjustment.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .estimators import unbiased, unbiased_dynamic
 
 ITERATIONS = 200
 LARGEST_SUM, SMALLEST = 1e3, 1e-6
-"""If a + b per sample is above the first, the likelihood is flat (no over-dispersion); if a or b is below the second,
-each prompt is all right or all wrong."""
+"""If a + b per sample exceeds the first number, the likelihood is flat (no over-dispersion). If a or b is below the
+second number, each prompt's samples are all correct or all wrong."""
 
 
 class NotIdentified(ValueError):
@@ -30,14 +30,14 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
 
     Args:
         n: (P,) samples of each prompt, 1 or more; they may differ.
-        c: (P,) right ones.
+        c: (P,) correct samples of each prompt.
 
     Returns:
         a, b.
 
     Raises:
-        NotIdentified: there is only one prompt, or one sample per prompt; or each prompt's samples are all right or all
-            wrong; or the counts scatter no more than with one rate for all prompts.
+        NotIdentified: there is only one prompt, or one sample per prompt; or each prompt's samples are all correct or
+            all wrong; or the counts scatter no more than they would with one rate for all prompts.
         ValueError: invalid counts.
     """
     n, c = _counts(n, c)
@@ -121,7 +121,7 @@ def maximise_likelihood(n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tensor, 
         weights: (D, U) number of prompts with each pair of counts.
 
     Returns:
-        (D,) a, (D,) b and (D,) bool, False where the likelihood has no maximum inside.
+        (D,) a, (D,) b and (D,) bool, False where the likelihood has no interior maximum.
     """
     total = weights.sum(-1, keepdim=True).clamp(min=1e-300)
     weights = weights / total
@@ -201,7 +201,7 @@ DRAWS, BLOCK = 2000, 100
 
 @dataclass(frozen=True)
 class Stopping:
-    """When sampling of a prompt ended: at the first of ``looks`` with ``successes`` right, or at the last."""
+    """When sampling of a prompt ended: at the first of ``looks`` with ``successes`` correct answers, or at the last."""
 
     looks: tuple[int, ...]
     successes: int
@@ -213,7 +213,7 @@ class Summary:
 
     Attributes:
         prompts, samples: their numbers.
-        unsolved: share of prompts without a right answer.
+        unsolved: share of prompts without a correct answer.
         points: k -> (mean, lower, upper end of the 95 % interval over prompts); the interval is NaN for one prompt.
         left_out: k for which some prompt has too few samples.
         fit: a, b and extrapolations; None if they are not identified.
@@ -242,10 +242,10 @@ def summarize(
     """Summarize the prompts' counts.
 
     Args:
-        n, c: samples and right ones of each prompt.
+        n, c: samples and correct samples of each prompt.
         ks: values of k for unbiased estimates; values above a prompt's number of samples are left out.
         extrapolate: values of k for the Beta-binomial fit.
-        stopping: the rule by which sampling ended early; None: n was fixed beforehand.
+        stopping: the rule by which sampling ended early; None if n was fixed beforehand.
     """
     if not n or len(n) != len(c):
         raise ValueError(f"{len(n)} and {len(c)} counts: expected one of each per prompt, and at least one prompt.")

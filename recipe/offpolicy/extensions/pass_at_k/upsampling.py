@@ -1,4 +1,4 @@
-"""Which prompts to draw and how many samples each, by how much their groups can teach about pass@k."""
+"""Which prompts to draw, and how many samples of each, depending on how much their groups can contribute to pass@k."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .summary import maximise_likelihood
 def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: int = 4) -> list[int]:
     """Distribute ``total`` rollouts over prompts to maximise the sum of k (1 - p)^(k - 1) (1 - p^n - (1 - p)^n).
 
-    The first factor is the derivative of pass@k = 1 - (1 - p)^k, which weighs hard prompts more, and all prompts
-    equally at k = 1. The second is the probability that a group has both right and wrong answers; other groups teach
-    nothing. Each further rollout of a prompt adds less than the one before, so the greedy choice is optimal; on ties,
-    the hardest prompt gets it.
+    The first factor is the derivative of pass@k = 1 - (1 - p)^k, which gives hard prompts more weight, and all prompts
+    the same weight at k = 1. The second factor is the probability that a group has both correct and wrong answers;
+    other groups contribute nothing. Each further rollout of a prompt adds less than the previous one, so the greedy
+    choice is optimal. Ties are resolved in favour of the hardest prompt.
 
     Args:
         rates: p of each prompt, in [0, 1].
@@ -52,7 +52,7 @@ def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: in
             return math.inf, p, prompt
         right, wrong = math.log(p), math.log1p(-p)
         ends = n * right + wrong, n * wrong + right
-        # In logs: (1 - p)^(k - 1) underflows.
+        # This is computed in logs, because (1 - p)^(k - 1) underflows.
         return -(max(ends) + math.log1p(math.exp(min(ends) - max(ends))) + (k - 1) * wrong), p, prompt
 
     sizes = [least] * count
@@ -77,7 +77,7 @@ class PassRates:
 
     Attributes:
         decay: factor applied to earlier answers whenever a prompt is answered again.
-        counts: prompt -> (answers, right ones), decayed.
+        counts: prompt -> (answers, correct answers), decayed.
         prior: a and b of a Beta over all prompts.
     """
 
@@ -86,7 +86,7 @@ class PassRates:
     prior: tuple[float, float] = (1.0, 1.0)
 
     def add(self, answers: Mapping[str, tuple[int, int]]) -> None:
-        """Add each prompt's (answers, right answers), and fit the prior again."""
+        """Add each prompt's (answers, correct answers), and fit the prior again."""
         if not answers:
             return
         for name, (n, c) in answers.items():
@@ -101,7 +101,8 @@ class PassRates:
         elif bool(found[0]):
             self.prior = (float(a[0]), float(b[0]))
         else:
-            # If prompts differ no more than by chance, the prior is the overall rate, as strong as a uniform prior.
+            # If prompts differ no more than by chance, the prior is the overall rate with the strength of a uniform
+            # prior.
             given, right = (float((pairs[:, column] * times).sum()) for column in (0, 1))
             self.prior = (2 * (right + 1) / (given + 2), 2 * (given - right + 1) / (given + 2))
 
@@ -127,15 +128,15 @@ NUMBER = "offpolicy_prompt"
 def compute_chances(rates: PassRates, prompts: int, n: int, uniform_share: float, k: int = 4) -> Tensor:
     """Compute the probability that each prompt is drawn next, (prompts,) float64, with sum 1.
 
-    ``uniform_share`` of the probability is uniform, so that every prompt is drawn again; the rest is proportional to k
-    (1 - p)^(k - 1) (1 - p^n - (1 - p)^n), see ``budget.allocate``.
+    ``uniform_share`` of the probability is uniform, so that every prompt is drawn again at some point; the rest is
+    proportional to k (1 - p)^(k - 1) (1 - p^n - (1 - p)^n), see ``budget.allocate``.
 
     Args:
         rates: rates of prompts, by their number as a string.
         prompts: number of prompts of the data set.
         n: rollouts per prompt, 2 or more.
         uniform_share: in (0, 1].
-        k: k of pass@k; at 1 only the probability of a mixed group counts.
+        k: k of pass@k; if it is 1, only the probability of a mixed group counts.
 
     Example:
         >>> found = compute_chances(PassRates(1.0, {"0": (6, 6)}), 2, 2, 0.2, k=2)  # p = 7/8 and 1/2
@@ -149,13 +150,14 @@ def compute_chances(rates: PassRates, prompts: int, n: int, uniform_share: float
     answers, right = counts.unbind(-1)
     log_right, log_wrong = ((mass / (a + b + answers)).log() for mass in (a + right, b + answers - right))
     log_mixed = (-torch.expm1(torch.logaddexp(n * log_right, n * log_wrong))).log()
-    # In logs: (1 - p)^(k - 1) of solved prompts underflows, and the sum of all would be 0.
+    # This is computed in logs, because (1 - p)^(k - 1) underflows for solved prompts, and the sum over all prompts
+    # could be 0.
     worth = ((k - 1) * log_wrong + log_mixed).clamp(min=torch.finfo(torch.float64).min).softmax(0)
     return uniform_share / prompts + (1 - uniform_share) * worth
 
 
 class BlockSampler:
-    """Sampler of row numbers in blocks without repeated rows; an epoch has as many draws as rows.
+    """Sampler of row numbers, in blocks without repeated rows; an epoch has as many draws as there are rows.
 
     Args:
         rows: number of rows of the data set.
@@ -177,7 +179,7 @@ class BlockSampler:
         return _Draws(self)
 
     def draw(self) -> list[int]:
-        """Draw one block, each row with its probability among the remaining ones."""
+        """Draw one block, each row with its probability among the remaining rows."""
         drawn: list[int] = torch.multinomial(self._chances(), self.block, generator=self.generator).tolist()
         return drawn
 
@@ -213,7 +215,7 @@ class _Draws(Iterator[int]):
         return self._sampler.hand_out(self._left.pop(0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, including the keys of verl's own sampler, so that a run may continue with either."""
+        """Return the state, including the keys of verl's own sampler, so that a run can continue with either one."""
         own = {"rows": len(self._sampler), "left": list(self._left)}
         return own | {"yielded": self._drawn, "generator": self._sampler.generator.get_state()}
 

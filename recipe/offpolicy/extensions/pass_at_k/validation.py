@@ -45,7 +45,7 @@ class Validation:
         self._seen: dict[str, tuple[str, list[float]]] | None = None
 
     def collect(self, sources: Sequence[Any], uids: Sequence[Any], rewards: Sequence[float]) -> dict[str, float]:
-        """Collect the samples of one validation of verl; outside of ``run``, return their metrics at once.
+        """Collect the samples of one of verl's validations; outside of ``run``, return their metrics at once.
 
         Raises:
             RewardError: a reward is not finite.
@@ -69,8 +69,8 @@ class Validation:
     def run(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Run verl's validation, and further rounds for prompts that are not solved often enough.
 
-        verl's own metrics are those of the first round; numpy's random state, which verl seeds again at each
-        validation, is restored.
+        verl's own metrics are those of the first round. verl seeds numpy's random state again at each validation; the
+        previous state is restored.
         """
         state = np.random.get_state()
         self._seen = {}
@@ -117,7 +117,7 @@ class Validation:
 
 
 class Batches:
-    """A loader of validation batches that keeps them, with the uid by which verl names each prompt.
+    """A loader of validation batches that keeps the batches, with the uid by which verl names each prompt.
 
     verl's V0 trainer keeps an existing uid, and its V1 trainer replaces it in the same dictionary.
     """

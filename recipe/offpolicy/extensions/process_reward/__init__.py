@@ -1,4 +1,4 @@
-"""Process rewards: each episode of a response is credited with its contribution to log p(answer | prefix)."""
+"""Process rewards, which credit each episode of a response with its contribution to log p(answer | prefix)."""
 
 from .advantages import token_advantages, utilities
 from .prefix_scorer import episode_ends

@@ -23,7 +23,8 @@ UTILITY = "offpolicy_process_utility"
 
 Normalize = Literal["zscore", "scale", "none"]
 LOG_PROBS = 1.0
-"""Typical size of log-probs in nats: utilities are their differences, with the rounding of numbers of this size."""
+"""Typical size of log-probs in nats; utilities are differences of log-probs, so their rounding errors are on this
+scale."""
 
 
 def utilities(values: Sequence[float] | Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from .row_utilities import BatchUtilities, move_utility
 
 @dataclass(frozen=True)
 class ProcessWorker(AdvantageWorker):
-    """A worker part without settings: advantages are shaped in the trainer, and the loss is verl's."""
+    """A worker part without settings, because advantages are shaped in the trainer, and the loss is verl's."""
 
     @property
     def columns(self) -> Mapping[str, str]:
@@ -34,7 +34,7 @@ COMPARED = 8
 """Number of prefixes that the trainer's own forward pass scores again at the first step."""
 TOLERANCES = {"float32": 1e-3, "fp32": 1e-3}
 COARSE = 0.05
-"""Nats by which values may differ from the trainer's, by the rollout's dtype; ``COARSE`` for 16 bits."""
+"""Nats by which values may differ from the trainer's, depending on the rollout's dtype; ``COARSE`` for 16 bits."""
 COLUMN = Column(f"{SECTION}: values of prefixes", "Check the rollout engine's log.", LivenessError, 0.0)
 Scored = tuple[list[int], list[int], int]
 """Ids of prompt and response, and the number of last tokens that form the answer."""
@@ -49,8 +49,8 @@ def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: S
         rows: rows to check, in this order.
 
     Returns:
-        Number of checked rows, at most ``MOVED_ROWS``; rows with a single episode, or with no episode that
-        counts, show nothing.
+        Number of checked rows, at most ``MOVED_ROWS``; rows with a single episode, or with no episode that counts,
+        cannot be checked.
 
     Raises:
         LivenessError: utilities were moved, but the advantages did not change.
@@ -72,7 +72,7 @@ def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: S
 
 
 def check_penalty(found: BatchUtilities, waste: Tensor, taken: Tensor, penalty: float, mask: Tensor) -> None:
-    """Check, token by token, that advantages are lowered by the penalty of each wasted episode that ends later.
+    """Check, token by token, that each wasted episode that ends later lowers the advantage by the penalty.
 
     Args:
         waste: (n, T) bool, last tokens of wasted episodes.
@@ -111,7 +111,7 @@ def build_scored_row(each: RowValues, number: int, prompt: list[int], response: 
 
 
 def check_column(rows: Sequence[RowValues], floor: float) -> bool:
-    """Check that the values of a batch can be log-probs; values at the floor do not count.
+    """Check that the values of a batch can be log-probs; values at the floor are ignored.
 
     Returns:
         Whether all values are exactly 0, which the trainer's own forward pass must confirm.
@@ -126,11 +126,11 @@ def check_column(rows: Sequence[RowValues], floor: float) -> bool:
 
 
 def check_related(values: Sequence[float], own: Sequence[float], checker: AlignmentChecker) -> None:
-    """Check values of an engine whose weights are older: engine and trainer must rank prefixes alike.
+    """Check values from an engine with older weights: engine and trainer must rank prefixes in a similar order.
 
     Raises:
         LivenessError: all values are 0, although the trainer is not certain of the answers.
-        AlignmentError: over enough prefixes, the rankings agree only by chance.
+        AlignmentError: over enough prefixes, the rankings agree no better than by chance.
     """
     engine, trainer = torch.tensor(values)[:, None], torch.tensor(own)[:, None]
     there = torch.ones_like(engine, dtype=torch.bool)
@@ -148,7 +148,7 @@ def check_forward(values: Sequence[float], own: Sequence[float], tolerance: floa
 
     Args:
         values: V of each prefix.
-        own: V of the same prefixes by the trainer.
+        own: V of the same prefixes, computed by the trainer.
         tolerance: largest accepted difference, in nats.
 
     Returns:
@@ -158,7 +158,7 @@ def check_forward(values: Sequence[float], own: Sequence[float], tolerance: floa
         LivenessError: the values differ by more than the tolerance.
     """
     apart = [abs(one - other) for one, other in zip(values, own, strict=True)]
-    # NaN is the worst.
+    # NaN counts as the worst value.
     worst = max(range(len(apart)), key=lambda at: math.inf if math.isnan(apart[at]) else apart[at])
     if not apart[worst] <= tolerance:
         raise LivenessError(

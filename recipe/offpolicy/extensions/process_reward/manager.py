@@ -1,4 +1,4 @@
-"""Agent loops whose rows are scored between their last token and their reward, on verl's V0 and V1 trainers.
+"""Agent loops that score each row between its last token and its reward, on verl's V0 and V1 trainers.
 
 Patched or overridden in verl 0.9.1: ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``, the attribute
 ``agent_loop_workers_class`` of managers, ``AgentLoopWorkerTQ._agent_loop_postprocess(self, output, validate,
@@ -41,7 +41,7 @@ class RequestMemory:
         self._client = client
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_client":  # unpickled but not filled in yet
+        if name == "_client":  # unpickled but not yet filled in
             raise AttributeError(name)
         return getattr(self._client, name)
 
@@ -63,7 +63,7 @@ class ScoringWorker:
         client = self.llm_client
         settings: Any = OmegaConf.to_container(self.config[SECTION], resolve=True)
 
-        # From 0.9.0 on a router may read a request's content.
+        # In 0.9.0 and later, a router may read a request's content.
         looks = "request_id" in signature(client._release_server).parameters
 
         async def ask(request: str, row: Sequence[int], tails: Sequence[Tail], read_cache: bool) -> TailScores:
@@ -90,7 +90,7 @@ class ScoringWorker:
         return await super()._agent_loop_postprocess(output, validate, **kwargs)  # type: ignore[misc]
 
     async def _continue(self, output: Any, found: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Sample rollouts from one prefix of a row, if the row is in a check, and reward them as verl does."""
+        """If the row is part of a check, sample rollouts from one of its prefixes, and reward them as verl does."""
         settings, version = self._settings.monte_carlo, found.get("version")
         chosen = choose_prefix(settings, version, output.response_ids, found["ends"]) if found["values"] else None
         if chosen is None:
@@ -123,7 +123,7 @@ class ScoringWorker:
             result = await continue_prefix(
                 output.prompt_ids, prefix, most, sample, score, samples=settings.samples, source=source
             )
-        except Exception as error:  # an exception would fail the row's group, which verl replaces by padding
+        except Exception as error:  # after an exception, verl would replace the row's group with padding
             result = {"error": f"{type(error).__name__}: {error}"}
         return {"number": number, **result}
 

@@ -11,7 +11,7 @@ from verl_patches import agent_loops, engine_loss
 
 from .manager import ScoringWorker
 
-# Ray wraps the class into an actor class that cannot be subclassed; its metadata keep the class itself.
+# Ray wraps the class in an actor class that cannot be subclassed, but keeps the class itself in its metadata.
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class
 
 

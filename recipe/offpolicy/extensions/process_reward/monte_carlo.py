@@ -1,4 +1,4 @@
-"""Monte-Carlo values of a few prefixes, the mean rewards of complete rollouts from them, to check log-prob values.
+"""Monte-Carlo values of a few prefixes (mean rewards of complete rollouts from them), to check log-prob values.
 
 This is VinePPO's estimate of V(prefix) (arXiv:2410.01679), which is unbiased but too expensive for every prefix.
 """
@@ -18,7 +18,7 @@ from .prefix_scorer import RowValues
 from .settings import MonteCarloSettings
 
 Sample = Callable[[list[int], int, int], Awaitable[list[int] | None]]
-"""Continues (ids, most tokens, seed) with the policy that sampled the ids; None: its weights changed, or an abort."""
+"""Continues (ids, most tokens, seed) with the policy that sampled the ids; None after an abort or a weight change."""
 Score = Callable[[list[int]], Awaitable[float]]
 """Reward of a whole response."""
 
@@ -26,7 +26,7 @@ Score = Callable[[list[int]], Awaitable[float]]
 def choose_prefix(
     settings: MonteCarloSettings, version: int | None, response: Sequence[int], ends: Sequence[int]
 ) -> tuple[int, random.Random] | None:
-    """Choose the number of a row's prefix, V_0 included, and the source of seeds; None: the row is not in a check.
+    """Choose which prefix of a row to check, V_0 included, and the source of seeds; None: the row is not checked.
 
     The choice depends only on the version and the response, so it is the same in every worker.
     """

@@ -41,7 +41,7 @@ class Forced:
 
 
 def read_answers(row: Any, most: int) -> list[str]:
-    """Read the answers of a row's ``reward_model`` column: an expression as text, a number, or several alternatives.
+    """Read the answers in a row's ``reward_model`` column: an expression as text, a number, or several alternatives.
 
     Raises:
         AnswerError: there is no answer, or there are more than ``most``.
@@ -59,7 +59,7 @@ def read_answers(row: Any, most: int) -> list[str]:
 
 
 def _write(answer: Any) -> str:
-    """Write an answer as a response would: numbers without a trailing ".0" or an exponent, texts without outer spaces.
+    """Write an answer as in a response: numbers without a trailing ".0" or an exponent, texts without outer spaces.
 
     Raises:
         AnswerError: a number that is not finite.
@@ -75,10 +75,10 @@ def _write(answer: Any) -> str:
 
 
 def tokenize_answer(tokenizer: Any, force_prompt: str, answer: str) -> Forced:
-    """Tokenise force prompt and answer together: a token such as " 42" also holds the prompt's last space.
+    """Tokenise force prompt and answer together, because a token such as " 42" also contains the prompt's last space.
 
     Raises:
-        AnswerError: no token holds the answer.
+        AnswerError: no token contains the answer.
     """
     text = force_prompt + answer
     if getattr(tokenizer, "is_fast", False):
@@ -109,7 +109,7 @@ def _decode(tokenizer: Any, token: int) -> str:
 def find_unlike_pieces(tokenizer: Any, texts: Sequence[str]) -> str | None:
     """Find the first of ``texts`` whose tokens, decoded one by one, differ from the whole; None: none.
 
-    Only ASCII is compared, because a token may be a part of another character, which is not text by itself.
+    Only ASCII is compared, because a token may be part of a non-ASCII character, which is not text on its own.
     """
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -136,10 +136,10 @@ def episode_ends(
     are split after the last sentence that fits, or at ``max_tokens`` if no sentence ends.
 
     Args:
-        pieces: text of each token of the region, which ends before the end of thinking.
+        pieces: text of each token of the region, which stops before the end-of-thinking marker.
         markers: texts that begin an episode; case-sensitive.
         max_tokens: limit of an episode, before episodes are joined.
-        max_episodes: limit above which neighbours are joined evenly, keeping the first end; None: no limit.
+        max_episodes: limit above which neighbouring episodes are joined evenly, keeping the first end; None: no limit.
 
     Raises:
         ValueError: a limit below 1, or an empty marker.
@@ -219,7 +219,7 @@ def find_region(pieces: Sequence[str], think_end: str) -> int:
 
 
 ROUNDS = 3
-"""Largest number of attempts to get all of a row's values with the weights that sampled its last token."""
+"""Largest number of attempts to obtain all of a row's values with the weights that sampled its last token."""
 PAUSE = 1.0
 """Seconds before a row is scored again after an abort, like verl's resuming client."""
 
@@ -229,7 +229,7 @@ class ScoringError(RuntimeError):
 
 
 AskServer = Callable[[str, Sequence[int], Sequence[Tail], bool], Awaitable[TailScores]]
-"""Call of ``score_tails`` on the server that a request's id is routed to: (request_id, row, tails, read_cache)."""
+"""Calls ``score_tails`` on the server that a request's id is routed to: (request_id, row, tails, read_cache)."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Row:
 
     Attributes:
         prompt, response: token ids.
-        mask: of the response, 1 on tokens that the policy sampled.
+        mask: response mask, 1 on tokens that the policy sampled.
         truth: the row's ``reward_model`` column.
         version: version of the weights that sampled its last token; None if the server does not report it.
         request: id by which the router finds the replica that sampled the row.
@@ -325,7 +325,7 @@ class PrefixScorer:
         try:
             await self._score(row, result)
         except Exception as error:
-            # An exception raised here would fail the row's group, which verl replaces by padding.
+            # After an exception raised here, verl would replace the row's group with padding.
             kind = "" if isinstance(error, ScoringError | AnswerError) else f"{type(error).__name__}: "
             result.values, result.error = [], f"{kind}{error}"
         result.ended = time.time()
@@ -338,7 +338,7 @@ class PrefixScorer:
         result.ends = find_boundaries(pieces, row.mask, row.response, settings, self._eos)
         result.answers = [(list(forced.ids), len(forced.answer)) for forced in answers]
         ids = [*row.prompt, *row.response]
-        # Siblings request the same V_0, for which the answer itself would be cached.
+        # Siblings request the same V_0, so the answer itself would be cached.
         tails = [
             Tail(len(row.prompt) + end, tuple(forced.ids), len(forced.answer), may_read=end > 0)
             for end in (0, *result.ends)
@@ -376,7 +376,7 @@ class PrefixScorer:
         return answers
 
     def _fill(self, result: RowValues, tails: Sequence[Tail], means: Sequence[float | None]) -> None:
-        """Set each prefix's value to that of the likeliest answer, and record which answer it is."""
+        """Set each prefix's value to that of the likeliest answer, and record which answer this is."""
         for tail, mean in zip(tails, means, strict=True):
             if mean is None:
                 raise ScoringError(

@@ -1,7 +1,7 @@
-"""Process rewards as an extension: values of prefixes arrive with the rows, and their differences are credited.
+"""Process rewards as an extension: values of prefixes arrive with the rows, and differences of values are credited.
 
-Under an estimator that sums a row's rewards, the process advantages are added to its bitwise unchanged advantages;
-an estimator that uses the positions of rewards gets the utilities among its rewards.
+Under an estimator that sums a row's rewards, the process advantages are added to the estimator's bitwise unchanged
+advantages. For an estimator that uses the positions of rewards, the utilities are added to its rewards.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from .start_up import MANAGER, find_manager, find_problems, serve_scores
 logger = logging.getLogger("verl.offpolicy")
 
 UNFIT, UPDATES = 0.55, 5
-"""Separation below which values do not distinguish passed from failed rows; updates in a row before the warning."""
+"""Separation below which values do not distinguish passed from failed rows; consecutive updates before the warning."""
 
 COMPARISONS = {True: 2, False: 16}
-"""Number of first steps whose values are compared. In synchronous training these are the first step and the step after
-the first synchronisation of trained weights, which must agree exactly; otherwise enough steps to show that the values
-are related."""
+"""Number of initial steps whose values are compared. In synchronous training, these are the first step and the step
+after the first synchronisation of trained weights, and their values must agree exactly. Otherwise, there are enough
+steps to show that the values are related."""
 
 
 class PrefixValueRewards(AdvantageExtension):
@@ -146,7 +146,7 @@ class PrefixValueRewards(AdvantageExtension):
         self._watch(self._metrics["value/separation"])
 
     def _read_continuations(self, found: Sequence[RowValues]) -> dict[str, float]:
-        """Read the metrics of a Monte-Carlo check, and log the first reason for which a prefix has no estimate."""
+        """Read the metrics of a Monte-Carlo check, and log the first reason why a prefix has no estimate."""
         metrics = summarize_continuations(found)
         self._continued = self._continued or metrics.get("monte_carlo/prefixes", 0.0) > 0
         if metrics.get("monte_carlo/lost") and not self._lost:
@@ -184,7 +184,7 @@ class PrefixValueRewards(AdvantageExtension):
         )
 
     def _watch(self, separation: float) -> None:
-        """Warn if the values of passed rows have long not been higher than those of failed rows."""
+        """Warn if, for a long time, the values of passed rows have not been higher than those of failed rows."""
         self._unfit = self._unfit + 1 if separation < UNFIT else 0
         if self._unfit == UPDATES:
             logger.warning(
@@ -195,7 +195,7 @@ class PrefixValueRewards(AdvantageExtension):
             )
 
     def _deal(self, batch: BatchView, mask: Tensor, values: Tensor, *, penalty: Tensor | float) -> Tensor:
-        """Compute coef times the process advantages (n, T) of utilities (n, T); 0 in rows that must not get any."""
+        """Compute coef times the process advantages (n, T) of utilities (n, T); 0 in rows that must not receive any."""
         assert self._utilities is not None
         dealt = token_advantages(
             values.double(),

@@ -104,7 +104,7 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
     """Place each row's utilities at the last tokens of its episodes.
 
     Raises:
-        LivenessError: values do not fit the row's tokens, because rows and values were mixed up.
+        LivenessError: values do not match the row's tokens, because rows and values were mixed up.
     """
     values = torch.zeros(response_mask.shape, dtype=torch.float32)
     positions = torch.zeros(response_mask.shape, dtype=torch.bool)

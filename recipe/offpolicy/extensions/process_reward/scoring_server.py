@@ -39,7 +39,7 @@ class ScoringServer(vllm_async_server.vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         engine_loss.check(agent_loops.build_server_seams())
-        # The server is the only one in its process, and looks the name up at each answer.
+        # This is the only server in its process, and it looks up the name for each answer.
         vllm_async_server.extract_prompt_logprobs = keep_flat(vllm_async_server.extract_prompt_logprobs)
         super().__init__(*args, **kwargs)
 

@@ -24,7 +24,7 @@ class MonteCarloSettings:
     """Monte-Carlo checks of values.
 
     Attributes:
-        every: versions of the weights between two checks; None: never.
+        every: number of weight versions between two checks; None: never.
         share: share of the rows that take part in a check, with one prefix each.
         samples: rollouts from a prefix.
     """
@@ -45,12 +45,14 @@ class ProcessSettings:
         max_answer_tokens: limit of the answer, tokenised with the force prompt.
         max_answers: limit of alternative answers in the ground truth; the likeliest one counts.
         floor: lower bound of a value, in nats.
-        prefix_cache: ``auto`` lets the engine read its cache if it reports how much it read; ``off`` never does.
+        prefix_cache: with ``auto``, the engine may read its cache if it reports how much it has read; with ``off``, it
+            never may.
         normalize: see ``advantages.normalize_utilities``.
         coef: factor of the process advantages.
-        probe_every: steps after which the trainer scores prefixes again; None: only at the first steps.
+        probe_every: number of steps after which the trainer scores prefixes again; None: only at the first steps.
         max_unscored_share: largest share of rows without values in a step.
-        waste: an episode whose utility is at most ``within`` nats from 0 loses ``penalty``, after normalisation.
+        waste: ``penalty`` is subtracted, after normalisation, from an episode whose utility is at most ``within`` nats
+            from 0.
         monte_carlo: see ``MonteCarloSettings``.
     """
 

@@ -23,7 +23,7 @@ MANAGERS = {"v0": f"{_HERE}.manager.ScoringManagerV0", "v1": f"{_HERE}.manager_v
 BY_TOKEN = ("gae", "reinforce_plus_plus")
 """verl's estimators that keep a per-token penalty per token."""
 FEW = 10
-"""Number of prefixes below which a rank correlation, with a standard error of about 1 / sqrt(n - 1), says nothing."""
+"""Number of prefixes below which a rank correlation is meaningless; its standard error is about 1 / sqrt(n - 1)."""
 TEXTS = ("3+3=1. So 1+2=3.", "Wait, x = 4.2!\n\nBut no", "naïve Übung", "数学 42")
 
 

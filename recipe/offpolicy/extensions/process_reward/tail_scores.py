@@ -1,7 +1,8 @@
-"""Log-probs of answers forced after prefixes of one row; this code runs in the rollout server that sampled the row.
+"""Log-probs of answers forced after prefixes of one row, computed in the rollout server that sampled the row.
 
 vLLM returns log-probs of a prompt's tokens (``prompt_logprobs``). At positions read from vLLM's prefix cache, these
-log-probs are uninitialised memory, with ids of other requests, so only values accepted by ``read_answer`` are used.
+log-probs are uninitialised memory with the ids of other requests. Therefore, only values accepted by ``read_answer``
+are used.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Tail:
         end: end of the prefix, exclusive, in the row's ids.
         ids: ids of force prompt and answer.
         answer: number of last ids that form the answer.
-        may_read: the prefix may come from the cache; False if siblings force the same tail, which would then be cached
-            as well.
+        may_read: whether the prefix may come from the cache; False if siblings force the same tail, which would then be
+            cached as well.
     """
 
     end: int
@@ -70,7 +71,7 @@ class TailScores:
         aborted: a synchronisation of the weights ended a request, so means are incomplete.
         requests, forward, cached, rescored: number of requests, of their tokens that were computed, of their tokens
             that were read from the cache, and of requests repeated without the cache.
-        error: the server's answers hold no log-probs of prompts.
+        error: the server's answers do not contain log-probs of prompts.
     """
 
     means: list[float | None]
@@ -143,7 +144,7 @@ def build_sampling(*, read_cache: bool) -> dict[str, Any]:
         "top_k": -1,
         "max_tokens": 1,
         "prompt_logprobs": 0,
-        # Two lists per prompt instead of one object per position.
+        # This returns two lists per prompt instead of one object per position.
         "flat_logprobs": True,
         # Ids at cached positions may be outside the vocabulary.
         "detokenize": False,

@@ -1,4 +1,4 @@
-"""Turn-level credit as an extension: one advantage for each turn of a rollout, instead of verl's estimator.
+"""Turn-level credit as an extension that replaces verl's estimator with one advantage for each turn of a rollout.
 
 ``turn_index`` compares a turn's discounted return with the returns of the siblings' turns with the same number.
 ``return_to_go`` normalises turn rewards over all turns of the group and rollout rewards over its rollouts, and then
@@ -48,8 +48,8 @@ def compute_advantages(
 
     Args:
         counts: (R,) int64, number of turns in each rollout, at most K.
-        rewards: (R, K) float64, rewards of turns; NaN where a turn has none.
-        scores: (R,) float64, reward of each rollout, which its last turn earns; None: not used.
+        rewards: (R, K) float64, rewards of turns; NaN where a turn has no reward.
+        scores: (R,) float64, reward of each rollout, credited to its last turn; None: not used.
         coef: factor of ``rewards``.
         gamma: discount per turn.
         by_std: divide by the standard deviation in addition to subtracting the mean.
@@ -85,7 +85,7 @@ def _discount(values: Tensor, gamma: float) -> Tensor:
 
 
 def _standardise(values: Tensor, by_std: bool) -> Tensor:
-    """Subtract the mean, and divide by the standard deviation; 0 for a value without siblings, or for equal values."""
+    """Subtract the mean and divide by the standard deviation; 0 for a value without siblings or for equal values."""
     if len(values) < 2:
         return torch.zeros_like(values)
     above = values - values[0]
@@ -178,8 +178,8 @@ class TurnSettings:
 
     Attributes:
         normalize: how turns are compared, see ``turn_credit``.
-        turn_rewards: field of verl's agent loop output with the turn rewards; None: there are none.
-        episode: whether the rollout's reward counts, as a reward of its last turn.
+        turn_rewards: field of verl's agent loop output with the turn rewards; None if there are none.
+        episode: whether the rollout's reward counts as a reward of its last turn.
         coef: factor of the turn rewards.
     """
 
@@ -192,7 +192,7 @@ class TurnSettings:
 class TurnCredit(AdvantageExtension):
     """Turn-level credit of one run; see ``TurnSettings`` for its section."""
 
-    # Equal to GRPO's advantages if all rollouts of a group have the same number of turns.
+    # Turn advantages equal GRPO's if all rollouts of a group have the same number of turns.
     title, prefix, differs = "turn-level credit", "turn_credit", False
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
@@ -278,7 +278,7 @@ class TurnCredit(AdvantageExtension):
         return torch.where(mask, by_token, 0.0)
 
     def _read_rewards(self, batch: BatchView, sessions: Sessions, of_row: Sequence[int], counts: Tensor) -> Tensor:
-        """Read the turn rewards, (S, K) float64; NaN where a turn has none.
+        """Read the turn rewards, (S, K) float64; NaN where a turn has no reward.
 
         Raises:
             LivenessError: turn rewards are missing, or cannot be assigned to turns.
@@ -308,7 +308,7 @@ class TurnCredit(AdvantageExtension):
         return found
 
     def _to_numbers(self, given: Any, what: str) -> Tensor:
-        """Convert an agent loop's returned values to (n,) float64.
+        """Convert the values returned by an agent loop to (n,) float64.
 
         Raises:
             LivenessError: the values are not a list of finite numbers.
