@@ -365,7 +365,7 @@ def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
 
 
 def before(contract: Contract, look: Callable[[Any], None]) -> None:
-    """Wrap the target, once, so that `look` gets the first argument of each call before the call is made."""
+    """Wrap the target, once, so that `look` is called with the first argument of each call before the call is made."""
 
     def seen_first(original: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> Any:
         look(first)

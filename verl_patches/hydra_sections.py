@@ -112,6 +112,6 @@ def _needs_sections(defaults: Sequence[Any], repo: Any) -> bool:
     if SECTIONS in paths or not chosen:
         return False
     loaded = (repo.load_config(path) for path in chosen)
-    # In this package's own program the sections belong to the main folder.
+    # In this package's own program, the sections belong to the main folder.
     folder = find_folder().resolve()
     return any(each is not None and Path(each.path.removeprefix("file://")).resolve() == folder for each in loaded)

@@ -20,7 +20,7 @@ class Release:
     Attributes:
         name: the release, as pip names it.
         legacy_actors: it has actors without ``set_loss_fn``, and a key that selects them.
-        engine_attends_by_loss_mask: without ``use_remove_padding`` its engine masks attention by the loss mask.
+        engine_attends_by_loss_mask: without ``use_remove_padding``, its engine masks attention by the loss mask.
         bound_pairs: ``rollout_is_threshold`` also accepts a pair, "0.5_2.0".
         replaying_engines: strategies whose engine reads ``router_replay``.
         platforms: it has a registry of platforms, reads VERL_ENGINE_DEVICE, and loads the entry point that reads

@@ -15,7 +15,7 @@ _base = Seams("verl.trainer.ppo.v1.replay_buffer:ReplayBuffer", *_OF_LIMIT)
 _agent_loop = Seams("verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_metadata__.modified_class", *_OF_LIMIT)
 
 SEAMS = (
-    # All constructor arguments of verl's buffer; its replacement gets the same.
+    # All constructor arguments of verl's buffer; its replacement receives the same arguments.
     _trainer(
         "_build_replay_buffer",
         "(self)",

@@ -31,7 +31,7 @@ USAGE, UNREACHED = 2, 1
 def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
     """Build the correction to calibrate, and the keys in it that have no value yet.
 
-    Overrides compose the correction; without overrides it is the correction of the last recorded step.
+    Overrides compose the correction; without overrides, it is the correction of the last recorded step.
 
     Raises:
         SpecError: the correction is malformed, or there is none.

@@ -61,7 +61,7 @@ def check(config: DictConfig, program: str = OURS) -> list[str]:
     """Run all checks on a launch and add the values that its workers need to its configuration.
 
     Returns:
-        Lines that say what would train.
+        Lines that describe what would train.
 
     Raises:
         CheckError, PatchError: a problem stops the launch.

@@ -4,7 +4,7 @@ python -m recipe.offpolicy.report DIR [--out report.html] [--spec OVERRIDE ...]
                                       [--tokenizer FOLDER] [--jobs N | --ray ADDRESS]
                                       [--follow [SECONDS]]
 
-Exit status: 0, or 2 if the recording or an argument is invalid. With --follow it runs until Ctrl-C and exits with 0.
+Exit status: 0, or 2 if the recording or an argument is invalid. With --follow, it runs until Ctrl-C and exits with 0.
 """
 
 from __future__ import annotations

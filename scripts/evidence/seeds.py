@@ -119,7 +119,8 @@ def find_percentiles(drawn: np.ndarray, confidence: float) -> tuple[float, float
 def sign_flip(differences: ArrayLike, *, two_sided: bool = True) -> float:
     """Compute the p value of the exact paired sign-flip test: the share of sign patterns with at least as large a mean.
 
-    In the one-sided test only positive means count as large. With n pairs no p is below 2 / 2^n, or 1 / 2^n one-sided.
+    In the one-sided test, only positive means count as large. With n pairs, no p is below 2 / 2^n, or 1 / 2^n
+    one-sided.
     """
     found = np.asarray(differences, dtype=float)
     signs = 1.0 - 2.0 * (np.arange(2 ** len(found))[:, None] >> np.arange(len(found)) & 1)

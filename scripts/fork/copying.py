@@ -135,7 +135,7 @@ def git(root: Path, *arguments: str, given: str = "", **variables: str) -> str:
     settings = ("-c", "safe.directory=*", "-c", "core.hooksPath=/dev/null")
     command = ["git", "--no-optional-locks", *settings, "-C", str(root), *arguments]
     try:
-        # git gets its own process session, so that an interrupt does not end it halfway.
+        # git runs in its own process session, so that an interrupt does not end it halfway.
         done = subprocess.run(
             command, input=given, env=environment | variables, capture_output=True, text=True, start_new_session=True
         )
@@ -218,7 +218,7 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
         fix = "--force, which replaces them; what they held stays in git's history"
         raise Refused(_list("these were edited since they were copied", replaced, fix))
     version, commit = read_origin(source)
-    # A file of the same content that no copy has created is the user's and gets no entry, so an undo keeps it.
+    # A file of the same content that no copy has created belongs to the user and has no entry, so an undo keeps it.
     files = {path: blob for path, blob in wanted.items() if path in known or path not in head}
     about = {"about": ABOUT, "format": FORMAT, "version": version, "commit": commit, "verl": fork.release}
     manifest = {**about, "place": place, "files": files}

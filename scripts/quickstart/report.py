@@ -142,7 +142,7 @@ def judge(history: History, *, corrected: bool, judged: bool, scored: bool = Tru
 
 
 class Progress:
-    """Printer of timed lines; between them a terminal shows a spinner, a log a heartbeat."""
+    """Printer of timed lines; between them, a terminal shows a spinner and a log shows a heartbeat."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console or Console(highlight=False)

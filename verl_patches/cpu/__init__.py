@@ -3,7 +3,7 @@
     VERL_USE_EXTERNAL_MODULES=verl_patches.cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda
 
 In 0.9 and later, the last two are verl's own variables: they select the platform, and the device whose engines are used
-(verl registers no engine for cpu; the engines for cuda run there). In earlier releases this package reads both
+(verl registers no engine for cpu; the engines for cuda run there). In earlier releases, this package reads both
 variables. Without VERL_PLATFORM=cpu, importing this package changes nothing.
 
 A patch is either an object in a module's table `PATCHES`, or a module of its own. It has `install()` and `in_force()`,

@@ -26,7 +26,7 @@ def _init_process_group(original: Callable[..., None], backend: str | None = Non
 def _unpinned(original: Callable[..., None], self: Any, pin_memory: bool = True) -> None:
     """Turn off memory pinning in FSDP2's CPU offload, which needs an accelerator.
 
-    verl builds its reference model with `CPUOffloadPolicy(pin_memory=True)`; without an accelerator PyTorch raises
+    verl builds its reference model with `CPUOffloadPolicy(pin_memory=True)`; without an accelerator, PyTorch raises
     "Cannot access accelerator device when none is available".
     """
     original(self, pin_memory=False)

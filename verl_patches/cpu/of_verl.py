@@ -34,7 +34,7 @@ def _is_legacy(release: Release) -> bool:
     return release.legacy_actors
 
 
-# Names for the CPU where verl expects an accelerator. Before 0.9 verl has no platforms: its device is `cpu` without an
+# Names for the CPU where verl expects an accelerator. Before 0.9, verl has no platforms. Its device is `cpu` without an
 # accelerator, and two functions then return wrong names: the resource "NPU", which no placement group requests, and the
 # backend "nccl".
 class _DevicePatch(ReleasePatch):
@@ -111,7 +111,7 @@ def _apply_fsdp2(original: Callable[..., None], model: Any, fsdp_kwargs: Any, co
 def _get_attention_functions(original: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
     """Let verl remove padding without flash-attn, which needs CUDA.
 
-    verl imports four functions that gather and scatter rows from flash-attn. For NPUs it also ships versions in plain
+    verl imports four functions that gather and scatter rows from flash-attn. For NPUs, it also ships versions in plain
     PyTorch. If flash-attn is missing, this patch uses those versions; verl 0.9.1 and later do the same.
     """
     try:
@@ -177,8 +177,8 @@ _forward = _build(
 def slot_name(environment: Mapping[str, str]) -> str:
     """Return a name for the slot of Ray's resource "GPU" that a process's environment contains.
 
-    It names the socket through which verl sends weights to vLLM. In 0.7.1 the trainer and vLLM's worker each read the
-    UUID of their own GPU and so agree on a name. On the CPU both know the slot that was given to the worker, and the
+    It names the socket through which verl sends weights to vLLM. In 0.7.1, the trainer and vLLM's worker each read the
+    UUID of their own GPU and so agree on a name. On the CPU, both know the slot that was given to the worker, and the
     Ray node that they run on; together these distinguish replicas and simultaneous runs. 0.8.0 names the socket by
     replica and rank but still reads the UUID, which vLLM does not have.
 

@@ -24,7 +24,7 @@ def describe_overrides(unknowns: Sequence[Unknown], script: Path) -> str:
 
 
 def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
-    """Describe why values are unknown, each cause once, with the fixes."""
+    """Describe why values are unknown, naming each cause once, and how to fix this."""
     lines: dict[str, int] = {}
     for each in unknowns:
         lines.setdefault(each.why, each.line)
@@ -198,7 +198,7 @@ def _is_lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool
 
 
 def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> Launch | None:
-    """Build the launch of a call; None if the call is no launch.
+    """Build the launch of a call; None if the call is not a launch.
 
     Raises:
         ScriptError: the call is a launch, but a word of it is unknown.

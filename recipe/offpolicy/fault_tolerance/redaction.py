@@ -3,7 +3,7 @@
 A secret is recognised by its key (``wandb_token``, ``api-key``), by its shape (``Bearer ...``, user and password in a
 URL, a web hook, the prefix of a known issuer), or as the value of an environment variable with such a name.
 
-40 hexadecimal digits are a Weights & Biases key or a git revision: they are hidden unless the preceding text says
+40 hexadecimal digits are a Weights & Biases key or a git revision, so they are hidden unless the preceding text says
 revision, commit, sha or similar, or ends in / or @.
 """
 

@@ -141,7 +141,7 @@ class _Observed:
 
 def _find_engine(run: Composed) -> _Observed | None:
     name = run.get(NAME)
-    # Kernels can be matched until both engines are bitwise identical; no key shows this, so only the user knows it.
+    # Kernels can be matched until the two engines are bitwise identical; no key shows this, so only the user knows.
     return _Observed("different", f"{NAME}={name}", firm=False) if name in ("vllm", *UNTESTED_ENGINES) else None
 
 
@@ -254,8 +254,8 @@ class Selection:
 def select(setup: Setup) -> Selection:
     """Select corrections by engine, mode, mini-batches, model and trajectory.
 
-    For asynchronous data it selects the options in ``correction.recommended``: OPSM on pi / mu covers the engine
-    mismatch and staleness together, and does not need pi_old under the weights that sampled.
+    For asynchronous data, it selects the options in ``correction.recommended``, because OPSM on pi / mu covers the
+    engine mismatch and staleness together, and does not need pi_old under the weights that sampled.
     """
     decisions = (
         _choose_correction(setup),

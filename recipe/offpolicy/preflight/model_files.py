@@ -25,7 +25,7 @@ def find_experts(config: DictConfig) -> tuple[bool, str] | None:
     """Find out whether the actor is a mixture of experts, without loading it and without a network.
 
     Returns:
-        Whether it is, and a sentence that names the file with the evidence; None if this machine has no
+        Whether it is one, and a sentence that names the file with the evidence; None if this machine has no
         ``config.json``.
     """
     for name in (OmegaConf.select(config, f"{_MODEL}.{key}") for key in ("hf_config_path", "path")):

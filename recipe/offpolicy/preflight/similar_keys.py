@@ -152,7 +152,7 @@ def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[
 
 
 def _takes_any_name(section: Any) -> bool:
-    """Return True for a section without keys, or one with sections that the user names, such as teachers."""
+    """Return True for a section without keys, or one whose sections the user names, such as teachers."""
     return not isinstance(section, DictConfig) or all(
         isinstance(section._get_node(name), DictConfig) for name in section
     )

@@ -255,7 +255,7 @@ def _place_policies(
     """Build policies whose aggregate is ``value`` on every other unit and neutral elsewhere, and the tokens hit.
 
     A unit's log-ratio is placed on its first token, so that PPO's clip keeps the gradient of the other tokens. In these
-    units ``when=outward`` hits only the tokens whose log-ratio and advantage have the same sign.
+    units, ``when=outward`` hits only the tokens whose log-ratio and advantage have the same sign.
     """
     mask = batch.response_mask
     if spec.aggregate == "staleness":

@@ -137,7 +137,7 @@ class ReplayingEngine:
         engine.forward_backward_batch = self.forward_backward_batch
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        """Run verl's method; an update's metrics get a report."""
+        """Run verl's method, and add a report to an update's metrics."""
         self._records = self.mode == "R2" and forward_only
         self._tally = self._new_tally()
         replays = not forward_only and _wants_replay(data)

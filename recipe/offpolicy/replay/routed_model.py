@@ -96,7 +96,7 @@ def _refuse(name: str, reason: str) -> ReplayError:
 def _read_size(name: str, config: Any, keys: tuple[str, ...]) -> int:
     for key in keys:
         value = getattr(config, key, None)
-        # In HunYuan's configuration these values may be lists with one value per layer.
+        # In HunYuan's configuration, these values may be lists with one value per layer.
         sizes = set(value) if isinstance(value, list | tuple) else {value}
         if len(sizes) > 1:
             raise _refuse(name, f"{key}={value} differs by layer")
@@ -199,7 +199,7 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
 def install_replay(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> RoutedModel:
     """Find the routers of a model and wrap their forwards with replay.
 
-    Unarmed routers run unchanged. On a sharded model every rank calls this together.
+    Unarmed routers run unchanged. On a sharded model, every rank calls this together.
 
     Args:
         model: a causal language model of transformers, before or after sharding.

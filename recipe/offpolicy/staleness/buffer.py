@@ -10,9 +10,9 @@ eviction_reasons)``, ``_wait_for_next_poll(self, partition_id, last_debug_time)`
 
 verl hands out finished groups in the order of their issue. With a limited rate, a group becomes too old only if other
 groups are trained on first while it is being sampled. verl's own ``wait`` does not prevent that, because it checks
-unfinished prompts only at their last step, when more than a batch of them may be due. Here ``wait`` skips an unfinished
-prompt only if all remaining prompts can still be trained on in time. ``drop`` is verl's own strategy, with a threshold
-of eta + 1; ``mask`` and ``refresh`` are implemented here and in the trainer.
+unfinished prompts only at their last step, when more than a batch of them may be due. Here, ``wait`` skips an
+unfinished prompt only if all remaining prompts can still be trained on in time. ``drop`` is verl's own strategy, with a
+threshold of eta + 1; ``mask`` and ``refresh`` are implemented here and in the trainer.
 """
 
 from __future__ import annotations

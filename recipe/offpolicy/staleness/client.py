@@ -23,7 +23,7 @@ Note = TypeVar("Note")
 class RowNotes(WeakValueDictionary[str, Note], Generic[Note]):
     """Notes of rows whose agent loops still hold the client's result, by request id.
 
-    With verl's ``full_determinism`` different rows have the same request id. An agent loop awaits all turns of its row
+    With verl's ``full_determinism``, different rows have the same request id. An agent loop awaits all turns of its row
     in one asyncio task, so in that case notes are kept per task.
 
     Args:

@@ -207,7 +207,7 @@ class SupportEngine:
         engine.forward_backward_batch = self.forward_backward_batch
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        """Run verl's method; an update's metrics get a report.
+        """Run verl's method, and add a report to an update's metrics.
 
         Raises:
             SupportError: tokens have no support, or the support of another token; raised before the optimizer steps.
@@ -226,8 +226,8 @@ class SupportEngine:
     ) -> dict[str, Any]:
         """Prepare like verl, and renormalise log-probs over the support; the entropy stays verl's.
 
-        Outputs of an update also get ``FULL_LOG_PROBS``, which the KL term reads, ``SUPPORT_SIZE``, which is recorded,
-        and ``WITHHELD`` if tokens are removed from the policy term.
+        Outputs of an update also contain ``FULL_LOG_PROBS``, which the KL term reads, ``SUPPORT_SIZE``, which is
+        recorded, and ``WITHHELD`` if tokens are removed from the policy term.
         """
         found: dict[str, Any] = self._prepare(
             output=output,

@@ -44,8 +44,8 @@ class CompiledBatch:
         self._dtype = promote_weight_dtype(old_log_prob, rollout_log_prob)
         tensors = (old_log_prob.detach(), rollout_log_prob.detach(), response_mask)
         self._tensors = tuple(rows.tokens(tensor) for tensor in tensors)
-        # The loops are compiled per dtype: masks of the two common dtypes are read in place, others are converted to
-        # bool.
+        # The loops are compiled per dtype: masks of the two common dtypes are read in place; other masks are converted
+        # to bool.
         mask_dtype = response_mask.dtype if response_mask.dtype in (torch.int64, torch.bool) else torch.bool
         self._dtypes = (self._dtype, self._dtype, mask_dtype)
         self._offsets = _offsets(rows, self._tensors[0])

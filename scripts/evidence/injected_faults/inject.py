@@ -4,7 +4,7 @@
 
     temperature:0.8    the rollout server samples at this temperature, but the trainer scores at its own
     shift:1            log-probs arrive one token late (-1: early)
-    lag:8              the rollout server gets the weights from 8 synchronisations ago; at the start, the first weights
+    lag:8              the rollout server loads the weights from 8 synchronisations ago; at the start, the first ones
     stale:3            of every three synchronisations, two send the previous synchronisation's weights again
     round:3            weights reach the rollout server with this many bits of mantissa
     routers:4          the same, but only for the router weights of a mixture of experts

@@ -93,7 +93,7 @@ class ToyPolicy(nn.Module):
 
 
 def compute_rewards(prompts: Tensor, tokens: Tensor) -> Tensor:
-    """Compute the share of correct tokens, (B,): at position t the answer to prompt p is (p + 3 t) mod 8."""
+    """Compute the share of correct tokens, (B,): at position t, the answer to prompt p is (p + 3 t) mod 8."""
     right = (prompts[:, None] + 3 * torch.arange(LENGTH)) % VOCABULARY
     return (tokens == right).float().mean(1)
 
@@ -213,7 +213,7 @@ class Ratio(NamedTuple):
 
 
 def list_runs(seeds: int) -> Iterator[Run]:
-    """List all runs; at eta 0 mu is pi_old and all arms are the same."""
+    """List all runs; at eta 0, mu is pi_old and all arms are the same."""
     for seed in range(seeds):
         for rate in RATES:
             yield Run(ARMS[0], 0, rate, seed)

@@ -74,7 +74,7 @@ def try_parts(loss_fn: CorrectedLoss, model_output: Mapping[str, Any], data: Ten
     """Run the loss with each part alone, with mu just inside and just beyond each of its bounds.
 
     Raises:
-        NotLive: a part does not act as its bounds say.
+        NotLive: a part does not act as its bounds require.
     """
     correction = loss_fn.correction
     parts = {"weight": Correction(weight=correction.weight)} if correction.weight is not None else {}

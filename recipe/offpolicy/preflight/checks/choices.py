@@ -47,7 +47,7 @@ def _find_plugins(run: Composed) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """The names that a key of verl takes.
+    """The names that a key of verl accepts.
 
     Attributes:
         names: the names known here, the default first.

@@ -157,7 +157,7 @@ def check_proximal(run: Composed) -> Iterator[Problem]:
         fix = f"Set {PROXIMAL}=recompute."
         yield run.problem(PROXIMAL, f"{why}, so mu is not pi_old.", fix, recompute, parts, value=value)
     if value in ("reuse", "loglinear"):
-        same = recompute if value == "reuse" else {}  # recompute gives the same pi_old as reuse, but not as loglinear
+        same = recompute if value == "reuse" else {}  # recompute yields reuse's pi_old, but not loglinear's
         estimator = run.get(ESTIMATOR)
         for reads, who, other in (
             (run.get(KL_IN_REWARD), "the KL in the reward", f"{KL_IN_REWARD}=false"),
