@@ -116,7 +116,7 @@ def time_call(call: Callable[[], Any]) -> Seconds:
 
 
 def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, uncounted: int = 1) -> dict[str, list[T]]:
-    """Call each side once per round, so that all run under the same machine load; the order alternates.
+    """Call each side once per round, so that all sides run under the same machine load; the order alternates.
 
     Args:
         uncounted: number of rounds before the counted ones, in which sides import and compile.
@@ -136,7 +136,7 @@ def find_median_ratio(ours: Sequence[float], others: Sequence[float]) -> float:
 
 
 def run_in_fresh_process(work: Callable[..., T], *arguments: Any, preload: Sequence[str] | None = None) -> T:
-    """Return the result of ``work`` in a separate process, so that one measurement leaves nothing behind for the next.
+    """Run ``work`` in a separate process and return its result, so that a measurement does not affect the next one.
 
     Args:
         preload: modules that are imported by a server, which computes nothing and from which the process is forked;
@@ -156,7 +156,7 @@ def run_in_fresh_process(work: Callable[..., T], *arguments: Any, preload: Seque
 
 
 def measure_growth(call: Callable[[], Any]) -> int:
-    """Measure the largest growth, in bytes, of this process's resident set in one call."""
+    """Measure the peak increase, in bytes, of this process's resident set size during one call."""
     ctypes.CDLL(None).malloc_trim(0)  # otherwise freed memory would be reused, unnoticed
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     before = _read_status("VmRSS")

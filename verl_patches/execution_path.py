@@ -1,4 +1,4 @@
-"""Detection of the trainer and worker of verl that the configured run uses.
+"""Detection of the verl trainer and worker that the configured run uses.
 
 | verl | trainer | worker |
 |---|---|---|

@@ -20,7 +20,7 @@ class Group:
 
     Attributes:
         name: name of the sub-package, which has `install()`, `status()` and the names of its modules in `PATCHES`.
-        when: the capability that decides whether the group is needed, in words.
+        when: in words, the capability that decides whether the group is needed.
         needed: whether this process can need the group; reads only the environment and the files of the installed
             verl, and imports nothing.
     """

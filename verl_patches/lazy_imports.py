@@ -1,6 +1,6 @@
 """Lazy imports in verl's modules, for a process that calls a few functions of verl and trains nothing.
 
-verl's modules import at their top packages that only a run needs, such as Ray, transformers and datasets, which takes
+At their top, verl's modules import packages that only a run needs, such as Ray, transformers and datasets, which takes
 seconds. In a process that called `install()`, such an import runs when a name that it binds is first looked up, as in
 Python's `lazy import` (PEP 810). The executed code is verl's, with the same objects, and unused modules are never
 imported.

@@ -305,7 +305,7 @@ def compare(runs: Sequence[Run]) -> dict[str, Interval]:
 
 
 def compare_phases(runs: Sequence[Run]) -> dict[str, tuple[float, Interval]]:
-    """Compare the phases of a step: verl's mean seconds, and the pairs' mean difference; a missing phase is 0."""
+    """Compare the phases of a step: verl's mean seconds and the pairs' mean difference; a missing phase counts as 0."""
     pairs, found = pair_up(runs), {}
     for name in sorted({name for pair in pairs for run in pair for name in run.phases}):
         seconds = [[run.phases.get(name, 0.0) for run in pair] for pair in pairs]
@@ -315,7 +315,7 @@ def compare_phases(runs: Sequence[Run]) -> dict[str, tuple[float, Interval]]:
 
 
 def format_result(runs: Sequence[Run]) -> str:
-    """Format a row for each pair, and the comparison of all, with the phases that take 1 % of a step or more."""
+    """Format a row for each pair and the comparison of all pairs, with the phases that take at least 1 % of a step."""
     rows, found = [], compare(runs)
     for verls, ours in pair_up(runs):
         one, other = compute_step(verls), compute_step(ours)

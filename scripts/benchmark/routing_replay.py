@@ -81,7 +81,7 @@ def run_replayed(model: Any, ids: Tensor, routed: RoutedModel, routes: Tensor) -
 
 
 def measure(native: Callable[[], None], replayed: Callable[[], None], pairs: int) -> Cost:
-    """Measure both passes in turn, after one run of each that is not counted."""
+    """Measure both passes in turn, after one uncounted run of each."""
     sides = {"native": partial(time_call, native), "replayed": partial(time_call, replayed)}
     spent = {name: [one.cpu for one in each] for name, each in take_turns(sides, pairs).items()}
     ratio = find_median_ratio(spent["replayed"], spent["native"])

@@ -84,7 +84,7 @@ def read_calls(seen: Path) -> list[dict[str, Any]]:
 
 
 def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Compute seconds per step and their shares of the step, without the first step.
+    """Compute seconds per step and their shares of the step, ignoring the first step.
 
     Args:
         metrics: metrics of each step.

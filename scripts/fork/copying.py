@@ -1,4 +1,4 @@
-"""Copy files into a verl checkout as one commit, and remove them by another commit.
+"""Copy files into a verl checkout in one commit, and remove them in another commit.
 
 git protects the checkout's uncommitted changes.
 """

@@ -167,7 +167,7 @@ def run_part(name: str, dry_run: bool, scratch: Path) -> Part:
 
 
 def find_error(lines: Sequence[str]) -> str:
-    """Find the line that names the error: the last one that is not indented."""
+    """Find the line that names the error: the last line that is not indented."""
     return next((line for line in reversed(lines) if line.strip() and not line.startswith((" ", "\t"))), "no output")
 
 

@@ -142,7 +142,7 @@ def train(dry_run: bool) -> Found:
 
 
 def measure_loss(dry_run: bool) -> Found:
-    """Measure memory and synchronisations of verl's loss and the corrected one on rows of very different lengths."""
+    """Measure memory and synchronisations of verl's and of the corrected loss on rows of very different lengths."""
     import torch
 
     from recipe.offpolicy.correction import CorrectionSpec
@@ -197,7 +197,7 @@ def measure_loss(dry_run: bool) -> Found:
 
 
 def measure_step(dry_run: bool) -> Found:
-    """Time forward and backward passes with verl's loss and the corrected one in pairs."""
+    """Time forward and backward passes with verl's loss and with the corrected loss, in pairs."""
     import torch
 
     from scripts.benchmark.worker_stage import Sizes, compare, format_figures

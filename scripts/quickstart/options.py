@@ -197,7 +197,7 @@ def build_child_environment(
 
 
 def build_release_overrides(platform: str, release: str, overrides: Sequence[str] = ()) -> list[str]:
-    """Build the overrides of this release of verl: the option of the group `platform`, and keys of its own.
+    """Build the overrides of this release of verl: the option of the group `platform`, and the release's own keys.
 
     Args:
         overrides: the user's overrides, which follow these.

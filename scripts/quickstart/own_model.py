@@ -23,7 +23,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def find_unusable(folder: Path, *, has_template: bool = False) -> str | None:
-    """Explain why a folder cannot be trained as a causal language model, before anything is started.
+    """Before anything is started, explain why a folder cannot be trained as a causal language model.
 
     Args:
         has_template: a chat template is configured, so the tokenizer needs none.
@@ -116,7 +116,7 @@ def _list_causal_models() -> set[str]:
 
 
 def build_bucket_override(folder: Path, platform: str, overrides: Sequence[str]) -> list[str]:
-    """Build the override of the size of the bucket that sends weights to the rollout engine.
+    """Build the override of the bucket size with which weights are sent to the rollout engine.
 
     verl sends each tensor whole. On a CPU, and in verl 0.7.1 on any device, a tensor larger than the bucket ends the
     run.

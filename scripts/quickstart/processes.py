@@ -58,7 +58,7 @@ class Tail:
 
 
 class Child:
-    """A process in its own session; its output goes to a log, because its daemons would keep a pipe open after its end.
+    """A process in its own session, whose output goes to a log, because daemons would keep a pipe open after its end.
 
     It ends with this process, however this process ends: see ``guard``.
     """
@@ -114,7 +114,7 @@ class Teacher:
         self.child = Child(["bash", str(SERVER), *arguments], env, log, root)
 
     def wait(self, on_tick: Callable[[], None]) -> Iterator[float]:
-        """Wait until it serves; yields the seconds so far every ten.
+        """Wait until it serves; every ten seconds, yields the number of seconds so far.
 
         Raises:
             StageFailed: it ended, or does not serve in time.
@@ -218,7 +218,7 @@ def end_descendants(patience: float = 5.0, limit: float = 20.0) -> list[int]:
 class SharedMemoryWatch:
     """The segments in /dev/shm that this process's descendants were observed to use, and no others.
 
-    Segments are identified by device and inode, because a semaphore is mapped under another name than its final one.
+    Segments are identified by device and inode, because a semaphore is mapped under a name other than its final one.
     """
 
     def __init__(self, folder: Path = SHM) -> None:
@@ -228,7 +228,7 @@ class SharedMemoryWatch:
         self._looked = -math.inf
 
     def observe(self, every: float = 0.0) -> None:
-        """Find the users of the segments that appeared, at most once per interval; must be called often."""
+        """Find the users of newly appeared segments, at most once per interval; must be called often."""
         if time.monotonic() - self._looked < every:
             return
         self._looked = time.monotonic()

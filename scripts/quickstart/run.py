@@ -136,7 +136,7 @@ class Quickstart:
         return left
 
     def _check_and_prepare(self, command: list[str]) -> dict[str, Path]:
-        """Make data and models; checks run meanwhile, and fail within seconds if an override is wrong."""
+        """Make data and models; meanwhile, the checks run, and fail within seconds if an override is wrong."""
         self.progress.stage("checking the configuration")
         make = [sys.executable, "-m", "scripts.quickstart.prepare", "--cache", str(CACHE), *self.parts]
         preparation = self._start(make, "prepare.log")

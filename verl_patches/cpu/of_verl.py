@@ -205,7 +205,7 @@ def _rebuild_shared_memory(original: Callable[..., Any], *args: Any, **kwargs: A
     """Copy each synchronised weight into its own memory before vLLM loads it.
 
     verl 0.7.1 passes weights to vLLM's process in shared memory, one bucket at a time. The receiver moves each tensor
-    to its device, reports that the bucket is free, and then loads. On the CPU that move copies nothing: the sender may
+    to its device, reports that the bucket is free, and then loads. On the CPU, that move copies nothing: the sender may
     write the next bucket over weights that are being loaded, and the segment cannot be closed while they are in use.
     Later releases report after loading.
     """
@@ -214,10 +214,10 @@ def _rebuild_shared_memory(original: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _copied(original: Callable[[Any], tuple[dict[str, Any], Any]], model: Any) -> tuple[dict[str, Any], Any]:
-    """Make a snapshot of FSDP2 weights a copy if the weights are on the CPU.
+    """Copy FSDP2 weights for a snapshot if the weights are on the CPU.
 
     verl's asynchronous trainer computes pi_old with the weights of the last synchronisation, which it keeps by calling
-    `param.detach().cpu()`. On the CPU this returns the live parameter itself, so pi_old silently becomes the current
+    `param.detach().cpu()`. On the CPU, this returns the live parameter itself, so pi_old silently becomes the current
     policy.
     """
     shards, layout = original(model)

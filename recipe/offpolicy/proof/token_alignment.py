@@ -40,7 +40,7 @@ KINDS = ("rows", "siblings", "tokens")
 
 @dataclass(frozen=True)
 class PairCounts:
-    """Counts of informative pairs, and of pairs on which both policies agree, with mu at each of ``LAGS``.
+    """Counts, with mu at each of ``LAGS``, of the informative pairs and of those on which both policies agree.
 
     Attributes:
         rows: number of independent rows with such a pair at lag 0.

@@ -133,7 +133,7 @@ class QuantitySums:
         return QuantitySums(self.of_tokens, self.about, self.table[:, :, rows])
 
     def concatenate(self, other: QuantitySums) -> QuantitySums:
-        """Return the quantities of both, with this object's first."""
+        """Return the quantities of both objects, with this object's first."""
         return QuantitySums(
             np.concatenate([self.of_tokens, other.of_tokens]),
             np.concatenate([self.about, other.about]),

@@ -84,7 +84,7 @@ def translate(document: Mapping[str, Any], source: str, target: str) -> str:
 
 
 def _write(spec: CorrectionSpec, target: str, more: Sequence[str]) -> str:
-    """Write a correction in a framework's keys, or as overrides of a launch followed by ``more``, as text."""
+    """Return a correction as text, in a framework's keys or as overrides of a launch followed by ``more``."""
     if target != "hydra":
         values = _WRITERS[target](spec)
         return yaml.safe_dump(values, sort_keys=False).strip() if values else "{}"

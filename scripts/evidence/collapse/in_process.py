@@ -174,7 +174,7 @@ class Trainer:
         }
 
     def compute_log_probs(self, rows: SampledRows) -> list[Tensor]:
-        """Compute log-probs of the responses by the engine's own forward pass, one tensor per row."""
+        """Compute log-probs of the responses with the engine's own forward pass, one tensor per row."""
         data = rows.to_tensordict()
         self._worker.engine_config.infer_micro_batch_size_per_gpu = len(data)
         tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)

@@ -232,7 +232,7 @@ def measure(seeds: int, processes: int, steps: int = STEPS) -> Scores:
 
 
 def compute_ratio(scores: Sequence[float], synchronous: Sequence[float]) -> Ratio:
-    """Compute the ratio of means with a percentile bootstrap over the seeds of both."""
+    """Compute the ratio of means with a percentile bootstrap over the seeds of both settings."""
     rng = np.random.default_rng(0)
     drawn = draw_means(rng, scores) / draw_means(rng, synchronous)
     return Ratio(float(np.mean(scores) / np.mean(synchronous)), *find_percentiles(drawn, CONFIDENCE))
@@ -259,7 +259,7 @@ def check_claims(scores: Scores, rates: Sequence[float]) -> list[str]:
 
 
 def describe_one_step_behind(scores: Scores, rates: Sequence[float]) -> list[str]:
-    """Report whether "naive eta = 1 degraded" reproduces: only if the whole interval lies below 1."""
+    """Report whether "naive eta = 1 degraded" reproduces, which requires that the whole interval lies below 1."""
     sentences = []
     for rate in rates:
         found = compute_ratio(scores["bypass", 1, rate], scores["bypass", 0, rate])

@@ -120,7 +120,7 @@ class CorrectedLoss:
     def repeat_loss(
         self, model_output: Mapping[str, Any], data: TensorDict, batch: Batch, factor: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute a loss with the random numbers of the last one, and leave the generator as it was."""
+        """Compute a loss with the random numbers of the last loss, and leave the generator as it was."""
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.random_state)
             return self.compute_loss(model_output, data, batch, factor)

@@ -1,4 +1,4 @@
-"""Check of verl's keys that take one of a fixed set of names; the names are read from the installed source."""
+"""Check of verl's keys that accept one of a fixed set of names; the names are read from the installed source."""
 
 from __future__ import annotations
 
