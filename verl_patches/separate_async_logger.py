@@ -1,6 +1,6 @@
 """Let verl's separate asynchronous trainer start without colocated rollouts.
 
-With `actor_rollout_ref.hybrid_engine=False` it logs its start with `flush=True`, which `print` accepts but a logger
+With `actor_rollout_ref.hybrid_engine=False`, it logs its start with `flush=True`, which `print` accepts but a logger
 does not. This raises a TypeError on every platform, unless VERL_LOGGING_LEVEL is above INFO.
 """
 

@@ -170,7 +170,7 @@ def build_batch(columns: dict[str, Tensor], *, micro_batches: int = 1, last: boo
 
 
 def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "cpu") -> tuple[Call, TensorDict]:
-    """Build a micro-batch of drawn rows: a call that returns the model's output, and the rest.
+    """Build a micro-batch of drawn rows; return a call that yields the model's output, and the batch.
 
     Args:
         lengths: lengths of the rows, ``tokens`` in total; drawn if not given.

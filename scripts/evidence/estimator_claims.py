@@ -122,7 +122,7 @@ CASES = (
 
 
 def expected(aggregate: str, case: LogRatio, length: int) -> float:
-    """Compute the probability that a row is kept: the mean is N(m, s^2 / T), the sum N(m T, s^2 T)."""
+    """Compute the probability that a row is kept; its mean follows N(m, s^2 / T), and its sum follows N(m T, s^2 T)."""
     times, root = (1.0, 1 / math.sqrt(length)) if aggregate == "geometric" else (float(length), math.sqrt(length))
     lower, upper = (math.log(bound) for bound in MASKS[aggregate])
     centre, spread = case.mean * times, case.deviation * root

@@ -150,7 +150,7 @@ def guard_save(
         content[_STALENESS] = dict(staleness)
     write_json(record, content)
     if complete:
-        # verl has just written the same number, but not atomically: if the process is killed during that write, no
+        # verl has just written the same number, but not atomically. If the process is killed during that write, no
         # number is left.
         _write(folder.path / TRACKER, str(step))
     (folder.path / SAVING).unlink(missing_ok=True)
@@ -312,7 +312,7 @@ def _choose_whole_step(folder: CheckpointFolder) -> int | None:
 
 
 def _keep_previous(config: DictConfig) -> None:
-    """Raise verl's limit from one kept checkpoint to two: verl deletes the previous one before it names the new one."""
+    """Raise verl's limit of kept checkpoints from 1 to 2; verl deletes the old one before it names the new one."""
     trainer = config.trainer
     single = [
         key for key in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep") if OmegaConf.select(trainer, key) == 1

@@ -46,7 +46,7 @@ _NO_TEXT = re.compile(r"(?i:null|none|true|false)|[-+]?[\d._]+(?:e[-+]?\d+)?|\{.
 _SHAPES = re.compile(
     r"(?<=://)[^/\s'\"]+(?=@)|(?<=://)[^/\s:'\"]+:(?!\d*/)[^\s'\"@?]+(?=@[\w.-]+(?:[:/]|$))"
     r"|(?<=(?<![:\w])//)[^/\s:'\"]+:[^/\s'\"]+(?=@)|(?<=%3A%2F%2F)(?:(?!%2F|%40)[\w.%~+-])+(?=%40)"
-    # k or a number is not a host but part of a metric: verl's log writes 12:00:00,123:pass@k.
+    # k or a number is not a host but part of a metric, as in verl's log line 12:00:00,123:pass@k.
     r"|(?<![\w/.+-])[\w.+-]+:[^\s:@/'\",]+(?=@(?!sha256|(?:k|\d{1,4})(?![\w.:-]))[A-Za-z0-9])"
     r"|(?<=hooks\.slack\.com/)[\w/-]+|(?<=/webhooks/)[\w/-]+|(?<=/webhook/)(?!send\?)[\w/@-]+|(?<=/v2/hook/)[\w-]+"
     r"|(?P<user>\bcurl\b[^\n|;&]{0,300}?[\s'\"](?:-[a-zA-Z]*u|--(?:proxy-)?user)[\s'\",=]*)[^\s:'\",]+:[^\s'\",]+"

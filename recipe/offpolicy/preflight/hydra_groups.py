@@ -92,7 +92,7 @@ def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:
 
 
 def _refuse_several(section: str, bare: Sequence[str]) -> None:
-    """Check that an extension has one option: its options are modes and do not stack.
+    """Check that an extension has one option, because its options are modes and do not stack.
 
     Raises:
         SpecError: there are several options; Hydra would use only the last.

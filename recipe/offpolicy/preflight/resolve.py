@@ -60,7 +60,8 @@ def resolve(run: Composed, say: Say) -> list[str]:
     for extension in run.extensions:
         for line in extension.configure(config):
             say(line)
-    # The order matters: proximal=auto depends on shadows and fallbacks, and the requirements on all choices.
+    # The order matters, because proximal=auto depends on shadows and fallbacks, and the requirements depend on all
+    # choices.
     _resolve_shadows(run, say)
     _resolve_fallbacks(config)
     _resolve_proximal(run, say)
@@ -81,7 +82,7 @@ def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
 
 
 def _replace_bypass(run: Composed, say: Say) -> None:
-    """Replace ``bypass_mode`` in an asynchronous program's own configuration: the correction defines pi_old."""
+    """Replace ``bypass_mode`` in an asynchronous program's own configuration, because the correction defines pi_old."""
     key = f"{VERL}.{BYPASS}"
     given = any(each.lstrip("+").startswith(f"{key}=") for each in read_task_overrides())
     if run.program is None or run.get(key) is not True or given:

@@ -47,7 +47,7 @@ _MADE = ("actor_rollout_ref.rollout", "actor_rollout_ref.model")
 def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
     """Before Hydra composes, find overrides whose first name resembles a section or group of ours but is not one.
 
-    For ``corection=gsm`` Hydra suggests appending the key, after which the run would train uncorrected.
+    For ``corection=gsm``, Hydra suggests appending the key, after which the run would train uncorrected.
     """
     for sign, key, value in _parse_overrides(arguments):
         if (meant := _find_resembled_section(key, value)) is not None:

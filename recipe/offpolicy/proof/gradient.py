@@ -240,7 +240,7 @@ def _watch(proof: Proof, watched: list[tuple[Tensor, Tensor, Tensor]], loss: Ten
 
 
 def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
-    """Return a gradient error's scale: rounding grows with the weight, and a rejection (0) must not hide an error."""
+    """Return an error's scale; rounding grows with the weight, and a rejection (0) must not hide a gradient error."""
     return torch.maximum(demanded.abs().max(), policy.abs().max())
 
 

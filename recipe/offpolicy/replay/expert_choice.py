@@ -248,7 +248,7 @@ class RoutedLayers:
 
 
 def find_routed_rows(routes: Tensor) -> Tensor:
-    """Flag the tokens that have routes: their routes are not zero in all layers.
+    """Flag the tokens that have routes, which are nonzero in at least one layer.
 
     Engines leave zeros for tokens that were never forwarded. With k = 1, these look like the routes of a token that was
     sent to expert 0 in each layer.

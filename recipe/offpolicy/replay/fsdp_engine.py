@@ -36,7 +36,7 @@ _DEVIATIONS = 3.0
 
 
 def compare_layers(records: Mapping[int, ChoiceRecord]) -> Tensor:
-    """For each pair of layers, count the replayed rows in which one's own choice equals the other's shipped routes.
+    """For each pair of layers, count the replayed rows in which one layer's choice equals the other's shipped routes.
 
     Args:
         records: records of one forward, by layer.

@@ -239,13 +239,13 @@ class RoutedModel:
     def arm(self, routes: Tensor, rows: Tensor | None = None) -> None:
         """Replay these routes in each forward from now on.
 
-        Activation checkpointing runs a forward again in its backward: disarm, or arm again, after the backward.
+        Activation checkpointing runs a forward again in its backward, so disarm, or arm again, after the backward.
 
         Args:
             routes: (tokens, depth, k) uint8, int16, int32 or int64, for the tokens of one forward in their order;
                 layers are numbered as in the model, and values are zero in layers without experts.
-            rows: (tokens,) bool, tokens with routes; None: tokens that are not zero in all layers. The other tokens
-                are routed natively.
+            rows: (tokens,) bool, tokens with routes; None: tokens whose routes are nonzero in at least one layer. All
+                other tokens are routed natively.
 
         Raises:
             ReplayError: dtype, shape or ids do not fit; nothing is armed.

@@ -2,7 +2,7 @@
 
 With B prompts per batch, N of them issued so far and i the version of the trainer's weights, AReaL's limit (arXiv:
 2505.24298) is floor((N - 1) / B) <= i + eta: the last prompt is trained on by weights that are at most eta versions
-newer than the weights at its issue. Here step s begins with the weights of version s - 1, and the limit is N <= (s +
+newer than the weights at its issue. Here, step s begins with the weights of version s - 1, and the limit is N <= (s +
 eta) * B, which is equivalent for whole numbers. A fractional eta allows that fraction of another batch, so the largest
 age is eta rounded up.
 """

@@ -48,7 +48,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 class Turns(list[list[Chunk]]):
-    """Chunks of each turn of one row: a list subclass, because plain lists allow no weak references.
+    """Chunks of each turn of one row: a list subclass, because plain lists do not support weak references.
 
     Attributes:
         seals: the hash of each turn, see ``weight_versions.check_chunks``.

@@ -34,7 +34,7 @@ class SupportAttempts(LLMServerClient):
 
     A tool agent keeps the extra fields of its first turn, so this client updates the row's note in those fields. Tokens
     that the server returns without a support have no entry, and the worker then stops the run. An error raised here
-    would not stop the run: verl would count the row as failed and continue.
+    would not stop the run, because verl would count the row as failed and continue.
     """
 
     shares_ids: bool
@@ -95,7 +95,7 @@ Extract = Callable[[Any, int | None, dict[str, Any]], None]
 
 
 def ask_for_supports(build: Callable[..., Any], settings: SupportSettings) -> Callable[..., Any]:
-    """Wrap vLLM's ``SamplingParams``: a request for the sampled tokens' log-probs then includes K more ids."""
+    """Wrap vLLM's ``SamplingParams``, so that a request for the sampled tokens' log-probs includes K more ids."""
 
     def build_asking(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("logprobs") == 0:

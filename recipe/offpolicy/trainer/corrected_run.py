@@ -306,7 +306,7 @@ class CorrectedRun:
     def _load_checkpoint(self) -> Any:
         self._resumed = self._check_resumed()
         if self.add_ons.uses("load_prompts"):
-            # By now every trainer has created the data loader without reading from it; the checkpoint restores its
+            # By now, every trainer has created the data loader without reading from it; the checkpoint restores its
             # state.
             self.trainer.train_dataloader = self.add_ons.load_prompts(self.trainer.train_dataloader)
         loaded = self.verls._load_checkpoint()

@@ -2,7 +2,7 @@
 
 The trainer of every supported program derives from ``RayPPOTrainer`` (V0: main_ppo, one_step_off_policy,
 fully_async_policy, recipes) or from the V1 ``PPOTrainer``. The hook is on instance creation, so it also works for
-trainers that do not call ``super().__init__``: a ``CorrectedRun`` sets its methods on the instance. This module imports
+trainers that do not call ``super().__init__``. A ``CorrectedRun`` sets its methods on the instance. This module imports
 nothing from verl; in a process without a trainer, only the import hooks cost time.
 """
 

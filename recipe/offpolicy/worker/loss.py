@@ -224,7 +224,7 @@ class OffPolicyLoss:
         return packet
 
     def measure_uncorrected(self, model_output: Mapping[str, Any], data: TensorDict) -> Packet:
-        """Measure a micro-batch under ``correction=none``: a packet, with statistics if the batch has mu."""
+        """Measure a micro-batch under ``correction=none``; return a packet, with statistics if the batch has mu."""
         if mb.ROLLOUT_LOG_PROBS not in data.keys():
             return Packet(self.fingerprint)
         batch = mb.read(model_output, data)

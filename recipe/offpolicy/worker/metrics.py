@@ -15,7 +15,7 @@ without numbers. The first packet of the last mini-batch carries the numbers of 
 measured together and their numbers are copied to the host in one transfer. If packets do not leave the process,
 ``take_packets`` does this measurement. A packet that is never read, for example on a rank from which verl collects no
 metrics, is freed together with its rows, which are never measured. Pickling does not change a packet, and raises an
-error if ``before_sending`` was not called first. The pickled form is flat: the driver reads one packet per micro-batch
+error if ``before_sending`` was not called first. The pickled form is flat. The driver reads one packet per micro-batch
 and rank, and the cost of reading it hardly depends on the number of rows and statistics.
 """
 

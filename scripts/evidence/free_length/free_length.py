@@ -232,7 +232,7 @@ def judge(ends: pandas.DataFrame) -> list[tuple[str, bool, str]]:
 
     Expected before normalisation: ``uniform`` and ``group`` collapse, so in at least ``SEEDS`` of all seeds their
     answers end shorter than ``SHARE`` of the length of ``none``, and are correct less often than at the start. Expected
-    before and after normalisation: an anchor does not collapse, so in the mean over seeds its answers are shorter than
+    before and after normalisation: an anchor does not collapse, so on average over seeds, its answers are shorter than
     those of ``none``, and are correct as often, within ``WITHIN``.
     """
     found = []

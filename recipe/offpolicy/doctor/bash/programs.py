@@ -147,7 +147,7 @@ def is_lookup(code: str) -> bool:
 
 
 def _is_harmless(call: ast.Call) -> bool:
-    """Return True if the call imports nothing: find_spec of a nested module would import its parents."""
+    """Return True if the call imports nothing; find_spec of a nested module would import the module's parents."""
     if ast.unparse(call.func) != "importlib.util.find_spec":
         return not any(keyword.arg in ("file", None) for keyword in call.keywords)
     return [type(each) for each in call.args] == [ast.Constant] and "." not in str(call.args[0].value)  # type: ignore[attr-defined]
