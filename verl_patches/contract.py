@@ -61,8 +61,8 @@ class Contract:
         keys: literals that the target's code, including nested functions, must contain. Each is a string, or a tuple of
             three or more strings that must appear as a complete list or tuple, so that an additional key is noticed as
             well.
-        names: globals and attributes that the target's code, including nested functions, must look up: an overridden
-            hook or a replaced name has no effect if it is no longer looked up.
+        names: globals and attributes that the target's code, including nested functions, must look up, because an
+            overridden hook or a replaced name has no effect if it is no longer looked up.
         option: the configuration key whose use requires the contract; empty if every run needs it.
     """
 
@@ -345,7 +345,7 @@ def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
         True if the target was wrapped now, False if this patch was in force already.
 
     Raises:
-        PatchError: the contract does not hold, or the target is a class method: a wrapper would lose its class.
+        PatchError: the contract does not hold, or the target is a class method, because a wrapper would lose its class.
     """
     original = contract.check()
     if is_wrapped(original, contract.name):

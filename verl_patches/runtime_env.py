@@ -71,7 +71,7 @@ def forward(
 
     environ = os.environ if environ is None else environ
     job = _job_runtime_env(environ)
-    # Ray puts a job's working directory on its workers' path, wherever it is on their node.
+    # Ray adds a job's working directory to the path of its workers, wherever that directory is on their node.
     checkout = None if job.get("working_dir") else checkout_root()
     node = OmegaConf.select(config, KEY)
     given = {} if node is None else OmegaConf.to_container(node, resolve=True)

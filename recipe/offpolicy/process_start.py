@@ -23,7 +23,7 @@ def hasten_start() -> None:
 def hasten_check() -> None:
     """Do what ``hasten_start`` does, import verl lazily and compile nothing, which halves the time of a check.
 
-    A training process must not call this: it needs verl's imports and PyTorch's compiler.
+    A training process must not call this, because it needs verl's imports and PyTorch's compiler.
     """
     hasten_start()
     compiler_imports.leave_out()

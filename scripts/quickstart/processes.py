@@ -96,7 +96,7 @@ class Child:
 
 
 class Teacher:
-    """A vLLM server of the quickstart's own, better model, which ends with the quickstart's other processes.
+    """A vLLM server for the quickstart's own, better model; it ends with the quickstart's other processes.
 
     Args:
         model: folder of the model.
@@ -205,7 +205,7 @@ def end_descendants(patience: float = 5.0, limit: float = 20.0) -> list[int]:
     # Daemons may start other processes while they end, so each round looks again.
     while (remaining := find_descendants()) and (elapsed := time.monotonic() - start) <= limit:
         for process in remaining:
-            with contextlib.suppress(psutil.Error):  # psutil checks that the pid is still this process
+            with contextlib.suppress(psutil.Error):  # psutil checks that the pid still belongs to this process
                 if elapsed > patience:
                     process.kill()
                 elif process.pid not in asked:

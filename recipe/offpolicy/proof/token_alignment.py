@@ -1,4 +1,4 @@
-"""Token alignment of mu: checks over whole batches, using the trainer's log-probs, that mu belongs to its tokens.
+"""Token alignment of mu: uses the trainer's log-probs over whole batches to check that mu belongs to its tokens.
 
 If two rows differ at a position, the rollout engine and the trainer usually assign the higher log-prob to the same row,
 whatever the mismatch, and even with stale weights. The share of pairs that agree is then near 1. Log-probs that belong

@@ -189,7 +189,7 @@ def _list_ages(factors: tuple[float, ...]) -> Iterator[tuple[int, float]]:
 
 
 def _measure_near(bound: float) -> float:
-    """Compute a step from a bound, in nats, that is fine enough to detect a bound with another factor."""
+    """Compute a step from a bound, in nats, fine enough to detect a bound with another factor."""
     return max(_NEAR * abs(bound), _LEAST)
 
 

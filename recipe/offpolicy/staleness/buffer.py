@@ -65,8 +65,8 @@ class Tally:
         room: prompts that the step could issue when it began.
         waited: seconds that the trainer waited for rows.
         tokens, masked_tokens: tokens of the rows that were taken for training, and of the masked rows among them.
-        in_flight, in_queue: number of versions made while a row was sampled and after it was finished, for rows in the
-            loss.
+        in_flight, in_queue: number of versions made while a row was being sampled, and after it was finished, for rows
+            in the loss.
         spans: number of versions that sampled a row, for rows with per-token versions.
         updates: age of a token in updates.
         too_old, trained: lengths of rows that were too old, however they were treated, and of the other rows.

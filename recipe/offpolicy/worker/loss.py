@@ -116,7 +116,7 @@ class OffPolicyLoss:
         takes_padded: the base loss accepts the result of ``MicroBatch.padded_output``.
     """
 
-    # Unset if there are none, so that the pickled form of a loss without extensions does not change.
+    # This is unset if there are no extensions, so that the pickled form of a loss without extensions does not change.
     extensions: Mapping[str, WorkerExtension] = MappingProxyType({})
 
     def __init__(
