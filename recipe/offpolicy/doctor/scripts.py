@@ -46,7 +46,7 @@ def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
 
 
 def propose_exports(names: Mapping[str, bool]) -> list[str]:
-    """Suggest exporting variables (noting where bash accepts an empty value), and script arguments for "1"."""
+    """Suggest exporting variables (noting where bash accepts an empty value), and arguments for names like "1"."""
     as_empty = " (bash treats it as empty)"
     fixes = [f"export {name}=VALUE{as_empty * empty}" for name, empty in names.items() if not name.isdigit()]
     if any(name.isdigit() for name in names):

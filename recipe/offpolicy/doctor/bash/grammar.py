@@ -368,7 +368,7 @@ def _list_pipes(given: Token | None) -> list[Token]:
 
 
 def _mark_lost(command: Command) -> None:
-    """Mark commands that are really overrides, and are joined to a launch by an operator.
+    """Mark commands that are really overrides, joined to a launch by an operator.
 
     Raises:
         ScriptError: an override precedes the launch, where it is a variable.
