@@ -1,4 +1,4 @@
-"""Work on a recording's steps, in order, in this process, other local processes, or tasks of a Ray cluster."""
+"""Work on a recording's steps in order, in this process, in other local processes, or in tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..recording import Recording, Step
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 LARGE: Final = 64e6
-"""Size of files, in bytes, from which starting processes is worth the seconds that it takes."""
+"""Size of files, in bytes, from which it is worth the seconds that it takes to start processes."""
 AHEAD: Final = 2
 """Number of items in progress per process; their results wait in memory until their turn."""
 TRIES: Final = 3
-"""Number of attempts at an item before the deaths of its processes count as the item's own fault."""
+"""Number of attempts at an item before the death of its processes is attributed to the item itself."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGEST_KEPT, _MOST_KEPT = 32 * 2**20, 256 * 2**20
 """Bytes of the largest allocation that glibc keeps when it is freed (its own maximum), and of all that it keeps."""
@@ -42,8 +42,8 @@ class Jobs:
     Attributes:
         count: number of processes on this machine; 1 means only this process.
         ray: address of a running Ray cluster whose tasks do the work instead; None for no cluster. The cluster's nodes
-            need this package, and the recording under the same path. The first ``map`` connects this process, unless it
-            is already connected, until the process ends.
+            need this package, and the recording under the same path. Unless this process is already connected, the
+            first ``map`` connects it until it ends.
     """
 
     count: int = 1
@@ -55,11 +55,11 @@ class Jobs:
         If a process dies, its items are started again.
 
         Args:
-            work: a function of a module, or a partial of one.
+            work: a module-level function, or a partial of one.
 
         Raises:
             JobsError: an item's process died ``TRIES`` times, or there is no cluster at the address.
-            Exception: any that ``work`` raised.
+            Exception: any exception that ``work`` raised.
         """
         if self.ray is not None:
             return _map_on_ray(work, items, self.ray)
@@ -98,7 +98,7 @@ def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], cou
 
 
 def _prepare_forks(work: Callable[[Item], Result]) -> BaseContext:
-    """Return a context that forks processes from a server, which does only the imports, once for all processes.
+    """Return a context that forks processes from a server, which only does the imports, once for all processes.
 
     A fork of this process would copy torch's threads in whatever state they are in.
     """
@@ -113,12 +113,12 @@ def prepare_process() -> None:
     import pyarrow
     import torch
 
-    # Blocks fit the cache, so a second thread adds little, and it waits for the first at each of some hundred
-    # operations. numpy's matrix products have their own threads, which spin, so the work on each step multiplies with
-    # torch.
+    # Blocks fit into the cache, so a second thread adds little, and the threads wait for each other at each of some
+    # hundred operations. numpy's matrix products use their own threads, which spin, so the work on each step multiplies
+    # with torch.
     torch.set_num_threads(1)
     pyarrow.set_cpu_count(1)
-    # By default glibc returns each such array to the system, and fresh pages cost as much as the arithmetic.
+    # By default, glibc returns each such array to the system, and fresh pages cost as much as the arithmetic.
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
         libc.mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT)
@@ -151,7 +151,7 @@ def _connect(address: str) -> None:
     """Connect this process to a cluster, unless it is connected."""
     import ray
 
-    # A tool connects only once, because each connection starts new workers, which import torch again.
+    # A tool connects only once, because each connection starts new workers, which have to import torch again.
     if ray.is_initialized():
         return
     try:
@@ -186,7 +186,8 @@ def map_steps(
     """Yield the result of ``work`` for each step, in order, with a progress bar.
 
     Args:
-        work: a module's function, or a partial of one, which gets one step, once for each correction that acted in it.
+        work: a module-level function, or a partial of one, that receives one step, once for each correction that acted
+            in it.
         steps: a recording, or separate steps in memory, which only this process works on.
         what: name of the work, for the progress bar.
         in_pieces: whether to pass a large step of a recording to ``work`` piece by piece; see ``Recording.pieces``.
@@ -199,7 +200,7 @@ def map_steps(
 
 
 def show_progress(results: Iterable[Result], total: int, what: str) -> Iterator[Result]:
-    """Yield ``results`` and show how many of ``total`` have arrived, on standard error if that is a terminal."""
+    """Yield ``results``, and show on standard error how many of ``total`` have arrived if it is a terminal."""
     if not sys.stderr.isatty():
         yield from results
         return

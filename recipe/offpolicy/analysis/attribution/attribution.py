@@ -53,15 +53,15 @@ def has_stale_tokens(rows: Rows) -> bool:
 
 
 def has_unnoticed_staleness(causes: Iterable[Cause], *, stale: bool) -> bool:
-    """Check whether stale weights were found although no token is recorded as ``stale``."""
+    """Check whether stale weights were found even though no token is recorded as ``stale``."""
     found = any(cause.name == stale_weights.NAME and cause.verdict == "present" for cause in causes)
     return found and not stale
 
 
 def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
-    """Name the faults among ``causes`` in a sentence; empty if there is none.
+    """Name the faults among ``causes`` in a sentence; empty if there are none.
 
-    Numerics, and older weights whose age was recorded, are not faults: a correction handles them.
+    Numerics and older weights with a recorded age are not faults, because a correction handles them.
 
     Args:
         stale: whether a token is recorded as stale.
@@ -79,7 +79,7 @@ def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
 
 
 def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs: Jobs = ALONE) -> str:
-    """Name the faults in a sample of a recording's rows; see ``describe_faults``; empty if there is none.
+    """Name the faults in a sample of a recording's rows, see ``describe_faults``; empty if there are none.
 
     Args:
         card: the recording's card.
@@ -102,7 +102,7 @@ def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs
 
 
 def _take_sample(sample: RowSample, steps: Iterable[Step]) -> list[Step]:
-    """Take a step's sample for each correction that acted in it; the step arrives in pieces."""
+    """Take a step's sample for each correction that acted in the step, which arrives in pieces."""
     kept: list[Step] = []
     for piece in steps:
         kept = [_take(step, sample.choose(step.rows, spare=True)) for step in join_alike([*kept, piece])]
@@ -115,7 +115,7 @@ def _take(step: Step, rows: NDArray[np.int64]) -> Step:
 
 
 _TOGETHER: Final = 64
-"""Number of parts whose frames are added up together, a compromise between few group-bys and few parts in memory."""
+"""Number of parts whose frames are added up together; a compromise between few group-bys and few parts in memory."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Attribution:
         versions: mismatch by the age of the weights that sampled a token.
         profiles: mismatch by position, length, probability, turn and staleness.
         tokens, worst: tokens and rows with the largest mismatch, with their text.
-        without_text: why ids are shown instead of text; empty if text is shown.
+        without_text: the reason why ids are shown instead of text; empty if text is shown.
         causes: the verdict on each possible cause.
         mend_first: sentence on the faults to fix before setting a bound, see ``faults.describe_faults``; empty if there
             are none.
@@ -252,7 +252,7 @@ def attribute(
     """Read a recording step by step and attribute its mismatch.
 
     Args:
-        steps: first and last step to read; a last step of None means the last recorded one, and None all steps.
+        steps: first and last step to read; a last step of None means the last recorded step, and None means all steps.
         worst: number of tokens and of rows to list.
         jobs: the processes that read the steps.
         tokenizer: folder of the tokenizer that converts token ids to text; if empty, the recorded model's tokenizer.
@@ -290,7 +290,7 @@ def _read_step(worst: int, sample: RowSample, recording: Recording) -> Part:
 def _add_up(
     parts: Iterable[tuple[int, Part]], card: Mapping[str, Any], *, worst: int, sampled: bool = False
 ) -> Attribution:
-    """Add up the parts of the steps in turn, and search the rows of their samples for causes."""
+    """Add up the parts of the steps one after another, and search the rows of their samples for causes."""
     by_step: dict[int, Decomposition] = {}
     total = join_parts(_decompose_steps(parts, by_step), worst)
     if left_out := total.left_out:

@@ -27,12 +27,12 @@ def compute_kl(attribution: Attribution) -> float:
 
 
 def is_healthy(attribution: Attribution) -> bool:
-    """Check whether KL(mu, pi_old) is no larger than is usual between two healthy engines."""
+    """Check whether KL(mu, pi_old) is no larger than usual for two healthy engines."""
     return compute_kl(attribution) <= THRESHOLDS.healthy
 
 
 def describe_unexplained(attribution: Attribution) -> str:
-    """Describe in one or two sentences an attribution that found no cause."""
+    """Describe, in one or two sentences, an attribution that found no cause."""
     kl = compute_kl(attribution)
     if not is_healthy(attribution):
         return (
@@ -55,9 +55,10 @@ def describe_unexplained(attribution: Attribution) -> str:
 
 
 def _only_stale(attribution: Attribution) -> str:
-    """Explain that age alone may be the cause, if no row is fresh; otherwise return an empty string."""
+    """If no row is fresh, explain that age alone may be the cause; otherwise return an empty string."""
     ages = [version.staleness for version in attribution.versions]
-    # If there are fresh rows, the decomposition has already separated age; unknown versions do not show age.
+    # If there are fresh rows, the decomposition has already separated the effect of age; unknown versions do not show
+    # age.
     if 0 in ages or max(ages, default=-1) < 1:
         return ""
     age = f"{max(ages)} step{'s' * (max(ages) > 1)}"
@@ -208,7 +209,7 @@ def build_tokens_table(attribution: Attribution) -> Table:
 
 
 def build_rows_table(attribution: Attribution) -> Table:
-    """Build the table of the worst rows, each text once with the number of rows that have it."""
+    """Build the table of the worst rows, listing each text once with the number of rows that have it."""
     columns = [
         Column("step"),
         Column("rows"),
@@ -241,7 +242,7 @@ def list_fixes(attribution: Attribution) -> list[str]:
 
 
 def format_verdict(attribution: Attribution) -> str:
-    """Format the causes that were found, or a finding if there are none, and the rows that were left out."""
+    """Format the causes found (or a finding if there are none), and the rows that were left out."""
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
     sentences = [f"{cause.name}: {cause.sentence}." for cause in present] or [describe_unexplained(attribution)]
     if note := describe_left_out(attribution.left_out):
@@ -355,7 +356,7 @@ def _build_profile(name: str, buckets: Sequence[Bucket]) -> Panel:
 
 
 def _height(part: Decomposition, name: str) -> float:
-    """Compute nats per token; 0 if both policies agree exactly and there is nothing to split."""
+    """Compute nats per token; 0 if both policies agree exactly, so that there is nothing to split."""
     return max((getattr(part.kl, name) or 0.0) * part.kl.whole, 0.0) if part.kl.whole > 0 else 0.0
 
 

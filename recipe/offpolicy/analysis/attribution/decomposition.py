@@ -43,7 +43,8 @@ BOUNDS: Final = tuple(_compute_bounds())
 def draw_poisson(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Draw an array of Poisson variables of mean 1; the probability of each value is exact to 2^-32.
 
-    This inverts the distribution function; numpy's own method, which supports any mean, takes several times as long.
+    The distribution function is inverted, because numpy's own method, which supports any mean, takes several times as
+    long.
     """
     uniform = random.integers(0, _UNIFORM, shape, dtype=np.uint32)
     counts = np.zeros(shape, dtype=np.uint8)
@@ -71,7 +72,7 @@ class Decomposition:
         intervals: key such as "variance.drift" -> interval at ``LEVEL`` by resampling rows, for identified shares.
         floor_from: source of the backend's share: "own rows", "earlier steps", or "" if it is not identified.
         together: label of the rollout's share if its two parts are not identified.
-        replayed_kl: KL(mu, pi) with replay, nats per token, if ``kl`` is without replay; otherwise None.
+        replayed_kl: KL(mu, pi) with replay, in nats per token, if ``kl`` is computed without replay; otherwise None.
     """
 
     tokens: int
@@ -115,7 +116,7 @@ def resample(sums: Array, seed: Sequence[int] = (0,)) -> Array:
     """
     counts = draw_poisson(np.random.default_rng(seed), (REPLICATES, len(sums)))
     flat = sums.reshape(len(sums), math.prod(sums.shape[1:]))
-    # Ages and bins without a token have a count of 0, so their products need no computation.
+    # Ages and bins without a token have a count of 0, so their products need not be computed.
     filled = np.flatnonzero(flat.any(0))
     found = np.zeros((1 + REPLICATES, flat.shape[1]))
     found[0] = flat.sum(0)
@@ -139,7 +140,7 @@ def decompose(found: Mapping[str, Array], earlier: Array | None = None) -> Decom
         variance=of_variance,
         kl=of_kl,
         intervals=_compute_intervals(split, native, None if source == "own rows" else floor),
-        # Without stale tokens the backend is measured directly on the fresh tokens and needs no floor.
+        # Without stale tokens, the backend is measured directly on the fresh tokens and needs no floor.
         floor_from=(source or "own rows") if of_variance.backend is not None else "",
         replayed_kl=None if native is None else compute_shares(found["recorded"][0])[1].whole,
     )
@@ -162,7 +163,7 @@ def _subtract(one: float | None, other: float | None) -> float | None:
 
 
 def drop_drift(found: Decomposition) -> Decomposition:
-    """Mark drift as not identified if only rows of first gradient steps are known, because later rows are missing."""
+    """Mark drift as not identified if only rows of first gradient steps are known and later rows are missing."""
     return replace(
         found,
         variance=replace(found.variance, drift=None),
@@ -186,10 +187,10 @@ def merge_backend_and_staleness(found: Decomposition) -> Decomposition:
 
 
 class StepDecomposer:
-    """Decomposes one step after another; a step without fresh rows takes the floor from ``RECENT`` earlier steps."""
+    """Decomposes one step after another; a step without fresh rows uses the floor of ``RECENT`` earlier steps."""
 
     def __init__(self) -> None:
-        # Later steps are never used: the share of a step must not depend on what followed.
+        # Later steps are never used, because the share of a step must not depend on what followed.
         self._before: deque[Array] = deque(maxlen=RECENT)
 
     def decompose(self, step: Mapping[str, Array]) -> Decomposition:

@@ -1,4 +1,4 @@
-"""Frames of an attribution: valid tokens of recorded rows, cells of them, and the mismatch profiles over cells."""
+"""Frames of an attribution: valid tokens of recorded rows, cells of tokens, and the mismatch profiles over cells."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def select_valid_tokens(rows: Rows) -> ValidTokens:
     """Select the response tokens whose three log-probs are finite."""
     columns = (rows.rollout_log_prob, rows.old_log_prob, rows.log_prob)
     index = np.flatnonzero(np.logical_and.reduce([rows.response_mask, *map(np.isfinite, columns)]))
-    # Usually all tokens are valid, and a slice makes no copy.
+    # Usually all tokens are valid, and a slice avoids a copy.
     chosen = index if len(index) < rows.tokens else slice(None)
     mu, old, pi = (column[chosen].astype(np.float64) for column in columns)
     turn = rows.turn[chosen].astype(np.int64)
@@ -103,7 +103,7 @@ PROFILES: Final = ("position", "length", "probability", "turn", "staleness")
 BLOCK: Final = 2**16
 """Number of tokens that are summed at a time, so that intermediate results stay in the cache."""
 _MOST_CELLS: Final = 1 << 16
-"""Largest number of bucket combinations that are counted in a table; if large gaps cause more, they are sorted."""
+"""Largest number of bucket combinations that are counted in a table; more, as caused by large gaps, are sorted."""
 SIZES: Final = (1, 4, 16, 64, 256, 1024, 4096)
 """Upper ends of the buckets of positions and lengths, after the first."""
 
@@ -113,8 +113,8 @@ def sum_cells(rows: Rows) -> tuple[pl.DataFrame, Array]:
 
     Returns:
         A frame with one row per cell: ``row``, the bucket of each of ``PROFILES``, ``COLUMNS``, ``drift``, which is
-        log pi - log pi_old, and the squared distances of gap and drift from their means in the cell; and k3 of
-        log pi/mu of each token, (M,), below 0 if the token is not valid.
+        log pi - log pi_old, and the squared distances of gap and drift from their means in the cell; and the k3 of log
+        pi/mu of each token, (M,), negative if the token is not valid.
     """
     found, loss = [], np.full(rows.tokens, -1.0)
     sizes = np.searchsorted(SIZES, np.arange(int(np.diff(rows.offsets).max(initial=0)) + 1))
@@ -147,7 +147,7 @@ def sum_cells(rows: Rows) -> tuple[pl.DataFrame, Array]:
 
 
 def _sum_block(keys: Mapping[str, NDArray[np.int64]], columns: Mapping[str, Array]) -> dict[str, NDArray[Any]]:
-    # A table of all combinations is used, because numpy counts into it in a third of the time of a group-by.
+    # A table of all combinations is used, because numpy fills it in a third of the time of a group-by.
     least = {name: int(key.min(initial=0)) for name, key in keys.items()}
     shape = [int(key.max(initial=0)) - least[name] + 1 for name, key in keys.items()]
     cell = np.zeros(len(keys["row"]), dtype=np.int64)
@@ -204,7 +204,7 @@ def count_by_age(cells: pl.DataFrame, rows: Rows) -> Counter[int]:
 
 
 def place_cells(cells: pl.DataFrame, rows: int) -> Array:
-    """Add up cells like ``mismatch.shares.compute_sums_by_row`` adds up the tokens of padded rows: (rows, *SHAPE)."""
+    """Add up cells as ``mismatch.shares.compute_sums_by_row`` adds up the tokens of padded rows: (rows, *SHAPE)."""
     age = cells["staleness"].to_numpy()
     kind = np.where(age < 0, AGES.index("unknown"), age > 0)
     sums = np.zeros((rows, *SHAPE))
@@ -218,7 +218,7 @@ def compute_row_sums(rows: Rows) -> Array:
 
 
 def compute_routing_sums(rows: Rows) -> dict[str, Array]:
-    """Compute the sums that separate routing, (N, *SHAPE) each; none if log-probs without replay are unknown.
+    """Compute the sums that separate routing, (N, *SHAPE) each; empty if log-probs without replay are unknown.
 
     Both results cover the whole log pi/mu + R that rows would have without replay, where R = log n - log a is the
     routing part of a token: log pi_old under the trainer's own expert routes minus log pi_old under replayed ones.
@@ -228,7 +228,7 @@ def compute_routing_sums(rows: Rows) -> dict[str, Array]:
     native = rows.extensions.get(WITHOUT_REPLAY)
     if native is None or not np.isfinite(native[rows.response_mask]).any():
         return {}
-    # NaN if one of the two is unknown, so that the token counts in neither result.
+    # NaN if either of the two is unknown, so that the token is counted in neither result.
     whole = rows.log_prob + (native - rows.old_log_prob)
     return {
         "replayed": compute_row_sums(replace(rows, log_prob=whole)),
@@ -258,7 +258,7 @@ class Bucket:
 
 
 def build_profiles(cells: pl.DataFrame) -> dict[str, list[Bucket]]:
-    """Build each profile from cells by all profiles: its name -> its buckets with a token, in order."""
+    """Build each profile from cells by all profiles: name of the profile -> its non-empty buckets, in order."""
     starts = (1, *(edge + 1 for edge in SIZES))
     sizes = [f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, SIZES, strict=False)] + [f"> {SIZES[-1]}"]
     labels = {"position": sizes, "length": sizes, "probability": BINS}

@@ -1,4 +1,4 @@
-"""Choice of recorded rows: a sample of prompts, and rows with a known log pi_old by the trainer's own weights."""
+"""Choice of recorded rows: a sample of prompts, and rows whose log pi_old under the trainer's own weights is known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...recording import Rows, Step, concatenate
 from ...recording.recording import find_scored_rows, get_trainers_pi_old
 
 STEPS: Final = 64
-"""Largest number of steps in a sample that does not hold all rows; they are evenly spread."""
+"""Largest number of steps in a sample that does not contain all rows; the steps are evenly spread."""
 BYTES_A_TOKEN: Final = 12
 """Compressed size in a recorded file: nine columns, of which the log-probs hardly compress."""
 
@@ -39,7 +39,7 @@ class RowSample:
         return cls(chosen, tokens // max(len(chosen), 1))
 
     def choose(self, rows: Rows, *, spare: bool = False) -> NDArray[np.int64]:
-        """Choose rows of one step: the rows of some prompts, which are the same in every step.
+        """Choose rows of one step: the rows of a set of prompts, which is the same in every step.
 
         Args:
             spare: whether to choose one more prompt, so that a second choice among the rows chosen from each piece
@@ -50,7 +50,7 @@ class RowSample:
         if int(rows.step[0]) not in self.steps:
             return np.arange(0)
         bounds = zip(rows.prompt_offsets[:-1], rows.prompt_offsets[1:], rows.uid, strict=True)
-        # A hash of the prompt draws the same prompts in every step, without state between the steps.
+        # With a hash of the prompt, the same prompts are drawn in every step, without state between the steps.
         drawn = np.array([crc32(rows.prompt_ids[a:b].tobytes() or str(uid).encode()) for a, b, uid in bounds])
         _, of_row = np.unique(drawn, return_inverse=True)
         ends = np.cumsum(np.bincount(of_row, weights=np.diff(rows.offsets)))
@@ -62,7 +62,7 @@ class ScoredRows:
     """Rows to attribute, and the number of rows that are left out.
 
     Attributes:
-        rows: rows whose ``old_log_prob`` is log pi_old by the trainer's own weights.
+        rows: rows whose ``old_log_prob`` is log pi_old under the trainer's own weights.
         left_out: number of other rows, from later gradient steps, whose pi_old is unknown. If there are any, the
             effect of the updates is not identified.
     """
@@ -97,7 +97,7 @@ def describe_left_out(left_out: int) -> str:
 
 
 def describe_none_scored(left_out: int) -> str:
-    """Explain why nothing can be attributed if all rows are left out, and name the fix; the text has no full stop."""
+    """Explain why nothing can be attributed if all rows are left out, and name the fix, without a full stop."""
     return (
         f"{left_out} rows are recorded, but none during the first gradient step of a training step, and the trainer's "
         f"pi_old was not recorded. Record with correction.proximal=recompute"

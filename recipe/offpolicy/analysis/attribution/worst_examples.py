@@ -64,7 +64,7 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
     """Load the decoder of a recording: the tokenizer that its card names, otherwise its model's.
 
     Returns:
-        The decoder, and an explanation why it shows ids and how to get text (empty if it shows text). Nothing is
+        The decoder, and an explanation of why it shows ids and how to obtain text (empty if it shows text). Nothing is
         fetched from a network.
     """
     model = card.get("tokenizer") or card.get("model")
@@ -73,7 +73,7 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
     shown = escape(redact_text(model))
     absent = f"the model is not at {shown}. {_OPTION}"
     there = Path(model).is_dir()
-    # A Hugging Face name may be in this machine's cache.
+    # The model of a Hugging Face name may be in this machine's cache.
     if not there and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return TokenDecoder(), absent
     try:
@@ -99,7 +99,7 @@ _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log
 _SEARCHED: Final = 8
 """Number of largest values per example that are examined first; rows of one prompt share their first tokens."""
 _BLOCK: Final = 64
-"""Number of values in a block, which its largest value represents in the search for the largest values."""
+"""Number of values in a block; in the search for the largest values, a block is represented by its largest value."""
 Example = TypeVar("Example", "WorstToken", "WorstRow")
 
 
@@ -109,7 +109,7 @@ class WorstToken:
 
     Attributes:
         position: position in its response, from 0.
-        count: number of rows of the same step that sampled this token after the same ids; the one with the largest k3
+        count: number of rows of the same step that sampled this token after the same ids; the token with the largest k3
             is shown.
         mu, old, pi: log-probs.
         share: combined share of these rows' tokens in the sum of k3(log pi/mu) over all tokens.
@@ -138,7 +138,7 @@ class WorstRow:
 
     Attributes:
         length: number of valid tokens.
-        count: number of rows of the same step with the same ids in prompt and response; the one with the largest k3 is
+        count: number of rows of the same step with the same ids in prompt and response; the row with the largest k3 is
             shown.
         k3: mean per token.
         log_ratio: sum of log pi/mu, nats.
@@ -161,7 +161,7 @@ class WorstRow:
 def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Find the ``most`` tokens with the largest k3, and rows with the largest mean k3, in one step.
 
-    Each context, and each text, is listed once; nothing is listed if all log-probs agree.
+    Each context and each text is listed only once; nothing is listed if all log-probs agree.
 
     Args:
         sums: (N, *SHAPE), from ``place_cells``.
@@ -171,7 +171,7 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
         Frames with the fields of the examples, with their text as lists of ids. Each example also has ``size``, by
         which they are sorted, ``context``, and ``loss``, the sum of k3 over all its copies.
     """
-    # Hashes of all ids from the prompt's first id up to each token's own.
+    # Hashes of all ids, from the prompt's first id up to each token's own id.
     contexts = hash_ids(rows.response_ids, rows.offsets) + np.repeat(hash_prompts(rows), np.diff(rows.offsets))
     found = _find_largest(loss, loss, contexts, most)
     index = found["place"].to_numpy()
@@ -238,7 +238,7 @@ def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: i
 
 
 def merge_copies(found: pl.DataFrame, most: int) -> pl.DataFrame:
-    """Merge examples from several pieces by step and context, the largest first; it represents all its copies."""
+    """Merge examples from several pieces by step and context; the largest is first and represents all its copies."""
     firsts = pl.all().exclude("step", "context", "count", "loss").first()
     ordered = found.sort("size", descending=True, maintain_order=True)
     merged = ordered.group_by("step", "context", maintain_order=True)

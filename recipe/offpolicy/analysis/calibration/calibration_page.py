@@ -49,7 +49,7 @@ class JointShares:
 def compute_joint_shares(
     steps: Iterable[Step], specs: Sequence[CorrectionSpec], jobs: Jobs = ALONE
 ) -> list[JointShares]:
-    """Replay each of ``specs`` over ``steps`` and compute what it keeps; shares without a denominator are NaN.
+    """Replay each of ``specs`` over ``steps`` and compute its kept shares; shares without a denominator are NaN.
 
     Args:
         steps: a recording, or steps in memory.
@@ -219,7 +219,7 @@ def _describe_length_dependence(proposal: Proposal, confidence: float) -> str:
 
 
 def list_overrides(result: CalibrationResult) -> list[str]:
-    """List the correction's overrides with the bounds that were found; empty if no bound was found."""
+    """List the overrides of the correction with the bounds found; empty if no bound was found."""
     if not any(proposal.found for proposal in result.proposals):
         return []
     with initialize_composer():
@@ -227,7 +227,7 @@ def list_overrides(result: CalibrationResult) -> list[str]:
 
 
 def _format_interval(part: BoundedPart, threshold: Threshold) -> str:
-    """Format the interval in configured values; "-" if there is none."""
+    """Format the interval in configured values; "-" if there is no interval."""
     low, high = threshold.interval
     if not threshold.values or math.isnan(low):
         return "-"
@@ -362,7 +362,7 @@ def _build_panel(proposal: Proposal, confidence: float) -> Panel:
         band = (curve.low, curve.high)
         own = {entry.bucket: entry.curve for entry in proposal.lengths if isinstance(entry.curve, KeptCurve)}
         lines |= {f"T {format_bucket(bucket)}": (each.radius, each.share) for bucket, each in own.items()}
-        # The axis starts where the first curve reaches the smallest share of interest.
+        # The axis starts at the point at which the first curve reaches the smallest share of interest.
         first = min(radius[share >= _LEAST_SHARE].min(initial=math.inf) for radius, share in lines.values())
         shares = (_LEAST_SHARE, 1.0 + 0.02 * (1 - _LEAST_SHARE))
         y = Axis(f"share of {proposal.part.looks_at} kept", limits=shares)
@@ -387,7 +387,7 @@ def _widen(proposal: Proposal, first: float, last: float) -> tuple[float, float]
 
 
 def _mark_bounds(proposal: Proposal, limits: tuple[float, float] | None) -> list[Rule]:
-    """Mark the backend noise, the proposed bound and the current one."""
+    """Mark the backend noise, the proposed bound and the current bound."""
     found = []
     if proposal.floor is not None and proposal.floor.delta > 0:
         start = min(proposal.floor.delta / 10, limits[0] if limits else math.inf)
@@ -402,7 +402,7 @@ def _mark_bounds(proposal: Proposal, limits: tuple[float, float] | None) -> list
 
 
 def _now(proposal: Proposal) -> list[float]:
-    """List the radii of the current bounds, with one entry for two radii that a figure cannot distinguish."""
+    """List the radii of the current bounds; two radii that a figure cannot distinguish share one entry."""
     part = proposal.part
     if part.unset:
         return []

@@ -1,4 +1,4 @@
-"""Backend-noise floor of OPSM's delta, and confidence intervals for rows that depend on their prompt group.
+"""Backend-noise floor of OPSM's delta, and confidence intervals for rows that are dependent within a prompt group.
 
 A delta below this floor drops rows because of the engines' rounding, not because of drift.
 """
@@ -27,9 +27,9 @@ class ClusteredShare:
     Attributes:
         share: kept / count.
         count: number of units.
-        groups: number of prompt groups that they come from.
-        effective: number of independent units of the same precision, count / design effect (Kish 1965); NaN if there
-            is only one group, which leaves it unknown.
+        groups: number of prompt groups to which the units belong.
+        effective: number of independent units that would give the same precision, count / design effect (Kish 1965);
+            NaN (unknown) if there is only one group.
     """
 
     share: float
@@ -41,7 +41,7 @@ class ClusteredShare:
 def estimate_share(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> ClusteredShare:
     """Estimate the share of ``kept``, with the variance of a ratio of group totals (Cochran 1977, 3.27).
 
-    A design effect below 1 counts as 1, because greater differences within groups than between groups are due to
+    A design effect below 1 counts as 1, because differences within groups are larger than between groups only by
     chance.
 
     Args:
@@ -58,10 +58,10 @@ def estimate_share(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> Cluster
     independent = share * (1 - share) / count
     if groups < 2:
         return ClusteredShare(share, count, groups, math.nan)
-    # This is the linearised ratio estimator, because groups vary in size as well as in the share that they keep.
+    # The linearised ratio estimator is used, because groups vary in size as well as in the share that they keep.
     residual = totals - share * sizes
     variance = groups / (groups - 1) * float(residual @ residual) / count**2
-    # At a share of 0 or 1 the variance is 0; the design effect is then taken from full dependence.
+    # At a share of 0 or 1, the variance is 0; full dependence is then assumed for the design effect.
     effect = max(variance / independent, 1.0) if independent > 0 else float((sizes.astype(float) ** 2).sum() / count)
     return ClusteredShare(share, count, groups, count / effect)
 
@@ -82,8 +82,8 @@ def compute_quantile_interval(
 ) -> Interval:
     """Compute a distribution-free interval of the ``share``-quantile by order statistics (Woodruff 1952).
 
-    The number of n units below the quantile is binomial in (n, share); if n is the effective count, this also holds for
-    clustered units (Korn and Graubard 1998).
+    Of n units, the number below the quantile is binomial in (n, share). With the effective count as n, this also holds
+    for clustered units (Korn and Graubard 1998).
 
     Args:
         ordered: (U,) ascending.
@@ -99,7 +99,7 @@ def compute_quantile_interval(
     tail = (1 - confidence) if one_sided else (1 - confidence) / 2
     first, below = _cumulative(n, share)
     scale = len(ordered) / n
-    # The smallest u with P(B >= u) <= tail, and the largest l with P(B < l) <= tail.
+    # These are the smallest u with P(B >= u) <= tail, and the largest l with P(B < l) <= tail.
     upper = first + int(np.searchsorted(below, 1 - tail)) + 1
     lower = 0 if one_sided else first + int(np.searchsorted(below, tail, side="right"))
     return (
@@ -179,9 +179,9 @@ class NoiseFloor:
     Attributes:
         delta: the bound, in nats; at least 0.
         quantile: measured quantile of the noise.
-        share: which quantile that is.
+        share: the order of this quantile, between 0 and 1.
         rows, groups: numbers of rows and prompt groups that it is based on.
-        unknown_versions: number of these rows whose weight versions were not recorded; they count as fresh.
+        unknown_versions: number of these rows whose weight versions were not recorded; such rows count as fresh.
     """
 
     delta: float
@@ -195,14 +195,14 @@ class NoiseFloor:
 def estimate_noise_floor(
     part: BoundedPart, scores: Scores, state: RowState, *, share: float, confidence: float
 ) -> NoiseFloor:
-    """Estimate the floor of a delta from rows that fresh weights sampled, before their batch's first gradient step.
+    """Estimate the floor of a delta from rows sampled by fresh weights, before their batch's first gradient step.
 
     Every such row counts, whatever the sign of its advantage, because noise does not depend on the sign. If the
     recorded pi_old is the trainer's, a row counts only if pi equals pi_old up to ``ROUNDING``. Under another
     ``proximal``, pi is used as pi_old, so this condition always holds.
 
     Args:
-        share: the quantile of the noise that delta has to exceed.
+        share: the quantile of the noise that delta must exceed.
         confidence: confidence of its one-sided upper bound.
 
     Raises:
@@ -210,9 +210,9 @@ def estimate_noise_floor(
     """
     key = f"{part.key}.delta"
     first = state.mini_batch == 0
-    # An unknown version, -1, counts as fresh; the result reports how many there are.
+    # An unknown version, -1, counts as fresh; the result reports the number of such rows.
     fresh = first & (state.staleness <= 0)
-    # NaN (no finite token) never counts as same.
+    # NaN (no finite token) never counts as the same policy.
     same = fresh & (state.apart <= ROUNDING)
     if not first.any():
         raise NotIdentifiedError(

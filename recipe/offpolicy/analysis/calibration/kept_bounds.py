@@ -25,7 +25,7 @@ from .parts import BoundedPart
 from .scores import Scores
 
 _FURTHEST_WEIGHT = math.log(1e3)
-"""Nats of a token, or of a mean over tokens; at a ratio of 1000 the two policies have nothing in common."""
+"""Nats of a token, or of a mean over tokens; at a ratio of 1000, the two policies have nothing in common."""
 
 
 def find_largest_radius(part: BoundedPart) -> float:
@@ -54,7 +54,7 @@ def check_radius(part: BoundedPart, radius: float) -> str:
 _COARSE = 0.02
 """Largest share of a bound by which it may be rounded outward if no unit lies in between."""
 _SLACK = 1e-4
-"""Share of the units that may be kept beyond the target for fewer digits; no unit if there are fewer than 10,000."""
+"""Share of the units that may be kept beyond the target to save digits; no unit if there are fewer than 10,000."""
 _DIGITS = 17  # digits of a float64
 
 
@@ -66,16 +66,16 @@ class Threshold:
     """A proposed position of a moving bound.
 
     Attributes:
-        values: the configuration's values, e.g. ``{"lower": 0.98, "upper": 1.02}``; empty if none was found.
-        radius: its position in the units that the part compares (nats for ratios); NaN if none was found.
+        values: the configuration's values, e.g. ``{"lower": 0.98, "upper": 1.02}``; empty if no bound was found.
+        radius: its position in the units that the part compares (nats for ratios); NaN if no bound was found.
         interval: interval of the radius, at the requested confidence; infinite or NaN if the recording does not bound
             it.
         reached: value that the bound reaches on the recording, in the target's own measure.
-        count, groups: numbers of units and prompt groups that it is based on; for a kept share, only those that the
-            part applies to.
-        note: limitation of the bound, or the reason why there is none; empty for none.
-        outcome: found, or why there are no values.
-        missing: what the recording lacks for a floor, if that is the reason.
+        count, groups: numbers of units and prompt groups on which it is based; for a kept share, only those to which
+            the part applies.
+        note: limitation of the bound, or the reason why no bound was found; empty if there is nothing to note.
+        outcome: whether values were found, or why not.
+        missing: what is missing in the recording for a floor, if that is the reason.
     """
 
     values: dict[str, float]
@@ -97,7 +97,7 @@ def build_not_found(
 
 
 def compute_kept_share(part: BoundedPart, scores: Scores, limits: tuple[float, float]) -> float:
-    """Compute the kept share of the units that the part applies to; NaN if it applies to none."""
+    """Compute the kept share of the units to which the part applies; NaN if it applies to no unit."""
     if not scores.looked.any():
         return math.nan
     return float(1 - scores.find_outside(limits, exact=part.by_batch).sum() / scores.looked.sum())
@@ -111,10 +111,10 @@ def compute_needed_radii(part: BoundedPart, scores: Scores) -> NDArray[np.float6
 def find_bound_for_kept_share(
     part: BoundedPart, scores: Scores, target: float, confidence: float, *, floor: float = -math.inf
 ) -> Threshold:
-    """Find the narrowest bound that keeps at least ``target`` of the units that the part applies to.
+    """Find the narrowest bound that keeps at least ``target`` of the units to which the part applies.
 
     Args:
-        floor: nats below which the radius must not fall, such as the reach of backend noise alone.
+        floor: lower limit of the radius in nats, such as the reach of backend noise alone.
 
     Returns:
         The bound, with only as many digits as the recording can distinguish.
@@ -126,7 +126,7 @@ def find_bound_for_kept_share(
         return build_not_found(scores, f"not identified: it applies to none of the {part.share_of}")
     radii = compute_needed_radii(part, scores)
     ordered = np.sort(radii)
-    # This undoes float rounding: 0.07 * 100 is 7.000000000000001, whose ceiling would be 8.
+    # This undoes float rounding, because 0.07 * 100 is 7.000000000000001, whose ceiling would be 8.
     place = max(math.ceil(target * len(ordered) - 1e-9), 1)
     radius = float(ordered[place - 1])
     # A bound of 0 would reject every unit that has any mismatch.
@@ -142,8 +142,8 @@ def find_bound_for_kept_share(
     if reason := check_radius(part, radius):
         return build_not_found(scores, reason)
     kept = radii <= radius
-    # This is the first unit that rounding must not keep. If there are very many units, a few more may be kept so that
-    # the bound has fewer digits.
+    # This is the first unit that must still be rejected after rounding. If there are very many units, a few more may be
+    # kept so that the bound needs fewer digits.
     slack = int(_SLACK * len(ordered))
     further = ordered[min(int(np.searchsorted(ordered, radius, side="right")) + slack, len(ordered) - 1)]
     following = float(further) if further > radius else math.inf
@@ -172,8 +172,8 @@ def _least(part: BoundedPart) -> float:
 
 
 def _rounded(part: BoundedPart, radius: float, following: float) -> dict[str, float]:
-    """Round the values at ``radius`` outward, before ``following``, to the fewest digits."""
-    # Outward is the safe direction: a wider bound keeps the target.
+    """Round the values at ``radius`` outward, but not as far as ``following``, to the fewest digits."""
+    # Outward is the safe direction, because a wider bound still meets the target.
     furthest = min(following, radius + _COARSE * abs(radius))
     for digits in range(1, _DIGITS):
         values = {name: _outward(name, value, digits) for name, value in part.compute_values_at(radius).items()}
@@ -215,8 +215,8 @@ class KeptCurve:
     Attributes:
         radius: ascending, in the units that the part compares.
         share: kept share.
-        low, high: its interval; NaN if there is only one prompt, which leaves it unknown.
-        count: number of units that it is based on.
+        low, high: ends of the interval of the kept share; NaN (unknown) if there is only one prompt.
+        count: number of units on which the curve is based.
     """
 
     radius: Floats
@@ -232,7 +232,7 @@ def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
     radii = radii[radii > 0]
     if not len(radii):
         return np.zeros(0)
-    # Ranks resolve the curve near a share of 1, and even steps in log resolve it where it falls.
+    # Ranks resolve the curve near a share of 1; even steps in log resolve the region in which it falls.
     by_rank = np.quantile(radii, 1 - np.geomspace(1.0, 1 / (2 * len(radii)), _PLACES // 2))
     even = np.geomspace(max(float(np.quantile(radii, 0.02)), 1e-12), float(radii.max()), _PLACES // 2)
     return np.unique(np.concatenate([by_rank, even]))
@@ -251,7 +251,7 @@ _CAPS = 96
 """Number of caps at which the curve is computed; the interval is read from it."""
 _EXACT = 50  # halvings, which reach the precision of float64
 _CLOSE = 0.02
-"""Share of 1 - target by which the ESS may exceed the target so that the cap needs fewer digits."""
+"""Share of 1 - target by which the ESS may exceed the target to save digits of the cap."""
 
 
 @dataclass(frozen=True)
@@ -293,8 +293,9 @@ def find_cap_for_ess(
 ) -> Threshold:
     """Find the widest bound of a weight that leaves an ESS of at least ``target``.
 
-    The ESS of a weight that truncates or clips falls as its cap rises, because its weights grow more unequal in the
-    Lorenz order, so exactly one cap meets the target. For a weight that rejects, several bounds may meet it.
+    The ESS of a weight that truncates or clips falls as its cap rises, because the weights become more unequal in the
+    Lorenz order. Exactly one cap therefore meets the target. For a weight that rejects, several bounds may meet the
+    target.
     """
     if not len(scores):
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
@@ -304,7 +305,8 @@ def find_cap_for_ess(
         return build_not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
     curve = compute_ess_curve(part, scores, seed=seed)
     if part.rejects:
-        # The ESS of a weight that rejects is not monotonic in its bound: start from the widest bound that fits.
+        # The ESS of a weight that rejects is not monotonic in its bound, so the search starts from the widest bound
+        # that fits.
         fit = np.nonzero(curve.ess >= target)[0]
         start = float(curve.radius[fit[-1]]) if len(fit) else math.nan
     else:
@@ -339,16 +341,16 @@ def compute_ess_curve(part: BoundedPart, scores: Scores, *, seed: int = 0, draws
 
 
 def _group_totals(part: BoundedPart, scores: Scores, radius: Floats, group: NDArray[np.int64], groups: int) -> Floats:
-    """Compute (G, K, 3): tokens, and sums of weights and of their squares, by group, with the bounds at each radius.
+    """Compute (G, K, 3): tokens, sum of weights and sum of squared weights by group, with the bounds at each radius.
 
-    This takes one histogram per group over the radii, accumulated from below: a unit inside the bounds has its own
-    weight, and a unit outside has the weight at the bound.
+    One histogram per group over the radii is accumulated from below: a unit inside the bounds has its own weight, and a
+    unit outside has the weight at the bound.
     """
     value = np.clip(scores.low, -EXP_CLAMP, EXP_CLAMP)
     places = len(radius)
-    # For each unit, the nearer bound.
+    # The nearer bound of each unit.
     above = value >= 0 if part.side == "both" else np.full(len(value), part.side == "upper")
-    # The index of the first radius that contains the unit; K if none does.
+    # The index of the first radius that contains the unit; K if no radius does.
     first = np.searchsorted(radius, np.where(above, value, -value), side="left")
     weight = np.exp(value)
 
@@ -383,7 +385,8 @@ def _ess(totals: Floats) -> Floats:
 
 def _places(distance: Floats) -> Floats:
     """Choose radii from 0 to the largest distance, dense in the tail."""
-    # Half of the radii are chosen by rank from the largest distance inward, where few units determine the ESS.
+    # Half of the radii are chosen by rank, from the largest distance inward, because a few units determine the ESS
+    # there.
     tail = np.quantile(distance, 1 - np.geomspace(1.0, 1 / max(len(distance), 2), _CAPS // 2))
     spread = np.geomspace(max(float(np.quantile(distance, 0.5)), 1e-9), max(float(distance.max()), 1e-9), _CAPS // 2)
     return np.unique(np.concatenate([[0.0], tail, spread, [distance.max()]]))
@@ -415,7 +418,7 @@ def _round_cap(part: BoundedPart, scores: Scores, radius: float, target: float) 
         scale = 10.0**digits
         values = {}
         for name, value in part.compute_values_at(radius).items():
-            # Inward is the safe direction: a narrower bound has a higher ESS.
+            # Inward is the safe direction, because a narrower bound has a higher ESS.
             inward = math.ceil(value * scale) if name == "lower" else math.floor(value * scale)
             values[name] = float(f"{inward / scale:.{digits}f}")
         # Rounding must not move a bound to the other side of ratio 1.

@@ -16,7 +16,7 @@ Side = Literal["both", "lower", "upper"]
 ShareOf = Literal["tokens", "rows", "turns", "versions"]
 
 PLACEHOLDER = 1.0
-"""Placeholder, in nats, for a required delta that is not set, so that the rest of the correction can be parsed."""
+"""Placeholder, in nats, for a required but unset delta, so that the rest of the correction can be parsed."""
 _OPEN = "???"  # OmegaConf's value for a mandatory key that is not set
 _UNITS: dict[str, ShareOf] = {
     "token": "tokens",
@@ -52,24 +52,24 @@ class BoundedPart:
 
     @property
     def rejects(self) -> bool:
-        """True if a unit outside is dropped, False if its weight is truncated."""
+        """True if a unit outside the bounds is dropped, False if its weight is truncated."""
         return isinstance(self.spec, MaskSpec) or self.spec.kind == "reject"
 
     @property
     def share_of(self) -> ShareOf:
-        """The unit that kept shares count: the unit of the decision, or tokens if signs are per token."""
+        """What kept shares count: units of the decision, or tokens if signs are per token."""
         by_token = self.spec.picks_tokens
         return "tokens" if by_token else _UNITS[self.spec.level]
 
     @property
     def looks_at(self) -> str:
-        """The units that kept shares refer to: ``rows``, or ``rows with A < 0`` for a part of one sign."""
+        """The units to which kept shares refer: ``rows``, or ``rows with A < 0`` for a part of one sign."""
         sign = _SIGNS.get(self.spec.when, "")
         return f"{self.share_of}{sign}"
 
     @property
     def by_batch(self) -> bool:
-        """True if the bound is a budget, which gives each batch its own cut-off (M2PO)."""
+        """True if the bound is a budget, which implies a separate cut-off for each batch (M2PO)."""
         return isinstance(self.spec, MaskSpec) and self.spec.budget is not None
 
     @property
@@ -96,14 +96,14 @@ class BoundedPart:
         return high if self.side == "upper" else -low
 
     def compute_limits_at(self, radius: float) -> tuple[float, float]:
-        """Compute the bounds to compare with, with the moving bound at ``radius``."""
+        """Compute the bounds for the comparison, with the moving bound at ``radius``."""
         lower, upper = self.limits
         if self.side == "both":
             return -radius, radius
         return (lower, radius) if self.side == "upper" else (-radius, upper)
 
     def compute_limits_with(self, values: Mapping[str, float]) -> tuple[float, float]:
-        """Compute the bounds to compare with, from these configured values instead of the current ones."""
+        """Compute the bounds for the comparison, from these configured values instead of the current values."""
         lower, upper = self.limits
         for name, value in values.items():
             if name == "delta":
@@ -127,7 +127,7 @@ class BoundedPart:
 
     @property
     def now(self) -> dict[str, float | None]:
-        """The configured values of the moving bounds; None if they have none yet."""
+        """The configured values of the moving bounds; None if they have no values yet."""
         if self.by_batch or (isinstance(self.spec, MaskSpec) and self.spec.delta is not None):
             name = "budget" if self.by_batch else "delta"
             return {name: None if self.unset else getattr(self.spec, name)}
@@ -138,7 +138,7 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = ()) -> list[Bounde
     """List the parts of ``spec`` that can be calibrated.
 
     Args:
-        unset: keys below ``correction`` of values that are placeholders.
+        unset: keys under ``correction`` whose values are placeholders.
 
     Raises:
         SpecError: there is nothing to calibrate, or parts depend on one another.

@@ -1,8 +1,8 @@
 """Proposed bounds for a target, from a recording: overall, by length if length matters, and above the noise floor.
 
-In a mean over T tokens, zero-mean noise averages out and the spread falls as T^-1/2. In their sum, noise adds up and
-the spread grows as T^1/2. A bound on a geometric mean then rejects short rows, and a bound on a product rejects long
-rows.
+In a mean over T tokens, zero-mean noise averages out, and the spread falls as T^-1/2. In a sum over T tokens, noise
+adds up, and the spread grows as T^1/2. A bound on a geometric mean therefore rejects short rows, and a bound on a
+product rejects long rows.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class LengthTest:
 
 
 def find_length_bucket(length: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Find the index into ``BUCKETS`` of each T >= 1, (U,), as the metrics of ``offpolicy/length/`` do."""
+    """Find the index into ``BUCKETS`` of each T >= 1, (U,), as for the metrics of ``offpolicy/length/``."""
     edges = [most for most in BUCKETS.values() if most is not None]
     return np.searchsorted(np.asarray(edges), length, side="left")
 
 
 def measure_length_dependence(scores: Scores, confidence: float) -> LengthTest:
-    """Test size and spread against length, each at half the error rate (Bonferroni); return the clearer result.
+    """Test size and spread against length, each at half the error rate (Bonferroni), and return the clearer result.
 
     Values per token or turn are first averaged over their row, so that a row counts once.
     """
@@ -135,12 +135,12 @@ class CalibrationRequest:
     """Targets and options of a calibration.
 
     Attributes:
-        target_kept: share that each mask, and a weight that rejects, must keep on its own of the units that it applies
-            to (for OPSM: rows with a negative advantage); None for no target.
+        target_kept: share of the units to which it applies that each mask, and a weight that rejects, must keep on its
+            own (for OPSM: of rows with a negative advantage); None for no target.
         target_ess: effective sample size that the weight must have; None for no target.
         confidence: confidence of every interval.
         floor_quantile: see ``estimate_noise_floor``.
-        settle: whether to take the highest quantile that the recording can bound if it is too short for
+        settle: whether to use the highest quantile that the recording can bound if the recording is too short for
             ``floor_quantile``.
     """
 
@@ -166,7 +166,7 @@ class LengthBound:
 
     Attributes:
         bucket: name of the bucket in the metrics.
-        rows: number of rows of these lengths that the part applies to.
+        rows: number of rows of these lengths to which the part applies.
         reached: value that the bound for all lengths (the proposed bound, otherwise the current one) reaches on these
             rows.
         threshold: the bound that would reach the target on these rows alone.
@@ -187,12 +187,12 @@ class Proposal:
     Attributes:
         part: the part whose bound is proposed.
         target, goal: the measure to reach, and the value to reach.
-        looked: share of all units that the part applies to; the part keeps all other units, whatever its bound.
-        now: value that the current bound reaches; NaN if it has no value yet.
+        looked: share of all units to which the part applies; all other units are kept, whatever the bound.
+        now: value that the current bound reaches; NaN if the bound is not set yet.
         threshold: the bound for all lengths together.
         floor: noise floor of a delta; None for other bounds.
         length: whether the statistic depends on T.
-        lengths: bounds by length; empty if the statistic does not depend on it.
+        lengths: bounds by length; empty if the statistic does not depend on length.
         curve: kept share or ESS by bound.
     """
 
@@ -213,7 +213,7 @@ class Proposal:
         return bool(self.threshold.values)
 
     def to_all_units(self, reached: float) -> float:
-        """Convert a share of the units that the part applies to into a share of all units; NaN for an ESS."""
+        """Convert a share of the units to which the part applies into a share of all units; NaN for an ESS."""
         return 1 - self.looked * (1 - reached) if self.target == "kept" else math.nan
 
 
@@ -222,10 +222,10 @@ class CalibrationResult:
     """All proposals, and the correction with the proposed bounds.
 
     Attributes:
-        spec: the correction with the proposed bounds, without masks that have no bound at all.
+        spec: the correction with the proposed bounds, without masks for which there is no bound at all.
         skipped: key -> why nothing was proposed for it.
         grouped: share of rows whose prompt is known; intervals treat the other rows as independent.
-        nonfinite: number of tokens that parts on pi leave out because log pi is not finite.
+        nonfinite: number of tokens that parts on pi leave out because the token's log pi is not finite.
     """
 
     spec: CorrectionSpec
@@ -249,7 +249,7 @@ def propose_bounds(
     Args:
         steps: a recording, or steps in memory; iterated once.
         unset: keys of values that are placeholders, see ``parts.fill_placeholders``.
-        sample: sample of the prompts that the bounds are based on.
+        sample: sample of the prompts on which the bounds are based.
         jobs: the processes that read the steps of a recording.
 
     Raises:
@@ -296,7 +296,7 @@ def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[li
 
 
 def _goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float] | None:
-    """Return the target of a part; a weight that rejects accepts either target, and the kept share takes precedence."""
+    """Return the target of a part. A weight that rejects accepts either target; the kept share has precedence."""
     if part.rejects and request.target_kept is not None:
         return "kept", request.target_kept
     if isinstance(part.spec, WeightSpec) and part.spec.by_staleness is None and request.target_ess is not None:
@@ -306,11 +306,11 @@ def _goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float
 
 def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: CalibrationRequest) -> Proposal:
     chosen = _goal(part, request)
-    assert chosen is not None  # _targeted left the other parts out
+    assert chosen is not None  # _targeted has left out all other parts
     target, goal = chosen
     share = float(scores.looked.mean())
     if target == "ess":
-        # The ESS is computed from the weights that a part gives.
+        # The ESS is computed from the part's weights.
         scores = scores.select(scores.looked)
     floor, lacking = None, None
     if "delta" in part.now:

@@ -30,15 +30,15 @@ from ..whatif.replay import Block, check_replayable, compute_pi_old, iterate_blo
 from .parts import BoundedPart
 
 TOKENS: Final = 4_000_000
-"""Number of tokens up to which a recording is kept whole, and of a larger one's sample, estimated from file sizes."""
+"""Number of tokens up to which a recording is used whole, and of a larger recording's sample (by file sizes)."""
 ROWS: Final = 400_000
-"""Number of rows in the sample of a larger recording, for parts that decide by row. With prompts of eight rows,
-even if all eight are alike, a kept share of 0.98 then has a standard error of 0.0006."""
+"""Number of rows in the sample of a larger recording, for parts that decide by row. With eight rows per prompt, a kept
+share of 0.98 then has a standard error of 0.0006, even if all eight rows are alike."""
 
 
 @dataclass(frozen=True)
 class PromptSample:
-    """Shares of the prompts whose units are kept; a smaller sample is part of a larger one.
+    """Fractions of the prompts to keep, each with all its units; the samples are nested.
 
     Attributes:
         tokens: share for parts that decide by token, turn or version.
@@ -50,7 +50,7 @@ class PromptSample:
 
     @classmethod
     def of_recording(cls, recording: Recording) -> PromptSample:
-        """Choose the shares that keep about ``TOKENS`` and ``ROWS``."""
+        """Choose the fractions that keep about ``TOKENS`` and ``ROWS``."""
         tokens = sum(path.stat().st_size for files in recording.files.values() for path in files) / BYTES_A_TOKEN
         if tokens <= TOKENS:
             return EVERY_PROMPT
@@ -74,7 +74,7 @@ class PromptSample:
             prompt: (N,) of ``hash_prompts``.
         """
         share = max(self.tokens, self.rows) if share is None else share
-        return (prompt / 2.0**64 < share) | (share >= 1)  # a hash near 2^64 is rounded to it
+        return (prompt / 2.0**64 < share) | (share >= 1)  # a hash near 2^64 is rounded to 2^64
 
     def group_by_share(self, parts: Sequence[BoundedPart]) -> dict[float, list[BoundedPart]]:
         """Group parts by the share of the prompts that they use."""
@@ -88,12 +88,12 @@ EVERY_PROMPT: Final = PromptSample()
 
 
 def hash_prompts(rows: Rows) -> NDArray[np.uint64]:
-    """Hash the name of each row's prompt, (N,); a row without one forms its own prompt."""
+    """Hash the name of each row's prompt, (N,); a row without a name counts as a separate prompt."""
     hashes: dict[str, int] = {}
     found = np.empty(len(rows), dtype=np.uint64)
     places = zip(rows.step, rows.rank, rows.mini_batch, strict=True)
     for index, (place, uid) in enumerate(zip(places, rows.uid, strict=True)):
-        # A uid cannot contain NUL, so a made-up name collides with no uid.
+        # A uid cannot contain NUL, so a made-up name cannot collide with a uid.
         name = str(uid) or "\0" + "/".join(map(str, (*place, index)))
         if name not in hashes:
             hashes[name] = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
@@ -117,10 +117,10 @@ class Scores:
     """Units of one part, in recorded order.
 
     Attributes:
-        low, high: (U,) float64, smallest and largest value that the part compares, in the precision in which it
-            compares: in nats for ratios, divided by the factor of the unit's age if bounds depend on age. The two
-            differ if each token of a unit must lie inside the bounds on its own.
-        looked: (U,) bool, whether the part applies to the unit at all; see ``MaskSpec.when``.
+        low, high: (U,) float64, smallest and largest value that the part compares, in the precision of the comparison:
+            in nats for ratios, divided by the factor of the unit's age if bounds depend on age. They differ if each
+            token of a unit must lie inside the bounds on its own.
+        looked: (U,) bool, whether the part applies to the unit; see ``MaskSpec.when``.
         tokens: (U,) int64, number of valid tokens of the unit.
         length: (U,) int64, T, the number of valid tokens of the row to which the unit belongs.
         row: (U,) int64, number of that row, over all steps.
@@ -143,7 +143,7 @@ class Scores:
         return Scores(**{f.name: getattr(self, f.name)[units] for f in fields(self)})
 
     def find_outside(self, limits: tuple[float, float], *, exact: bool = False) -> NDArray[np.bool_]:
-        """Find the units that bounds at ``limits`` drop, (U,) bool; in float32 as masks compare, unless ``exact``."""
+        """Find the units that bounds at ``limits`` drop, (U,) bool; in float32 like masks, unless ``exact`` is set."""
         lower, upper = limits if exact else (float(np.float32(limit)) for limit in limits)
         return self.looked & ((self.low < lower) | (self.high > upper))
 
@@ -155,8 +155,8 @@ class RowState:
     Attributes:
         mini_batch: number of the batch's gradient steps before the row was recorded.
         staleness: versions between the row's sampling and its use; -1 if unknown.
-        apart: mean |log pi - log pi_old| over its valid tokens, nats, with pi_old by the trainer's own weights; 0 if pi
-            is used instead (see ``recording.recording``); NaN without valid tokens.
+        apart: mean |log pi - log pi_old| over the row's valid tokens, in nats, with pi_old under the trainer's own
+            weights; 0 if pi is used instead (see ``recording.recording``); NaN without valid tokens.
         grouped: whether its prompt is known.
         nonfinite: number of response tokens whose log pi is not finite although mu and pi_old are.
     """
@@ -204,12 +204,13 @@ def compute_scores(
 
     Returns:
         Key of the part -> its units, at least one; and the state of all rows, by their number. Tokens whose mu or
-        pi_old is not finite have no unit, nor do tokens whose pi is not finite if the part compares pi, nor rows with
-        only such tokens.
+        pi_old is not finite have no unit. If the part compares pi, neither do tokens whose pi is not finite. Rows with
+        only such tokens have no unit either.
 
     Raises:
-        SpecError: the recording does not have all that ``spec`` needs.
-        RecordingError: no response or no finite token is recorded, or a step's metadata holds no valid correction.
+        SpecError: the recording does not contain everything that ``spec`` needs.
+        RecordingError: no response or no finite token is recorded, or a step's metadata does not contain a valid
+            correction.
     """
     work = partial(_score_step, spec, parts, sample)
     # A budget is shared by the whole batch.
@@ -221,7 +222,7 @@ def compute_scores(
     starts = np.cumsum([0, *(len(step.prompt) for step in found)])
     scores = {}
     for part in parts:
-        # The units are popped, because those of a large recording must not be in memory twice.
+        # The units are popped, because the units of a large recording must not be in memory twice.
         pieces = [step.scores.pop(part.key) for step in found]
         rows = [piece.row + start for piece, start in zip(pieces, starts, strict=False)]
         row = np.concatenate(rows)
@@ -239,7 +240,7 @@ def compute_scores(
 def _score_step(
     spec: CorrectionSpec, parts: Sequence[BoundedPart], sample: PromptSample, steps: Iterable[Step]
 ) -> _StepScores:
-    """Compute the units of a step; the step is passed once for each correction that acted in it."""
+    """Compute the units of a step, which is passed once for each correction that acted in it."""
     pieces: dict[str, list[Scores]] = {part.key: [] for part in parts}
     states, prompts, before = [_NO_STATE], [np.zeros(0, dtype=np.uint64)], 0
     for step in steps:
@@ -290,7 +291,7 @@ def read_recorded_spec(step: Step) -> CorrectionSpec:
     """Read the correction that acted at ``step`` from its metadata.
 
     Raises:
-        RecordingError: the metadata of the step's file holds no valid correction.
+        RecordingError: the metadata of the step's file does not contain a valid correction.
     """
     try:
         return CorrectionSpec.from_mapping(step.spec)
@@ -301,11 +302,11 @@ def read_recorded_spec(step: Step) -> CorrectionSpec:
 
 def _of_block(part: BoundedPart, block: Block, old: Tensor) -> Scores:
     mu, pi = block.rollout_log_prob, block.log_prob
-    # No bound can be derived from a ratio that is not finite; training stops at such a pi.
+    # A bound cannot be derived from a ratio that is not finite; training stops at such a pi.
     compared = (old, mu) if part.spec.ratio == "rollout" else (old, mu, pi)
     valid = find_valid_tokens(block.mask, *compared)
     log_rho, log_r = compute_log_ratio(old, mu, valid), compute_log_ratio(pi, old, valid)
-    # This sum has the same order as in step_stage, so that both give the same float32.
+    # The order of this sum is the same as in step_stage, so that both give the same float32.
     value, above, below = {
         "rollout": (log_rho, old, mu),
         "full": (log_rho + log_r, pi, mu),
@@ -354,13 +355,13 @@ def _by_budget(tokens: Scores) -> Scores:
         tokens: tokens of one batch, with (log r)^2 as their value.
     """
     ordered, inverse, counts = np.unique(tokens.low, return_inverse=True, return_counts=True)
-    # Equal values are kept or dropped together, so each counts with all of its equals.
+    # Equal values are kept or dropped together, so each value is counted together with all equal values.
     budget = ((ordered * counts).cumsum() / counts.cumsum())[inverse]
     return replace(tokens, low=budget, high=budget)
 
 
 def _flat(values: Tensor, there: NDArray[np.bool_], *, exact: bool) -> NDArray[np.float64]:
-    """Select the values of existing units, rounded to float32, as masks compare, unless ``exact``."""
+    """Select the values of existing units, rounded to float32 as for masks, unless ``exact`` is set."""
     return (values if exact else values.to(torch.float32)).numpy()[there].astype(np.float64)
 
 

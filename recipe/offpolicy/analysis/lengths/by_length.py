@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 BINS, LEAST = 8, 20
-"""Number of length bins with equal shares of all answers, and number of answers below which a bin has no value."""
+"""Number of length bins, with equal shares of all answers, and number of answers below which a bin has no value."""
 
 
 class NoClassError(ValueError):
@@ -117,13 +117,13 @@ def assign(early: Answers, *, samples: int, correct_at_least: float) -> dict[str
 
 
 def find_edges(of: Sequence[Answers]) -> Array:
-    """Find the ends of the bins, so that each bin has the same share of all answers, as far as whole lengths allow."""
+    """Find the ends of the bins, so that each bin has the same share of all answers as far as whole lengths allow."""
     tokens = np.concatenate([each.tokens for each in of])
     return np.unique(np.quantile(tokens, np.linspace(0, 1, BINS + 1))) if len(tokens) else np.zeros(0)
 
 
 def bin_rewards(of: Answers, edges: Array) -> Curve:
-    """Compute the reward in each bin of length; its interval treats the answers to one prompt as dependent."""
+    """Compute the reward in each length bin; its interval treats the answers to one prompt as dependent."""
     count = max(len(edges) - 1, 1) if len(edges) else 0
     place = np.clip(np.searchsorted(edges, of.tokens, side="right") - 1, 0, max(count - 1, 0))
     curve = Curve(*(np.full(count, math.nan) for _ in Curve._fields))
@@ -183,7 +183,7 @@ def build_table(rows: Sequence[Mapping[str, Any]], early: str) -> Table:
 
 
 def draw_classes(checkpoints: Sequence[Answers], classes: Mapping[str, set[str]]) -> Figure:
-    """Draw reward and share of answers over length for each class, with one line per checkpoint."""
+    """Plot reward and share of answers over length for each class, with one line per checkpoint."""
     panels = []
     for name, prompts in classes.items():
         panels += build_panels([each.of(prompts) for each in checkpoints], f"{name} prompts")

@@ -1,4 +1,4 @@
-"""Curves of length by correctness and difficulty: read from metrics or a recording, as a table and a figure."""
+"""Curves of length by correctness and difficulty, read from metrics or a recording, as a table and a figure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CurveError(ValueError):
 
 @dataclass(frozen=True)
 class LengthStep:
-    """Mean length of each of ``NAMES`` at one step, NaN if there is none, and the mean reward."""
+    """Mean length for each of ``NAMES`` at one step (NaN if there is none), and the mean reward."""
 
     step: int
     lengths: Mapping[str, float]
@@ -109,9 +109,10 @@ def build_table(curves: Sequence[LengthStep], title: str = "", most: int = 20) -
 
 
 def draw_curves(curves: Mapping[str, Sequence[LengthStep]], ends: Mapping[str, Sequence[Answers]] = {}) -> Figure:
-    """Draw length by correctness over steps, and the reward next to it, with one row of panels per run.
+    """Plot length by correctness over steps, with the reward next to it and one row of panels per run.
 
-    Runs with ``ends``, answers of the first and the last steps, get a row of reward and answers over length.
+    For runs with ``ends``, the answers of the first and the last steps, there is also a row of reward and answers over
+    length.
     """
     panels, x = [], Axis("step")
     for run, steps in curves.items():

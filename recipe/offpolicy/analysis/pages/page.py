@@ -68,7 +68,7 @@ class Page:
 
         drawn = any(PANEL in block for section in self._sections for block in section["blocks"])
         scripts = [*_read_scripts(), LOADER] if drawn else []
-        # Whatever a recorded text contains, a script does not run unless the policy lists its digest.
+        # Whatever a recorded text contains, a script runs only if the policy lists its digest.
         digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
         return render_template(
             "page",

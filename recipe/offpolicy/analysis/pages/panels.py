@@ -157,7 +157,7 @@ def render_panels(panels: Sequence[Panel]) -> Markup:
     """Render interactive panels separately, so that they stack on a narrow screen."""
     from markupsafe import Markup
 
-    # A closing tag in a string would end the script that holds it.
+    # A closing tag in a string would end the script that contains it.
     items = [{"alt": panel.alt, "content": Markup(serialize(panel).replace("<", "\\u003c"))} for panel in panels]
     return render_template("panels", panels=items)
 

@@ -31,7 +31,7 @@ def check_target(option: str, path: Path, example: str) -> None:
     """Raise PageError if no file can be written at the path that an option names.
 
     Args:
-        example: a possible file name; if it names a picture, the path must have a picture's suffix too.
+        example: a possible file name; if it is the name of a picture, the path must also have a picture's suffix.
     """
     if Path(example).suffix in PICTURES and path.suffix.lower() not in PICTURES and not path.is_dir():
         raise PageError(f"{option} {path}: {path.suffix or 'no suffix'} is not a picture format. Name it {_KINDS}.")
@@ -95,7 +95,7 @@ def create_axes(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width or 4.4 * columns, height or 3.8 * rows), layout="constrained")
-    FigureCanvasAgg(figure)  # the canvas that pyplot would attach; without it nothing can be saved
+    FigureCanvasAgg(figure)  # the canvas that pyplot would attach; without it, nothing can be saved
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(axes.flat)
 
@@ -125,7 +125,7 @@ class FigurePanel:
 
 
 def draw_panels(drawn: Sequence[Drawable], columns: int = 1, title: str = "") -> Figure:
-    """Draw panels into one figure, row by row; each row is as high as its highest panel, and no place is empty."""
+    """Draw panels into one figure, row by row; each row is as high as its highest panel, and no cell is empty."""
     rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
     heights = [max(panel.height for panel in row) for row in rows]
     with apply_style():
@@ -136,7 +136,7 @@ def draw_panels(drawn: Sequence[Drawable], columns: int = 1, title: str = "") ->
         for axis, panel in zip(axes, drawn, strict=False):
             panel.draw(axis)
         if left := axes[len(drawn) :]:
-            # The last panel fills the places that would otherwise be empty.
+            # The last panel fills the cells that would otherwise be empty.
             last = axes[len(drawn) - 1]
             grid = last.get_gridspec()
             assert grid is not None  # subplots have one
@@ -149,7 +149,7 @@ def draw_panels(drawn: Sequence[Drawable], columns: int = 1, title: str = "") ->
 
 
 def add_legend(axes: Axes, columns: int = 2) -> None:
-    """Add a legend below the axes, where it hides no line; none if no line is labelled."""
+    """Add a legend below the axes, where it does not hide any line; if no line is labelled, add none."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         # A legend wider than its panel would leave no room for the curves.

@@ -21,7 +21,7 @@ MISSING = "-"
 """Shown for None and NaN, which mean that there is no value."""
 _LARGE = 1e6
 _READABLE = 24
-"""Smallest width, in characters, at which text that is broken between words is easy to read."""
+"""Smallest width, in characters, at which text broken between words is easy to read."""
 _BORDER = 3
 """Number of characters that a terminal table adds per column, in addition to one for the whole table."""
 
@@ -34,7 +34,7 @@ class Column:
         name: its heading.
         unit: shown after the heading, in brackets.
         digits: decimals of a float.
-        align: alignment; None for right if every value in the column is a number or missing, otherwise left.
+        align: alignment; if None, right if every value in the column is a number or missing, otherwise left.
     """
 
     name: str
@@ -82,8 +82,8 @@ class Table:
 def format_cell(value: Any, digits: int = 3) -> str:
     """Format a cell as text.
 
-    Digits of integers are grouped. Floats have ``digits`` decimals, or scientific notation if that would show 0 or more
-    than six digits before the point. None and NaN become ``MISSING``.
+    Digits of integers are grouped. Floats have ``digits`` decimals, or are in scientific notation if they would
+    otherwise appear as 0 or with more than six digits before the point. None and NaN become ``MISSING``.
     """
     if value is None:
         return MISSING
@@ -96,7 +96,7 @@ def format_cell(value: Any, digits: int = 3) -> str:
         return MISSING
     if math.isinf(number):
         return "inf" if number > 0 else "-inf"
-    # A small value would round to 0.000, which reads as exactly 0.
+    # A small value would be rounded to 0.000, which looks like exactly 0.
     if number and not 0.5 * 10**-digits <= abs(number) < _LARGE:
         return f"{number:.{min(digits, 2)}e}"
     return f"{number:.{digits}f}"
@@ -179,12 +179,12 @@ def _part(table: Table, columns: Sequence[int], *, first: bool) -> Table:
 
 
 def _needed(widths: Sequence[int]) -> int:
-    """Compute how many characters a terminal table with these column widths takes."""
+    """Compute how many characters a terminal table with these column widths needs."""
     return 1 + sum(width + _BORDER for width in widths)
 
 
 def _least_width(table: Table, index: int) -> int:
-    """Compute the width below which a column breaks a number or a word of its heading, or text every few characters."""
+    """Compute the width below which a column breaks a number, a word of its heading, or text every few characters."""
     column = table.columns[index]
     heading = max(map(len, column.heading.split()), default=0)
     longest = max((len(format_cell(row[index], column.digits)) for row in table.rows), default=0)
@@ -192,7 +192,7 @@ def _least_width(table: Table, index: int) -> int:
 
 
 def _whole_width(table: Table, index: int) -> int:
-    """Compute the width at which a column breaks nothing."""
+    """Compute the width at which nothing in a column is broken."""
     column = table.columns[index]
     return max(len(column.heading), *(len(format_cell(row[index], column.digits)) for row in table.rows), 0)
 
@@ -226,7 +226,7 @@ def print_blocks(console: Console, *blocks: Table | str, wrap: bool = False) -> 
     """Print tables and lines of text; empty tables and lines are left out.
 
     Args:
-        wrap: whether to break lines between words on a terminal, for text that is not meant to be pasted.
+        wrap: whether to break lines between words on a terminal, for text that need not be pasted.
     """
     from rich.text import Text
 

@@ -38,12 +38,12 @@ Prompt = tuple[str, str]
 
 @dataclass(frozen=True)
 class Counts:
-    """Number of samples, and of right samples, of each prompt at one step.
+    """Number of samples, and of correct samples, of each prompt at one step.
 
     Attributes:
         step: step of the trainer.
-        n, c: number of samples, and of right samples, of each prompt.
-        pooled: number of prompts that the data set contains more than once, as far as the dumps show it.
+        n, c: number of samples, and of correct samples, of each prompt.
+        pooled: number of prompts that the data set contains more than once, as far as the dumps show this.
         named: whether the dumps identify prompts by uid.
         prompts: identity of each prompt.
         run: the name of the dumps' folder, see ``validation_dumps.name_runs``.
@@ -70,7 +70,7 @@ class _Prompt:
 
 
 def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts]:
-    """Read dumps, one ``Counts`` per folder and step; further rounds of dynamic validation add samples to the prompts.
+    """Read dumps, one ``Counts`` per folder and step; further rounds of dynamic validation add samples to prompts.
 
     Prompts are distinguished by input and ground truth. Dumps of the V1 trainer also show whether a data set contains a
     prompt twice.
@@ -131,7 +131,7 @@ class Estimates:
     Attributes:
         name: name of the checkpoint.
         ranking: k -> the mean of the Bernoulli formula, only for ranking.
-        notes: sentences that a reader of the numbers needs.
+        notes: sentences that help to interpret the numbers.
     """
 
     step: int
@@ -231,7 +231,7 @@ def name_interval(values: tuple[float, float, float]) -> dict[str, float]:
 
 
 def draw_curves(found: Sequence[Estimates]) -> Figure:
-    """Draw pass@k over k for each step, with intervals, and with the fit as a dashed line."""
+    """Plot pass@k over k for each step, with intervals, and with the fit as a dashed line."""
     marks = []
     for number, each in enumerate(found):
         fit = each.summary.fit
@@ -246,7 +246,7 @@ def draw_curves(found: Sequence[Estimates]) -> Figure:
 
 
 DRAWS, LEVEL, LEAST_PROMPTS = 2000, 0.95, 10
-"""Bootstrap draws, level of the intervals, and number of prompts below which they cannot separate checkpoints."""
+"""Bootstrap draws, level of the intervals, and number of prompts below which checkpoints cannot be separated."""
 FIT_DRAWS = 400
 
 
@@ -261,7 +261,7 @@ class Place:
     Attributes:
         number: 1 for the first; equal statistics share a place.
         value: its statistic (see ``Ranking.by``), with the statistic's own 95 % interval.
-        behind: its difference from the first place, with an interval that is valid for all pairs together.
+        behind: its difference from the first place, with an interval that is valid for all pairs simultaneously.
         may_be_best: whether no other checkpoint is better by a difference whose interval lies above 0.
     """
 
@@ -299,8 +299,8 @@ def rank_checkpoints(
 
     One bootstrap over prompts resamples all checkpoints together, so the effect of prompts that are hard for all
     checkpoints cancels. The interval of a pair is its difference +- q standard errors, where q is the 95 % quantile of
-    the largest |deviation| / standard error over all pairs (max-t): the chance that any interval misses is 5 %, and so
-    is the chance that the best checkpoint is not among those that may be best.
+    the largest |deviation| / standard error over all pairs (max-t): the probability that any interval misses is 5 %,
+    and so is the probability that the best checkpoint is not among those that may be best.
 
     Raises:
         RankingError: fewer than two checkpoints, no common prompt, or a fit that is not identified.
@@ -369,7 +369,7 @@ def _choose(counts: Tensor, k: int, stopping: Stopping | None) -> tuple[str, lis
 
 
 def _draw(prompts: int, draws: int, seed: int) -> Tensor:
-    """Draw how often each prompt occurs in each resample, (D, P) float64."""
+    """Draw the number of times that each prompt occurs in each resample, (D, P) float64."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(prompts, (draws, prompts), generator=generator)
     weights = torch.zeros(draws, prompts, dtype=torch.float64)
@@ -413,7 +413,7 @@ def _compare(own: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, float]:
     differences = own[:, None] - own[None]
     drawn = drawn[:, None] - drawn[None]
     errors = drawn.std(-1)
-    # A pair whose standard error is 0 never varies.
+    # The difference of a pair whose standard error is 0 never varies.
     varies = (errors > 1e-12)[..., None]
     scaled = (drawn - differences[..., None]).abs() / errors.clamp(min=1e-12)[..., None]
     largest = torch.where(varies, scaled, 0.0).amax((0, 1))
@@ -450,7 +450,7 @@ def build_places(found: Ranking) -> dict[str, dict[str, object]]:
 
 
 def list_notes(found: Ranking) -> list[str]:
-    """List the notes that a reader of a ranking needs."""
+    """List the notes that help to interpret a ranking."""
     return [
         *found.notes,
         f"{len(found.places)} checkpoints, {found.pairs} pairs: the intervals of differences from the first "

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _DECADES = 30
 _MARKED = 40
-"""Number of steps up to which each step has a marker."""
+"""Number of steps up to which each step is drawn with a marker."""
 _KEPT = {"tokens kept": "kept_tokens", "rows kept": "kept_rows", "ESS of weight x keep": "ess"}
 _MISMATCH = {"mismatch, KL(mu, pi_old)": "kl", "drift, mean |log pi / pi_old|": "drift"}
 _LENGTH = {"all answers": "length", "right answers": "length_right", "wrong answers": "length_wrong"}
@@ -83,7 +83,7 @@ def build_length_panels(timeline: Timeline) -> list[Panel]:
 
 
 def _plot(timeline: Timeline, title: str, shown: str, unit: str, names: Mapping[str, str]) -> Panel:
-    """Plot columns of a timeline, equal columns as one line; a column that was not recorded is labelled as such."""
+    """Plot columns of a timeline, equal columns as one line; columns that were not recorded are labelled as such."""
     steps = timeline.get_column("step")
     columns: dict[str, Series] = {label: timeline.get_column(name) for label, name in names.items()}
     marks = []
@@ -119,7 +119,7 @@ class ReportContents:
     Attributes:
         source: the recording's directory.
         card, proof: as recorded, without secrets; empty if they were not recorded.
-        studies: None for a running run, whose page has only the timeline.
+        studies: None for a run in progress, whose page has only the timeline.
         refresh: seconds after which a browser reloads the page; 0 for never.
     """
 
@@ -343,7 +343,7 @@ def follow(
     Args:
         directory: directory of the recording; it may not exist yet.
         out: the page, which a browser reloads every ``seconds``.
-        say: called with a sentence whenever the page has been written, and once while there is nothing to read.
+        say: called with a sentence whenever the page has been written, and once while there is nothing to read yet.
 
     Raises:
         RecordingError: a step is damaged.

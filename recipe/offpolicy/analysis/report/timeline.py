@@ -19,23 +19,23 @@ from ..jobs import ALONE, Jobs, map_steps
 
 Floats = NDArray[np.float64]
 RIGHT = 1.0
-"""Smallest reward at which an answer counts as right."""
+"""Smallest reward at which an answer counts as correct."""
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Statistics of one step; NaN for a missing value. pi_old is by the trainer's own weights, see
+    """Statistics of one step; NaN for a missing value. pi_old is under the trainer's own weights, see
     ``recording.recording``.
 
     Attributes:
         rows, tokens: numbers of responses and of response tokens.
         unscored: number of responses whose pi_old is unknown.
-        compared: number of response tokens with a finite mu and a known and finite pi_old.
+        compared: number of response tokens whose mu is finite and whose pi_old is known and finite.
         reward: mean over rows whose reward is known.
         length: mean T.
         length_right, length_wrong: mean T of responses with a reward of at least 1, and of responses with a lower
             reward.
-        kl: KL(mu, pi_old), k3 in nats per token, over the ``compared`` tokens.
+        kl: KL(mu, pi_old) by k3, in nats per token, over the ``compared`` tokens.
         kl_fresh, fresh_tokens: KL over tokens that fresh weights sampled (staleness 0 or unknown), and their number.
         copied: whether mu equals pi_old bit for bit at all ``compared`` tokens.
         drift: mean |log pi - log pi_old|, nats per token; NaN if a response is ``unscored``.
@@ -90,7 +90,7 @@ class Timeline:
     Attributes:
         reasons: the parts that rejected tokens -> the share of all response tokens that each rejected on its own.
         correction: plain values of the correction that acted at the last step.
-        changed: steps whose correction differs from the correction of the step read before.
+        changed: steps whose correction differs from that of the step read before them.
     """
 
     steps: tuple[StepNumbers, ...]
@@ -124,7 +124,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a timeline that one step adds, or that the step's updates under one correction add."""
+    """Part of a timeline that is added by one step, or by the step's updates under one correction."""
 
     numbers: StepNumbers
     lengths: Floats
@@ -243,7 +243,7 @@ def _of_lengths(rows: Rows) -> Floats:
     ).astype(np.float64)
     edges = [most for most in BUCKETS.values() if most is not None]
     sums = np.zeros((len(BUCKETS), columns.shape[1]))
-    # ``add.at`` accumulates rows of one bucket, while an indexed += would keep only the last.
+    # ``add.at`` accumulates rows of one bucket, whereas an indexed += would keep only the last row.
     np.add.at(sums, np.searchsorted(np.asarray(edges), length[there], side="left"), columns[there])
     return sums
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 TARGET_KEPT = 0.98
 TARGET_ESS = 0.95
 DEFAULT = ("correction=[tis_token,gsm]",)
-"""Correction for rows that the current weights sampled: its weight and masks are calibrated if none were active. For
-stale rows, the recommended correction takes its place."""
+"""Correction for rows that the current weights sampled; its weight and masks are calibrated if none were active. For
+stale rows, the recommended correction is used instead."""
 COMPARED = (
     ("correction=tis_token",),
     ("correction=tis_sequence",),
@@ -57,7 +57,7 @@ class Studies:
 
     Attributes:
         new: calibrated parts that were not active, such as ``masks.gsm``.
-        sampled: sentence on the sample on which bounds are based; empty if they are based on all rows.
+        sampled: sentence about the sample on which bounds are based; empty if bounds are based on all rows.
     """
 
     new: frozenset[str]
@@ -109,7 +109,7 @@ def run_studies(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The correction to calibrate, the keys in it that have no value, and its parts that were not active in the run."""
+    """The correction to calibrate, its keys without a value, and its parts that were not active in the run."""
 
     spec: CorrectionSpec
     unset: frozenset[str]
@@ -117,7 +117,7 @@ class _Asked:
 
 
 def _asked(recorded: CorrectionSpec, spec: Sequence[str], default: Sequence[str]) -> _Asked | str:
-    """Build the correction to calibrate; without ``spec``, the recorded correction completed by the default's parts.
+    """Build the correction to calibrate; without ``spec``, this is the recorded correction plus the default's parts.
 
     Returns:
         The correction, or a reason if nothing can be calibrated with the recorded pi_old.
@@ -147,7 +147,7 @@ def _parts(spec: CorrectionSpec) -> set[str]:
 
 
 def _beside(values: dict[str, Any], recorded: CorrectionSpec) -> dict[str, Any]:
-    """Set the source of pi_old in a correction's plain values to the recorded one."""
+    """Set the source of pi_old in a correction's plain values to the recorded source."""
     return values | {"proximal": recorded.proximal, "alpha": recorded.alpha}
 
 
@@ -190,7 +190,7 @@ def _replayed(
 
 
 _LEAST_STEPS = 3
-"""Smallest number of steps whose beginning and end can be compared."""
+"""Smallest number of steps for which the beginning and the end can be compared."""
 _GREW = 2.0
 _SWINGS = 10.0
 _NEXT = {
@@ -217,7 +217,7 @@ def build_answers(
     Args:
         spec: the correction that acted at the last step.
         proof: the liveness proof, as recorded; empty if there is none.
-        studies: results of the tools; if None, the lines that are based on them are left out.
+        studies: results of the tools; if None, the lines based on these results are left out.
     """
     return (
         answer_liveness(spec, proof),
@@ -336,7 +336,7 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
 
 
 def _fit(studies: Studies) -> list[Answer]:
-    """Answer for each bound, after naming the faults to fix first."""
+    """Give an answer for each bound, after naming the faults to fix first."""
     faults = "" if isinstance(studies.attribution, str) else studies.attribution.mend_first
     first = [Answer("Can a bound be set?", "fix the cause first", faults)] if faults else []
     if isinstance(studies.calibrated, str):
@@ -418,14 +418,14 @@ def describe_trend(values: Floats, unit: str) -> str:
 
 
 def _thirds(values: Floats) -> tuple[tuple[float, float], tuple[float, float]] | None:
-    """Compute mean and standard error of the first and the last third of the steps; None if there are too few."""
+    """Compute mean and standard error of the first and the last third of the steps; None for too few steps."""
     known = values[np.isfinite(values)]
     if len(known) < _LEAST_STEPS:
         return None
     third = max(len(known) // 3, 1)
 
     def of(part: Floats) -> tuple[float, float]:
-        # A third of one step has no deviation of its own, so the deviation over all steps is used.
+        # A third that consists of one step has no deviation of its own, so the deviation over all steps is used.
         spread = float(part.std(ddof=1)) if len(part) > 1 else float(known.std(ddof=1))
         return float(part.mean()), spread / math.sqrt(len(part))
 

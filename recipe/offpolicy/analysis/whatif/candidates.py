@@ -1,4 +1,4 @@
-"""Corrections to replay: the recorded one, corrections composed from Hydra overrides, and grids over either."""
+"""Corrections to replay: the recorded correction, corrections composed from Hydra overrides, and grids over either."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from ...preflight.own_keys import list_groups
 _CONFIGS = Path(__file__).resolve().parents[2] / "config"
 _PRIMARY = "offpolicy_replay"
 _NEAR = 0.7
-"""Similarity, as measured by difflib, from which a name counts as misspelt."""
+"""Smallest similarity, as measured by difflib, at which a name counts as misspelt."""
 _EXAMPLE = f"Examples: {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.upper=1.02."
 
 
 @contextmanager
 def initialize_composer() -> Iterator[None]:
     """Initialise Hydra for ``compose_correction`` within the context; restore its former state afterwards."""
-    # Hydra is a process-wide singleton: a caller, such as a launch, may have it initialised.
+    # Hydra is a process-wide singleton that a caller, such as a launch, may already have initialised.
     before, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     # These are the lines of offpolicy_trainer.yaml without verl's own configuration, which a correction does not read.
@@ -101,13 +101,13 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
     if not isinstance(mapping, dict):
         raise SpecError(f"{GROUP}={mapping}: this is not a correction. {_EXAMPLE}")
     if mapping.get("proximal") == AUTO_PROXIMAL:
-        # This is the recorded pi_old, whether it was computed by a forward pass or by the gradient step itself.
+        # This is the recorded pi_old, regardless of whether a forward pass or the gradient step itself computed it.
         mapping["proximal"] = "recompute"
     return cast(dict[str, Any], mapping)
 
 
 def suggest_keys(name: str, known: Sequence[str]) -> str:
-    """Format the most similar known names in a sentence, or all of them if none is similar."""
+    """Format the most similar known names in a sentence, or all known names if none is similar."""
     # The prefix that all keys share must not count as similarity.
     by_rest = {key.removeprefix(f"{GROUP}."): key for key in known}
     near = difflib.get_close_matches(name.removeprefix(f"{GROUP}."), by_rest, n=3, cutoff=_NEAR)
@@ -125,7 +125,7 @@ def parse_key(override: str) -> str:
 
 
 def parse_grid(grid: str) -> tuple[str, list[str]]:
-    """Parse key and values of ``key=a,b,c``, or of another Hydra sweep such as ``key=range(1,4)``.
+    """Parse key and values of ``key=a,b,c`` or of another Hydra sweep, such as ``key=range(1,4)``.
 
     Raises:
         SpecError: the text is not an override.
@@ -156,7 +156,7 @@ _OPEN = "???"
 
 
 def build_overrides(spec: CorrectionSpec) -> list[str]:
-    """Build the overrides of a correction: shipped options by name if they match its parts, then single keys.
+    """Build the overrides of a correction: shipped options by name where they match its parts, then single keys.
 
     If pi_old comes from the trainer's weights, the launch decides in which of two ways it is computed.
     """
@@ -164,7 +164,7 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
     compose_correction([f"{GROUP}=none"])  # the application in which options are looked up
     options = list_options()
     weight = [name for name in options if wanted["weight"] and _is_of(name, {"weight": wanted["weight"]})]
-    # Among options that differ only in their bounds, the option with these bounds comes first, then the shortest name.
+    # Among options that differ only in their bounds, the option with these bounds is preferred, then the shortest name.
     weight.sort(key=lambda name: (_differences(load_option(name)["weight"], wanted["weight"]), len(name), name))
     known = wanted["masks"].items()
     by_mask = {name: MOVED.get(name, name) for name, _ in known}
@@ -177,11 +177,11 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
         overrides.append(set_to(f"{GROUP}.weight", wanted["weight"]))
     overrides += [f"+{set_to(f'{GROUP}.masks.{name}', mask)}" for name, mask in known if name not in masks]
     overrides += [f"+{set_to(f'{GROUP}.weights.{name}', one)}" for name, one in wanted.get("weights", {}).items()]
-    if wanted.get("kl_weight"):  # as a whole, because an open bound (null) is no default of a missing part
+    if wanted.get("kl_weight"):  # as a whole, because an open bound (null) is not a default of a missing part
         overrides.append(set_to(f"{GROUP}.kl_weight", wanted["kl_weight"], add=True))
     composed = compose_correction(overrides)
     there = dict(_leaves(composed))
-    # They are compared after parsing, because defaults that the spec fills in need no override.
+    # Values are compared after parsing, because defaults that the spec fills in need no override.
     had = dict(_leaves(_plain(CorrectionSpec.from_mapping(_filled(composed, wanted)))))
     return overrides + [
         set_to(f"{GROUP}.{key}", value, add=key not in there)
@@ -224,9 +224,9 @@ def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
 
 
 RECORDED = "recorded"
-"""Stands for the correction that acted, which may change from step to step."""
+"""Represents the correction that acted, which may change from step to step."""
 UNCORRECTED = "uncorrected"
-"""Stands for a correction with the recorded pi_old but without weight or mask."""
+"""Represents a correction with the recorded pi_old but without weights or masks."""
 MOST = 400
 """Largest number of corrections in one replay."""
 _OPTIONAL = (
@@ -274,7 +274,7 @@ def build_candidates(
 ) -> tuple[Candidate, ...]:
     """Build all corrections of a replay: every spec crossed with the grid keys that it has.
 
-    The recorded correction stays unchanged for comparison, unless it is the only spec.
+    The recorded correction stays unchanged, for comparison, unless it is the only spec.
 
     Args:
         specs: overrides of each correction, or ``["recorded"]``.
@@ -282,7 +282,8 @@ def build_candidates(
         recorded: plain values of the correction that acted at the first step.
 
     Raises:
-        SpecError: a spec is malformed without a grid, no spec has a grid key, or there are more than ``MOST``.
+        SpecError: a spec is malformed without a grid, no spec has a grid key, or there are more than ``MOST``
+            corrections.
     """
     axes = [parse_grid(grid) for grid in grids]
     repeated = [key for index, (key, _) in enumerate(axes) if key in [other for other, _ in axes[:index]]]
@@ -326,7 +327,7 @@ def _candidate(base: str, mapping: Mapping[str, Any], point: Mapping[str, str]) 
     except SpecError as error:
         if not point:
             raise
-        # A grid may yield bounds that exclude each other; the other points are still replayed.
+        # A grid may yield bounds that exclude each other; all other points are still replayed.
         return Candidate(label, base, point, error=str(error))
     return Candidate(label, base, point, None if base == RECORDED else spec)
 
@@ -354,7 +355,7 @@ def _has(mapping: Mapping[str, Any], key: str) -> bool:
 
 
 def _known(mapping: Mapping[str, Any]) -> list[str]:
-    """List the dotted keys that have their own value, and those that an option may leave out."""
+    """List the dotted keys that have a value of their own, and the keys that an option may leave out."""
     return [f"{GROUP}.{path}" for path in _paths(mapping)]
 
 

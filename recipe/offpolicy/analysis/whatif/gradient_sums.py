@@ -1,4 +1,4 @@
-"""Sums, over the rows of a step, of one correction's effect on the gradient, in float64.
+"""Sums of one correction's effect on the gradient over the rows of a step, in float64.
 
 A token's *gradient weight* is the factor of grad log pi in the policy gradient, without the factors that every
 correction shares: f_t = w_t k_t r_t s with weight w, keep k and the base loss's own factor r, see ``BaseLoss`` (1 if
@@ -33,8 +33,8 @@ class BaseLoss:
 
     Attributes:
         name: the mode; empty if the recording does not contain it.
-        low, high: PPO's clip range, from 1 - low to 1 + high; None for no clip.
-        dual: upper clip for negative advantages (dual-clip PPO, Ye et al. 2020); None for no dual clip.
+        low, high: PPO's clip range, from 1 - low to 1 + high; None if there is no clip.
+        dual: upper clip for negative advantages (dual-clip PPO, Ye et al. 2020); None for no such clip.
     """
 
     name: str = ""
@@ -53,7 +53,7 @@ class BaseLoss:
         both, low, high, dual = (
             read_config(card, f"actor_rollout_ref.actor.clip_ratio{side}") for side in ("", "_low", "_high", "_c")
         )
-        # verl uses clip_ratio for a side whose own clip is not set.
+        # verl uses clip_ratio for a side that has no clip of its own.
         low, high = (both if side is None else side for side in (low, high))
         return cls(name, _number(low), _number(high), _number(dual))
 
@@ -81,7 +81,7 @@ class BaseLoss:
 
     @property
     def note(self) -> str:
-        """The sentence on an unknown or unmodelled base loss; empty otherwise."""
+        """A sentence about an unknown or unmodelled base loss; empty otherwise."""
         if self.name in ("vanilla", "gpg"):
             return ""
         if not self.name:
@@ -94,7 +94,7 @@ def _number(value: Any) -> float | None:
 
 
 TURN_GROUPS = ("is0", "is1", "is2", "ge3")
-"""Turns of a row by number, from 0; they are named like staleness."""
+"""Turns of a row by number, from 0; their names follow the pattern of the staleness names."""
 REFERENCES = ("token", "sequence")
 CELLS = tuple(f"{reference}/{sign}" for reference in REFERENCES for sign in SIGNS)
 
@@ -124,16 +124,16 @@ INDEX = {name: place for place, name in enumerate(COLUMNS)}
 
 @dataclass(frozen=True)
 class ReferenceBlock:
-    """A block, with the quantities that no correction changes.
+    """A block, with the quantities that do not depend on the correction.
 
     Attributes:
         block: the rows.
-        counted: (B, W) float64 of 0 and 1, 1 for tokens at which gradient weights are compared: mu, pi_old, pi and A
-            are all finite.
-        advantages: (B, W) float64, 0 off ``counted``.
+        counted: (B, W) float64 of 0 and 1, 1 for tokens at which gradient weights are compared, that is, where mu,
+            pi_old, pi and A are all finite.
+        advantages: (B, W) float64, 0 wherever ``counted`` is 0.
         base_loss: base loss of the run.
         base_factor: (B, W) float64, its factor with the recorded pi_old.
-        references: rho, which is pi / mu of the token, (B, W), or of all of the row's tokens, (B, 1).
+        references: rho, which is pi / mu of the token, (B, W), or of all the row's tokens together, (B, 1).
         mismatch: (B, W) float64, k3 = rho - 1 - log rho by token, whose sum estimates KL(mu, pi); never below 0.
     """
 
@@ -178,7 +178,7 @@ class ReferenceBlock:
             "uncorrected": _dot(self.uncorrected, self.uncorrected),
             "mismatch": self.mismatch.sum(-1),
         }
-        # A row without a counted token has ratio exp(0) = 1, which must not count.
+        # A row without a counted token has the ratio exp(0) = 1, which must not be counted.
         ratio = self.references["sequence"][:, 0] * self.counted.amax(-1)
         columns |= {"ratio": ratio, "ratio_square": ratio.square()}
         columns |= {f"reference/{name}": _dot(ideal, ideal) for name, ideal in self.ideal.items()}
@@ -211,7 +211,7 @@ def build_reference_block(block: Block, base_loss: BaseLoss) -> ReferenceBlock:
 def compute_gradient_weight(
     spec: CorrectionSpec, by: Decision, of: ReferenceBlock, scale: NDArray[np.float64] | None = None
 ) -> Tensor:
-    """Compute f_t of the module's docstring: (B, W) float64, 0 off ``of.counted``.
+    """Compute f_t, as defined in the module docstring: (B, W) float64, 0 wherever ``of.counted`` is 0.
 
     Args:
         scale: (N,) s of each row in the step; None for 1.
@@ -222,7 +222,7 @@ def compute_gradient_weight(
     # A weight on pi / mu replaces the base loss's ratio.
     if spec.weighs_full_ratio:
         return applied
-    # The same pi_old gives the same factor, so it is computed once per block.
+    # The factor is the same for the same pi_old, so it is computed once per block.
     if by.old_log_prob is of.block.old_log_prob:
         return applied * of.base_factor
     log_r = compute_log_ratio(of.block.log_prob, by.old_log_prob, of.counted.bool())
@@ -232,7 +232,7 @@ def compute_gradient_weight(
 def compute_pull(
     spec: CorrectionSpec, by: Decision, of: ReferenceBlock, scale: NDArray[np.float64] | None = None
 ) -> Tensor:
-    """Compute 2 c log r, which a penalty subtracts from f_t A_t: (B, W) float64, 0 off ``of.counted``.
+    """Compute 2 c log r, which a penalty subtracts from f_t A_t: (B, W) float64, 0 wherever ``of.counted`` is 0.
 
     Args:
         scale: as in ``compute_gradient_weight``; with ``denominator=kept`` it applies only to the policy term.
@@ -301,14 +301,14 @@ def build_grouping(rows: Rows) -> Grouping:
     """Group rows as ``correction.telemetry`` does.
 
     Length counts valid tokens, whose mu and pi_old are finite. The sign is that of the sum of advantages over the row's
-    valid tokens. Staleness is that of the row's first token. The last of the L buckets holds rows without a valid
-    token.
+    valid tokens. Staleness is that of the row's first token. The last of the L buckets contains the rows without a
+    valid token.
     """
     valid = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
     length = _by_row(valid.astype(np.float64), rows)
     advantage = _by_row(np.where(valid, np.nan_to_num(rows.advantages, nan=0.0, posinf=0.0, neginf=0.0), 0.0), rows)
     limits = [most for most in BUCKETS.values() if most is not None]
-    # Rows without a valid token get their own bucket, so that totals stay complete.
+    # Rows without a valid token have their own bucket, so that totals stay complete.
     bucket = np.where(length > 0, np.searchsorted(limits, length, side="left"), len(BUCKETS))
     groups: dict[str, NDArray[np.bool_]] = {"": np.ones(len(rows), dtype=bool)}
     groups |= {f"length/{name}": bucket == place for place, name in enumerate(BUCKETS)}
@@ -316,7 +316,7 @@ def build_grouping(rows: Rows) -> Grouping:
     age = rows.staleness
     for index, name in enumerate(STALENESS):
         groups[f"staleness/{name}"] = age >= index if name.startswith("ge") else age == index
-    # Group sums become one matrix product with the (N, columns) table.
+    # Group sums are one matrix product with the (N, columns) table.
     cells = bucket[None, :] == np.arange(len(BUCKETS) + 1)[:, None]
     member = np.stack(list(groups.values()))[:, None, :] & cells[None, :, :]
     return Grouping(tuple(groups), member.reshape(-1, len(rows)).astype(np.float64))

@@ -4,8 +4,8 @@ Keys:
 
 * ``schema``: 1; increases whenever a key is removed or changes its meaning.
 * ``recording``: ``directory``, ``steps`` (list), ``rows``, ``tokens`` (response tokens).
-* ``fidelity``: comparison of the recorded correction's replay with the recording: ``agrees`` (null if not compared),
-  ``tolerance``, and the fields of ``fidelity.Fidelity``.
+* ``fidelity``: comparison of the recorded correction's replay with the recording: ``agrees`` (null if there was no
+  comparison), ``tolerance``, and the fields of ``fidelity.Fidelity``.
 * ``corrections``: a list of
     * ``label``, ``base`` and ``point``, the grid's values by key;
     * ``spec``: plain values; null if it depends on the correction recorded at each step;
@@ -13,7 +13,7 @@ Keys:
       the fields of ``measures.CorrectionMeasures``; null where a measure is not possible;
     * ``turns`` (``turn/is0``): the fields of ``measures.TurnShare``.
 * ``agreement``: ``labels`` and, in their order, the matrices of ``Agreement``; null where undefined.
-* ``failures``: label -> why it was not replayed.
+* ``failures``: label -> why the correction was not replayed.
 * ``notes``: limitations of the figures.
 """
 
@@ -39,7 +39,7 @@ Matrix = NDArray[np.float64]
 
 
 class AgreementCounter:
-    """Counts, over blocks, of the tokens and rows that both corrections of a pair reject, for all pairs of S."""
+    """Counts, over blocks, of the tokens and rows that both of a pair of corrections reject, for all pairs of S."""
 
     def __init__(self, corrections: int) -> None:
         self.tokens, self.rows = (np.zeros((corrections, corrections)) for _ in range(2))
@@ -58,7 +58,7 @@ class AgreementCounter:
             return
         rejected = torch.stack([counted & ~one for one in keep])
         whole = (rejected.sum(-1) == counted.sum(-1)) & counted.any(-1)
-        # Float32 holds the counts of a block exactly.
+        # Float32 represents the counts of a block exactly.
         flat, by_row = rejected.flatten(1).float(), whole.float()
         at = np.ix_(places, places)
         self.tokens[at] += (flat @ flat.T).numpy()
@@ -73,7 +73,7 @@ class AgreementCounter:
         self.gram += other.gram
 
     def compute_agreement(self, places: list[int]) -> Agreement:
-        """Compute the agreement of the corrections that were in every block."""
+        """Compute the agreement of the corrections that occurred in every block."""
         at = np.ix_(places, places)
         tokens, rows, gram = self.tokens[at], self.rows[at], self.gram[at]
         # The Gram matrix of the gradient weights gives all cosines at once.
@@ -91,8 +91,8 @@ class Agreement:
     """Agreement of each pair of S corrections; (S, S) each, symmetric, NaN if undefined.
 
     Attributes:
-        jaccard_tokens, jaccard_rows: share of the tokens, or rows, rejected by at least one that are rejected by both;
-            undefined if neither rejects anything.
+        jaccard_tokens, jaccard_rows: of the tokens, or rows, that at least one of the two rejects, the share that both
+            reject; undefined if neither rejects anything.
         cosine: cosine of the gradient weights f A.
     """
 
@@ -116,10 +116,10 @@ class Fidelity:
     """Comparison of the recorded correction's replay with the record.
 
     Attributes:
-        tokens: number of compared response tokens. Their mu and pi_old are finite; a correction does not act on other
+        tokens: number of compared response tokens, whose mu and pi_old are finite; a correction does not act on other
             tokens.
         weights: number of these tokens whose weight differs by more than ``TOLERANCE``.
-        rejections: number of these tokens that were not rejected by the same parts as recorded; decisions must match
+        rejections: number of these tokens for which the rejecting parts differ from the record; decisions must match
             exactly.
         weight_error: largest relative difference of a weight.
     """
@@ -155,7 +155,7 @@ def compare_with_record(by: Decision, of: Block, reasons: Sequence[str]) -> Fide
         if (drop := by.rejected.get(reason)) is not None:
             replayed |= (drop & by.valid).int() << bit
     other = of.mask & (replayed != of.rejected_by)
-    # A part that the record does not name rejects here as well.
+    # Rejections by a part that the record does not name are included as well.
     other |= of.mask & by.valid & ((of.rejected_by == 0) != by.keep)
     # Weights have no effect outside the valid tokens.
     error = ((by.weight - of.weight).abs() / of.weight.abs().clamp(min=1e-30)).nan_to_num(torch.inf)
@@ -170,22 +170,22 @@ def compare_with_record(by: Decision, of: Block, reasons: Sequence[str]) -> Fide
 
 
 Sums = NDArray[np.float64]
-"""(L, len(COLUMNS)): the sums over a group's rows in each length bucket; the last line is for rows without a length."""
+"""(L, len(COLUMNS)): the sums over a group's rows in each length bucket; the last row is for rows without a length."""
 
 FEW = 30.0
-"""Effective number of rows that a reference per sequence needs."""
+"""Effective number of rows that a per-sequence reference needs."""
 
 
 @dataclass(frozen=True)
 class CorrectionMeasures:
     """Effect of a correction on a set of tokens; a field is None if it cannot be measured.
 
-    f = w k r s is a token's gradient weight, r its base loss's factor, s the scale of its row under
-    ``denominator=kept``, A its advantage (``gradient_sums``); n counts valid tokens.
+    f = w k r s is a token's gradient weight, r is its base loss's factor, s is its row's scale under
+    ``denominator=kept``, and A is its advantage (``gradient_sums``); n is the number of valid tokens.
 
     Attributes:
-        tokens, rows: response tokens, and rows with one.
-        kept_tokens, kept_rows: kept shares of these; a row is kept if at least one of its tokens is kept.
+        tokens, rows: number of response tokens, and of rows with a response token.
+        kept_tokens, kept_rows: the kept shares; a row is kept if at least one of its tokens is kept.
         ess: effective sample size of w k, (sum w k)^2 / (n sum (w k)^2), at most ``kept_tokens``.
         mismatch_left: share of the mismatch that lies on kept tokens, sum k3 k / sum k3, where k3 = rho - 1 - log rho
             with the token's rho = pi / mu (Schulman 2020); the sum of k3 estimates KL(mu, pi). A mask should reduce
@@ -199,7 +199,7 @@ class CorrectionMeasures:
             latter's norm, sqrt(sum ((f - rho) A)^2 / sum (rho A)^2). The reference rho is the untruncated pi / mu of
             the token (unbiased for PPO's surrogate, which leaves the distribution of prefixes as it is) or of the whole
             row (unbiased for the policy gradient). By the Cauchy-Schwarz inequality, no gradient with unit second
-            moment can deviate by more, so this is an upper bound of the bias, which also counts noise that would
+            moment can deviate by more. This is therefore an upper bound of the bias; it also includes noise that would
             average out. ``bias_sequence`` is None if the reference is based on fewer than ``FEW`` rows.
         bias_token_systematic, bias_sequence_systematic: the part of this distance that cannot average out over these
             tokens: the shift of the mean in each cell of length bucket and sign of A, sqrt(sum_c n_c mean_c((f - rho)
@@ -226,7 +226,7 @@ class TurnShare:
 
     Attributes:
         tokens: response tokens.
-        kept_tokens: kept share of them; None if there are none.
+        kept_tokens: the share of these tokens that is kept; None if there are no tokens.
     """
 
     tokens: int
@@ -240,7 +240,7 @@ def compute_measures(sums: Sums) -> CorrectionMeasures:
         return float(sums[:, INDEX[name]].sum())
 
     reference_rows = _over(of("ratio") ** 2, of("ratio_square")) or 0.0
-    # A reference based on few rows is mostly noise, so no bias per sequence is reported then.
+    # A reference based on few rows is mostly noise, so no per-sequence bias is reported in that case.
     judges = reference_rows >= FEW
     bias = {name: _root(_over(of(f"distance/{name}"), of(f"reference/{name}"))) for name in REFERENCES}
     shift = {name: _root(_over(_shift(name, sums), of(f"reference/{name}"))) for name in REFERENCES}
@@ -348,7 +348,7 @@ class RunningOutcome:
 
     def add(self, step: int, names: tuple[str, ...], sums: Sums) -> None:
         self.names = names
-        # A step is added once for each correction that acted in it.
+        # A step is added once for each correction that acted in the step.
         self.steps[step] = sums[0] + self.steps.get(step, 0)
         self.total = sums if self.total is None else self.total + sums
 

@@ -24,7 +24,7 @@ from ...correction.proximal import OF_THE_TRAINER, TOLERANCE
 from ...recording import Rows
 
 SIZE = 2**16
-"""Positions in a block, including padding; a longer row is a block by itself."""
+"""Positions in a block, including padding; a longer row is a block of its own."""
 _COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")
 _SHORTEST = 0.8  # as a share of the longest row of a block
 
@@ -57,14 +57,14 @@ class Block:
 
 
 def iterate_blocks(rows: Rows, size: int = SIZE) -> Iterator[Block]:
-    """Yield blocks that hold every row once, the longest first."""
+    """Yield blocks that together contain every row once, the longest first."""
     lengths = np.diff(rows.offsets)
     order = np.argsort(-lengths, kind="stable")
     ordered = lengths[order]
     start = 0
     while start < len(order):
         widest = max(int(ordered[start]), 1)
-        # Rows are in descending order of length, and the first row that is too short for this block starts the next.
+        # Rows are in descending order of length; the first row that is too short for this block starts the next block.
         stop = int(np.searchsorted(-ordered, -_SHORTEST * widest, side="right"))
         stop = min(max(stop, start + 1), start + max(size // widest, 1))
         yield pad_rows(rows, order[start:stop])
@@ -87,7 +87,7 @@ def concatenate_rows(rows: Rows) -> Block:
 
 
 def pad_rows(rows: Rows, chosen: NDArray[np.int64]) -> Block:
-    """Pad the rows with these numbers to the longest of them."""
+    """Pad the rows with these numbers to the length of the longest of these rows."""
     lengths = np.diff(rows.offsets)[chosen]
     column = np.arange(max(int(lengths.max(initial=0)), 1))
     place = column[None, :] < lengths[:, None]
@@ -134,7 +134,7 @@ class Decision:
 
 
 def check_gradient_known(spec: CorrectionSpec) -> None:
-    """Raise SpecError if scores are centred, because centring changes gradients but neither weights nor kept tokens."""
+    """Raise SpecError if scores are centred, because centring changes gradients but not weights or kept tokens."""
     if spec.centering is not None:
         raise SpecError(
             f"correction.centering={spec.centering}: a recording holds no log-probs of tokens that were not sampled, "
@@ -183,7 +183,7 @@ def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
             f"which mu would have to equal, was not computed. Replay with correction.proximal=bypass."
         )
     apart = np.abs(rows.rollout_log_prob.astype(np.float64) - rows.old_log_prob)[rows.response_mask]
-    # The condition is written so that NaN counts.
+    # The condition is written so that NaN counts as a difference.
     if beyond := int((~(apart <= TOLERANCE)).sum()):
         raise SpecError(
             f"correction.proximal=same_engine: at {beyond} of {len(apart)} tokens mu differs from pi_old by more than "
@@ -193,7 +193,7 @@ def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
 
 
 def _count_rows(rows: Rows, tokens: NDArray[np.bool_]) -> int:
-    """Count the rows with a response token among these, (M,) bool."""
+    """Count those of these rows, (M,) bool, that have a response token."""
     return len(np.unique(rows.row_of_token[rows.response_mask & tokens]))
 
 
@@ -212,7 +212,7 @@ def compute_constants(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows
     if not spec.needs_constants:
         return BatchConstants()
     normalised_rows = spec.normalized is not None and spec.normalized.level != "token"
-    # Sorting and averaging tokens needs no rows, and a whole step in padded form is mostly padding.
+    # Sorting and averaging tokens does not need rows, and a whole step in padded form would be mostly padding.
     whole = pad_rows(rows, np.arange(len(rows))) if normalised_rows else concatenate_rows(rows)
     return batch_constants(spec, old_log_prob=compute_pi_old(spec, recorded, whole), **_rollout(whole))
 
@@ -253,7 +253,7 @@ def count_kept_tokens(
 
 
 def compute_pi_old(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block) -> Tensor:
-    """Compute log pi_old for ``spec``, (B, W); the recorded one is used if it has the same source."""
+    """Compute log pi_old for ``spec``, (B, W); the recorded log pi_old is used if its source is the same."""
     if (spec.proximal, spec.alpha) == (recorded.proximal, recorded.alpha):
         return rows.old_log_prob
     return proximal_log_prob(

@@ -54,7 +54,7 @@ from .replay import (
 
 @dataclass(frozen=True)
 class DenominatorCounts:
-    """Settings of a run, from its card, that determine its loss's denominator.
+    """Settings, read from a run's card, that determine the denominator of the run's loss.
 
     Attributes:
         mode: the aggregation of the policy loss, from ``actor.loss_agg_mode``; None if the card does not contain it.
@@ -120,7 +120,7 @@ _NAMED = 5
 
 @dataclass
 class _ReplayNotes:
-    """Counts of the figures' limitations, collected during the replay."""
+    """Counts for the notes on the figures' limitations, collected during the replay."""
 
     fidelity: Fidelity = field(default_factory=Fidelity)
     rows: int = 0
@@ -236,7 +236,7 @@ def run_study(
         raise RecordingError(
             f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record other steps."
         )
-    # A correction may fail at a later step than the step that noted it.
+    # A correction may fail at a later step than the step that added a note about it.
     seen.other_advantages -= failures.keys()
     done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
     outcomes = tuple(running[place].build_outcome() for place in done)
@@ -272,7 +272,7 @@ class _Setting:
 def _replay_step(candidates: Sequence[Candidate], setting: _Setting, recording: Recording) -> _StepReplay:
     (number,) = recording.steps
     found = _StepReplay(AgreementCounter(len(candidates)))
-    # A constant of the whole batch needs all rows of the step; everything else can be added up.
+    # A constant of the whole batch needs all rows of the step; all other results can be added up.
     for part in join_alike(recording.in_pieces(), partial(_needs_batch, candidates)):
         if not len(part.rows):
             continue
@@ -291,7 +291,7 @@ def _replay_step(candidates: Sequence[Candidate], setting: _Setting, recording: 
 def _needs_batch(candidates: Sequence[Candidate], part: Step) -> bool:
     """Check whether a correction, including the one that acted, has a constant for the whole batch."""
     for resolve in (CorrectionSpec.from_mapping, *(candidate.resolve_spec for candidate in candidates)):
-        with contextlib.suppress(SpecError):  # reported when it is replayed
+        with contextlib.suppress(SpecError):  # reported when the correction is replayed
             spec = resolve(part.spec)
             if spec.needs_constants or spec.recounts:
                 return True
@@ -350,7 +350,7 @@ def _replay(step: Step, number: int, specs: _Specs, found: _StepReplay, setting:
     """Replay every correction on one step."""
     rows = step.rows
     constants = {spec: compute_constants(spec, specs.recorded, rows) for spec in specs.all}
-    # Specs whose scale is unknown are missing here: they are replayed with the original denominator.
+    # Specs whose scale is unknown are missing here, because they are replayed with the original denominator.
     scales = {}
     if by_kept := [spec for spec in set(specs.active.values()) if spec.recounts]:
         if unknown := setting.counts.explain_unknown(rows):
@@ -362,7 +362,7 @@ def _replay(step: Step, number: int, specs: _Specs, found: _StepReplay, setting:
                 scales[spec] = setting.counts.compute_scale(
                     rows, count_kept_tokens(spec, specs.recorded, rows, constants[spec], setting.size)
                 )
-    # Keyed by spec: candidates that are equal at this step are replayed once.
+    # Results are keyed by spec, so that candidates that are equal at this step are replayed once.
     tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in specs.active.values()}
     for block in iterate_blocks(rows, setting.size):
         of = build_reference_block(block, setting.base_loss)

@@ -37,7 +37,7 @@ def run_from_arguments(given: argparse.Namespace) -> Study:
 
 
 def write_result(result: Study, given: argparse.Namespace) -> None:
-    """Write tables or JSON first, so that a failing figure or page does not lose the replay."""
+    """Write tables or JSON first, so that the replay is not lost if a figure or the page fails."""
     try:
         found = json.dumps(build_document(result), indent=2, allow_nan=False) + "\n" if given.json else _tables(result)
         sys.stdout.write(found)
@@ -61,7 +61,7 @@ def _write(result: Study, given: argparse.Namespace) -> None:
 
 
 def _tables(result: Study) -> str:
-    """Format the tables as text, because Rich itself would end the program if a reader closed the pipe."""
+    """Format the tables as text, because Rich would end the program if a reader closed the pipe."""
     console = open_console()
     shown = [
         whatif_page.build_overall_table(result),

@@ -31,7 +31,8 @@ OVERALL = {
 }
 """Field of ``CorrectionMeasures`` -> heading."""
 MOST_COMPARED = 30
-"""Number of corrections up to which tables have a column for each; more would be unreadable and the page too large."""
+"""Number of corrections up to which tables have a column for each; more would make tables unreadable and pages too
+large."""
 _FAMILIES = ("length", "advantage", "staleness", "turn")
 
 
@@ -42,7 +43,7 @@ def shorten_label(label: str) -> str:
 
 
 def build_overall_table(study: Study) -> Table:
-    """Build the table of measures by correction; a measure that no correction has is left out."""
+    """Build the table of measures by correction, leaving out measures that no correction has."""
     keys = _grid_keys(study)
     columns = [Column("#"), Column("correction"), *(Column(shorten_label(key), align="right") for key in keys)]
     fields = [name for name in OVERALL if any(getattr(one.overall, name) is not None for one in study.outcomes)]
@@ -58,7 +59,7 @@ def build_overall_table(study: Study) -> Table:
 
 
 def list_groups(outcome: CorrectionOutcome) -> dict[str, str]:
-    """Map each group to its heading; a family with a single group is left out, except for lengths."""
+    """Map each group to its heading, leaving out families with a single group except for lengths."""
     names: dict[str, str] = {}
     for family in _FAMILIES:
         groups = [name for name in collect_kept_shares(outcome) if name.startswith(f"{family}/")]
@@ -97,7 +98,7 @@ def build_step_table(study: Study, field: str) -> Table:
 
 
 def describe_left_out(corrections: int) -> list[str]:
-    """Report which tables are left out for this many corrections; empty if all are shown."""
+    """Describe which tables are left out for this many corrections; empty if all tables are shown."""
     if corrections <= MOST_COMPARED:
         return []
     return [
@@ -107,7 +108,7 @@ def describe_left_out(corrections: int) -> list[str]:
 
 
 def build_agreement_tables(study: Study) -> Iterator[Table]:
-    """Yield matrices over pairs of up to ``MOST_COMPARED`` corrections, for rejections only of those that reject."""
+    """Yield matrices over pairs of up to ``MOST_COMPARED`` corrections, on rejections only for those that reject."""
     if len(study.outcomes) > MOST_COMPARED:
         return
     agreement = study.agreement
@@ -213,7 +214,7 @@ class PanelRow:
 
 
 def group_into_rows(study: Study) -> list[PanelRow]:
-    """Group the corrections into rows: one for each spec and value of the other keys; the last row holds the rest.
+    """Group corrections into rows, one for each spec and value of the other keys; the last row contains the rest.
 
     The axis is the grid key with the most values.
     """
@@ -241,7 +242,7 @@ def _of_base(outcomes: Sequence[CorrectionOutcome]) -> list[PanelRow]:
 
 
 def draw_study(study: Study) -> Figure:
-    """Draw all panels in one figure, two side by side; corrections outside a grid are horizontal lines."""
+    """Draw all panels in one figure, two side by side; corrections outside a grid are drawn as horizontal lines."""
     drawn = build_panels(study)
     return plotting.draw_panels([panel for line in drawn for panel in line], columns=2, title=_title(study, len(drawn)))
 
@@ -299,7 +300,7 @@ def _build_row(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[Panel
 
 
 def _collect_groups(line: PanelRow) -> tuple[Series, str]:
-    """Collect kept shares by length, or, if all rows have one length, by the groups that split the tokens."""
+    """Collect kept shares by length or, if all rows have the same length, by the groups that split the tokens."""
     names = list_groups(line.outcomes[0])
     lengths = [name for name in names if name.startswith("length/")]
     if len(lengths) < 2:
@@ -347,7 +348,7 @@ def _build_panel(
 
 
 def _limit(series: Sequence[plotting.Series], *, share: bool) -> tuple[float, float]:
-    """Limit shares to the range from a little below the smallest one to 1; other values start at 0."""
+    """Limit shares to the range from a little below the smallest share to 1; other values start at 0."""
     values = [value for one in series for value in map(float, one) if not math.isnan(value)]
     least, greatest = min(values, default=0.0), max(values, default=1.0)
     if not share:
@@ -361,7 +362,7 @@ def _along(title: str, axis: str, outcomes: Sequence[CorrectionOutcome]) -> Pane
         try:
             return float(outcome.candidate.point[axis])
         except ValueError:
-            # Values that are not numbers, such as null, come last.
+            # Values that are not numbers, such as null, are sorted last.
             return math.inf
 
     ordered = sorted(outcomes, key=number)

@@ -1,7 +1,7 @@
 """Verdict on one possible cause of a mismatch, and the thresholds that decide it.
 
-The thresholds were chosen only on the recordings in tests/data/faults/tuning. The exception is ``above``, which was set
-on simulated noise, because the mass that is cut off in those recordings is far from this threshold.
+The thresholds were chosen only on the recordings in tests/data/faults/tuning. The exception is ``above``, which was
+chosen on simulated noise, because the mass cut off in those recordings is far from this threshold.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ def report_untestable(name: str, sentence: str, **evidence: float) -> Cause:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Smallest effects that count; an effect's whole interval has to lie beyond the threshold.
+    """Smallest effects that count; an effect's whole interval must lie beyond its threshold.
 
     Attributes:
-        shift: gain in correlation that log mu must have with the log pi_old of the adjacent token.
-        related, part_related: correlation of log mu with log pi_old over all tokens below which the two are unrelated,
-            and the correlation in one step or turn that contradicts this.
-        healthy: KL(mu, pi_old), nats per token, up to which a mismatch needs no explanation.
-        turn_factor: KL of one turn divided by the cleanest turn's KL, at equal probability.
+        shift: required gain in the correlation of log mu with log pi_old if the adjacent token's log pi_old is used.
+        related, part_related: correlation of log mu with log pi_old over all tokens, below which they count as
+            unrelated, and the correlation in a single step or turn that contradicts this.
+        healthy: KL(mu, pi_old), in nats per token, up to which a mismatch needs no explanation.
+        turn_factor: KL of one turn divided by that of the cleanest turn, at equal probability.
         growth: KL of a step divided by the KL of the freshest steps.
         slope: distance from 1 of the slope of log mu on log pi_old within a context.
         slope_explains: share of the variance of log pi_old - log mu within contexts that the slope has to explain.
         slope_fits: share of the variance of log mu within contexts that is linear in log pi_old.
         missing: probability under pi_old of the tokens that mu excludes.
         one_sided: share of the sum of (log mu - log pi_old)^2 that comes from tokens where mu is larger.
-        above: deviation, in nats, of log pi_old - log mu at tokens where pi_old is larger; beyond it, the mean ratio
-            does not show that mass was cut off.
+        above: deviation, in nats, of log pi_old - log mu at tokens where pi_old is larger; beyond this deviation, the
+            mean ratio does not show that mass was cut off.
         exhausted: number of contexts whose sampled tokens are all that mu allows.
-        noise: standard deviation of log pi_old - log mu, in nats, of tokens with a probability of 0.1 to 0.9.
-        tail: this deviation below a probability of 0.1 divided by the deviation above 0.5.
+        noise: standard deviation of log pi_old - log mu, in nats, over tokens with a probability of 0.1 to 0.9.
+        tail: the same deviation for probabilities below 0.1, divided by that for probabilities above 0.5.
     """
 
     shift: float = 0.1
@@ -98,5 +98,5 @@ class Thresholds:
 LEAST_TOKENS = 200
 """Number of tokens that a test needs."""
 LEAST_CONTEXTS = 20
-"""Number of contexts with two different sampled tokens that a slope test needs."""
+"""Number of contexts with at least two different sampled tokens that a slope test needs."""
 THRESHOLDS = Thresholds()

@@ -1,8 +1,8 @@
-"""Search for the causes of a mismatch: tests one after another, and causes that the run itself has detected.
+"""Search for the causes of a mismatch: tests in sequence, and causes that the run itself has detected.
 
-Misalignment is tested first: log-probs of other tokens invalidate every other test. Re-tokenised turns and stale steps
-are then left out, so that the remaining tests cover only the backend. Comparing weights at each synchronisation
-distinguishes undelivered weights from delivered weights that are stale.
+Misalignment is tested first, because log-probs of other tokens invalidate all other tests. Re-tokenised turns and stale
+steps are then left out, so that the remaining tests cover only the backend. A comparison of weights at each
+synchronisation distinguishes undelivered weights from delivered weights that are stale.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .sampled_tokens import collect_tokens
 def find_causes(recording: Recording | Rows) -> list[Cause]:
     """Judge every cause of ``NAMES``, in that order.
 
-    Log pi_old must come from the trainer's own weights: only such rows of a recording are judged
-    (``select_scored_rows``), and rows passed as an argument must be of this kind. The card supplies the sampling
+    Log pi_old must come from the trainer's own weights. Only such rows of a recording are judged
+    (``select_scored_rows``), and rows passed as an argument must satisfy this condition. The card supplies the sampling
     settings, which rows do not contain.
     """
     if isinstance(recording, Rows):
@@ -64,7 +64,7 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
             report_untestable(name, why) for name in (truncation.TRUNCATED, truncation.EXTRA, numerics.NAME)
         ]
     truncated, extra = truncation.find(sampled, sampling)
-    # A constant offset per context would look like noise, so the numerics test then works only within contexts.
+    # A constant offset per context would look like noise, so in that case the numerics test works only within contexts.
     offset = "present" in (truncated.verdict, extra.verdict)
     return [*found, truncated, extra, numerics.find(sampled, offset=offset)]
 
@@ -80,11 +80,11 @@ UNDELIVERED, ROUNDED = "weights not delivered", "updates rounded away"
 
 
 def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
-    """Judge both delivery causes from a run's records of its synchronisations; empty if it recorded nothing.
+    """Judge both delivery causes from a run's records of its synchronisations; empty if there are no records.
 
     Args:
-        lines: ``step``, ``verdict`` (``equal`` or what was wrong), ``sentence``, and ``along`` and ``square`` of the
-            update, of each synchronisation.
+        lines: for each synchronisation, ``step``, ``verdict`` (``equal`` or what was wrong), ``sentence``, and the
+            update's ``along`` and ``square``.
     """
     if not lines:
         return []
@@ -105,8 +105,8 @@ def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
 def withdraw_staleness(delivery: Sequence[Cause], causes: Sequence[Cause], *, stale: bool) -> list[Cause]:
     """Withdraw a verdict of stale weights if rounded updates explain it.
 
-    Updates that the engine's dtype rounds away make the KL grow from step to step, as older weights do. If all weights
-    were delivered and no token is recorded as ``stale``, the growth is no sign of older weights.
+    Updates that the engine's dtype rounds away make the KL grow from step to step, just as older weights do. If all
+    weights were delivered and no token is recorded as ``stale``, the growth is therefore not a sign of older weights.
 
     Args:
         delivery: the verdicts of ``judge_delivery``.

@@ -24,7 +24,7 @@ def find(sampled: SampledTokens) -> Cause:
 
 
 def _beside(sampled: SampledTokens) -> Cause:
-    """Test whether the correlation is higher at a shift of one token than without a shift."""
+    """Test whether the correlation is higher with a shift of one token than without a shift."""
     pairs = {lag: _pairs(sampled, lag) for lag in (-1, 0, 1)}
     if min(len(first) for first, _ in pairs.values()) < LEAST_TOKENS:
         return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens have a neighbour")
@@ -59,16 +59,16 @@ def _beside(sampled: SampledTokens) -> Cause:
 
 
 def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause | None:
-    """Test whether log mu and log pi_old correlate nowhere; None if they do correlate, or if the test cannot tell.
+    """Test whether log mu and log pi_old are uncorrelated everywhere; None if they correlate or the test cannot tell.
 
-    A single step or turn in which they correlate points to staleness or re-tokenisation in the other steps or turns.
+    If they correlate in even one step or turn, this points to staleness or re-tokenisation in the other steps or turns.
     """
     count = len(sampled)
     if count < LEAST_TOKENS:
         return None
     columns = _columns(sampled, *_pairs(sampled, 0))
     gap = sampled.tokens.gap
-    # An offset common to all tokens does not show which token a log-prob belongs to.
+    # An offset that all tokens share does not show which token a log-prob belongs to.
     loss = (np.ones(count), compute_k3(gap - gap.mean()))
     here = estimate(sum_by_cluster(columns, sampled.cluster), _correlation)
     mismatch = estimate(sum_by_cluster(loss, sampled.cluster), lambda sums: float(sums[1] / sums[0]))
@@ -96,7 +96,7 @@ def _pairs(sampled: SampledTokens, lag: int) -> tuple[Integers, Integers]:
     first = np.arange(len(row))
     if lag == 0:
         return first, first
-    # The margin of 3 keeps neighbours before the first and after the last position apart from other rows.
+    # With the margin of 3, neighbours before the first and after the last position do not coincide with other rows.
     key = row * (place.max(initial=0) + 3) + place
     there = np.searchsorted(key, key + lag)
     there = np.minimum(there, len(key) - 1)

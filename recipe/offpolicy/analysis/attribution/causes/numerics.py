@@ -1,7 +1,7 @@
 """Numerics test: two engines round differently.
 
 The gap has no preferred sign, is the same at every step, and has a heavy tail at low probability, where the normaliser
-does not damp an error of the logits.
+does not damp errors in the logits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Re-tokenisation test: the gap occurs only in the turns of a conversation for which the trainer gets other tokens."""
+"""Re-tokenisation test: the gap occurs only in those turns of a conversation whose tokens differ in the trainer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Recorded tokens, grouped for tests by prompt and by context, and their statistics within one context.
 
-Rows of one prompt share their first tokens. If two rows have sampled from the same context, the two policies'
-distributions in it are observed at several points, so a constant difference can be distinguished from one that varies.
+Rows of one prompt share their first tokens. If two rows were sampled from the same context, both policies'
+distributions in this context are observed at several points, so that a constant difference can be distinguished from a
+varying one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class SampledTokens:
         step: (n,) step of each token.
         staleness: (n,) staleness of each token, -1 if unknown.
         cluster: (n,) number of the group that is resampled together: the rows of one prompt in one step.
-        context: (n,) number of the context: prompt, step, versions and all tokens before, hence one distribution.
+        context: (n,) number of the context, which consists of prompt, step, versions and all previous tokens and
+            therefore has one distribution.
         token_id: (n,).
         again: (n,) steps since the prompt of each token's row first occurred; 0 if it is new, -1 if it was not
             recorded.
@@ -99,18 +101,19 @@ def estimate(sums: Array, statistic: Callable[[Array], float], *, seed: int = 0)
         if not np.isfinite(value):
             return None
         rng = np.random.default_rng(seed)
-        # Multinomial counts of the clusters are draws with replacement; sums of columns need only these counts.
+        # Multinomial counts of the clusters correspond to draws with replacement, and sums of columns need only these
+        # counts.
         weights = rng.multinomial(count, np.full(count, 1.0 / count), size=REPLICATES)
         drawn = np.array([statistic(row) for row in weights @ sums])
     drawn = drawn[np.isfinite(drawn)]
-    # An interval of only the finite draws would have a selection bias.
+    # An interval over only the finite draws would have a selection bias.
     if len(drawn) < REPLICATES / 2:
         return None
     return Estimate(float(value), float(np.percentile(drawn, 1)), float(np.percentile(drawn, 99)))
 
 
 def _groups(rows: Rows) -> Integers:
-    """Number the prompts, (N,): by uid, otherwise by the prompt's tokens, otherwise as one prompt per row."""
+    """Number the prompts, (N,): by uid if known, else by the prompt's tokens, else as one prompt per row."""
     prompts = [
         str(uid) or (rows.prompt_ids[start:end].tobytes().hex() or f"row {index}")
         for index, (uid, start, end) in enumerate(
@@ -189,7 +192,7 @@ class Support:
 
 def _find_distinct_tokens(sampled: SampledTokens) -> Integers:
     """Return the indices of the distinct tokens of each context, sorted by context."""
-    # Sorted by context, then by the 32-bit token, so that duplicates become neighbours.
+    # The keys are sorted by context, then by the 32-bit token, so that duplicates become neighbours.
     key = (sampled.context << 32) + sampled.token_id
     order = np.argsort(key, kind="stable")
     first = np.ones(len(order), dtype=bool)

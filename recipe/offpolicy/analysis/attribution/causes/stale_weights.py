@@ -1,9 +1,9 @@
 """Stale-weights test: the gap grows from step to step and falls back at a synchronisation.
 
-Keys and values of older weights stay in an engine's prefix cache if it is not cleared when new weights arrive. The
-engine uses them for repeated prompts and not for new ones. That alone does not distinguish a stale cache from older
-weights, because an update has most effect on the prompts that it was trained on, and repeated prompts were among them.
-But older weights affect new prompts as well.
+Keys and values of older weights stay in an engine's prefix cache if the cache is not cleared when new weights arrive.
+The engine uses them for repeated prompts but not for new prompts. This alone does not distinguish a stale cache from
+older weights, because an update has the largest effect on the prompts that it was trained on, and these include the
+repeated prompts. However, older weights affect new prompts as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Mask = NDArray[np.bool_]
 
 
 def find(sampled: SampledTokens) -> tuple[Cause, Mask]:
-    """Compare the KL of each step or staleness with that of the freshest one, and repeated prompts with new prompts.
+    """Compare the KL of each step or staleness with the freshest one's KL, and repeated prompts with new prompts.
 
     Returns:
         The verdict, and which tokens are fresh (all tokens unless the cause is present).
@@ -78,13 +78,13 @@ def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> 
 def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping[str, float]]:
     """Estimate the KL of rows with a repeated prompt divided by the KL of rows with a new prompt, with the evidence.
 
-    They are compared in the same step, at the same staleness and at the same probability under mu, so that neither a
-    step's age nor certainty affects the result. A prompt that occurred before but was not recorded counts as new, which
-    makes the factor smaller. None if either kind has fewer than ``LEAST_TOKENS`` to compare.
+    The rows are compared in the same step, at the same staleness and at the same probability under mu, so that neither
+    a step's age nor certainty affects the result. A prompt that occurred before but was not recorded counts as new,
+    which makes the factor smaller. The result is None if either kind has fewer than ``LEAST_TOKENS`` to compare.
     """
     new = sampled.again == 0
     loss = compute_k3(sampled.tokens.gap)
-    # Strata that only one kind of row has offer no comparison.
+    # Strata with only one kind of row do not allow a comparison.
     ages = sampled.staleness.max(initial=0) + 2
     stratum = number((sampled.step * ages + sampled.staleness) * len(BINS) + sampled.tokens.probability)
     counts = [np.bincount(stratum[chosen], minlength=stratum.max() + 1) for chosen in (again, new)]
@@ -110,7 +110,7 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
 
 
 def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
-    """For a run in which prompts of both kinds were compared, describe whether the weights or the cache are stale."""
+    """Describe whether the weights or the cache are stale, for a run in which prompts of both kinds were compared."""
     ratio = f"; repeated prompts have {kept.value:.1f} times the KL of new ones"
     if kept.high < THRESHOLDS.growth:
         return f"{ratio}, so the weights are stale"
@@ -123,7 +123,7 @@ def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
 
 
 def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
-    """For a run whose prompts could not be compared, describe whether the weights or the cache are stale."""
+    """Describe whether the weights or the cache are stale, for a run whose prompts could not be compared."""
     if (sampled.staleness > 0).any():
         return ""  # recorded versions identify the weights
     if (sampled.again < 0).any():
@@ -134,7 +134,7 @@ def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
 
 
 def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
-    """Test the KL of each step, or of each staleness if known, against the KL of the freshest one."""
+    """Test the KL of each step, or of each staleness if known, against that of the freshest step or staleness."""
     everything = np.ones(len(sampled), dtype=bool)
     if (sampled.staleness > 0).any() and (sampled.staleness == 0).sum() >= LEAST_TOKENS:
         return _by_version(sampled)

@@ -1,7 +1,7 @@
 """Temperature test: within a context, log mu is log pi_old times a factor, plus a constant.
 
-With logits z, log mu = z / T_mu - log Z_mu and log pi_old = z / T_pi - log Z_pi. So over the tokens of one context the
-slope of log mu on log pi_old is T_pi / T_mu, which is positive, whatever the distribution.
+With logits z, log mu = z / T_mu - log Z_mu and log pi_old = z / T_pi - log Z_pi. Over the tokens of one context, the
+slope of log mu on log pi_old is therefore T_pi / T_mu, which is positive for any distribution.
 """
 
 from __future__ import annotations

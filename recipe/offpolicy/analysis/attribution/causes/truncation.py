@@ -1,15 +1,15 @@
 """Truncation test: sampling from a subset of tokens, or from a larger vocabulary, offsets log mu by a constant.
 
-If mu keeps a set K of the tokens, mu = pi_old / pi_old(K) on it. So log mu - log pi_old = -log pi_old(K) >= 0, the same
-for all tokens of a context, and E_mu[pi_old / mu] = pi_old(K): one minus this mean is the mass that was cut off. For
-any other cause that leaves every token possible, the mean is 1 if enough tokens are drawn. Noise of more than a nat
-gives the ratio a tail that few samples reach, so the sample mean is below 1. But such noise also puts pi_old above mu
-at some tokens, by about as much; cutting tokens off does not.
+If mu keeps a set K of the tokens, mu = pi_old / pi_old(K) on K. Then log mu - log pi_old = -log pi_old(K) >= 0, the
+same for all tokens of a context, and E_mu[pi_old / mu] = pi_old(K), so one minus this mean is the mass that was cut
+off. For any other cause that leaves every token possible, the mean is 1 if enough tokens are drawn. With noise of more
+than a nat, the ratio has a tail that few samples reach, so the sample mean is below 1. However, such noise also puts
+pi_old above mu at some tokens by about the same amount, whereas truncated sampling never does.
 
-Truncated sampling and a padded vocabulary differ in what was cut. Top-p, top-k and min-p leave few tokens: sometimes a
-group's rows have sampled every one of them, and then their mu sum to 1 while their pi_old do not, which has no other
-cause. A padded vocabulary leaves all real tokens. A top-k larger than the number of rows in a group cannot be detected
-that way, so the run's card decides.
+Truncated sampling and a padded vocabulary differ in what was cut off. Top-p, top-k and min-p leave few tokens.
+Sometimes a group's rows have sampled every one of these tokens; their mu then sum to 1 but their pi_old do not, which
+has no other possible cause. A padded vocabulary leaves all real tokens. A top-k larger than the number of rows in a
+group cannot be detected in this way, so the run's card decides.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .sampled_tokens import Estimate, SampledTokens, estimate, sum_by_cluster, s
 
 TRUNCATED, EXTRA = "truncated sampling", "extra vocabulary"
 WHOLE = 1e-4
-"""Largest distance from 1 at which a sum of probabilities counts as 1."""
+"""Largest distance from 1 at which a sum of probabilities still counts as 1."""
 SHORT = 1e-2
-"""Mass that pi_old has to put on other tokens for a context to count."""
+"""Mass that pi_old must assign to other tokens for a context to count."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Offset:
         missing: mass under pi_old of the tokens that mu excludes.
         one_sided: share of the squared gap at tokens where mu is larger.
         above: root mean squared gap, in nats, of the tokens where pi_old is larger; None if there are no such tokens.
-        exhausted: share of contexts whose sampled tokens are all that mu allows, among the contexts in which they leave
-            out a mass of ``SHORT`` or more of pi_old.
-        contexts: number of contexts whose sampled tokens are all that mu allows, but not all that pi_old does.
+        exhausted: among the contexts whose sampled tokens leave out at least ``SHORT`` of pi_old's mass, share of those
+            whose sampled tokens are all that mu allows.
+        contexts: number of contexts whose sampled tokens are all that mu allows, but not all that pi_old allows.
     """
 
     missing: Estimate
@@ -60,7 +60,7 @@ def _measure_offset(sampled: SampledTokens) -> Offset | None:
     one_sided = estimate(sums, lambda total: float(total[2] / total[3]))
     above = estimate(sums, lambda total: float(np.sqrt(total[5] / total[4])))
     support = sum_probabilities(sampled)
-    # Only contexts whose sampled tokens hold all of mu's mass, but not all of pi_old's, show truncation.
+    # Only contexts whose sampled tokens contain all of mu's mass, but not all of pi_old's, show truncation.
     short = support.old < 1.0 - SHORT
     whole = short & (support.mu > 1.0 - WHOLE)
     counted = sum_by_cluster((short, whole), support.cluster)
@@ -88,7 +88,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
         return report_absent(TRUNCATED, why), report_absent(EXTRA, why)
     missing, one_sided, exhausted = offset.missing, offset.one_sided, offset.exhausted
     if missing.value < -1.0:
-        # If a mean ratio is above 2, one minus it is not a mass.
+        # If a mean ratio is above 2, one minus the ratio is not a mass.
         ratio = {"mean_ratio": 1.0 - missing.value, "one_sided": one_sided.value}
         why = (
             f"the mean of pi_old/mu over mu's samples is {1.0 - missing.value:.2g}, but it is below 1 if mass is cut "
@@ -157,7 +157,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
 
 
 def _restricted(sampling: Mapping[str, Any]) -> str:
-    """Format the sampling settings that leave tokens out; empty for none."""
+    """Format the sampling settings that leave tokens out; empty if there are none."""
     found = []
     for key, whole in (("top_p", lambda v: v >= 1), ("top_k", lambda v: v <= 0), ("min_p", lambda v: v <= 0)):
         value = sampling.get(key)
