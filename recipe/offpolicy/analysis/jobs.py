@@ -42,8 +42,8 @@ class Jobs:
     Attributes:
         count: number of processes on this machine; 1 means only this process.
         ray: address of a running Ray cluster whose tasks do the work instead; None for no cluster. The cluster's nodes
-            need this package, and the recording under the same path. Unless this process is already connected, the
-            first ``map`` connects it until it ends.
+            need this package, and the recording under the same path. The first ``map`` connects this process to the
+            cluster, unless it is already connected, until the process ends.
     """
 
     count: int = 1
@@ -98,7 +98,7 @@ def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], cou
 
 
 def _prepare_forks(work: Callable[[Item], Result]) -> BaseContext:
-    """Return a context that forks processes from a server, which only does the imports, once for all processes.
+    """Return a context that forks processes from a server that only does the imports, once for all processes.
 
     A fork of this process would copy torch's threads in whatever state they are in.
     """

@@ -148,7 +148,7 @@ def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list
     A micro-batch with few tokens is returned unchanged. For other micro-batches, row lengths are read from the device.
 
     Args:
-        model_output: its log-probs are nested, or (B, T) from a legacy actor, whose rows come without prompts.
+        model_output: its log-probs are nested, or (B, T) from a legacy actor, whose rows do not include prompts.
     """
     of_engine = model_output["log_probs"].is_nested
     if of_engine is not ("prompts" in data.keys()):

@@ -55,7 +55,7 @@ def proximal_log_prob(
         ValueError: ``by_age`` without ages.
 
     Returns:
-        (B, T), in the dtype of the log-probs that it comes from; float32 or wider for ``loglinear``.
+        (B, T), in the dtype of the log-probs from which it is computed; float32 or wider for ``loglinear``.
 
     Example:
         >>> old, mu, pi = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[-4.0]])

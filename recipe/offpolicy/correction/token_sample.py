@@ -32,7 +32,7 @@ class RowGroups:
         return {group: {name: next(sums) for name in columns} for group in self.names}
 
     def add_signs(self, sums: Tensor, names: tuple[str, str]) -> RowGroups:
-        """Add two groups: the rows whose value in a column is above 0, and those whose value is below 0."""
+        """Add two groups: the rows with a positive value in a column, and the rows with a negative value."""
         signs = _matrix([sums > 0, sums < 0], self.members.shape[1])
         return RowGroups((*self.names, *names), torch.cat((self.members, signs.double())))
 

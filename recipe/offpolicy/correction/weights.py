@@ -37,9 +37,9 @@ class WeightSpec:
     """A detached importance weight on a ratio of policies.
 
     Attributes:
-        level: which tokens share one weight: ``token``: each token has its own weight; ``sequence``: all tokens of a
-            row; ``turn``: a run of response tokens between tool outputs; ``version``: the tokens of a row that were
-            sampled by the same version of the weights.
+        level: which tokens share one weight: with ``token``, each token has its own weight; with ``sequence``, all
+            tokens of a row share one; with ``turn``, each run of response tokens between tool outputs does; with
+            ``version``, the tokens of a row that the same version of the weights sampled.
         kind: ``truncate`` bounds one side, ``clip`` bounds both sides; ``reject`` drops units outside the bounds and
             keeps the weight of all other units (masked importance sampling). ``gamma`` has no bounds: exp(rate (1 - w))
             w^power, which is 1 at w = 1 and greatest at w = power / rate (VESPO, Shen et al. 2026).

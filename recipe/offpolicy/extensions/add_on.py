@@ -106,7 +106,7 @@ class AddOn:
         return send(batch)
 
     def next_batch(self, prompts: PromptView) -> None:
-        """Receive the prompts before they are sampled."""
+        """Receive the prompts before responses are sampled."""
 
     def batch_flags(self) -> Mapping[str, Any]:
         """Return the flags to send to the workers with a batch of this step; an add-on's own rows carry no flags."""

@@ -33,7 +33,7 @@ class RecordSettings:
         every: interval of recorded steps; the first step is recorded.
         share: share of the prompts to record, in (0, 1]; either all or none of a prompt's rows are recorded.
         prompts: record the prompts' token ids.
-        max_bytes: size limit of the directory; each data-parallel rank gets an equal part.
+        max_bytes: size limit of the directory; each data-parallel rank may use an equal part.
         max_waiting_bytes: size limit of the rows that wait to be written on each rank; further rows are dropped.
         without_replay: also record log pi_old under the trainer's own expert routes, in addition to log pi_old under
             replayed routes.

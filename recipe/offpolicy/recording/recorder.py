@@ -267,7 +267,7 @@ class Recorder:
     def _run(self) -> None:
         """Run the writer's thread."""
         with contextlib.suppress(OSError, AttributeError):
-            # On Linux a thread has its own niceness, so training gets priority.
+            # On Linux, each thread has its own niceness, so training has priority.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             with self._condition:

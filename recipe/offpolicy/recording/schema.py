@@ -68,7 +68,7 @@ TOKEN_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "version": (pa.int32(), "version of the weights that sampled the token; -1 if unknown, and off response_mask"),
 }
 EXTENSION_PREFIX = "offpolicy_"
-"""Prefix of additional token columns that extensions record: lists of float32, after the others."""
+"""Prefix of additional token columns that extensions record: lists of float32, after all other columns."""
 WITHOUT_REPLAY = "offpolicy_old_log_prob_without_replay"
 """Additional column: log pi_old under the trainer's own expert routes, with ``offpolicy.record.without_replay``."""
 PROMPT_COLUMN = "prompt_ids"

@@ -84,7 +84,7 @@ def record(
     A failure stops the recorder, see ``Recorder.stop``.
 
     Returns:
-        ``record/...``, see ``take_statistics``; empty if the plan announces no recording.
+        ``record/...``, see ``take_statistics``; empty if the plan does not announce a recording.
     """
     plan = batch.plan
     if plan is None or plan.update is None or not torch.is_grad_enabled():

@@ -233,7 +233,7 @@ def _of_version(age: int, rows: int, cells: pl.DataFrame, floor: BackendFloor | 
 
 
 def _compute_intervals(split: Array, native: Array | None, floor: BackendFloor | None) -> dict[str, Interval]:
-    """Compute percentiles of the draws' shares; the floor is resampled too if it comes from the same rows."""
+    """Compute percentiles of the draws' shares; the floor is resampled too if it was estimated from the same rows."""
     found = compute_many_shares(split[1:], floor)
     after = (None, None) if native is None else compute_many_shares(native[1:])
     drawn: dict[str, Array] = {}

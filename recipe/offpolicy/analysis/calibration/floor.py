@@ -180,7 +180,7 @@ class NoiseFloor:
         delta: the bound, in nats; at least 0.
         quantile: measured quantile of the noise.
         share: the order of this quantile, between 0 and 1.
-        rows, groups: numbers of rows and prompt groups that it is based on.
+        rows, groups: numbers of rows and prompt groups on which it is based.
         unknown_versions: number of these rows whose weight versions were not recorded; such rows count as fresh.
     """
 

@@ -184,5 +184,5 @@ AREAL: Final = Peer(
 * ``kl_k1`` is log r in AReaL, so its bounds change sides. ``kl_k3`` is the k3 of 1 / r, for which there is no aggregate
   here. ``binary_kl``, which comes from a branch, is KPop's and works only per token.
 
-AReaL replaces a log-ratio that is not finite by 0; here the token is excluded from the loss.
+AReaL replaces a log-ratio that is not finite with 0; here the token is excluded from the loss.
 """

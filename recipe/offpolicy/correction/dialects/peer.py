@@ -99,7 +99,7 @@ class Peer:
         read: keys that ``convert`` reads -> default.
         convert: converts the values of ``read`` to our plain values.
         unsaid: keys of corrections that have no equivalent here -> values that switch them off, and the reason.
-        plain: keys that correct nothing, including all keys below them.
+        plain: keys that correct nothing, including all keys under them.
         elsewhere: last names of keys that correct nothing, wherever they are.
         switches: keys of ``read`` that mean "no correction" if they are switched off.
         context: keys of ``read`` that correct nothing on their own.

@@ -1,4 +1,4 @@
-"""Agent loops of verl's V1 trainer whose rows are scored; see ``manager``."""
+"""Agent loops of verl's V1 trainer that score their rows; see ``manager``."""
 
 from __future__ import annotations
 

@@ -262,8 +262,8 @@ class RowValues:
         version: version of the weights with which all values were computed.
         answers: (ids of force prompt and answer, number of the answer's ids) of each alternative.
         best: the alternative of each value.
-        requests, forward, cached, rescored: number of requests, of their tokens that were computed, of their tokens
-            that were read from the cache, and of requests repeated without the cache.
+        requests, forward, cached, rescored: number of requests, of tokens computed for them, of tokens read from the
+            cache for them, and of requests repeated without the cache.
         began, ended: seconds of ``time.time``.
         error: why the row was not scored.
         monte_carlo: the ``number`` of a prefix with the result of ``monte_carlo.continue_prefix``; None: no check.

@@ -69,8 +69,8 @@ class TailScores:
         means: mean log-probs of the answer's tokens; None if the engine did not score them.
         versions: versions of the weights with which they were computed.
         aborted: a synchronisation of the weights ended a request, so means are incomplete.
-        requests, forward, cached, rescored: number of requests, of their tokens that were computed, of their tokens
-            that were read from the cache, and of requests repeated without the cache.
+        requests, forward, cached, rescored: number of requests, of tokens computed for them, of tokens read from the
+            cache for them, and of requests repeated without the cache.
         error: the server's answers do not contain log-probs of prompts.
     """
 

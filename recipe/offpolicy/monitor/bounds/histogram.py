@@ -110,7 +110,7 @@ def compute_ess_by_cap(histogram: Histogram) -> list[float]:
     """Compute the ESS under a cap at each edge and, as the last value, without a cap; NaN without tokens.
 
     The ESS is that of ``offpolicy/weight/ess``, (sum w)^2 / (n sum w^2) over tokens (Kish 1965, Survey Sampling): each
-    token counts once, with the weight of its unit. A cap c replaces w by min(w, c). If c is at an edge, lower weights
+    token counts once, with the weight of its unit. A cap c replaces w with min(w, c). If c is at an edge, lower weights
     contribute their sums and higher weights their number, so the ESS is exact. A higher cap makes weights more unequal
     in the Lorenz order, and the ESS is Schur-concave in this order. The ESS therefore decreases from each cap to the
     next.

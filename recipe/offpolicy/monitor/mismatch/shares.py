@@ -60,8 +60,8 @@ def compute_sums_by_row(
     Args:
         rollout_log_prob, old_log_prob, log_prob: (B, T) log mu, log pi_old, log pi, any float dtype.
         response_mask: (B, T) bool or 0/1; a token with a log-prob that is not finite is excluded.
-        staleness: (B,) integers, or (B, T) per token, steps from the weights that sampled to those at the start of the
-            step, below 0 if unknown; None: unknown for all rows.
+        staleness: (B,) integers, or (B, T) per token, number of steps between the weights that sampled and those at the
+            start of the step, negative if unknown; None: unknown for all rows.
 
     Returns:
         (B, *SHAPE) float64.
