@@ -102,7 +102,7 @@ def test_what_no_option_is_comes_whole_and_launches_behind_another_correction(as
 def test_what_attribution_advises(directory: str, advised: tuple[str, ...]) -> None:
     recording = Recording(Path("tests/data/faults/held_out") / directory)
     fixes = [cause.fix for cause in attribute(recording).causes if cause.verdict == "present"]
-    (pasted,) = [fix.partition("correct for it: ")[2] for fix in fixes if "correct for it: " in fix]
+    (pasted,) = [found[1] for fix in fixes if (found := re.search("correct for [^:]*: (.*)", fix))]
     assert tuple(shlex.split(pasted)) == advised
     assert not composed(list(advised)).is_none
 

