@@ -42,7 +42,7 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     """Add ``--jobs`` and ``--ray``, which ``analysis.jobs`` reads."""
     add = parser.add_mutually_exclusive_group().add_argument
     add("--jobs", type=parse_count, metavar="N", help="processes; default: one per core, 1 for a small recording")
-    add("--ray", metavar="ADDRESS", help="work on this Ray cluster, whose nodes have package and recording in place")
+    add("--ray", metavar="ADDRESS", help="run on this Ray cluster; its nodes need the package and the recording")
 
 
 def read_steps(text: str) -> tuple[int, int | None]:

@@ -98,7 +98,7 @@ def make_runs(
 
 
 def draw_means(rng: np.random.Generator, values: ArrayLike) -> np.ndarray:
-    """Draw the mean of the same number of seeds with replacement, ``DRAWS`` times."""
+    """Resample the seeds with replacement, as many as there are, and take their mean, ``DRAWS`` times."""
     found = np.asarray(values, dtype=float)
     means: np.ndarray = found[rng.integers(len(found), size=(DRAWS, len(found)))].mean(1)
     return means

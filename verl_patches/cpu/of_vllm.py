@@ -64,10 +64,10 @@ def _supports(original: Callable[[Any], bool], experts: Any) -> bool:
 
 
 def _pack_again(original: Callable[..., None], method: Any, layer: Any, w13: Any, w2: Any) -> None:
-    """Pack vLLM's expert weights for the CPU after each weight sync, as they are packed at load.
+    """Repack vLLM's expert weights for the CPU after each weight sync, in the same way as at load.
 
-    vLLM sets up the kernel of an expert layer once. A later sync writes unpacked weights, which the kernel reads as
-    packed, so the rollout samples garbage without any error. vLLM 0.24 itself packs them after each sync.
+    vLLM sets up the kernel of an expert layer only once. A later sync writes unpacked weights, which the kernel reads
+    as packed, so the rollout samples garbage without any error. vLLM 0.24 itself packs them after each sync.
     """
     synced = method.moe_kernel is not None
     original(method, layer, w13, w2)

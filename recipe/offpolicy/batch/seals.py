@@ -107,7 +107,7 @@ PREFIX = "offpolicy_seal_"
 PLAN_HASH = "plan"
 """Name of the seal of the plan, which is the same for all rows."""
 INPUT = "model_input"
-"""Name of the seal of the model's input, a column that only its hash represents."""
+"""Name of the seal for the model's input, a column of which only the hash is stored."""
 
 
 class LivenessError(RuntimeError):

@@ -52,7 +52,7 @@ class Verdict:
 
 
 def outcomes(table: pandas.DataFrame, setting: str) -> pandas.DataFrame:
-    """Collect start and outcome of a setting's runs by seed: exact matches before training and after the last step.
+    """Collect a setting's exact matches before training and after the last step, for each seed.
 
     A run that died before its end has an outcome of 0.
     """

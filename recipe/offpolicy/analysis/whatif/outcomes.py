@@ -67,7 +67,7 @@ class AgreementCounter:
         self.gram[at] += (gradient @ gradient.T).numpy()
 
     def add_counts(self, other: AgreementCounter) -> None:
-        """Add the counts of other blocks, of the same corrections."""
+        """Add the counts that other blocks hold for the same corrections."""
         self.tokens += other.tokens
         self.rows += other.rows
         self.gram += other.gram

@@ -176,7 +176,7 @@ def _do_exec(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
 
 
 def _do_command(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Run the command in the arguments, or print where ``command -v`` finds a program that exists here."""
+    """Run the command in the arguments; for ``command -v NAME``, print the path of NAME if it is installed here."""
     if arguments[:1] != ["-v"]:
         return shell.call(arguments, line, "") if arguments else True
     found = shutil.which(arguments[1]) if len(arguments) == 2 and isinstance(arguments[1], str) else None

@@ -185,7 +185,7 @@ _PROCESSED = "processed_logprobs"
 _WITHOUT_LOG_PROBS = ("hf", "naive")
 """Rollout engines in verl's releases that return no log-probs."""
 _VARIABLES = {"sglang": "SGLANG_RETURN_ORIGINAL_LOGPROB", "trtllm": "TLLM_USE_TORCHSAMPLER"}
-"""Variables that make an engine return raw log-probs, as TensorRT-LLM's TorchSampler does unless a request differs."""
+"""Variables that make an engine return raw log-probs, TorchSampler's default unless a request overrides it."""
 _SAMPLER, _SAMPLER_OF_VERL = f"{ROLLOUT}.engine_kwargs.trtllm.sampler_type", "TRTLLMSampler"
 _BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 _AGENT = f"{ROLLOUT}.agent"
