@@ -29,18 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     require_modules("pass_at_k", "torch", *list_output_modules(json=options.json, png=bool(options.png), html=False))
     from .analysis.pages import PageError, check_target
-    from .analysis.pass_at_k.dumps import (
-        RankingError,
-        build_json,
-        build_places,
-        build_ranking,
-        build_table,
-        draw_curves,
-        estimate,
-        list_notes,
-        rank_checkpoints,
-        read_dumps,
-    )
+    from .analysis.pass_at_k.dumps import build_json, build_table, draw_curves, estimate, read_dumps
+    from .analysis.pass_at_k.ranking import RankingError, build_places, build_ranking, list_notes, rank_checkpoints
     from .extensions.pass_at_k.summary import Stopping
     from .extensions.sessions import DumpError
 
