@@ -1,4 +1,4 @@
-"""Work on a recording's steps in order, in this process, in other local processes, or in tasks of a Ray cluster."""
+"""Processing of a recording's steps in order, in this process, other local processes, or tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from ..recording import Recording, Step
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 LARGE: Final = 64e6
-"""Size of files, in bytes, from which it is worth the seconds that it takes to start processes."""
+"""Total file size, in bytes, from which several processes save more time than it takes to start them."""
 AHEAD: Final = 2
 """Number of items in progress per process; their results wait in memory until their turn."""
 TRIES: Final = 3
 """Number of attempts at an item before the death of its processes is attributed to the item itself."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGEST_KEPT, _MOST_KEPT = 32 * 2**20, 256 * 2**20
-"""Bytes of the largest allocation that glibc keeps when it is freed (its own maximum), and of all that it keeps."""
+"""Size in bytes of the largest allocation that glibc keeps after it is freed (glibc's own maximum), and of everything
+that glibc keeps."""
 
 
 class JobsError(RuntimeError):
@@ -113,9 +114,9 @@ def prepare_process() -> None:
     import pyarrow
     import torch
 
-    # Blocks fit into the cache, so a second thread adds little, and the threads wait for each other at each of some
-    # hundred operations. numpy's matrix products use their own threads, which spin, so the work on each step multiplies
-    # with torch.
+    # Blocks fit into the cache, so a second thread adds little, and the threads would wait for each other at each of
+    # several hundred operations. numpy's matrix products use their own threads, which spin, so the work on each step
+    # multiplies with torch.
     torch.set_num_threads(1)
     pyarrow.set_cpu_count(1)
     # By default, glibc returns each such array to the system, and fresh pages cost as much as the arithmetic.

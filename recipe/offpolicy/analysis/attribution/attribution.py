@@ -79,7 +79,7 @@ def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
 
 
 def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs: Jobs = ALONE) -> str:
-    """Name the faults in a sample of a recording's rows, see ``describe_faults``; empty if there are none.
+    """Name the faults in a sample of a recording's rows, as ``describe_faults`` does; empty if there are none.
 
     Args:
         card: the recording's card.
@@ -102,7 +102,7 @@ def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs
 
 
 def _take_sample(sample: RowSample, steps: Iterable[Step]) -> list[Step]:
-    """Take a step's sample for each correction that acted in the step, which arrives in pieces."""
+    """Sample a step, which arrives in pieces, once for each correction that acted in it."""
     kept: list[Step] = []
     for piece in steps:
         kept = [_take(step, sample.choose(step.rows, spare=True)) for step in join_alike([*kept, piece])]

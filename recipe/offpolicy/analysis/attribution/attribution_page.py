@@ -187,7 +187,7 @@ def build_profile_tables(attribution: Attribution, least: int = 0) -> list[Table
 
 
 def build_tokens_table(attribution: Attribution) -> Table:
-    """Build the table of the worst tokens, each marked in its context, with the number of rows that have it."""
+    """Build the table of the worst tokens, marking each in its context, with the number of rows that contain it."""
     columns = [
         Column("step"),
         Column("place"),
@@ -356,7 +356,7 @@ def _build_profile(name: str, buckets: Sequence[Bucket]) -> Panel:
 
 
 def _height(part: Decomposition, name: str) -> float:
-    """Compute nats per token; 0 if both policies agree exactly, so that there is nothing to split."""
+    """Compute a share of KL in nats per token; 0 if both policies agree exactly, so that there is nothing to split."""
     return max((getattr(part.kl, name) or 0.0) * part.kl.whole, 0.0) if part.kl.whole > 0 else 0.0
 
 

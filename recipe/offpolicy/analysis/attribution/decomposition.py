@@ -31,7 +31,7 @@ _UNIFORM: Final = 2**32
 
 
 def _compute_bounds() -> list[int]:
-    """Compute the uniform values from which a variable is 1, 2, ...: the scaled and rounded distribution function."""
+    """Compute the scaled, rounded distribution function: uniform values from which a variable is 1, 2, and so on."""
     terms = (math.exp(-1) / math.factorial(k) for k in itertools.count())
     scaled = (round(_UNIFORM * total) for total in itertools.accumulate(terms))
     return list(itertools.takewhile(lambda bound: bound < _UNIFORM, scaled))
@@ -105,7 +105,7 @@ class VersionMismatch:
 
 
 def resample(sums: Array, seed: Sequence[int] = (0,)) -> Array:
-    """Sum rows, and bootstrap draws of them: (1 + REPLICATES, *SHAPE), which add up over sets of rows.
+    """Sum rows, and each bootstrap draw of rows: (1 + REPLICATES, *SHAPE); results of several sets add up.
 
     The count of each row in a draw is a Poisson variable of mean 1, independent of other rows (Chamandy et al. 2012),
     so draws of two sets add up to draws of their union.

@@ -103,7 +103,8 @@ PROFILES: Final = ("position", "length", "probability", "turn", "staleness")
 BLOCK: Final = 2**16
 """Number of tokens that are summed at a time, so that intermediate results stay in the cache."""
 _MOST_CELLS: Final = 1 << 16
-"""Largest number of bucket combinations that are counted in a table; more, as caused by large gaps, are sorted."""
+"""Largest number of bucket combinations that are counted in a table; if large gaps cause more, they are sorted
+instead."""
 SIZES: Final = (1, 4, 16, 64, 256, 1024, 4096)
 """Upper ends of the buckets of positions and lengths, after the first."""
 
@@ -197,7 +198,7 @@ def merge(frame: pl.DataFrame, *keys: str) -> pl.DataFrame:
 
 
 def count_by_age(cells: pl.DataFrame, rows: Rows) -> Counter[int]:
-    """Count the rows that have a token of each staleness; a row without a valid one is as old as its first token."""
+    """Count the rows that have a token of each staleness; a row without a valid token is as old as its first token."""
     row = cells["row"].to_numpy()
     ages = cells.select("row", "staleness").unique()["staleness"]
     return Counter([*ages, *rows.staleness[np.bincount(row, minlength=len(rows)) == 0].tolist()])
@@ -220,15 +221,15 @@ def compute_row_sums(rows: Rows) -> Array:
 def compute_routing_sums(rows: Rows) -> dict[str, Array]:
     """Compute the sums that separate routing, (N, *SHAPE) each; empty if log-probs without replay are unknown.
 
-    Both results cover the whole log pi/mu + R that rows would have without replay, where R = log n - log a is the
-    routing part of a token: log pi_old under the trainer's own expert routes minus log pi_old under replayed ones.
-    ``replayed`` uses log a as log pi_old, which leaves R + drift of the whole. ``native`` uses log n, which leaves the
-    drift.
+    In both results, the whole is log pi/mu + R, as it would be without replay. R = log n - log a is the routing part of
+    a token: log pi_old under the trainer's own expert routes minus log pi_old under the replayed routes. ``replayed``
+    uses log a as log pi_old, so the remainder of the whole is R + drift. ``native`` uses log n, so the remainder is the
+    drift alone.
     """
     native = rows.extensions.get(WITHOUT_REPLAY)
     if native is None or not np.isfinite(native[rows.response_mask]).any():
         return {}
-    # NaN if either of the two is unknown, so that the token is counted in neither result.
+    # NaN if log n or log a is unknown, so that the token is counted in neither result.
     whole = rows.log_prob + (native - rows.old_log_prob)
     return {
         "replayed": compute_row_sums(replace(rows, log_prob=whole)),

@@ -16,7 +16,7 @@ from ...recording.recording import find_scored_rows, get_trainers_pi_old
 STEPS: Final = 64
 """Largest number of steps in a sample that does not contain all rows; the steps are evenly spread."""
 BYTES_A_TOKEN: Final = 12
-"""Compressed size in a recorded file: nine columns, of which the log-probs hardly compress."""
+"""Compressed size of a token in a recorded file, in bytes; of its nine columns, the log-probs hardly compress."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RowSample:
 
     @classmethod
     def of_steps(cls, steps: Sequence[int], tokens: int) -> RowSample:
-        """Choose at most ``STEPS`` of the steps, with this many tokens in total."""
+        """Choose at most ``STEPS`` of the steps, evenly spread, with ``tokens`` tokens in total."""
         places = np.linspace(0, len(steps) - 1, min(len(steps), STEPS)).round().astype(int)
         chosen = frozenset(steps[place] for place in places)
         return cls(chosen, tokens // max(len(chosen), 1))

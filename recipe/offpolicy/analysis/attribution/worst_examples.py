@@ -97,7 +97,8 @@ EXCERPT: Final = 60
 """Number of a row's tokens that are shown."""
 _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log_prob"}
 _SEARCHED: Final = 8
-"""Number of largest values per example that are examined first; rows of one prompt share their first tokens."""
+"""Number of largest values to examine first, per example to find; several, because rows of a prompt share their first
+tokens."""
 _BLOCK: Final = 64
 """Number of values in a block; in the search for the largest values, a block is represented by its largest value."""
 Example = TypeVar("Example", "WorstToken", "WorstRow")
@@ -207,7 +208,7 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
 
 
 def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: int) -> pl.DataFrame:
-    """Find the ``most`` largest sizes above 0, one per context, with ``count`` and ``loss`` of all its copies."""
+    """Find the ``most`` largest sizes above 0, one per context, with ``count`` and ``loss`` over its copies."""
     # One value per block represents the block in the search for the smallest of the largest values.
     tops = np.maximum.reduceat(size, np.arange(0, len(size), _BLOCK)) if len(size) else size
     count = _SEARCHED * most
@@ -238,7 +239,7 @@ def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: i
 
 
 def merge_copies(found: pl.DataFrame, most: int) -> pl.DataFrame:
-    """Merge examples from several pieces by step and context; the largest is first and represents all its copies."""
+    """Merge examples from several pieces by step and context, each represented by the largest of its copies."""
     firsts = pl.all().exclude("step", "context", "count", "loss").first()
     ordered = found.sort("size", descending=True, maintain_order=True)
     merged = ordered.group_by("step", "context", maintain_order=True)

@@ -41,7 +41,7 @@ class ClusteredShare:
 def estimate_share(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> ClusteredShare:
     """Estimate the share of ``kept``, with the variance of a ratio of group totals (Cochran 1977, 3.27).
 
-    A design effect below 1 counts as 1, because differences within groups are larger than between groups only by
+    A design effect below 1 counts as 1, because differences within groups exceed differences between groups only by
     chance.
 
     Args:
@@ -109,7 +109,7 @@ def compute_quantile_interval(
 
 
 def compute_least_count(share: float, confidence: float) -> int:
-    """Compute how many independent units an upper bound of the ``share``-quantile needs: share^n <= 1 - confidence."""
+    """Compute how many independent units bound the ``share``-quantile from above: share^n <= 1 - confidence."""
     return math.ceil(math.log(1 - confidence) / math.log(share))
 
 

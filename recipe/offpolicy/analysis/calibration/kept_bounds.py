@@ -25,13 +25,14 @@ from .parts import BoundedPart
 from .scores import Scores
 
 _FURTHEST_WEIGHT = math.log(1e3)
-"""Nats of a token, or of a mean over tokens; at a ratio of 1000, the two policies have nothing in common."""
+"""Largest radius of a weight worth proposing, in nats of a token or of a mean over tokens; at a ratio of 1000, the two
+policies have nothing in common."""
 
 
 def find_largest_radius(part: BoundedPart) -> float:
     """Return the largest radius worth proposing, in the values that the part compares.
 
-    For a mask it is preflight's limit, beyond which a bound is inert.
+    For a mask, this is preflight's limit, beyond which a bound is inert.
     """
     spec = part.spec
     if not isinstance(spec, MaskSpec):
@@ -52,9 +53,10 @@ def check_radius(part: BoundedPart, radius: float) -> str:
 
 
 _COARSE = 0.02
-"""Largest share of a bound by which it may be rounded outward if no unit lies in between."""
+"""Largest fraction of its value by which a bound may be rounded outward if no unit lies in between."""
 _SLACK = 1e-4
-"""Share of the units that may be kept beyond the target to save digits; no unit if there are fewer than 10,000."""
+"""Fraction of the units that may be kept beyond the target so that the bound needs fewer digits; below 10,000 units,
+this is no unit."""
 _DIGITS = 17  # digits of a float64
 
 
@@ -248,10 +250,10 @@ def compute_kept_curve(part: BoundedPart, scores: Scores, radius: Floats, confid
 
 DRAWS = 500
 _CAPS = 96
-"""Number of caps at which the curve is computed; the interval is read from it."""
+"""Number of caps at which the curve is computed; the interval is read from the curve."""
 _EXACT = 50  # halvings, which reach the precision of float64
 _CLOSE = 0.02
-"""Share of 1 - target by which the ESS may exceed the target to save digits of the cap."""
+"""Fraction of 1 - target by which the ESS may exceed the target so that the cap needs fewer digits."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ class EssCurve:
 
 
 def compute_ess(part: BoundedPart, scores: Scores, limits: tuple[float, float]) -> float:
-    """Compute (sum w)^2 / (n sum w^2) over tokens, with bounds at ``limits`` in nats; in [0, 1], NaN without tokens."""
+    """Compute (sum w)^2 / (n sum w^2) over tokens, in [0, 1], with bounds at ``limits`` nats; NaN without tokens."""
     if not len(scores):
         return math.nan
     lower, upper = limits

@@ -57,7 +57,7 @@ class BoundedPart:
 
     @property
     def share_of(self) -> ShareOf:
-        """What kept shares count: units of the decision, or tokens if signs are per token."""
+        """Unit of which kept shares are a share: the units of the decision, or tokens if signs are per token."""
         by_token = self.spec.picks_tokens
         return "tokens" if by_token else _UNITS[self.spec.level]
 

@@ -39,7 +39,7 @@ from .parts import BoundedPart, list_parts, set_values
 from .scores import EVERY_PROMPT, PromptSample, RowState, Scores, compute_scores
 
 LEAST_ROWS = 20
-"""Number of rows that a bucket needs to enter the test."""
+"""Minimum number of rows for a bucket to enter the test."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def find_length_bucket(length: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def measure_length_dependence(scores: Scores, confidence: float) -> LengthTest:
-    """Test size and spread against length, each at half the error rate (Bonferroni), and return the clearer result.
+    """Test if size and spread depend on length, each at half the error rate (Bonferroni); return the clearer result.
 
     Values per token or turn are first averaged over their row, so that a row counts once.
     """
@@ -387,7 +387,7 @@ def _by_length(
 
 
 def _few(units: Scores) -> str:
-    """Explain that units have fewer rows than a bound needs; empty if there are enough rows."""
+    """Explain that there are fewer rows than a bound needs; empty if there are enough rows."""
     rows = len(np.unique(units.row))
     return f"only {rows} rows, and a bound needs {LEAST_ROWS}" if rows < LEAST_ROWS else ""
 

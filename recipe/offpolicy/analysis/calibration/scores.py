@@ -30,7 +30,8 @@ from ..whatif.replay import Block, check_replayable, compute_pi_old, iterate_blo
 from .parts import BoundedPart
 
 TOKENS: Final = 4_000_000
-"""Number of tokens up to which a recording is used whole, and of a larger recording's sample (by file sizes)."""
+"""Number of tokens (by file sizes) up to which a recording is used whole; a larger recording is sampled down to this
+number."""
 ROWS: Final = 400_000
 """Number of rows in the sample of a larger recording, for parts that decide by row. With eight rows per prompt, a kept
 share of 0.98 then has a standard error of 0.0006, even if all eight rows are alike."""

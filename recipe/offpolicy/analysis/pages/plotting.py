@@ -53,7 +53,8 @@ INK: Final = "#1f2933"
 MUTED: Final = "#7b8794"
 GRID: Final = "#e4e7eb"
 PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
-"""Safe for the colour-blind: Okabe and Ito 2008, Color Universal Design, less yellow, with grey for black."""
+"""Safe for the colour-blind: Okabe and Ito 2008, Color Universal Design, without yellow and with grey instead of
+black."""
 MARKERS: Final = "osD^vPX"
 DASHES: Final = ("-", "--", "-.", ":")
 PANEL_WIDTH: Final = 5.2

@@ -137,7 +137,7 @@ def to_rich(table: Table, width: int | None = None) -> RichTable:
 def fit_to_width(table: Table, width: int) -> list[RichTable]:
     """Split the table between columns to fit a terminal of ``width`` characters without breaking a number.
 
-    Each part has the first column, so that rows can be told apart; a table that fits stays whole.
+    Each part repeats the first column, so that rows can be told apart; a table that fits is not split.
     """
     least = [_least_width(table, index) for index in range(len(table.columns))]
     groups: list[list[int]] = [[0]]
@@ -184,7 +184,7 @@ def _needed(widths: Sequence[int]) -> int:
 
 
 def _least_width(table: Table, index: int) -> int:
-    """Compute the width below which a column breaks a number, a word of its heading, or text every few characters."""
+    """Compute the width below which a column would break a number, a heading's word, or text every few characters."""
     column = table.columns[index]
     heading = max(map(len, column.heading.split()), default=0)
     longest = max((len(format_cell(row[index], column.digits)) for row in table.rows), default=0)

@@ -1,4 +1,4 @@
-"""Counts of right answers in verl's validation dumps, and their pass@k as tables, JSON and a curve."""
+"""Counts of correct answers in verl's validation dumps, and their pass@k as tables, JSON and a curve."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from ..pages import Column, Table, to_plain
 from .dumps import Counts, name_interval
 
 DRAWS, LEVEL, LEAST_PROMPTS = 2000, 0.95, 10
-"""Bootstrap draws, level of the intervals, and number of prompts below which checkpoints cannot be separated."""
+"""Number of bootstrap draws, level of the intervals, and number of prompts below which checkpoints cannot be
+separated."""
 FIT_DRAWS = 400
 
 

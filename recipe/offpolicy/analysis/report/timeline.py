@@ -24,7 +24,7 @@ RIGHT = 1.0
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Statistics of one step; NaN for a missing value. pi_old is under the trainer's own weights, see
+    """Statistics of one step; NaN for a missing value. pi_old is computed under the trainer's own weights; see
     ``recording.recording``.
 
     Attributes:

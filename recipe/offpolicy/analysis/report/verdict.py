@@ -236,7 +236,7 @@ def build_table(lines: tuple[Answer, ...]) -> Table:
 
 
 def answer_liveness(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
-    """Answer whether the correction reached the gradient, from the recorded liveness proof."""
+    """Report whether the correction reached the gradient, according to the recorded liveness proof."""
     question = "Is the correction live?"
     sentence, numbers = escape(str(proof.get("sentence", ""))), proof.get("live")
     if sentence and isinstance(numbers, Mapping) and numbers.get("proved") == 1.0:
@@ -336,7 +336,7 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
 
 
 def _fit(studies: Studies) -> list[Answer]:
-    """Give an answer for each bound, after naming the faults to fix first."""
+    """Build an answer for each bound, preceded by the faults to fix first."""
     faults = "" if isinstance(studies.attribution, str) else studies.attribution.mend_first
     first = [Answer("Can a bound be set?", "fix the cause first", faults)] if faults else []
     if isinstance(studies.calibrated, str):

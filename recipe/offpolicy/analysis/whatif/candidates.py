@@ -272,7 +272,7 @@ class Candidate:
 def build_candidates(
     specs: Sequence[Sequence[str]], grids: Sequence[str], recorded: Mapping[str, Any]
 ) -> tuple[Candidate, ...]:
-    """Build all corrections of a replay: every spec crossed with the grid keys that it has.
+    """Build all corrections of a replay by combining every spec with the grid keys that apply to it.
 
     The recorded correction stays unchanged, for comparison, unless it is the only spec.
 

@@ -1,10 +1,10 @@
 """Sums of one correction's effect on the gradient over the rows of a step, in float64.
 
-A token's *gradient weight* is the factor of grad log pi in the policy gradient, without the factors that every
-correction shares: f_t = w_t k_t r_t s with weight w, keep k and the base loss's own factor r, see ``BaseLoss`` (1 if
-there is a weight on pi / mu, because its loss has no ratio). s is the row's factor from ``denominator=kept`` or
-``nonfinite=excluded``, see ``study``; it is 1 otherwise. If there is also a penalty, ``compute_pull`` is subtracted
-from f A. Without a correction, f is just r, with the recorded pi_old.
+A token's *gradient weight* is the factor that multiplies grad log pi in the policy gradient, leaving out the factors
+that all corrections share: f_t = w_t k_t r_t s. Here w is the weight, k is the keep, and r is the base loss's own
+factor, see ``BaseLoss`` (1 if there is a weight on pi / mu, because such a loss has no ratio). s is the row's factor
+from ``denominator=kept`` or ``nonfinite=excluded``, see ``study``; it is 1 otherwise. If there is also a penalty,
+``compute_pull`` is subtracted from f A. Without a correction, f is just r, with the recorded pi_old.
 """
 
 from __future__ import annotations
@@ -328,5 +328,5 @@ def _by_row(values: NDArray[np.float64], rows: Rows) -> NDArray[np.float64]:
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """Sum a product over each row without a temporary of the product's size; torch's einsum takes twice as long."""
+    """Sum a product over each row without a temporary array of its size; torch's einsum takes twice as long."""
     return torch.from_numpy(np.einsum("bw,bw->b", one.numpy(), other.numpy()))

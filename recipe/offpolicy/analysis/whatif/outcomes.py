@@ -39,7 +39,7 @@ Matrix = NDArray[np.float64]
 
 
 class AgreementCounter:
-    """Counts, over blocks, of the tokens and rows that both of a pair of corrections reject, for all pairs of S."""
+    """Counts, over blocks, of tokens and rows that both of a pair of corrections reject, for all pairs among S."""
 
     def __init__(self, corrections: int) -> None:
         self.tokens, self.rows = (np.zeros((corrections, corrections)) for _ in range(2))
@@ -67,7 +67,7 @@ class AgreementCounter:
         self.gram[at] += (gradient @ gradient.T).numpy()
 
     def add_counts(self, other: AgreementCounter) -> None:
-        """Add the counts that other blocks hold for the same corrections."""
+        """Add the counts of other blocks for the same corrections."""
         self.tokens += other.tokens
         self.rows += other.rows
         self.gram += other.gram
@@ -173,7 +173,7 @@ Sums = NDArray[np.float64]
 """(L, len(COLUMNS)): the sums over a group's rows in each length bucket; the last row is for rows without a length."""
 
 FEW = 30.0
-"""Effective number of rows that a per-sequence reference needs."""
+"""Minimum effective number of rows for a per-sequence reference."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def compute_measures(sums: Sums) -> CorrectionMeasures:
 
 
 def compute_turn_shares(sums: Sums) -> dict[str, TurnShare]:
-    """Compute the kept share by the number of the turn."""
+    """Compute the kept share by turn number."""
     shares = {}
     for name in TURN_GROUPS:
         tokens, kept = (float(sums[:, INDEX[f"turn/{name}/{column}"]].sum()) for column in ("tokens", "kept"))

@@ -57,7 +57,7 @@ class Block:
 
 
 def iterate_blocks(rows: Rows, size: int = SIZE) -> Iterator[Block]:
-    """Yield blocks that together contain every row once, the longest first."""
+    """Yield blocks that together contain every row once, starting with the longest rows."""
     lengths = np.diff(rows.offsets)
     order = np.argsort(-lengths, kind="stable")
     ordered = lengths[order]
@@ -193,7 +193,7 @@ def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
 
 
 def _count_rows(rows: Rows, tokens: NDArray[np.bool_]) -> int:
-    """Count those of these rows, (M,) bool, that have a response token."""
+    """Count the rows that have a response token among the ``tokens``, (M,) bool."""
     return len(np.unique(rows.row_of_token[rows.response_mask & tokens]))
 
 

@@ -260,7 +260,7 @@ def run_study(
 
 @dataclass(frozen=True)
 class _Setting:
-    """Settings that all steps share: base loss, denominator, positions in a block, whether rows are a sample."""
+    """Settings that all steps share: base loss, denominator, block size in positions, and whether rows are a sample."""
 
     base_loss: BaseLoss
     counts: DenominatorCounts

@@ -108,7 +108,7 @@ def describe_left_out(corrections: int) -> list[str]:
 
 
 def build_agreement_tables(study: Study) -> Iterator[Table]:
-    """Yield matrices over pairs of up to ``MOST_COMPARED`` corrections, on rejections only for those that reject."""
+    """Yield agreement matrices of up to ``MOST_COMPARED`` corrections, on rejections only for those that reject."""
     if len(study.outcomes) > MOST_COMPARED:
         return
     agreement = study.agreement
@@ -231,7 +231,7 @@ def group_into_rows(study: Study) -> list[PanelRow]:
 
 
 def _of_base(outcomes: Sequence[CorrectionOutcome]) -> list[PanelRow]:
-    """Build the rows of one spec, all of whose points have the same keys."""
+    """Build the rows of one spec whose points all have the same keys."""
     keys = list(outcomes[0].candidate.point)
     axis = max(keys, key=lambda key: len({outcome.candidate.point[key] for outcome in outcomes}))
     along: dict[str, list[CorrectionOutcome]] = {}

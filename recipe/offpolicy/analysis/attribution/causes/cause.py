@@ -1,7 +1,7 @@
 """Verdict on one possible cause of a mismatch, and the thresholds that decide it.
 
 The thresholds were chosen only on the recordings in tests/data/faults/tuning. The exception is ``above``, which was
-chosen on simulated noise, because the mass cut off in those recordings is far from this threshold.
+chosen on simulated noise, because the mass cut off in those recordings is nowhere near this threshold.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def report_absent(name: str, sentence: str, **evidence: float) -> Cause:
 
 
 def report_untestable(name: str, sentence: str, **evidence: float) -> Cause:
-    """Build the verdict "not testable"; ``sentence`` says what is missing."""
+    """Build the verdict "not testable"; ``sentence`` states what is missing."""
     return Cause(name, "not testable", evidence, sentence)
 
 
@@ -96,7 +96,7 @@ class Thresholds:
 
 
 LEAST_TOKENS = 200
-"""Number of tokens that a test needs."""
+"""Minimum number of tokens for a test to run."""
 LEAST_CONTEXTS = 20
-"""Number of contexts with at least two different sampled tokens that a slope test needs."""
+"""Minimum number of contexts, each with at least two different sampled tokens, for a slope test to run."""
 THRESHOLDS = Thresholds()

@@ -69,6 +69,6 @@ def find(sampled: SampledTokens, *, offset: bool) -> Cause:
 
 
 def _deviation(sums: Array) -> float:
-    """Compute the standard deviation from sums of 1, x and x^2; NaN for fewer than two."""
+    """Compute the standard deviation from sums of 1, x and x^2; NaN for fewer than two values."""
     count, first, second = sums
     return float(np.sqrt(max(second / count - (first / count) ** 2, 0.0))) if count >= 2 else float("nan")

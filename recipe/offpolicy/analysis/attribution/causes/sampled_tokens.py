@@ -147,7 +147,7 @@ def _prefixes(rows: Rows) -> NDArray[np.uint64]:
 
 
 def _newer(rows: Rows) -> NDArray[np.uint64]:
-    """Hash the version of tokens sampled by newer weights than their row's first token, (M,); 0 for other tokens."""
+    """Hash the version of each token sampled by newer weights than its row's first token, (M,); 0 for other tokens."""
     newer = (rows.version != np.repeat(rows.oldest_version, np.diff(rows.offsets))) & (rows.version >= 0)
     return np.where(newer, mix(rows.version.astype(np.uint64)), np.uint64(0))
 

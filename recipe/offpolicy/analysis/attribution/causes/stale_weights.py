@@ -35,7 +35,7 @@ Mask = NDArray[np.bool_]
 
 
 def find(sampled: SampledTokens) -> tuple[Cause, Mask]:
-    """Compare the KL of each step or staleness with the freshest one's KL, and repeated prompts with new prompts.
+    """Compare the KL of each step (or staleness) with that of the freshest, and repeated prompts with new prompts.
 
     Returns:
         The verdict, and which tokens are fresh (all tokens unless the cause is present).
@@ -79,8 +79,9 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
     """Estimate the KL of rows with a repeated prompt divided by the KL of rows with a new prompt, with the evidence.
 
     The rows are compared in the same step, at the same staleness and at the same probability under mu, so that neither
-    a step's age nor certainty affects the result. A prompt that occurred before but was not recorded counts as new,
-    which makes the factor smaller. The result is None if either kind has fewer than ``LEAST_TOKENS`` to compare.
+    the age of a step nor the certainty of its tokens affects the result. A prompt that occurred before but was not
+    recorded counts as new, which makes the factor smaller. The result is None if the repeated or the new rows have
+    fewer than ``LEAST_TOKENS`` tokens to compare.
     """
     new = sampled.again == 0
     loss = compute_k3(sampled.tokens.gap)
@@ -110,7 +111,7 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
 
 
 def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
-    """Describe whether the weights or the cache are stale, for a run in which prompts of both kinds were compared."""
+    """Describe whether weights or cache are stale, for a run in which repeated and new prompts were compared."""
     ratio = f"; repeated prompts have {kept.value:.1f} times the KL of new ones"
     if kept.high < THRESHOLDS.growth:
         return f"{ratio}, so the weights are stale"

@@ -7,8 +7,8 @@ than a nat, the ratio has a tail that few samples reach, so the sample mean is b
 pi_old above mu at some tokens by about the same amount, whereas truncated sampling never does.
 
 Truncated sampling and a padded vocabulary differ in what was cut off. Top-p, top-k and min-p leave few tokens.
-Sometimes a group's rows have sampled every one of these tokens; their mu then sum to 1 but their pi_old do not, which
-has no other possible cause. A padded vocabulary leaves all real tokens. A top-k larger than the number of rows in a
+Sometimes a group's rows have sampled every one of these tokens. Their mu then sum to 1 but their pi_old do not, and
+nothing else can cause this. A padded vocabulary leaves all real tokens. A top-k larger than the number of rows in a
 group cannot be detected in this way, so the run's card decides.
 """
 
