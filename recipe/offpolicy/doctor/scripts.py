@@ -82,7 +82,8 @@ _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
 """Largest number of different launches of one script that are checked; each takes a second or more."""
 _LONGEST = 2**13
-"""Limit in characters of a one-word launch, or of words with the same sum of squares, to bound Hydra's parsing time."""
+"""Largest length in characters of a one-word launch, or of several words with the same sum of squares; this bounds the
+time that Hydra spends on parsing."""
 _DISTRIBUTORS = re.compile(r"(.*/)?(xargs|parallel)")
 
 
@@ -147,7 +148,7 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
 
 
 def _read(script: Path, arguments: list[str], line: int | None) -> tuple[Script, list[str]]:
-    """Read a script; unset variables that only its launches' names and folders use are empty, as in bash."""
+    """Read a script; unset variables used only in the names and folders of its launches are empty, as in bash."""
     empty: dict[str, str] = {}
     while True:
         read = read_script(script, arguments, {**os.environ, **empty})

@@ -219,7 +219,7 @@ def _find_of_validation(section: DictConfig, names: Sequence[str], depth: int) -
 def _is_likely(place: str, names: Sequence[str], depth: int) -> bool:
     """Return True if a key of the same name may be meant, because the name is specific or the section is the same.
 
-    A key of the critic is not meant by a key of the actor or the rollout: if the name's own model has a section
+    An override for the actor or the rollout never means a key of the critic: if the name's own model has a section
     (``depth`` > 0), the other key must be in it, or above all models.
     """
     found, owner = place.split("."), 2 if names[0] == "actor_rollout_ref" else 1

@@ -102,7 +102,7 @@ class AddOn:
         add()
 
     def submit_prompts(self, send: Callable[[Any], int], batch: Any) -> int:
-        """Send prompts to the V1 trainer's rollout servers; returns their number."""
+        """Send prompts to the V1 trainer's rollout servers; returns the number sent."""
         return send(batch)
 
     def next_batch(self, prompts: PromptView) -> None:
@@ -246,9 +246,9 @@ class Extension(AddOn):
 
     @property
     def needs_rollouter(self) -> Mapping[str, str]:
-        """Keys that need prompts, the prompts' columns or validation -> the alternative without them.
+        """Keys that depend on prompts, on their columns or on validation -> the alternative that does not.
 
-        In fully_async_policy, these are in a different process from the trainer.
+        In fully_async_policy, prompts and validation are in a different process from the trainer.
         """
         acts = any(implements(self, hook) for hook in _OF_ROLLOUTER)
         return {self.section: f"Set {self.section}=null."} if acts else {}

@@ -21,7 +21,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 @dataclass(frozen=True)
 class AdvantageReport:
-    """Hashes of those rows of one micro-batch that have a token.
+    """Hashes of the rows of one micro-batch that have at least one token.
 
     Attributes:
         hashes: None if a column is missing.
@@ -57,7 +57,7 @@ class AdvantageExtension(Extension):
     prefix: ClassVar[str] = ""
     """First part of the names of the extension's metrics."""
     differs: ClassVar[bool] = True
-    """Whether a demanded advantage must differ from verl's own; if so, the run stops if no row was changed."""
+    """Whether a demanded advantage must differ from verl's own; if so, the run stops when no row was changed."""
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)

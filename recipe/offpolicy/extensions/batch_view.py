@@ -1,4 +1,4 @@
-"""A training batch as extensions read it: the same on verl's V1 trainer (TransferQueue) and V0 trainer (DataProto)."""
+"""A training batch as extensions read it, identical on verl's V1 trainer (TransferQueue) and V0 trainer (DataProto)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class BatchView(Protocol):
         """
 
     def rows(self, *names: str) -> dict[str, Any]:
-        """Read columns by verl's names: per-token ones (n, T), right-padded; per-row ones (n, ...); others as lists."""
+        """Read columns by verl's names: per token as (n, T), right-padded; per row as (n, ...); others as lists."""
 
     def put(self, **columns: Tensor) -> None:
         """Send columns to the workers' loss, (n, T) or (n,), named ``offpolicy_...``.

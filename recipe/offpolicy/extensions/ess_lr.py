@@ -1,4 +1,4 @@
-"""Scales the learning rate by the effective sample size of each batch, as proved by the optimizer's own rate.
+"""Scales the learning rate by each batch's effective sample size, and proves it by the rate that the optimizer used.
 
 Patched functions in verl 0.9.1, see ``verl_patches.optimizer_steps``: ``train_batch(self, data, loss_function)`` and
 ``optimizer_step(self)`` of the engine's instance.

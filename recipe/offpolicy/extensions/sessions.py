@@ -166,7 +166,7 @@ def is_dump(path: Path) -> bool:
 
 
 def read_lines(path: Path, kind: type[ValueError], fix: str) -> Iterator[tuple[int, Any]]:
-    """Read the numbers and values of a file's lines of JSON.
+    """Read a file of JSON lines as line numbers and values.
 
     Args:
         kind, fix: the error to raise if a line is not JSON, and the end of its message.

@@ -101,7 +101,7 @@ def find_late_weights(section: str, run: Configured) -> Iterator[Problem]:
 
 
 def find_no_groups(section: str, run: Configured) -> Iterator[Problem]:
-    """Find conflicts with an extension that replaces verl's estimator by comparing rollouts of a group."""
+    """Find conflicts with an extension that compares the rollouts of a group instead of using verl's estimator."""
     off = f"{section}=null"
     yield from find_unmet(_OWN_ESTIMATE, run.get, off, (section,))
     if count_rollouts(run) == 1:

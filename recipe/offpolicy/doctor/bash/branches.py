@@ -100,7 +100,7 @@ class Branches:
     def _needs_file(self, end: ScriptEnd, tested: int, condition: list[Command], holds: bool) -> bool:
         """Return True if an exit with an error is due to a file that is missing here, and note the assumed file.
 
-        With such a condition, a script checks that it is running on the launch machine, which may be another machine.
+        With such a condition, a script checks that it runs on the launch machine, which may not be this machine.
 
         Args:
             tested: number of missing files before the condition.
@@ -247,7 +247,7 @@ class Branches:
 
 
 def _find_waiting(loop: Loop) -> Unknown | None:
-    """Return why an endless loop that sleeps in each round may end, namely that it waits for an event during a run."""
+    """Explain why an endless loop that sleeps in each round may end: it waits for an event during a run."""
     asked = [each.words[0].text for each in loop.condition if isinstance(each, Simple) and each.words]
     sleeps = any(isinstance(each, Simple) and each.words and each.words[0].text == "sleep" for each in loop.body)
     if asked in (["true"], [":"]) and sleeps:

@@ -417,7 +417,7 @@ def _find_group(command: Simple) -> Token | None:
 
 
 def _assigns_group(command: Simple) -> bool:
-    """Return True for an assignment right after a launch that is one of its overrides."""
+    """Return True if an assignment right after a launch is really one of the launch's overrides."""
     return not command.words and _find_group(command) is not None
 
 

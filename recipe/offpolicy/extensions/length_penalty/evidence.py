@@ -55,8 +55,8 @@ def state_shift(rows: Sequence[Row], settings: LengthSettings, weight: float, *,
     differ = _state_difference(scores) if by_std else 0.0
     if not differ or not any(apart):
         return apart
-    # The shift is divided like verl's advantages, but limited to the largest of these advantages or to the undivided
-    # value.
+    # The shift is divided like verl's advantages, but it is limited to the larger of two values: the largest of these
+    # advantages, and the undivided shift.
     whole = [each / (_spread(scores) + 1e-6) for each in apart]
     middle, deviation = sum(scores) / len(scores), _spread(scores)
     most = max(max(map(abs, apart)), differ * max(abs(each - middle) for each in scores) / (deviation + 1e-6))
@@ -76,7 +76,7 @@ def state_advantages(rewards: Sequence[float], *, estimator: str, by_std: bool) 
 
 
 def bound_error(rewards: Sequence[float], *, by_std: bool) -> float:
-    """Bound the error of verl's advantages in float32, which divides nearly equal rewards by a small number."""
+    """Bound the float32 error of verl's advantages, which is large if nearly equal rewards make the divisor small."""
     largest = max(abs(each) for each in rewards)
     divisor = _spread(rewards) + 1e-6 if by_std and len(rewards) > 1 else 1.0
     return 1e-5 + 8 * RESOLUTION * largest * (1 + 1 / divisor)

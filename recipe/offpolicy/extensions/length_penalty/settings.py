@@ -54,7 +54,7 @@ class ClassSettings:
 
 @dataclass(frozen=True)
 class LeaveOutSettings:
-    """Prompts with a pass rate under ``below`` in the file ``dump`` are not trained on; None: all prompts are."""
+    """Leaves prompts with a pass rate under ``below`` in the file ``dump`` out of training; None keeps all prompts."""
 
     dump: str | None
     below: float
@@ -167,7 +167,7 @@ _CLASSES = Rule(
 
 
 ESTIMATORS = {"before": ("grpo", "rloo"), "after": ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")}
-"""verl's estimators, by place, that compare a row's reward only with the rewards of its group.
+"""Place of the penalty -> verl's estimators that compare a row's reward only with the rewards of its group.
 
 The vectorized estimators differ in how they treat groups of one and, in verl 0.7.1, groups whose rewards are nearly
 equal.

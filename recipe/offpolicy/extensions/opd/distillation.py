@@ -44,14 +44,14 @@ from .teacher_client import Row, Scoring, TeacherClient
 logger = logging.getLogger("verl.offpolicy")
 
 DOMINATES, UPDATES = 0.9, 3
-"""Share of the loss's pull above which the teacher dominates the rewards, and consecutive updates before the
-warning."""
+"""Share of the loss's pull above which the teacher counts as dominating the rewards, and number of consecutive updates
+with such a share before the warning."""
 PROBES = 2
 """Number of rows per batch that are scored again."""
 SILENT = 1e-3
 """Largest gap, in nats, between two engines with the same weights."""
 IDLE = 20
-"""Consecutive updates without an eligible row before the warning."""
+"""Number of consecutive updates without an eligible row before the warning."""
 
 
 class OnPolicyDistillation(Extension):
@@ -110,7 +110,7 @@ class OnPolicyDistillation(Extension):
 
     @property
     def noted(self) -> Mapping[str, Any]:
-        """All settings except how the teacher is reached."""
+        """All settings except those for reaching the teacher."""
         return {name: value for name, value in self.settings.items() if name != "teacher"}
 
     @property
@@ -195,7 +195,7 @@ class OnPolicyDistillation(Extension):
             self._first.setdefault(source, (row, again))
 
     def _find_eligible(self, batch: BatchView, mask: Tensor) -> Tensor:
-        """Find the eligible rows, (n,) bool: the rows with a token in eligible sessions; also count the shares."""
+        """Find the eligible rows, (n,) bool: rows of eligible sessions that have a token; also count the shares."""
         gate = self.opd.eligible
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         rewards = (batch.scores.double() * mask).sum(-1)
@@ -234,7 +234,7 @@ class OnPolicyDistillation(Extension):
         for source in self._clients:
             check_teacher(student, teacher, self._near_of(source))
         excluded = near & torch.isneginf(teacher)
-        # For an excluded token, a finite log-prob is sent whose gap is at the bound.
+        # Instead of an excluded token's log-prob, the finite log-prob whose gap is at the bound is sent.
         teacher = torch.where(excluded, student - self.opd.max_gap, teacher)
         gaps = signal.compute_gaps(student, teacher, near, max_gap=self.opd.max_gap)
         divides = self.opd.mode == "advantage"

@@ -1,7 +1,7 @@
 """Rejection fine-tuning (RFT): puts a student's correct answers into the teacher's chat template, for SFT.
 
-A teacher's log-probs are meaningful only if the student writes in the teacher's format. Answers of the student are
-sampled from a server, the correct ones are kept, and verl's SFT trainer trains the student on these.
+A teacher's log-probs are meaningful only if the student writes in the teacher's format. The student's answers are
+sampled from a server, the correct answers are kept, and verl's SFT trainer trains the student on them.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ LOG_PROBS = 1.0
 
 
 def find_horizon(tokens: Tensor, horizon: int | None) -> Tensor:
-    """Find each row's first ``horizon`` of ``tokens`` (B, T) bool; None: all of them.
+    """Find the first ``horizon`` tokens of each row of ``tokens``, (B, T) bool; None: all of them.
 
     Raises:
         ValueError: the horizon is not 1 or more.
@@ -230,7 +230,7 @@ SENT = (TEACHER, ROW, FACTOR, CENTRE)
 
 
 def describe_missing(arrived: Iterable[str]) -> str:
-    """Describe that teacher log-probs did not reach the loss, and which columns did."""
+    """Explain that teacher log-probs did not reach the loss, and list the columns that did."""
     return (
         f"opd: {TEACHER} did not reach the loss (columns that did: {', '.join(arrived) or 'none'}). Some code selects "
         "the columns that go to the workers, and omits opd's columns."

@@ -117,7 +117,7 @@ def find_length(settings: TeacherSettings) -> int | None:
 
 
 def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequence[int]]) -> float:
-    """Measure by how many nats a row's log-probs differ between requests for it alone and a request with other rows.
+    """Measure the difference in nats of a row's log-probs between requests for it alone and one with other rows.
 
     Args:
         ids: two rows of three or more ids.

@@ -79,7 +79,7 @@ def find_wrong_chance(
 
 
 def _find_in_deal(seen: Sequence[float], right: Sequence[bool], k: int) -> str | None:
-    """Check a split of n rows: if w groups have a correct row, k w rows have 1 - w k / n, and the rest -w k / n."""
+    """Check a split of n rows: if w groups have a correct row, their k w rows have 1 - w k / n, all others -w k / n."""
     n = len(right)
     if not any(right) or (k * sum(right) >= n and all(abs(value) <= ERROR for value in seen)):
         # No group has a correct row, or every group has one.

@@ -117,7 +117,7 @@ class Validation:
 
 
 class Batches:
-    """A loader of validation batches that keeps the batches, with the uid by which verl names each prompt.
+    """A loader that keeps the validation batches, together with the uid by which verl names each prompt.
 
     verl's V0 trainer keeps an existing uid, and its V1 trainer replaces it in the same dictionary.
     """

@@ -72,7 +72,7 @@ def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: S
 
 
 def check_penalty(found: BatchUtilities, waste: Tensor, taken: Tensor, penalty: float, mask: Tensor) -> None:
-    """Check, token by token, that each wasted episode that ends later lowers the advantage by the penalty.
+    """Check token by token that the penalty is subtracted once for each wasted episode that ends later.
 
     Args:
         waste: (n, T) bool, last tokens of wasted episodes.

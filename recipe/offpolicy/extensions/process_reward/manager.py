@@ -1,11 +1,11 @@
 """Agent loops that score each row between its last token and its reward, on verl's V0 and V1 trainers.
 
 Patched or overridden in verl 0.9.1: ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``, the attribute
-``agent_loop_workers_class`` of managers, ``AgentLoopWorkerTQ._agent_loop_postprocess(self, output, validate,
-**kwargs)`` and, on the V0 trainer and in 0.8.0, that of ``AgentLoopWorker``, which receives every agent loop's output;
-``_compute_score(self, outputs, kwargs)`` of the same workers,
-``_acquire_server(self, request_id, **extra)`` and ``_release_server(self, server_id, request_id=None)`` of
-``LLMServerClient``, through which a row's requests go to the replica that sampled it.
+``agent_loop_workers_class`` of managers, and ``AgentLoopWorkerTQ._agent_loop_postprocess(self, output, validate,
+**kwargs)``, which receives every agent loop's output (on the V0 trainer and in 0.8.0, this is a method of
+``AgentLoopWorker``); ``_compute_score(self, outputs, kwargs)`` of the same workers, ``_acquire_server(self, request_id,
+**extra)`` and ``_release_server(self, server_id, request_id=None)`` of ``LLMServerClient``, through which a row's
+requests go to the replica that sampled it.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ async def continue_prefix(
     samples: int,
     source: random.Random,
 ) -> dict[str, Any]:
-    """Sample ``samples`` responses that begin with ``prefix``, of up to ``most`` tokens, and reward them.
+    """Sample ``samples`` responses of up to ``most`` tokens that begin with ``prefix``, and reward them.
 
     Returns:
         The rewards' ``mean`` and the number of sampled ``tokens``, or the ``error`` that prevented them.

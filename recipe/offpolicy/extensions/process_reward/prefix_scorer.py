@@ -206,7 +206,7 @@ def _join(ends: list[int], most: int) -> list[int]:
 
 
 def find_region(pieces: Sequence[str], think_end: str) -> int:
-    """Find the number of tokens before the one with the first character of ``think_end``; all tokens if it is missing.
+    """Count the tokens before the token in which ``think_end`` begins; all tokens if ``think_end`` is missing.
 
     Example:
         >>> find_region(["2", ".", "</", "think", ">", "4"], "</think>")
@@ -325,7 +325,7 @@ class PrefixScorer:
         try:
             await self._score(row, result)
         except Exception as error:
-            # After an exception raised here, verl would replace the row's group with padding.
+            # If an exception were raised here, verl would replace the row's group with padding.
             kind = "" if isinstance(error, ScoringError | AnswerError) else f"{type(error).__name__}: "
             result.values, result.error = [], f"{kind}{error}"
         result.ended = time.time()

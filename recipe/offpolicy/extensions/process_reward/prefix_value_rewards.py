@@ -1,7 +1,7 @@
 """Process rewards as an extension: values of prefixes arrive with the rows, and differences of values are credited.
 
-Under an estimator that sums a row's rewards, the process advantages are added to the estimator's bitwise unchanged
-advantages. For an estimator that uses the positions of rewards, the utilities are added to its rewards.
+Under an estimator that sums a row's rewards, the process advantages are added to the estimator's advantages, which stay
+bitwise unchanged. For an estimator that uses the positions of rewards, the utilities are added to its rewards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from .start_up import MANAGER, find_manager, find_problems, serve_scores
 logger = logging.getLogger("verl.offpolicy")
 
 UNFIT, UPDATES = 0.55, 5
-"""Separation below which values do not distinguish passed from failed rows; consecutive updates before the warning."""
+"""Separation below which values do not distinguish passed from failed rows, and number of consecutive updates below it
+before the warning."""
 
 COMPARISONS = {True: 2, False: 16}
 """Number of initial steps whose values are compared. In synchronous training, these are the first step and the step

@@ -1,4 +1,4 @@
-"""Converts a batch's values, as sent by the agent loops, into per-token utilities, and their metrics."""
+"""Conversion of a batch's values, as sent by the agent loops, into per-token utilities and their metrics."""
 
 from __future__ import annotations
 
