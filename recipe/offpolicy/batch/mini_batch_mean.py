@@ -21,7 +21,7 @@ from ..correction.deferred_value import DeferredValue
 from .seals import LivenessError, SealError
 
 Shares = dict[str, float]
-"""Maps each denominator to the share of it that some micro-batches add up to. For all micro-batches of an optimizer
+"""Denominator -> the share of it that some micro-batches contribute together. For all micro-batches of an optimizer
 step, over all ranks, the share is 1."""
 _TOKENS, _ROWS = "batch_num_tokens", "global_batch_size"
 

@@ -188,7 +188,7 @@ def _cut_padding(data: TensorDict, width: int, longest: int) -> TensorDict:
 
 def group_rows(lengths: Sequence[int]) -> list[list[int]]:
     """Group rows so that a group padded to its longest row has at most ``AT_ONCE`` tokens, usually less than half of
-    them padding; a longer row is its own group.
+    which are padding; a longer row is its own group.
 
     Example:
         >>> group_rows([200, 40_000, 256])

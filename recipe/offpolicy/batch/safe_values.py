@@ -43,7 +43,7 @@ def check_rewards(rewards: Tensor, uids: Sequence[object], where: str = "", advi
 
 
 ROUNDING = 8 * 2.0**-23
-"""Spread, relative to the largest value, that float32 rounding explains, because a reward is a sum of a few rounded
+"""Largest spread, relative to the largest value, that float32 rounding explains; a reward is a sum of a few rounded
 terms."""
 SMALLEST = 2.0**-126
 """Smallest normal float32; the rounding error of smaller numbers is as large as that of this number."""

@@ -36,7 +36,8 @@ _SECOND: Final = 0x94D049BB133111EB - 2**64
 def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     """Hash each row's tokens, (B,) int64: 0 for a row without a token in the mask; values outside the mask are ignored.
 
-    The hash changes if any token, any bit of a value, the order of either, or the dtype of the values changes.
+    The hash changes if any token, any bit of a value, the order of tokens or values, or the dtype of the values
+    changes.
 
     Args:
         tokens: (B, T) integers, or nested by row, like the other columns.
@@ -107,7 +108,7 @@ PREFIX = "offpolicy_seal_"
 PLAN_HASH = "plan"
 """Name of the seal of the plan, which is the same for all rows."""
 INPUT = "model_input"
-"""Name of the seal for the model's input, a column of which only the hash is stored."""
+"""Name of the seal of the model's input, for which only the hash is stored."""
 
 
 class LivenessError(RuntimeError):

@@ -136,7 +136,7 @@ PATIENCE = 60.0
 """Seconds to wait for missing answers when the trainer is about to update."""
 KEPT_IN_A_ROW = 2
 LOOSE = 0.5
-"""If a smaller share of an update survives the engine's rounding, answers are not expected to change."""
+"""If less than this share of an update survives the engine's rounding, answers are not expected to change."""
 
 
 def draw_probe(rows: Sequence[Pair], uids: list[str]) -> list[list[int]]:

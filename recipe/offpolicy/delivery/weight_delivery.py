@@ -42,7 +42,7 @@ logger = logging.getLogger("verl.offpolicy")
 NAMED = 6
 """Maximum number of tensors that an error names."""
 FEWEST = 64
-"""A run whose own interval is not known yet stops after this many updates without a synchronisation."""
+"""Number of updates without a synchronisation after which a run stops if its own interval is not known yet."""
 SEEN_OVER = 3
 """Number of latest updates of which at least the share ``LEAST_SEEN`` must survive the engine's rounding."""
 KEPT = 4
@@ -155,7 +155,7 @@ class WeightDelivery(AddOn):
         self._asked = Asked(self._syncs, manager, engines, asked, dtypes, weighed)
 
     def _compare_sums(self) -> None:
-        """Compare the answers to the latest synchronisation at which any were requested."""
+        """Compare the answers from the latest synchronisation at which answers were requested."""
         if (given := self._asked) is None:
             return
         self._asked = None

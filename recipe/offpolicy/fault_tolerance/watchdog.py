@@ -194,7 +194,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Attribute the time inside the context to this phase; after a verdict, its exceptions become the verdict."""
+        """Attribute the time inside the context to this phase; after a verdict, the verdict replaces its exceptions."""
         with self.phases.enter(name), self.raise_verdict():
             yield
 

@@ -10,7 +10,7 @@ from torch import Tensor
 PROVE_EVERY = "offpolicy.prove_every"
 """Key of the number of updates between two proofs."""
 ENOUGH = 256
-"""Number of response tokens needed to distinguish copied or shifted log-probs from a coincidence."""
+"""Minimum number of response tokens to distinguish copied or shifted log-probs from a coincidence."""
 
 
 def draw_rows(tokens: Tensor, ranks: int, *, seed: str, first: bool) -> Tensor:

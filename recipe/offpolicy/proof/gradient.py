@@ -113,7 +113,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
     if adapter.spec.penalty is not None:
         predicted = predicted + penalty_gradient(adapter, adapter.spec, seen)
     if adapter.extensions:
-        # Extensions add to verl's whole loss here, so a term that replaces part of that loss is caught.
+        # Extensions add to verl's whole loss here, so the proof catches a term that replaces part of that loss.
         terms = adapter.extended(_without_gradient(adapter.base_loss))
         predicted = predicted + base_gradient(terms, seen, factor)
     watched = [(batch.model_output["log_probs"], predicted, _scale(predicted, policy))]
@@ -129,7 +129,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
 
 
 def _take_few(batch: mb.MicroBatch) -> mb.MicroBatch:
-    """Take the longest row and a few others; trials set the policies themselves, so more rows would show no more."""
+    """Take the longest row and a few others; trials set the policies themselves, so more rows would add no evidence."""
     tokens = batch.response_mask.sum(-1).tolist()
     rows = sorted((row for row, count in enumerate(tokens) if count), key=lambda row: -tokens[row])
     if len(tokens) <= MOST_TRIED:
@@ -170,7 +170,7 @@ def _row_distances(batch: mb.MicroBatch) -> tuple[float, float]:
 
 
 def isolate_parts(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
-    """List each configured part as its own correction, as (Hydra path below ``correction``, spec)."""
+    """List each configured part as its own correction, as (Hydra path under ``correction``, spec)."""
     parts = [(f"masks.{name}", CorrectionSpec(masks=((name, mask),))) for name, mask in spec.masks]
     weights = [(f"weights.{name}", CorrectionSpec(weights=((name, weight),))) for name, weight in spec.weights]
     if spec.weight is not None:

@@ -168,7 +168,7 @@ def find_zero_rows(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_
 
 
 def _count_zero_rows(rows: RowLayout, mu: Tensor, trainer: Tensor, mask: Tensor) -> Tensor:
-    """Count all-zero rows, those that the trainer contradicts, the tokens of the latter, and all tokens: (4,) int64.
+    """Count all-zero rows, those that the trainer contradicts, the tokens of these rows, and all tokens: (4,) int64.
 
     Args:
         mu, trainer, mask: flat tensors of tokens in this layout.

@@ -22,9 +22,10 @@ from ..correction.bounds import compute_fingerprint, read_bounds
 from .gradient import Proof, isolate_parts
 
 FOREIGN = 0.1
-"""Mean |log pi - log pi_old|, in nats per token, below which both come from one policy and the same sequences."""
+"""Mean |log pi - log pi_old|, in nats per token, below which pi and pi_old belong to one policy and the same
+sequences."""
 LEAST_INNER = 8
-"""Minimum number of tokens with two neighbours that can show mu to be off by one; fewer can match by chance."""
+"""Minimum number of tokens with two neighbours to conclude that mu is off by one; fewer tokens can match by chance."""
 
 
 class UpdateEvidence(Protocol):
@@ -92,7 +93,8 @@ def verify(
         _verify_two_policies(proofs)
     gradient_error = _verify_gradient(proofs)
     tried = [proof for proof in proofs if proof.tried]
-    # A base loss without a ratio does not read pi_old, so ``proximal`` cannot be proved. All other parts must be.
+    # A base loss without a ratio does not read pi_old, so ``proximal`` cannot be proved. All other parts must be
+    # proved.
     unread = bool(spec.all_weights or spec.masks or spec.penalty) and not _seen(tried, "proximal")
     names = [name for name, _ in isolate_parts(spec) if not (unread and name == "proximal")]
     if again:

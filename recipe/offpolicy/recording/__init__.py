@@ -1,4 +1,4 @@
-"""Recorder and reader of the inputs and decisions of a run's corrections; they need pyarrow and xxhash, not verl."""
+"""Recorder and reader of the inputs and decisions of a run's corrections; both need pyarrow and xxhash, not verl."""
 
 from .files import RecordingError, Step
 from .recording import Recording

@@ -21,7 +21,7 @@ MAGIC = b"PAR1"
 _DEEPEST, _MOST = 16, 1_000_000  # depth of nested structures, and entries of a list
 _FOOTER = 16 * 2**20  # bytes
 _HEADER = 4096
-"""Largest size of a page header in bytes; it holds statistics of the page."""
+"""Largest size of a page header in bytes; the header contains statistics of the page."""
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
 
 Fields = dict[int, Any]

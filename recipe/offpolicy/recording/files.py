@@ -62,7 +62,7 @@ _NUMPY = {
 
 
 ASIDE = "Move it out of the directory; the other files are read without it."
-"""Fix for a damaged file, which is not removed because it could then not be inspected later."""
+"""Fix for a damaged file; the file is not removed, so that it can still be inspected later."""
 
 
 class RecordingError(ValueError):

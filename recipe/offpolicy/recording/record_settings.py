@@ -20,7 +20,7 @@ from .run_info import explain_foreign
 
 SECTION = "offpolicy.record"
 FOREIGN = "Set another directory, or move the existing recording elsewhere."
-"""Fix for a directory with the recording of another run."""
+"""Fix for a directory that contains another run's recording."""
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 

@@ -19,7 +19,7 @@ from .record_settings import SECTION, RecordSettings
 from .writer import Item, Outcome, Packed, StepWriter
 
 MOST_TIME = 0.05
-"""Share of a step that recording may take from the training thread, relative to the duration of the last step."""
+"""Share of the last step's duration that recording may take from the training thread in one step."""
 FIRST = 1.0
 """Seconds that recording may take in the first step, before any duration is known."""
 _ROUNDING = 1e-9
@@ -62,7 +62,7 @@ class TimeBudget:
             if self._step is not None and step > self._step:
                 self.allowed = MOST_TIME * (now - self._began) / (step - self._step)
             self._step, self._began, self.taken = step, now, 0.0
-            # If the cost was measured only once, it may be that of a first call, so it is measured again.
+            # If the cost was measured only once, that may have been during a first call, so the cost is measured again.
             self._cost = min(self._costs) if len(self._costs) == 2 else 0.0
         left, needed = (self.allowed - self.taken) / max(updates, 1), self._cost * rows
         self._share = min(1.0, max(left, 0.0) / needed) if needed > 0 else 1.0
@@ -237,7 +237,7 @@ class Recorder:
             return self.flush(timeout)
 
     def _leave_out(self, rows: int, *, ends: bool) -> None:
-        """Drop rows that exceed the step's time budget; ``ends``: they are the last of their update."""
+        """Drop rows that exceed the step's time budget; ``ends``: these rows are the last of their update."""
         if not self._warned:
             self._warned = True
             logger.warning(

@@ -29,13 +29,13 @@ PROOF = "proof.json"
 DELIVERY = "delivery.jsonl"
 """File with one line per synchronisation whose weights were compared, see ``run.RunRecord.write_delivery``."""
 PIECE = 16 * 2**20
-"""Size in bytes of the files that are read together if a step may be split; this is about 1.4 million tokens."""
+"""Total size in bytes of the files that are read together if a step may be split; this is about 1.4 million tokens."""
 _LARGEST_JSON = 64 * 2**20
 _NAME = re.compile(r"step_(\d{8})(?:\.update_(\d{4}))?\.rank_(\d{5})\.parquet")
 
 
 def file_name(step: int, rank: int, update: int | None = None) -> str:
-    """Return the name of a rank's file for ``step``, or for one ``update`` of it, from 0, if the step makes several."""
+    """Return the name of a rank's file for ``step``, or for one ``update`` of the step (from 0) if it makes several."""
     part = "" if update is None else f".update_{update:04d}"
     return f"step_{step:08d}{part}.rank_{rank:05d}.parquet"
 
@@ -163,7 +163,7 @@ class Recording:
             yield part
 
     def pieces(self, step: int) -> Iterator[list[Step]]:
-        """Yield ``step`` in pieces of successive files, together at most ``largest`` bytes or a single file.
+        """Yield ``step`` in pieces: single files, or successive files of at most ``largest`` bytes in total.
 
         A piece holds one Step per correction that acted in it, in the order of the updates.
 

@@ -124,7 +124,7 @@ class RunRecord:
             logger.warning("%s.dir=%s: delivery is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
     def finish(self, patience: float = PATIENCE, pause: Callable[[float], object] = time.sleep) -> None:
-        """Wait until the last step's files exist, as far as this machine can see; workers are ended without notice.
+        """Wait until this machine can see the last step's files, because workers are ended without notice.
 
         Args:
             patience: total seconds of pauses, not counting the time of the checks.

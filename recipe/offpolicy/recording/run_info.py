@@ -58,7 +58,7 @@ def build_card(
 
 
 def read_sampling(config: DictConfig) -> dict[str, Any]:
-    """Describe how responses were sampled: the engine, the keys that are set, the engine's own keys, the support."""
+    """Describe how responses were sampled: engine, keys that are set, the engine's own keys, and the support."""
     sampling: dict[str, Any] = {"engine": OmegaConf.select(config, f"{_ROLLOUT}.name")}
     for name in _SAMPLING:
         for key in (f"{_ROLLOUT}.{name}", f"{_ENGINE}.{name}", f"{_ENGINE}.override_generation_config.{name}"):

@@ -33,7 +33,7 @@ DIGEST_KEY = b"offpolicy.digest"
 """Key of the file's metadata: ``digest`` of everything else that a reader obtains from the file."""
 
 FAST_DIGEST = 3
-"""First version whose digest is XXH3; earlier ones use BLAKE2b."""
+"""First version whose digest is XXH3; earlier versions use BLAKE2b."""
 
 UNKNOWN_VERSION = -1
 """Version of the weights if verl does not record it."""
@@ -226,7 +226,7 @@ class Rows:
 def spread_versions(
     oldest: NDArray[np.int64], newest: NDArray[np.int64], mask: NDArray[np.bool_], offsets: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Spread the version of rows that have a single one over their tokens: (M,) int32."""
+    """For rows with a single version, spread this version over their tokens: (M,) int32."""
     single = np.where(oldest == newest, oldest, UNKNOWN_VERSION).astype(np.int32)
     return np.where(mask, np.repeat(single, np.diff(offsets)), np.int32(UNKNOWN_VERSION))
 

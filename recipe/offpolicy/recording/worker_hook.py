@@ -43,7 +43,7 @@ class Place:
 
 
 def place(dp_size: int) -> Place:
-    """Return the role of this process, which has computed a loss; with Megatron, only the last pipeline stage does.
+    """Return the role of this process, which has computed a loss (with Megatron, on the last pipeline stage).
 
     Args:
         dp_size: number of data-parallel ranks.

@@ -84,7 +84,7 @@ class Packed:
 
 @torch.no_grad()
 def pack(seen: Seen, chosen: Tensor | None = None) -> Packed:
-    """Pack the rows in ``chosen``, (B,) bool, that have a valid token; None chooses all rows that have one.
+    """Pack the rows in ``chosen``, (B,) bool, that have a valid token; None chooses all such rows.
 
     A packed row extends from the row's first token to its last valid token.
     """

@@ -150,7 +150,7 @@ class ReplayingEngine:
         finally:
             self.model.disarm()
             self._routes = None
-        # This also runs after a forward without loss: experts that were called with other ids stop the run.
+        # This also runs after a forward without a loss, so that the run stops if experts were called with other ids.
         report = self._tally.report()
         if replays:
             gradients = tuple(self.model.get_gradients()) if watches else ()

@@ -118,7 +118,7 @@ class RoutingTally:
 
 
 def _count_by_age(routes: BatchRoutes, records: Mapping[int, ChoiceRecord]) -> Tensor:
-    """Count, (2 * AGES,), the choices replayed at each age, and those of them that equal the router's own."""
+    """Count the choices replayed at each age, and how many of them equal the router's own: (2 * AGES,)."""
     replayed = torch.stack([record.replayed for record in records.values()])
     equal = torch.stack([equal_sets(record.ids, record.own) for record in records.values()]) & replayed
     pairs = torch.stack([replayed.sum(0), equal.sum(0)], -1)

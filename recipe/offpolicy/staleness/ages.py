@@ -44,7 +44,7 @@ class RateLimit:
         self.account = 0
 
     def room(self, step: int) -> int:
-        """Compute how many prompts may be issued in ``step``, counted from 1; negative if too many already were."""
+        """Compute how many prompts may be issued in ``step``, counted from 1; negative if too many have been issued."""
         return math.floor((step + self.eta) * self.batch) - self.account
 
     def issued(self, count: int, step: int) -> None:

@@ -162,7 +162,7 @@ class StalenessLimit(AddOn):
         return compute(batch)
 
     def _check_ages(self, batch: Any) -> tuple[list[RowTag], list[int], list[RowTag]]:
-        """Check that no row in the loss is too old; return all rows, positions of those too old, and the others."""
+        """Check that no row in the loss is too old; return all rows, positions of too-old rows, and the kept rows."""
         rows = ages.read_tags(batch.keys, batch.tags)
         too_old = ages.find_too_old(rows, self._step, self.age_limit) if self.settings.masks else []
         kept = [row for i, row in enumerate(rows) if i not in too_old and not row.is_padding]

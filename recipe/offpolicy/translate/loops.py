@@ -254,8 +254,7 @@ def sweep(
     columns: Any,
     measures: Any,
 ) -> None:
-    """Fill ``columns`` (10, B) and ``measures`` (8, m, B) from row ``first`` on, and ``ends``, where each row's mask
-    ends."""
+    """Fill ``columns`` (10, B) and ``measures`` (8, m, B) from row ``first`` on, and ``ends`` with each mask's end."""
     count = len(kinds)
     sums, table = np.empty(6), np.empty((count, 8))
     extremes = np.empty((count + 2, 2), np.int64)

@@ -137,7 +137,7 @@ def compute_rejection_metrics(
 
 
 def compute_total_rejection_metrics(tokens: Numbers, rejected: Numbers) -> Metrics:
-    """From (B,) counts, compute the shares of tokens, and of rows with a token, that the options together reject."""
+    """Compute from (B,) counts the shares of tokens, and of rows with a token, that all options together reject."""
     return {
         "rollout_rs_masked_fraction": float(rejected.sum() / tokens.sum()),
         "rollout_rs_seq_masked_fraction": float((rejected > 0).mean()),

@@ -122,7 +122,7 @@ class Calibration:
         self._shown = self._compute_metrics({})
 
     def _check_range(self) -> None:
-        """Check that each bound has a value to which its schedule can have moved it.
+        """Check that each bound has a value that its schedule could have reached.
 
         Raises:
             ValueError: a bound is out of range.
@@ -221,7 +221,7 @@ def _list_parts(spec: CorrectionSpec) -> dict[str, MaskSpec | WeightSpec]:
 
 
 def _name_outcome(name: str) -> str:
-    """Name the statistic of a part that its target refers to."""
+    """Return the name of the statistic to which a part's target refers."""
     return ESS if name == WEIGHT else f"{name}/{KEPT}"
 
 

@@ -97,7 +97,7 @@ def _edges(device: torch.device) -> Tensor:
 
 
 LEAST_TOKENS: Final = 20
-"""Number of fresh tokens from which a bin of probability counts as known."""
+"""Minimum number of fresh tokens for a bin of probability to count as known."""
 LEAST_COVERED: Final = 0.95
 """Share of stale tokens that must be in known bins; the other tokens use the values of the nearest known bin."""
 
@@ -285,7 +285,7 @@ WHOLES: Final = ("variance", "kl")
 
 @dataclass(frozen=True)
 class ShareStatistic(Statistic):
-    """Share of the variance or of the KL; its parts are ``sums.compute_sums_by_row`` over all rows, flat.
+    """Share of the variance or of the KL; its parts are the flattened results of ``sums.compute_sums_by_row``.
 
     Attributes:
         whole: the quantity that is split.
