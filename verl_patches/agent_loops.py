@@ -32,7 +32,7 @@ SEAMS = (
     ),
     _replicas("register", "(name, loader)", name="register of replicas", names=("_registry",)),
     _replicas("get", "(name)", name="get of replicas", names=("_registry",)),
-    # Both have more parameters in 0.9.0 and later.
+    # Both methods have more parameters in 0.9.0 and later.
     _client("_acquire_server", names=("acquire_server",)),
     _client("_release_server", names=("release_server",)),
 )

@@ -1,9 +1,9 @@
 """Contracts of patches with their targets, and the errors raised when a target has moved.
 
 A patch states the target, the signature quoted from the source it was written against, the keys that the target's code
-reads or passes on, and the releases it was tested on. All are checked when it is installed. A difference raises
-`PatchError` with the fix, because a patch that logs and continues is worse than no patch. Targets are only wrapped, so
-upstream's code is never copied here.
+reads or passes on, and the releases it was tested on. All of these are checked when the patch is installed. A
+difference raises `PatchError` with the fix, because a patch that logs and continues is worse than no patch. Targets are
+only wrapped, so upstream's code is never copied here.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def is_needed(error: ModuleNotFoundError) -> bool:
 
 
 def bare_signature(function: Callable[..., Any]) -> str:
-    """Return the signature without annotations, which upstream changes without changing the call.
+    """Return the signature without annotations, because upstream changes annotations without changing the call.
 
     It looks through wrappers, so a patched target still shows its own signature.
     """

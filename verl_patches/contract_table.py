@@ -68,7 +68,7 @@ def rows() -> list[Row]:
 
 
 def _state_alone(module: ModuleType, contracts: list[Contract]) -> str:
-    """Return the state of a module without a group, which holds a patch that the trainer installs, or called functions.
+    """Return the state of a module without a group: of the patch that the trainer installs, or of called functions.
 
     If the trainer wraps a function, that contract is in force in the trainer's process.
     """
@@ -97,7 +97,7 @@ def _rows_of_group(group: Group) -> Iterator[Row]:
 
 
 def _without(patch: str, error: ModuleNotFoundError) -> Row:
-    """Build the row of a patch whose distribution is missing; it is broken if that is verl or this package."""
+    """Build the row of a patch whose distribution is missing; it is broken if verl or this package is missing."""
     broken = is_needed(error)
     return Row(patch, "", "", f"{error.name} is missing", str(error) if broken else MISSING, broken)
 

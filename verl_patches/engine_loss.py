@@ -2,7 +2,7 @@
 
 The trainer sends a loss to the workers by ``set_loss_fn``, the engine calls it on each micro-batch, and it calls verl's
 ``ppo_loss``, which multiplies the policy term by ``rollout_is_weights``. The signatures are quoted from the named
-releases, all of which have the same ones, and are checked before a run starts.
+releases, all of which have the same signatures, and are checked before a run starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups of patches: their purpose, who requested each, and whether this process can need it."""
+"""Groups of patches: their purpose, who requested each group, and whether this process can need it."""
 
 from __future__ import annotations
 

@@ -50,12 +50,12 @@ class _Loader(importlib.machinery.SourceFileLoader):
         namespace = vars(module)
         namespace["__builtins__"] = names
         namespace["__getattr__"] = names.get_attribute
-        # Without this file's future statements.
+        # The module is compiled without this file's future statements.
         exec(compile(tree, self.path, "exec", dont_inherit=True), namespace)
 
 
 class _Names(dict[str, Any]):
-    """The builtins of one module, where Python looks up a name last; this lookup runs its import and binds it.
+    """The builtins of one module, where Python looks up a name last; such a lookup runs the import that binds the name.
 
     Attributes:
         statements: the module's lazy imports.

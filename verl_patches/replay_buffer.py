@@ -1,6 +1,7 @@
 """Contracts on verl's asynchronous replay buffer and on how its V1 trainer issues prompts; nothing is patched here.
 
-A run with ``offpolicy.staleness.eta`` overrides them; other runs call verl's own and do not need these contracts.
+A run with ``offpolicy.staleness.eta`` overrides these methods; other runs call verl's own methods and do not need these
+contracts.
 """
 
 from __future__ import annotations

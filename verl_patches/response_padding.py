@@ -1,7 +1,7 @@
 """Let verl's loss accept response log-probs that are already padded.
 
-verl slices them from the model output row by row, with three device synchronisations per row. The correction needs them
-padded before that, and pads all rows at once.
+verl slices the log-probs from the model output row by row, with three device synchronisations per row. The correction
+needs padded log-probs earlier, so it pads all rows at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Contracts on the functions that routing replay wraps in verl's engines and workers; nothing is patched here.
 
-In releases whose FSDP engine has no replay, a subclass of verl's worker sets on the batch the flag that verl's own
+In releases whose FSDP engine has no replay, a subclass of verl's worker sets, on the batch, the flag that verl's own
 engines expect, and three methods of the engine's instance are wrapped.
 """
 

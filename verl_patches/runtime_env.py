@@ -1,7 +1,7 @@
 """Give Ray's workers the environment variables of this process.
 
-A running cluster gives its workers the environment of its own nodes. The variables that they need are sent in
-`ray_kwargs.ray_init.runtime_env.env_vars`, which verl passes to `ray.init`.
+In a running cluster, workers inherit the environment of the cluster's nodes. The variables that workers need are sent
+in `ray_kwargs.ray_init.runtime_env.env_vars`, which verl passes to `ray.init`.
 """
 
 from __future__ import annotations

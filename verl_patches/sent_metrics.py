@@ -1,7 +1,7 @@
 """Let a loss's metrics complete themselves before verl's worker sends them to other processes.
 
 verl gathers the metrics of a mini-batch over ranks in ``_postprocess_output``, only on the ranks whose metrics are
-used. This patch calls ``before_sending()`` of each object among them that has it, after the backward passes.
+used. After the backward passes, this patch calls ``before_sending()`` of each of these metrics that has such a method.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def in_force() -> bool:
 
 
 def complete(metrics: Mapping[str, Any]) -> None:
-    """Call ``before_sending()`` of every object among the metrics, alone or in lists, that has it."""
+    """Call ``before_sending()`` of every metric that has such a method, including metrics inside lists."""
     for value in metrics.values():
         _complete(value)
 

@@ -39,7 +39,7 @@ _listeners: list[Callable[[Any], None]] = []
 
 
 def listen(heard: Callable[[Any], None]) -> None:
-    """Call ``heard(manager)`` after each synchronisation of this process; the last one given is used."""
+    """Call ``heard(manager)`` after each synchronisation of this process; the last function given is used."""
     _listeners[:] = [heard]
     wrap(_UPDATE, _tell)
 

@@ -6,8 +6,8 @@
 
 Both runs of a pair are the quickstart's training, with the same seeds, keys and model: one is started as this package's
 main_offpolicy, the other as verl's own main_ppo, with nothing from this package except the patches that let verl run on
-a CPU. The two sides take turns, and alternate in which comes first. With --against, the other run is corrected as well,
-with the given override, and is printed under verl's name. Presets:
+a CPU. The two sides take turns, and the side that runs first alternates. With --against, the other run is corrected as
+well, with the given override, and is printed under verl's name. Presets:
 
   forward      the quickstart as it is: corrections that keep verl's forward pass for pi_old, two mini-batches
   no_forward   correction=gsm on one mini-batch of the whole batch, where correction.proximal=auto leaves that pass out,

@@ -5,10 +5,10 @@
     python scripts/benchmark/rollout_stage.py --quick --json FILE                        # one small shape
 
 Inputs are right-padded float32 log-probs and an int64 mask in which 30 % of the tokens are valid. Times are CPU seconds
-of one thread; both helpers run in turn, and medians of the pairs are shown. Memory is the largest growth of a fresh
-process's resident set in one call. ``--curve`` covers 2^18 to 2^27 tokens, but verl's helper only up to 2^23; the
-largest size takes about 5 GiB and a minute. ``--first`` adds the time of a process's first call, before and after the
-loops are compiled. ``--repeats`` is 7 by default.
+of one thread; both helpers run in turn, and medians of the pairs are shown. Memory is the peak increase in a fresh
+process's resident set size during one call. ``--curve`` covers 2^18 to 2^27 tokens, but verl's helper only up to 2^23;
+the largest size takes about 5 GiB and a minute. ``--first`` adds the time of a process's first call, before and after
+the loops are compiled. ``--repeats`` is 7 by default.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _grown(name: str, shape: tuple[int, int], options: dict[str, Any]) -> int:
 
 
 def measure_memory(name: str, shape: tuple[int, int], options: dict[str, Any]) -> int:
-    """Measure the bytes by which a fresh process grows in one call."""
+    """Measure by how many bytes a fresh process grows during one call."""
     return run_in_fresh_process(_grown, name, shape, options, preload=PRELOAD)
 
 

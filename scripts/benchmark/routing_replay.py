@@ -5,8 +5,8 @@
 
 Weights are random, in float32 on a CPU with one thread. With replay, the pass arms the routers, which checks the ids,
 and copies the counts of tokens that entered the experts to the host, as an update does for each micro-batch. The two
-passes take turns, and alternate in which comes first; the output shows medians of the CPU seconds, and the median of
-the pairs' ratios. The replayed routes are the model's own, so both passes compute the same result.
+passes take turns, and the pass that runs first alternates; the output shows medians of the CPU seconds, and the median
+of the pairs' ratios. The replayed routes are the model's own, so both passes compute the same result.
 """
 
 from __future__ import annotations

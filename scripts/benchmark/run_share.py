@@ -11,7 +11,7 @@ relative to that step's ``timing_s/update_actor``. With ``+mode=separate_async_c
 staleness limit is measured too: issue, buffer, checks, layout of chunks and metrics, over all steps.
 
 verl also imports this module in each process of the run, by VERL_USE_EXTERNAL_MODULES. There it times the calls in
-``CALLS`` and writes them below OFFPOLICY_CALL_TIMES, one file per process and one line per call; calls within a timed
+``CALLS`` and writes them under OFFPOLICY_CALL_TIMES, one file per process and one line per call; calls within a timed
 call are not recorded.
 """
 

@@ -5,12 +5,13 @@
     python scripts/benchmark/simulated_scale.py --quick                              # small sizes, to see that it runs
 
 Tokens range from 2^18 to 2^27, including padding, rows from 1 000 to 100 000, and ranks from 8 to 512. Times are the
-CPU seconds of one thread in a call. User time, for the computation, is separate from system time, which allocates pages
-again for each temporary of more than 32 MiB; on a GPU torch keeps them. Memory is the largest growth of a fresh
-process's resident set in its first call, beyond its inputs. Sizes whose arrays would take more than ``--memory`` GiB
-(6) are left out, with a message. The exponent is the slope of log time, or log memory, over log size, for the larger
-half of the sizes, where caches and fixed costs no longer matter: 1 is linear. The last line adds up the driver's work
-in a step with the most rows and ranks; for comparison, 1 % of a step of 60 s is 0.6 s.
+CPU seconds of one thread in a call. User time, which is spent on the computation, is reported separately from system
+time, which is spent on allocating pages again for each temporary array of more than 32 MiB; on a GPU, torch keeps these
+pages. Memory is the peak increase in a fresh process's resident set size during its first call, not counting the
+inputs. Sizes whose arrays would take more than ``--memory`` GiB (6) are left out, with a message. The exponent is the
+slope of log time, or log memory, over log size, for the larger half of the sizes, where caches and fixed costs no
+longer matter: 1 is linear. The last line adds up the driver's work in a step with the most rows and ranks; for
+comparison, 1 % of a step of 60 s is 0.6 s.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 
 
 def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None = None) -> Cost:
-    """Measure the cost of ``rows`` rows of ``tokens`` ids, half of them the prompt's; median of the repeats."""
+    """Measure the cost of ``rows`` rows of ``tokens`` ids, half of which are the prompt's; median of the repeats."""
     # Imported here, because they take seconds to import and --help does not need them.
     from recipe.offpolicy.extensions.opd.settings import TeacherSettings
     from recipe.offpolicy.extensions.opd.start_up import find_model

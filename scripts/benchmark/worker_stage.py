@@ -8,8 +8,8 @@ Each micro-batch takes the model's forward pass, verl's ``ppo_loss`` (A) or the 
 backward pass. The packets are pickled after each mini-batch, as verl gathers metrics, so B's statistics are measured
 and fetched after the last mini-batch. Optimizer steps, and the work of verl's engine around a forward pass, are left
 out. The quickstart's correction is on, with statistics and attribution; ``--shadow`` reports on a second correction as
-well; the proof of the first update is off. A and B take turns, and alternate in which comes first. Figures are medians:
-of one thread's CPU seconds on a CPU, and of wall seconds between synchronisations on a GPU.
+well; the proof of the first update is off. A and B take turns, and the side that runs first alternates. Figures are
+medians: of one thread's CPU seconds on a CPU, and of wall seconds between synchronisations on a GPU.
 
 With ``--centering K``, A is the correction alone and B the same with score centering over K tokens, including the notes
 and checks of each micro-batch; on a CPU the growth of the resident set in an update is measured too.

@@ -206,7 +206,7 @@ def report(evidence: Evidence, console: Console) -> None:
 
 
 def number(value: float) -> str:
-    """Format with two digits; rounding errors as 0."""
+    """Format a number with two digits; rounding errors become 0."""
     return "0" if value < 1e-10 else f"{value:.2g}"
 
 
@@ -223,7 +223,8 @@ DASHES = ("-", "--", ":", "-.")
 FLOOR = 1e-3  # biases below this are not drawn
 # At pi = pi_old these two coincide with sequence IS.
 DRAWN = tuple(estimator for estimator in ESTIMATORS if estimator not in (SELF_NORMALISED, SEQUENCE_IS_FULL))
-# Token weights share a line, and masks that remove nothing lie on the line of no correction, so one or two are enough.
+# Token weights share a line, and masks that remove nothing lie on the line of no correction, so it is enough to draw
+# one or two of them.
 GROWING = (
     "none", "token TIS, cap 2", "sequence TIS, cap 5", "geometric weight", "geometric mask [0.99, 1.01]",
     "product mask [0.5, 2]", "OPSM, delta=0.1",

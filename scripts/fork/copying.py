@@ -18,12 +18,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 _RELEASES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "verl_patches" / "releases.py"))
-"""It is loaded as a file, because its package needs other packages, but any Python must be able to make a copy."""
+"""This module is loaded as a file, because its package needs other packages, but any Python must be able to make a
+copy."""
 SUPPORTED: tuple[str, ...] = _RELEASES["TESTED"]
 release_of: Callable[[str], str] = _RELEASES["release_of"]
 ALLOW_UNTESTED = "OFFPOLICY_ALLOW_UNTESTED_VERL"
 ASIDE = "offpolicy_correction"
-"""Folder of the copy in a checkout to which `recipe` does not belong."""
+"""Folder of the copy in a checkout whose `recipe` folder does not belong to the checkout itself."""
 PACKAGES = ("recipe/offpolicy", "verl_patches")
 MANIFEST = ".offpolicy-manifest.json"
 ABOUT = "Copied by copy_into_fork.sh of verl-offpolicy, which updates these files and removes them with --undo."

@@ -44,7 +44,7 @@ GRACE = 75
 """Seconds within which an interrupted part must end its own processes."""
 LOG_LINES = 40
 CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
-"""Environment of a dry run; verl registers no engine for cpu, and the cuda engine runs on it."""
+"""Environment of a dry run; verl registers no engine for cpu, but its cuda engine also runs there."""
 
 
 class Interrupted(BaseException):

@@ -1,7 +1,7 @@
 """Parts of the GPU report, each run by ``kit.py`` in a separate process: python -m scripts.gpu.parts NAME OUT.
 
-A part returns lines for the page and figures; an exception is its failure. With ``--dry-run`` sizes are smaller, the
-device is the CPU, and figures that need a GPU are reported as not measured.
+A part returns lines for the page, and figures; it fails by raising an exception. With ``--dry-run`` sizes are smaller,
+the device is the CPU, and figures that need a GPU are reported as not measured.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ PARTS: dict[str, Callable[[bool], Found]] = {
 def main(parts: Mapping[str, Callable[[bool], Found]], name: str, out: str, *flags: str) -> None:
     """Run one part and write what it found."""
     # Raise the signal as an exception, so that a part's processes are ended on the way out. If the kit is killed, the
-    # kernel sends it.
+    # kernel sends this signal.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:

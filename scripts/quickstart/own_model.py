@@ -23,7 +23,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def find_unusable(folder: Path, *, has_template: bool = False) -> str | None:
-    """Before anything is started, explain why a folder cannot be trained as a causal language model.
+    """Explain, before anything is started, why the model in a folder cannot be trained as a causal language model.
 
     Args:
         has_template: a chat template is configured, so the tokenizer needs none.

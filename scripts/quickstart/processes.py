@@ -26,7 +26,7 @@ TICK = 0.25
 """Seconds between two checks of a child."""
 SERVER = Path(__file__).resolve().parents[1] / "teacher.sh"
 SERVES_WITHIN = 300.0
-"""Seconds within which a teacher must serve; it takes about 40 on two idle cores."""
+"""Seconds within which a teacher must start to serve; starting takes about 40 s on two idle cores."""
 LENGTH = 128
 """Longest sequence of a teacher; prompt and response have 74 tokens, and one is decoded."""
 
@@ -114,7 +114,7 @@ class Teacher:
         self.child = Child(["bash", str(SERVER), *arguments], env, log, root)
 
     def wait(self, on_tick: Callable[[], None]) -> Iterator[float]:
-        """Wait until it serves; every ten seconds, yields the number of seconds so far.
+        """Wait until the teacher serves; every ten seconds, yield the number of seconds so far.
 
         Raises:
             StageFailed: it ended, or does not serve in time.

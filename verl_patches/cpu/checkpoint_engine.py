@@ -286,7 +286,7 @@ def in_force() -> bool:
     try:
         return CheckpointEngineRegistry.get(NAME) is FileCheckpointEngine
     except (KeyError, ValueError):
-        # verl's registry raises for an unknown name, KeyError up to 0.9.0.
+        # For an unknown name, verl's registry raises an error, which is a KeyError up to 0.9.0.
         return False
 
 

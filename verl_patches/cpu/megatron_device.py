@@ -1,4 +1,4 @@
-"""Give the Megatron modules that allocate on "cuda" by name a `torch` whose "cuda" is the CPU.
+"""Make "cuda" mean the CPU in the Megatron modules that allocate on "cuda" by name.
 
 They call `torch.zeros(..., device="cuda")` and similar inside functions that cannot be wrapped without copying them. So
 these modules, and nothing else in the process, use PyTorch through `CpuTorch`.

@@ -27,7 +27,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 STAND_INS: dict[str, Callable[..., Any]] = {
-    # Megatron passes it to `device=` and to `.to()`.
+    # Megatron passes the result to `device=` and to `.to()`.
     "current_device": lambda: torch.device("cpu"),
     "synchronize": _nothing,
     "empty_cache": _nothing,

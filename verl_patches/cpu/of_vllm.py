@@ -50,7 +50,8 @@ def _capture(original: Callable[..., Any], experts: Any, *args: Any, **kwargs: A
     """Let vLLM's CPU expert kernel return the routes of tokens, like its GPU kernels.
 
     vLLM rejects `enable_return_routed_experts` with a kernel that routes internally without returning the routes. The
-    CPU kernel routes in Python, where the ids can be passed to vLLM's own capture. In vLLM 0.31, a router does that.
+    CPU kernel routes in Python, where the ids can be passed to vLLM's own capture. In vLLM 0.31, a router passes the
+    ids on.
     """
     weights, ids = original(experts, *args, **kwargs)
     if experts.routing_replay_capture_fn is not None:

@@ -164,7 +164,7 @@ def _make_batch_generator(original: Callable[..., Any], batches: Sequence[Any], 
     made = original(batches, vpp_size)
     if current is None:
         return made
-    # Megatron's schedules multiply by the former and divide by the latter.
+    # Megatron's schedules multiply by the number of context-parallel ranks and divide by the number of micro-batches.
     scale = mpu.get_context_parallel_world_size() / len(batches)
     # This is one iterator, or one per virtual stage.
     if vpp_size > 1:

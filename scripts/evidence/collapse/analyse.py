@@ -23,7 +23,8 @@ from collapse.arms import ARMS, ETAS, FIRST_SEED, IN_PROCESS, RATES, SEEDS
 from seeds import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip
 
 MOST, RECOVERED, MARGIN = 6, 0.75, 0.05
-"""Number of the 8 seeds in which H1 and H2 must hold, share of `in_step` that counts as recovered, control margin."""
+"""Number of the 8 seeds in which H1 and H2 must hold, share of `in_step` that counts as recovered, and control
+margin."""
 STRAY, ERROR = 1e-5, 1e-6
 """Largest deviation of the control's weights from 1, and of its first gradient from the expected one."""
 OFF_ETA = 0.5
