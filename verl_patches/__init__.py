@@ -50,8 +50,8 @@ def status() -> dict[str, dict[str, str]]:
     """Return, for each group, each patch and its state in this process.
 
     The state is "in force", "waiting" for the import of its target, "not needed" by the installed releases, or "off".
-    The call imports no group and no target, so any process can make it at its start; a group that was not loaded has no
-    patches in this process.
+    The function imports no group and no target, so any process can call it at its start; a group that was not loaded
+    has no patches in this process.
 
     Raises:
         PatchError: a patch failed in this process and its loader continued, or verl is imported and a group that the

@@ -169,7 +169,8 @@ def _warn_untested(distribution: str, release: str) -> None:
 def of_installed(*contracts: Contract) -> Contract:
     """Return the contract of the installed release, among contracts that differ by release.
 
-    If none covers it, the last one is returned: its `check` then fails, or passes if untested releases are allowed.
+    If no contract covers it, the last contract is returned: its `check` then fails, or passes if untested releases are
+    allowed.
     """
     release = installed_release(contracts[0].distribution)
     return next((each for each in contracts if release and each.covers(release)), contracts[-1])

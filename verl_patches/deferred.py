@@ -79,7 +79,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loader that loads like the original one, then runs the action."""
+    """Loader that loads a module like the original loader and then runs the action."""
 
     def __init__(self, loader: importlib.abc.Loader, action: Callable[[], object]) -> None:
         self.loader = loader

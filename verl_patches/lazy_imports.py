@@ -107,7 +107,7 @@ class _Names(dict[str, Any]):
 
 
 def _register_imports(body: list[ast.stmt], statements: list[ast.stmt]) -> None:
-    """Replace, in place, each import that can wait with a call that registers it among ``statements``."""
+    """Replace each import that can be delayed, in place, with a call that registers it among ``statements``."""
     changed: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.If):
@@ -166,7 +166,7 @@ def _list_bound_names(node: ast.AST) -> Iterator[str]:
 
 
 def _leave_annotations_out(scope: ast.Module | ast.stmt) -> None:
-    """Remove annotations that Python would evaluate on import and that are only for readers."""
+    """Remove annotations that are only for readers but that Python would evaluate on import."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None

@@ -81,8 +81,8 @@ SEAMS_OF_MEGATRON = (
         names=("forward_step", "clear_global_indices"),
     ),
     _utils("iter_model_routers", "(model)"),
-    # If routes have one entry per layer, they are indexed by the layer's number, otherwise by its position among the
-    # layers with experts.
+    # If routes have one entry per layer, they are indexed by the layer's number, otherwise by the layer's position
+    # among the layers with experts.
     _utils("set_router_replay_data", names=("num_layers", "is_moe_layer", "set_target_indices")),
     _of_megatron("verl.utils.megatron.router_replay_patch:RouterReplay")(
         "set_target_indices",

@@ -77,7 +77,9 @@ def check(config: DictConfig, program: str = OURS) -> list[str]:
 
 
 class LaunchCallback(Callback):
-    """Checks before verl's own main begins. Hydra only logs exceptions of callbacks, so this one exits."""
+    """Hydra callback that checks a launch before verl's own main begins. Hydra only logs exceptions of callbacks, so
+    this callback exits.
+    """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         redact_streams()

@@ -354,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.pairs < 1 or given.steps < 2:
         parser.error("--pairs takes 1 or more, --steps 2 or more: the first step is left out.")
     become_subreaper()
-    # The signal is raised as an exception, so that the processes that a run has started are ended.
+    # The signal is raised as an exception, so that the processes started by a run are ended.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:

@@ -87,7 +87,7 @@ def draw_offsets(tokens: int, mean: int) -> Tensor:
     """Draw rows that lie end to end: their starts, and ``tokens``. Lengths are uniform up to twice their mean."""
     rows = max(tokens // mean, 1)
     lengths = torch.full((rows,), mean)
-    # Lengths are drawn in pairs, so that their sum is the requested one.
+    # Lengths are drawn in pairs, so that they add up to the requested number.
     apart = torch.randint(mean, (rows // 2,), generator=torch.Generator().manual_seed(1))
     lengths[: rows // 2] -= apart
     lengths[rows // 2 : rows // 2 * 2] += apart

@@ -3,8 +3,8 @@
     bash scripts/teacher.sh MODEL --port 8100 &
     python scripts/benchmark/teacher_cost.py http://127.0.0.1:8100 --pid $!
 
-Rows of random ids are requested as ``opd`` requests them; figures are medians of the repeats, after one that is not
-counted. The client's figure is the CPU time of this process; the server's is the CPU time of the process ``--pid`` and
+Rows of random ids are requested as ``opd`` requests them; figures are medians of the repeats that follow one uncounted
+repeat. The client's figure is the CPU time of this process; the server's is the CPU time of the process ``--pid`` and
 its descendants. The time that the answer took is shown too.
 """
 

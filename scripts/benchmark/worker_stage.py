@@ -103,7 +103,7 @@ def build_model(name: str, device: str, vocabulary: int | None = None) -> Any:
 
 
 class Engine:
-    """The methods of verl's engine that score centering wraps, around a model whose micro-batch is a mini-batch."""
+    """Methods of verl's engine that score centering wraps, around a model for which a micro-batch is a mini-batch."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

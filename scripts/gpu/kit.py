@@ -57,7 +57,7 @@ class Interrupted(BaseException):
 
 @dataclass
 class Part:
-    """Result of a part.
+    """Result of one part of the report.
 
     Attributes:
         status: ok, FAILED, skipped or not run.

@@ -57,8 +57,8 @@ def find_made(cache: Path, parts: Sequence[str]) -> dict[str, Path] | None:
 def make_once(path: Path, build: Callable[[Path], None]) -> bool:
     """Make the folder `path` unless it exists; return True if it existed.
 
-    It is built under another name and renamed, so that an interrupted build leaves nothing that looks complete. If two
-    processes build the folder at once, the folder of the first to finish is used.
+    It is built under another name and renamed, so that an interrupted build never looks complete. If two processes
+    build the folder at once, the folder of the first to finish is used.
     """
     if path.exists():
         return True

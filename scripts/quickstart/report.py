@@ -116,7 +116,7 @@ class History:
 
 
 def judge(history: History, *, corrected: bool, judged: bool, scored: bool = True) -> tuple[int, str]:
-    """Judge a run that ended on its own: exit code and sentence.
+    """Judge a run that ended on its own; return exit code and sentence.
 
     Args:
         corrected: a correction is configured, so its liveness proof must exist.

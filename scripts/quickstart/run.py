@@ -102,7 +102,7 @@ class Quickstart:
         }
 
     def run(self) -> tuple[int, str]:
-        """Prepare, train and report; exit code and sentence.
+        """Prepare, train and report; return exit code and sentence.
 
         Raises:
             StageFailed, Interrupted.
@@ -254,7 +254,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _explain(error: StageFailed | Interrupted, quickstart: Quickstart) -> tuple[int, str]:
-    """Explain a run that did not end on its own: exit code and sentence; shows the end of the log."""
+    """Explain a run that did not end on its own; return exit code and sentence, and show the end of the log."""
     if isinstance(error, Interrupted):
         return 128 + error.number, f"interrupted by {error}"
     if quickstart.current:

@@ -218,8 +218,8 @@ class FileCheckpointEngine(CheckpointEngine):
         assert self._folder is not None
         try:
             with (self._folder / _LOCK).open("rb") as lock:
-                # The sender holds the lock while its process lives, so a receiver that cannot take the lock knows that
-                # the sender is alive.
+                # The sender holds the lock while its process lives, so if a receiver cannot take the lock, the sender
+                # is alive.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

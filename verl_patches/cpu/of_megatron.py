@@ -18,8 +18,8 @@ _RANDOM, _OPTIMIZER = "megatron.core.tensor_parallel.random", "megatron.core.opt
 
 # The part of `torch.cuda` that Megatron calls, if PyTorch was built without CUDA. Whatever device the run uses,
 # Megatron reads the allocation device from `torch.cuda`, synchronises it and seeds it. The stand-ins are installed when
-# a process sets up Megatron's process groups. Importing verl also imports Megatron; a process that does only that keeps
-# PyTorch's own functions, which raise without CUDA.
+# a process sets up Megatron's process groups. Importing verl also imports Megatron; a process that only imports it
+# keeps PyTorch's own functions, which raise without CUDA.
 
 
 def _nothing(*_: Any, **__: Any) -> None:

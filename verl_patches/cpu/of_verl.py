@@ -125,8 +125,8 @@ def _get_attention_functions(original: Callable[[], tuple[Any, ...]]) -> tuple[A
 
 # Let `fsdp_config.mixed_precision` decide the precision of verl 0.7.1's engine on the CPU. That release runs every
 # forward pass under autocast to bfloat16, whatever the configuration. On a GPU, autocast still computes log_softmax in
-# float32; on the CPU it stays in bfloat16, whose rounding of up to 0.03 nats per token looks like mismatch of the two
-# engines. Later releases skip autocast if `param_dtype` is fp32, and so does this patch.
+# float32; on the CPU it stays in bfloat16, whose rounding of up to 0.03 nats per token looks like a mismatch between
+# the two engines. Later releases skip autocast if `param_dtype` is fp32, and so does this patch.
 _in_float32 = ContextVar("_in_float32", default=False)
 
 

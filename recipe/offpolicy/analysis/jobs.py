@@ -99,7 +99,7 @@ def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], cou
 
 
 def _prepare_forks(work: Callable[[Item], Result]) -> BaseContext:
-    """Return a context that forks processes from a server that only does the imports, once for all processes.
+    """Return a context in which processes are forked from a server that only does the imports, once for all of them.
 
     A fork of this process would copy torch's threads in whatever state they are in.
     """
@@ -149,7 +149,7 @@ def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: 
 
 
 def _connect(address: str) -> None:
-    """Connect this process to a cluster, unless it is connected."""
+    """Connect this process to a cluster, unless it is already connected."""
     import ray
 
     # A tool connects only once, because each connection starts new workers, which have to import torch again.
@@ -201,7 +201,7 @@ def map_steps(
 
 
 def show_progress(results: Iterable[Result], total: int, what: str) -> Iterator[Result]:
-    """Yield ``results``, and show on standard error how many of ``total`` have arrived if it is a terminal."""
+    """Yield ``results``; if standard error is a terminal, show there how many of ``total`` have arrived."""
     if not sys.stderr.isatty():
         yield from results
         return

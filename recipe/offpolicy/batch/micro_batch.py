@@ -74,7 +74,7 @@ _NEEDED = ("responses", "response_mask", "old_log_probs", "advantages", ROLLOUT_
 class MicroBatch:
     """A micro-batch: its padded (B, T) tensors, and the engine's arguments, so that a loss can be computed again.
 
-    ``log_prob`` carries the gradient, ``responses`` are token ids.
+    Gradients flow through ``log_prob``; ``responses`` are token ids.
 
     Attributes:
         old_log_prob: pi_old as sent; ``choose_pi_old`` decides which pi_old a correction uses.
@@ -168,7 +168,7 @@ class MicroBatch:
         return values if self.layout is None else self.layout.place(values, len(flatten(log_probs)))
 
     def restate(self) -> MicroBatch:
-        """Build the same rows with a detached model output that holds ``log_prob`` at the response tokens."""
+        """Build the same rows with a detached model output that contains ``log_prob`` at the response tokens."""
         output, leaf = self.leaf()
         mask = self.data.select("response_mask").to_padded_tensor()["response_mask"].to(leaf.dtype)
         there, values = self.spread(mask), self.spread(mask * self.log_prob.detach().to(leaf.dtype))

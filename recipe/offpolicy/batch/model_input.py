@@ -24,7 +24,7 @@ def hash_model_input(rows: TensorDict) -> Tensor:
     tokens, positions = (rows[name] for name in COLUMNS)
     if not tokens.is_nested:
         axes = positions if positions.dim() == 3 else positions[:, None]
-        # Positions are small integers, which float32 holds exactly.
+        # Positions are small integers, which float32 represents exactly.
         return _combine(hash_columns(tokens, rows["attention_mask"], [*axes.float().unbind(1)]))
     ids, axes = values_of(tokens), values_of(positions)
     if axes.shape[-1] != len(ids):

@@ -206,7 +206,7 @@ def hash_turn(chunks: Sequence[Chunk]) -> int:
 
 
 def check_chunks(fields: Sequence[Mapping[str, Any]]) -> None:
-    """Check that each row's chunks are the ones that the client recorded; rows from other clients have no hash.
+    """Check that each row's chunks are exactly what the client recorded; rows from other clients have no hash.
 
     Raises:
         SealError: the chunks of a row have changed.

@@ -156,7 +156,7 @@ FLAG = "offpolicy_centered"
 
 
 class CenteringEngine:
-    """Score centering around one engine.
+    """Score centering wrapped around one engine.
 
     Args:
         engine: verl's engine, initialised.
@@ -207,8 +207,8 @@ class CenteringEngine:
         values = log_probs.values()
         laid = compute_log_probs(logits, output_args, layout, likeliest, tokens, values)
         self._tally.add(likeliest, tokens, responses, micro_batch[MU], values.detach(), laid.detach())
-        # The loss receives the sampled tokens' log-probs as a separate tensor, so that the gradient that the proof
-        # reads from it is only the loss's own.
+        # The loss receives the sampled tokens' log-probs as a separate tensor, so that the proof reads only the loss's
+        # own gradient from it.
         found["log_probs"] = _nest(values.view_as(values), log_probs)
         found[LOG_PROBS] = _nest(_spread(laid, likeliest, len(values)), log_probs)
         mu = likeliest.log_probs.to(laid.device)
@@ -240,7 +240,7 @@ def compute_log_probs(
     """Compute log p of the likeliest tokens: the sampled token's log-prob plus the difference of their logits.
 
     The forward pass creates no further tensor of vocabulary size, unless verl's log-probs have fewer than 32 bits. The
-    backward pass creates one: the gradient of the logits.
+    backward pass creates one such tensor, the gradient of the logits.
 
     Args:
         logits: (..., V) logits of the whole forward pass.

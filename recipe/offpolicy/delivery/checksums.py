@@ -1,7 +1,7 @@
 """Checksums of weights, which add up over shards, ranks and fused parameters, and the trainer's side of the comparison.
 
 This module reads ``actor.engine.module`` of verl's ``ActorRolloutRefWorker`` and ``actor_module_fsdp`` of the legacy
-worker. If the tensors sent are not the parameters (FSDP1, other engines, merged LoRA), it patches the engine's
+worker. If the tensors sent are not the parameters (FSDP1, other engines, merged LoRA), this module patches the engine's
 ``get_per_tensor_param`` or ``rollout.update_weights``.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22
-"""Number of elements that are widened at a time."""
+"""Number of elements that are converted to a wider type at a time."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WRAPPERS = re.compile(
     r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_layer|modules_to_save|default)(?=\.|$)"
@@ -108,7 +108,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of one synchronisation's comparison; names are the trainer's.
+    """Result of the comparison at one synchronisation; names are the trainer's.
 
     Attributes:
         equal: tensors that are equal in the engine and the trainer.
@@ -137,10 +137,10 @@ class HeldComparer:
     ) -> Comparison:
         """Compare the trainer's checksums ``own``, by name, with those of all ranks of an engine.
 
-        Ranks hold shards, whose checksums add up, or equal copies. A group in the engine's own layout is judged only
-        once it has been equal; until then, the only check is whether the group changes when the trainer's tensors do.
-        The layout counts as the engine's own if the number of elements fits neither case (padding, or heads replicated
-        on several ranks), or if the engine ``received`` the trainer's values and stores something else.
+        Ranks hold either shards, whose checksums add up, or identical copies. A group in the engine's own layout is
+        judged only once it has been equal; until then, the only check is whether the group changes when the trainer's
+        tensors do. The layout counts as the engine's own if the number of elements fits neither case (padding, or heads
+        replicated on several ranks), or if the engine ``received`` the trainer's values and stores something else.
         """
         by_sources: dict[tuple[str, ...], list[Held]] = {}
         for held in (held for rank in ranks for held in rank):

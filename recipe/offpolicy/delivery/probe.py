@@ -57,7 +57,7 @@ class Change:
 
 
 def compare_changes(engine: Tensor, expected: Tensor, *, seed: int = 0) -> Change:
-    """Compare the engine's changes with the expected ones.
+    """Compare the engine's changes with the expected changes.
 
     Args:
         engine: (S, T) float64, dg; 0 after a sequence's end.

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _diagnose(known: argparse.Namespace, given: Sequence[str], out: IO[str] | None) -> list[Diagnosis]:
-    """Diagnose the launch; for a script, each launch in a loop or function call.
+    """Diagnose the launch or, for a script, each launch in a loop or function call.
 
     Problems visible in a script's text are shown first, because judging a launch imports torch and verl, which takes
     seconds.
@@ -107,7 +107,7 @@ def describe_failure(error: Exception) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command's own arguments; unknown arguments belong to Hydra."""
+    """Build the parser of the command's own arguments; unknown arguments are passed to Hydra."""
     parser = argparse.ArgumentParser(
         prog=os.environ.get("OFFPOLICY_PROGRAM", "python -m recipe.offpolicy.doctor"),
         description=_HELP,

@@ -202,7 +202,7 @@ def _find_reason(
     fix = f"Set {places[0]} if you mean that." if places else ""
     if not verls:
         return missing, f"{fix} Otherwise install the verl release that the program was written for.".strip()
-    # verl turns a section that names a dataclass into that dataclass, which takes no further keys.
+    # verl turns a section that names a dataclass into that dataclass, which accepts no further keys.
     refused = "verl rejects it even with a +" if section.get(TARGET) else "verl ignores it even with a +"
     return f"{missing[:-1]}, and {refused}: it would have no effect.", fix
 
@@ -229,7 +229,7 @@ def _is_likely(place: str, names: Sequence[str], depth: int) -> bool:
 
 
 def _find_places(node: DictConfig, name: str, path: str = "") -> Iterator[str]:
-    """List the keys with this name, those closest to the top first."""
+    """List the keys with this name, starting with those closest to the top."""
     below = {str(each): node._get_node(each) for each in node}
     if name in below:
         yield f"{path}{name}"

@@ -109,7 +109,7 @@ class AddOn:
         """Receive the prompts before responses are sampled."""
 
     def batch_flags(self) -> Mapping[str, Any]:
-        """Return the flags to send to the workers with a batch of this step; an add-on's own rows carry no flags."""
+        """Return the flags to send to the workers with a batch of this step; an add-on's own rows have no flags."""
         return {}
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
@@ -339,7 +339,7 @@ def read_state(folder: Path, name: str, section: str, content: str, schema: Any)
 
 
 KEY = "offpolicy.extensions"
-"""A fork's own sections -> "module:Class"; it reaches Ray's processes with the rest of the configuration."""
+"""A fork's own sections -> "module:Class"; this mapping reaches Ray's processes with the rest of the configuration."""
 SHIPPED: dict[str, str] = {
     "ess_lr": "recipe.offpolicy.extensions.ess_lr:EssLr",
     "length_penalty": "recipe.offpolicy.extensions.length_penalty.length_penalty:LengthPenalty",

@@ -36,7 +36,7 @@ class TrainerBatch(BatchView, Protocol):
     """The part of a batch that the hooks need but that extensions do not receive."""
 
     def shaped(self, rewards: Tensor) -> AbstractContextManager[None]:
-        """Give verl's estimator these rewards (n, T) within the context; restore the raw rewards bitwise afterwards."""
+        """Let verl's estimator read these rewards (n, T) in the context; restore the raw rewards bitwise afterwards."""
 
     @property
     def advantages(self) -> Tensor:
@@ -186,7 +186,7 @@ class AddOns:
     # Extensions ---------------------------------------------------------------------------------------------
 
     def worker_halves(self) -> dict[str, WorkerExtension]:
-        """Return, by section, the worker part of each extension that has one."""
+        """Map the section of each extension that has a worker part to that part."""
         halves = {extension.section: extension.worker() for extension in self._extensions}
         return {section: half for section, half in halves.items() if half is not None}
 

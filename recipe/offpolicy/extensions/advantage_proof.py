@@ -1,4 +1,4 @@
-"""Proof, by one hash per row, that the advantages in the workers' loss are those that an extension produced."""
+"""Proof that the workers' loss uses the advantages that an extension produced, by one hash per row."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class LrReport:
 
 
 class ScaledSteps:
-    """Scaling around one engine; outside a step, the optimizer and the scheduler are as verl left them."""
+    """Scaling of one engine's learning rate; outside a step, optimizer and scheduler are as verl left them."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -122,7 +122,7 @@ ERROR = 1e-12
 
 
 class EssLr(Extension):
-    """The learning rate of one run; see ``EssLrSettings`` for its section."""
+    """Extension that scales the learning rate of one run; see ``EssLrSettings`` for its section."""
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)

@@ -43,7 +43,7 @@ class LossRows:
 
     @cached_property
     def log_prob(self) -> Tensor:
-        """(B, T) log pi, zeros on padding; carries the gradient inside a loss."""
+        """(B, T) log pi, zeros on padding; inside a loss, gradients flow through it."""
         log_prob = mb.pad_log_probs(self._output, self._data, self._layout)
         return log_prob if self._chosen is None else log_prob[self._chosen]
 
@@ -54,7 +54,7 @@ class LossRows:
 
     @cached_property
     def weights(self) -> Tensor:
-        """(B, T) weight * keep of the correction; ones without a correction."""
+        """(B, T) weight * keep of the correction; all ones if there is no correction."""
         if mb.WEIGHTS in self._data.keys():
             return self.column(mb.WEIGHTS)
         if self._weigh is None:

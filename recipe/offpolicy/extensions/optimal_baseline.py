@@ -50,7 +50,7 @@ def compute_advantages(rewards: Tensor, energy: Tensor, *, leave_one_out: bool) 
     # Energies are relative to the largest, so that nothing is divided by less than 1.
     largest = of_others.amax(-1, keepdim=True)
     shares = torch.where(largest > 0, of_others / largest, 0.0)
-    # Rewards are relative to the first reward, so that equal rewards give exactly 0.
+    # Rewards are relative to the first reward, so that equal rewards result in exactly 0.
     above = rewards - rewards[0]
     baseline = (shares * above).sum(-1) / shares.sum(-1).clamp(min=1.0)
     return torch.where(largest[:, 0] > 0, above - baseline, 0.0)

@@ -85,7 +85,7 @@ def _read_option(option: str) -> dict[str, Any]:
 
 
 def find_late_weights(section: str, run: Configured) -> Iterator[Problem]:
-    """Find corrections whose weights the trainer cannot compute before the update, because these need pi or signs."""
+    """Find corrections whose weights the trainer cannot compute before the update, because they need pi or signs."""
     off, key = f"or {section}=null.", "correction.proximal"
     if run.get(key) in REUSED:
         reason = f"pi_old is not computed before the update, so the weights that {section} needs are unknown."

@@ -49,4 +49,4 @@ class V1Run(Protocol):
     def split_batch(self) -> BatchSplit: ...
 
     def take_out(self, batch: Any, why: str, *, masked: Collection[str], silenced: Collection[str]) -> Any:
-        """Tell the extensions which rows leave the update (see ``AddOns.take_out``); return the batch to go on with."""
+        """Tell extensions which rows leave the update, see ``AddOns.take_out``; return the batch to continue with."""

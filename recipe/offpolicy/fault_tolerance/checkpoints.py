@@ -96,7 +96,7 @@ class CheckpointFolder:
         return actor.is_dir() and not any(actor.iterdir())
 
     def list_complete_steps(self) -> list[int]:
-        """List the steps whose records say that they are complete, newest first."""
+        """List the steps that are recorded as complete, newest first."""
         found = {}
         for path in self.path.glob(f"{_STEP}*/{RECORD}"):
             with contextlib.suppress(CheckpointError):

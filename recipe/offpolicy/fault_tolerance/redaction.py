@@ -21,7 +21,7 @@ from typing import IO, Any
 HIDDEN = "(hidden)"
 _hidden_values: set[str] = set()
 _SHORTEST = 8
-"""Minimum length of an environment variable's value for it to be searched for; shorter values occur by chance."""
+"""Minimum length at which an environment variable's value is searched for; shorter values occur by chance."""
 
 _ALWAYS = re.compile(
     r"(?:^|_)(?:secrets?|passw\w*|passphrases?|pwd|pw|pswd|cred(?:ential)?s?|authorization|cookies?|webhooks?|web_hooks?|"

@@ -60,7 +60,8 @@ SECTION = "offpolicy.watchdog"
 SIGNAL = signal.SIGUSR2
 """Interrupts the main thread, whose handler then raises."""
 PATIENCE = 5.0
-"""Seconds from the signal until the actors that the main thread may be waiting for are killed, if it does not react."""
+"""Seconds from the signal until, if the main thread does not react, the actors that it may be waiting for are
+killed."""
 GRACE = 60.0
 """Seconds that a failing run has to unwind before its process is ended."""
 EXIT_CODE = 70

@@ -100,7 +100,7 @@ class ActiveCorrection:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's ``state`` as far as this run has the same settings; see ``find_differences``."""
+        """Restore those parts of ``state`` for which this run has the same settings; see ``find_differences``."""
         alarms = state["alarms"]
         name, there = alarms["in_force"], self._alarms.get_fallback(alarms["in_force"])
         goes_on = there is not None and there.to_mapping() == state["fallback"]

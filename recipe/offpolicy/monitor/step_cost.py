@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class StepCost:
-    """Counts over one step, in the process of the trainer."""
+    """Counts of the costs of one step, in the trainer's process."""
 
     def __init__(self) -> None:
         self._of_pi_old = False

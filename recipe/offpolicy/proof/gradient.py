@@ -46,7 +46,7 @@ MOST_TRIED = 8
 
 @dataclass
 class Proof:
-    """Evidence from one micro-batch; plain Python.
+    """Evidence from one micro-batch, in plain Python.
 
     Attributes:
         tokens: response tokens.
@@ -216,7 +216,7 @@ def _without_gradient(base_loss: BoundLoss) -> BoundLoss:
 
 
 def _watch(proof: Proof, watched: list[tuple[Tensor, Tensor, Tensor]], loss: Tensor) -> None:
-    """Compare the gradients that arrive in the engine's backward pass.
+    """Compare the gradients that arrive in the engine's backward pass with the expected gradients.
 
     Args:
         watched: model outputs, nested or padded, each with its expected gradient, flat, and the scale of an error.

@@ -39,7 +39,8 @@ _NAMES = tuple(f"concordance_{kind}" for kind in KINDS)
 
 
 _NOT_READY = "fields are not ready"
-"""TransferQueue's error if only some rows lack a column; if all rows lack it, it is omitted without an error."""
+"""TransferQueue's error if only some rows lack a column; if all rows lack the column, it is omitted without an
+error."""
 
 
 class RolloutChecker:

@@ -40,7 +40,7 @@ KINDS = ("rows", "siblings", "tokens")
 
 @dataclass(frozen=True)
 class PairCounts:
-    """Counts, with mu at each of ``LAGS``, of the informative pairs and of those on which both policies agree.
+    """Counts of the informative pairs, and of the pairs on which both policies agree, with mu at each of ``LAGS``.
 
     Attributes:
         rows: number of independent rows with such a pair at lag 0.
@@ -329,5 +329,5 @@ def _select_evenly(rows: int, width: int) -> Tensor | None:
 
 
 def _offsets(rows: int) -> Iterator[int]:
-    """Yield the distances between partner rows: near ones, which are siblings if groups are known, and far ones."""
+    """Yield distances between partner rows: short distances, to siblings if groups are known, and long distances."""
     yield from sorted({offset for offset in (1, 2, rows // 3, rows // 2) if 0 < offset < rows})

@@ -1,9 +1,9 @@
 """Trial micro-batches on which one correction must act in a known way, independent of the actual policies.
 
 Each trial changes mu and pi_old (and also pi for differences of probabilities, or the versions of the weights for ages)
-so that some units are just beyond or just inside a bound and all others are far from it. It states the factor by which
-the correction must multiply each token's gradient. This factor is derived from the bound and the definition of the
-aggregate, without using the correction's code.
+so that some units are just beyond or just inside a bound and all other units are far from it. It states the factor by
+which the correction must multiply each token's gradient. This factor is derived from the bound and the definition of
+the aggregate, without using the correction's code.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
     def place(raw: float, advantages: Tensor, weighed: Tensor, weight: float) -> Trial:
         shift = torch.where(first, math.log(raw) * size, 0.0)
         # pi_old differs from pi, so that confusing the two is detected. The base loss never clips a ratio pi / pi_old
-        # below 1 with a positive advantage, or above 1 with a negative one, so every token has a gradient to weigh.
+        # below 1 with a positive advantage, or above 1 with a negative advantage, so every token has a gradient to
+        # weigh.
         old_log_prob = batch.log_prob.double() + advantages.sign() * BEYOND
         numerator = old_log_prob if spec.ratio == "rollout" else batch.log_prob.double()
         moved = replace_policies(batch, old=old_log_prob, mu=numerator - shift, advantages=advantages)
@@ -269,7 +270,7 @@ def _place_policies(
     looked = advantages.sign()
     if spec.sign == "row":
         looked = torch.where(mask, advantages, 0.0).sum(-1, keepdim=True).sign().expand_as(advantages)
-    # PPO never clips upward moves with a negative advantage, or downward moves with a positive one.
+    # PPO never clips upward moves with a negative advantage, or downward moves with a positive advantage.
     free = -advantages.sign()
     way = free if spec.when != "outward" else -looked if inward else looked
     if spec.aggregate.startswith("binary_"):
@@ -416,7 +417,7 @@ def replace_policies(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages: 
 
 
 def age_first_tokens(batch: MicroBatch, age: int) -> MicroBatch:
-    """Mark the first response token of each row as sampled by older weights, and the others by the current weights.
+    """Mark the first response token of each row as sampled by older weights, and the rest by the current weights.
 
     The versions are recorded per turn, as the rollout servers' client does.
 

@@ -130,9 +130,9 @@ def verify_update(
 ) -> None:
     """Check evidence that every update sends: adapter, spec, bounds, mu, the engine's factor and verl's denominators.
 
-    Each micro-batch must come from the adapter and use the trainer's spec and bounds and the sampled mu. The engine
-    must have multiplied its loss by the right factor. The micro-batches of an optimizer step must add up to the totals
-    that verl uses as denominators.
+    Each micro-batch must come from the adapter, and must use the trainer's spec and bounds as well as the sampled mu.
+    The engine must have multiplied its loss by the correct factor. The micro-batches of an optimizer step must add up
+    to the totals that verl uses as denominators.
 
     Raises:
         LivenessError: evidence is missing or wrong.

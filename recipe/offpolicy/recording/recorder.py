@@ -26,7 +26,7 @@ _ROUNDING = 1e-9
 
 
 class TimeBudget:
-    """Admits micro-batches while the measured cost of earlier ones fits the step's budget.
+    """Admits micro-batches while the measured cost of earlier micro-batches fits the step's budget.
 
     The cost of a micro-batch is known only after it has been recorded. Within a step, the estimate is therefore the
     latest micro-batch's seconds per row; across steps, it is the smaller of the latest two values, so that one slow
@@ -195,7 +195,7 @@ class Recorder:
             self._condition.notify()
 
     def stop(self, error: Exception, rows: int = 0) -> None:
-        """Stop recording for good, with one warning that gives the cause.
+        """Stop recording for good, and log one warning that states the cause.
 
         Args:
             rows: number of accepted rows that are lost.

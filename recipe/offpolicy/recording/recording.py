@@ -1,8 +1,8 @@
 """A recorded run: a directory with one file per update and rank, and a card that describes the run.
 
 Under ``proximal=bypass``, the recorded column of pi_old is mu, and under ``loglinear``, it is a mixture of mu and pi,
-so its distance from mu says nothing about the engines. At the first gradient step of a step, pi still uses the weights
-from the step's start and is read instead. At later gradient steps, pi has already changed.
+so its distance from mu is no evidence about the engines. At the first gradient step of a step, pi still uses the
+weights from the step's start and is read instead. At later gradient steps, pi has already changed.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Recording:
     def pieces(self, step: int) -> Iterator[list[Step]]:
         """Yield ``step`` in pieces: single files, or successive files of at most ``largest`` bytes in total.
 
-        A piece holds one Step per correction that acted in it, in the order of the updates.
+        A piece contains one Step per correction that acted in it, in the order of the updates.
 
         Raises:
             RecordingError: see ``iterate_parts``.

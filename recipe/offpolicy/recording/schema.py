@@ -1,6 +1,6 @@
 """Recorded rows: their numpy arrays in memory, and the only definition of their columns' names and types.
 
-A file holds one step of one rank, or one update if a step consists of several. Token columns are lists over the
+A file contains one step of one rank, or one update if a step consists of several. Token columns are lists over the
 response, from its first token to its last valid token; tool outputs in between are included, with ``response_mask``
 False. All lists of a row have the same length.
 """

@@ -31,7 +31,7 @@ _MEGATRON = "megatron.core.parallel_state"
 
 @dataclass(frozen=True)
 class Place:
-    """Role of a training process.
+    """Role of a training process in the recording.
 
     Attributes:
         rank: data-parallel rank.
@@ -54,7 +54,7 @@ def place(dp_size: int) -> Place:
     if megatron is not None and megatron.model_parallel_is_initialized():
         first = megatron.get_tensor_model_parallel_rank() == 0 and megatron.get_context_parallel_rank() == 0
         return Place(megatron.get_data_parallel_rank(), first)
-    # Ranks that share sequences (Ulysses) are adjacent and hold the same rows.
+    # Ranks that share sequences (Ulysses) are adjacent and have the same rows.
     return among(dist.get_rank(), copies=dist.get_world_size() // dp_size)
 
 

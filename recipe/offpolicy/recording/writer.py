@@ -57,7 +57,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows in transfer to the host: columns concatenated in ``buffer``, in the order of ``layout``.
+    """Rows that are being transferred to the host: columns concatenated in ``buffer``, in the order of ``layout``.
 
     Attributes:
         buffer: (bytes,) uint8 on the host, complete when ``ready`` is.

@@ -225,7 +225,7 @@ _DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """Layers of a model that have experts.
+    """The layers of a model that contain experts.
 
     Args:
         model: model type, for messages.
@@ -250,8 +250,8 @@ class RoutedLayers:
 def find_routed_rows(routes: Tensor) -> Tensor:
     """Flag the tokens that have routes, which are nonzero in at least one layer.
 
-    Engines leave zeros for tokens that were never forwarded. With k = 1, these look like the routes of a token that was
-    sent to expert 0 in each layer.
+    Engines leave zeros for tokens that were never forwarded. With k = 1, these zeros look like the routes of a token
+    that was sent to expert 0 in each layer.
 
     Args:
         routes: (tokens, layers, k) integers.
@@ -303,7 +303,7 @@ def check_ids(routes: Tensor, rows: Tensor, to: RoutedLayers) -> None:
 
 
 def _refuse(ids: Tensor, wrong: Tensor, rows: Tensor, layers: Sequence[int], reason: str) -> None:
-    """Raise if a row is wrong in a layer; wrong is (tokens, layers)."""
+    """Raise an error if a row is wrong in a layer; ``wrong`` is (tokens, layers)."""
     if not (found := (wrong & rows[:, None]).nonzero().tolist()):
         return
     row, place = min(found, key=lambda each: (each[1], each[0]))

@@ -113,7 +113,7 @@ _FLAG = "enable_routing_replay"
 
 
 class ReplayingEngine:
-    """Replay around one engine.
+    """Routing replay wrapped around one engine.
 
     Args:
         engine: verl's engine, initialised.

@@ -3,7 +3,7 @@
 Wrapped functions in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, batch)`` returns the
 routes of a micro-batch, ``forward_step(self, batch_iter, model, ...)`` passes them to the routers of the chunk and runs
 it, and ``forward_backward_batch(self, data, loss_function, forward_only=False)`` ends with the last backward. A router
-holds its targets in ``RouterReplay.target_topk_idx``; the second value of its forward contains the experts of each
+stores its targets in ``RouterReplay.target_topk_idx``; the second value of its forward contains the experts of each
 token.
 """
 

@@ -45,7 +45,7 @@ STRATEGIES = ("fsdp", "fsdp2")
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """Routing replay on FSDP.
+    """Settings of routing replay on FSDP.
 
     Attributes:
         mode: R2 or R3.

@@ -34,7 +34,7 @@ _rows: RowNotes[RouteNote] = RowNotes(RouteNote)
 
 
 class RoutedClient(LLMServerClient):
-    """verl's client with ``NOTE`` in ``extra_fields``.
+    """A version of verl's client that also adds ``NOTE`` to ``extra_fields``.
 
     A tool agent keeps the extra fields of its first turn, so this client updates the row's note in those fields.
     """
@@ -79,7 +79,7 @@ _ROUTED: dict[type, type[RoutedClient]] = {
 
 
 def note_routes(client: LLMServerClient) -> LLMServerClient:
-    """Replace a client with one that records routes.
+    """Replace a client with a client that records routes.
 
     Raises:
         ReplayError: the given client is not one of verl's.

@@ -152,7 +152,7 @@ class AgeLimit:
 
 @dataclass(frozen=True)
 class RowTag:
-    """Versions, issue step and length of a row, from the tag that verl gives it.
+    """Versions, issue step and length of a row, read from the tag that verl attaches to the row.
 
     Attributes:
         key: uid of the prompt, session and number of the output.
@@ -273,7 +273,7 @@ def split_too_old(too_old: Collection[int], rows: Sequence[RowTag], mini_batch: 
 
 
 RESPONSE_MASK = "response_mask"
-"""Column from which runs of tokens are read; turns come from ``EXTRA_FIELDS``."""
+"""Column from which runs of tokens are read; turns are read from ``EXTRA_FIELDS``."""
 
 
 Turns = Sequence[Sequence[Chunk]]

@@ -109,7 +109,7 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
 
 
 def note_versions(client: LLMServerClient) -> LLMServerClient:
-    """Replace verl's client with one that records versions; any other client is returned unchanged."""
+    """Replace verl's client with a client that records versions; any other client is returned unchanged."""
     if type(client) is not FullyAsyncLLMServerClient:
         logger.warning(
             "the client of the rollout servers is %s: versions of the weights are known only per sequence.",

@@ -127,7 +127,7 @@ class StalenessLimit(AddOn):
         return send(batch)
 
     def _sample_anew(self, prompts: TensorDict) -> None:
-        """Issue again the prompts that the account already counts."""
+        """Issue again prompts that are already counted in the account."""
         tu.assign_non_tensor_data(prompts, "global_steps", self._step)
         self._run.verls._submit_batch_to_rollout(prompts)
 

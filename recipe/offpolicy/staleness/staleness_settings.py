@@ -46,7 +46,7 @@ _STATE = ("since", "unsettled", "low", "lacked", "demanded")
 
 
 class EtaController:
-    """Controller of eta; takes one observation per step.
+    """Controller of eta; receives one observation per step.
 
     Args:
         settings: settings of the run.

@@ -191,7 +191,7 @@ FLAG = "offpolicy_support_replayed"
 
 
 class SupportEngine:
-    """Replay around one engine.
+    """Support replay wrapped around one engine.
 
     Args:
         engine: verl's engine, initialised.

@@ -30,7 +30,7 @@ _rows: RowNotes[SupportNote] = RowNotes(SupportNote)
 
 
 class SupportAttempts(LLMServerClient):
-    """verl's client with ``NOTE`` in ``extra_fields``.
+    """A version of verl's client that also adds ``NOTE`` to ``extra_fields``.
 
     A tool agent keeps the extra fields of its first turn, so this client updates the row's note in those fields. Tokens
     that the server returns without a support have no entry, and the worker then stops the run. An error raised here
@@ -75,7 +75,7 @@ _NOTING: dict[type, type[SupportAttempts]] = {
 
 
 def note_supports(client: LLMServerClient, key: str = SUPPORT) -> LLMServerClient:
-    """Replace a client with one that records supports.
+    """Replace a client with a client that records supports.
 
     Args:
         key: the key that needs supports, for errors.

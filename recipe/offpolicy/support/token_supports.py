@@ -29,7 +29,7 @@ def compute_truncated_log_probs(
     """Compute log p(token) - log p(support) from the logits alone: z(token) - logsumexp of z over the support.
 
     The logits are divided by the temperature first, in vLLM's order. The gradient reaches only the token's logit and
-    those of its support.
+    the logits of its support.
 
     Args:
         logits: (N, V) float.
@@ -183,7 +183,7 @@ NOTE = "offpolicy_support"
 
 @dataclass(frozen=True)
 class RowSupports:
-    """The note of one row, as read.
+    """The note of one row, as it was read.
 
     Attributes:
         spans: (first position, tokens) of each run of sampled tokens; positions count from the row's first token.

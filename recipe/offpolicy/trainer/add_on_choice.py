@@ -1,4 +1,4 @@
-"""Chooses the add-ons of a run that are not extensions, outermost first; disabled ones are omitted."""
+"""Chooses the add-ons of a run that are not extensions, outermost first, leaving out disabled add-ons."""
 
 from __future__ import annotations
 

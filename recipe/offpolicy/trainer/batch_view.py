@@ -91,7 +91,7 @@ def build_padded(rows: Sequence[Pair], axes: Sequence[int] = ()) -> dict[str, Te
 
 
 def build_nested(rows: Sequence[Pair], source: TensorDict) -> TensorDict:
-    """Build the columns of rows as TransferQueue holds them; other columns repeat the first row of ``source``."""
+    """Build the columns of rows as TransferQueue stores them; other columns repeat the first row of ``source``."""
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
     template = source[0]

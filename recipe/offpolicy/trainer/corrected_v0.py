@@ -61,7 +61,7 @@ NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
         "rollout_actor_probs_pearson_corr",
     )
 }
-"""verl's metrics of mu and pi_old, for steps in which the two cannot be compared."""
+"""verl's metrics of mu and pi_old, for steps in which mu and pi_old cannot be compared."""
 
 
 class CorrectedV0(CorrectedRun):
@@ -98,7 +98,7 @@ class CorrectedV0(CorrectedRun):
         return made
 
     def _init_models(self) -> None:
-        """For trainers that sample in another process: Ray may call ``init_workers`` on the class, not the instance."""
+        """Initialise models where Ray may call ``init_workers`` on the class, as in trainers that sample elsewhere."""
         self.verls._init_models()
         if hasattr(self.trainer, "actor_rollout_wg"):  # in a fork, a method with this name may create other models
             self._adopt_workers()
@@ -345,7 +345,7 @@ class CorrectedV0(CorrectedRun):
         return batch
 
     def _with_seals(self, plan: SharedPlan, tensors: TensorDict, columns: Mapping[str, Tensor]) -> SharedPlan:
-        """Seal the columns that the update adds and all unsealed ones; return the plan that lists all seals."""
+        """Seal the columns that the update adds and all unsealed columns; return the plan that lists all seals."""
         if not self.supervision.wants_sampled:
             return plan
         read = (*_READ, *(_OF_REFERENCE if self.config.actor_rollout_ref.actor.get("use_kl_loss") else ()))

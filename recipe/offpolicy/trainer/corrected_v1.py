@@ -140,7 +140,7 @@ class CorrectedV1(CorrectedRun):
         self._sealed.add(columns)
 
     def _seal_stored(self, batch: Any, name: str) -> None:
-        """Seal a column as TransferQueue holds it now."""
+        """Seal a column as TransferQueue stores it now."""
         self.seal(batch, read_columns(batch, name))
 
     def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:

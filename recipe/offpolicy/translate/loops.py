@@ -1,7 +1,7 @@
 """Compiled loops over a batch on the CPU, called by ``compiled_batch``.
 
-Tokens are flat; row i goes from ``starts[i]`` to ``stops[i]``. One block of tokens at a time is gathered into float64
-scratch memory that stays in the first-level cache, and measured there by branch-free loops, which the compiler
+Tokens are flat; row i extends from ``starts[i]`` to ``stops[i]``. One block of tokens at a time is gathered into
+float64 scratch memory that stays in the first-level cache, and measured there by branch-free loops, which the compiler
 vectorises. In blocks where the mask is 0, nothing else is read.
 
 A compiled function cached on disk is not updated when other files change, so everything that it uses is in this file.

@@ -82,7 +82,7 @@ def compute_weight_metrics(tokens: Numbers, measures: QuantitySums, lower: float
     """
     raw_row_mean, row_mean = measures["total"] / tokens
     total = tokens.sum()
-    # verl takes extremes of the applied weights per token, and of the raw weights per sequence.
+    # verl computes extremes of the applied weights per token, and of the raw weights per sequence.
     extremes = 1 if measures.of_tokens[1] else 0
     weight_sum, square = float(measures["total"][1].sum()), float(measures["square"][1].sum())
     raw, applied = measures.select_quantities(slice(0, 1)), measures.select_quantities(slice(1, 2))
@@ -282,7 +282,7 @@ def verl_rollout_correction(
 
 
 def _batch(rows: RowLayout, *tensors: Tensor) -> Batch:
-    """Choose the compiled backend if it can run, otherwise torch's; both give the same numbers."""
+    """Choose the compiled backend if it can run, otherwise torch's; both compute the same numbers."""
     if all(tensor.device.type == "cpu" for tensor in tensors) and _can_compile():
         from .compiled_batch import CompiledBatch
 

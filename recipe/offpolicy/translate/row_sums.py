@@ -58,7 +58,7 @@ class Quantity:
 
     @property
     def clamp(self) -> tuple[float, float]:
-        """Bounds that a value is clamped to before its deviation is summed; open for weights."""
+        """Bounds to which a value is clamped before its deviation is summed; open for weights."""
         if self.is_weight:
             return -float("inf"), float("inf")
         return self.lower if self.kind == "k1" else 0.0, self.upper

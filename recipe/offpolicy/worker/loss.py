@@ -45,9 +45,9 @@ def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
 
     verl's loss uses the denominators of the whole mini-batch, so gradient accumulation does not scale it. FSDP starts
     with 1, or with the loss scale of fp16 training. verl's Megatron engine multiplies by the number of micro-batches,
-    because Megatron's schedule divides by it. In addition, either the schedule multiplies by the number of
+    because Megatron's schedule divides by this number. In addition, either the schedule multiplies by the number of
     context-parallel ranks, because gradients are averaged over these ranks, or verl multiplies by the number of routed
-    tokens, because gradients are divided by it. The loss scale is applied last.
+    tokens, because gradients are divided by this number. The loss scale is applied last.
 
     Args:
         loss: scalar.
@@ -295,7 +295,7 @@ class OffPolicyLoss:
             mb.PI_OLD: old,
         }
         if batch.data["advantages"].is_nested:
-            # Otherwise verl's loss would pad these itself, which is slower.
+            # Otherwise, verl's loss would pad these values itself, which is slower.
             handed |= {"response_mask": batch.response_mask, "advantages": batch.advantages}
         return batch.data_with(**handed)
 

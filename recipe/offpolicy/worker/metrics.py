@@ -8,10 +8,10 @@ reliable with more rows.
 verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet is
 one opaque object per micro-batch in these lists, and is removed before that reduction.
 
-Until it leaves the worker, a packet holds the rows that it reports on, as tensors on their device. All packets of one
+Until it leaves the worker, a packet keeps the rows that it reports on, as tensors on their device. All packets of one
 loss share a ``Ledger``. verl gathers metrics after every mini-batch, and ``verl_patches.sent_metrics`` first calls each
 packet's ``before_sending``. A packet sent before the update's last mini-batch stays in the ledger, and its copy is sent
-without numbers. The first packet of the last mini-batch carries the numbers of the whole update, because all rows are
+without numbers. The first packet of the last mini-batch contains the numbers of the whole update, because all rows are
 measured together and their numbers are copied to the host in one transfer. If packets do not leave the process,
 ``take_packets`` does this measurement. A packet that is never read, for example on a rank from which verl collects no
 metrics, is freed together with its rows, which are never measured. Pickling does not change a packet, and raises an
@@ -178,8 +178,8 @@ def _widened(column: Tensor, width: int, value: int = 0) -> Tensor:
 METRIC_KEY = "offpolicy"
 """Key of the packet among the worker's metrics; the trainer removes it before verl reduces them."""
 AT_ONCE = 1 << 18
-"""Maximum number of padded tokens that are queued and measured together. Beyond it, the rows are measured early, block
-by block, and their numbers are queued."""
+"""Maximum number of padded tokens that are queued and measured together. Beyond this number, the rows are measured
+early, block by block, and their numbers are queued."""
 
 
 @dataclass
@@ -260,7 +260,7 @@ class Packet:
         state["rows"] = array("q", self.rows).tobytes()
         for name in ("statistics", "histograms"):
             state[name] = flatten(state[name])
-        # Most packets were queued together with another packet and hold no values of their own.
+        # Most packets were queued together with another packet and have no values of their own.
         return {name: value for name, value in state.items() if value or name == "fingerprint"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ MOST, RECOVERED, MARGIN = 6, 0.75, 0.05
 """Number of the 8 seeds in which H1 and H2 must hold, share of `in_step` that counts as recovered, and control
 margin."""
 STRAY, ERROR = 1e-5, 1e-6
-"""Largest deviation of the control's weights from 1, and of its first gradient from the expected one."""
+"""Largest deviation of the control's weights from 1, and of its first gradient from the expected gradient."""
 OFF_ETA = 0.5
 """Steps by which a run's measured staleness may differ from its eta before the run is marked."""
 

@@ -296,7 +296,7 @@ def train(
     build_trainer: Callable[[Path, FSDPActorConfig], Trainer] = Trainer,
     annotate: Callable[[SampledRows, Sequence[Tensor]], None] = lambda rows, log_probs: None,
 ) -> Records:
-    """Train once; return each step's measurements under verl's names; those of step 0 precede training.
+    """Train once; return each step's measurements under verl's names; the measurements of step 0 precede training.
 
     Args:
         eta: number of steps by which the sampler's weights are late.

@@ -26,7 +26,7 @@ AGAIN = "again"
 
 
 def fitted(log_probs: list[float], length: int) -> list[float]:
-    """Cut or fill up log-probs to ``length``: keep the first values, or repeat the last value."""
+    """Cut or extend log-probs to ``length``: keep the first values, or repeat the last value."""
     return (log_probs + log_probs[-1:] * length)[:length]
 
 

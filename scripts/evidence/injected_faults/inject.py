@@ -121,7 +121,7 @@ def _round(named: str = "") -> None:
 
 
 class StaleWeights:
-    """All calls in each group of ``period`` return the first call's weights."""
+    """Weights by call: within each group of ``period`` calls, every call returns the first call's weights."""
 
     def __init__(self, period: int) -> None:
         self._period, self._calls = period, 0

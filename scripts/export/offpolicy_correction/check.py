@@ -43,7 +43,7 @@ def watch(
     factor: Tensor,
     loss: Tensor,
 ) -> Metric:
-    """Compare the gradient of the coming backward pass with the expected one.
+    """Compare the gradient of the coming backward pass with the expected gradient.
 
     Returns:
         Number of tokens with a gradient of the policy term that were compared, filled in by the backward pass.

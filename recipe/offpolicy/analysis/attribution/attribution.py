@@ -145,7 +145,7 @@ class Part:
 
 
 def summarize_rows(rows: Rows, seed: tuple[int, ...], *, worst: int, left_out: int = 0) -> Part:
-    """Summarize rows of one step; the sample consists of all of them.
+    """Summarize rows of one step; the sample consists of all these rows.
 
     Args:
         rows: rows with log pi_old by the trainer's own weights.
@@ -170,7 +170,7 @@ def summarize_rows(rows: Rows, seed: tuple[int, ...], *, worst: int, left_out: i
 
 
 def join_parts(parts: Iterable[Part], worst: int) -> Part:
-    """Add up parts of successive rows, with the sums of one part in memory at a time."""
+    """Add up parts of successive rows, keeping the sums of only one part in memory at a time."""
     sums: dict[str, Array] = {}
     joined: list[Part] = []
     rows = 0

@@ -209,7 +209,7 @@ def build_tokens_table(attribution: Attribution) -> Table:
 
 
 def build_rows_table(attribution: Attribution) -> Table:
-    """Build the table of the worst rows, listing each text once with the number of rows that have it."""
+    """Build the table of the worst rows, listing each text once, with the number of rows that have this text."""
     columns = [
         Column("step"),
         Column("rows"),
@@ -400,7 +400,7 @@ def add_sections(page: Page, attribution: Attribution) -> None:
 
 
 def build_page(attribution: Attribution, source: str) -> Page:
-    """Build a page that holds the attribution alone."""
+    """Build a page that contains only the attribution."""
     page = Page("Where does the mismatch come from?", escape(source))
     facts = {
         "steps": f"{attribution.steps[0]} to {attribution.steps[-1]}",

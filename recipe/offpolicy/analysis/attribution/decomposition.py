@@ -86,7 +86,7 @@ class Decomposition:
 
 @dataclass(frozen=True)
 class VersionMismatch:
-    """Mismatch of the tokens of one staleness.
+    """Mismatch of all tokens with the same staleness.
 
     Attributes:
         staleness: steps between the weights that sampled the tokens and those at the start of the step; -1 if unknown.

@@ -21,7 +21,7 @@ BYTES_A_TOKEN: Final = 12
 
 @dataclass(frozen=True)
 class RowSample:
-    """The rows to take.
+    """The choice of rows to take from a recording.
 
     Attributes:
         steps: steps from which rows are taken; None for all rows of all steps.

@@ -54,7 +54,7 @@ class TokenDecoder:
         if self._tokenizer is not None and ids:
             try:
                 return escape(self._tokenizer.decode(ids, skip_special_tokens=False))
-            # Tokenizers raise any of these for ids beyond their vocabulary.
+            # Tokenizers raise one of these exceptions for ids beyond their vocabulary.
             except (IndexError, KeyError, OverflowError, TypeError, ValueError):
                 pass
         return " ".join(map(str, ids))
@@ -92,7 +92,7 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
 
 BEFORE: Final = 12
 AFTER: Final = 4
-"""Number of context tokens."""
+"""Number of tokens shown as context."""
 EXCERPT: Final = 60
 """Number of a row's tokens that are shown."""
 _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log_prob"}

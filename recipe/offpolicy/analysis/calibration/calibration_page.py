@@ -135,7 +135,7 @@ def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
 
 
 def _counted(proposal: Proposal) -> str:
-    """Name the units that a target's share refers to."""
+    """Return the name of the units to which a target's share refers."""
     return "ESS" if proposal.target == "ess" else f"kept of {proposal.part.looks_at}"
 
 

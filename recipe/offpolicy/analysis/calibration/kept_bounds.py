@@ -106,7 +106,7 @@ def compute_kept_share(part: BoundedPart, scores: Scores, limits: tuple[float, f
 
 
 def compute_needed_radii(part: BoundedPart, scores: Scores) -> NDArray[np.float64]:
-    """Compute the radius that keeps each unit that the part applies to, (L,)."""
+    """Compute, for each unit to which the part applies, the radius that keeps the unit: (L,)."""
     return part.compute_radius(scores.low, scores.high)[scores.looked]
 
 
@@ -174,7 +174,7 @@ def _least(part: BoundedPart) -> float:
 
 
 def _rounded(part: BoundedPart, radius: float, following: float) -> dict[str, float]:
-    """Round the values at ``radius`` outward, but not as far as ``following``, to the fewest digits."""
+    """Round the values at ``radius`` outward to the fewest digits, without reaching ``following``."""
     # Outward is the safe direction, because a wider bound still meets the target.
     furthest = min(following, radius + _COARSE * abs(radius))
     for digits in range(1, _DIGITS):

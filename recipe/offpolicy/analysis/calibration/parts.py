@@ -57,7 +57,7 @@ class BoundedPart:
 
     @property
     def share_of(self) -> ShareOf:
-        """Unit of which kept shares are a share: the units of the decision, or tokens if signs are per token."""
+        """Name of the units that kept shares count: units of the decision, or tokens if signs are per token."""
         by_token = self.spec.picks_tokens
         return "tokens" if by_token else _UNITS[self.spec.level]
 
@@ -170,7 +170,7 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = ()) -> list[Bounde
 
 
 def fill_placeholders(plain: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Fill each required delta that is not set with ``PLACEHOLDER``; return the values and the filled keys."""
+    """Set each required but unset delta to ``PLACEHOLDER``; return the values and the keys that were set."""
     masks = plain.get("masks")
     if not isinstance(masks, Mapping):
         return dict(plain), frozenset()

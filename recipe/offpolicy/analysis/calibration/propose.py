@@ -162,7 +162,7 @@ class CalibrationRequest:
 
 @dataclass(frozen=True)
 class LengthBound:
-    """The bound for the rows of one length bucket alone.
+    """A bound that is based only on the rows of one length bucket.
 
     Attributes:
         bucket: name of the bucket in the metrics.

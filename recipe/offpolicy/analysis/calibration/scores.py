@@ -115,7 +115,7 @@ Arrays = TypeVar("Arrays", "Scores", "RowState")
 
 @dataclass(frozen=True)
 class Scores:
-    """Units of one part, in recorded order.
+    """Units that one part compares with its bounds, in recorded order.
 
     Attributes:
         low, high: (U,) float64, smallest and largest value that the part compares, in the precision of the comparison:
@@ -307,7 +307,7 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor) -> Scores:
     compared = (old, mu) if part.spec.ratio == "rollout" else (old, mu, pi)
     valid = find_valid_tokens(block.mask, *compared)
     log_rho, log_r = compute_log_ratio(old, mu, valid), compute_log_ratio(pi, old, valid)
-    # The order of this sum is the same as in step_stage, so that both give the same float32.
+    # The terms are added in the same order as in step_stage, so that both sums are the same float32.
     value, above, below = {
         "rollout": (log_rho, old, mu),
         "full": (log_rho + log_r, pi, mu),

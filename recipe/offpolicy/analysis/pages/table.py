@@ -179,7 +179,7 @@ def _part(table: Table, columns: Sequence[int], *, first: bool) -> Table:
 
 
 def _needed(widths: Sequence[int]) -> int:
-    """Compute how many characters a terminal table with these column widths needs."""
+    """Compute the width in characters of a terminal table with these column widths."""
     return 1 + sum(width + _BORDER for width in widths)
 
 
@@ -206,7 +206,7 @@ def _is_number(value: Any) -> bool:
 
 
 PIPE_WIDTH = 100
-"""Width in characters of a table that goes to a file or a pipe."""
+"""Width in characters of a table that is written to a file or a pipe."""
 
 
 def open_console() -> Console:

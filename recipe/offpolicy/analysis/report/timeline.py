@@ -118,7 +118,7 @@ class Timeline:
         return list(dict.fromkeys(name for step in self.steps for name in step.extensions))
 
     def get_column(self, name: str) -> Floats:
-        """Return one field of all steps, (steps,)."""
+        """Return the values of one field at all steps, (steps,)."""
         return np.array([getattr(step, name) for step in self.steps], dtype=np.float64)
 
 

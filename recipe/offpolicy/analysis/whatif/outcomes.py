@@ -76,7 +76,7 @@ class AgreementCounter:
         """Compute the agreement of the corrections that occurred in every block."""
         at = np.ix_(places, places)
         tokens, rows, gram = self.tokens[at], self.rows[at], self.gram[at]
-        # The Gram matrix of the gradient weights gives all cosines at once.
+        # The Gram matrix of the gradient weights yields all cosines at once.
         norm = np.sqrt(np.diag(gram))
         scale = norm[:, None] * norm[None, :]
         return Agreement(
@@ -222,7 +222,7 @@ class CorrectionMeasures:
 
 @dataclass(frozen=True)
 class TurnShare:
-    """Kept share of a group that splits rows.
+    """Kept share of a group that contains only parts of rows, such as a turn.
 
     Attributes:
         tokens: response tokens.
@@ -355,7 +355,7 @@ class RunningOutcome:
     def build_outcome(self) -> CorrectionOutcome:
         assert self.total is not None, "a step was added"
         groups = {name: compute_measures(sums) for name, sums in zip(self.names, self.total, strict=True)}
-        # The group "" holds all rows.
+        # The group "" contains all rows.
         overall = groups.pop("")
         turns = compute_turn_shares(self.total[0])
         return CorrectionOutcome(

@@ -177,7 +177,7 @@ class _ReplayNotes:
 
 @dataclass
 class _StepReplay:
-    """Contribution of the replay of one step.
+    """Contribution of one step to the result of a replay.
 
     Attributes:
         sums: place of a correction -> names of its groups and their sums, for each correction that acted in the step.

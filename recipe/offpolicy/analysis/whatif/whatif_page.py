@@ -348,7 +348,7 @@ def _build_panel(
 
 
 def _limit(series: Sequence[plotting.Series], *, share: bool) -> tuple[float, float]:
-    """Limit shares to the range from a little below the smallest share to 1; other values start at 0."""
+    """Limit the axis: for shares, from a little below the smallest share to 1; for other values, from 0."""
     values = [value for one in series for value in map(float, one) if not math.isnan(value)]
     least, greatest = min(values, default=0.0), max(values, default=1.0)
     if not share:

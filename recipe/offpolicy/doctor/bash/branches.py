@@ -50,7 +50,7 @@ _ROUNDS = 1000  # rounds after which a loop counts as endless
 
 
 class Branches:
-    """The commands that decide which other commands run; ``interpreter.Interpreter`` runs the others.
+    """The commands that decide which other commands run; ``interpreter.Interpreter`` runs all other commands.
 
     Attributes:
         state: the shell's state.

@@ -195,7 +195,7 @@ class Lexer:
         self._advance(1)
 
     def _skip_bracketed(self, before: int) -> None:
-        """Skip ${...}, $(...) and the like, nested ones included."""
+        """Skip ${...}, $(...) and similar constructs, including nested ones."""
         line = self.line
         self._advance(before)
         opener = self.source[self.place]

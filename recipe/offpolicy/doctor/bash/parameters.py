@@ -21,7 +21,7 @@ _WITHOUT_VALUE = {"-", ":-", "=", ":=", "+", ":+", "?", ":?"}
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter and the operation on it.
+    """A parameter, and the operation applied to it.
 
     Attributes:
         index: index of an array element; @ or * for all elements.

@@ -19,7 +19,7 @@ _ANY |= {"readlink", "seq", "tail", "tr", "uname", "wc", "whoami"}
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _SECONDS = 5
 LARGEST = 2**20
-"""Largest file or output that is read, and largest value."""
+"""Largest size of a file or output that is read, and of a value."""
 _IMPORTS = frozenset({"importlib", "importlib.util", "importlib.metadata", "os", "sys", "pathlib"})
 _CALLS = frozenset(
     {

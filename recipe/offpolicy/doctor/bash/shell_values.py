@@ -27,7 +27,7 @@ class OverBudget(Exception):
 
 @dataclass
 class Budget:
-    """The remaining budget of a reading, shared by all states of one script.
+    """The remaining budget for reading one script, shared by all of its states.
 
     Attributes:
         commands: remaining number of commands.

@@ -16,7 +16,7 @@ EQUAL = 8 * RESOLUTION
 
 
 class Row(NamedTuple):
-    """A rollout of the group in question; ``anchor`` is the length with which it is compared, or None."""
+    """A rollout of the group in question; ``anchor`` is the length with which the rollout is compared, or None."""
 
     tokens: float
     right: bool

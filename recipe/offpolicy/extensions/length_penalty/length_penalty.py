@@ -35,7 +35,7 @@ EASIER = {"path": f"pkg://{__name__.rpartition('.')[0]}.left_out", "name": "Easi
 
 
 class LengthPenalty(AdvantageExtension):
-    """The length penalty of one run; see ``settings.LengthSettings`` for its section."""
+    """Extension that applies the length penalty of one run; see ``settings.LengthSettings`` for its section."""
 
     title, prefix = "length penalty", "length"
 

@@ -55,7 +55,7 @@ IDLE = 20
 
 
 class OnPolicyDistillation(Extension):
-    """Distillation of one run; see ``settings.OpdSettings`` for its section."""
+    """Extension for the distillation of one run; see ``settings.OpdSettings`` for its section."""
 
     phase = "teacher"
 

@@ -26,7 +26,7 @@ SHIFT = 0.1
 
 @dataclass(frozen=True)
 class OpdReport:
-    """Evidence from one micro-batch; plain Python, sums add up over micro-batches and ranks.
+    """Evidence from one micro-batch, in plain Python; its sums add up over micro-batches and ranks.
 
     Attributes:
         hashes: for each row with a scored token: ids and bits of its teacher log-probs; None if a column is missing.
@@ -257,7 +257,7 @@ def build_alignment(*, allow_unrelated: bool) -> AlignmentChecker:
 
 
 def check_repeated(first: Sequence[float], again: Sequence[float], what: str) -> None:
-    """Check that the teacher gives a row the same scores as before.
+    """Check that the teacher's scores of a row are the same as before.
 
     Raises:
         LivenessError: the scores differ by more than the precision of 16-bit servers explains.

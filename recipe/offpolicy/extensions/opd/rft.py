@@ -36,7 +36,7 @@ class RftError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the student is sampled.
+    """Settings for sampling the student.
 
     Attributes:
         n: answers per prompt.

@@ -29,9 +29,9 @@ ROWS = 16
 """Largest number of rows per request. One request with 64 rows takes a third of the time of 64 requests with one row
 each, whereas requests with few rows block other requests only briefly."""
 CONNECT = 5.0
-"""Seconds for a connection."""
+"""Seconds within which a connection must be made."""
 PAUSE = 0.5
-"""Seconds before a request is sent again; doubled each time."""
+"""Seconds before a request is sent again; the wait doubles each time."""
 EXCLUDED = -9999.0
 """vLLM's replacement for -inf, which JSON cannot represent."""
 
@@ -94,7 +94,7 @@ class Scoring:
 
 
 class TeacherClient:
-    """Requests to the teacher, sent after a batch is sampled and awaited when its advantages are computed.
+    """Sends a batch's requests to the teacher once it is sampled, and awaits them when its advantages are computed.
 
     Args:
         settings: addresses and limits.

@@ -34,7 +34,7 @@ FILE = "pass_rates.json"
 
 
 class PassAtK(AdvantageExtension):
-    """pass@k of one run; see ``settings.PassAtKSettings`` for its section."""
+    """Extension that trains and validates pass@k in one run; see ``settings.PassAtKSettings`` for its section."""
 
     title, prefix = "pass@k", "pass_at_k"
 

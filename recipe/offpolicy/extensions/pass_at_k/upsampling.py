@@ -21,10 +21,10 @@ from .summary import maximise_likelihood
 def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: int = 4) -> list[int]:
     """Distribute ``total`` rollouts over prompts to maximise the sum of k (1 - p)^(k - 1) (1 - p^n - (1 - p)^n).
 
-    The first factor is the derivative of pass@k = 1 - (1 - p)^k, which gives hard prompts more weight, and all prompts
-    the same weight at k = 1. The second factor is the probability that a group has both correct and wrong answers;
-    other groups contribute nothing. Each further rollout of a prompt adds less than the previous one, so the greedy
-    choice is optimal. Ties are resolved in favour of the hardest prompt.
+    The first factor is the derivative of pass@k = 1 - (1 - p)^k, which weights hard prompts more, and all prompts
+    equally at k = 1. The second factor is the probability that a group has both correct and wrong answers; other groups
+    contribute nothing. Each further rollout of a prompt adds less than the previous one, so the greedy choice is
+    optimal. Ties are resolved in favour of the hardest prompt.
 
     Args:
         rates: p of each prompt, in [0, 1].
@@ -198,7 +198,7 @@ class BlockSampler:
 
 
 class _Draws(Iterator[int]):
-    """One epoch, whose state is saved in verl's checkpoint with the data loader's state."""
+    """The draws of one epoch, whose state is saved in verl's checkpoint with the data loader's state."""
 
     def __init__(self, sampler: BlockSampler) -> None:
         self._sampler = sampler

@@ -38,7 +38,7 @@ class Prompt:
 
 
 class Validation:
-    """Validation of one run."""
+    """Collects the samples of one run's validations and computes pass@k from them."""
 
     def __init__(self, settings: PassAtKSettings) -> None:
         self._settings = settings

@@ -20,7 +20,7 @@ from .settings import ProcessSettings
 from .tail_scores import Tail, TailScores
 
 COLUMN = "reward_model.ground_truth"
-"""Column of the data set that holds the answer."""
+"""Column of the data set that contains the answer."""
 
 
 class AnswerError(ValueError):
@@ -29,7 +29,7 @@ class AnswerError(ValueError):
 
 @dataclass(frozen=True)
 class Forced:
-    """Ids that follow a prefix.
+    """Ids that are forced after a prefix.
 
     Attributes:
         ids: ids of the force prompt with the answer.
@@ -107,7 +107,7 @@ def _decode(tokenizer: Any, token: int) -> str:
 
 
 def find_unlike_pieces(tokenizer: Any, texts: Sequence[str]) -> str | None:
-    """Find the first of ``texts`` whose tokens, decoded one by one, differ from the whole; None: none.
+    """Find the first of ``texts`` that differs from its tokens decoded one by one; None: none.
 
     Only ASCII is compared, because a token may be part of a non-ASCII character, which is not text on its own.
     """
@@ -132,8 +132,8 @@ def episode_ends(
 ) -> list[int]:
     """Find the exclusive ends of the episodes, the last of which is ``len(pieces)``; empty if there are no tokens.
 
-    An episode begins at the token that holds a marker's first character, unless a letter precedes it. Longer episodes
-    are split after the last sentence that fits, or at ``max_tokens`` if no sentence ends.
+    An episode begins at the token that contains a marker's first character, unless a letter precedes the marker. Longer
+    episodes are split after the last sentence that fits, or at ``max_tokens`` if no sentence ends.
 
     Args:
         pieces: text of each token of the region, which stops before the end-of-thinking marker.
@@ -221,7 +221,7 @@ def find_region(pieces: Sequence[str], think_end: str) -> int:
 ROUNDS = 3
 """Largest number of attempts to obtain all of a row's values with the weights that sampled its last token."""
 PAUSE = 1.0
-"""Seconds before a row is scored again after an abort, like verl's resuming client."""
+"""Seconds before a row is scored again after an abort, as in verl's resuming client."""
 
 
 class ScoringError(RuntimeError):
@@ -254,7 +254,7 @@ class Row:
 
 @dataclass
 class RowValues:
-    """Values of one row, as sent with it.
+    """Values of one row, as sent together with the row.
 
     Attributes:
         ends: ends of its episodes, exclusive.

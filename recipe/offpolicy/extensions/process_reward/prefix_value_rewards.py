@@ -51,7 +51,7 @@ steps to show that the values are related."""
 
 
 class PrefixValueRewards(AdvantageExtension):
-    """Process rewards of one run; see ``settings.ProcessSettings`` for their section."""
+    """Extension for the process rewards of one run; see ``settings.ProcessSettings`` for its section."""
 
     phase = "prefix_values"
 
@@ -164,7 +164,7 @@ class PrefixValueRewards(AdvantageExtension):
         ids = batch.token_ids
         rows = [evidence.build_scored_row(found[row], number, *ids[row]) for row, number in chosen]
         pairs = [(prompt, response) for prompt, response, _ in rows]
-        # A forward pass takes at most as many rows as the batch has.
+        # A forward pass accepts at most as many rows as the batch contains.
         starts = range(0, len(pairs), len(found))
         log_probs = [own for at in starts for own in batch.compute_log_probs(pairs[at : at + len(found)])]
         own = evidence.average_answers(log_probs, [count for *_, count in rows])

@@ -49,7 +49,7 @@ class ScoringServer(vllm_async_server.vLLMHttpServer):
 
 
 class ScoringReplica(vllm_async_server.vLLMReplica):
-    """verl's replica of such servers."""
+    """verl's replica of servers that score prefixes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -111,7 +111,7 @@ async def score_tails(generate: Generate, row: Sequence[int], tails: Sequence[Ta
 async def _score(
     generate: Generate, row: Sequence[int], tails: Sequence[Tail], number: int, scores: TailScores, read_cache: bool
 ) -> None:
-    """Score one tail, from the cache if allowed, and without it if the result is not reliable."""
+    """Score one tail, using the cache if that is allowed, and again without the cache if the result is not reliable."""
     tail = tails[number]
     prompt = [*row[: tail.end], *tail.ids]
     for read in (True, False) if read_cache and tail.may_read else (False,):

@@ -190,7 +190,7 @@ class TurnSettings:
 
 
 class TurnCredit(AdvantageExtension):
-    """Turn-level credit of one run; see ``TurnSettings`` for its section."""
+    """Extension for the turn-level credit of one run; see ``TurnSettings`` for its section."""
 
     # Turn advantages equal GRPO's if all rollouts of a group have the same number of turns.
     title, prefix, differs = "turn-level credit", "turn_credit", False

@@ -205,7 +205,7 @@ class AlarmSettings:
 
 
 def read_settings(config: DictConfig) -> dict[str, AlarmSettings]:
-    """Read the alarms that are not off, by name, from a configuration without problems, see ``find_problems``.
+    """Read the alarms that are on, by name, from a configuration in which ``find_problems`` finds no problem.
 
     An alarm on an extension's metric is off if the extension is off.
     """

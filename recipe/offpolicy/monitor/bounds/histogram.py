@@ -1,8 +1,9 @@
 """Histograms of distances from agreement, and pure functions that compute the next bounds from the latest histograms.
 
-The distance of a unit is the width of the tightest bound that keeps it. It is in nats of log ratio for aggregates that
-are ratios, and in the aggregate's unit for other aggregates; for a weight it is the weight's log. All histograms have
-the same bins, so the histogram of a batch is the sum of the histograms of its micro-batches and ranks.
+The distance of a unit is the width of the tightest bound that keeps the unit. The distance is in nats of log ratio for
+aggregates that are ratios, and in the aggregate's unit for other aggregates; for a weight, it is the log of the weight.
+All histograms have the same bins, so the histogram of a batch is the sum of the histograms of its micro-batches and
+ranks.
 
 A bound is represented by its distance from agreement: |log bound| in nats for ratios and weights, |bound| for the other
 aggregates. This distance moves towards the distance that meets the target, or to the backend noise if that is larger,
@@ -44,7 +45,7 @@ UNITS, ESS = f"{WEIGHT}/units", f"{WEIGHT}/ess"
 
 @dataclass(frozen=True)
 class Histogram:
-    """Sums by bin; the last bin is beyond all edges.
+    """Sums by bin; the last bin lies beyond all edges.
 
     Attributes:
         edges: upper edge of each bin except the last.
@@ -207,7 +208,7 @@ def compute_next_bounds(
     """Compute the next bounds of a part, by key; the current bounds if there are too few units."""
     distances, start = compute_distances(current), compute_distances(configured)
     goal, reach = _find_goal(schedule, seen), _find_reach(schedule, noise)
-    # Without a goal, a cap stays where it is, even if a resume has left it out of range.
+    # Without a goal, a cap is not moved, even if a resume has left it out of range.
     stays = goal is None and schedule.noise_kept is None
     for name in () if stays else find_moving_sides(configured, schedule.side):
         here = distances[name]

@@ -18,7 +18,7 @@ _AGES = ("is1", "is2", "ge3")
 
 
 class StaleRowsWatch:
-    """Monitor of all updates; warns once."""
+    """Monitor that checks every update and warns at most once."""
 
     def __init__(self) -> None:
         self._low = 0

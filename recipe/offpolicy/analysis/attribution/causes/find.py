@@ -21,10 +21,10 @@ from .sampled_tokens import collect_tokens
 
 
 def find_causes(recording: Recording | Rows) -> list[Cause]:
-    """Judge every cause of ``NAMES``, in that order.
+    """Decide for every cause of ``NAMES``, in that order, whether it is present.
 
-    Log pi_old must come from the trainer's own weights. Only such rows of a recording are judged
-    (``select_scored_rows``), and rows passed as an argument must satisfy this condition. The card supplies the sampling
+    Log pi_old must come from the trainer's own weights. In a recording, only rows with such a log pi_old are judged
+    (``select_scored_rows``); rows passed as an argument must meet the same condition. The card supplies the sampling
     settings, which rows do not contain.
     """
     if isinstance(recording, Rows):
@@ -36,7 +36,7 @@ def find_causes(recording: Recording | Rows) -> list[Cause]:
 
 
 def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
-    """Judge every cause in rows of a recording with this card."""
+    """Decide for every cause whether it is present, in rows of a recording with this card."""
     sampled = collect_tokens(rows)
     if len(sampled) < LEAST_TOKENS:
         return [
@@ -80,7 +80,7 @@ UNDELIVERED, ROUNDED = "weights not delivered", "updates rounded away"
 
 
 def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
-    """Judge both delivery causes from a run's records of its synchronisations; empty if there are no records.
+    """Decide on both delivery causes from a run's records of its synchronisations; empty if there are no records.
 
     Args:
         lines: for each synchronisation, ``step``, ``verdict`` (``equal`` or what was wrong), ``sentence``, and the

@@ -13,7 +13,7 @@ NAME = "re-tokenisation"
 
 
 def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
-    """Test the KL of each turn against the cleanest one, at equal probability under mu.
+    """Test the KL of each turn against that of the cleanest turn, at equal probability under mu.
 
     Returns:
         The verdict, and which tokens are in clean turns (all tokens unless the cause is present).

@@ -83,7 +83,7 @@ def collect_tokens(rows: Rows) -> SampledTokens:
 
 
 def sum_by_cluster(columns: Iterable[NDArray[np.generic]], cluster: Integers) -> Array:
-    """Sum k columns, (n,) each, over the tokens of each cluster that has one: (clusters, k) float64."""
+    """Sum k columns, (n,) each, over the tokens of each non-empty cluster: (clusters, k) float64."""
     there = np.bincount(cluster) > 0
     return np.stack([np.bincount(cluster, weights=column)[there] for column in columns], axis=-1)
 

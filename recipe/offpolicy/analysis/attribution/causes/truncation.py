@@ -71,7 +71,7 @@ def _measure_offset(sampled: SampledTokens) -> Offset | None:
 
 
 def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
-    """Judge truncated sampling and extra vocabulary.
+    """Decide whether truncated sampling or extra vocabulary is present.
 
     Args:
         sampling: sampling settings in the card, such as ``top_p``; empty if there are none.
