@@ -1,9 +1,9 @@
 """Contracts of patches with their targets, and the errors raised when a target has moved.
 
-A patch states the target, the signature quoted from the source it was written against, the keys that the target's code
-reads or passes on, and the releases it was tested on. All of these are checked when the patch is installed. A
-difference raises `PatchError` with the fix, because a patch that logs and continues is worse than no patch. Targets are
-only wrapped, so upstream's code is never copied here.
+A patch states the target, the signature quoted from the source that the patch was written against, the keys that the
+target's code reads or passes on, and the releases on which the patch was tested. All of these are checked when the
+patch is installed. A difference raises `PatchError` with the fix, because a patch that logs and continues is worse than
+no patch. Targets are only wrapped, so upstream's code is never copied here.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def of_installed(*contracts: Contract) -> Contract:
 def installed_release(distribution: str) -> str | None:
     """Return the installed version of a distribution without its local part, or None.
 
-    verl's version is read from the version file of the package that an import finds, because a checkout on the path may
-    have no metadata, or may precede an installed release that has metadata.
+    verl's version is read from the version file of the package that an import finds. The reason is that a checkout on
+    the path may have no metadata, or may precede an installed release that has metadata.
     """
     if distribution == "python":
         return platform.python_version()

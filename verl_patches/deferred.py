@@ -18,8 +18,8 @@ from .failures import record
 def after_import(module_name: str, action: Callable[[], object]) -> None:
     """Call `action` once `module_name` is imported: now, or after its import.
 
-    An error of the action propagates to the importer, and is recorded for `verl_patches.status()` because importers
-    swallow errors; the next import of the module raises it again.
+    An error of the action propagates to the importer. It is also recorded for `verl_patches.status()`, because
+    importers swallow errors. The next import of the module raises it again.
     """
     if module_name in sys.modules:
         action()

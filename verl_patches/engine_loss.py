@@ -1,8 +1,8 @@
 """Contracts on verl's own calls that carry the correction to the loss in the engine path. Nothing is patched here.
 
-The trainer sends a loss to the workers by ``set_loss_fn``, the engine calls it on each micro-batch, and it calls verl's
-``ppo_loss``, which multiplies the policy term by ``rollout_is_weights``. The signatures are quoted from the named
-releases, all of which have the same signatures, and are checked before a run starts.
+The trainer sends a loss to the workers by ``set_loss_fn``, and the engine calls this loss on each micro-batch. The loss
+calls verl's ``ppo_loss``, which multiplies the policy term by ``rollout_is_weights``. The signatures are quoted from
+the named releases, all of which have the same signatures, and are checked before a run starts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Add this package's sections to the configuration of any Hydra program that selects one of the package's options.
 
 An option such as ``+correction@correction=gsm`` needs the sections that ``offpolicy_base.yaml`` declares. Hydra
-composes a defaults list in order, and a group on the command line comes last, where the sections would overwrite
-values of the user's own primary configuration. They are therefore inserted before everything except Hydra's own node.
+composes a defaults list in order. A group on the command line comes last, where the sections would overwrite values of
+the user's own primary configuration. The sections are therefore inserted before everything except Hydra's own node.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
 
 
 class ContradictionError(PatchError):
-    """A variable has another value elsewhere than in this process.
+    """A variable's value elsewhere differs from its value in this process.
 
     Attributes:
         key: key of the configuration that sets it; "" if the submitted job does.

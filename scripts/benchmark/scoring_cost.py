@@ -2,9 +2,9 @@
 
     python scripts/benchmark/scoring_cost.py [--positions 2200]
 
-Two forms of vLLM's log-probs of a prompt are measured: flat lists, of which ``process_reward`` reads the last entries,
-and one object per position, as in verl's own requests, including verl's extraction and its pickling for Ray. Figures
-are medians of the repeats.
+Two forms of vLLM's log-probs of a prompt are measured. The first form is flat lists, of which ``process_reward`` reads
+the last entries. The second form is one object per position, as in verl's own requests, including verl's extraction and
+its pickling for Ray. Figures are medians of the repeats.
 """
 
 from __future__ import annotations

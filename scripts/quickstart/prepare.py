@@ -129,7 +129,7 @@ def prepare_model(path: Path, part: str = "model") -> None:
         say(f"step {step} (at most {settings.max_steps}), loss {loss:.2f}, {aim}, {time.monotonic() - start:.0f} s")
 
     def build(draft: Path) -> None:
-        # A batch is too small to share, because on busy cores two threads wait for each other longer than they work.
+        # A batch is too small to split, because on busy cores two threads wait for each other longer than they work.
         torch.set_num_threads(1)
         transformers.utils.logging.disable_progress_bar()
         entries = splits(TaskSettings())["warm_start"] if part != "sums_model" else []

@@ -69,7 +69,7 @@ CONTRACTS = (
 
 
 class WeightSyncError(RuntimeError):
-    """Weights did not get from the trainer to a rollout worker; the message says where and why."""
+    """The trainer's weights did not reach a rollout worker; the message says where and why."""
 
 
 class FileCheckpointEngine(CheckpointEngine):

@@ -98,9 +98,9 @@ def _attend(
     """Let Megatron's own attention accept the padding mask that verl creates for Transformer Engine.
 
     Without Transformer Engine, Megatron uses its local layers. verl's padded batches have a mask of shape (batch,
-    sequence), which Transformer Engine ignores for causal attention and the local attention would broadcast over the
-    scores. In rows that are padded on the right, no token attends to padding, so the causal mask alone is exact; the
-    local attention creates the causal mask if it receives no mask.
+    sequence). Transformer Engine ignores this mask for causal attention, whereas the local attention would broadcast it
+    over the scores. In rows that are padded on the right, no token attends to padding, so the causal mask alone is
+    exact; the local attention creates the causal mask if it receives no mask.
     """
     if attention_mask is not None and attention_mask.dim() == 2:
         if bool((~attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).any()):

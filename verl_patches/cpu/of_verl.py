@@ -178,8 +178,8 @@ def slot_name(environment: Mapping[str, str]) -> str:
     """Return a name for the slot of Ray's resource "GPU" that a process's environment contains.
 
     It names the socket through which verl sends weights to vLLM. In 0.7.1, the trainer and vLLM's worker each read the
-    UUID of their own GPU and so agree on a name. On the CPU, both know the slot that was given to the worker, and the
-    Ray node that they run on; together these distinguish replicas and simultaneous runs. 0.8.0 names the socket by
+    UUID of their own GPU and so agree on a name. On the CPU, both processes know the worker's slot and the Ray node
+    that they run on. Together, slot and node distinguish replicas and simultaneous runs. 0.8.0 names the socket by
     replica and rank but still reads the UUID, which vLLM does not have.
 
     Raises:
@@ -205,9 +205,9 @@ def _rebuild_shared_memory(original: Callable[..., Any], *args: Any, **kwargs: A
     """Copy each synchronised weight into its own memory before vLLM loads it.
 
     verl 0.7.1 passes weights to vLLM's process in shared memory, one bucket at a time. The receiver moves each tensor
-    to its device, reports that the bucket is free, and then loads. On the CPU, that move copies nothing: the sender may
-    write the next bucket over weights that are being loaded, and the segment cannot be closed while they are in use.
-    Later releases report after loading.
+    to its device, reports that the bucket is free, and then loads. On the CPU, that move copies nothing. The sender may
+    therefore write the next bucket over weights that are being loaded, and the segment cannot be closed while the
+    weights are in use. Later releases report after loading.
     """
     tensor, segment = original(*args, **kwargs)
     return tensor.as_subclass(Buffer), segment

@@ -29,8 +29,8 @@ def _keep_weight(original: Callable[..., None], layer: Any, remove_weight: bool)
 def _add_name() -> None:
     """Give vLLM's class of expert weights the name under which earlier releases of verl import it.
 
-    verl before 0.9 imports `FusedMoE` to recognise the experts of FP8 models. vLLM has renamed that class, and without
-    the name, verl's rollout cannot be imported. Releases of vLLM that still have the name are unchanged.
+    verl before 0.9 imports `FusedMoE` to recognise the experts of FP8 models. vLLM has renamed that class. Without the
+    old name, verl's rollout cannot be imported. Releases of vLLM that still have the name are unchanged.
     """
     module: Any = sys.modules[_FUSED]
     if _has_name():

@@ -1,10 +1,10 @@
 """Patch of verl's legacy FSDP actor: the engine path's loss in an update that comes with a handover.
 
 ``update_policy`` selects only the columns in its own list, computes every mean over a micro-batch, and with one
-mini-batch and one epoch uses the current log-probs as pi_old. With this patch, the batch keeps this package's
-columns, the totals of the whole mini-batch are sent with it, and the handover's ``Update`` handles the calls made by
-``update_policy``. A batch without a handover is unchanged, except for the number of its dynamic micro-batches: the
-actor lets each rank choose its own, and a rank with fewer micro-batches than the others hangs in the next FSDP
+mini-batch and one epoch uses the current log-probs as pi_old. With this patch, the batch keeps this package's columns,
+the totals of the whole mini-batch are sent with it, and the handover's ``Update`` handles the calls made by
+``update_policy``. A batch without a handover is unchanged, except for the number of its dynamic micro-batches. The
+actor lets each rank choose its own number, and a rank with fewer micro-batches than the others hangs in the next FSDP
 collective. The patch always makes these numbers agree.
 """
 

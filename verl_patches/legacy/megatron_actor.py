@@ -3,8 +3,8 @@
 ``make_minibatch_iterator`` selects only the columns in its own list, and the closure that computes the loss on the last
 pipeline stage passes neither mu nor its micro-batch to a policy loss. With this patch, the batch keeps this package's
 columns, the totals of each mini-batch are added before it is split, and each micro-batch is recorded when Megatron's
-schedule takes it: on the last stage, its loss follows within the same forward step, even with interleaved virtual
-stages. A batch without a handover is unchanged.
+schedule takes it. On the last stage, the loss of a micro-batch follows within the same forward step, even with
+interleaved virtual stages. A batch without a handover is unchanged.
 """
 
 from __future__ import annotations

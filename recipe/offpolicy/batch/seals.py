@@ -112,11 +112,11 @@ INPUT = "model_input"
 
 
 class LivenessError(RuntimeError):
-    """There is no evidence that a configured correction acts; the message says which, and what was found instead."""
+    """No evidence shows that a configured correction acts; the message names it, and says what was found instead."""
 
 
 class SealError(LivenessError):
-    """A column changed before it reached the loss; the message says which column and row, and both values."""
+    """A column changed before it reached the loss; the message names the column and the row, and states both values."""
 
 
 def key_of(column: str) -> str:

@@ -138,9 +138,10 @@ class HeldComparer:
         """Compare the trainer's checksums ``own``, by name, with those of all ranks of an engine.
 
         Ranks hold either shards, whose checksums add up, or identical copies. A group in the engine's own layout is
-        judged only once it has been equal; until then, the only check is whether the group changes when the trainer's
-        tensors do. The layout counts as the engine's own if the number of elements fits neither case (padding, or heads
-        replicated on several ranks), or if the engine ``received`` the trainer's values and stores something else.
+        judged only once it has been equal. Until then, the only check is whether the group changes when the trainer's
+        tensors change. The layout counts as the engine's own if the number of elements fits neither case (padding, or
+        heads replicated on several ranks), or if the engine ``received`` the trainer's values and stores something
+        else.
         """
         by_sources: dict[tuple[str, ...], list[Held]] = {}
         for held in (held for rank in ranks for held in rank):

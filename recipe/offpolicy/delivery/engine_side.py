@@ -65,8 +65,8 @@ def load_observed(
     """Load weights with the model's own ``load``, and record which parameters each new name was loaded into.
 
     A new name is loaded alone, once; the experts of a layer count as one name. A tied tensor that vLLM refuses to load
-    alone is left out, because vLLM loads the tensor to which it is tied instead, and verl may send that tensor in
-    another bucket.
+    alone is left out. vLLM loads the tensor to which it is tied instead, and verl may send that tensor in another
+    bucket.
 
     Args:
         dtype_of: returns the dtype of a parameter by its name; None if there is none.

@@ -2,8 +2,8 @@
 update.
 
 g and e are the log-probs of the probe's tokens at one synchronisation: g from the engine, and e from the trainer's own
-forward pass; dg and de are their changes since an earlier synchronisation. If the weights were delivered, dg = de +
-noise; if not, dg is noise. The noise of 16-bit engines is correlated within a sequence, so sequences are the
+forward pass. dg and de are the changes of g and e since an earlier synchronisation. If the weights were delivered, dg =
+de + noise; if not, dg is noise. The noise of 16-bit engines is correlated within a sequence, so sequences are the
 independent samples. Per sequence, u = <dg - de, de> is symmetric around 0 if the weights were delivered, and -|de|^2 on
 average if not.
 

@@ -44,7 +44,7 @@ _CONFIG_CLASS = re.compile(r"verl(\.\w+)*\.[A-Z]\w*(Config|Cfg)")
 
 
 class UnknownKeysError(LaunchError):
-    """Overrides of keys that the configuration does not have."""
+    """Some overrides set keys that the configuration does not have."""
 
 
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:

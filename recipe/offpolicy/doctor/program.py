@@ -25,7 +25,7 @@ _VERL_RECIPE = (
 
 
 class LaunchError(ValueError):
-    """A launch whose configuration cannot be composed; the message says why, and names the key if there is one."""
+    """The configuration of a launch cannot be composed; the message says why, and names the key if there is one."""
 
 
 @dataclass(frozen=True)

@@ -219,8 +219,8 @@ def _find_of_validation(section: DictConfig, names: Sequence[str], depth: int) -
 def _is_likely(place: str, names: Sequence[str], depth: int) -> bool:
     """Return True if a key of the same name may be meant, because the name is specific or the section is the same.
 
-    An override for the actor or the rollout never means a key of the critic: if the name's own model has a section
-    (``depth`` > 0), the other key must be in it, or above all models.
+    An override for the actor or the rollout never means a key of the critic. If the name's own model has a section
+    (``depth`` > 0), the other key must be in that section, or above all models.
     """
     found, owner = place.split("."), 2 if names[0] == "actor_rollout_ref" else 1
     if depth and len(found) > 1 and {found[0], names[0]} & _MODELS and found[:owner] != list(names[:owner]):

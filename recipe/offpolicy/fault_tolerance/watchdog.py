@@ -1,8 +1,8 @@
-"""A watchdog thread that ends, within a bounded time, a run that hangs or has lost a worker, and names the phase.
+"""A watchdog thread that ends a run within a bounded time if it hangs or has lost a worker, and names the phase.
 
-verl waits for its workers without a limit: a weight sync that hangs, a rollout engine that stops answering, or rollouts
-that fail and are requested again forever keep an idle run alive. A thread in the trainer's process tracks the current
-phase of the step and its duration through wrapped methods.
+verl waits for its workers without a limit. A weight sync that hangs, a rollout engine that stops answering, or rollouts
+that fail and are requested again forever therefore keep an idle run alive. A thread in the trainer's process tracks the
+current phase of the step and its duration through wrapped methods.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PHASES: Mapping[str, str] = {
     "_load_checkpoint": "load_checkpoint",
     "_validate": "validation",
 }
-"""Method below the trainer -> its phase, for the V0 and V1 trainers of all releases; each trainer has some of them."""
+"""Method under the trainer -> its phase, for the V0 and V1 trainers of all releases; each trainer has some of them."""
 BETWEEN = "between_phases"
 """The driver's own work between two phases: rewards, advantages, metrics, the logger."""
 NAMES = tuple(sorted({*PHASES.values(), BETWEEN}))

@@ -1,9 +1,10 @@
 """Token alignment of mu: uses the trainer's log-probs over whole batches to check that mu belongs to its tokens.
 
-If two rows differ at a position, the rollout engine and the trainer usually assign the higher log-prob to the same row,
-whatever the mismatch, and even with stale weights. The share of pairs that agree is then near 1. Log-probs that belong
-to other rows agree only by chance, in half of the pairs. Log-probs that are off by one token agree better with the
-neighbouring token. Only signs are counted, so neither a drift common to all tokens nor one extreme token matters.
+If two rows differ at a position, the rollout engine and the trainer usually assign the higher log-prob to the same row.
+This holds whatever the mismatch, and even with stale weights. The share of pairs that agree is then near 1. Log-probs
+that belong to other rows agree only by chance, in half of the pairs. Log-probs that are off by one token agree better
+with the neighbouring token. Only signs are counted, so neither a drift common to all tokens nor one extreme token
+matters.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def compute_chance_limit(rows: int) -> float:
 
 
 class AlignmentError(RuntimeError):
-    """Log-probs that a server returned do not belong to the tokens with which they were returned."""
+    """A server returned log-probs that do not belong to the tokens returned with them."""
 
 
 @dataclass

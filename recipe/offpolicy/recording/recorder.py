@@ -29,9 +29,9 @@ class TimeBudget:
     """Admits micro-batches while the measured cost of earlier micro-batches fits the step's budget.
 
     The cost of a micro-batch is known only after it has been recorded. Within a step, the estimate is therefore the
-    latest micro-batch's seconds per row; across steps, it is the smaller of the latest two values, so that one slow
-    moment does not stop recording. If an update does not fit completely, the admitted micro-batches are spread evenly
-    over it, because the rows of later mini-batches are staler.
+    seconds per row of the latest micro-batch. Across steps, the estimate is the smaller of the latest two values, so
+    that one slow moment does not stop recording. If an update does not fit completely, the admitted micro-batches are
+    spread evenly over it, because the rows of later mini-batches are staler.
 
     Attributes:
         allowed: seconds of the current step.

@@ -1,7 +1,7 @@
 """A recorded run: a directory with one file per update and rank, and a card that describes the run.
 
-Under ``proximal=bypass``, the recorded column of pi_old is mu, and under ``loglinear``, it is a mixture of mu and pi,
-so its distance from mu is no evidence about the engines. At the first gradient step of a step, pi still uses the
+Under ``proximal=bypass``, the recorded column of pi_old is mu; under ``loglinear``, it is a mixture of mu and pi. Its
+distance from mu is therefore no evidence about the engines. At the first gradient step of a step, pi still uses the
 weights from the step's start and is read instead. At later gradient steps, pi has already changed.
 """
 

@@ -40,8 +40,8 @@ class RouteNote(list[int]):
     def keep_sampled(self, tokens: Sequence[int], routes: Tensor) -> Tensor:
         """Append a later request's routes to those with which the row's earlier tokens were sampled.
 
-        A later turn forwards the earlier tokens again, in different batches or with newer weights, so its routes for
-        these tokens differ from the routes with which they were sampled.
+        A later turn forwards the earlier tokens again, in different batches or with newer weights. Its routes for these
+        tokens therefore differ from the routes with which the tokens were sampled.
 
         Args:
             tokens: ids of the request: its prompt and its response.

@@ -1,10 +1,10 @@
 """Ages of the rows of a batch, in versions of the weights, and the limit on how many prompts may be issued.
 
-With B prompts per batch, N of them issued so far and i the version of the trainer's weights, AReaL's limit (arXiv:
-2505.24298) is floor((N - 1) / B) <= i + eta: the last prompt is trained on by weights that are at most eta versions
-newer than the weights at its issue. Here, step s begins with the weights of version s - 1, and the limit is N <= (s +
-eta) * B, which is equivalent for whole numbers. A fractional eta allows that fraction of another batch, so the largest
-age is eta rounded up.
+Let B be the number of prompts per batch, N the number of prompts issued so far, and i the version of the trainer's
+weights. AReaL's limit (arXiv: 2505.24298) is floor((N - 1) / B) <= i + eta: the last prompt is trained on by weights
+that are at most eta versions newer than the weights at its issue. Here, step s begins with the weights of version s -
+1, and the limit is N <= (s + eta) * B, which is equivalent for whole numbers. A fractional eta allows that fraction of
+another batch, so the largest age is eta rounded up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Supports of sampled tokens, read from vLLM's log-probs and sent as notes, and the softmax renormalised over them.
 
-vLLM's processed log-probs are -inf outside the support. vLLM returns the K largest per token; the ids with finite
-log-probs are the support if any of the other log-probs is not finite, or if their probabilities sum to 1. Score
-centering keeps all K ids with their log-probs.
+vLLM's processed log-probs are -inf outside the support. vLLM returns the K largest log-probs per token. The ids with
+finite log-probs are the support if any of the other log-probs is not finite, or if the probabilities of these ids sum
+to 1. Score centering keeps all K ids with their log-probs.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Pair = tuple[list[int], list[int]]
 
 
 class MediaError(RuntimeError):
-    """A row has images, videos or audio, and would be scored without them or with those of another row."""
+    """A row has images, videos or audio, but would be scored without them or with those of another row."""
 
 
 def demand_text(inputs: Iterable[Mapping[str, Any] | None]) -> None:

@@ -2,8 +2,9 @@
 
 Patched functions: ``METHODS``, the module's ``compute_advantage``, which ``fit`` calls, and ``update_actor``,
 ``compute_log_prob`` and ``set_loss_fn`` of the actor's worker group. A trainer with its own ``fit`` may call the worker
-group directly instead of these methods. The group's batches are TensorDicts for engine workers, which receive the loss
-through ``set_loss_fn``, and DataProtos for legacy actors, which read the loss from a ``Handover`` in ``meta_info``.
+group directly instead of these methods. The group's batches are TensorDicts for engine workers and DataProtos for
+legacy actors. Engine workers receive the loss through ``set_loss_fn``; legacy actors read it from a ``Handover`` in
+``meta_info``.
 """
 
 from __future__ import annotations
@@ -430,8 +431,8 @@ def _list_fields(batch: Any, versions: Tensor) -> list[dict[str, Any]] | None:
 def _versions(batch: Any, step: int) -> Tensor:
     """Stack the versions of the weights that sampled each row's first and last token, (B, 2) int64.
 
-    If verl does not record them, this trainer is synchronous and sends the weights to the rollout engine between an
-    update and the next rollout, so all rows were sampled by the weights after the previous step.
+    If verl does not record them, this trainer is synchronous: it sends the weights to the rollout engine between an
+    update and the next rollout. All rows were therefore sampled by the weights after the previous step.
     """
     # verl 0.8.0 records only one version for a request that is never resumed.
     for ends in ((OLDEST_VERSION, NEWEST_VERSION), (VERSION, VERSION)):

@@ -98,8 +98,8 @@ class CompiledBatch:
     def _parts(self) -> Iterator[tuple[slice, slice, tuple[NDArray[Any], ...]]]:
         """Yield the batch in parts of at most ``_BLOCK`` tokens, or as a whole if no tensor needs a conversion.
 
-        A part consists of its rows, its flat tokens, log pi_old, log mu and mask of these tokens, and the start and
-        stop of each row among them.
+        A part consists of its rows; its flat tokens; log pi_old, log mu and mask of these tokens; and the start and
+        stop of each row among the tokens.
         """
         pairs = list(zip(self._tensors, self._dtypes, strict=True))
         if all(tensor.dtype == dtype and tensor.is_contiguous() for tensor, dtype in pairs):

@@ -198,8 +198,9 @@ def verl_rollout_correction(
     """Compute weights, mask and metrics like verl's ``compute_rollout_correction_and_rejection_mask``.
 
     Sums are float64, and padding is never read. A token whose log-prob is not finite is excluded from weights, mask and
-    metrics; a row without tokens is excluded from the metrics. On the CPU, if numba is installed, each row is read once
-    and only the results have the batch's size; the first call on a machine compiles the loops, which takes seconds.
+    metrics. A row without tokens is excluded from the metrics. On the CPU, if numba is installed, each row is read
+    once, and only the results are as large as the batch. The first call on a machine compiles the loops, which takes
+    seconds.
 
     Tensors are either all padded, (B, T), or all jagged nested tensors of the same rows, which are read in place.
 

@@ -1,9 +1,9 @@
 """The engine's loss for verl's legacy actors, which compute their loss from three functions of ``core_algos``.
 
 A legacy actor obtains a policy loss from ``core_algos``, aggregates entropy and KL itself, and multiplies the sum by
-the micro-batch's share of the mini-batch, so its denominators are those of the micro-batch. A ``LegacyUpdate`` replaces
-these three functions during one update. The policy term then comes from the code of the engine path, every denominator
-is that of the mini-batch over all ranks, and the actor's share is divided out beforehand.
+the micro-batch's share of the mini-batch. Its denominators are therefore those of the micro-batch. A ``LegacyUpdate``
+replaces these three functions during one update. The policy term then comes from the code of the engine path, and every
+denominator is that of the mini-batch over all ranks. The actor's share is divided out beforehand.
 """
 
 from __future__ import annotations

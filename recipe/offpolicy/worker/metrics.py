@@ -13,10 +13,10 @@ loss share a ``Ledger``. verl gathers metrics after every mini-batch, and ``verl
 packet's ``before_sending``. A packet sent before the update's last mini-batch stays in the ledger, and its copy is sent
 without numbers. The first packet of the last mini-batch contains the numbers of the whole update, because all rows are
 measured together and their numbers are copied to the host in one transfer. If packets do not leave the process,
-``take_packets`` does this measurement. A packet that is never read, for example on a rank from which verl collects no
-metrics, is freed together with its rows, which are never measured. Pickling does not change a packet, and raises an
-error if ``before_sending`` was not called first. The pickled form is flat. The driver reads one packet per micro-batch
-and rank, and the cost of reading it hardly depends on the number of rows and statistics.
+``take_packets`` does this measurement. A packet that is never read is freed together with its rows, which are never
+measured. An example is a packet on a rank from which verl collects no metrics. Pickling does not change a packet, and
+raises an error if ``before_sending`` was not called first. The pickled form is flat. The driver reads one packet per
+micro-batch and rank, and the cost of reading it hardly depends on the number of rows and statistics.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def build_verdict_table(find_verdicts: Callable[[], list[Verdict]]) -> list[str]
 def build_in_process_table(table: pandas.DataFrame, rate: float) -> list[str]:
     """Build the lines of the table of in-process runs at a learning rate: arms by steps late, for complete settings.
 
-    The table is empty if no setting has all of its seeds, and has a dash for a setting that lacks some of them.
+    The table is empty if no setting has all of its seeds, and shows a dash for a setting that lacks some of its seeds.
     """
     cells = {arm: [format_setting(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS] for arm in IN_PROCESS}
     rows = [(f"`{arm}`", *found) for arm, found in cells.items() if set(found) != {NOT_RUN}]

@@ -6,7 +6,7 @@ Eight prompts have answers of eight tokens; stages are the project's own, and ad
 holds the batches by which the sampler is ahead: the batch on which step i trains was sampled by the weights before step
 i - eta, or by the first weights. With eta unbounded, the sampler keeps its first weights.
 
-Trains with each of three shipped corrections at eta 0, 1, 2, 4, 8, 16 and without a bound, at two learning rates, which
+Trains with each of three shipped corrections at eta 0, 1, 2, 4, 8, 16 and without a bound, at two learning rates. This
 takes about ten minutes on two cores. Prints scores with intervals, draws them, and exits with 1 unless training at eta
 8 collapses when clipping around mu but not with decoupled PPO.
 """

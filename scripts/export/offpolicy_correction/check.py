@@ -1,8 +1,8 @@
 """Check at every update that the correction reaches the gradient, and before the first update that each bound acts.
 
 ``watch`` compares the gradient that arrives at the log-probs in the engine's backward pass with weight * keep * verl's
-own gradient. If mu equals pi_old, a correction that does nothing also passes this check, so ``try_parts`` moves mu
-across each bound, where the expected factor follows from the bound alone.
+own gradient. If mu equals pi_old, a correction that does nothing also passes this check. Therefore, ``try_parts`` moves
+mu across each bound, where the expected factor follows from the bound alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Smoke test on the CPU, in seconds, without Ray: ``python3 -m recipe.offpolicy_correction.smoke_test``.
 
 It makes one update of a bigram model through verl's ``ppo_loss``, with a truncated weight, a geometric mask and
-off-policy sequence masking. The gradient of the parameters must equal the one computed from the formulas, and a loss
-that ignores the correction must stop the update.
+off-policy sequence masking. The gradient of the parameters must equal the gradient computed from the formulas, and a
+loss that ignores the correction must stop the update.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ TITLES = {
 
 
 class CurveError(ValueError):
-    """Neither metrics with lengths nor a recording."""
+    """The path contains neither metrics with lengths nor a recording."""
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,9 @@ def rank_checkpoints(
     """Rank checkpoints by pass@k on the prompts that all of them answered.
 
     One bootstrap over prompts resamples all checkpoints together, so the effect of prompts that are hard for all
-    checkpoints cancels. The interval of a pair is its difference +- q standard errors, where q is the 95 % quantile of
-    the largest |deviation| / standard error over all pairs (max-t): the probability that any interval misses is 5 %,
-    and so is the probability that the best checkpoint is not among those that may be best.
+    checkpoints cancels. The interval of a pair is its difference +- q standard errors. Here, q is the 95 % quantile of
+    the largest |deviation| / standard error over all pairs (max-t). The probability that any interval misses is
+    therefore 5 %, and so is the probability that the best checkpoint is not among those that may be best.
 
     Raises:
         RankingError: fewer than two checkpoints, no common prompt, or a fit that is not identified.

@@ -138,10 +138,10 @@ EPSILON = 1e-6
 def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence[int]], *, by_std: bool) -> Tensor:
     """Compute the decrease of advantages after normalisation, (P_i - mean P) / s in each group, (S,) float64.
 
-    s is the standard deviation by which verl has divided the group's rewards, or 1 if the rewards are equal within
-    float32 rounding, so that the coefficient keeps its meaning in such groups. If penalties differ by more than
-    rewards, 1 / s is bounded so that no shift exceeds the larger of two values, the group's largest advantage in verl
-    (at most sqrt(n - 1) for n rows) and the largest |P_i - mean P|. The groups' mean advantages are unchanged.
+    s is the standard deviation by which verl has divided the group's rewards. If the rewards are equal within float32
+    rounding, s is 1, so that the coefficient keeps its meaning in such groups. If penalties differ by more than
+    rewards, 1 / s is bounded: no shift exceeds the group's largest advantage in verl (at most sqrt(n - 1) for n rows)
+    or the largest |P_i - mean P|, whichever is larger. The groups' mean advantages are unchanged.
 
     Args:
         penalty: (S,) penalty of each session.

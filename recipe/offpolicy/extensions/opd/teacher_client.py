@@ -1,7 +1,8 @@
 """A client of the teacher: any server with vLLM's OpenAI-compatible interface, called over HTTP in separate threads.
 
-``POST /v1/completions`` with token ids, ``max_tokens=1`` and ``prompt_logprobs=0`` returns, for each position of the
-prompt except the first, the log-prob of its token; vLLM computes these at temperature 1, before any sampling processor.
+``POST /v1/completions`` with token ids, ``max_tokens=1`` and ``prompt_logprobs=0`` returns the log-prob of the token at
+each position of the prompt except the first. vLLM computes these log-probs at temperature 1, before any sampling
+processor.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ REFUSED = (401, 403)
 
 
 class TeacherError(RuntimeError):
-    """The teacher gave no valid answer; the run stops instead of training without it.
+    """The teacher returned no valid answer; the run stops instead of training without the teacher.
 
     Attributes:
         reason, fix: what is wrong, and what to do; ``fix`` is empty if ``reason`` contains the fix or none is known.

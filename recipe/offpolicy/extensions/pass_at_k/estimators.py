@@ -40,7 +40,7 @@ def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes:
     """Unbiased estimate of pass@k if sampling ends at the first look with enough successes.
 
     (1 - p)^k is estimated by the share of possible sample orders that begin with k failures. This is the number of
-    paths from k failures to (n, c), divided by the number of paths from the start; paths avoid all points at which
+    paths from k failures to (n, c), divided by the number of paths from the start. The paths avoid all points at which
     sampling would have ended. In this case, ``unbiased`` overestimates. k may be larger than n.
 
     Args:

@@ -90,7 +90,7 @@ def read_answer(
     """Read the answer's log-probs from the end of a scored prompt; None if they are not reliable.
 
     Log-probs are read from the end because some engines omit the first tokens. The prompt must end in the answer's own
-    ids, and if the cache may have been read, the position before the answer must have been computed.
+    ids. If the cache may have been read, the position before the answer must have been computed.
     """
     count = len(answer)
     if list(scored.ids[-count:]) != list(answer) or len(scored.log_probs) != len(scored.ids):

@@ -6,8 +6,8 @@ All histograms have the same bins, so the histogram of a batch is the sum of the
 ranks.
 
 A bound is represented by its distance from agreement: |log bound| in nats for ratios and weights, |bound| for the other
-aggregates. This distance moves towards the distance that meets the target, or to the backend noise if that is larger,
-by a limited factor per change and within a range around the configured distance.
+aggregates. This distance moves towards the distance that meets the target, or towards the backend noise if that is
+larger. It moves by a limited factor per change, and within a range around the configured distance.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ k3(L) - k3(b + s), each divided by the sum of k3(L). Because mu sampled the toke
 sampling in the trainer's engine), the increase from there to KL(mu, pi_old), and the further increase to KL(mu, pi).
 
 Backend of stale tokens: verl does not keep a trainer forward pass under the weights that sampled these tokens, so the
-backend's part is not observed per token. Its mean, variance and k3 are taken from fresh tokens of the same probability,
-and it is assumed to be independent of staleness and drift within a bin of probability. With too few fresh tokens,
-backend and staleness are *not identified* and are None; their sum, the rollout's share, is always identified.
+backend's part is not observed per token. Its mean, variance and k3 are taken from fresh tokens of the same probability.
+Within a bin of probability, the backend's part is assumed to be independent of staleness and drift. With too few fresh
+tokens, backend and staleness are *not identified* and are None; their sum, the rollout's share, is always identified.
 """
 
 from __future__ import annotations
@@ -326,8 +326,8 @@ def defer_share_statistics(
 ) -> DeferredValue[dict[str, Statistic]]:
     """Compute the share statistics of some rows on the device; arguments as in ``sums.compute_sums_by_row``.
 
-    Staleness must be None if pi_old was not computed by a forward pass with the weights at the start of the step,
-    because the backend cannot be separated from the rest in that case.
+    Staleness must be None if pi_old was not computed by a forward pass with the weights at the start of the step. In
+    that case, the backend cannot be separated from the rest.
     """
     sums = compute_sums_by_row(rollout_log_prob, old_log_prob, log_prob, response_mask, staleness)
     return DeferredValue(sums.sum(0).flatten(), build_share_statistics)

@@ -1,6 +1,6 @@
 """Numerics test: two engines round differently.
 
-The gap has no preferred sign, is the same at every step, and has a heavy tail at low probability, where the normaliser
+The gap has no preferred sign and is the same at every step. Its tail is heavy at low probability, where the normaliser
 does not damp errors in the logits.
 """
 

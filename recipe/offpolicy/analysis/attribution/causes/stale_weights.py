@@ -1,9 +1,9 @@
 """Stale-weights test: the gap grows from step to step and falls back at a synchronisation.
 
 Keys and values of older weights stay in an engine's prefix cache if the cache is not cleared when new weights arrive.
-The engine uses them for repeated prompts but not for new prompts. This alone does not distinguish a stale cache from
-older weights, because an update has the largest effect on the prompts that it was trained on, and these include the
-repeated prompts. However, older weights affect new prompts as well.
+The engine uses them for repeated prompts but not for new prompts. This difference alone does not distinguish a stale
+cache from older weights, because an update has the largest effect on the prompts that it was trained on, which include
+the repeated prompts. However, older weights affect new prompts as well.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> 
 
 
 def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping[str, float]]:
-    """Estimate the KL of rows with a repeated prompt divided by the KL of rows with a new prompt, with the evidence.
+    """Estimate the ratio of the KL of rows with repeated prompts to that of rows with new prompts, with the evidence.
 
-    The rows are compared in the same step, at the same staleness and at the same probability under mu, so that neither
-    the age of a step nor the certainty of its tokens affects the result. A prompt that occurred before but was not
-    recorded counts as new, which makes the factor smaller. The result is None if the repeated or the new rows have
+    The rows are compared in the same step, at the same staleness and at the same probability under mu. Therefore,
+    neither the age of a step nor the certainty of its tokens affects the result. A prompt that occurred before but was
+    not recorded counts as new, which makes the factor smaller. The result is None if the repeated or the new rows have
     fewer than ``LEAST_TOKENS`` tokens to compare.
     """
     new = sampled.again == 0

@@ -1,10 +1,10 @@
 """Truncation test: sampling from a subset of tokens, or from a larger vocabulary, offsets log mu by a constant.
 
 If mu keeps a set K of the tokens, mu = pi_old / pi_old(K) on K. Then log mu - log pi_old = -log pi_old(K) >= 0, the
-same for all tokens of a context, and E_mu[pi_old / mu] = pi_old(K), so one minus this mean is the mass that was cut
-off. For any other cause that leaves every token possible, the mean is 1 if enough tokens are drawn. With noise of more
-than a nat, the ratio has a tail that few samples reach, so the sample mean is below 1. However, such noise also puts
-pi_old above mu at some tokens by about the same amount, whereas truncated sampling never does.
+same for all tokens of a context. Since E_mu[pi_old / mu] = pi_old(K), one minus this mean is the mass that was cut off.
+For any other cause that leaves every token possible, the mean is 1 if enough tokens are drawn. With noise of more than
+a nat, the ratio has a tail that few samples reach, so the sample mean is below 1. However, such noise also puts pi_old
+above mu at some tokens by about the same amount, whereas truncated sampling never does.
 
 Truncated sampling and a padded vocabulary differ in what was cut off. Top-p, top-k and min-p leave few tokens.
 Sometimes a group's rows have sampled every one of these tokens. Their mu then sum to 1 but their pi_old do not, and
