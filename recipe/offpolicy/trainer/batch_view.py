@@ -26,7 +26,7 @@ class MediaError(RuntimeError):
 
 
 def demand_text(inputs: Iterable[Mapping[str, Any] | None]) -> None:
-    """Raise if a row of the batch has ``multi_modal_inputs``, because an extension's rows contain only token ids.
+    """Raise an error if a row has ``multi_modal_inputs``, because an extension's rows contain only token ids.
 
     Raises:
         MediaError: a row has such inputs.

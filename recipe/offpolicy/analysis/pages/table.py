@@ -1,4 +1,4 @@
-"""A table as a value, with conversions to a terminal and HTML."""
+"""A table as a value that can be shown on a terminal or converted to HTML."""
 
 from __future__ import annotations
 
