@@ -26,7 +26,7 @@ COMMANDS: Final = {
     "translate": ("translate", "translate.translate_command", "translate a correction between frameworks"),
     "pass-at-k": ("pass_at_k", "pass_at_k", "estimate pass@k from validation dumps"),
     "lengths": ("lengths", "lengths", "show the length of answers by correctness"),
-    "rft": ("rft", "rft", "make SFT data of a student's right answers, in the teacher's format"),
+    "rft": ("rft", "rft", "make SFT data from a student's correct answers, in the teacher's format"),
 }
 """Command -> module that runs it, module that builds its parser, and what it does."""
 

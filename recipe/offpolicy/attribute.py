@@ -86,13 +86,13 @@ def build_parser() -> argparse.ArgumentParser:
         description="Attribute the mismatch of a recorded run to its sources and causes.",
     )
     parser.add_argument(
-        "directory", type=Path, metavar="DIR", help="the recording: the directory that offpolicy.record.dir named"
+        "directory", type=Path, metavar="DIR", help="the recording: the directory named by offpolicy.record.dir"
     )
     parser.add_argument(
         "--steps",
         type=read_steps,
         metavar="FIRST:LAST",
-        help="steps to read: a range, of which either end may be left out, or one number (default: all)",
+        help="steps to read: one number, or a range whose start or end may be left out (default: all)",
     )
     parser.add_argument("--worst", type=_count, default=12, metavar="N", help="worst tokens and rows to list (12)")
     parser.add_argument("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)

@@ -158,9 +158,9 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's arguments."""
     parser = argparse.ArgumentParser(prog=name_program("calibrate"), description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("directory", metavar="DIR", type=Path, help="the recording: the directory that offpolicy.record.dir named")
+    add("directory", metavar="DIR", type=Path, help="the recording: the directory named by offpolicy.record.dir")
     add("--spec", nargs="+", default=[], metavar="OVERRIDE", help="Hydra overrides; default: what was recorded")
-    add("--target-kept", type=float, metavar="P", help="share that each mask must keep of the units that it applies to")
+    add("--target-kept", type=float, metavar="P", help="share of its units that each mask must keep")
     add("--target-ess", type=float, metavar="P", help="effective sample size of the weight, as a share of tokens")
     add("--confidence", type=float, default=0.95, metavar="P", help="confidence of the intervals, default %(default)s")
     add(

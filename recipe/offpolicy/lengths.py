@@ -101,11 +101,15 @@ def build_parser() -> argparse.ArgumentParser:
         type=parse_score,
         default=1.0,
         metavar="SCORE",
-        help="score from which an answer is right (1.0)",
+        help="smallest score that counts as correct (1.0)",
     )
     parser.add_argument("--tokenizer", metavar="FOLDER", help="for dumps: the tokenizer that counts their tokens")
     parser.add_argument(
-        "--samples", type=parse_count, default=64, metavar="N", help="for dumps: answers that fix a prompt's class (64)"
+        "--samples",
+        type=parse_count,
+        default=64,
+        metavar="N",
+        help="for dumps: number of answers that determine a prompt's class (64)",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the curves")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

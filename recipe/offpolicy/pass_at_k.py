@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_target("--png", options.png, "pass_at_k.png")
         if (options.looks is None) != (options.successes is None):
             raise ValueError(
-                "--looks and --successes belong together: sampling ended at a look with that many right samples."
+                "--looks and --successes belong together: sampling ended at a look with that many correct samples."
             )
         stopping = None if options.looks is None else Stopping(tuple(options.looks), options.successes)
         steps = read_dumps(options.dumps, correct_at_least=options.correct_at_least)
@@ -108,12 +108,14 @@ def build_parser() -> argparse.ArgumentParser:
         type=parse_score,
         default=1.0,
         metavar="SCORE",
-        help="score from which a sample is right (1.0)",
+        help="smallest score that counts as correct (1.0)",
     )
     parser.add_argument(
         "--looks", type=parse_counts, metavar="N,...", help="cumulative samples after which sampling could end early"
     )
-    parser.add_argument("--successes", type=parse_count, metavar="R", help="right samples with which it ended")
+    parser.add_argument(
+        "--successes", type=parse_count, metavar="R", help="number of correct samples at which it ended"
+    )
     parser.add_argument(
         "--rank", action="store_true", help="rank checkpoints at the largest k, and show 1 - (1 - c/n)^k"
     )

@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's arguments."""
     parser = argparse.ArgumentParser(prog=name_program("report"), description="One HTML page about a recorded run.")
     parser.add_argument(
-        "directory", metavar="DIR", type=Path, help="the recording: the directory that offpolicy.record.dir named"
+        "directory", metavar="DIR", type=Path, help="the recording: the directory named by offpolicy.record.dir"
     )
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     parser.add_argument(
@@ -83,8 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=_read_seconds,
         const=10,
         metavar="SECONDS",
-        help="rewrite the page after each step of a running run, without attribution, calibration and what-if; "
-        "a browser reloads it every SECONDS (default: 10)",
+        help="rewrite the page after each step of a run in progress, without attribution, calibration and what-if; a "
+        "browser reloads it every SECONDS (default: 10)",
     )
     parser.add_argument("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)
     add_jobs(parser)

@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sum(each.right for each in found),
     )
     print(  # noqa: T201
-        f"{len(rows)} prompts, {samples} answers: {finished} finished, {right} right; {solved} prompts solved; {kept} "
-        f"different answers kept in {options.out / 'train.parquet'}, at most {longest} tokens. Train on them:\n"
+        f"{len(rows)} prompts, {samples} answers: {finished} finished, {right} correct; {solved} prompts solved; "
+        f"{kept} different answers kept in {options.out / 'train.parquet'}, at most {longest} tokens. Train on them:\n"
     )
     print(rft.show_command(rft.build_command(options.out.resolve(), options.student, longest, kept)))  # noqa: T201
     return 0
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
-        prog=name_program("rft"), description="Right answers of a student in the teacher's chat template, for SFT."
+        prog=name_program("rft"), description="Correct answers of a student in the teacher's chat template, for SFT."
     )
     add = parser.add_argument
     add("data", metavar="DATA", nargs="+", type=Path, help="Parquet files with prompt, data_source, reward_model")
@@ -98,9 +98,19 @@ def build_parser() -> argparse.ArgumentParser:
     add("--limit", type=parse_count, metavar="N", help="number of prompts (all)")
     add("--reward", metavar="FILE:FUNCTION", help="reward function, as custom_reward_function (default: verl's own)")
     add(
-        "--right-from", type=parse_score, default=1.0, metavar="SCORE", help="score from which an answer is right (1.0)"
+        "--right-from",
+        type=parse_score,
+        default=1.0,
+        metavar="SCORE",
+        help="smallest score that counts as correct (1.0)",
     )
-    add("--most", type=parse_count, default=4, metavar="N", help="different right answers per prompt to keep (4)")
+    add(
+        "--most",
+        type=parse_count,
+        default=4,
+        metavar="N",
+        help="number of different correct answers to keep per prompt (4)",
+    )
     add(
         "--format",
         default="{response}",

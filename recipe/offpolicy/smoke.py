@@ -106,8 +106,8 @@ def _judge_parameters(model: torch.nn.Linear, tokens: list[Tensor]) -> float:
     if not error <= _TOLERANCE:
         uncorrected = torch.allclose(seen, plain, rtol=_TOLERANCE)
         raise LivenessError(
-            f"the gradient of the parameters has a relative error of {error:.3g} against what weight and mask require"
-            f"{': it is the uncorrected gradient' if uncorrected else ''}."
+            f"the gradient of the parameters has a relative error of {error:.3g} compared with what weight and mask "
+            f"require{': it is the uncorrected gradient' if uncorrected else ''}."
         )
     return error
 

@@ -54,12 +54,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=name_program("whatif"),
         description="Replay corrections over recorded steps: what they keep, weigh and cost.",
-        epilog="The benefit of a mask is shown by the column 'mismatch left', the share of KL(mu, pi) that lies on "
-        "tokens which still get a gradient: the further it is below 'tokens kept', the better the mask picks the "
-        "deviating tokens. The cost is shown by the bias columns, which are distances from the untruncated weights "
-        "pi / mu.",
+        epilog="The benefit of a mask is shown by the column 'mismatch left', the share of KL(mu, pi) that remains on "
+        "tokens which still receive a gradient: the further it is below 'tokens kept', the better the mask "
+        "selects deviating tokens. The cost is shown by the bias columns, which are distances from the "
+        "untruncated weights pi / mu.",
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the recording: what offpolicy.record.dir named")
+    parser.add_argument(
+        "directory", metavar="DIR", type=Path, help="the recording: the directory named by offpolicy.record.dir"
+    )
     parser.add_argument(
         "--spec", action="append", nargs="+", default=[], metavar="OVERRIDE",
         help="Hydra overrides of one correction, as for a launch, or 'recorded'; may be repeated",

@@ -249,7 +249,7 @@ def run_pairs(given: argparse.Namespace) -> list[Run]:
             start, logged = follow([*command, *files], Path(scratch), given.limit)
         if len(logged) != given.steps:
             asked = f"{given.steps} were asked for"
-            raise RuntimeError(f"pair {pair}, {side}: {len(logged)} steps have metrics, and {asked}.")
+            raise RuntimeError(f"pair {pair}, {side}: {len(logged)} steps have metrics, but {asked}.")
         seconds = [step[STEP] for step in logged]
         runs.append(Run(settings, pair, side, start, seconds, compute_phases(logged)))
         with given.out.open("a") as file:

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser(__doc__)
     parser.add_argument("url", help="address of the server, which serves one model")
     add_counts(parser, rows=64, tokens=64, repeats=5)
-    parser.add_argument("--pid", type=int, help="process of the server, where it runs on this machine")
+    parser.add_argument("--pid", type=int, help="process of the server, if it runs on this machine")
     given = parser.parse_args(arguments)
     cost = measure(given.url, rows=given.rows, tokens=given.tokens, repeats=given.repeats, pid=given.pid)
     server = "not known without --pid" if cost.server is None else f"{cost.server:.1f} us of CPU"

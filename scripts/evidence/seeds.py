@@ -56,7 +56,7 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of runs, or of what several have in common")
     parser.add_argument("--list", action="store_true", help="every run, whether it has finished, and its time")
-    parser.add_argument("--hours", type=float, default=float("inf"), help="begin no run that would end later")
+    parser.add_argument("--hours", type=float, default=float("inf"), help="start no run that would end later")
     return parser
 
 

@@ -152,7 +152,7 @@ def _say_plan(plan: Plan, *, done: bool) -> None:
         _say(f"{removed} {_count(plan.remove)}, no longer shipped")
     for path in plan.edited:
         if path in plan.write:
-            _say(f"{path} was edited: its content {kept} kept in the commit before")
+            _say(f"{path} was edited: its content {kept} kept in the previous commit")
         else:
             _say(f"{path} is no longer part of the copy, and was edited: it stays, and is yours")
     if not (plan.write or plan.remove or plan.manifest):

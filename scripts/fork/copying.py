@@ -88,9 +88,9 @@ def open_fork(path: Path) -> Fork:
         )
     if (recipe / "__init__.py").exists():
         raise Refused(
-            f"{reason}, and it holds an __init__.py: to Python a `recipe` anywhere else is then invisible, so "
-            f"the copy would have to go inside. Fix: remove recipe/__init__.py there (Python needs none), or unlink "
-            f"it (git submodule deinit recipe), and copy again."
+            f"{reason}, and it contains an __init__.py, which hides any other `recipe` from Python, so the copy would "
+            "have to go inside. Fix: remove recipe/__init__.py there (Python needs none), or unlink it (git "
+            "submodule deinit recipe), and copy again."
         )
     for taken in (recipe / "offpolicy", root / "verl_patches"):
         if (taken / "__init__.py").exists() or taken.with_suffix(".py").exists():
@@ -177,7 +177,7 @@ def find_shipped(source: Path) -> dict[str, Path]:
                 files[path.relative_to(source).as_posix()] = path
     for needed in (*PACKAGES, "recipe/offpolicy/config"):
         if not any(path.startswith(f"{needed}/") for path in files):
-            raise Refused(f"{source / needed} holds nothing to copy. Fix: call the script of a whole checkout.")
+            raise Refused(f"{source / needed} contains nothing to copy. Fix: run the script of a complete checkout.")
     return dict(sorted(files.items()))
 
 

@@ -56,7 +56,7 @@ def _list_obstacles(folder: Path, has_template: bool) -> Iterator[str]:
         )
     elif not names or not set(names) <= trained:
         yield (
-            f"its architecture is {', '.join(names) or 'not named'}, and the installed transformers has no causal "
+            f"its architecture is {', '.join(names) or 'not named'}, but the installed transformers has no causal "
             "language model of that name. Choose another model, or install a transformers release that supports it"
         )
     quantization = values.get("quantization_config")

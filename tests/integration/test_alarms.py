@@ -178,7 +178,7 @@ def test_a_rank_with_other_bounds_stops_the_run(engine: Any) -> None:
 
     verify_update(of_ranks(MOVED, MOVED), spec, sampled_rows=sampled, moving=MOVING)
     late = MOVED | {"opsm": {"delta": 0.021}}
-    with pytest.raises(LivenessError, match=r"other bounds than the trainer sent.*0\.021.*instead of"):
+    with pytest.raises(LivenessError, match=r"bounds other than those that the trainer sent.*0\.021.*instead of"):
         verify_update(of_ranks(MOVED, late), spec, sampled_rows=sampled, moving=MOVING)
 
 
@@ -318,7 +318,7 @@ def test_a_rank_with_another_cap_stops_the_run(engine: Any) -> None:
 
     verify_update(of_ranks(CAP, CAP), spec, sampled_rows=sampled, moving=OF_CAP)
     late: Any = {"correction.weight": {"upper": 1.06}}
-    with pytest.raises(LivenessError, match=r"other bounds than the trainer sent.*1\.06.*instead of"):
+    with pytest.raises(LivenessError, match=r"bounds other than those that the trainer sent.*1\.06.*instead of"):
         verify_update(of_ranks(CAP, late), spec, sampled_rows=sampled, moving=OF_CAP)
     with pytest.raises(KeyError, match="brought bounds for"):
         of_ranks(CAP, {})

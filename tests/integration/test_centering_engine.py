@@ -270,7 +270,7 @@ def test_another_mu_than_that_of_the_likeliest_stops_the_update(
 
     raw = [row - 0.01 for row in sampler.rows.rollout_log_probs]
     monkeypatch.setattr(sampler, "rows", replace(sampler.rows, rollout_log_probs=raw))
-    with pytest.raises(CenteringError, match="differs from mu of the same token"):
+    with pytest.raises(CenteringError, match="mu differs from its value in the list"):
         tw.gradients(worker, correct({}, 8), sampler.batch(8))
 
 

@@ -112,7 +112,7 @@ def test_other_denominators_stop_after_the_update(engine: Any, name: str, factor
     if factor == 1:
         check_shares(shares, 1)
     else:
-        with pytest.raises(LivenessError, match=f"^{name}, by which verl divides the loss, does not belong"):
+        with pytest.raises(LivenessError, match=f"^{name}, by which verl divides the loss, does not match"):
             check_shares(shares, 1)
 
 

@@ -44,8 +44,14 @@ def test_replayed_routes_are_seen_in_every_layer(found: Any, mode: str, tokens: 
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("other layers", "the RouterReplay of layer 0 names other experts than were shipped for 36 of 36 tokens"),
-        ("native", "the router of layer 0 sent 36 of 36 tokens to other experts than its RouterReplay names"),
+        (
+            "other layers",
+            "the RouterReplay of layer 0 names experts other than the ones that were shipped for 36 of 36 tokens",
+        ),
+        (
+            "native",
+            "the router of layer 0 sent 36 of 36 tokens to experts other than those that its RouterReplay names",
+        ),
         ("other backward", "layer 0 was recomputed for its backward with other experts for 36 tokens"),
         # By verl alone this trains in silence: routes of the wrong tokens, and tokens that no expert sees.
         ("padded", "layer 0 forwarded 10 tokens, padding included, but has routes of 8"),

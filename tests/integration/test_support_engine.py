@@ -384,7 +384,7 @@ def of_raw_log_probs(rows: tw.Rollout, supports: Supports) -> list[Any]:
         (exchanged, "tokens in the loss arrived without the support|their checksums differ"),
         (cut, "tokens in the loss arrived without the support"),
         (shortened, "tokens in the loss arrived without the support"),
-        (altered, "1 of 8 sequences arrived with other supports or tokens"),
+        (altered, "1 of 8 sequences arrived with supports or tokens other than"),
         (of_raw_log_probs, r"mu sums to 0\.9300 to 1\.0000 over the supports"),
     ],
 )

@@ -42,7 +42,7 @@ HEAD = """# Errors
 
 Every message of this package says what is wrong, with key and value, and what to do, in this order:
 
-    actor_rollout_ref.rollout.calculate_log_probs=false: without the engine's log-probs there is no mu to correct with.
+    actor_rollout_ref.rollout.calculate_log_probs=false: without the engine's log-probs, there is no mu to correct with.
     Set it to true.
 
 The [doctor](liveness.md#before-the-launch) prints the start-up messages before a launch, with the override to paste.

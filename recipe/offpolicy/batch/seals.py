@@ -238,7 +238,8 @@ def _judge_engine(numbers: list[int]) -> None:
     if other:
         raise SealError(
             f"input_ids and responses differ at {other} of {of_loss} response tokens of the micro-batch: log pi "
-            f"belongs to the wrong tokens. Code between trainer and engine changed one of them, or prompts.{end}"
+            "belongs to the wrong tokens. Code between trainer and engine changed input_ids, responses or "
+            f"prompts.{end}"
         )
     if counted != of_loss:
         raise SealError(

@@ -216,8 +216,8 @@ def check_chunks(fields: Sequence[Mapping[str, Any]]) -> None:
         if seals is not None and [*seals] != [*map(hash_turn, each.get(CHUNKS) or ())]:
             raise SealError(
                 f"the versions of the weights that sampled the tokens of sequence {row} changed between the client of "
-                f"the rollout servers and the trainer: the trainer got (version, tokens) {each.get(CHUNKS)} for the "
-                f"turns of this sequence. Some code changes {CHUNKS} in {EXTRA_FIELDS}."
+                f"the rollout servers and the trainer: the trainer received (version, tokens) {each.get(CHUNKS)} for "
+                f"the turns of this sequence. Some code changes {CHUNKS} in {EXTRA_FIELDS}."
             )
 
 

@@ -125,8 +125,8 @@ class CenteringTally:
             )
         if found["wrong"]:
             raise CenteringError(
-                f"mu of {found['wrong']} of {found['checked']} sampled tokens differs from mu of the same token among "
-                f"the likeliest tokens of its position. {_FIX}"
+                f"for {found['wrong']} of {found['checked']} sampled tokens, mu differs from its value in the list of "
+                f"the position's likeliest tokens. {_FIX}"
             )
         if (largest := float(masses[:, 1].max())) > 1 + MASS:
             raise CenteringError(
@@ -136,8 +136,8 @@ class CenteringTally:
             )
         if (largest := float(masses[:, 2].max())) > 1 + MASS:
             raise CenteringError(
-                f"pi sums to {largest:.4f} over the likeliest tokens of a position: the model's logits are not those "
-                f"of its log-probs. Fix: find the code that changes one of them, or set correction.centering=null."
+                f"pi sums to {largest:.4f} over the likeliest tokens of a position: the model's logits do not match "
+                "its log-probs. Fix: find the code that changes either of them, or set correction.centering=null."
             )
         return CenteringReport(
             tokens=found["tokens"],

@@ -54,8 +54,8 @@ class ScoreCentering(AddOn):
         reports: list[CenteringReport] = take_reports(metrics, REPORT)
         if not reports:
             raise LivenessError(
-                "correction.centering: the update returned no report, so no score was centred. The run uses another "
-                "worker or engine than the one that computes log-probs of the likeliest tokens."
+                "correction.centering: the update returned no report, so no score was centred. The run uses a worker "
+                "or engine other than the one that computes log-probs of the likeliest tokens."
             )
         tokens, checked, rows = (
             sum(getattr(each, name) for each in reports) for name in ("tokens", "checked", "compared")
@@ -71,7 +71,7 @@ class ScoreCentering(AddOn):
         if not self._logged:
             logger.info(
                 "score centering LIVE: log-probs of the %s likeliest tokens, %.1f%% of mu; checksums of %s rows as "
-                "sampled; mu of %s of %s tokens equals that among the likeliest.",
+                "sampled; mu of %s of %s tokens equals its value in the list of likeliest tokens.",
                 *(self._settings.size, 100 * mass, rows, checked, tokens),
             )
         self._logged = True

@@ -280,7 +280,9 @@ def _read_mean(spec: WeightSpec, constants: BatchConstants) -> float:
     if not spec.normalize:
         return 1.0
     if constants.weight_mean is None:
-        raise ValueError("weight.normalize divides by the batch's mean: pass the constants of batch_constants.")
+        raise ValueError(
+            "weight.normalize divides by the batch's mean: pass the constants that batch_constants returns."
+        )
     return constants.weight_mean
 
 

@@ -61,7 +61,9 @@ def _outside(
             return _beyond(spec, units, units.oldest)
         case "batch":
             if cutoff is None:
-                raise ValueError(f"{aggregate.name} needs a batch cutoff: pass the constants of batch_constants.")
+                raise ValueError(
+                    f"{aggregate.name} needs a batch cutoff: pass the constants that batch_constants returns."
+                )
             return value > cutoff
         case "max":
             return _beyond(spec, units, units.greatest(value)) & units.exists

@@ -88,8 +88,8 @@ def proximal_log_prob(
 def _share_by_age(ages: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor:
     if ages is None:
         raise ValueError(
-            "correction.alpha=by_age needs the age of the weights, but the versions that sampled did not come with "
-            "the batch. Set correction.alpha=0.5 for example."
+            "correction.alpha=by_age needs the age of the weights, but the batch does not contain the versions of "
+            "the weights that sampled it. Set correction.alpha=0.5 for example."
         )
     age = (ages if ages.dim() == 2 else ages[:, None]).to(device, dtype)
     return (age - 1).clamp(min=0) / age.clamp(min=1)

@@ -25,12 +25,12 @@ WEIGHTED_LINE: Final = f"'correction=[decoupled_ppo,opsm]' correction.masks.opsm
 measurement."""
 
 WHY: Final = (
-    "with an engine eight steps late it ends at 0.602 exact matches, where uncorrected runs and decoupled_ppo end at "
-    "0.004 and [decoupled_ppo,opsm] at 0.355 (medians of eight runs, docs/collapse.md)"
+    "with an engine that is eight steps late, it ends at 0.602 exact matches, whereas uncorrected runs and "
+    "decoupled_ppo end at 0.004, and [decoupled_ppo,opsm] ends at 0.355 (medians of eight runs, docs/collapse.md)"
 )
 
 BATCH_INVARIANT: Final = (
-    "VLLM_BATCH_INVARIANT=1 in the environment of the launch makes mu independent of the other requests of a batch, on "
-    "CUDA devices and slower; the trainer's kernels stay different"
+    "VLLM_BATCH_INVARIANT=1 in the launch's environment makes mu independent of the other requests in a batch; it "
+    "works on CUDA devices, is slower, and leaves the trainer's kernels different"
 )
 """vLLM's switch that reduces the mismatch at equal weights instead of correcting it; we have not run it."""

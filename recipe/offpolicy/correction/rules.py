@@ -101,7 +101,7 @@ def find_unknown(spec: CorrectionParts) -> dict[str, tuple[Any, str]]:
         if mask.ratio == "ppo":
             found[f"masks.{name}.ratio"] = "ppo", "pi_old is known only for sampled tokens."
         elif not centers_mask(mask):
-            found[f"masks.{name}.aggregate"] = mask.aggregate, "this aggregate does not follow from a ratio alone."
+            found[f"masks.{name}.aggregate"] = mask.aggregate, "this aggregate cannot be computed from a ratio alone."
     by_token = spec.all_weights | {f"masks.{name}": mask for name, mask in spec.masks if centers_mask(mask)}
     for name, part in by_token.items():
         if part.when != "any":
@@ -113,7 +113,7 @@ def find_unknown(spec: CorrectionParts) -> dict[str, tuple[Any, str]]:
     if spec.skyrl_compat:
         found["skyrl_compat"] = True, "its order of masks is defined only for sampled tokens."
     if spec.allow_truncated_sampling:
-        found["allow_truncated_sampling"] = True, "pi is not normalised over the tokens that mu is normalised over."
+        found["allow_truncated_sampling"] = True, "pi and mu are normalised over different tokens."
     if spec.support is not None:
         found["support"] = spec.support, "the server returns the support, which may have fewer tokens."
     return found
@@ -165,7 +165,7 @@ def _check_weights(spec: CorrectionParts) -> None:
         if overlap((one.when, one.sign), (other.when, other.sign)):
             key = f"correction.weights.{name}"
             raise SpecError(
-                f"a token can be weighted by both {first} and {name}, but weights share no token.",
+                f"a token can be weighted by both {first} and {name}, but a token can have only one weight.",
                 "Give one when=negative and the other when=positive, with the same sign, or remove one of them.",
                 key=f"{key}.when",
                 value=other.when,
@@ -378,7 +378,8 @@ def _check_baseline(spec: CorrectionParts) -> None:
         return
     if late := _find_step_rejection(spec):
         raise SpecError(
-            f"circular: correction.{late} rejects after the advantages are known, and the baseline determines these.",
+            f"circular: correction.{late} rejects only once the advantages are known, but the advantages depend "
+            "on the baseline.",
             key="correction.baseline",
             value="exclude",
             proposed={"correction.baseline": "include"},
@@ -387,7 +388,7 @@ def _check_baseline(spec: CorrectionParts) -> None:
     levels |= {weight.level for weight in spec.all_weights.values() if weight.kind == "reject"}
     if not levels - {"token", "prefix"}:
         raise SpecError(
-            "nothing rejects rows: no sibling would be left out.",
+            "nothing rejects rows, so no sibling would be left out.",
             "Set correction.baseline=include, or add a mask by sequence.",
             key="correction.baseline",
             value="exclude",

@@ -100,7 +100,7 @@ def rollout_stage(
     if alongside is not None:
         if alongside.old_log_prob is not old_log_prob or alongside.rollout_log_prob is not rollout_log_prob:
             raise ValueError(
-                "alongside is the stage of other tensors: pass the stage of these tensors, or leave alongside out."
+                "alongside is the stage of other tensors: pass the stage of these tensors, or omit alongside."
             )
         compared = rows.tokens(alongside.valid), rows.tokens(alongside.log_ratio)
     if constants is None:

@@ -345,8 +345,8 @@ ENTRIES: Final = (
     StatisticEntry(
         "{mask/<name>,weights/<name>,weight}",
         _MASKED,
-        "share that each mask, or a weight of kind reject, rejects on its own, of the response tokens and sequences "
-        "that it covers; a mask on pi / pi_old or on age also covers tokens without mu",
+        "for each mask, and for a weight of kind reject: the share that it rejects on its own, out of the response "
+        "tokens and sequences that it covers; a mask on pi / pi_old or on age also covers tokens without mu",
     ),
     StatisticEntry(
         f"{{mask/<name>,weights/<name>,weight}}/{_group(SIGNS)}",
@@ -378,7 +378,7 @@ ENTRIES: Final = (
     StatisticEntry(
         f"staleness/{_group(STALENESS)}",
         _BY_DRIFT | _means("keep_token_share"),
-        "tokens with staleness 0, 1, 2, 3 or more: the same as for turns",
+        "tokens with staleness 0, 1, 2, 3 or more: the same quantities as for turns",
     ),
     StatisticEntry(
         "nonfinite",

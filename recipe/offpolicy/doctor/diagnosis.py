@@ -44,7 +44,9 @@ from .program import Launch, LaunchError
 from .verdicts import Diagnosis, VerdictRow
 
 HOOKS = "recipe.offpolicy.trainer.hooked"
-_BRING = "Choose an option of this package, which adds its sections: +correction@correction=tis_token for example."
+_BRING = (
+    "Choose an option of this package, for example +correction@correction=tis_token; it adds the package's sections."
+)
 
 
 def diagnose(launch: Launch) -> Diagnosis:

@@ -121,8 +121,8 @@ def _refuse_targets(config: DictConfig) -> None:
             nodes.append((key, value))
             if name == "_target_" and value is not None and not _CONFIG_CLASS.fullmatch(str(value)):
                 raise LaunchError(
-                    f"{key}={value}: the doctor calls no code that a script names, so it cannot check this launch. "
-                    f"Fix: in the folder of that code, check the launch by its overrides, without --script."
+                    f"{key}={value}: the doctor does not call code that a script names, so it cannot check this "
+                    "launch. Fix: in the folder of that code, check the launch by its overrides, without --script."
                 )
 
 

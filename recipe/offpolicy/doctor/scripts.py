@@ -117,7 +117,7 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
         where = f"{script}, line {called.line}"
         if called.doubt is not None:
             why = describe_unknowns([called.doubt], script)
-            raise ScriptError(f"{where}: whether the script reaches this launch is unknown: {why}")
+            raise ScriptError(f"{where}: it is unknown whether the script reaches this launch: {why}")
         if taken := _find_taken(arguments, launch):
             argument, key = taken
             fix = f"give the script's own arguments first: --script {script} VALUE {shlex.join([argument])}"

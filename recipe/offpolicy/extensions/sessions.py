@@ -218,7 +218,7 @@ def read_answers(path: Path) -> Iterator[Dumped]:
         output = str(row.get("output", ""))
         found[session] = Dumped(str(row["input"]), output, float(row["score"]), row["step"])
     if not found:
-        raise DumpError(f"{path}: no sample in it.")
+        raise DumpError(f"{path}: no sample was found.")
     yield from found.values()
 
 

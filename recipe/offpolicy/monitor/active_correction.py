@@ -114,7 +114,7 @@ class ActiveCorrection:
         if goes_on:
             logger.warning("resuming with the fallback of alarm %s active: %s", name, state["fallback"])
         elif name != CONFIGURED:
-            logger.warning("the fallback of alarm %s was active: the configured correction is active now.", name)
+            logger.warning("the fallback of alarm %s was active; now the configured correction is active.", name)
 
 
 def find_differences(config: DictConfig, state: Mapping[str, Any] | None) -> list[str]:

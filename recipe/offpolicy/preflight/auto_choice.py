@@ -90,7 +90,7 @@ def read_setup(run: Composed) -> Setup:
     for name, (look, reason, fix) in _LOOKS.items():
         key, seen, value = f"setup.{name}", look(run), given[name]
         if value is None and seen is None:
-            raise SpecError(f"correction=auto needs this value, and {reason}", fix, key=key)
+            raise SpecError(f"correction=auto needs this value, but {reason}", fix, key=key)
         if value is not None and seen is not None and seen.firm and seen.value != value:
             fix = f"Set {key}=null to use the value of the configuration, or change the configuration."
             raise SpecError(f"the configuration says {seen.value}: {seen.source}.", fix, key=key, value=value)

@@ -1,8 +1,8 @@
-"""Probe of verl's configured policy loss: checks that it applies weight x keep as a correction needs.
+"""Probe of verl's configured policy loss: checks that it applies weight x keep in the way that a correction requires.
 
 A correction multiplies the policy term of each token, so with f = weight x keep the loss must satisfy
 dL/dlog_prob = f x dL_uncorrected/dlog_prob, and neither loss nor gradient may depend on how a mini-batch is split
-into micro-batches. Both are tried on a small synthetic batch before Ray starts.
+into micro-batches. Both conditions are tested on a small synthetic batch before Ray starts.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Composed(Configured):
         node = self.get(SHADOW)
         values = OmegaConf.to_container(node, resolve=True) if node else {}
         if not isinstance(values, dict):
-            reason = "names of options that main_offpolicy has not replaced by their values."
+            reason = "names of options that main_offpolicy has not replaced with their values."
             raise SpecError(reason, key=SHADOW, value=values)
         return {str(name): CorrectionSpec.from_mapping(each) for name, each in values.items()}
 

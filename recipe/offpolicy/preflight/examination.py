@@ -45,7 +45,7 @@ _SECTIONS = (f"{VERL}.", f"{WORKERS}.", "correction.", "offpolicy.")
 
 
 def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
-    """Find bounds that Hydra reads as one number, 0.5_2 as 0.52 and 1_01 as 101, unless quoted for Hydra."""
+    """Find bounds that Hydra reads as one number unless they are quoted, such as 0.5_2 (0.52) and 1_01 (101)."""
     last = {override.partition("=")[0].lstrip("+~"): override for override in overrides}
     for override in last.values():
         found = _OVERRIDE.fullmatch(override)

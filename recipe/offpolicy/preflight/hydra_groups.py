@@ -48,7 +48,7 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
 
     Raises:
         SpecError: ``correction=null``, on which Hydra fails without naming the key; or two ``correction=`` overrides or
-            two options of one extension; Hydra would use only the last.
+            two options of one extension, of which Hydra would use only the last.
         CheckError: keys that resemble ours, which Hydra would suggest appending, or keys of ours with an empty value.
     """
     if problems := [

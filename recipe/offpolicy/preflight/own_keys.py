@@ -99,7 +99,7 @@ def find_meant(segments: Sequence[str], *, verls: bool = False, sections: bool =
 
 
 def complete(path: Path_, rest: Sequence[str]) -> Path_:
-    """Extend a section's path with the segments given under it, each with the spelling of our keys."""
+    """Extend a section's path with the segments given under it, each spelled as in our keys."""
     for name in rest:
         below = [known[len(path)] for known in list_paths() if known[: len(path)] == path and len(known) > len(path)]
         begun = [each for each in below if each.startswith(name)]

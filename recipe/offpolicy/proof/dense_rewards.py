@@ -79,8 +79,7 @@ class DenseRewardGuard:
 def _build_problem(estimator: str, row: int, token: int, reward: float) -> Problem:
     reason = (
         f"this estimator sums the rewards of a sequence to one outcome, but sequence {row} has a reward of {reward:g} "
-        "at token "
-        f"{token}, before its last token. So no token would get its own credit."
+        f"at token {token}, before its last token. Therefore, no token would receive its own credit."
     )
     fix = f"Set {KEY}={BY_TOKEN} or gae, or put each sequence's reward on its last token."
     return Problem(KEY, estimator, reason, fix, parts=("dense_reward",), overrides=(set_to(KEY, BY_TOKEN),))

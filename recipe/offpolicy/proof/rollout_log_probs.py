@@ -50,7 +50,7 @@ MU = Column()
 
 def build_missing_error(present: object) -> RolloutLogProbError:
     """Build the error for a batch without rollout log-probs; ``present`` names what the batch contains."""
-    return RolloutLogProbError(f"{MU.name} are missing: the batch came without them, it has {present}. {MU.fix}")
+    return RolloutLogProbError(f"{MU.name} are missing: the batch came without them; it contains {present}. {MU.fix}")
 
 
 def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor, column: Column = MU) -> None:

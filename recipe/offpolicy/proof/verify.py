@@ -158,9 +158,8 @@ def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec,
     for packet in packets:
         if packet.bounds != bounds:
             raise LivenessError(
-                f"a worker used other bounds than the trainer sent with this update: {packet.bounds} "
-                "instead of "
-                f"{bounds}."
+                f"a worker used bounds other than those that the trainer sent with this update: {packet.bounds} "
+                f"instead of {bounds}."
             )
 
 
@@ -170,7 +169,7 @@ def _verify_plan(packets: Sequence[UpdateEvidence], plan: int | None) -> None:
     if wrong := sum(packet.plan != plan for packet in packets):
         absent = sum(not packet.plan for packet in packets)
         raise LivenessError(
-            f"{wrong} of {len(packets)} micro-batches had another plan than the one that the trainer sent with this "
+            f"{wrong} of {len(packets)} micro-batches had a plan other than the one that the trainer sent with this "
             f"update ({absent} had no plan): step, bounds or batch-level constants came from another update."
         )
 
@@ -302,7 +301,7 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
         # This form also fails for NaN.
         if not shift.error <= proof.tolerance:
             raise LivenessError(
-                f"{name} does not act: on log-probs shifted beyond its bound the relative error of the gradient is "
+                f"{name} does not act: on log-probs shifted beyond its bound, the relative error of the gradient is "
                 f"{shift.error:.3g}, tolerance {proof.tolerance:.3g}."
             )
         errors.append(shift.error)
@@ -311,8 +310,8 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
         why = (
             "verl's loss has the same gradient whatever pi_old is."
             if name == "proximal"
-            else "just beyond its bound verl's loss has no gradient left to remove. Either verl's own clip is narrower "
-            "and the correction changes nothing, or no sequence has two tokens."
+            else "just beyond its bound, verl's loss has no gradient left to remove. Either verl's own clip is "
+            "narrower and the correction changes nothing, or no sequence has two tokens."
         )
         raise LivenessError(f"no evidence that {name} acts: {why}")
     return max(errors)

@@ -106,7 +106,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
     except (RecordingError, OSError) as error:
         yield _misplaced(directory, f"{error}", "Set another directory.")
     if OmegaConf.select(config, _MU) is False:
-        reason = "without the engine's log-probs there is no mu to record."
+        reason = "without the engine's log-probs, there is no mu to record."
         yield _problem(f"{SECTION}.dir", directory, reason, "", set_to(_MU, True))
 
 

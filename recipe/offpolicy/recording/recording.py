@@ -159,7 +159,7 @@ class Recording:
             part = self.part(step, place)
             alongside, of = first.setdefault(parse_update(path.name), (path, _correction(part)))
             if _correction(part) != of:
-                raise RecordingError(f"{path}: it was recorded under another correction than {alongside.name}.")
+                raise RecordingError(f"{path}: it was recorded under a different correction from {alongside.name}.")
             yield part
 
     def pieces(self, step: int) -> Iterator[list[Step]]:

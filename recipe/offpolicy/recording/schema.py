@@ -57,7 +57,7 @@ TOKEN_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "advantages": (pa.float32(), "advantages, as verl's loss uses them"),
     "weight": (
         pa.float32(),
-        "factor of the policy term by the correction, before masks and the scale of denominator=kept; "
+        "factor by which the correction multiplies the policy term, before masks and the scale of denominator=kept; "
         "0 where the token is not valid",
     ),
     "rejected_by": (

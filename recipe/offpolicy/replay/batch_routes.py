@@ -259,9 +259,9 @@ def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
     compared = [row for row, count in enumerate(counts) if 0 < count <= lengths[row]]
     if wrong := [row for row in compared if found[row] != noted[row]]:
         raise ReplayError(
-            f"{len(wrong)} of {len(compared)} sequences arrived with routes that they were not sampled with, first "
-            f"at position {wrong[0]} of its micro-batch: their checksums differ. Fix: find the code that changes the "
-            f"column {ROUTES} between rollout and trainer."
+            f"{len(wrong)} of {len(compared)} sequences arrived with routes other than those they were sampled with; "
+            f"the first is at position {wrong[0]} of its micro-batch. Their checksums differ. Fix: find the code that "
+            f"changes the column {ROUTES} between rollout and trainer."
         )
     return len(compared)
 

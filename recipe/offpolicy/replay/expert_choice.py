@@ -159,8 +159,8 @@ class RouterSlot:
             self._ran_under = self._armed
         elif self._ran_under is not self._armed:
             raise ReplayError(
-                f"layer {self.layer} is recomputed for its backward with other routes than its forward had. "
-                f"Fix: disarm, or arm with the next routes, after the backward."
+                f"layer {self.layer} is recomputed for its backward with routes other than those of its forward. Fix: "
+                "disarm, or arm with the next routes, after the backward."
             )
 
 

@@ -166,15 +166,15 @@ class WatchedEngine:
         for layer, (_, replayed, sent, placed, recomputed) in sums.items():
             if sent != replayed:
                 raise ReplayError(
-                    f"the router of layer {layer} sent {replayed - sent} of {replayed} tokens to other experts than "
-                    f"its RouterReplay names. Fix: find the code that overrides verl's replay in Megatron's router, or "
-                    f"set router_replay.mode=disabled."
+                    f"the router of layer {layer} sent {replayed - sent} of {replayed} tokens to experts other than "
+                    "those that its RouterReplay names. Fix: find the code that overrides verl's replay in "
+                    "Megatron's router, or set router_replay.mode=disabled."
                 )
             if placed != replayed:
                 raise ReplayError(
-                    f"the RouterReplay of layer {layer} names other experts than were shipped for {replayed - placed} "
-                    f"of {replayed} tokens. Fix: check how verl maps layers and tokens of {ROUTES}, or set "
-                    f"router_replay.mode=disabled."
+                    f"the RouterReplay of layer {layer} names experts other than the ones that were shipped for "
+                    f"{replayed - placed} of {replayed} tokens. Fix: check how verl maps layers and tokens of "
+                    f"{ROUTES}, or set router_replay.mode=disabled."
                 )
             if recomputed:
                 raise ReplayError(

@@ -104,9 +104,9 @@ class RoutingTally:
         for layer, wanted, found in zip(self.layers, replayed, entered, strict=True):
             if found != wanted:
                 raise ReplayError(
-                    f"the experts of layer {layer} were called with other ids than the shipped ones for "
-                    f"{wanted - found} of {wanted} tokens. Fix: find the code that changes the router's choice between "
-                    f"its forward and its experts, or turn routing replay off."
+                    f"the experts of layer {layer} were called with ids other than the shipped ones for "
+                    f"{wanted - found} of {wanted} tokens. Fix: find the code that changes the router's choice "
+                    "between its forward and its experts, or turn routing replay off."
                 )
         ages = sums[3 * width : -1]
         pairs = tuple(zip(ages[::2], ages[1::2], strict=True))
@@ -181,8 +181,8 @@ def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
     """
     if not reports:
         raise LivenessError(
-            "routing replay: the update returned no report, so no route was replayed. The run uses another worker or "
-            "engine than the one that replays."
+            "routing replay: the update returned no report, so no route was replayed. The run uses a worker or "
+            "engine other than the one that replays."
         )
     update = merge_reports(reports)
     look = update.first or FirstLook()
@@ -238,8 +238,8 @@ def _judge_gradients(update: RoutingReport) -> bool:
     # With one expert per token, the expert's weight may be 1 for any score.
     if silent and len(silent) < len(named) and update.top_k > 1:
         raise LivenessError(
-            f"routing replay: the gates of layer(s) {silent} have no gradient, but other layers' gates have: the "
-            f"scores of these layers do not reach the loss."
+            f"routing replay: the gates of layer(s) {silent} have no gradient, although the gates of other layers do, "
+            "so the scores of the former do not reach the loss."
         )
     return len(silent) < len(named)
 

@@ -77,8 +77,9 @@ class WeightSnapshots(AddOn):
         if lag and lag not in self._told:
             self._told.append(lag)
             logger.warning(
-                "the rollout engine's weights lag by %d update%s: mu of %d sequences is %.2g nats per token from those "
-                "weights, and %.2g from the current ones. verl's versions hide the lag: they count sent weights.",
+                "the rollout engine's weights lag by %d update%s: mu of %d sequences is %.2g nats per token from "
+                "those weights, and %.2g from the current ones. verl's versions hide the lag because they count sent "
+                "weights.",
                 *(lag, "" if lag == 1 else "s", len(rows), apart[lag], apart[0]),
             )
         known = float("nan") if lag is None else float(lag)

@@ -140,8 +140,8 @@ class SupportTally:
             )
         if found["other"]:
             raise SupportError(
-                f"{found['other']} of {found['compared']} sequences arrived with other supports or tokens than the "
-                f"rollout servers' client recorded: their checksums differ. {_FIX}"
+                f"{found['other']} of {found['compared']} sequences arrived with supports or tokens other than those "
+                f"that the rollout servers' client recorded: their checksums differ. {_FIX}"
             )
         if found["outside"]:
             raise SupportError(_describe_outside(found))

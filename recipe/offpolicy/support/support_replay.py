@@ -42,8 +42,8 @@ def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first:
     """
     if not reports:
         raise LivenessError(
-            "correction.support=engine: the update returned no report, so no support was replayed. "
-            "The run uses another worker or engine than the one that replays."
+            "correction.support=engine: the update returned no report, so no support was replayed. The run uses a "
+            "worker or engine other than the one that replays."
         )
     tokens, known = (sum(getattr(each, name) for each in reports) for name in ("tokens", "known"))
     if tokens and not known:

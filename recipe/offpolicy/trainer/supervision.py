@@ -37,7 +37,7 @@ AFTER_MOVED = 10
 """Number of updates between two proofs if bounds have moved since the last proof; they can move at each update."""
 _COARSE = (
     "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats per token looks like mismatch, and makes "
-    "narrow bands reject. Compute log-probs in float32 in the trainer."
+    "narrow bands reject tokens. Compute log-probs in float32 in the trainer."
 )
 
 

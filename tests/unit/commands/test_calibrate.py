@@ -97,7 +97,7 @@ def test_json_holds_what_the_tables_hold(recording: Path, capsys: pytest.Capture
     assert low < proposal["proposed"]["values"]["upper"] < high
     assert proposal["length"]["depends"] is True
     assert set(proposal["by_length"]) == {"le16", "le64", "le256"}
-    assert result["skipped"] == {"weight": "takes --target-ess: it keeps every token, and caps its weight"}
+    assert result["skipped"] == {"weight": "takes --target-ess, because it keeps every token and caps its weight"}
     assert result["together"]["then"]["rows"] == pytest.approx(0.9)
 
 
@@ -238,7 +238,7 @@ def test_a_large_recording_is_calibrated_by_a_sample(
     monkeypatch.setattr(scores, "TOKENS", 1)
     monkeypatch.setattr(scores, "ROWS", Recording(recording).count_rows() // 2)
     _, part, err = run(capsys, recording, *asked)
-    assert "calibrate: Bounds are based on a sample of the prompts, a share of " in err
+    assert "calibrate: Bounds are based on a sample of the prompts: a share of " in err
     assert "and 0.5 for parts that decide by row" in err
     whole, part = json.loads(whole), json.loads(part)
     assert part["together"]["now"] == whole["together"]["now"]

@@ -106,7 +106,7 @@ def test_a_figure_has_a_row_for_each_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{}", "line 1: this is not a line"), ("x", "line 1"), ("", "no step has response_")]
+    ("text", "said"), [("{}", "line 1: this is not a line"), ("x", "line 1"), ("", "no step records response_")]
 )
 def test_other_files_are_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.jsonl"

@@ -137,7 +137,7 @@ def test_a_page_that_is_too_large_loses_no_table(
         assert main([str(directory), *GRID, form, "--html", str(tmp_path / "a.html")]) == 2
         said = capsys.readouterr()
         assert words in said.out
-        assert "the page would have" in said.err
+        assert "the page would be" in said.err
 
 
 @pytest.mark.slow  # a process of its own, as of the next
@@ -199,7 +199,7 @@ def test_without_a_valid_token_nothing_is_compared(tmp_path: Path, capsys: pytes
     picture = ["--spec", "correction=gsm", "--grid", "correction.masks.gsm.upper=1.01,1.02"]
     assert main([str(tmp_path / "none"), *picture, "--png", str(tmp_path / "a.png")]) == 0
     said = capsys.readouterr().out
-    assert "Not compared" in said
+    assert "The replay was not compared" in said
     assert "No token has a finite mu and pi_old." in said
     assert main([str(tmp_path / "none"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fidelity"]["agrees"] is None

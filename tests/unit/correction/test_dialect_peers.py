@@ -397,14 +397,14 @@ REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
     (lambda: CorrectionSpec.from_nemo_rl(IS | {TYPE: "icepop", RATIO: 2.0}), f"loss_fn.{RATIO}_min=null"),
     (
         lambda: CorrectionSpec.from_nemo_rl(IS | {TYPE: "icepop", RATIO: 2.0, f"{RATIO}_min": 0.5}, 2.0),
-        "grpo.seq_logprob_error_threshold=2.0: rows that it drops leave the counts",
+        "grpo.seq_logprob_error_threshold=2.0: rows that it drops are no longer counted",
     ),
     (lambda: roll(is_weight={"enabled": True, "detach": False}), "train_infer_correction.is_weight.detach=false"),
     (lambda: roll(weight={}), "train_infer_correction.weight={}: unknown key"),
     (lambda: roll(filters=[{"enabled": True, "agg_type": "row"}]), "train_infer_correction.filters[0].agg_type=row"),
     (
         lambda: CorrectionSpec.from_slime({"use_tis": True, "custom_tis_function_path": "my.own"}),
-        "custom_tis_function_path=my.own: what a function of your own does is not known",
+        "custom_tis_function_path=my.own: it is not known what your own function does",
     ),
     (lambda: CorrectionSpec.from_slime({"use_tis": True, "use_rollout_logprobs": True}), "use_tis=true"),
     (lambda: CorrectionSpec.from_slime(MIS | {"tis_mode": "mask", "tis_batch_normalize": True}), "tis_batch_normalize"),
@@ -420,7 +420,7 @@ REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
     # One ratio per row, which no token's weight divides among its tokens.
     (
         lambda: CorrectionSpec.from_slime({"use_tis": True, "advantage_estimator": "gspo"}),
-        "advantage_estimator=gspo: slime multiplies the gradient of a row's ratio by weights of tokens",
+        "advantage_estimator=gspo: slime multiplies the gradient of a row's ratio by the weights of its tokens",
     ),
     (
         lambda: CorrectionSpec.from_trl(
@@ -444,11 +444,11 @@ REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
     (lambda: areal({}, importance_sampling_level="sequence"), "actor.importance_sampling_level=sequence: AReaL"),
     (
         lambda: CorrectionSpec.from_ms_swift({"rollout_importance_sampling_mode": "token_mask"}),
-        "beta=null: ms-swift multiplies the KL term by weights and masks too",
+        "beta=null: ms-swift also multiplies the KL term by weights and masks",
     ),
     (
         lambda: CorrectionSpec.from_ms_swift({"off_policy_sequence_mask_delta": 0.1, "loss_type": "bnpo", "beta": 0.0}),
-        "loss_type=bnpo: it divides by the tokens of the rows that are kept",
+        "loss_type=bnpo: it divides by the number of tokens in the rows that are kept",
     ),
     (lambda: CorrectionSpec.from_skyrl({"score_centering": {"enabled": True}}), "score centering needs the engine's K"),
     (lambda: CorrectionSpec.from_trl({"score_centering": True}), "score_centering=true: score centering needs"),

@@ -62,7 +62,7 @@ def test_the_share_by_age_is_that_of_areal() -> None:
     assert shares[0].tolist() == pytest.approx([0, 0, 1 / 2, 2 / 3, 3 / 4])
     for age in (0, 1):
         assert torch.equal(proximal_log_prob("loglinear", "by_age", ages=torch.tensor([age]), **policies), MU)
-    with pytest.raises(ValueError, match="versions that sampled did not come"):
+    with pytest.raises(ValueError, match="the batch does not contain the versions"):
         proximal_log_prob("loglinear", "by_age", **policies)
 
 

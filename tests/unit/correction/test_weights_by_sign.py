@@ -74,7 +74,9 @@ def test_the_mapping_has_them_where_they_are_set_alone() -> None:
     ],
 )
 def test_weights_that_share_tokens(weights: dict[str, Any]) -> None:
-    refused({"weights": weights}, "correction.weights.b.when=", "weights share no token", "Give one when=negative")
+    refused(
+        {"weights": weights}, "correction.weights.b.when=", "a token can have only one weight", "Give one when=negative"
+    )
 
 
 def test_a_weight_of_every_token_leaves_none_for_others() -> None:
@@ -101,7 +103,7 @@ def test_what_weights_by_sign_cannot_have() -> None:
 def test_what_applies_after_a_tools_result_cannot_have() -> None:
     tool = TIS | {"when": "post_tool"}
     refused({"weights": {"a": tool | {"sign": "token"}}}, "correction.weights.a.sign", "sign=row")
-    refused({"weights": {"a": tool, "b": NEGATIVE}}, "correction.weights.b.when=", "weights share no token")
+    refused({"weights": {"a": tool, "b": NEGATIVE}}, "correction.weights.b.when=", "a token can have only one weight")
     refused(
         {"weights": {"a": tool | {"by_staleness": [1.0, 2.0]}}}, "correction.weights.a.when=post_tool", "depends on age"
     )

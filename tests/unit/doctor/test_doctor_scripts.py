@@ -72,7 +72,7 @@ UNREADABLE = {
     ),
     "a launch in doubt": (
         f"if make_it; then\n{LAUNCH}\nfi",
-        "line 2: whether the script reaches this launch is unknown",
+        "line 2: it is unknown whether the script reaches this launch",
     ),
     "a program that is not known": ("$(make_it) a.b=1 c.d=2", "line 1: the program that this line calls is unknown"),
 }

@@ -74,13 +74,13 @@ KINDS = {
         ),
     ),
     "separate_async_lora": Kind(
-        "rollouts would never see an update",
+        "rollouts would never use an update",
         2,
         "separate_async",
         (f"{MODEL}.rollout.checkpoint_engine.backend=nccl", f"{MODEL}.model.lora.merge=true"),
     ),
     "fully_async_lora": Kind(
-        "rollouts would never see an update", 2, "fully_async", (f"{MODEL}.model.lora.merge=true",)
+        "rollouts would never use an update", 2, "fully_async", (f"{MODEL}.model.lora.merge=true",)
     ),
     "verls_correction": Kind(
         "correction.weight does this already", 2, fixes=("algorithm.rollout_correction.rollout_is=null",)
@@ -103,7 +103,7 @@ KINDS = {
     "torchtitan": Kind("No override corrects torchtitan", 2),
     "mindspeed": Kind("Install the package that provides mindspeed", 2, None),
     "old_fork": Kind("actor.state_masking=true: verl 0.9.1 has no such key", 2, None),
-    "distillation": Kind("verl's worker takes one loss", 2),
+    "distillation": Kind("verl's worker accepts only one loss", 2),
     "gmpo": Kind("No override corrects geo_mean", 2),
     "hf_rollout": Kind(f"{MU}=hf: not a verl engine that returns the log-probs", 2),
     "own_engine": Kind("Install the package that provides mlite_actor", 2, None),

@@ -113,7 +113,7 @@ def test_each_cause_has_its_own_fix(script: Path) -> None:
 
 def test_a_launch_in_doubt_names_what_decides(script: Path) -> None:
     said = refused(script, f"MODE=${{MODE:-$(which_mode)}}\nif [ $MODE = train ]; then\n {LAUNCH} a.b=1\nfi")
-    assert said.startswith(", line 3: whether the script reaches this launch is unknown: ")
+    assert said.startswith(", line 3: it is unknown whether the script reaches this launch: ")
     assert said.endswith("(line 1). Fix: put MODE=VALUE before the command.")
 
 
@@ -154,7 +154,7 @@ def test_a_file_that_is_missing_here_is_assumed(before: str, line: int, script: 
     (launch,) = find_launches(script, [])
     assert launch.arguments == ("a.b=1",)
     assert launch.assumed == (
-        f"line {line}: the doctor assumes the existence of /none, without which the script would end",
+        f"line {line}: the doctor assumes that /none exists, because otherwise the script would end",
     )
     assert [note.reason for note in diagnose(launch).notes] == [f"{launch.assumed[0]}."]
 

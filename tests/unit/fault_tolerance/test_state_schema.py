@@ -210,7 +210,7 @@ def find(content: Any, at: Path_) -> Any:
 CASES: dict[str, tuple[str, Path_, Any, str]] = {
     "no calibration": (RECORD, ("steering", "calibration"), None, "calibration=null"),
     "bounds removed": (RECORD, ("steering", "calibration", "bounds"), {}, r"calibration.bounds have the parts \[\]"),
-    "a side removed": (RECORD, ("steering", "calibration", "bounds", "gsm", "upper"), None, "other open sides"),
+    "a side removed": (RECORD, ("steering", "calibration", "bounds", "gsm", "upper"), None, "open on other sides"),
     "upper": (
         RECORD,
         ("steering", "calibration", "bounds", "gsm", "upper"),

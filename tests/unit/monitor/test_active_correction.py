@@ -216,7 +216,7 @@ def test_a_fallback_that_is_not_configured_any_more(
     with caplog.at_level(logging.WARNING):
         again = resumed(config(tmp_path, offpolicy__resume_changed_correction=True, **changes))
     assert again.spec == CONFIGURED
-    assert "the fallback of alarm ess was active: the configured correction is active now." in caplog.text
+    assert "the fallback of alarm ess was active; now the configured correction is active." in caplog.text
 
 
 def test_a_checkpoint_from_before_alarms(tmp_path: Path) -> None:

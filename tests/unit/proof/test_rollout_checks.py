@@ -50,7 +50,9 @@ def test_both_layouts_have_the_same_checksums() -> None:
 
 def test_missing() -> None:
     rows = rollout(nested=True).exclude("rollout_log_probs")
-    with pytest.raises(RolloutLogProbError, match="came without them, it has old_log_probs, response_mask, responses"):
+    with pytest.raises(
+        RolloutLogProbError, match="came without them; it contains old_log_probs, response_mask, responses"
+    ):
         RolloutChecker().check_sampled(rows)
 
 

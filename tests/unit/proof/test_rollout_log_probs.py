@@ -58,7 +58,7 @@ def test_short_rows_of_zeros_tell_together() -> None:
 
 
 def test_missing_names_what_is_there() -> None:
-    assert "came without them, it has responses, uid" in str(build_missing_error("responses, uid"))
+    assert "came without them; it contains responses, uid" in str(build_missing_error("responses, uid"))
     assert "calculate_log_probs=true" in str(build_missing_error("responses"))
 
 

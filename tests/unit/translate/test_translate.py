@@ -291,7 +291,7 @@ def test_weights_are_normalised_over_all_ranks(monkeypatch: pytest.MonkeyPatch) 
     ("config", "message"),
     [
         ({"rollout_is": "row"}, "rollout_is=row: no such choice. Set one of null, token, sequence"),
-        ({"rollout_is": "token", "rollout_is_threshold": None}, "rollout_is_threshold=null: verl leaves out a weight"),
+        ({"rollout_is": "token", "rollout_is_threshold": None}, "rollout_is_threshold=null: verl ignores a weight"),
         ({"rollout_is": "token", "rollout_is_threshold": "2_1"}, "rollout_is_threshold='2_1': nothing lies between"),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1.0}, "rollout_rs=token_k4: 'token_k4' is unknown"),
         ({"rollout_rs": "token_k2"}, "rollout_rs_threshold=null with rollout_rs=token_k2"),

@@ -145,8 +145,8 @@ REASONS = {
     "another engine that offloads": "only the FSDP and Megatron engines",
     "prefix grouper": "cannot read what its forward pass returns",
     "padded engine of 0.7.1": "masks attention by the loss mask, so its log-probs",
-    "aliased snapshots": "restoring them undoes updates",
-    "aliased snapshots by policy": "restoring them undoes updates",
+    "aliased snapshots": "restoring these weights undoes updates",
+    "aliased snapshots by policy": "restoring these weights undoes updates",
     "dynamic context parallel": "not tested with this way of gathering metrics",
     "mixed micro-batches": "while the loss of another is computed",
 }

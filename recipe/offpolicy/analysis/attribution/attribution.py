@@ -73,8 +73,8 @@ def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
         return ""
     named = "; ".join(f"{cause.name} ({cause.fix})" if cause.fix else cause.name for cause in faults)
     return (
-        f"The mismatch has a cause that must be fixed first: {named}. A bound that is set from this recording fits "
-        f"that cause, not a run without it."
+        f"The mismatch has a cause that must be fixed first: {named}. A bound set from this recording would fit that "
+        "cause, and not a run without it."
     )
 
 

@@ -196,8 +196,8 @@ def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
         )
     if result.grouped < 1:
         sentences.append(
-            f"The prompt of {1 - result.grouped:.0%} of the rows was not recorded: these rows count as independent, "
-            f"and the intervals are too narrow if the rows are dependent."
+            f"For {1 - result.grouped:.0%} of the rows, the prompt was not recorded. These rows count as independent, "
+            "so the intervals are too narrow if they are not."
         )
     return sentences
 
@@ -206,7 +206,7 @@ def _describe_length_dependence(proposal: Proposal, confidence: float) -> str:
     """Describe whether the statistic depends on the length of a row, with the test's numbers."""
     name, test = proposal.part.key, proposal.length
     if math.isnan(test.correlation):
-        return f"{name}: {test.rows} comparable rows do not show whether it depends on length."
+        return f"{name}: {test.rows} comparable rows are too few to show whether it depends on length."
     criterion = (
         f"rank correlation of its {test.measure} with T {test.correlation:+.2f}, {confidence:.0%} interval "
         f"[{test.interval[0]:+.2f}, {test.interval[1]:+.2f}]"

@@ -146,7 +146,7 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = ()) -> list[Bounde
     if spec.skyrl_compat:
         raise SpecError(
             "correction.skyrl_compat=true: the input of a sequence mask depends on the masks before it, so no bound "
-            "can be set by itself. Calibrate with correction.skyrl_compat=false."
+            "can be set on its own. Calibrate with correction.skyrl_compat=false."
         )
     named: dict[str, MaskSpec | WeightSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
     named |= spec.all_weights

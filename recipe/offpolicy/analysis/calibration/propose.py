@@ -157,7 +157,7 @@ class CalibrationRequest:
             if value is not None and not 0 < value < 1:
                 raise SpecError(f"--{name.replace('_', '-')} {value}: expected a number between 0 and 1.")
         if self.target_kept is None and self.target_ess is None:
-            raise SpecError("no target: give --target-kept 0.98 for masks, --target-ess 0.9 for a weight, or both.")
+            raise SpecError("no target: pass --target-kept 0.98 for masks, --target-ess 0.9 for a weight, or both.")
 
 
 @dataclass(frozen=True)
@@ -288,10 +288,10 @@ def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[li
         elif part.spec.by_staleness is not None:
             skipped[part.key] = "has a cap for each age (by_staleness), but an ESS target fits only a single cap"
         else:
-            skipped[part.key] = "takes --target-ess: it keeps every token, and caps its weight"
+            skipped[part.key] = "takes --target-ess, because it keeps every token and caps its weight"
     if not taken:
         reasons = "; ".join(f"{key} {why}" for key, why in skipped.items())
-        raise SpecError(f"no part of the correction accepts the given target: {reasons}.")
+        raise SpecError(f"no part of the correction can use the given target: {reasons}.")
     return taken, skipped
 
 

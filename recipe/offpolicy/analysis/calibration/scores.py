@@ -64,8 +64,9 @@ class PromptSample:
             return ""
         by_row = f"{self.rows:.2g}" if self.rows < 1 else "all"
         return (
-            f"Bounds are based on a sample of the prompts, a share of {self.tokens:.2g} for parts that decide by token "
-            f"and {by_row} for parts that decide by row; the total that a correction keeps is counted on every token."
+            f"Bounds are based on a sample of the prompts: a share of {self.tokens:.2g} for parts that decide by "
+            f"token, and {by_row} for parts that decide by row. The total that a correction keeps is counted over all "
+            "tokens."
         )
 
     def find_rows(self, prompt: NDArray[np.uint64], share: float | None = None) -> NDArray[np.bool_]:

@@ -111,7 +111,7 @@ def assign(early: Answers, *, samples: int, correct_at_least: float) -> dict[str
     if not found:
         raise NoClassError(
             f"{early.label}: {len(classes)} prompts have {samples} answers, but none of these prompts is easy (more "
-            f"than 90 % right) or hard (less than 10 %). Name a dump with more samples, or pass --samples."
+            "than 90 % correct) or hard (less than 10 %). Name a dump with more samples, or pass --samples."
         )
     return found
 

@@ -30,8 +30,8 @@ TITLES = {
     "all": "all answers",
     "right": "right answers",
     "wrong": "wrong answers",
-    "easy": "easy prompts (0.9 or more right)",
-    "hard": "hard prompts (0.1 or less right)",
+    "easy": "easy prompts (0.9 or more correct)",
+    "hard": "hard prompts (0.1 or less correct)",
 }
 
 
@@ -76,7 +76,7 @@ def read_curves(path: Path, *, correct_at_least: float) -> list[LengthStep]:
         reward = next((known[key] for key in REWARD if key in known), math.nan)
         found.append(LengthStep(step, {"all": known.get(LENGTH, math.nan)} | lengths, reward))
     if not found:
-        raise CurveError(f"{path}: no step has {LENGTH}.")
+        raise CurveError(f"{path}: no step records {LENGTH}.")
     return found
 
 

@@ -94,8 +94,8 @@ class Page:
         content = self.render().encode("utf-8", errors="replace")
         if len(content) > LARGEST:
             raise PageError(
-                f"{path}: the page would have {len(content):,} bytes, more than {LARGEST:,}. Give it fewer "
-                f"figures or shorter tables."
+                f"{path}: the page would be {len(content):,} bytes long, more than the limit of {LARGEST:,}. Give it "
+                "fewer figures or shorter tables."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         # The file is written next to the target, so that the replacement is atomic.

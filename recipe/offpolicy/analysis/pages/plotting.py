@@ -43,7 +43,7 @@ def check_target(option: str, path: Path, example: str) -> None:
     # Missing folders are created when the file is written, so the nearest existing folder must be writable.
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise PageError(f"{option} {path}: no file can be written below {above}. Name another place.")
+        raise PageError(f"{option} {path}: no file can be written under {above}. Name another place.")
 
 
 Series = Sequence[float] | NDArray[np.float64]

@@ -85,7 +85,7 @@ def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts
             if uid is not None:
                 prompt.uids[str(path), session.rpartition("_")[0]] += 1
     if not steps:
-        raise DumpError(f"{', '.join(map(str, paths))}: no sample in it.")
+        raise DumpError(f"{', '.join(map(str, paths))}: no sample was found.")
     runs = name_runs(folder for folder, _ in steps)
     return [
         _count(step, prompts, correct_at_least, named, runs[folder])

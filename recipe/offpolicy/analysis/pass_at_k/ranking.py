@@ -129,8 +129,8 @@ def _choose(counts: Tensor, k: int, stopping: Stopping | None) -> tuple[str, lis
         return "unbiased", []
     if stopping is None and least == most:
         return "Bernoulli", [
-            f"k={k} is more than the {least} samples: 1 - (1 - c/n)^k ranks, but does not estimate pass@{k}. The "
-            f"larger k is, the more the ranking depends on the share of prompts with a right sample."
+            f"k={k} is more than the {least} samples: 1 - (1 - c/n)^k ranks checkpoints, but does not estimate "
+            f"pass@{k}. The larger k is, the more the ranking depends on the share of prompts with a correct sample."
         ]
     varied = (
         "" if stopping else f" Prompts have {least} to {most} samples, and 1 - (1 - c/n)^k depends on their number."
@@ -225,6 +225,6 @@ def list_notes(found: Ranking) -> list[str]:
         *found.notes,
         f"{len(found.places)} checkpoints, {found.pairs} pairs: the intervals of differences from the first "
         f"checkpoint are simultaneous over all pairs, at 95 % (+- {found.width:.2f} standard errors). The best "
-        f"checkpoint is one of those that may be best, at 95 %. The first place's own value is too high on "
-        "average, because the same samples selected it.",
+        "checkpoint is one of those that may be best, at 95 %. The value of the checkpoint in first place is too "
+        "high on average, because the same samples selected it.",
     ]

@@ -194,7 +194,7 @@ _LEAST_STEPS = 3
 _GREW = 2.0
 _SWINGS = 10.0
 _NEXT = {
-    "not reachable": "Next: remove the cause of the mismatch, which no bound can do",
+    "not reachable": "Next: remove the cause of the mismatch, because no bound can do so",
     "not identified": "Next: record more steps (offpolicy.record.every=1, offpolicy.record.share=1)",
 }
 COPIED = "mu equals pi_old bit for bit: was one copied from the other?"
@@ -266,13 +266,15 @@ def _mismatch(timeline: Timeline) -> Answer:
     lost = sum(step.nonfinite for step in timeline.steps)
     end = f" {lost:,} tokens have a log-prob that is not finite." if lost else ""
     if unscored:
-        end += f" {unscored:,} rows of later gradient steps are left out: the trainer's pi_old was not recorded."
+        end += (
+            f" {unscored:,} rows of later gradient steps are left out, because the trainer's pi_old was not recorded."
+        )
     if _is_copied(timeline):
         same = f"mu equals pi_old at all {int(tokens.sum()):,} tokens, which does not happen with two engines."
         return Answer(question, COPIED, f"{same} Check where rollout_log_probs and old_log_probs come from.{end}")
     fresh, counts = timeline.get_column("kl_fresh"), timeline.get_column("fresh_tokens")
     if not counts.sum():
-        because = "Every row was sampled by older weights: mismatch and staleness cannot be told apart. Together, "
+        because = "Every row was sampled by older weights, so mismatch and staleness cannot be told apart. Together, "
         because += f"they amount to {mean:.2g} nats per token; "
         return Answer(question, "unknown", f"{because}{describe_trend(kl, 'nats')}.{end}")
     mine = counts > 0
@@ -329,8 +331,8 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
     by = ", ".join(f"{reason} {rejected:.1%}" for reason, rejected in timeline.reasons.items() if rejected > 0)
     because = f"Rejected by {by}. " if by else ""
     because += (
-        f"By length, the smallest share is {worst.kept_rows:.1%} of the {worst.rows} rows with T "
-        f"{format_bucket(worst.bucket)}."
+        f"Of all length buckets, T {format_bucket(worst.bucket)} has the smallest kept share: {worst.kept_rows:.1%} "
+        f"of its {worst.rows} rows."
     )
     return Answer(question, f"{share:.1%} of tokens", because)
 
@@ -381,7 +383,7 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
         if threshold.outcome in _NEXT and "Record" not in note and "Look for" not in note:
             sentences.append(_NEXT[threshold.outcome])
     if proposal.lengths:
-        sentences.append("The bound treats lengths differently, see below")
+        sentences.append("The bound treats short and long rows differently (see below)")
     return Answer(question, answer, ". ".join(sentences) + ".")
 
 

@@ -84,8 +84,8 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
         check_stack(options)
         if options == [AUTO]:
             raise SpecError(
-                f"{GROUP}={AUTO} depends on the configuration of a run. Name the options that it chose, which the "
-                f"run printed at its start."
+                f"{GROUP}={AUTO} depends on a run's configuration. Name the options that it chose; the run printed "
+                "them at its start."
             )
         mapping = OmegaConf.to_container(config[GROUP], resolve=True)
     except MissingConfigException as error:
@@ -288,7 +288,9 @@ def build_candidates(
     axes = [parse_grid(grid) for grid in grids]
     repeated = [key for index, (key, _) in enumerate(axes) if key in [other for other, _ in axes[:index]]]
     if repeated:
-        raise SpecError(f"--grid {repeated[0]} is given twice. Put all of its values into one, separated by commas.")
+        raise SpecError(
+            f"--grid {repeated[0]} is given twice. Put all of its values into one --grid, separated by commas."
+        )
     with initialize_composer():
         bases = [_compose_base(list(overrides), recorded) for overrides in specs]
     alone = all(label == RECORDED for label, _ in bases)

@@ -85,7 +85,7 @@ class BaseLoss:
         if self.name in ("vanilla", "gpg"):
             return ""
         if not self.name:
-            return "The recording does not name the base loss: pi / pi_old is used without a clip."
+            return "The recording does not name the base loss, so pi / pi_old is used without a clip."
         return f"Base loss {self.name}: its own ratio and clip are not modelled; pi / pi_old is used without a clip."
 
 

@@ -137,8 +137,8 @@ def check_gradient_known(spec: CorrectionSpec) -> None:
     """Raise SpecError if scores are centred, because centring changes gradients but not weights or kept tokens."""
     if spec.centering is not None:
         raise SpecError(
-            f"correction.centering={spec.centering}: a recording holds no log-probs of tokens that were not sampled, "
-            f"so the centring term is unknown. Replay with correction.centering=null."
+            f"correction.centering={spec.centering}: a recording contains no log-probs of tokens that were not "
+            "sampled, so the centring term is unknown. Replay with correction.centering=null."
         )
 
 
@@ -179,8 +179,8 @@ def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
     """
     if recorded.proximal not in OF_THE_TRAINER:
         raise SpecError(
-            f"correction.proximal=same_engine: the run used correction.proximal={recorded.proximal}, so pi_old, "
-            f"which mu would have to equal, was not computed. Replay with correction.proximal=bypass."
+            f"correction.proximal=same_engine: the run used correction.proximal={recorded.proximal}, so pi_old was "
+            "not computed, and mu cannot be compared with it. Replay with correction.proximal=bypass."
         )
     apart = np.abs(rows.rollout_log_prob.astype(np.float64) - rows.old_log_prob)[rows.response_mask]
     # The condition is written so that NaN counts as a difference.

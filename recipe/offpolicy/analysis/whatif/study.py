@@ -92,7 +92,9 @@ class DenominatorCounts:
             return f"loss_agg_mode={self.mode} divides by an unknown count"
         _, counts = np.unique(rows.mini_batch, return_counts=True)
         if (rows.mini_batch < 0).any() or (counts != self.mini_batch_rows).any():
-            return f"not every recorded mini-batch has the {self.mini_batch_rows} rows on which the run trains at once"
+            return (
+                f"some recorded mini-batches do not have the {self.mini_batch_rows} rows that the run trains on at once"
+            )
         return ""
 
     def compute_scale(self, rows: Rows, kept: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -398,8 +400,8 @@ def _few_rows(outcomes: Sequence[CorrectionOutcome]) -> Iterator[str]:
         overall = outcome.overall
         if overall.rows and overall.reference_rows < FEW:
             yield (
-                f"No bias by sequence is shown: weighted by pi / mu of whole rows, {overall.rows} rows count as only "
-                f"{overall.reference_rows:.1f}, too few for a reference."
+                f"No bias by sequence is shown: when weighted by pi / mu of the whole row, {overall.rows} rows count "
+                f"as only {overall.reference_rows:.1f}, which is too few for a reference."
             )
 
 

@@ -132,7 +132,7 @@ def build_failure_table(study: Study) -> Table:
 def describe_fidelity(fidelity: Fidelity) -> str:
     """Describe the comparison of the recorded correction with its replay."""
     if fidelity.agrees and not fidelity.tokens:
-        return "Not compared: no recorded token has a finite mu and pi_old for comparing the replay."
+        return "The replay was not compared with the recording, because no recorded token has a finite mu and pi_old."
     tokens = f"{fidelity.tokens:,} tokens"
     if fidelity.agrees:
         return (
@@ -396,25 +396,27 @@ def _title(study: Study, drawn: int) -> str:
 _STEPS = 60
 """Number of steps up to which the table by step is shown."""
 MEANINGS = {
-    "tokens kept, rows kept": "share of response tokens, and of rows with a token, that get a gradient.",
+    "tokens kept, rows kept": (
+        "share of response tokens that receive a gradient, and of rows with at least one such token."
+    ),
     "mismatch left": (
-        "benefit of a mask: the share of KL(mu, pi), by k3 of pi/mu over tokens, that lies on tokens which still get "
-        "a gradient. The further it is below the share of tokens kept, the better the mask picks the deviating "
-        "tokens; a random mask would leave the same share."
+        "benefit of a mask: the share of KL(mu, pi), by k3 of pi/mu over tokens, that remains on tokens which still "
+        "receive a gradient. The further it is below the share of tokens kept, the better the mask selects deviating "
+        "tokens; with a random mask, the two shares would be equal."
     ),
     "ESS": "effective sample size of weight x keep: (sum w)^2 / (n sum w^2) over valid tokens, or rows.",
     "lr scale": (
-        "norm of the corrected gradient weights f A = weight x keep x r x advantage relative to the uncorrected "
-        "r A, where r is PPO's pi/pi_old, 0 where PPO clips, and denominator=kept multiplies f by its scale: the "
-        "effect on the learning rate if token gradients had equal size and were unrelated."
+        "norm of the corrected gradient weights f A = weight x keep x r x advantage relative to the norm of the "
+        "uncorrected r A. Here r is PPO's pi/pi_old, or 0 where PPO clips, and denominator=kept multiplies f by its "
+        "scale. The result is the effect on the learning rate if token gradients were equal in size and unrelated."
     ),
     "bias by token": (
         "relative distance of the gradient weights from those with the untruncated pi/mu of each token: the largest "
         "possible error of a gradient (Cauchy-Schwarz), including noise that would average out."
     ),
     "bias by row": (
-        "the same distance with pi/mu of the whole row, the unbiased weight of the policy gradient; if rows are long, "
-        "it depends on few of them."
+        "the same distance, but with pi/mu of the whole row, which is the unbiased weight of the policy gradient; if "
+        "rows are long, it depends on only a few of them."
     ),
     "in common (Jaccard)": "of the tokens or rows that either correction rejects, the share that both reject.",
     "systematic part": (

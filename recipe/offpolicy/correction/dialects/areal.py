@@ -116,7 +116,7 @@ def _bound_divergence(metric: str, level: str, agg: str, values: Mapping[str, An
     how = "sum" if level == "token" else agg
     if metric == "binary_kl":
         if level == "sequence":
-            reason = "the greater of two binary KLs has no sum or mean over a row here."
+            reason = "no aggregate here is the sum or the mean of the greater of two binary KLs over a row."
             raise refuse(reason, f"{where}.level", level, f"Set {where}.level=token.")
         return build_mask(level, metric, lower, upper)
     if metric == "kl_k2":

@@ -137,7 +137,10 @@ def check_weight_of_rows(weight: Mapping[str, Any] | None, name: str, key: str, 
         >>> check_weight_of_rows(build_weight("sequence", None, 2.0), "TRL", "importance_sampling_level", "sequence")
     """
     if weight is not None and weight["level"] != "sequence":
-        reason = f"{name} multiplies the gradient of a row's ratio by weights of tokens, verl's gspo each token's own."
+        reason = (
+            f"{name} multiplies the gradient of a row's ratio by the weights of its tokens, whereas verl's gspo "
+            "multiplies each token's own gradient."
+        )
         raise refuse(reason, key, value)
 
 

@@ -52,7 +52,7 @@ def _convert(options: Options) -> dict[str, Any]:
 def _check_around(options: Options) -> None:
     loss = options["loss_type"]
     if loss in ("bnpo", ["bnpo"]) and options[_DELTA] is not None:
-        reason = "it divides by the tokens of the rows that are kept, and weights leave that count unchanged."
+        reason = "it divides by the number of tokens in the rows that are kept, and weights leave that count unchanged."
         raise refuse(reason, "loss_type", loss)
     if loss in ("real", ["real"]):
         raise refuse("ms-swift does not weight it.", "loss_type", loss)
@@ -61,7 +61,9 @@ def _check_around(options: Options) -> None:
         in_reward = options["advantage_estimator"] in ("rloo", "reinforce_plus_plus")
     beta = 0.1 if options["beta"] is None else read_number(options["beta"], "beta")
     if beta and not read_flag(in_reward, "kl_in_reward"):
-        reason = "ms-swift multiplies the KL term by weights and masks too, which kl_weight cannot; its default is 0.1."
+        reason = (
+            "ms-swift also multiplies the KL term by weights and masks, which kl_weight cannot do; the default is 0.1."
+        )
         raise refuse(reason, "beta", options["beta"])
 
 

@@ -69,7 +69,8 @@ def _convert(options: Options) -> dict[str, Any]:
     if error is not None:
         if kind in ("icepop", "seq-mask-tis"):
             reason = (
-                f"rows that it drops leave the counts, and what {kind} drops does not: no denominator here is both."
+                f"rows that it drops are no longer counted, but what {kind} drops still is, and no denominator "
+                "here does both."
             )
             raise refuse(reason, _THRESHOLD, error, f"Set {_THRESHOLD}=null, or {_TYPE}=tis.")
         outlier = build_mask("sequence", "exp_abs_mean", None, read_ratio_bound(error, _THRESHOLD))

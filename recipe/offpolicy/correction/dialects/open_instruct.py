@@ -16,7 +16,9 @@ def _convert(options: Options) -> dict[str, Any]:
     of_mu, corrects, by_row, by_divergence = (read_flag(options[key], key) for key in _FLAGS)
     newer = [key for key in options.given if key.startswith(("rho_", "use_rho_"))]
     if _OLD in options.given and newer:
-        raise refuse(f"the key of 0.2.0 for {min(newer)}.", _OLD, options[_OLD], "Give the keys of one release.")
+        raise refuse(
+            f"this is the key that 0.2.0 uses for {min(newer)}.", _OLD, options[_OLD], "Give the keys of one release."
+        )
     if of_mu:
         if (corrects and "use_rho_correction" in options.given) or options[_OLD]:
             reason = "pi_old is mu, and open-instruct then refuses a correction."

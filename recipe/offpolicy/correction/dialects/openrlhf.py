@@ -41,7 +41,10 @@ def _convert(options: Options) -> dict[str, Any]:
     plain: dict[str, Any] = {"proximal": "recompute"}
     # In OpenRLHF, unbiased KL is a straight-through estimate: its gradient treats w as a constant.
     if read_flag(options["algo.kl.unbiased_gradient"], "algo.kl.unbiased_gradient") and options["algo.kl.use_loss"]:
-        reason = "its gradient is that of w k2 with w = pi / pi_old held constant, and no KL weight here does that."
+        reason = (
+            "its gradient equals the gradient of w k2 with w = pi / pi_old held constant, which no KL weight here "
+            "reproduces."
+        )
         raise refuse(reason, "algo.kl.unbiased_gradient", True, "The nearest option is correction=kl_unbiased.")
     if not on:
         return plain

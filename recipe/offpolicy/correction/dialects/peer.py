@@ -244,7 +244,7 @@ class Peer:
         if unread and not off and plain == self.convert(Options(self.read)):
             path = unread[0]
             raise SpecError(
-                f"{self.name} does not read it: no key that is set switches a correction on.",
+                f"{self.name} does not read it, because none of the keys that are set switches a correction on.",
                 f"Set {' or '.join(sorted(self.switches - set(given)))}, or leave it out.",
                 key=path,
                 value=idle[path],

@@ -19,7 +19,7 @@ _LOSSES: Final[dict[str, dict[str, Any]]] = {
 def _convert(options: Options) -> dict[str, Any]:
     key = f"{_SECTION}.type"
     if options[key] == "custom":
-        raise refuse("what a loss of your own does is not known.", key, "custom")
+        raise refuse("it is not known what your own loss does.", key, "custom")
     kind = str(read_choice(options[key], tuple(_LOSSES), key, optional=False))
     for path in sorted(options.given - {key}):
         if path.rpartition(".")[2] not in _LOSSES[kind]:

@@ -76,7 +76,10 @@ def _convert(options: Options) -> dict[str, Any]:
     elif tis and of_mis:
         plain |= _convert_mis(options)
     elif tis:
-        reason = "what a function of your own does is not known; compute_mis_weights_with_cp and icepop_function are."
+        reason = (
+            "it is not known what your own function does; the known functions are compute_mis_weights_with_cp and "
+            "icepop_function."
+        )
         raise refuse(reason, "custom_tis_function_path", path)
     if options["advantage_estimator"] == "gspo":
         check_weight_of_rows(plain.get("weight"), "slime", "advantage_estimator", "gspo")
@@ -138,8 +141,8 @@ def _convert_mis(options: Options) -> dict[str, Any]:
 
 _STALE: Final = (
     (False, None),
-    "tokens of older weights leave the loss mask there; the nearest is correction.masks.stale={aggregate: staleness,"
-    " level: token, upper: 0}.",
+    "tokens that older weights sampled are removed from the loss mask there; the nearest is "
+    "correction.masks.stale={aggregate: staleness, level: token, upper: 0}.",
 )
 
 SLIME: Final = Peer(
@@ -151,7 +154,7 @@ SLIME: Final = Peer(
     unsaid={
         "mask_offpolicy_in_partial_rollout": _STALE,
         "custom_config_path": ((None,), "its file sets arguments that are not read here: give them with the others."),
-        "custom_loss_function_path": ((None,), "what a loss of your own does is not known."),
+        "custom_loss_function_path": ((None,), "it is not known what your own loss does."),
     },
     plain=frozenset(),
     elsewhere=words(

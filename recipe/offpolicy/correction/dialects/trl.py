@@ -58,7 +58,7 @@ def _convert_weight(options: Options) -> dict[str, Any]:
         if upper_key in options.given and options[upper_key] != options[cap]:
             alongside = {upper_key: options[upper_key]}
             raise SpecError(
-                "TRL takes the older name.", "Give one of them.", key=cap, value=options[cap], alongside=alongside
+                "TRL uses the older name.", "Give one of them.", key=cap, value=options[cap], alongside=alongside
             )
         upper_key = cap
     lower, upper = (read_ratio_bound(options[key], key) for key in (lower_key, upper_key))
@@ -84,7 +84,7 @@ def _convert_kl(options: Options) -> dict[str, Any]:
     if not read_flag(options[key], key):
         return {}
     if options["importance_sampling_level"] != "token":
-        reason = "a row's ratio as the weight of per-token KL has no equivalent here."
+        reason = "nothing here weights the KL of a token by the ratio of its row."
         raise refuse(reason, "importance_sampling_level", options["importance_sampling_level"])
     return {"kl_weight": {"ratio": "ppo", "upper": None}}
 

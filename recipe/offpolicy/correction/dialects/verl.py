@@ -37,7 +37,7 @@ VERL_REJECTIONS: Final[dict[str, tuple[str, str]]] = {
 _SECTION: Final = "algorithm.rollout_correction"
 _LOSS_MODE: Final = "actor_rollout_ref.actor.policy_loss.loss_mode"
 _YAML_UNDERSCORE: Final = (
-    "YAML and Hydra read an unquoted 0.5_2 as the number 0.52 and 2_5 as 25: quote a pair of bounds"
+    "YAML and Hydra read an unquoted 0.5_2 as the number 0.52 and 2_5 as 25, so quote a pair of bounds"
 )
 
 
@@ -118,7 +118,7 @@ def read_verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, flo
         (0.5, 2.0)
     """
     if threshold is None:
-        raise SpecError("verl leaves out a weight without a threshold.", key=key, proposed={key: 2.0})
+        raise SpecError("verl ignores a weight that has no threshold.", key=key, proposed={key: 2.0})
     lower, upper = _pair(threshold, key)
     if lower is None and upper < 1 and not isinstance(threshold, str):
         raise SpecError(

@@ -119,7 +119,7 @@ class Branches:
         if differs:
             named = " and ".join(missing)
             files.assumed.append(
-                f"line {end.line}: the doctor assumes the existence of {named}, without which the script would end"
+                f"line {end.line}: the doctor assumes that {named} exists, because otherwise the script would end"
             )
         return differs
 

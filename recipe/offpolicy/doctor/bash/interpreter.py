@@ -196,7 +196,7 @@ class Interpreter(Branches):
     def _refuse_lost(self, word: str, command: Simple) -> NoReturn:
         cause = command.cut or "No backslash continues the previous line."
         raise ScriptError(
-            f"line {command.line}: {shorten([word])} is a separate command, not a part of the launch. {cause}"
+            f"line {command.line}: {shorten([word])} is a separate command, not part of the launch. {cause}"
         )
 
     def _read_input(self, token: Token) -> Field:

@@ -41,7 +41,7 @@ class EasierPrompts(RLHFDataset):
         if self.known == 0:
             raise LivenessError(
                 f"length_penalty.leave_out.dump={given.dump}: the dump contains none of the {self.total} prompts of "
-                "data.train_files. Fix: give a dump from validating an early checkpoint on the training prompts."
+                "data.train_files. Fix: give a dump from a validation of an early checkpoint on the training prompts."
             )
         if not keep:
             raise LivenessError(

@@ -101,7 +101,7 @@ class LengthPenalty(AdvantageExtension):
         if not isinstance(data, EasierPrompts) or len(data) != data.total - data.left_out or not data.total:
             raise LivenessError(
                 f"{self.section}.leave_out: verl's loader of training prompts reads a {type(data).__name__} with "
-                f"{len(data)} prompts, from which none was left out."
+                f"{len(data)} prompts, from which no prompt was left out."
             )
         self._left_out = data.left_out
         logger.info(
@@ -273,7 +273,10 @@ class LengthPenalty(AdvantageExtension):
                 f"no prompt has an anchor, because no prompt had a pass rate above {anchor.pass_rate:g} over at least "
                 f"{anchor.min_samples} rollouts ({self.section}.anchor.pass_rate, {self.section}.anchor.min_samples)."
             )
-        return f"no advantage has changed, because all sequences of a group got the same penalty ({self.section}.kind)."
+        return (
+            "no advantage has changed, because all sequences of a group received the same penalty "
+            f"({self.section}.kind)."
+        )
 
     # Validation and metrics ---------------------------------------------------------------------------------
 
@@ -328,7 +331,7 @@ class LengthPenalty(AdvantageExtension):
         cut = int((sessions.truncated & measured.right).sum())
         if cut and not self._warned:
             self._warned = True
-            logger.warning("%d answers were cut off at data.max_response_length, but count as right.", cut)
+            logger.warning("%d answers were cut off at data.max_response_length, but count as correct.", cut)
 
     def _note_share(self, moved: Tensor, without: Tensor) -> None:
         shifted, total = float(moved.abs().sum()), float(moved.abs().sum() + without.abs().sum())

@@ -214,7 +214,7 @@ def penalties(
     if not bool((torch.isfinite(tokens) & (tokens >= 0)).all()):
         raise ValueError(f"lengths {tokens.tolist()}: expected 0 tokens or more.")
     if not bool(((marks == 0) | (marks == 1)).all()):
-        raise ValueError(f"marks {marks.tolist()}: expected right or wrong, 1 or 0.")
+        raise ValueError(f"marks {marks.tolist()}: expected 1 (correct) or 0 (wrong).")
     if not (math.isfinite(coefficient) and coefficient >= 0):
         raise ValueError(f"coefficient={coefficient}: expected 0 or more.")
     if anchor is not None and not (math.isfinite(anchor) and anchor > 0):

@@ -212,7 +212,7 @@ def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> 
 
     for key, manager in _OVERLONG.items():
         if run.get(key) and run.get(manager) == "dapo":
-            reason = "the score already contains verl's own length penalty, so right answers can score below 1."
+            reason = "the score already contains verl's own length penalty, so correct answers can score below 1."
             yield wrong(key, reason, False, alongside=[manager])
     if run.get(key := "algorithm.adv_estimator") not in ESTIMATORS[settings.place]:
         reason = (
@@ -223,7 +223,7 @@ def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> 
     if settings.place == "before":
         if run.get(_FILTER):
             reason = (
-                "groups with only right answers are dropped before the penalty, although the penalty is meant for "
+                "groups with only correct answers are dropped before the penalty, although the penalty is meant for "
                 "easy prompts."
             )
             yield wrong(_FILTER, reason, False, alongside={place: "before"})
@@ -243,7 +243,7 @@ def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> 
     loss = min(settings.coefficient * (longest or 0), settings.most or math.inf)
     if settings.kind == "uniform" and loss > 1:
         reason = (
-            f"a right answer of {longest} tokens loses {loss:g} and scores below an empty one; lengths may collapse."
+            f"a correct answer of {longest} tokens loses {loss:g} and scores below an empty one; lengths may collapse."
         )
         fix = f"To avoid this, set {section}.most=1.0 or a smaller coefficient."
         more: dict[str, Any] = {"verdict": "NOTE", "value": settings.coefficient, "alongside": [key]}
@@ -300,7 +300,7 @@ def _check_left_out(key: str, dump: str, run: Configured) -> Iterator[Problem]:
         )
     if not is_dump(Path(dump)):
         reason = "the file is not a validation dump of verl." if Path(dump).is_file() else "no such file."
-        fix = "Give a dump from validating an early checkpoint on the training prompts."
+        fix = "Give a dump from a validation of an early checkpoint on the training prompts."
         yield run.problem(key, reason, fix, value=dump)
 
 
@@ -316,6 +316,6 @@ def _check_classes(section: str, settings: LengthSettings, from_step: int, run: 
     steps = run.get("trainer.total_training_steps")
     if (steps and from_step > steps) or int(run.get("trainer.test_freq") or 0) <= 0:
         key = f"{section}.classes.from_step"
-        reason = "no validation will run that could fix the classes and follow them."
+        reason = "no validation will run, so the classes can be neither fixed nor followed."
         fix = f"Set trainer.test_freq above 0, a smaller {key}, or {key}=null."
         yield run.problem(key, reason, fix, verdict="NO-OP", value=from_step)

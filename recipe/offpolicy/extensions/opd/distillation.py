@@ -101,7 +101,7 @@ class OnPolicyDistillation(Extension):
             )
         return (
             "advantages of eligible tokens were computed from the teacher and the run's log pi_old, and are replayed "
-            "unchanged: training with another correction.proximal would have had other advantages."
+            "unchanged: training with another correction.proximal would have produced other advantages."
         )
 
     @property

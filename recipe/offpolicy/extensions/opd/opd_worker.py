@@ -230,8 +230,8 @@ def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
     apart = (student - teacher).abs() > ROUNDING * student.abs().clamp(min=1.0)
     if int(unsure.sum()) >= LEAST_TOKENS and not (apart & unsure).any():
         raise LivenessError(
-            f"opd: the teacher's log-probs of {int(scored.sum())} tokens are log pi_old itself: the teacher is the "
-            f"student, and teaches nothing. Fix: set opd.teacher.url to the teacher's server."
+            f"opd: the teacher's log-probs of {int(scored.sum())} tokens equal log pi_old, so the teacher is the "
+            "student itself and teaches nothing. Fix: set opd.teacher.url to the teacher's server."
         )
 
 
@@ -268,8 +268,8 @@ def check_repeated(first: Sequence[float], again: Sequence[float], what: str) ->
     if not mean <= allowed:
         raise LivenessError(
             f"opd: {what}: its {len(apart)} log-probs differ by {mean:.2g} nats on average (allowed: {allowed:.2g}). "
-            "The teacher serves other weights than before, mixes up rows of a request, or its servers differ from "
-            "each other."
+            "The teacher serves different weights than before, mixes up rows of a request, or its servers differ "
+            "from each other."
         )
 
 

@@ -111,7 +111,7 @@ def sample(
             if status < 500 and status not in BUSY:
                 break
         raise TeacherError(
-            f"{url} gave no answers to prompt {number} ({failure}). Fix: check whether the server serves {model}."
+            f"{url} returned no answers to prompt {number} ({failure}). Fix: check whether the server serves {model}."
         )
 
     try:
@@ -179,7 +179,7 @@ def keep_right(
     fit = [text for text in texts if is_right(text)]
     if right and not fit:
         raise RftError(
-            f"no right answer is still right in the format {pattern!r}. Fix: give another --format or --reward."
+            f"no correct answer is still correct in the format {pattern!r}. Fix: give another --format or --reward."
         )
     chosen = random.Random(0).sample(fit, min(most, len(fit)))
     return Found(len(finished), len(right), tuple(chosen))
@@ -226,7 +226,7 @@ def write_dataset(rows: Sequence[Mapping[str, Any]], found: Sequence[Found], fol
     ]
     if not lines:
         raise RftError(
-            "no answer was right. Fix: sample more answers (-n), use easier prompts, or give another --reward."
+            "no answer was correct. Fix: sample more answers (-n), use easier prompts, or pass another --reward."
         )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "train.parquet"

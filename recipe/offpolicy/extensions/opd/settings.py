@@ -212,7 +212,9 @@ KEYS = {
     "schedule.end": number("a number, or null", null=True, read_with=("schedule.by", ...)),
     "schedule.final": number("a factor, 0 or more", 0, read_with=("schedule.by", ...)),
     "horizon": count("a number of tokens, 1 or more, or null", null=True),
-    "max_gap": number("nats above 0: failed rows of a far teacher have gaps of many nats", above=0),
+    "max_gap": number(
+        "nats above 0; with a teacher that is far from the student, failed rows have gaps of many nats", above=0
+    ),
     "scale": Key(_is_scale, "std, mean_std, none or a number above 0"),
     "corrected": flag(),
     "extreme": number("nats above 0", above=0),

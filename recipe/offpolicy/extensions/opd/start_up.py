@@ -170,7 +170,9 @@ def find_problems(section: str, settings: OpdSettings, run: Configured) -> Itera
     yield from found
     key, shown = f"{section}.teacher.url", settings.shown
     if any(teacher.shown != teacher.urls for teacher in settings.teachers.values()):
-        reason = "verl and Hydra write the configuration to files and to the loggers, with the secrets in this address."
+        reason = (
+            "verl and Hydra write the configuration to files and to the loggers, including the secrets in this address."
+        )
         fix = (
             f"Remove the secrets, and send them in a header: set {section}.teacher.headers to NAME: "
             "ENVIRONMENT_VARIABLE."
@@ -219,7 +221,7 @@ def _find_conflicts(section: str, settings: OpdSettings, run: Configured) -> Ite
             "the filter drops prompts without a passing rollout, and no other prompt has a pass rate of at most "
             f"{share:g}."
             if never
-            else f"the filter drops prompts without a passing rollout, for which {section} is meant."
+            else f"the filter drops prompts without a passing rollout, but {section} is meant for these prompts."
         )
         yield run.problem(key, reason, f"Set {key}=false, {off}", verdict="NO-OP" if never else "ERROR")
 
@@ -240,7 +242,7 @@ def _examine_teacher(at: str, teacher: TeacherSettings, run: Configured) -> Iter
                 f"the teacher's answers are not repeatable: log-probs of one sequence differ by {apart:.2g} nats.", fix
             )
         elif apart > REPEATS["float32"]:
-            reason = f"log-probs of one sequence differ by {apart:.2g} nats between requests, as usual in 16 bits."
+            reason = f"log-probs of one sequence differ by {apart:.2g} nats between requests, as is usual in 16 bits."
             yield problem(reason, verdict="NOTE")
         yield from _compare_tokens(at, teacher, run, model)
     except TeacherError as error:
@@ -252,7 +254,7 @@ def _compare_tokens(at: str, teacher: TeacherSettings, run: Configured, model: s
     problem = partial(run.problem, f"{at}.url", value=teacher.shown[0])
     student = str(run.get("actor_rollout_ref.model.path"))
     if (tokenizer := load_tokenizer(student)) is None:
-        reason = f"no student tokenizer is available at {student}: vocabulary and chat template are not compared."
+        reason = f"no student tokenizer is available at {student}, so vocabulary and chat template are not compared."
         yield problem(reason, verdict="NOTE")
         return
     fix = "Serve a teacher of the student's own family: distillation compares log-probs of the same tokens."
@@ -264,13 +266,13 @@ def _compare_tokens(at: str, teacher: TeacherSettings, run: Configured, model: s
             return
     if texts := list(find_other_vocabulary(teacher, model, tokenizer)):
         reason = (
-            f"the teacher's tokenizer gives other ids than the student's for {len(texts)} texts, such as {texts[0]!r}."
+            f"the tokenizers of teacher and student give different ids for {len(texts)} texts, such as {texts[0]!r}."
         )
         yield problem(reason, fix)
     elif not teacher.other_template and getattr(tokenizer, "chat_template", None):
         number = find_other_template(teacher, model, tokenizer, _read_conversations(run))
         if number is not None:
-            reason = f"the teacher's chat template renders training prompt {number} as other ids than the student's."
+            reason = f"the chat templates of teacher and student render training prompt {number} as different ids."
             fix = f"Serve the teacher with the student's --chat-template, or set {at}.other_template=true."
             yield problem(reason, fix)
 

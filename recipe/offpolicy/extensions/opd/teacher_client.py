@@ -209,7 +209,10 @@ class TeacherClient:
                 failure, pause = f"{url}: HTTP {status}", PAUSE * 2**attempt if after is None else after
                 continue
             if status != 200:
-                fix = f"serve the model {body['model']} with a max_model_len that holds prompt and response."
+                fix = (
+                    f"serve the model {body['model']} with a max_model_len that is large enough for prompt and "
+                    "response."
+                )
                 raise TeacherError(
                     f"the teacher at {url} rejected {_name(rows)}: HTTP {status}: {shorten(text)}",
                     explain_key(self._settings) if status in REFUSED else fix,
@@ -245,7 +248,7 @@ def open_session(settings: TeacherSettings) -> requests.Session:
         hide(value)
         if not (value.isascii() and value.isprintable()):
             raise TeacherError(
-                f"the environment variable {variable} of {key} has characters that a header must not contain."
+                f"the environment variable {variable} of {key} contains characters that are not allowed in a header."
             )
         session.headers[name] = value if name in settings.headers else f"Bearer {value}"
     return session
@@ -325,7 +328,7 @@ def read_log_probs(entries: Any, row: Row, url: str = "") -> list[float]:
         given = f"{len(entries)}" if isinstance(entries, list) else "no" if entries is None else "no list of"
         raise TeacherError(f"{where}: it scored {given} positions of {len(ids)}.")
     if entries[0] is not None:
-        raise TeacherError(f"{where}, position 0: it scored a token that no token precedes.")
+        raise TeacherError(f"{where}, position 0: it scored a token that has no token before it.")
     found: list[float] = []
     for place, (entry, token) in enumerate(zip(entries, ids, strict=True)):
         if place == 0:

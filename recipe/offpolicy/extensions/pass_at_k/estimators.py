@@ -68,11 +68,11 @@ def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes:
     if n not in at:
         raise ValueError(f"{n} samples: sampling ends at one of {list(at)}.")
     if n < at[-1] and c < successes:
-        raise ValueError(f"{c} right of {n} samples: sampling continues until {successes} are right.")
+        raise ValueError(f"{c} of {n} samples are correct: sampling continues until {successes} are correct.")
     paths = _count_paths(at, successes, 0).get((n, c), 0)
     if paths == 0:
         raise ValueError(
-            f"{c} right of {n} samples: with {successes} right, sampling would have ended at an earlier look."
+            f"{c} of {n} samples are correct: with {successes} correct, sampling would have ended at an earlier look."
         )
     return (paths - _count_paths(at, successes, k).get((n, c), 0)) / paths
 
@@ -118,7 +118,7 @@ def rank(n: int, c: int, k: int) -> RankingOnly:
 def _counts(n: int, c: int, k: int) -> tuple[int, int, int]:
     n, c, k = read_count(n, "n"), read_count(c, "c"), read_count(k, "k")
     if n < 1 or k < 1 or not 0 <= c <= n:
-        raise ValueError(f"pass@{k} of {n} samples with {c} right: expected n >= 1, k >= 1 and 0 <= c <= n.")
+        raise ValueError(f"pass@{k} of {n} samples with {c} correct: expected n >= 1, k >= 1 and 0 <= c <= n.")
     return n, c, k
 
 
@@ -229,5 +229,5 @@ def _marks(right: Tensor | Sequence[bool]) -> Tensor:
     if marks.dim() != 1 or len(marks) == 0:
         raise ValueError(f"marks of shape {tuple(marks.shape)}: expected one per row of a group.")
     if not bool(((marks == 0) | (marks == 1)).all()):
-        raise ValueError(f"marks {marks.tolist()}: expected right or wrong, 1 or 0.")
+        raise ValueError(f"marks {marks.tolist()}: expected 1 (correct) or 0 (wrong).")
     return marks.bool()

@@ -88,7 +88,9 @@ def _find_in_deal(seen: Sequence[float], right: Sequence[bool], k: int) -> str |
         )
     winners = sum(value > 0 for value in seen)
     if winners % k or any(is_right and not value > 0 for value, is_right in zip(seen, right, strict=True)):
-        return f"{winners} of {n} rows are above the mean, which groups of {k} with a right row in each do not allow"
+        return (
+            f"{winners} of {n} rows are above the mean, which is impossible if each group of {k} contains a correct row"
+        )
     for at, value in enumerate(seen):
         wanted = float(value > 0) - winners / n
         if not abs(value - wanted) <= ERROR:

@@ -66,9 +66,9 @@ class PassAtK(AdvantageExtension):
         if settings.budget.mode == "group_size":
             parts.append(f"groups of {settings.budget.least} to {settings.budget.most}")
         if settings.budget.mode == "upsample":
-            parts.append("prompts drawn by what their groups teach")
+            parts.append("prompts drawn according to what their groups teach")
         if settings.dynamic.successes is not None:
-            parts.append(f"validation until {settings.dynamic.successes} of {settings.dynamic.max_samples} are right")
+            parts.append(f"validation until {settings.dynamic.successes} of {settings.dynamic.max_samples} are correct")
         return "; ".join(parts) or "validation"
 
     def problems(self, config: DictConfig) -> Iterable[Problem]:
@@ -222,17 +222,17 @@ class PassAtK(AdvantageExtension):
         if self._trains and not self._proved:
             if self._best < round_threshold(settings.correct_at_least):
                 return (
-                    f"the highest reward was {self._best:g}, but {key}={settings.correct_at_least:g}: no answer "
-                    "counts as right."
+                    f"the highest reward was {self._best:g}, but {key}={settings.correct_at_least:g}, so no answer "
+                    "counts as correct."
                 )
             return f"no group had an advantage other than 0 ({self.section}.k={settings.k})."
         if self._draws and not self._draws_proved:
             return (
-                "all prompts are drawn with the same probability, because their answers were right equally often "
+                "all prompts are drawn with the same probability, because their answers were correct equally often "
                 f"({key})."
             )
         if self._deals and not self._dealt_proved:
-            return f"all groups have the same size, because their answers were right equally often ({key})."
+            return f"all groups have the same size, because their answers were correct equally often ({key})."
         return None
 
     def _note(self, right: Tensor, groups: Mapping[str, Sequence[int]], k: int) -> None:

@@ -149,7 +149,9 @@ def find_problems(section: str, settings: PassAtKSettings, run: Configured) -> I
         yield from _check_k(section, settings, run)
         yield from _check_objective(section, settings, run)
     if mode != "none" and run.get(_FILTER):
-        reason = "groups that are all right or all wrong are dropped, so the budget never gets their answers."
+        reason = (
+            "groups whose answers are all correct or all wrong are dropped, so the budget never receives these answers."
+        )
         yield run.problem(key, reason, f"Set {_FILTER}=false, or {key}=none.", value=mode, alongside=[_FILTER])
     if mode == "group_size":
         yield from _check_group_sizes(section, settings, run)
@@ -195,7 +197,9 @@ def _check_objective(section: str, settings: PassAtKSettings, run: Configured) -
         )
     overlong, manager = "reward.reward_kwargs.overlong_buffer_cfg.enable", "reward.reward_manager.name"
     if run.get(overlong) and run.get(manager) == "dapo":
-        reason = "the length penalty can lower a right answer's score below the smallest score that counts as right."
+        reason = (
+            "the length penalty can lower a correct answer's score below the smallest score that counts as correct."
+        )
         yield run.problem(overlong, reason, f"Set {overlong}=false, {off}", alongside=[manager])
     if settings.all_k == (1,):
         key, reason = f"{section}.k", "verl's own estimator trains pass@1, so it is not replaced."
@@ -223,7 +227,7 @@ def _check_draws(key: str, run: Configured) -> Iterator[Problem]:
     if run.get(other := "data.shuffle") is False:
         yield wrong(other, "prompts are read in the order of the data set.", True)
     if count_rollouts(run) == 1:
-        yield wrong(ROLLOUTS, "a group of one never has both right and wrong answers.", 8)
+        yield wrong(ROLLOUTS, "a group of one never has both correct and wrong answers.", 8)
 
 
 def _check_group_sizes(section: str, settings: PassAtKSettings, run: Configured) -> Iterator[Problem]:

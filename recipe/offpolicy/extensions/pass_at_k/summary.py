@@ -48,11 +48,13 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
     if bool((n < 2).all()):
         raise NotIdentified("one sample per prompt: the mean is known, but not how prompts differ.")
     if bool(((c == 0) | (c == n)).all()):
-        raise NotIdentified("each prompt is all right or all wrong: no rate in between is observed.")
+        raise NotIdentified("each prompt's samples are all correct or all wrong, so no rate in between is observed.")
     pairs, weights = _compress(n, c)
     a, b, found = maximise_likelihood(pairs[:, 0], pairs[:, 1], weights[None])
     if not bool(found[0]):
-        raise NotIdentified("the counts vary between prompts no more than a single rate for all prompts explains.")
+        raise NotIdentified(
+            "the counts vary between prompts no more than they would with a single rate for all prompts."
+        )
     return float(a[0]), float(b[0])
 
 

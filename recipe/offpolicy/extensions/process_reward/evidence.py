@@ -25,7 +25,7 @@ class ProcessWorker(AdvantageWorker):
 
     @property
     def columns(self) -> Mapping[str, str]:
-        return {UTILITY: "increase of log p(answer) by the episode that ends here, in nats; NaN elsewhere"}
+        return {UTILITY: "increase in log p(answer) over the episode that ends here, in nats; NaN elsewhere"}
 
 
 MOVED_ROWS = 8

@@ -66,7 +66,7 @@ def _write(answer: Any) -> str:
     """
     if isinstance(answer, float | np.floating | Decimal):
         if not math.isfinite(answer):
-            raise AnswerError(f"the column {COLUMN} holds {answer}, which is no answer.")
+            raise AnswerError(f"the column {COLUMN} holds {answer}, which is not an answer.")
         if isinstance(answer, Decimal):
             return f"{answer.normalize():f}"
         # A float32 of 0.1 is written "0.1"; converted to a Python float, it would have more digits.
@@ -380,7 +380,8 @@ class PrefixScorer:
         for tail, mean in zip(tails, means, strict=True):
             if mean is None:
                 raise ScoringError(
-                    f"the rollout server did not score the {tail.answer} tokens of the answer after {tail.end} others."
+                    f"the rollout server did not score the {tail.answer} tokens of the answer that follow the "
+                    f"first {tail.end} tokens."
                 )
         alternatives = len(result.answers)
         for first in range(0, len(means), alternatives):

@@ -103,13 +103,14 @@ def _check_lengths(section: str, settings: ProcessSettings, run: Configured) -> 
     tokenizer, forced = load_tokenizer(str(run.get(key := "actor_rollout_ref.model.path"))), 0
     if tokenizer is None:
         reason = (
-            "the tokenizer is not available, so it was not checked whether its tokens decode one by one as together."
+            "the tokenizer is not available, so it was not checked whether its tokens decode to the same text "
+            "one by one and together."
         )
         yield run.problem(section, reason, verdict="NOTE", value="on")
     else:
         forced = len(tokenizer(settings.force_prompt, add_special_tokens=False)["input_ids"])
         if unlike := find_unlike_pieces(tokenizer, (*settings.markers, *TEXTS)):
-            reason = f"the tokens of {unlike!r} decode to a different text one by one than together."
+            reason = f"the tokens of {unlike!r} decode to different texts one by one and together."
             yield run.problem(key, reason, f"Train a model with another tokenizer, or set {section}=null.")
     lengths = [run.get(f"data.max_{part}_length") for part in ("prompt", "response")]
     most = run.get(key := f"{ROLLOUT}.max_model_len")

@@ -209,8 +209,8 @@ class TurnCredit(AdvantageExtension):
         loop = run.get(agent := f"{ROLLOUT}.agent.default_agent_loop") or "single_turn_agent"
         if loop == "single_turn_agent":
             reason = (
-                "a rollout of this agent loop is one turn, so its tokens have one advantage, as without turn-level "
-                "credit."
+                "each rollout of this agent loop is a single turn, so all its tokens have the same advantage, as "
+                "without turn-level credit."
             )
             fix = f"Set {agent}=tool_agent, unless the data set names an agent loop by row (agent_name), or {off}."
             yield run.problem(agent, reason, fix, verdict="NO-OP", value=loop)

@@ -266,7 +266,7 @@ def _read_alarm(name: str, values: Mapping[str, Any]) -> AlarmSettings:
     fallback = values["fallback"]
     resolved = isinstance(fallback, Mapping)
     if values["action"] == "fallback" and not resolved:
-        reason = "the fallback names options that main_offpolicy has not replaced by their values."
+        reason = "the fallback names options that main_offpolicy has not replaced with their values."
         raise SpecError(reason, key=f"{SECTION}.{name}.fallback", value=fallback)
     return AlarmSettings(
         name=name,
@@ -357,7 +357,7 @@ def _check_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
                 unset, f"{side} and recovery_{side} must be set together.", fix, (set_to(f"{key}.{unset}", given),)
             )
         elif bound is not None and sign * recovery < sign * bound:
-            reason = f"this is looser than {key}.{side}={bound}: the alarm would re-arm while it fires."
+            reason = f"this is looser than {key}.{side}={bound}, so the alarm would re-arm while it fires."
             override = set_to(f"{key}.recovery_{side}", bound)
             yield refuse(f"recovery_{side}", reason, f"Set {bound}, or a stricter bound.", (override,))
             fit = False

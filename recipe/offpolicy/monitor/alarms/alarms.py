@@ -228,7 +228,7 @@ class Alarms:
         if before not in (CONFIGURED, self.in_force):
             quiet = f"alarm {before}: quiet for {self._states[before].calm} updates"
             if self.in_force == CONFIGURED:
-                back = "the configured correction is active again from the next update on, which must prove it."
+                back = "the configured correction is active again from the next update, which must prove it."
                 logger.warning("%s, %s", quiet, back)
             else:
                 logger.warning("%s, but alarm %s fires.", quiet, self.in_force)
@@ -236,7 +236,7 @@ class Alarms:
             alarm = self._alarms[self.in_force]
             forever = alarm.return_after is None
             logger.warning(
-                "alarm %s: fallback [%s] is active from the next update on, which must prove it, %s.",
+                "alarm %s: fallback [%s] is active from the next update, which must prove it, and remains active %s.",
                 alarm.name,
                 ",".join(alarm.options),
                 "for the rest of the run" if forever else f"until {alarm.return_after} quiet updates",

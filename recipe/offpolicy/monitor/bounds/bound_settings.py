@@ -175,7 +175,7 @@ def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tupl
     weight, key = spec.weight, "correction.weight"
     if spec.weights:
         yield (
-            "correction.weights have one cap each, but an ESS belongs to one weight.",
+            "each of correction.weights has its own cap, but an ESS belongs to a single weight.",
             "set a single correction.weight",
         )
         return
@@ -205,7 +205,10 @@ def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tupl
         reason = f"correction.skyrl_compat=true applies masks before a weight of level {weight.level}."
         yield reason, "correction.skyrl_compat=false"
     if "weight" in masks:
-        reason = "the bounds of correction.masks.weight move too, and both would be offpolicy/calibrate/weight."
+        reason = (
+            "the bounds of correction.masks.weight move too, and both metrics would be named "
+            "offpolicy/calibrate/weight."
+        )
         yield reason, "rename the mask"
 
 
@@ -213,7 +216,7 @@ def _explain_immovable(mask: MaskSpec, side: Side) -> str:
     if mask.budget is not None:
         return "budget computes a cutoff per batch, so there is no fixed bound to move."
     if mask.entry.of_age:
-        return "an age is a whole number of versions, which no factor can move."
+        return "an age is a whole number of versions, so it cannot be moved by a factor."
     if mask.by_staleness is not None:
         return "by_staleness gives each age its own bound, but distances are measured from a single bound."
     if mask.by_position is not None:

@@ -103,7 +103,7 @@ class Calibration:
         other = {name for name, left in bounds.items() if _find_open(left) != _find_open(here[name])}
         if same_keys and other:
             raise ValueError(
-                f"calibration.bounds of {sorted(other)} have other open sides than the correction's bounds"
+                f"calibration.bounds of {sorted(other)} are open on other sides than the correction's bounds"
             )
         for name in sorted(other):
             logger.warning(

@@ -240,9 +240,8 @@ def find_obstacles(
         if goal is not None and goal < max((cap for cap in CAPS if cap <= least), default=0.0):
             found["floor"] = (
                 f"even a cap of {math.exp(least):.4g}, the lowest in range, leaves an ESS below {schedule.target:g}: "
-                "the cap is clamped there. Set a lower offpolicy.calibrate.floor, a lower target_ess, or a lower "
-                "bound in "
-                f"addition to the cap, correction.weight.kind=clip: no cap raises small weights."
+                "so the cap is clamped there. Set a lower offpolicy.calibrate.floor, a lower target_ess, or a lower "
+                "bound in addition to the cap, correction.weight.kind=clip, because no cap raises small weights."
             )
         return found
     if goal is None and seen.resolves(schedule.target):

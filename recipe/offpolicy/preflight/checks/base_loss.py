@@ -175,7 +175,7 @@ def _list_defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _find_keys(run: Composed, name: str) -> Iterator[str]:
-    """List keys of the actor and of its sections with this name."""
+    """List the keys with this name in the actor and its sections."""
     return (f"{path}.{name}" for path, node in _list_sections(run.actor, ACTOR) if name in node)
 
 

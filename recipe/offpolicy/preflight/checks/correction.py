@@ -50,7 +50,7 @@ def list_masks(run: Composed) -> list[tuple[str, MaskSpec]]:
 
 
 def check_bounds(run: Composed) -> Iterator[Problem]:
-    """Check that bounds contain the value that equal policies have, and that they can be exceeded."""
+    """Check that bounds contain the value for equal policies, and that they can be exceeded."""
     banded: list[tuple[str, MaskSpec | WeightSpec]] = [*list_masks(run), *list_weights(run)]
     for name, part in banded:
         neutral = 1 if not isinstance(part, MaskSpec) or part.entry.on_ratio else 0
@@ -146,7 +146,7 @@ def check_parts(run: Composed) -> Iterator[Problem]:
 
 
 def check_proximal(run: Composed) -> Iterator[Problem]:
-    """Check that pi_old is what ``proximal`` says, and that no part reads it before it exists."""
+    """Check that pi_old is what ``proximal`` specifies, and that no part reads it before it exists."""
     value, parts = run.spec.proximal, ("proximal",)
     recompute = {PROXIMAL: "recompute"}
     if value == "reuse" and run.steps != 1:
@@ -186,7 +186,7 @@ def _explain_older_weights(run: Composed) -> str | None:
 
 
 def check_ppo_ratio(run: Composed) -> Iterator[Problem]:
-    """Check that parts on pi / pi_old get a second gradient step; at the first step the ratio is 1."""
+    """Check that a batch has a second gradient step for parts on pi / pi_old; at the first, the ratio is 1."""
     spec = run.spec
     if spec.proximal not in ("recompute", "same_engine") or run.steps != 1:
         return
@@ -206,7 +206,7 @@ def check_ppo_ratio(run: Composed) -> Iterator[Problem]:
 
 
 def build_two_steps(run: Composed) -> Mapping[str, Any]:
-    """Build the keys that give a batch two gradient steps; two epochs if it cannot be halved."""
+    """Build the settings for two gradient steps per batch; two epochs if the batch cannot be halved."""
     batch = count_prompts(run.config)
     return {MINI_BATCH: batch // 2} if batch % 2 == 0 else {f"{ACTOR}.ppo_epochs": 2}
 
@@ -245,7 +245,7 @@ def _find_no_kl_loss(run: Composed, part: str, missing: str, named: str) -> Iter
 
 
 def check_denominator(run: Composed) -> Iterator[Problem]:
-    """Check that ``denominator`` and ``nonfinite`` take effect: the loss divides by a count, rows are not shuffled."""
+    """Check that ``denominator`` and ``nonfinite`` take effect, which requires a count in the loss and no shuffling."""
     if not run.spec.recounts:
         return
     kept = run.spec.denominator == "kept"
@@ -279,7 +279,7 @@ def check_distillation(run: Composed) -> Iterator[Problem]:
     """Refuse verl's distillation loss, which this package's loss would overwrite."""
     if run.get(key := "distillation.enabled"):
         reason = (
-            "verl's worker takes one loss. With distillation it is distillation_ppo_loss, which adds the policy term "
-            "and the distillation term inside, so that the correction's loss would replace both."
+            "verl's worker accepts only one loss. With distillation, this is distillation_ppo_loss, which adds up "
+            "the policy term and the distillation term, so the correction's loss would replace both."
         )
         yield run.problem(key, reason, "No override keeps both: distil without a correction, or correct without it.")

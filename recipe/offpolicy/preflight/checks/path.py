@@ -184,16 +184,16 @@ def _check_mode(run: Composed) -> Iterator[Problem]:
         proposed = _find_nearest_mode(mode, covered)
         if mode == _SEPARATE:
             reason = (
-                f"verl {path.release} computes pi_old in this mode as {newest} does, which was tested, but warms up, "
-                "lends the trainer's GPUs to rollouts and routes requests differently, ignores hybrid_engine=false, "
-                "and was not shown to record versions per token."
+                f"verl {path.release} computes pi_old in this mode as {newest} does, which was tested. But it differs "
+                "in the warm-up, in lending the trainer's GPUs to rollouts and in routing requests; it ignores "
+                "hybrid_engine=false, and it was not shown to record versions per token."
             )
             fix = f"Set {MODE}={proposed}, or install verl {newest}."
         yield run.problem(MODE, reason, fix, {MODE: proposed})
     elif mode == _SEPARATE and (key := _find_aliased_snapshot(run)):
         reason = (
-            "if weights are offloaded, verl keeps those of pi_old, and of pi while pi_old is computed, by reference: "
-            "restoring them undoes updates."
+            "if weights are offloaded, verl keeps references instead of copies of the weights of pi_old and, while "
+            "pi_old is computed, of pi, so restoring these weights undoes updates."
         )
         yield run.problem(key, reason, f"Set it to false, or {_SYNC_STEP}=1.", {key: False}, value=True)
 
@@ -240,8 +240,8 @@ def check_program(run: Composed) -> Iterator[Problem]:
         yield run.problem(f"{ROLLOUT}.agent.default_agent_loop", reason, "", {enabled: True}, value=loop)
     for extension in run.extensions:
         reason = (
-            f"{FULLY_ASYNC}_policy has the data set and validation in another process, which the extension does not "
-            f"reach."
+            f"{FULLY_ASYNC}_policy keeps the data set and validation in another process, which the extension does not "
+            "reach."
         )
         for key, fix in extension.needs_rollouter.items():
             value = "on" if key == extension.section else run.get(key)
@@ -265,7 +265,9 @@ def check_lora(run: Composed) -> Iterator[Problem]:
     alongside: dict[str, Any] = {_MERGE: merged}
     sets: dict[str, Any] = {}
     if merged and not merges:
-        reason = f"verl {path.release} sends the base weights without the adapter: rollouts would never see an update."
+        reason = (
+            f"verl {path.release} sends the base weights without the adapter, so rollouts would never use an update."
+        )
         if legacy_fsdp:
             reason = "the legacy actor does not merge, and the rollout engine would refuse its adapters."
         sets = {_MERGE: False} if adapters else {}
@@ -274,7 +276,7 @@ def check_lora(run: Composed) -> Iterator[Problem]:
         sets = {BACKEND: "nccl", _MERGE: True} if merges else {}
     elif not merged and not adapters:
         who = "a checkpoint engine sends" if apart else f"{engine} under verl {path.release} loads"
-        reason = f"{who} the base weights without the adapter: rollouts would never see an update."
+        reason = f"{who} the base weights without the adapter, so rollouts would never use an update."
         alongside[BACKEND if apart else NAME] = backend if apart else engine
         sets = {_MERGE: True} if merges else {}
     elif legacy_fsdp and "dummy" in str(run.get(_FORMAT)):

@@ -83,7 +83,10 @@ def find_former_actor(config: DictConfig) -> Iterator[Problem]:
     """Find out whether a program's configuration is from verl before 0.5, whose sections name no dataclasses."""
     section = _select(config, ACTOR)
     if isinstance(section, DictConfig) and "_target_" not in section:
-        reason = "the section names no _target_, which verl's own has since 0.5, and this verl's workers refuse it."
+        reason = (
+            "the section names no _target_, although verl's own has had one since 0.5, and this verl's workers "
+            "refuse a section without it."
+        )
         fix = "Install the verl release that the program was written for, or let its configuration inherit ppo_trainer."
         yield Problem(ACTOR, None, reason, fix, parts=())
 
@@ -97,7 +100,7 @@ def _select(config: DictConfig, key: str, default: Any = None) -> Any:
 
 
 def find_unreadable_values(config: DictConfig) -> Iterator[Problem]:
-    """Find values whose type is not the one that the checks and verl compute with."""
+    """Find values whose type differs from the one that the checks and verl expect."""
     for key, (kind, usual) in _READ.items():
         value = _select(config, key, ...)  # find_unresolved_interpolations reports values that cannot be resolved
         one_by_one = key == BATCH and value == 0 and find_program_mode(config) == FULLY_ASYNC

@@ -87,7 +87,7 @@ def warn_level_version(run: Composed) -> Iterator[Problem]:
 
 def warn_wide_caps(run: Composed) -> Iterator[Problem]:
     """Warn of caps so high that single tokens or sequences dominate the gradient."""
-    why = f"above {WIDE_CAP:g} single tokens or rows can dominate the gradient; usual: 2 per token, 5 per sequence."
+    why = f"above {WIDE_CAP:g}, single tokens or rows can dominate the gradient; usual: 2 per token, 5 per sequence."
     for part, weight in list_weights(run):
         if weight.power is not None and weight.rate is not None:
             greatest = math.exp(weight.rate - weight.power) * (weight.power / weight.rate) ** weight.power
@@ -145,7 +145,10 @@ def warn_no_staleness(run: Composed) -> Iterator[Problem]:
     for name, mask in list_masks(run):
         if mask.ratio == "full":
             key, parts = f"correction.{name}.ratio", (f"{name}.staleness",)
-            fix = f"Set {key}=rollout, which says so; or {MINI_BATCH} below {BATCH}, which changes training."
+            fix = (
+                f"Set {key}=rollout, which states this explicitly; or {MINI_BATCH} below {BATCH}, which changes "
+                "training."
+            )
             yield run.problem(key, reason, fix, {key: "rollout"}, parts, "NO-OP", value="full")
 
 
@@ -173,10 +176,10 @@ def warn_one_seed(run: Composed) -> Iterator[Problem]:
     key, samples = f"{ROLLOUT}.full_determinism", f"{ROLLOUT}.n"
     if run.get(key) and run.get(NAME) == "vllm" and run.get(samples, 1) > 1:
         reason = (
-            "verl gives all requests of a server one seed, so the rollouts of a prompt on it are copies, and their "
-            "advantages are 0."
+            "verl gives every request to a server the same seed, so a prompt's rollouts on that server are "
+            "identical, and their advantages are 0."
         )
-        fix = f"Use this setting only for debugging. For training {BATCH_INVARIANT}."
+        fix = f"Use this setting only for debugging. For training, {BATCH_INVARIANT}."
         yield run.problem(key, reason, fix, {key: False}, (), "NOTE", (samples,), value=True)
 
 
@@ -188,7 +191,7 @@ def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
     if loses_kl and (why := _explain_kl_left_out(run)):
         yield run.problem(KL_LOSS, why, fix, (), parts, "NOTE", value=True)
     if spec.masks and spec.kl_clip is None and spec.kl_weight is None and loses_kl:
-        reason = "masks act on the policy term: rejected tokens keep the gradient of the KL loss."
+        reason = "masks act only on the policy term, so rejected tokens keep the gradient of the KL loss."
         overrides: tuple[str, ...] = ()
         if run.steps != 1:
             fix = "Usually fine. correction.kl_clip bounds the ratio of the KL loss:"
@@ -208,13 +211,18 @@ def _explain_kl_left_out(run: Composed) -> str | None:
     """Explain why verl's own correction leaves the KL loss unchanged; None if it changes the KL loss.
 
     verl's weights multiply only the policy term. Its rejections change the mask that the KL loss reads too, except in
-    bypass mode, where only the policy term gets the changed mask.
+    bypass mode, where only the policy term uses the changed mask.
     """
     if "rollout_rs" in run.active and BYPASS in run.active:
-        said = "verl's rollout_rs acts on the policy term in bypass mode: rejected tokens keep the gradient of the KL"
+        said = (
+            "verl's rollout_rs acts only on the policy term in bypass mode, so rejected tokens keep the gradient of "
+            "the KL"
+        )
         return f"{said} loss."
     return (
-        "verl's rollout_is acts on the policy term: the KL loss has no weight." if "rollout_is" in run.active else None
+        "verl's rollout_is acts only on the policy term, so the KL loss is not weighted."
+        if "rollout_is" in run.active
+        else None
     )
 
 
@@ -225,10 +233,12 @@ def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
         return
     if run.get(KL_IN_REWARD) and run.get("algorithm.kl_ctrl.kl_coef") != 0:
         reason = (
-            f"the penalty is given per token, and {ESTIMATOR}={estimator} sums a row to one outcome before "
-            f"its baseline: the row is charged for the KL of all of its tokens, and no token for its own."
+            f"the penalty is given per token, but {ESTIMATOR}={estimator} sums a row to one outcome before its "
+            "baseline, so the row is charged for the KL of all of its tokens, and no token for its own KL."
         )
-        fix = f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true to charge each token for its own, which changes training."
+        fix = (
+            f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true to charge each token for its own KL, which changes training."
+        )
         yield run.problem(KL_IN_REWARD, reason, fix, _TO_KL_LOSS, parts, "NOTE", value=True)
     for key, reader in (("algorithm.gamma", "reinforce_plus_plus"), ("algorithm.lam", "gae")):
         by_turn = key == "algorithm.gamma" and run.get("turn_credit") is not None

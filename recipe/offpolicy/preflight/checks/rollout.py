@@ -73,7 +73,7 @@ def check_router_replay(run: Composed) -> Iterator[Problem]:
         proposed = (set_to(key, "R3", add=True),) if live else ()
         yield run.problem(RECORDED, reason, fix, proposed, _PARTS, "ERROR" if mode == "R2" else "NO-OP", value=True)
     if mode == "R2" and (skips := _find_skipped_forward(run)):
-        reason = f"R2 records routes in the forward pass for pi_old, and {skips} skips it."
+        reason = f"R2 records routes in the forward pass for pi_old, but {skips} skips it."
         fix = "Set R3, correction.proximal=recompute and bypass_mode=false, or disabled."
         overrides = (set_to(key, "R3", add=True), set_to(RECORDED, True))
         yield run.problem(key, reason, fix, overrides, _PARTS, value=mode)
@@ -120,7 +120,7 @@ def check_routing_replay(run: Composed) -> Iterator[Problem]:
         sets = {_MODE: "disabled"} | ({RECORDED: False} if mode == "R3" else {})
         yield run.problem(_MODE, f"the model has no experts: {found[1]}.", f"Set {off}.", sets, _PARTS)
     elif run.steps == 1:
-        reason = "a batch gets one gradient step, within which nothing drifts: replay would only bias it."
+        reason = "a batch gets one gradient step, within which nothing drifts, so replay would only bias it."
         fix = f"Set {MINI_BATCH} below {BATCH}, which changes training, or {off}."
         yield run.problem(_MODE, reason, fix, build_two_steps(run), _PARTS, "NO-OP")
 
@@ -176,7 +176,7 @@ _NEUTRAL = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_
 _REPLAYED = "replay the remaining tokens with correction.support=engine, "
 _KEEP = {
     **dict.fromkeys(("top_p", "top_k"), _REPLAYED),
-    "min_p": "ask for it by correction.support=engine and correction.support_min_p, ",
+    "min_p": "request it with correction.support=engine and correction.support_min_p, ",
 }
 _GENERATION, _TEMPERATURE = f"{ENGINE}.override_generation_config", f"{ROLLOUT}.temperature"
 # vLLM accepts either spelling of its arguments.
@@ -205,7 +205,7 @@ def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
     if not run.needs_mu:
         return
     if not run.get(MU_KEY):
-        reason = "without the engine's log-probs there is no mu to correct with."
+        reason = "without the engine's log-probs, there is no mu to correct with."
         yield run.problem(MU_KEY, reason, "Set it to true.", {MU_KEY: True}, MU, "NO-OP")
     if run.spec.proximal == "same_engine":  # the first step checks every log-prob
         return
@@ -248,7 +248,7 @@ def check_sampling(run: Composed) -> Iterator[Problem]:
         return
     temperature, samples = run.rollout["temperature"], f"{ROLLOUT}.do_sample"
     if not run.get(samples, True) or not temperature:
-        reason = "greedy decoding samples from no distribution that a ratio could correct."
+        reason = "greedy decoding does not sample from a distribution, so no ratio can correct it."
         sets = {samples: True, _TEMPERATURE: temperature or 1.0}
         yield run.problem(_TEMPERATURE, reason, f"Set {samples}=true and a temperature > 0.", sets, MU)
     key = f"{_GENERATION}.temperature"
@@ -267,7 +267,7 @@ def check_sampling(run: Composed) -> Iterator[Problem]:
 def _check_truncation(run: Composed) -> Iterator[Problem]:
     untested, support = run.get(NAME) in UNTESTED_ENGINES, run.spec.support is not None
     cut = "tokens are sampled from" if untested else "mu is renormalised over"
-    reason = f"{cut} the remaining tokens, but pi_old covers all: the ratio is off by the mass that was cut."
+    reason = f"{cut} the remaining tokens, but pi_old covers all tokens, so the ratio is off by the mass that was cut."
     for name, values in _NEUTRAL.items():
         keep = "" if untested else _KEEP.get(name, "")
         otherwise = f"{keep}or confirm it with correction.allow_truncated_sampling=true."

@@ -178,7 +178,7 @@ def count_data_parallel_ranks(run: Composed) -> int | None:
 
 
 def _check_forward_passes(run: Composed, mini_batch: int, ranks: int) -> Iterator[Problem]:
-    """Check the same for the forward passes of pi_old and the reference policy, over the whole batch."""
+    """Check that a rank's part of a batch is a multiple of the micro-batches for pi_old and the reference policy."""
     rows = count_prompts(run.config) * run.rollout.n
     if run.path.trainer == "v1":
         # verl pads a batch to whole mini-batches; separate_async makes each mini-batch a step.

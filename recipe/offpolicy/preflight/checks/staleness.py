@@ -184,7 +184,7 @@ def _find_uncovered(run: Composed) -> Iterator[Problem]:
 def warn_verls_limit(run: Composed) -> Iterator[Problem]:
     """Warn of verl's own staleness keys if they do not bound the age, or discard sequences.
 
-    With W warm-up batches and no stragglers, verl trains groups W versions after their issue, and counts W + 1.
+    With W warm-up batches and no stragglers, verl trains groups W versions after they were issued, and counts W + 1.
     """
     if not run.asynchronous or run.staleness is not None or run.program is not None:
         return
@@ -195,15 +195,18 @@ def warn_verls_limit(run: Composed) -> Iterator[Problem]:
     age = math.ceil(ahead)
     if threshold is None:
         reason = (
-            f"the age is not limited: groups are trained {age} versions after their issue, and slower groups "
-            f"whenever they finish."
+            f"the age is not limited: groups are trained {age} versions after they were issued, and slower groups "
+            "whenever they finish."
         )
         fix = f"Set {ETA}={format_value(ahead)} to bound it."
         yield run.problem(_THRESHOLD, reason, fix, (), (), "NOTE", (warmup,))
     elif age + 1 > threshold and strategy in ("wait", "drop"):
         fix = f"Set {set_to(warmup, threshold - 1)}, or {ETA}={threshold - 1} instead of all three."
-        reason = f"by design it discards {1 - threshold / (age + 1):.0%} of all rollouts: groups come {age} versions"
-        reason += " after their issue."
+        reason = (
+            f"by design it discards {1 - threshold / (age + 1):.0%} of all rollouts, because groups arrive {age} "
+            "versions"
+        )
+        reason += " after they were issued."
         if strategy == "wait":
             reason = f"it waits only for unfinished groups: finished groups are trained at age {age}, and the "
             reason += f"threshold admits {threshold - 1}."
@@ -283,7 +286,7 @@ def warn_ages(run: Composed) -> Iterator[Problem]:
     why = f"{ETA} allows no older tokens" if settings else "synchronous training samples with the current weights"
     alongside = (ETA,) if settings else ()
     if run.spec.alpha == BY_AGE and oldest is not None and oldest <= 1:
-        reason = f"no token is more than one version older than the current weights, because {why}: pi_old is mu."
+        reason = f"no token is more than one version older than the current weights, because {why}, so pi_old is mu."
         fix = f"Set {_ALPHA}=0.5 for every age, or correction.proximal=bypass, which is the same here."
         yield run.problem(_ALPHA, reason, fix, (), ("proximal",), "NO-OP", alongside, value=BY_AGE)
     for key, part in run.spec.age_parts.items():
@@ -295,7 +298,7 @@ def warn_ages(run: Composed) -> Iterator[Problem]:
                 fix, value = f"Set a factor above 1 for an age that occurs, or {factors}=null.", list(part.by_staleness)
                 yield run.problem(factors, reason, fix, (), parts, "NO-OP", alongside, value=value)
         elif oldest is not None and part.upper is not None and part.upper >= oldest:
-            reason = f"no token is older than {oldest} versions, because {why}: the mask never acts."
+            reason = f"no token is older than {oldest} versions, because {why}, so the mask never acts."
             less = f"Set {at}.upper={oldest - 1}, which changes training" if oldest else "Train asynchronously"
             yield run.problem(
                 f"{at}.upper", reason, f"{less}, or remove {at}.", (), parts, "NO-OP", alongside, value=part.upper

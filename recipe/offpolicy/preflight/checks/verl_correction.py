@@ -181,13 +181,13 @@ def check_decoupled(run: Composed) -> Iterator[Problem]:
             yield run.problem(f"{VERL}.{key}", because, fix, (), (name_part(key),), "NO-OP")
     weight, threshold = (name_part("rollout_is"),), own.get("rollout_is_threshold")
     if "rollout_is" in own and run.changed.get("rollout_is_threshold", 2.0) is None:
-        reason = f"without a threshold verl omits the weight that rollout_is={own['rollout_is']} requests."
+        reason = f"without a threshold, verl omits the weight that rollout_is={own['rollout_is']} requests."
         yield run.problem(_IS, reason, "Set it to 2.0.", {_IS: 2.0}, weight, "NO-OP")
     if not run.path.attributes.bound_pairs and isinstance(threshold, str):
         reason = f"verl {run.path.release} takes one number, the cap; pairs of bounds are supported since 0.8."
         yield run.problem(_IS, reason, "Set one number, or correction=icepop with its lower and upper.", (), weight)
     if not run.get(MU_KEY):
-        reason = f"without the engine's log-probs verl silently skips its correction, {', '.join(own)}."
+        reason = f"without the engine's log-probs, verl silently skips its correction, {', '.join(own)}."
         parts = tuple(name_part(asked) for asked in run.active or own)
         yield run.problem(MU_KEY, reason, "Set it to true.", {MU_KEY: True}, parts, "NO-OP")
 
@@ -206,8 +206,8 @@ def check_bypass(run: Composed) -> Iterator[Problem]:
         yield from _check_keys_beside(run, loss, asked_of)
     if run.spec.is_none and loss == BYPASS and not asked_of.get(BYPASS):
         reason = (
-            f"this loss uses pi_old as mu, but {_BYPASS}=false recomputes pi_old: its ratios are pi / pi_old, and "
-            f"the mismatch is not corrected."
+            f"this loss uses pi_old as mu, but {_BYPASS}=false recomputes pi_old, so its ratios are pi / pi_old, and "
+            "the mismatch is not corrected."
         )
         fix = f"Set {_BYPASS}=true, or correction=bypass with loss_mode=vanilla."
         yield run.problem(LOSS_MODE, reason, fix, {_BYPASS: True}, (LOSS_MODE,))
@@ -253,7 +253,7 @@ def _build_worker_overrides(asked: dict[str, object], held: dict[str, object]) -
 
 
 def check_legacy_mu(run: Composed) -> Iterator[Problem]:
-    """Check ``actor.use_rollout_log_probs``, which only the legacy FSDP actor reads, and which it needs to get mu."""
+    """Check ``actor.use_rollout_log_probs``: only the legacy FSDP actor reads it, and it needs the key to use mu."""
     key, path = f"{ACTOR}.use_rollout_log_probs", run.path
     reads = path.worker == "legacy" and path.strategy in ("fsdp", "fsdp2")
     if run.get(key) and not reads and not path.asynchronous:  # configurations of asynchronous programs set it
@@ -262,13 +262,13 @@ def check_legacy_mu(run: Composed) -> Iterator[Problem]:
         yield run.problem(key, reason, fix, (), (key,), "NO-OP", value=True)
     one_step = run.actor.ppo_mini_batch_size >= count_prompts(run.config) and run.actor.ppo_epochs == 1
     if reads and one_step and run.verls.get(BYPASS) and not run.get(key):
-        reason = "with one gradient step per batch the legacy actor uses the current policy as pi_old, and mu is lost."
+        reason = "with one gradient step per batch, the legacy actor uses the current policy as pi_old, and mu is lost."
         fix, override = f"Set +{key}=true, or correction=bypass without {VERL}.", set_to(key, True, add=True)
         yield run.problem(_BYPASS, reason, fix, (override,), (name_part(BYPASS),), "NO-OP", value=True)
 
 
 def find_meant(names: Sequence[str]) -> str | None:
-    """Find the key of verl's own correction or policy loss that was meant by a key; None if it resembles none.
+    """Find the key of verl's own correction or policy loss that a given key was meant to be; None if it resembles none.
 
     Args:
         names: the segments of the key, which is misplaced or misspelled.
@@ -379,8 +379,8 @@ def _find_inverted(run: Composed, rejection: str, bound: Any) -> Iterator[Proble
         mirrored = f"{1 / upper:.6g}_{1 / lower:.6g}"
         texts_then = [mirrored if place == index else each for place, each in enumerate(texts)]
         reason = (
-            f"k1 bounds mu / pi_old, the inverse of the importance ratio: {name} keeps {band}, where {text} reads as "
-            f"a band of ratios."
+            f"k1 bounds mu / pi_old, the inverse of the importance ratio: {name} keeps {band}, although {text} looks "
+            "like a band of ratios."
         )
         fix = f"Set {_RS}='{mirrored}' for pi_old / mu in [{lower:g}, {upper:g}]."
         yield run.problem(_RS, reason, fix, {_RS: ",".join(texts_then)}, parts)

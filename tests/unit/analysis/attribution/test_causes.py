@@ -189,7 +189,7 @@ def test_a_temperature_has_a_tight_slope_above_zero(cold: Rows) -> None:
         assert found.verdict == "absent"
         assert found.evidence["slope_high"] < 0.97
         assert found.evidence["explained_low"] > 0.5
-        assert "which no temperature causes" in found.sentence
+        assert "which no temperature can explain" in found.sentence
 
 
 def test_stale_weights_grow_and_reset() -> None:

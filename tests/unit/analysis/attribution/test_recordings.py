@@ -102,7 +102,7 @@ def test_a_kept_cache_is_told_from_old_weights(results: dict[Part, list[Judged]]
         for one in results[part]
     }
     cache, cleared = found["held_out", "cache-9"], found["held_out", "cache-1"]
-    assert "prefix cache holds keys and values of older weights" in cache.sentence
+    assert "prefix cache holds keys and values computed with older weights" in cache.sentence
     assert "enable_prefix_caching=False" in cache.fix
     assert cache.evidence["again_low"] > 10
     assert cleared.evidence["again_high"] < 3

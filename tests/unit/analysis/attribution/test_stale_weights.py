@@ -99,24 +99,24 @@ def test_new_prompts_too_few_by_step_leave_both_open() -> None:
     rows = asked(12, lambda step, prompt: 0.1 * ((step > 1) & (prompt < 12)))
     found = verdict(rows)
     assert found.verdict == "present"
-    assert "too few to tell whether the engine has older weights" in found.sentence
+    assert "too few new prompts to tell whether the engine has older weights" in found.sentence
     assert "max_off_policy_threshold" in found.fix
     enough = verdict(asked(8, lambda step, prompt: 0.1 * ((step > 1) & (prompt < 8))))
-    assert "prefix cache holds keys and values of older weights" in enough.sentence
+    assert "prefix cache holds keys and values computed with older weights" in enough.sentence
 
 
 def test_without_prompts_of_both_kinds_it_is_said_what_is_lacking() -> None:
     rows = asked(PROMPTS, lambda step, prompt: 0.1 * (step > 2))
     found = verdict(rows)
     assert found.verdict == "present"
-    assert "only new prompts next to repeated ones would show" in found.sentence
+    assert "new prompts are needed alongside repeated ones" in found.sentence
     assert "again" not in found.evidence
     new = verdict(asked(0, lambda step, prompt: 0.1 * (step > 2)))
     assert new.verdict == "present"
-    assert "prompts are new at each step, so the weights are stale" in new.sentence
+    assert "every step has new prompts, so either the weights are stale" in new.sentence
     unread = verdict(without_prompts(rows))
     assert unread.verdict == "present"
-    assert "only recorded prompts would show" in unread.sentence
+    assert "record the prompts to find out" in unread.sentence
 
 
 def test_prompts_that_come_again_are_healthy_by_themselves() -> None:

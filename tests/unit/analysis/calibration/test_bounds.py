@@ -306,7 +306,7 @@ def test_what_cannot_be_calibrated(spec: CorrectionSpec, message: str) -> None:
         (CalibrationRequest(target_kept=0.9, confidence=95), "--confidence 95"),
         (
             CalibrationRequest(target_ess=0.9),
-            "no part of the correction accepts the given target.* takes --target-kept",
+            "no part of the correction can use the given target.* takes --target-kept",
         ),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_recording_is_sampled_by_its_size(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(scores, "TOKENS", size / 12 / 4)
     every_row = PromptSample.of_recording(recording)
     assert (every_row.tokens, every_row.rows) == pytest.approx((0.25, 1.0))
-    assert "a share of 0.25 for parts that decide by token and all for parts that decide by row;" in every_row.sentence
+    assert "a share of 0.25 for parts that decide by token, and all for parts that decide by row." in every_row.sentence
     monkeypatch.setattr(scores, "ROWS", 96)
     assert PromptSample.of_recording(recording).rows == 0.5
 

@@ -17,7 +17,7 @@ from recipe.offpolicy.analysis.pages.plotting import check_target
         ("a.txt", "out.png", "not a picture format"),
         ("a", "out.png", "no suffix"),
         (".", "out.png", "it is a directory"),
-        ("file/below.html", "out.html", "no file can be written below"),
+        ("file/below.html", "out.html", "no file can be written under"),
     ],
 )
 def test_a_place_that_cannot_be_written_is_named(name: str, example: str, said: str, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_large_recording_is_calibrated_by_a_sample(tmp_path: Path, monkeypatch
     monkeypatch.setattr(scores, "TOKENS", 1000)
     _, page = report(made(tmp_path, steps=7), tmp_path)
     assert (
-        "Read: all 7 recorded steps (1 to 7). Bounds are based on a sample of the prompts, a share of 0." in page.text
+        "Read: all 7 recorded steps (1 to 7). Bounds are based on a sample of the prompts: a share of 0." in page.text
     )
 
 
@@ -276,7 +276,7 @@ def test_the_page_has_to_have_a_place(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith(f"report: --out {tmp_path}: it is a directory. Name a file")
     (tmp_path / "file").touch()
     assert main([str(tmp_path / "none"), "--out", str(tmp_path / "file" / "a.html")]) == 2
-    assert "no file can be written below" in capsys.readouterr().err
+    assert "no file can be written under" in capsys.readouterr().err
 
 
 def test_whole_numbers_of_the_proof_are_whole(whole: tuple[str, Tags]) -> None:

@@ -89,7 +89,7 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
         ([["correction=none"]], ["correction.foo=1"], "no --spec has this key. There are: 'correction.a"),
         ([["correction=[gsm,icepop"]], [], "not a Hydra override"),
         ([["correction=[tis_token,tis_sequence]"]], [], "both set correction.weight"),
-        ([["correction=auto"]], [], "depends on the configuration of a run"),
+        ([["correction=auto"]], [], "depends on a run's configuration"),
         ([["correction=null"]], [], "Set correction=none"),
         ([["correction=gsm", "correction=icepop"]], [], "given 2 times"),
         ([["correction=gsm", "correction.masks.gsm.uper=2"]], [], "correction.masks.gsm.uper=2: unknown key"),

@@ -46,7 +46,9 @@ def test_what_was_not_recorded_is_not_replayed() -> None:
     with pytest.raises(SpecError, match=r"correction\.proximal=recompute: the run used correction\.proximal=bypass"):
         check_replayable(TOKEN_TIS, bypassed, rows())
     one_engine = replace(NONE, proximal="same_engine")
-    with pytest.raises(SpecError, match=r"the run used correction\.proximal=bypass, so pi_old, which mu"):
+    with pytest.raises(
+        SpecError, match=r"the run used correction\.proximal=bypass, so pi_old was not computed, and mu"
+    ):
         check_replayable(one_engine, bypassed, rows())
     by_version = spec(TIS | {"level": "version"})
     known = sampled_by(rows(), [3, 4])

@@ -75,7 +75,7 @@ def test_agreement_of_each_pair(study: Study) -> None:
 def test_the_replay_of_the_record_is_judged(study: Study) -> None:
     assert study.fidelity.agrees
     assert "agrees with the recording" in describe_fidelity(study.fidelity)
-    assert describe_fidelity(Fidelity()).startswith("Not compared")
+    assert describe_fidelity(Fidelity()).startswith("The replay was not compared")
     differs = describe_fidelity(Fidelity(tokens=5, weights=1))
     assert differs.startswith("MISMATCH: ")
     assert "0 decisions and 1 weights of 5 tokens" in differs

@@ -65,7 +65,7 @@ def test_the_order_of_rows_is_irrelevant_and_the_coefficient_a_factor(
         ("uniform", [[1]], [[1]], 0.1, None, "one of each"),
         ("uniform", [-1], [1], 0.1, None, "0 tokens or more"),
         ("uniform", [float("nan")], [1], 0.1, None, "0 tokens or more"),
-        ("uniform", [1], [0.5], 0.1, None, "right or wrong"),
+        ("uniform", [1], [0.5], 0.1, None, r"1 \(correct\) or 0 \(wrong\)"),
         ("uniform", [1], [1], -0.1, None, "coefficient=-0.1"),
         ("uniform", [1], [1], float("nan"), None, "coefficient=nan"),
         ("anchor", [1], [1], 0.1, 0, "anchor=0"),

@@ -326,7 +326,7 @@ def test_other_weights_behind_the_same_address_stop_the_run(teacher: FakeTeacher
     teacher.score = lambda ids: [0.8 * value for value in opinion(ids)]
     steps.take(2)
     with pytest.raises(
-        LivenessError, match=r"a sequence of an earlier step was scored again: its .* serves other weights"
+        LivenessError, match=r"a sequence of an earlier step was scored again: its .* serves different weights"
     ):
         steps.take(3)
 

@@ -149,8 +149,8 @@ def test_verls_own_class_loads_it_where_the_template_allows(folder: Path, studen
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--right-from", "2"], "no answer was right"),
-        (["--format", "{last}!"], "no right answer is still right in the format"),
+        (["--right-from", "2"], "no answer was correct"),
+        (["--format", "{last}!"], "no correct answer is still correct in the format"),
         (["--reward", "nowhere.py:f"], "no such file"),
         (["--api-key", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE of opd.teacher.api_key is not set"),
         (["--teacher", "{student}"], "has no chat template"),
@@ -166,7 +166,7 @@ def test_what_is_wrong_ends_in_a_sentence(
 
 def test_a_busy_server_is_asked_again_and_a_refusal_is_said() -> None:
     settings = TeacherSettings(("http://127.0.0.1:9",), retries=0)
-    with pytest.raises(TeacherError, match=r"gave no answers to prompt 0 \(ConnectionError\)"):
+    with pytest.raises(TeacherError, match=r"returned no answers to prompt 0 \(ConnectionError\)"):
         sample(settings, "m", [[1]], Sampling(n=5))
     ids = build_byte_tokenizer([])("2 + 3")["input_ids"]
     with serving(Student(failures=[503])) as student:
@@ -183,7 +183,7 @@ def test_answers_that_lose_their_reward_in_the_format_are_not_kept() -> None:
 
     found = keep_right(["5", "4", None, "is\n5", "5 is\nit"], {}, score, right_from=1.0, most=9, pattern="{last}")
     assert (found.finished, found.right, sorted(found.kept)) == (4, 3, ["5"])
-    with pytest.raises(RftError, match="no right answer"):
+    with pytest.raises(RftError, match="no correct answer"):
         keep_right(["5"], {}, score, right_from=1.0, most=9, pattern="x")
 
 

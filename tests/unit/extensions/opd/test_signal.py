@@ -246,8 +246,8 @@ FAULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "not a number": (lambda s, t: torch.full_like(t, math.nan), "are not finite"),
     "negated": (lambda s, t: -t, "hold no log-probs: the maximum is"),
     "above 0": (lambda s, t: t + 0.3, "hold no log-probs: the maximum is"),
-    "the student": (lambda s, t: s, "are log pi_old itself"),
-    "the student, sent as text": (lambda s, t: s * (1 + 1e-7), "are log pi_old itself"),
+    "the student": (lambda s, t: s, "equal log pi_old, so the teacher"),
+    "the student, sent as text": (lambda s, t: s * (1 + 1e-7), "equal log pi_old, so the teacher"),
 }
 
 

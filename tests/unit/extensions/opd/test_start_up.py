@@ -166,10 +166,14 @@ def test_a_secret_in_the_address_is_refused_and_a_strangers_is_not_asked(teacher
         ({"models": ()}, "serves no model", "scripts/teacher.sh"),
         ({"length": 30}, "the teacher accepts 30 tokens, but prompt and response have up to 30", "--max-model-len 31"),
         ({"score": "noisy"}, "answers are not repeatable", "float32"),
-        ({"tokenize": lambda body: [0]}, "gives other ids than the student's", "student's own family"),
+        (
+            {"tokenize": lambda body: [0]},
+            "the tokenizers of teacher and student give different ids",
+            "student's own family",
+        ),
         (
             {"tokenize": lambda body: [0] if "messages" in body else alike(body)},
-            "chat template renders training prompt 0 as other ids",
+            "chat templates of teacher and student render training prompt 0 as different ids",
             "opd.teacher.other_template=true",
         ),
     ],

@@ -299,7 +299,7 @@ def test_a_server_that_demands_a_key_is_said_before_the_run(guarded: FakeTeacher
     ("value", "said"),
     [
         ("", "KEY_OF_TEACHER of opd.teacher.api_key is not set"),
-        ("a\nb-secret", "has characters that a header must not"),
+        ("a\nb-secret", "contains characters that are not allowed in a header"),
     ],
 )
 def test_a_value_that_cannot_be_sent_is_not_said(value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

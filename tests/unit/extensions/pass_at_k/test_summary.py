@@ -116,7 +116,7 @@ def test_the_gradient_is_zero_at_the_fit() -> None:
         ([8, 8, 8], [8, 8, 8], "all samples are right"),
         ([8, 8, 8], [0, 0, 0], "all samples are wrong"),
         ([1, 1, 1], [1, 0, 1], "one sample per prompt"),
-        ([8, 4, 8], [8, 0, 0], "all right or all wrong"),
+        ([8, 4, 8], [8, 0, 0], "all correct or all wrong"),
         ([8, 8, 8, 8], [4, 4, 4, 4], "vary between prompts no more"),
         ([4, 4], [1, 3], "vary between prompts no more"),
         ([64] * 40, [31, 32, 33, 32] * 10, "vary between prompts no more"),

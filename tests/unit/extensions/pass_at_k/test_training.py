@@ -56,7 +56,7 @@ def test_an_impossible_k_is_named_with_the_group(n: int, k: int, objective: str)
 @pytest.mark.parametrize(
     ("right", "k", "objective", "said"),
     [
-        ([0.5, 1], 1, "loo", "right or wrong"),
+        ([0.5, 1], 1, "loo", r"1 \(correct\) or 0 \(wrong\)"),
         ([[1, 0]], 1, "loo", "one per row"),
         ([], 1, "loo", "one per row"),
         ([1, 0], 1.0, "loo", "k=1.0"),

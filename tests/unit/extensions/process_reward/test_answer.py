@@ -111,7 +111,7 @@ def test_ground_truth_is_one_answer_or_alternatives(truth: Any, answers: list[st
 
 @pytest.mark.parametrize("truth", [math.nan, math.inf, np.float32("nan"), [1.0, -math.inf]])
 def test_a_number_that_is_not_finite_is_no_answer(truth: Any) -> None:
-    with pytest.raises(AnswerError, match="which is no answer"):
+    with pytest.raises(AnswerError, match="which is not an answer"):
         read_answers({"ground_truth": truth}, 2)
 
 

@@ -109,7 +109,7 @@ def test_release_0_7_1_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatc
 def test_a_tokenizer_whose_tokens_read_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_up, "find_unlike_pieces", lambda tokenizer, texts: texts[0])
     (found,) = problems(config())
-    assert "decode to a different text one by one" in str(found)
+    assert "decode to different texts one by one" in str(found)
 
 
 CHECKS = {"monte_carlo": {"every": 4, "share": 0.25}}

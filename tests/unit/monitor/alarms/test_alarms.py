@@ -104,7 +104,10 @@ def test_a_fallback_is_in_force_from_the_next_update_on(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         assert judged(made, 0.2, 0.2) == [False, True]
     assert (made.in_force, made.fallback) == ("ess", SAFER)
-    assert "fallback [gsm] is active from the next update on, which must prove it, for the rest" in caplog.text
+    assert (
+        "fallback [gsm] is active from the next update, which must prove it, and remains active for the rest"
+        in caplog.text
+    )
     assert made.metrics() == {"alarm/ess": 1.0, "alarm/active_correction": 0.0}
     # It re-arms and fires again: there is nothing further to fall back to.
     assert judged(made, 0.5, 0.5, 0.5, 0.2, 0.2, 0.2) == [False] * 6
@@ -170,7 +173,7 @@ def test_when_a_fallback_ends_that_of_an_alarm_that_still_fires_begins(caplog: p
         assert judged(made, 0.9, **FAR) == [True]
     assert (made.in_force, made.fallback) == ("mean_weight", PRODUCT)
     assert "alarm ess: quiet for 2 updates, but alarm mean_weight fires." in caplog.text
-    assert "alarm mean_weight: fallback [product_mask] is active from the next update on" in caplog.text
+    assert "alarm mean_weight: fallback [product_mask] is active from the next update" in caplog.text
     assert judged(made, 0.9, 0.9) == [False, True]
     assert made.in_force == CONFIGURED
 

@@ -210,7 +210,8 @@ REJECT = {"level": "token", "kind": "reject", "lower": None, "upper": 2.0}
         (
             CorrectionSpec.from_mapping({"weight": TIS, "masks": {"weight": GSM}}),
             {"target_kept": 0.98},
-            "both would be offpolicy/calibrate/weight. Set offpolicy.calibrate.target_ess=null, or rename the mask.",
+            "both metrics would be named offpolicy/calibrate/weight. "
+            "Set offpolicy.calibrate.target_ess=null, or rename the mask.",
         ),
         (CorrectionSpec.from_mapping({"weight": TIS, "masks": {"weight": GSM}}), {}, ""),
     ],

@@ -111,7 +111,7 @@ def test_an_edit_stops_an_update_unless_it_is_forced(
     assert snapshot(fork) == before
     capsys.readouterr()
     assert copy(fork, "--force") == DONE
-    assert "recipe/offpolicy/main.py was edited: its content is kept in the commit before" in capsys.readouterr().out
+    assert "recipe/offpolicy/main.py was edited: its content is kept in the previous commit" in capsys.readouterr().out
     assert (fork / "recipe/offpolicy/main.py").read_text() == "one\n"
     assert git(fork, "show", "HEAD^:recipe/offpolicy/main.py") == "edited\n"
     assert (fork / "verl_patches/__init__.py").read_text() == "newer\n"
@@ -295,7 +295,7 @@ def shadowing_patches(fork: Path, submodule: Path) -> None:
 @pytest.mark.parametrize(
     ("shadow", "message"),
     [
-        (shadowing_init, "it holds an __init__.py"),
+        (shadowing_init, "it contains an __init__.py"),
         (shadowing_recipe, "recipe/offpolicy/ would be imported instead of"),
         (shadowing_patches, "verl_patches/ would be imported instead of"),
     ],

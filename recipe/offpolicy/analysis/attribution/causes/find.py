@@ -114,7 +114,7 @@ def withdraw_staleness(delivery: Sequence[Cause], causes: Sequence[Cause], *, st
     verdicts = {cause.name: cause.verdict for cause in delivery}
     if stale or verdicts.get(UNDELIVERED) != "absent" or verdicts.get(ROUNDED) != "present":
         return list(causes)
-    why = "the KL grows as it does if updates are rounded away, and all weights were delivered"
+    why = "the KL grows as it would if updates were rounded away, and all weights were delivered"
     return [
         report_untestable(cause.name, why, **cause.evidence) if cause.fix == stale_weights.FIX_WEIGHTS else cause
         for cause in causes

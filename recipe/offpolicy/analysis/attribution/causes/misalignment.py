@@ -85,8 +85,8 @@ def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause |
         {**evidence, "correlation_0": here.value, "correlation_0_low": here.low, "correlation_0_high": here.high},
         f"log mu is unrelated to log pi_old: their correlation is {here.value:.2f} [{here.low:.2f}, "
         f"{here.high:.2f}], and the KL is {compute_k3(gap).mean():.2g} nats per token",
-        "find out where mu is joined to the wrong rows: they may be in another order, or mu may come from entirely "
-        "different weights",
+        "find where mu is joined to the wrong rows: the rows may be in a different order, or mu may come from "
+        "entirely different weights",
     )
 
 

@@ -41,15 +41,15 @@ def find(sampled: SampledTokens, *, offset: bool) -> Cause:
     tail = estimate(sums, lambda total: _deviation(total[:3]) / _deviation(total[6:]))
     evidence: dict[str, float] = {"tokens_low": float(low.sum())}
     if noise is None:
-        return report_untestable(NAME, "no token has a probability of 0.1 to 0.9", **evidence)
+        return report_untestable(NAME, "no token has a probability between 0.1 and 0.9", **evidence)
     evidence |= {"noise": noise.value, "noise_low": noise.low, "noise_high": noise.high}
     if tail is not None:
         evidence |= {"tail": tail.value, "tail_low": tail.low}
     if noise.low <= THRESHOLDS.noise:
         return report_absent(
             NAME,
-            f"the gap of tokens with a probability of 0.1 to 0.9 has a deviation of {noise.value:.2g} nats, which is "
-            f"normal for two engines in bfloat16",
+            f"for tokens with a probability between 0.1 and 0.9, the gap has a deviation of {noise.value:.2g} nats, "
+            "which is normal for two engines in bfloat16",
             **evidence,
         )
     if tail is None or tail.low <= THRESHOLDS.tail:
@@ -61,8 +61,8 @@ def find(sampled: SampledTokens, *, offset: bool) -> Cause:
         "present",
         evidence,
         f"the gap has no preferred sign; its deviation is {noise.value:.2g} nats [{noise.low:.2g}, {noise.high:.2g}] "
-        f"at a probability of 0.1 to 0.9, and {tail.value:.1f} times as large below 0.1 as above 0.5: the engines "
-        f"compute with different precision",
+        f"at probabilities between 0.1 and 0.9, and {tail.value:.1f} times as large below 0.1 as above 0.5, so the "
+        "engines compute with different precision",
         "give the engine the trainer's precision (actor_rollout_ref.rollout.dtype, and no quantised weights or cache); "
         f"{BATCH_INVARIANT}; or correct for the mismatch: 'correction=[tis_token,icepop]'",
     )

@@ -60,9 +60,10 @@ def find(sampled: SampledTokens) -> tuple[Cause, Mask]:
 def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> Cause:
     """Build the verdict on repeated prompts; ``alone``: whether new prompts are as fresh as the freshest step."""
     which = (
-        "and new prompts are fresh: the engine's prefix cache holds keys and values of older weights"
+        "and new prompts are fresh, so the engine's prefix cache holds keys and values computed with older weights"
         if alone
-        else "and new prompts are too few to tell whether the engine has older weights or keys and values of them"
+        else "and there are too few new prompts to tell whether the engine has older weights, or only keys and values "
+        "computed with them"
     )
     return Cause(
         NAME,
@@ -128,10 +129,13 @@ def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
     if (sampled.staleness > 0).any():
         return ""  # recorded versions identify the weights
     if (sampled.again < 0).any():
-        return "; only recorded prompts would show whether the weights or the cache are stale"
+        return "; record the prompts to find out whether the weights or the cache are stale"
     if again.sum() < LEAST_TOKENS:
-        return "; prompts are new at each step, so the weights are stale, or the cache of a text that prompts share"
-    return "; only new prompts next to repeated ones would show whether the weights or the cache are stale"
+        return (
+            "; every step has new prompts, so either the weights are stale, or the cache of a text that the prompts "
+            "share"
+        )
+    return "; to find out whether the weights or the cache are stale, new prompts are needed alongside repeated ones"
 
 
 def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:

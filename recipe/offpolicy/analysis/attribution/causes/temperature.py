@@ -61,7 +61,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
         return report_absent(
             NAME,
             f"within a context log mu is {slope.value:.3f} [{slope.low:.3f}, {slope.high:.3f}] times log pi_old with "
-            f"an R^2 of {fit.value:.2f}, which no temperature causes",
+            f"an R^2 of {fit.value:.2f}, which no temperature can explain",
             **evidence,
         )
     return Cause(
@@ -71,9 +71,8 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
         f"within a context log mu is {slope.value:.3f} [{slope.low:.3f}, {slope.high:.3f}] times log pi_old, which "
         f"explains {explained.value:.0%} of the gap: mu was computed at {1 / slope.value:.3f} times the trainer's "
         f"temperature",
-        f"use one temperature for both engines, and log-probs after it: "
-        f"{_same_temperature(sampling.get('temperature'))} "
-        f"actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
+        "use the same temperature for both engines, and log-probs computed after it is applied: "
+        f"{_same_temperature(sampling.get('temperature'))} actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
     )
 
 

@@ -91,8 +91,8 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
         # If a mean ratio is above 2, one minus the ratio is not a mass.
         ratio = {"mean_ratio": 1.0 - missing.value, "one_sided": one_sided.value}
         why = (
-            f"the mean of pi_old/mu over mu's samples is {1.0 - missing.value:.2g}, but it is below 1 if mass is cut "
-            f"off"
+            f"the mean of pi_old/mu over mu's samples is {1.0 - missing.value:.2g}, but it would be below 1 if mass "
+            "were cut off"
         )
         return report_absent(TRUNCATED, why, **ratio), report_absent(EXTRA, why, **ratio)
     evidence = {
@@ -116,8 +116,8 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
         evidence |= {"above": above.value, "above_high": above.high}
     if above is not None and above.high > THRESHOLDS.above:
         why = (
-            f"where pi_old exceeds mu, it does so by {above.value:.2g} nats, which cutting off mass cannot cause; with "
-            f"such scatter the mean of pi_old / mu over these tokens does not measure mass"
+            f"where pi_old exceeds mu, it does so by {above.value:.2g} nats, which cutting off mass cannot cause; "
+            "with such scatter, the mean of pi_old / mu over these tokens does not measure the mass that is missing"
         )
         return report_absent(TRUNCATED, why, **evidence), report_absent(EXTRA, why, **evidence)
     constant = (
@@ -139,7 +139,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
                 f"{constant}; {by_what}",
                 "actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1, and no min_p",
             ),
-            report_absent(EXTRA, "the tokens that were cut off have a probability in the trainer", **evidence),
+            report_absent(EXTRA, "the tokens that were cut off have a nonzero probability in the trainer", **evidence),
         )
     return (
         report_absent(
@@ -149,7 +149,8 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
             EXTRA,
             "present",
             evidence,
-            f"{constant}, and no token that could be sampled is missing: the engine masks ids that the trainer counts",
+            f"{constant}, and no token that could be sampled is missing, so the engine masks ids that the trainer "
+            "counts",
             "cut the output layer to the tokenizer's size, or mask the same ids in the trainer: config.vocab_size must "
             "equal len(tokenizer)",
         ),
