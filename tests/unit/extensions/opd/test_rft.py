@@ -99,7 +99,7 @@ def test_right_answers_reach_verls_sft_trainer_in_the_teachers_template(
     pattern = "<think>{response}</think>{last}"
     assert make(folder, student, "--format", pattern, "--temperature", "0.7", "--stop", "\n\n") == 0
     said = capsys.readouterr().out
-    assert "3 prompts, 15 answers: 12 finished, 6 right; 2 prompts solved; 4 different answers kept" in said
+    assert "3 prompts, 15 answers: 12 finished, 6 correct; 2 prompts solved; 4 different answers kept" in said
     assert (student.asked[0]["n"], student.asked[0]["temperature"], student.asked[0]["stop"]) == (5, 0.7, ["\n\n"])
     command = shlex.split(said[said.index("torchrun") :].replace("\\\n", ""))
     assert command[:5] == ["torchrun", "--standalone", "--nproc_per_node=1", "-m", "verl.trainer.sft_trainer"]
