@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from .mask_spec import MaskSpec
@@ -11,7 +12,7 @@ from .problem import SpecError
 from .proximal import BY_AGE, MU_ITSELF, Alpha, Proximal
 from .terms import KlWeightSpec, PenaltySpec
 from .units import Level
-from .validation import read_choice, read_number
+from .validation import compute_derived, read_choice, read_number
 from .weights import WeightSpec
 
 Denominator = Literal["original", "kept"]
@@ -72,6 +73,8 @@ class CorrectionParts:
     support_min_p: float | None = None
     centering: int | None = None
 
+    __post_init__ = compute_derived
+
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
         mapping: dict[str, Any] = {
@@ -103,14 +106,14 @@ class CorrectionParts:
             mapping["centering"] = self.centering
         return mapping
 
-    @property
+    @cached_property
     def is_none(self) -> bool:
         """True if nothing is corrected."""
         # The other options act only through a weight or a mask, see rules.check_together.
         terms = self.kl_clip or self.kl_weight or self.penalty or self.centering
         return not (self.all_weights or self.masks or terms) and self.proximal == "recompute"
 
-    @property
+    @cached_property
     def reads_mu(self) -> bool:
         """True if any part that affects the gradient reads the behaviour policy's log-probs."""
         masks = any(mask.ratio != "ppo" and not mask.entry.of_age for _, mask in self.masks)
@@ -118,45 +121,45 @@ class CorrectionParts:
         centered = self.centering is not None
         return bool(self.all_weights) or masks or terms or centered or self.proximal in (*MU_ITSELF, "loglinear")
 
-    @property
+    @cached_property
     def recounts(self) -> bool:
         """True if the loss divides by counts of tokens and rows that differ from the base loss's."""
         return self.denominator == "kept" or self.nonfinite == "excluded"
 
-    @property
+    @cached_property
     def all_weights(self) -> dict[str, WeightSpec]:
         """Weights by key under ``correction``: ``weight``, or each of ``weights``."""
         one = {} if self.weight is None else {"weight": self.weight}
         return one | {f"weights.{name}": weight for name, weight in self.weights}
 
-    @property
+    @cached_property
     def normalized(self) -> WeightSpec | None:
         """The weight that is divided by its mean over the batch; None if there is none."""
         return next((weight for weight in self.all_weights.values() if weight.normalize), None)
 
-    @property
+    @cached_property
     def weighs_full_ratio(self) -> bool:
         """True if a weight is applied to pi / mu; the base loss then has no ratio of its own."""
         return any(weight.ratio == "full" for weight in self.all_weights.values())
 
-    @property
+    @cached_property
     def weight_rejects(self) -> bool:
         """True if a weight drops units outside its bounds."""
         return any(weight.kind == "reject" for weight in self.all_weights.values())
 
-    @property
+    @cached_property
     def levels(self) -> frozenset[Level]:
         """Levels at which the weight or a mask decides."""
         used: set[Level] = {mask.level for _, mask in self.masks}
         return frozenset(used | {weight.level for weight in self.all_weights.values()})
 
-    @property
+    @cached_property
     def needs_turns(self) -> bool:
         """True if a part decides by turn, or applies only after a tool's result."""
         parts: list[WeightSpec | MaskSpec] = [*self.all_weights.values(), *(mask for _, mask in self.masks)]
         return any(part.level == "turn" or part.when == "post_tool" for part in parts)
 
-    @property
+    @cached_property
     def age_parts(self) -> dict[str, WeightSpec | MaskSpec]:
         """Parts, by key under ``correction``, that depend on the age of the weights that sampled a token."""
         parts: dict[str, WeightSpec | MaskSpec] = {
@@ -164,33 +167,33 @@ class CorrectionParts:
         }
         return parts | {key: weight for key, weight in self.all_weights.items() if weight.by_staleness is not None}
 
-    @property
+    @cached_property
     def age_keys(self) -> tuple[str, ...]:
         """Keys under ``correction`` whose values depend on the age of the weights."""
         return (*self.age_parts, *(("alpha",) if self.alpha == BY_AGE else ()))
 
-    @property
+    @cached_property
     def reads_token_versions(self) -> bool:
         """True if a part depends on the version of the weights that sampled each token."""
         return "version" in self.levels or bool(self.age_keys)
 
-    @property
+    @cached_property
     def needs_constants(self) -> bool:
         """True if a part needs batch-level constants, see ``batch_constants``."""
         return self.normalized is not None or any(mask.budget is not None for _, mask in self.masks)
 
-    @property
+    @cached_property
     def needs_batch(self) -> bool:
         """True if a part reads the whole batch before the first gradient step."""
         return self.needs_constants or self.recounts or self.baseline == "exclude"
 
-    @property
+    @cached_property
     def step_parts(self) -> tuple[str, ...]:
         """Keys, under ``correction``, of the parts that need the current policy or the advantages."""
         parts = [f"masks.{name}" for name, mask in self.masks if mask.needs_step]
         return tuple([key for key, weight in self.all_weights.items() if weight.needs_step] + parts)
 
-    @property
+    @cached_property
     def rollout_rejects(self) -> tuple[str, ...]:
         """Keys, under ``correction``, of the parts that can drop tokens based only on mu and pi_old."""
         parts = [f"masks.{name}" for name, mask in self.masks if not mask.needs_step]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from .aggregates import AGGREGATES, Aggregate
@@ -12,6 +13,7 @@ from .problem import SpecError
 from .ratios import EXP_CLAMP
 from .units import Level, MaskWhen, Sign, check_sign_is_read, check_tool_is_seen
 from .validation import (
+    compute_derived,
     get_usual_bounds,
     read_choice,
     read_factors,
@@ -72,6 +74,8 @@ class MaskSpec:
     budget: float | None = None
     by_staleness: tuple[float, ...] | None = None
     by_position: float | None = None
+
+    __post_init__ = compute_derived
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, key: str) -> MaskSpec:
@@ -217,7 +221,7 @@ class MaskSpec:
         """The aggregate's entry in ``AGGREGATES``."""
         return AGGREGATES[self.aggregate]
 
-    @property
+    @cached_property
     def limits(self) -> tuple[float, float]:
         """Inclusive bounds on the compared value: bounds on a ratio are in nats of log-ratio.
 
@@ -229,12 +233,12 @@ class MaskSpec:
         lower = -math.inf if self.lower is None else scale(self.lower)
         return lower, math.inf if self.upper is None else scale(self.upper)
 
-    @property
+    @cached_property
     def needs_step(self) -> bool:
         """True if the decision needs the current policy or the advantages."""
         return self.ratio != "rollout" or self.when != "any"
 
-    @property
+    @cached_property
     def picks_tokens(self) -> bool:
         """True if the mask can apply to only some tokens of a unit; its shares then count tokens."""
         return self.when in ("outward", "post_tool") or (self.when != "any" and self.sign == "token")

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, cast, get_args
 
 from .aggregates import AGGREGATES
@@ -28,6 +29,20 @@ _ELSEWHERE = dict.fromkeys(("cap", "max", "high", "clip", "threshold", "upper_bo
 """Names of bounds in other frameworks."""
 _TRUTH = {"yes": True, "on": True, "1": True, "no": False, "off": False, "0": False}
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def compute_derived(spec: object) -> None:
+    """Compute all cached properties of a specification when it is built, because compiled code cannot compute one.
+
+    Example:
+        >>> from .weights import WeightSpec
+        >>> vars(WeightSpec("token", "truncate", None, 2.0))["needs_step"]
+        False
+    """
+    for cls in type(spec).__mro__:
+        for name, value in vars(cls).items():
+            if isinstance(value, cached_property):
+                getattr(spec, name)
 
 
 def require_mapping(value: Any, key: str, fix: str, off: Any = ...) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from .problem import SpecError
 from .ratios import EXP_CLAMP, clamp_and_exp, exceeds_bounds
 from .units import Level, Sign, Units, When, check_sign_is_read, check_tool_is_seen
 from .validation import (
+    compute_derived,
     read_bool,
     read_choice,
     read_factors,
@@ -69,6 +71,8 @@ class WeightSpec:
     by_position: float | None = None
     power: float | None = None
     rate: float | None = None
+
+    __post_init__ = compute_derived
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, key: str = "correction.weight") -> WeightSpec:
@@ -212,12 +216,12 @@ class WeightSpec:
         mapping |= {} if power is None else {"by_position": power}
         return mapping if when == "any" else mapping | {"when": when, "sign": sign}
 
-    @property
+    @cached_property
     def needs_step(self) -> bool:
         """True if the weight needs the current policy or the advantages."""
         return self.ratio != "rollout" or self.when != "any"
 
-    @property
+    @cached_property
     def picks_tokens(self) -> bool:
         """True if the weight can apply to only some tokens of a unit."""
         return self.when == "post_tool" or (self.when != "any" and self.sign == "token")
