@@ -138,6 +138,8 @@ def choose_limits(spec: MaskSpec, units: Units) -> tuple[Tensor | float, Tensor 
         >>> lower, [round(each, 4) for each in upper.exp()[0].tolist()]  # 1.01 and, from age 1 on, its square
         (-inf, [1.01, 1.0201, 1.0201])
     """
+    if spec.by_staleness is None and spec.by_position is None:
+        return spec.limits
     lower, upper = (units.scale_limit(limit, spec.by_staleness, spec.by_position) for limit in spec.limits)
     return lower, upper
 

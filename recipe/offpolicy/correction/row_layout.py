@@ -35,6 +35,14 @@ class RowLayout(ABC):
     def to_given_layout(self, tokens: Tensor) -> Tensor:
         """Convert a tensor of tokens to the layout of the caller's tensors."""
 
+    def unpack(self, *given: Tensor | None) -> list[Any]:
+        """Return the tensors of tokens that several of the caller's tensors contain; None stays None."""
+        return [None if each is None else self.tokens(each) for each in given]
+
+    def pack(self, *tokens: Tensor) -> list[Tensor]:
+        """Convert several tensors of tokens to the layout of the caller's tensors."""
+        return [self.to_given_layout(each) for each in tokens]
+
     @abstractmethod
     def to_column(self, by_row: Tensor) -> Tensor:
         """Return a (B,) tensor as a column."""

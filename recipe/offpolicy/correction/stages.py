@@ -87,15 +87,11 @@ def rollout_stage(
             detect_layout(response_mask=response_mask, **{name: column})
             if column.dtype == torch.bool or column.is_floating_point():
                 raise ValueError(f"{name} of dtype {column.dtype}: expected integers, one number per unit.")
-    segments, of_version = (None if column is None else rows.tokens(column) for column in numbers.values())
-    ids = choose_ids(spec, segment_ids=segments, versions=of_version)
     by_token = staleness if staleness is not None and staleness.dim() == 2 else None
     if by_token is not None:
         detect_layout(response_mask=response_mask, staleness=by_token)
     elif staleness is not None and staleness.shape != (rows.count,):
         raise ValueError(f"staleness of shape {tuple(staleness.shape)}: expected (B,), {(rows.count,)}")
-    old, mu = rows.tokens(old_log_prob), rows.tokens(rollout_log_prob)
-    mask = rows.tokens(response_mask).bool()
     compared = None
     if alongside is not None:
         if alongside.old_log_prob is not old_log_prob or alongside.rollout_log_prob is not rollout_log_prob:
@@ -114,8 +110,10 @@ def rollout_stage(
             staleness=staleness,
         )
 
-    by_row = staleness if by_token is None else None
-    ages = spread_ages(spec, rows, mask, by_row=by_row, by_token=None if by_token is None else rows.tokens(by_token))
+    old, mu, mask, segments, of_version, age = rows.unpack(*given.values(), segment_ids, versions, by_token)
+    mask = mask.bool()
+    ids = choose_ids(spec, segment_ids=segments, versions=of_version)
+    ages = spread_ages(spec, rows, mask, by_row=staleness if by_token is None else None, by_token=age)
     found = decide_rollout(
         spec, rows, old=old, mu=mu, mask=mask, ids=ids, ages=ages, constants=constants, compared=compared
     )
@@ -129,16 +127,19 @@ def rollout_stage(
             statistics, mismatch = telemetry.measure_rollout(sample, found.log_ratio, old, mu)
         if not any(each.needs_step for each in spec.all_weights.values()):
             statistics |= telemetry.measure_weight(sample, found.weighed, mismatch.ratio if mismatch else None)
-    weight = found.decided.to(promote_weight_dtype(old, mu)) if found.weighed is None else found.weighed.weight
+    applied = found.decided.to(promote_weight_dtype(old, mu)) if found.weighed is None else found.weighed.weight
+    weight, keep, log_ratio, valid, decided, mask, *drops = rows.pack(
+        applied, found.keep, found.log_ratio, found.valid, found.decided, mask, *found.drops.values()
+    )
     return RolloutStage(
         spec=spec,
-        weight=rows.to_given_layout(weight),
-        keep=rows.to_given_layout(found.keep),
-        rejected={key: rows.to_given_layout(drop) for key, drop in found.drops.items()},
-        log_ratio=rows.to_given_layout(found.log_ratio),
-        valid=rows.to_given_layout(found.valid),
-        decided=rows.to_given_layout(found.decided),
-        response_mask=rows.to_given_layout(mask),
+        weight=weight,
+        keep=keep,
+        rejected=dict(zip(found.drops, drops, strict=True)),
+        log_ratio=log_ratio,
+        valid=valid,
+        decided=decided,
+        response_mask=mask,
         old_log_prob=old_log_prob,
         rollout_log_prob=rollout_log_prob,
         rows=rows,
@@ -180,24 +181,22 @@ def step_stage(
             f"{spec.to_mapping()}: run rollout_stage again with the new correction."
         )
     rows = stage.rows
-    if advantages is None:
-        _no_advantages(spec)
-        detect_layout(response_mask=stage.response_mask, log_prob=log_prob)
-        signs = torch.zeros_like(rows.tokens(stage.log_ratio))
-    else:
-        detect_layout(response_mask=stage.response_mask, log_prob=log_prob, advantages=advantages)
-        signs = rows.tokens(advantages)
-    valid, log_rho = rows.tokens(stage.decided), rows.tokens(stage.log_ratio)
-    pi, old, mu = (rows.tokens(tensor) for tensor in (log_prob, stage.old_log_prob, stage.rollout_log_prob))
+    given = {"log_prob": log_prob} if advantages is None else {"log_prob": log_prob, "advantages": advantages}
+    detect_layout(response_mask=stage.response_mask, **given)
+    policies = log_prob, stage.old_log_prob, stage.rollout_log_prob
+    decisions = stage.valid, stage.decided, stage.log_ratio, stage.weight, stage.keep, *stage.rejected.values()
+    pi, old, mu, signs, segments, finite, valid, log_rho, weight, keep, *rejected = rows.unpack(
+        *policies, advantages, stage.segment_ids, *decisions
+    )
+    if signs is None:
+        _check_advantages_unread(spec)
+        signs = torch.zeros_like(log_rho)
     all_of_it = stage.mismatch is not None
     log_r = compute_log_ratio(pi, old, valid) if all_of_it or spec.step_parts else None
     operands: dict[Ratio, tuple[Tensor, Tensor, Tensor]] = {"rollout": (log_rho, old, mu)}
     if log_r is not None:
         operands |= {"full": (log_rho + log_r, pi, mu), "ppo": (log_r, pi, old)}
 
-    segments = None if stage.segment_ids is None else rows.tokens(stage.segment_ids)
-    weight = rows.tokens(stage.weight)
-    keep = rows.tokens(stage.keep)
     drops: dict[str, Tensor] = {}
     weighed: list[telemetry.AppliedWeight] = []
     for key, part in spec.all_weights.items():
@@ -223,31 +222,26 @@ def step_stage(
     statistics, full = dict(stage.statistics), None
     if stage.sample is not None:
         if stage.mismatch is not None:
-            counted = rows.tokens(stage.valid)
             ppo_drift, full_drift = (
-                drift if spec.reads_mu else torch.where(counted, drift, 0.0)
+                drift if spec.reads_mu else torch.where(finite, drift, 0.0)
                 for drift in (operands["ppo"][0], operands["full"][0])
             )
-            of_step, full = telemetry.measure_step(stage.sample, stage.mismatch, ppo_drift, full_drift, pi, signs)
-            statistics |= of_step
+            measured, full = telemetry.measure_step(stage.sample, stage.mismatch, ppo_drift, full_drift, pi, signs)
+            statistics |= measured
             if spec.penalty is not None:
                 statistics |= telemetry.measure_penalty(operands[spec.penalty.ratio][0], valid)
         if weighed and weighed[0].at is None:
             statistics |= telemetry.measure_weight(stage.sample, weighed[0], full)
         elif weighed:
             statistics |= telemetry.measure_weights_by_sign(stage.sample, weighed, raw=full is not None)
-        before = {key: rows.tokens(drop) for key, drop in stage.rejected.items()}
+        before = dict(zip(stage.rejected, rejected, strict=True))
         of_tokens = [f"masks.{name}" for name, mask in spec.masks if mask.level == "token"]
         statistics |= telemetry.measure_keep(stage.sample, keep, before | drops, signs, valid, of_tokens)
-    return StepStage(
-        weight=rows.to_given_layout(weight),
-        keep=rows.to_given_layout(keep),
-        rejected=stage.rejected | {key: rows.to_given_layout(drop) for key, drop in drops.items()},
-        statistics=statistics,
-    )
+    weight, keep, *of_step = rows.pack(weight, keep, *drops.values())
+    return StepStage(weight, keep, stage.rejected | dict(zip(drops, of_step, strict=True)), statistics)
 
 
-def _no_advantages(spec: CorrectionSpec) -> None:
+def _check_advantages_unread(spec: CorrectionSpec) -> None:
     parts: dict[str, WeightSpec | MaskSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
     for key, part in (parts | spec.all_weights).items():
         if part.when not in ("any", "post_tool"):
