@@ -95,7 +95,7 @@ def test_loss_with_rejection_sampling(areal: Any) -> None:
 def test_interpolated_pi_old(areal: Any) -> None:
     """Tokens of versions 0 to 3 under version 4: ages 4 to 1."""
     decoupled = {"actor.use_decoupled_loss": True, "actor.prox_logp_method": "loglinear"}
-    spec = CorrectionSpec.from_areal(decoupled)
+    spec = CorrectionSpec.from_peer("areal", decoupled)
     rows = draw_rows(1)
     versions = torch.arange(rows.mu.numel()).view(rows.mu.shape) % 4
     expected = areal.interpolate(rows.mu, rows.pi, versions, 4, "loglinear")["loglinear"]

@@ -118,57 +118,6 @@ class CorrectionSpec(CorrectionParts):
         """Build from verl's ``algorithm.rollout_correction``; keys left out have the defaults of verl's YAML."""
         return cls.from_peer("verl", {} if source is None else source)
 
-    @classmethod
-    def from_areal(cls, source: Any) -> CorrectionSpec:
-        """Build from AReaL's ``actor`` section."""
-        return cls.from_peer("areal", source)
-
-    @classmethod
-    def from_nemo_rl(cls, source: Any, seq_logprob_error_threshold: float | None = None) -> CorrectionSpec:
-        """Build from NeMo-RL's ``loss_fn`` section, and the threshold of its ``grpo`` section."""
-        plain = (
-            PEERS["nemo_rl"]
-            .read_source(source, more={"grpo.seq_logprob_error_threshold": seq_logprob_error_threshold})
-            .plain
-        )
-        return cls.from_mapping(plain)
-
-    @classmethod
-    def from_roll(cls, source: Any) -> CorrectionSpec:
-        """Build from ROLL's configuration."""
-        return cls.from_peer("roll", source)
-
-    @classmethod
-    def from_slime(cls, source: Any) -> CorrectionSpec:
-        """Build from slime's arguments, including those of ``mis.yaml`` if its function is chosen."""
-        return cls.from_peer("slime", source)
-
-    @classmethod
-    def from_miles(cls, source: Any) -> CorrectionSpec:
-        """Build from miles' arguments."""
-        return cls.from_peer("miles", source)
-
-    @classmethod
-    def from_ms_swift(cls, source: Any) -> CorrectionSpec:
-        """Build from ms-swift's GRPO arguments."""
-        return cls.from_peer("ms_swift", source)
-
-    @classmethod
-    def from_openrlhf(cls, source: Any, policy_loss_type: str = "ppo") -> CorrectionSpec:
-        """Build from OpenRLHF's arguments, or from those under ``algo.advantage``."""
-        more = {} if policy_loss_type == "ppo" else {"actor.policy_loss_type": policy_loss_type}
-        return cls.from_mapping(PEERS["openrlhf"].read_source(source, more=more).plain)
-
-    @classmethod
-    def from_open_instruct(cls, source: Any) -> CorrectionSpec:
-        """Build from open-instruct's ``GRPOExperimentConfig``."""
-        return cls.from_peer("open_instruct", source)
-
-    @classmethod
-    def from_prime_rl(cls, source: Any) -> CorrectionSpec:
-        """Build from prime-rl's ``trainer.loss`` section."""
-        return cls.from_peer("prime_rl", source)
-
     def to_skyrl(self) -> dict[str, Any]:
         """Return the equivalent ``off_policy_correction`` of SkyRL; SpecError if there is none."""
         return build_skyrl(self)

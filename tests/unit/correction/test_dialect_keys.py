@@ -221,7 +221,7 @@ def test_losses_around_mu() -> None:
     assert reject is not None
     assert (reject.ratio, reject.kind, reject.lower, reject.upper) == ("full", "reject", 0.8, 1.3)
     dppo = read({"policy_loss_type": "dppo"})
-    assert dict(dppo.masks) == dict(CorrectionSpec.from_prime_rl({}).masks)
+    assert dict(dppo.masks) == dict(CorrectionSpec.from_peer("prime_rl", {}).masks)
     assert dppo.penalty is None
     cispo = read({"policy_loss_type": "cispo", "cispo": {"cispo_anchor": "rollout"}}).weight
     assert cispo is not None
@@ -242,10 +242,10 @@ def test_weights_of_the_kl_term() -> None:
     assert (trl.kl_weight.ratio, trl.kl_weight.upper, trl.weight) == ("ppo", None, None)
     with pytest.raises(SpecError, match="use_bias_correction_kl=null: its default"):
         CorrectionSpec.from_trl({"beta": 0.04})
-    nemo = CorrectionSpec.from_nemo_rl({"use_on_policy_kl_approximation": True})
+    nemo = CorrectionSpec.from_peer("nemo_rl", {"use_on_policy_kl_approximation": True})
     assert nemo.kl_weight is not None
     assert nemo.kl_weight.ratio == "full"
-    slime = CorrectionSpec.from_slime({"use_unbiased_kl": True, "use_kl_loss": True, "kl_loss_coef": 0.01})
+    slime = CorrectionSpec.from_peer("slime", {"use_unbiased_kl": True, "use_kl_loss": True, "kl_loss_coef": 0.01})
     assert slime.kl_weight is not None
     assert slime.kl_weight.ratio == "ppo"
 
@@ -260,7 +260,7 @@ def test_what_corrects_nothing_is_listed_and_what_is_off_passes() -> None:
     with pytest.raises(SpecError, match="is_correction_mode=clip: OpenRLHF does not read it"):
         PEERS["openrlhf"].read_source({"is_correction_mode": "clip"})
     for off in ({"score_centering": {"enabled": False, "top_k": 8}}, {"score_centering": False}):
-        assert CorrectionSpec.from_nemo_rl({"loss_fn": off}) == CorrectionSpec()
+        assert CorrectionSpec.from_peer("nemo_rl", {"loss_fn": off}) == CorrectionSpec()
 
 
 @pytest.mark.parametrize("peer", sorted(PEERS))
@@ -340,7 +340,9 @@ def test_values_that_are_objects_are_values() -> None:
     loss = SimpleNamespace(type="ipo", ipo_threshold=0.2)
     trainer = SimpleNamespace(loss=loss, output_dir=Path("/tmp/run"))
     document = {"trainer": {"loss": {"type": "ipo", "ipo_threshold": 0.2}}}
-    assert CorrectionSpec.from_prime_rl(SimpleNamespace(trainer=trainer)) == CorrectionSpec.from_prime_rl(document)
+    assert CorrectionSpec.from_peer("prime_rl", SimpleNamespace(trainer=trainer)) == CorrectionSpec.from_peer(
+        "prime_rl", document
+    )
     mode = Enum("Mode", {"mask": "token_mask"}, type=str)
     masked = CorrectionSpec.from_trl({"vllm_importance_sampling_mode": "token_mask"})
     assert CorrectionSpec.from_trl({"vllm_importance_sampling_mode": mode("token_mask")}) == masked

@@ -32,8 +32,8 @@ def test_from_a_file_to_overrides_that_compose_the_same(tmp_path: Path, capsys: 
         said = capsys.readouterr().out
         document = read_document(path)
         demanded = {
-            "areal": lambda given=document: CorrectionSpec.from_areal(given["actor"]),
-            "prime_rl": lambda given=document: CorrectionSpec.from_prime_rl(given["trainer"]["loss"]),
+            "areal": lambda given=document: CorrectionSpec.from_peer("areal", given["actor"]),
+            "prime_rl": lambda given=document: CorrectionSpec.from_peer("prime_rl", given["trainer"]["loss"]),
         }[source]()
         assert composed(said) == demanded
         assert ("loss_mode=gpg" in said) == (source == "prime_rl")

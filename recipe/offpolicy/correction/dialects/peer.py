@@ -125,14 +125,11 @@ class Peer:
             path in self.read or self._find(self.unsaid, path) is not None or self._find(self.plain, path) is not None
         )
 
-    def read_source(
-        self, source: Any, ignore: frozenset[str] = frozenset(), more: Mapping[str, Any] | None = None
-    ) -> Reading:
+    def read_source(self, source: Any, ignore: frozenset[str] = frozenset()) -> Reading:
         """Read a whole configuration, a section or flat options, given as a mapping or as an object with attributes.
 
         Args:
             ignore: keys or sections, as given, that correct nothing according to the caller.
-            more: values that are missing in the source, by full path.
 
         Raises:
             SpecError: an unknown key that may concern a correction, a malformed value, a correction without an
@@ -147,7 +144,7 @@ class Peer:
             raise SpecError(reason, fix, key="defaults", value=included)
         start = self._find_start(list(document))
         below = tuple(f"{section}." for section in self.sections)
-        given = dict(more or {})
+        given: dict[str, Any] = {}
         ignored: dict[str, Any] = {}
         for path, value in document.items():
             full = start + path
