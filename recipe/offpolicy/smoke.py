@@ -35,6 +35,7 @@ from verl.workers.config import FSDPActorConfig
 
 from .batch import micro_batch as mb
 from .batch.plan import PLAN, SharedPlan
+from .batch.seals import compute_row_checksums
 from .correction import CorrectionSpec
 from .proof.verify import LivenessError, verify
 from .worker.loss import OffPolicyLoss
@@ -83,7 +84,7 @@ def run_update() -> dict[str, float]:
     loss_fn = OffPolicyLoss(SPEC, _actor_config(), prove=True)
     loss, metrics = loss_fn(model_output={"log_probs": log_probs}, data=data, dp_group=None)
     loss.backward()
-    sampled = mb.compute_row_checksums(data["responses"], data["response_mask"].bool(), data[mb.ROLLOUT_LOG_PROBS])
+    sampled = compute_row_checksums(data["responses"], data["response_mask"].bool(), data[mb.ROLLOUT_LOG_PROBS])
     verdict = verify(take_packets(metrics), SPEC, sampled_rows=sampled)
     if not verdict["proved"]:
         raise LivenessError("the update had no gradient to check.")

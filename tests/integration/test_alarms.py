@@ -123,9 +123,9 @@ def test_the_bounds_of_the_plan_reach_the_gradient(engine: Any) -> None:
 
 
 def test_the_proof_is_of_the_bounds_in_force(engine: Any) -> None:
-    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     rows = rollout(engine)
     sampled = compute_sampled_checksums(rows.to_tensordict())
@@ -141,10 +141,10 @@ def test_the_proof_is_of_the_bounds_in_force(engine: Any) -> None:
 def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> None:
     """It says that it holds the bounds, and acts by those that it began with."""
     from recipe.offpolicy.batch import micro_batch as mb
-    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.proof.verify import LivenessError, verify
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     class Past(OffPolicyLoss):
         def hand_over(self, batch: Any, step: Any) -> Any:
@@ -161,9 +161,9 @@ def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> No
 
 
 def test_a_rank_with_other_bounds_stops_the_run(engine: Any) -> None:
-    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.proof.verify import LivenessError, verify_update
     from recipe.offpolicy.worker.metrics import Packet, take_packets
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     rows = rollout(engine)
     sampled = compute_sampled_checksums(rows.to_tensordict())
@@ -252,10 +252,10 @@ def capped_loss(**changes: Any) -> Any:
 
 
 def test_the_cap_of_the_plan_reaches_the_gradient_and_is_proved(engine: Any) -> None:
-    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     rows = rollout(engine, 0.2)
     sampled = compute_sampled_checksums(rows.to_tensordict())
@@ -282,10 +282,10 @@ def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any)
     from dataclasses import replace
 
     from recipe.offpolicy.batch import micro_batch as mb
-    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.proof.verify import LivenessError, verify
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     class Past(OffPolicyLoss):
         def hand_over(self, batch: Any, step: Any) -> Any:
@@ -301,9 +301,9 @@ def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any)
 
 
 def test_a_rank_with_another_cap_stops_the_run(engine: Any) -> None:
-    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.proof.verify import LivenessError, verify_update
     from recipe.offpolicy.worker.metrics import Packet, take_packets
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     rows = rollout(engine)
     sampled = compute_sampled_checksums(rows.to_tensordict())

@@ -323,8 +323,8 @@ def train(worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch, **colu
 
 def test_a_policy_without_a_tail_is_no_fault(worker: Any, sampler: Sampler) -> None:
     """rho of thousands: rounding of C is relative to its coefficients."""
-    from recipe.offpolicy.batch import micro_batch as mb
     from recipe.offpolicy.batch.likeliest_tokens import LOG_PROBS
+    from recipe.offpolicy.batch.padding import flatten
     from recipe.offpolicy.worker.metrics import take_packets
 
     loss = correct({}, 1, prove=True)
@@ -334,7 +334,7 @@ def test_a_policy_without_a_tail_is_no_fault(worker: Any, sampler: Sampler) -> N
 
         def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
             given = model_output[LOG_PROBS]
-            values = mb.flatten(given)
+            values = flatten(given)
             moved = values - values.detach() - 1e-7
             changed = torch.nested.nested_tensor_from_jagged(moved, given.offsets())
             return super().__call__({**model_output, LOG_PROBS: changed}, data, dp_group)

@@ -25,8 +25,8 @@ def our_loss(**changes: Any) -> Any:
 def test_all_mini_batches_come_by_one_transfer(
     engine_factory: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, micro_batch_size: int
 ) -> None:
-    from recipe.offpolicy.batch import micro_batch as mb
     from recipe.offpolicy.worker import metrics as packets
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     fetched: list[int] = []
 
@@ -46,7 +46,7 @@ def test_all_mini_batches_come_by_one_transfer(
         assert len(arrived) == 8 // micro_batch_size
         assert len(fetched) == 1
         fetched.clear()
-        assert Counter(row for packet in arrived for row in packet.rows) == Counter(mb.compute_sampled_checksums(data))
+        assert Counter(row for packet in arrived for row in packet.rows) == Counter(compute_sampled_checksums(data))
         merged = merge_all(packet.statistics for packet in arrived)
         assert merged["keep/token_share"].parts[1] == float(torch.cat(rows.response_mask).sum())
 

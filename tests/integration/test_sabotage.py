@@ -89,9 +89,9 @@ def test_live_under_the_narrow_clip_of_gspo(engine: Any) -> None:
 
 def test_live_beside_kl(engine: Any) -> None:
     # KL adds a gradient that no weight touches; the prediction has to know it.
-    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=MISMATCH)
     data = rows.to_tensordict()

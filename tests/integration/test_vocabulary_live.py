@@ -202,6 +202,7 @@ def stops(
 def wrong(mapping: dict[str, Any], runs: dict[str, Any], **config: Any) -> Any:
     """An adapter that says ``mapping`` and runs ``runs`` in its place."""
     from recipe.offpolicy.batch import micro_batch as mb
+    from recipe.offpolicy.batch.padding import with_tensors
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
 
@@ -216,7 +217,7 @@ def wrong(mapping: dict[str, Any], runs: dict[str, Any], **config: Any) -> Any:
             if spec.weight is not None:
                 spec = replace(spec, weight=run.weight)
             spec = replace(spec, masks=tuple((name, parts[("masks", name)]) for name, _ in spec.masks))
-            return mb.with_tensors(
+            return with_tensors(
                 super().hand_over(batch, step),
                 rollout_is_weights=mb.compute_factor(spec, batch, mb.decide(spec, batch)),
             )

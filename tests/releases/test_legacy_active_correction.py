@@ -32,10 +32,10 @@ def handed(mapping: dict[str, Any], bounds: Any, **handover: Any) -> Any:
 def judged(metrics: dict[str, Any], mapping: dict[str, Any]) -> dict[str, float]:
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     batch = la.rollout()
     sampled = compute_sampled_checksums(TensorDict(batch, batch_size=len(batch["responses"])))

@@ -114,9 +114,9 @@ def test_ulysses_makes_the_plain_update(ranks: Any) -> None:
 def live(mapping: dict[str, Any], packets: Any, steps: str = "one") -> dict[str, float]:
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.verify import verify
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     dtype = torch.float64 if packets[0][0].proof.log_prob_bits == 64 else torch.float32
     sampled = compute_sampled_checksums(TensorDict(legacy_ranks.rollout(steps, dtype), batch_size=8))

@@ -26,7 +26,6 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, step: int
 
     Each of ``ranks`` takes a contiguous share of the rows.
     """
-    from recipe.offpolicy.batch.micro_batch import find_token_versions
     from recipe.offpolicy.batch.model_input import hash_model_input
     from recipe.offpolicy.batch.plan import (
         PLAN,
@@ -37,6 +36,7 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, step: int
         seal_batch,
     )
     from recipe.offpolicy.batch.seals import INPUT
+    from recipe.offpolicy.batch.weight_versions import find_token_versions
     from verl.utils import tensordict_utils as tu
 
     if spec.proximal != "recompute":
@@ -85,9 +85,9 @@ def first_update(
     **config: Any,
 ) -> dict[str, float]:
     """One update and its verdict; the tampers act in the rollout, between rollout and worker, on what was sent."""
-    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     spec = CorrectionSpec.from_mapping(mapping)
     rows = tw.add_log_probs(worker, rollout or tw.make_rollout(), mismatch=mismatch)

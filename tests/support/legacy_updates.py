@@ -50,10 +50,10 @@ def verdict(mapping: Settings, batch: Any = None, **config: Any) -> Settings:
     """What the trainer makes of the first update."""
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     batch = la.rollout() if batch is None else batch
     sampled = compute_sampled_checksums(TensorDict(batch, batch_size=len(batch["responses"])))

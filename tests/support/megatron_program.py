@@ -281,9 +281,9 @@ def judged(packets: list[Any], job: Job, case: Case) -> dict[str, float]:
     """The trainer's verdict on the packets of an update of the whole batch."""
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.verify import verify
+    from tests.support.sampled_rows import compute_sampled_checksums
 
     rows = TensorDict(without_tokens(case, job.silent).columns, batch_size=ROWS)
     spec = CorrectionSpec.from_mapping(job.correction or {})

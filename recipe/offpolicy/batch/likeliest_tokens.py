@@ -14,7 +14,8 @@ from ..correction.centering import compute_centering, compute_coefficients, comp
 from ..correction.rules import centers_mask, find_unknown
 from ..correction.statistics import build_mean
 from ..correction.validation import rename_for_metrics
-from .micro_batch import MicroBatch, flatten, read_scale
+from .micro_batch import MicroBatch, read_scale
+from .padding import flatten
 
 LOG_PROBS = "offpolicy_likeliest_log_probs"
 """Key of a model output: (tokens, K) log pi of the likeliest tokens, nested by row; each value is stored one position

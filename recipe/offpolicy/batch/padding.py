@@ -114,6 +114,27 @@ def values_of(column: Any) -> Tensor:
     return values.detach()
 
 
+def flatten(tensor: Tensor) -> Tensor:
+    """Return the (total tokens,) values of a nested or flat tensor."""
+    return tensor.values() if tensor.is_nested else tensor
+
+
+def nest_like(values: Tensor, like: Any) -> Tensor:
+    """Nest concatenated rows as ``like`` is nested; unchanged if ``like`` is not nested."""
+    return torch.nested.nested_tensor_from_jagged(values, like.offsets()) if like.is_nested else values
+
+
+def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:
+    """Copy the micro-batch, shallowly, with added padded (B, T) tensors; None removes the key."""
+    removed = {key for key, tensor in tensors.items() if tensor is None}
+    # ``copy`` would also copy each row's objects, which takes about 0.6 ms per row of verl's batches.
+    changed = data.select(*(key for key in data.keys() if key not in removed))
+    for key, tensor in tensors.items():
+        if tensor is not None:
+            changed[key] = tensor
+    return changed
+
+
 def pad_column(column: Tensor, layout: Layout, key: str) -> Tensor:
     """Pad a column of the responses to (B, T) with zeros; a padded column is returned unchanged.
 

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..correction.deferred_value import DeferredValue
+from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.row_layout import PackedRows, RowLayout, detect_layout, split_tokens
 
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -316,3 +316,23 @@ class SealedRows:
     def columns(self) -> dict[str, Tensor]:
         """Return the seals as columns that travel with the batch."""
         return {key_of(name): seal for name, seal in self._seals.items()}
+
+
+def compute_row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Tensor) -> list[int]:
+    """Compute a 64-bit checksum of each row's response tokens and their mu, bitwise; padding is ignored.
+
+    The checksum ties mu to its tokens: it changes with any shift, permutation of rows, cast or replacement. Rows
+    without a response token are skipped.
+
+    Args:
+        responses: (B, T) token ids, or nested by row, like the other columns.
+        response_mask: (B, T) bool or 0/1.
+        rollout_log_prob: (B, T) log mu, of any float dtype.
+    """
+    (found,) = fetch([DeferredValue(hash_rows(responses, response_mask, rollout_log_prob), drop_empty_rows)])
+    return list(found)
+
+
+def drop_empty_rows(hashes: list[int]) -> list[int]:
+    """Drop the hashes of rows without a response token."""
+    return [one for one in hashes if one]

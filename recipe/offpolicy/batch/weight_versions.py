@@ -33,6 +33,11 @@ VERSION = "global_steps"
 """Key of the version that a rollout server returns with its answer."""
 VERSIONS = "offpolicy_versions"
 """Key of the (B, 2) int64 oldest and newest version per row, which the V0 trainer sends."""
+VERSIONS_SEALED = "versions"
+"""Name of the seal of the oldest and newest version of each row's weights."""
+TOKEN_VERSIONS_SEALED = "token_versions"
+"""Name of the seal of the version of each token's weights, which replaces ``VERSIONS_SEALED`` if the correction reads
+them."""
 
 
 @dataclass(frozen=True)
@@ -352,3 +357,20 @@ def _list_chunks(row: Sequence[Sequence[Chunk]]) -> list[tuple[int, int, int]]:
             end += tokens
             found.append((turn * _TURN + end, turn, version))
     return found
+
+
+def find_token_versions(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Tensor]:
+    """Find the per-token versions to seal, by the name of their seal; empty if ``spec`` reads none or verl has none.
+
+    Args:
+        rows: with "response_mask" and the keys that ``read_versions`` reads.
+
+    Raises:
+        SealError: the versions differ from those that the rollout servers' client recorded.
+    """
+    if not spec.reads_token_versions:
+        return {}
+    mask = rows["response_mask"]
+    check_chunks(read_extra_fields(rows))
+    versions = read_versions(rows, mask)
+    return {} if versions is None else {TOKEN_VERSIONS_SEALED: versions.column_to_seal(mask)}

@@ -18,6 +18,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
 from ..batch import micro_batch as mb
+from ..batch.padding import with_tensors
 
 _TOLERANCE = 1e-6  # relative, in float64
 _LENGTHS = (7, 3, 5, 1, 6, 4)  # rows of different lengths, because a split must not change the result
@@ -94,7 +95,7 @@ def _run(
     for size in pieces:
         torch.manual_seed(0)  # some losses select tokens at random
         rows = slice(start, start + size)
-        piece = mb.with_tensors(batch[rows], **{mb.WEIGHTS: factor[rows]})
+        piece = with_tensors(batch[rows], **{mb.WEIGHTS: factor[rows]})
         tu.assign_non_tensor(
             piece,
             dp_size=1,

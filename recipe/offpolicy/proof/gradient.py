@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..batch import micro_batch as mb
-from ..batch.padding import take_rows
+from ..batch.padding import flatten, take_rows
 from ..correction import BatchConstants, CorrectionSpec
 from ..correction.centering import select_token_parts
 from .prefix_trials import build_prefix_mask_trials, build_prefix_weight_trials
@@ -229,7 +229,7 @@ def _watch(proof: Proof, watched: list[tuple[Tensor, Tensor, Tensor]], loss: Ten
 
     def compare(predicted: Tensor, scale: Tensor, gradient: Tensor) -> None:
         factor = upstream[-1] if upstream else gradient.new_zeros(())
-        error = (mb.flatten(gradient.detach()) - predicted * factor).abs().max()
+        error = (flatten(gradient.detach()) - predicted * factor).abs().max()
         # Without a backward pass through the loss, or with factor 0, there is nothing to compare.
         errors.append(relative_error(error, scale * factor.abs()) if factor else math.inf)
         proof.gradient_error = max(errors) if len(errors) == len(watched) else math.inf

@@ -18,7 +18,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ..batch.micro_batch import ROLLOUT_LOG_PROBS, compute_row_checksums
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS
+from ..batch.seals import compute_row_checksums
 from ..correction.proximal import TOLERANCE
 from .rollout_log_probs import (
     ENOUGH_ROWS,
@@ -56,7 +57,7 @@ class RolloutChecker:
         self._metrics: dict[str, float] = {}
 
     def check_sampled(self, rows: TensorDict) -> list[int]:
-        """Check that mu contains log-probs; return its rows' checksums, see ``micro_batch.compute_row_checksums``.
+        """Check that mu contains log-probs; return its rows' checksums, see ``seals.compute_row_checksums``.
 
         Args:
             rows: with the columns in ``SAMPLED``, (B, T) each, nested or padded.

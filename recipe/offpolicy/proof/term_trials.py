@@ -15,6 +15,7 @@ from torch import Tensor
 from ..batch import micro_batch as mb
 from ..batch.likeliest_tokens import LOG_PROBS, ROLLOUT_LOG_PROBS
 from ..batch.mini_batch_mean import mini_batch_mean
+from ..batch.padding import flatten
 from ..batch.plan import SharedPlan
 from ..correction import BatchConstants, CorrectionSpec, MaskSpec, StepStage, WeightSpec
 from ..correction.bounds import Side
@@ -303,7 +304,7 @@ def expect_centering(adapter: CorrectedLoss, batch: mb.MicroBatch, step: StepSta
             kept = kept & ~drop
     pull = torch.where(kept, batch.advantages.detach().double() * token_share(adapter, spec, batch), 0.0)
     coefficients = expect_coefficients(
-        select_token_parts(spec), mb.flatten(output[LOG_PROBS]), mb.flatten(output[ROLLOUT_LOG_PROBS])
+        select_token_parts(spec), flatten(output[LOG_PROBS]), flatten(output[ROLLOUT_LOG_PROBS])
     )
     demanded = batch.spread(pull).double()[:, None] * coefficients
     # Rounding grows with the coefficients, which are unbounded if the policy has no tail.
@@ -313,7 +314,7 @@ def expect_centering(adapter: CorrectedLoss, batch: mb.MicroBatch, step: StepSta
 
 def try_centering(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
     """Compare the gradient at the likeliest tokens' log-probs, placed around each bound, with A (m - a p)."""
-    like = mb.flatten(batch.model_output[LOG_PROBS]).detach()
+    like = flatten(batch.model_output[LOG_PROBS]).detach()
     log_p, log_q = place_masses(select_token_parts(spec), like)
     leaf = log_p.to(like.device, like.dtype).requires_grad_()
     output, _ = batch.leaf()

@@ -17,7 +17,8 @@ import torch
 from tensordict import NonTensorStack
 from torch import Tensor
 
-from ..batch.micro_batch import MicroBatch, with_tensors
+from ..batch.micro_batch import MicroBatch
+from ..batch.padding import with_tensors
 from ..batch.plan import SharedPlan
 from ..batch.weight_versions import (
     CHUNKS,

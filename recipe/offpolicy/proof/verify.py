@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from ..batch.micro_batch import TOKEN_VERSIONS_SEALED
 from ..batch.mini_batch_mean import Shares, add_shares, check_shares
 from ..batch.plan import PROVE
 from ..batch.reports import are_same_rows
 from ..batch.seals import INPUT
 from ..batch.seals import LivenessError as LivenessError
+from ..batch.weight_versions import TOKEN_VERSIONS_SEALED
 from ..correction import CorrectionSpec
 from ..correction.bounds import compute_fingerprint, read_bounds
 from .gradient import Proof, isolate_parts
@@ -58,7 +58,7 @@ def verify(
     Args:
         packets: one packet per micro-batch, from every rank.
         spec: the trainer's spec, with the bounds of this update.
-        sampled_rows: checksums of mu as the rollout returned it, see ``micro_batch.compute_row_checksums``.
+        sampled_rows: checksums of mu as the rollout returned it, see ``seals.compute_row_checksums``.
         epochs: how often the worker visits each row.
         allow_identical: True if mu may be bitwise identical to pi_old.
         moving: parts whose bounds are sent with each update; the fingerprint excludes them.

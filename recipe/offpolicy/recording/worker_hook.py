@@ -15,7 +15,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from ..batch import micro_batch as mb
-from ..batch.padding import Layout, pad_column
+from ..batch.padding import Layout, flatten, pad_column
 from ..batch.plan import REWARD, UID
 from ..batch.weight_versions import TokenVersions
 from ..correction import CorrectionSpec, Statistic, StepStage
@@ -157,7 +157,7 @@ def _blank(batch: mb.MicroBatch) -> Tensor:
 def _of_extension(name: str, batch: mb.MicroBatch) -> Tensor:
     """Expand a per-token or per-row column to (B, T); a column of the model output is per token."""
     if (found := batch.model_output.get(name)) is not None:
-        return (batch.layout or Layout.of(batch.data)).responses_of(mb.flatten(found))
+        return (batch.layout or Layout.of(batch.data)).responses_of(flatten(found))
     column = batch.data[name] if batch.layout is None else pad_column(batch.data[name], batch.layout, name)
     return column if column.dim() > 1 else column[:, None].expand(batch.response_mask.shape)
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
-from ..batch.micro_batch import ROLLOUT_LOG_PROBS, with_tensors
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS
+from ..batch.padding import with_tensors
 from ..batch.seals import key_of
 from .batch_routes import REPLAY_STEP, ROUTES, BatchRoutes, Mode, TokenLayout, check_checksums, read_routes
 from .expert_choice import ChoiceRecord, ReplayError, equal_sets

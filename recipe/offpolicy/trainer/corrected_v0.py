@@ -26,7 +26,7 @@ from verl_patches.legacy.handover import HANDOVER
 from verl_patches.trainer_v0 import around_advantage
 from verl_patches.truncated_sampling import note_clients
 
-from ..batch.micro_batch import ROLLOUT_LOG_PROBS, TOKEN_VERSIONS_SEALED, VERSIONS_SEALED, find_token_versions
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.model_input import hash_model_input
 from ..batch.plan import (
     COLUMNS,
@@ -38,7 +38,18 @@ from ..batch.plan import (
     seal_batch,
 )
 from ..batch.seals import INPUT, PREFIX, build_seals, key_of
-from ..batch.weight_versions import CHUNK_SEALS, CHUNKS, EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSION, VERSIONS
+from ..batch.weight_versions import (
+    CHUNK_SEALS,
+    CHUNKS,
+    EXTRA_FIELDS,
+    NEWEST_VERSION,
+    OLDEST_VERSION,
+    TOKEN_VERSIONS_SEALED,
+    VERSION,
+    VERSIONS,
+    VERSIONS_SEALED,
+    find_token_versions,
+)
 from ..extensions.add_on import AddOn
 from ..proof.rollout_checks import ALIGNED, SAMPLED
 from ..proof.verify import LivenessError

@@ -20,13 +20,20 @@ from torch import Tensor
 
 from verl.workers.utils.padding import response_from_nested
 
-from ..batch.micro_batch import ROLLOUT_LOG_PROBS, TOKEN_VERSIONS_SEALED, VERSIONS_SEALED, find_token_versions
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.model_input import COLUMNS as MODEL_INPUT
 from ..batch.model_input import hash_model_input
 from ..batch.plan import COLUMNS, PLAN, columns_to_seal
 from ..batch.queue_columns import FORWARD, put_columns, read_columns
 from ..batch.seals import INPUT, PLAN_HASH, SealedRows, key_of, seal_constant
-from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION
+from ..batch.weight_versions import (
+    EXTRA_FIELDS,
+    NEWEST_VERSION,
+    OLDEST_VERSION,
+    TOKEN_VERSIONS_SEALED,
+    VERSIONS_SEALED,
+    find_token_versions,
+)
 from ..preflight.composed import Composed
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from .actor_updates import adopt

@@ -25,7 +25,7 @@ from verl_patches import sent_metrics
 from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, PREFIX
 
 from ..batch import micro_batch as mb
-from ..batch.padding import split_micro_batch
+from ..batch.padding import split_micro_batch, with_tensors
 from ..batch.plan import PLAN
 from ..correction import StepStage
 from ..correction.bounds import replace_bounds
@@ -58,7 +58,7 @@ def _padded_ppo_loss(
     rows, width = log_probs.shape
     # With a one-token prompt, a row's log-probs are those of the response, shifted left by one.
     flat = torch.nn.functional.pad(log_probs, (0, 1)).flatten()
-    data = mb.with_tensors(
+    data = with_tensors(
         data,
         prompts=torch.ones(rows, 1, dtype=torch.int64),
         attention_mask=torch.ones(rows, width + 1, dtype=torch.int64),

@@ -36,7 +36,7 @@ from verl.utils.metric import Metric
 from ..batch import micro_batch as mb
 from ..batch.mini_batch_mean import Shares, add_shares
 from ..batch.reports import take_reports
-from ..batch.seals import hash_rows
+from ..batch.seals import drop_empty_rows, hash_rows
 from ..batch.weight_versions import UNKNOWN, RowVersions, TokenVersions, compute_token_versions
 from ..correction import CorrectionSpec, Statistic
 from ..correction.bounds import Side
@@ -147,7 +147,7 @@ def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
     if not observation.trained:
         return readings
     readings["rows"] = DeferredValue(
-        hash_rows(batch.responses, batch.response_mask, batch.rollout_log_prob), mb.drop_empty_rows
+        hash_rows(batch.responses, batch.response_mask, batch.rollout_log_prob), drop_empty_rows
     )
     if spec.proximal != "recompute":
         readings["alignment"] = count_agreements(batch.log_prob, batch.rollout_log_prob, batch.policy_mask)
@@ -189,7 +189,7 @@ class Packet:
     Attributes:
         fingerprint: fingerprint of the worker's spec.
         statistics: name -> typed statistic, in floats.
-        rows: checksums of mu and its tokens, see ``micro_batch.compute_row_checksums``.
+        rows: checksums of mu and its tokens, see ``seals.compute_row_checksums``.
         plan: fingerprint of the plan that arrived; 0 for none.
         bounds: part -> the bounds that were used, for parts whose bounds move.
         histograms: histograms of the parts whose bounds move, see ``monitor.bounds.bound_measurement``.

@@ -14,8 +14,7 @@ from tensordict import TensorDict
 
 from verl.utils import tensordict_utils as tu
 
-from ..batch.micro_batch import flatten
-from ..batch.padding import Layout, pad_column
+from ..batch.padding import Layout, flatten, pad_column
 from ..batch.seals import key_of, seal_columns
 from ..replay.batch_routes import ROUTES, hash_routes_by_row
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.batch.micro_batch import compute_row_checksums, drop_empty_rows
+from recipe.offpolicy.batch.seals import compute_row_checksums, drop_empty_rows
 from tests.support.drawn import examples
 
 TOKENS = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [1, 2, 3, 4]])

@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from recipe.offpolicy.batch import micro_batch as mb
-from recipe.offpolicy.batch.padding import Layout
+from recipe.offpolicy.batch.padding import Layout, flatten, with_tensors
 from recipe.offpolicy.batch.plan import (
     PLAN,
     SCALE,
@@ -20,10 +20,12 @@ from recipe.offpolicy.batch.plan import (
     compute_constants,
     regroup_without_rejected,
 )
+from recipe.offpolicy.batch.seals import compute_row_checksums
 from recipe.offpolicy.batch.weight_versions import CHUNKS, RowVersions
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.terms import PenaltySpec
 from tests.support.corrections import TIS, band, spec
+from tests.support.sampled_rows import compute_sampled_checksums
 
 
 def read() -> mb.MicroBatch:
@@ -181,13 +183,13 @@ def test_objects_of_rows_are_in_the_copy_as_they_are() -> None:
     """verl ships a dozen of each row, whose copies took longer than the loss."""
     rows = NonTensorStack(*[NonTensorData({"answer": "42", "turns": [1, 2]}) for _ in range(2)])
     data = TensorDict({"extra_info": rows, "kept": torch.zeros(2)}, batch_size=2)
-    assert mb.with_tensors(data, kept=torch.ones(2)).get("extra_info") is data.get("extra_info")
+    assert with_tensors(data, kept=torch.ones(2)).get("extra_info") is data.get("extra_info")
 
 
 def test_nested_values_lie_end_to_end() -> None:
-    assert mb.flatten(nested([1.0, 2.0], [3.0])).tolist() == [1.0, 2.0, 3.0]
+    assert flatten(nested([1.0, 2.0], [3.0])).tolist() == [1.0, 2.0, 3.0]
     plain = torch.tensor([1.0, 2.0])
-    assert mb.flatten(plain) is plain
+    assert flatten(plain) is plain
 
 
 def test_bounds_are_those_of_the_parts_that_move() -> None:
@@ -229,8 +231,8 @@ def test_sampled_rows_are_summed_alike_nested_and_padded() -> None:
     columns = {"responses": torch.tensor([[5, 6], [7, 0]]), "response_mask": mask, mb.ROLLOUT_LOG_PROBS: mu}
     padded = TensorDict(columns, batch_size=2)
     rows = {name: torch.nested.nested_tensor([c[0], c[1, :1]], layout=torch.jagged) for name, c in columns.items()}
-    found = mb.compute_sampled_checksums(TensorDict(rows, batch_size=2))
-    assert found == mb.compute_sampled_checksums(padded) == mb.compute_row_checksums(columns["responses"], mask, mu)
+    found = compute_sampled_checksums(TensorDict(rows, batch_size=2))
+    assert found == compute_sampled_checksums(padded) == compute_row_checksums(columns["responses"], mask, mu)
     assert len(set(found)) == 2
 
 

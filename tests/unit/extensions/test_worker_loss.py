@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_on import BoundLoss, WorkerExtension
@@ -22,6 +21,7 @@ from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support import training_worker as tw
 from tests.support.corrections import TIS
 from tests.support.nudge import NudgeWorker
+from tests.support.sampled_rows import compute_sampled_checksums
 from verl.utils import tensordict_utils as tu
 
 CORRECTIONS = {"none": CorrectionSpec(), "tis": CorrectionSpec.from_mapping({"weight": TIS})}

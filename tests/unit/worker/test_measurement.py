@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.batch.micro_batch import MicroBatch, compute_row_checksums
+from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.batch.plan import SharedPlan
+from recipe.offpolicy.batch.seals import compute_row_checksums
 from recipe.offpolicy.batch.weight_versions import RowVersions, TokenVersions
 from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.statistics import merge_all
