@@ -102,7 +102,7 @@ def test_an_aggregate(copy: Copy) -> None:
     )
     assert "l1_mean" in copy.fails(proof)
     copy.insert(
-        "recipe/offpolicy/proof/trials.py",
+        "recipe/offpolicy/proof/inverses.py",
         '        case "k1":',
         '        case "l1":\n            return free * value\n',
     )

@@ -1,7 +1,7 @@
 """Table of aggregates. An aggregate turns a unit's ratios into the number that a mask compares with its bounds.
 
 Masks, validation, start-up checks, and offline and online calibration all read this table. The liveness proof does not:
-``proof/trials.py`` states each aggregate independently. The formulas are in docs/correction_keys.md.
+``proof/inverses.py`` states each aggregate independently. The formulas are in docs/correction_keys.md.
 """
 
 from __future__ import annotations

@@ -15,21 +15,8 @@ from torch import Tensor
 
 from ..batch.micro_batch import MicroBatch
 from ..correction import BatchConstants, MaskSpec, WeightSpec
-from .trials import (
-    BEYOND,
-    HIGH,
-    MEAN_WEIGHT,
-    MOST_UPWARD,
-    Trial,
-    invert_aggregate,
-    invert_binary_kl,
-    list_bounds,
-    measure_step,
-    mix_signs,
-    place_gap,
-    place_masses,
-    replace_policies,
-)
+from .inverses import HIGH, MOST_UPWARD, invert_aggregate, invert_binary_kl, place_gap
+from .trials import BEYOND, MEAN_WEIGHT, Trial, list_bounds, measure_step, mix_signs, place_masses, replace_policies
 
 _CLEAR = 1e-4
 """Difference between a prefix's value and its bound, in nats, below which they cannot be distinguished with float32

@@ -31,12 +31,12 @@ from ..batch.weight_versions import (
     TokenVersions,
 )
 from ..correction import BatchConstants, MaskSpec, WeightSpec, turns
+from .inverses import HIGH, MOST_UPWARD, invert_aggregate, invert_binary_kl, place_gap
 
 BEYOND = 0.01
 """Distance beyond a bound, in nats: larger than rounding errors and inside the base loss's own clip."""
 
 MEAN_WEIGHT = 2.0
-HIGH = 0.95  # the higher of two different probabilities
 _NEAR = 0.02
 """Step from a bound, relative to the bound in nats. It is fine enough to detect a bound with another factor."""
 _LEAST = 1e-4  # nats, larger than the rounding error of float32 log-probs
@@ -46,8 +46,6 @@ _WIDE_GAP = 0.5
 """Largest difference of probabilities placed on one token if a unit's tokens share a sum of differences."""
 _WIDE_KL = 1.0
 """Largest binary KL divergence, in nats, placed on one token."""
-MOST_UPWARD = 2.5
-"""Largest KL(low, ``HIGH``), in nats, of a low probability; KL(``HIGH``, low) reaches 12.9."""
 
 
 @dataclass(frozen=True)
@@ -303,41 +301,6 @@ def _place_policies(
     return replace_policies(batch, old=old_log_prob, mu=old_log_prob - rollout, advantages=advantages), hit
 
 
-def invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tensor:
-    """Compute one token's log-ratio at which the aggregate's sum is ``value``; its sign is ``free`` where possible."""
-    match aggregate.split("_")[0]:
-        case "k1":
-            return -value
-        case "k2" | "second":
-            root = value if aggregate == "second_moment" else 2 * value
-            return free * root.clamp(min=0).sqrt()
-        case "tv":
-            up = torch.log1p(2 * value)
-            # A ratio can fall by less than 1, so |r - 1| / 2 stays below 0.5; larger values need a ratio above 1.
-            return torch.where((free < 0) & (value < 0.49), torch.log1p(-2 * value.clamp(max=0.49)), up)
-        case "k3":
-            return torch.where(free > 0, _invert_k3(value, 1.0), _invert_k3(value, -1.0))
-        case "product" | "geometric" | "any":
-            return value
-        case "exp":
-            return free * torch.log1p(value)
-        case _:
-            raise NotImplementedError(
-                f"aggregate {aggregate}: the liveness proof does not define it. Fix: add it to proof/trials.py."
-            )
-
-
-def _invert_k3(value: Tensor, sign: float) -> Tensor:
-    """Solve exp(l) - 1 - l = value for l of the given sign, by bisection."""
-    low, high = torch.zeros_like(value), value + 2.0
-    # 80 bisections reduce any interval to the spacing of float64.
-    for _ in range(80):
-        middle = (low + high) / 2
-        too_small = torch.expm1(sign * middle) - sign * middle < value
-        low, high = torch.where(too_small, middle, low), torch.where(too_small, high, middle)
-    return sign * high
-
-
 def _spread_gap(
     spec: MaskSpec, units: Tensor, mask: Tensor, hit: Tensor, value: float, way: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -359,41 +322,6 @@ def _spread_gap(
     count = torch.ones_like(size) if spec.aggregate == "binary_tv" else (total.abs() / _WIDE_GAP).ceil().clamp(min=1)
     count = torch.minimum(count, size)
     return place_gap(hit & (_count_before(units, mask) < count), total / count)
-
-
-def place_gap(at: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose two probabilities of each token that differ by ``gap`` at ``at``, and are equal elsewhere.
-
-    Args:
-        at: (B, T) bool.
-        gap: float64 that broadcasts against it, of one sign, within (-1, 1).
-
-    Returns:
-        (B, T) float64 of the numerator and of the denominator.
-    """
-    size = gap.abs().expand(at.shape)
-    high = torch.where(at & (size > 0.9), (1 + size) / 2, HIGH)
-    low = torch.where(at, high - size, HIGH)
-    return (high, low) if bool((gap > 0).any()) else (low, high)
-
-
-def invert_binary_kl(aggregate: str, value: float, up: bool) -> float:
-    """Find the probability below ``HIGH`` whose binary KL divergence is ``value``.
-
-    Args:
-        up: the numerator is ``HIGH`` and the denominator is the probability found; otherwise the reverse.
-    """
-
-    def divergence(p: float, q: float) -> float:
-        return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-
-    low, high = 1e-6, HIGH
-    for _ in range(80):
-        middle = (low + high) / 2
-        forward = divergence(middle, HIGH) if up else divergence(HIGH, middle)
-        either = max(divergence(HIGH, middle), divergence(middle, HIGH)) if aggregate == "binary_kl" else forward
-        low, high = (middle, high) if either > value else (low, middle)
-    return low
 
 
 def place_masses(
