@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support.examples import FEW
+from tests.support.examples import FEW, choose_few
 
 # How long an example takes says how busy the machine is.
 DRAWN = min(100, int(os.environ.get(FEW, 100)))  # where a test asks for no number of its own
@@ -50,8 +50,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.timeout(HANGS, func_only=True))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests that need a CUDA device where there is none."""
+@pytest.hookimpl(trylast=True)  # after what -m leaves out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes few tests for ``--quick``, and skips those that need a CUDA device where there is none."""
+    if os.environ.get(FEW):
+        chosen = set(choose_few(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     if torch.cuda.is_available():

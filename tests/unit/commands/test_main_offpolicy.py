@@ -13,7 +13,6 @@ import pytest
 from recipe.offpolicy.launch_callback import prepare
 from tests.support.applications import NEEDED, application
 from tests.support.corrections import GSM, TIS, spec
-from tests.support.examples import few_when_quick
 from tests.support.launched import REFUSED, Launch, Launcher
 from tests.support.paths import ROOT
 
@@ -57,7 +56,7 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", few_when_quick(MALFORMED, lambda name: name.startswith("a bound")))
+@pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_correction_is_refused(name: str, launch: Launcher, folder: Path) -> None:
     arguments, parts = MALFORMED[name]
     result = launch(*arguments, folder=folder)
@@ -138,12 +137,7 @@ NEVER_A_TRACEBACK = [
 ]
 
 
-def kind(case: tuple[str, str]) -> str:
-    argument, _ = case
-    return "interpolation" if "${" in argument else "a value"
-
-
-@pytest.mark.parametrize(("argument", "part"), few_when_quick(NEVER_A_TRACEBACK, kind))
+@pytest.mark.parametrize(("argument", "part"), NEVER_A_TRACEBACK)
 def test_no_configuration_ends_in_a_traceback(
     argument: str, part: str, launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,6 @@ from recipe.offpolicy.preflight.examination import examine
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.report import main as report
 from tests.support.applications import NEEDED, application
-from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record
 
 LAUNCH = (*NEEDED, "actor_rollout_ref.rollout.name=vllm")
@@ -94,10 +93,7 @@ def test_what_no_option_is_comes_whole_and_launches_behind_another_correction(as
 
 @pytest.mark.parametrize(
     ("directory", "advised"),
-    few_when_quick(
-        [("colocate_async-14", recommended.OVERRIDES), ("round-2-8", ("correction=[tis_token,icepop]",))],
-        lambda _: "a mask",
-    ),
+    [("colocate_async-14", recommended.OVERRIDES), ("round-2-8", ("correction=[tis_token,icepop]",))],
 )
 def test_what_attribution_advises(directory: str, advised: tuple[str, ...]) -> None:
     recording = Recording(Path("tests/data/faults/held_out") / directory)

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipe.offpolicy.correction import CorrectionSpec, StepStage, rollout_stage, step_stage, turns
 from tests.support.corrections import GSM, TIS, opsm, spec
 from tests.support.drawn import Rows, constants_of
-from tests.support.examples import few_when_quick
 from tests.support.packed import both_stages, noisy, pack
 from tests.support.presets import PRESETS
 
@@ -60,13 +59,8 @@ def test_waiting_is_noticed() -> None:
     assert any(name.startswith("aten::index") for name in waits.found)
 
 
-def kind(name: str) -> tuple[object, ...]:
-    weight, masks = PRESETS[name].weight, dict(PRESETS[name].masks).values()
-    return weight and (weight.level, weight.kind), frozenset((mask.level, mask.aggregate) for mask in masks)
-
-
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("name", few_when_quick(sorted(PRESETS), kind))
+@pytest.mark.parametrize("name", sorted(PRESETS))
 def test_no_preset_waits_for_the_device(name: str, layout: str) -> None:
     rows, lengths = noisy()
     constants = constants_of(PRESETS[name], rows)

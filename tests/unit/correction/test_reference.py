@@ -30,7 +30,7 @@ from tests.support.drawn import (
     examples,
     skyrl_corrections,
 )
-from tests.support.examples import at_most, few_when_quick
+from tests.support.examples import at_most
 
 CLEAR = 2e-6  # float32 log-probs are good to that; what is closer to a bound may go either way
 BY_ADVANTAGE = [("any", "row"), *itertools.product(("negative", "positive", "outward"), ("row", "token"))]
@@ -109,7 +109,7 @@ def extremes(mask: dict[str, Any]) -> tuple[list[float], list[float]]:
     return [min(values) for values in found], [max(values) for values in found]
 
 
-@pytest.mark.parametrize("ratio", few_when_quick(RATIOS, lambda _: "a ratio"))
+@pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_mask(level: str, aggregate: str, ratio: str) -> None:

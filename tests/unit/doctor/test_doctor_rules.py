@@ -17,12 +17,9 @@ from recipe.offpolicy.preflight.python_source import OURS
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import GSM, opsm
 from tests.support.doctor_cases import CASES, ROLLOUT, TIS_OF_VERL, VERLS, Case
-from tests.support.examples import few_when_quick
 from tests.support.mended import with_overrides
 
 pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.usefixtures("each_actor_is_probed_once")]
-
-EACH_VERDICT = few_when_quick(CASES, lambda name: (CASES[name][0], CASES[name][1].verdict))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +55,7 @@ def stops(config: DictConfig) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", EACH_VERDICT)
+@pytest.mark.parametrize("name", CASES)
 def test_a_rule_is_triggered_and_its_fix_mends_it_when_it_is_pasted(name: str, bases: dict[str, DictConfig]) -> None:
     module, case = CASES[name]
     config = changed(bases[module], case.changes)
@@ -84,7 +81,7 @@ def test_a_rule_is_triggered_and_its_fix_mends_it_when_it_is_pasted(name: str, b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EACH_VERDICT)
+@pytest.mark.parametrize("name", CASES)
 def test_a_rule_is_not_triggered(name: str, bases: dict[str, DictConfig]) -> None:
     module, case = CASES[name]
     assert told(diagnosed(module, changed(bases[module], case.fine)), case) == []

@@ -12,7 +12,6 @@ import pytest
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError
 from recipe.offpolicy.doctor.bash.words import expand_braces
 from recipe.offpolicy.doctor.scripts import MOST, find_launches, propose_exports
-from tests.support.examples import each_nth_when_quick
 
 LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
 CHAIN = "f0() { :; }\n" + "\n".join(f"f{i}() {{ f{i - 1}; f{i - 1}; }}" for i in range(1, 19)) + "\nf18"
@@ -46,7 +45,7 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", each_nth_when_quick(4, ENDLESS))
+@pytest.mark.parametrize("name", ENDLESS)
 def test_a_script_that_grows_ends_in_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is refused, or followed to its launch; the process grows by less than 512 MiB."""
     monkeypatch.chdir(tmp_path)

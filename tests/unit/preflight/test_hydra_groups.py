@@ -24,7 +24,6 @@ from recipe.offpolicy.preflight.hydra_groups import (
 )
 from tests.support.applications import DELTAS, OPTIONS, application, without_verl
 from tests.support.corrections import GSM, opsm
-from tests.support.examples import few_when_quick
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return without_verl(tmp_path_factory.mktemp("configs"))
 
 
-@pytest.mark.parametrize("option", few_when_quick(DELTAS, lambda _: "a budget"))
+@pytest.mark.parametrize("option", DELTAS)
 def test_a_budget_that_nobody_published_must_be_given(option: str, folder: Path) -> None:
     with application(f"correction={option}", folder=folder) as config, pytest.raises(SpecError) as caught:
         _ = Composed(config).spec
@@ -73,7 +72,7 @@ def test_every_pair_that_shares_a_key_conflicts(folder: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("option", sorted(EMPTY | {AUTO}))
-@pytest.mark.parametrize("order", few_when_quick(["{},gsm", "gsm,{}", "tis_token,{}"], lambda _: "next to others"))
+@pytest.mark.parametrize("order", ["{},gsm", "gsm,{}", "tis_token,{}"])
 def test_some_stand_alone(option: str, order: str, folder: Path) -> None:
     options = order.format(option)
     with application(f"correction=[{options}]", folder=folder), pytest.raises(SpecError) as caught:
@@ -94,9 +93,7 @@ def test_the_values_of_an_option(folder: Path, tmp_path: Path) -> None:
             load_option("mien")
 
 
-@pytest.mark.parametrize(
-    "chosen", few_when_quick(["correction=auto", None, "correction=[auto]", "correction=gsm"], bool)
-)
+@pytest.mark.parametrize("chosen", ["correction=auto", None, "correction=[auto]", "correction=gsm"])
 def test_options_chosen_later_are_as_if_chosen_at_once(chosen: str | None, folder: Path) -> None:
     """Whatever was chosen first, and with every other override in force."""
     overrides = [

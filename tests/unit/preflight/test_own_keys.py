@@ -22,7 +22,6 @@ from recipe.offpolicy.preflight.own_keys import (
 )
 from recipe.offpolicy.preflight.similar_keys import explain_misplaced, has_key, list_fields
 from tests.support.applications import DELTAS, OPTIONS, application, without_verl
-from tests.support.examples import each_nth_when_quick
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def fixed(option: str, given: list[str], folder) -> tuple[Problem | None, dict]:
             return restore_defaults(error.problem), {}
 
 
-@pytest.mark.parametrize(("option", "override"), each_nth_when_quick(3, FIXES))
+@pytest.mark.parametrize(("option", "override"), FIXES)
 def test_a_fix_keeps_what_was_asked_for(option: str, override: str, folder) -> None:  # type: ignore[no-untyped-def]
     expected, left = FIXES[option, override]
     given = [f"correction.{override}"]

@@ -14,7 +14,6 @@ from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import AUTO, EMPTY
 from tests.support.applications import CONFIGS, DELTAS, OPTIONS, application, without_verl
 from tests.support.corrections import GSM, TIS, band, opsm
-from tests.support.examples import few_when_quick
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
 from_skyrl, from_trl, from_verl = CorrectionSpec.from_skyrl, CorrectionSpec.from_trl, CorrectionSpec.from_verl
@@ -138,9 +137,7 @@ def test_each_option_is_what_is_published(option: str) -> None:
     assert loaded(option) == CorrectionSpec.from_mapping(EXPECTED[option])
 
 
-@pytest.mark.parametrize(
-    "option", few_when_quick(OPTIONS, lambda option: (option.startswith("verl/"), option in DELTAS, option in EMPTY))
-)
+@pytest.mark.parametrize("option", OPTIONS)
 def test_each_option_composes(option: str, folder: Path) -> None:
     """It sets its own keys and nothing besides."""
     with application(f"correction={option}", *DELTAS.get(option, []), folder=folder) as config:

@@ -12,7 +12,6 @@ from recipe.offpolicy.proof.token_alignment import (
     compute_chance_limit,
     tally_agreements,
 )
-from tests.support.examples import few_when_quick
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -52,7 +51,7 @@ def test_counts_by_hand() -> None:
     assert tokens.agreeing[1] == 0
 
 
-@pytest.mark.parametrize("noise", few_when_quick([0.3, 0.0, 0.005, 1.0], lambda noise: noise > 0))
+@pytest.mark.parametrize("noise", [0.3, 0.0, 0.005, 1.0])
 @pytest.mark.parametrize(("rows", "width"), [(128, 10), (16, 8), (8, 4), (512, 1), (1, 2000), (64, 200)])
 def test_healthy_batches_pass(rows: int, width: int, noise: float) -> None:
     # Up to noise of one nat at log p = -1, far beyond what staleness does; with a drift common to all tokens.
@@ -118,9 +117,7 @@ def test_log_probs_of_other_rows(rows: int, width: int, within: int, other: str)
         assert "belong to other sequences" in first_error(batches)[1]
 
 
-@pytest.mark.parametrize(
-    ("rows", "width", "within"), few_when_quick([(256, 8192, 1), (16, 16_384, 16)], lambda _: "long")
-)
+@pytest.mark.parametrize(("rows", "width", "within"), [(256, 8192, 1), (16, 16_384, 16)])
 def test_long_rows_of_other_rows(rows: int, width: int, within: int) -> None:
     source, batches = generator(), []
     healthy = AlignmentChecker()

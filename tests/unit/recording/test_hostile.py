@@ -19,7 +19,6 @@ import pytest
 from recipe.offpolicy.recording import Recording, RecordingError
 from recipe.offpolicy.recording import files as files_module
 from recipe.offpolicy.recording.files import Step, read, to_table, write
-from tests.support.examples import few_when_quick
 from tests.support.recordings import NONE, drawn_rows, same
 
 ROWS = drawn_rows([5, 1, 9, 3], rejected_by=np.arange(18, dtype=np.uint32) % 2)
@@ -46,7 +45,7 @@ def test_every_truncation_is_an_error_that_names_the_file(path: Path) -> None:
             read(path)
 
 
-@pytest.mark.parametrize("seed", few_when_quick(range(6), lambda _: "a seed"))
+@pytest.mark.parametrize("seed", range(6))
 def test_damaged_bytes_are_noticed_or_without_effect(path: Path, seed: int) -> None:
     """The rows as they were, or an error: never other rows, another exception, or no end."""
     content, rng, noticed = path.read_bytes(), random.Random(seed), 0

@@ -30,7 +30,6 @@ from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support.applications import CONFIGS, DELTAS, OPTIONS
 from tests.support.corrections import band, opsm, spec
-from tests.support.examples import few_when_quick
 from verl_patches import sent_metrics
 
 WAITS = (
@@ -175,13 +174,7 @@ CASES = {
 CASES |= {"moving": spec(gsm=band(0.9, 1.1), opsm=opsm(0.1))}
 
 
-def kind(name: str) -> tuple[object, ...]:
-    correction = CASES[name]
-    levels = {mask.level for _, mask in correction.masks}
-    return correction.weight and correction.weight.level, frozenset(levels), correction.denominator
-
-
-@pytest.mark.parametrize("name", few_when_quick(CASES, kind))
+@pytest.mark.parametrize("name", CASES)
 def test_a_micro_batch_asks_once_and_an_update_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     correction = CASES[name]
     loss = loss_of(correction)

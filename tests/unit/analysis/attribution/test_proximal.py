@@ -17,7 +17,6 @@ from recipe.offpolicy.analysis.attribution.attribution_page import (
 )
 from recipe.offpolicy.analysis.attribution.causes import find_causes
 from recipe.offpolicy.recording import Rows, concatenate
-from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows
 from tests.support.simulated_policies import Size, at_temperature, simulated
 from tests.support.unscored import MADE_OF_MU, recorded_under
@@ -34,7 +33,7 @@ def of_two_gradient_steps() -> tuple[Rows, Rows]:
     return drawn_rows(LENGTHS, backend=0.1), at_gradient_step(drawn_rows(LENGTHS, seed=1, backend=0.1, drift=0.5), 1)
 
 
-@pytest.mark.parametrize("proximal", few_when_quick([*MADE_OF_MU, "reuse"], lambda each: each in MADE_OF_MU))
+@pytest.mark.parametrize("proximal", [*MADE_OF_MU, "reuse"])
 def test_the_first_gradient_step_is_attributed_as_if_pi_old_were_recorded(proximal: str, tmp_path: Path) -> None:
     """Fresh rows: all of it is the backend's, none of it drift."""
     rows = drawn_rows(LENGTHS, backend=0.1)
@@ -46,7 +45,7 @@ def test_the_first_gradient_step_is_attributed_as_if_pi_old_were_recorded(proxim
     assert found.left_out == 0
 
 
-@pytest.mark.parametrize("proximal", few_when_quick(MADE_OF_MU, lambda _: "made of mu"))
+@pytest.mark.parametrize("proximal", MADE_OF_MU)
 def test_causes_are_looked_for_in_the_whole_gap(proximal: str, tmp_path: Path) -> None:
     """Of a temperature of 0.7 the slope is 1 / 0.7, not that of a mixture."""
     recording = recorded_under(proximal, tmp_path / "run", simulated(at_temperature(0.7), size=Size(steps=1)))
@@ -55,7 +54,7 @@ def test_causes_are_looked_for_in_the_whole_gap(proximal: str, tmp_path: Path) -
     assert causes["temperature"].evidence["slope"] == pytest.approx(1 / 0.7, abs=0.03)
 
 
-@pytest.mark.parametrize("proximal", few_when_quick(MADE_OF_MU, lambda _: "made of mu"))
+@pytest.mark.parametrize("proximal", MADE_OF_MU)
 def test_drift_is_not_identified_beside_later_gradient_steps(proximal: str, tmp_path: Path) -> None:
     """pi_old of their rows is not known: no share is claimed of them, and what is left out is said."""
     first, later = of_two_gradient_steps()
@@ -76,7 +75,7 @@ def test_drift_is_not_identified_beside_later_gradient_steps(proximal: str, tmp_
     assert "correction.proximal=recompute" in format_verdict(found)
 
 
-@pytest.mark.parametrize("proximal", few_when_quick(MADE_OF_MU, lambda _: "made of mu"))
+@pytest.mark.parametrize("proximal", MADE_OF_MU)
 def test_nothing_is_claimed_without_a_first_gradient_step(
     proximal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,6 @@ from recipe.offpolicy.analysis.report.verdict import Answer, build_answers, run_
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Rows, concatenate
 from recipe.offpolicy.report import main
-from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows
 from tests.support.unscored import EVERY, MADE_OF_MU, recorded_under
 
@@ -35,7 +34,7 @@ def said(recording: Recording, proximal: str) -> tuple[Answer, Answer]:
     return by_question["Do the engines agree?"], by_question["Where does the mismatch come from?"]
 
 
-@pytest.mark.parametrize("proximal", few_when_quick([*MADE_OF_MU, "reuse"], lambda each: each in MADE_OF_MU))
+@pytest.mark.parametrize("proximal", [*MADE_OF_MU, "reuse"])
 def test_engines_are_judged_by_the_trainers_own_weights(proximal: str, tmp_path: Path) -> None:
     """Noise of 0.1 nats is a KL of 0.1^2 / 2 nats per token, whatever the correction takes for pi_old."""
     engines, origin = said(recorded_under(proximal, tmp_path / "run", drawn_rows(LENGTHS, backend=0.1)), proximal)
@@ -44,7 +43,7 @@ def test_engines_are_judged_by_the_trainers_own_weights(proximal: str, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("proximal", few_when_quick(MADE_OF_MU, lambda _: "made of mu"))
+@pytest.mark.parametrize("proximal", MADE_OF_MU)
 def test_rows_of_later_gradient_steps_are_left_out(proximal: str, tmp_path: Path) -> None:
     rows = drawn_rows(LENGTHS, backend=0.1)
     recording = recorded_under(proximal, tmp_path / "run", concatenate([rows, later()]))
@@ -56,7 +55,7 @@ def test_rows_of_later_gradient_steps_are_left_out(proximal: str, tmp_path: Path
     assert "drift is not identified" in origin.because
 
 
-@pytest.mark.parametrize("proximal", few_when_quick(MADE_OF_MU, lambda _: "made of mu"))
+@pytest.mark.parametrize("proximal", MADE_OF_MU)
 def test_without_a_first_gradient_step_the_answer_is_unknown(proximal: str, tmp_path: Path) -> None:
     recording = recorded_under(proximal, tmp_path / "run", later())
     for answer in said(recording, proximal):

@@ -25,7 +25,6 @@ from recipe.offpolicy.correction.statistics import BUCKETS, SIGNS, STALENESS
 from recipe.offpolicy.recording import Recording, RecordingError
 from tests.support.acted import acted, recorded, varied_rows
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
-from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record, sampled_by
 
 WIDE = band(0.97, 1.03)
@@ -194,9 +193,7 @@ def test_padding_is_little() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    few_when_quick(
-        (name for name in SPECS if name != "version"), lambda name: (SPECS[name].weight is None, SPECS[name].proximal)
-    ),
+    (name for name in SPECS if name != "version"),
 )
 def test_what_acted_is_reproduced(name: str, tmp_path: Path) -> None:
     path = recorded(tmp_path, SPECS[name], varied_rows(seed=3), varied_rows(seed=4, step=6))

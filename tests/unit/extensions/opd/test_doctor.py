@@ -13,7 +13,6 @@ from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.doctor.verdicts import Diagnosis
 from recipe.offpolicy.preflight.python_source import OURS
 from tests.support.applications import NEEDED, application, changed
-from tests.support.examples import each_nth_when_quick
 from tests.support.fake_teacher import FakeTeacher, serving
 from tests.support.mended import with_overrides
 
@@ -85,7 +84,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", each_nth_when_quick(3, CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_what_is_inert_or_wrong_is_told_and_mended(name: str, base: DictConfig) -> None:
     verdict, row, changes, said = CASES[name]
     config = changed(base, changes)
