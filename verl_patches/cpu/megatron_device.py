@@ -27,7 +27,7 @@ MODULES = (
 """Modules that can run on gloo but name the device in their code."""
 
 FACTORIES = ("empty", "ones", "tensor", "zeros")
-"""Functions of PyTorch to which these modules pass the device."""
+"""PyTorch functions to which these modules pass the device."""
 
 
 CONTRACTS = tuple(

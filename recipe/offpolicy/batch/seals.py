@@ -106,9 +106,9 @@ def _shifted(value: Tensor, by: int) -> Tensor:
 PREFIX = "offpolicy_seal_"
 """Prefix of a seal's key, before the key of its column."""
 PLAN_HASH = "plan"
-"""Name of the seal of the plan, which is the same for all rows."""
+"""Name of the seal that covers the plan, which is the same for all rows."""
 INPUT = "model_input"
-"""Name of the seal of the model's input, for which only the hash is stored."""
+"""Name of the seal that covers the model's input, for which only the hash is stored."""
 
 
 class LivenessError(RuntimeError):

@@ -34,10 +34,10 @@ VERSION = "global_steps"
 VERSIONS = "offpolicy_versions"
 """Key of the (B, 2) int64 oldest and newest version per row, which the V0 trainer sends."""
 VERSIONS_SEALED = "versions"
-"""Name of the seal of the oldest and newest version of each row's weights."""
+"""Name of the seal that covers the oldest and newest version of each row's weights."""
 TOKEN_VERSIONS_SEALED = "token_versions"
-"""Name of the seal of the version of each token's weights, which replaces ``VERSIONS_SEALED`` if the correction reads
-them."""
+"""Name of the seal that covers the version of each token's weights. It replaces ``VERSIONS_SEALED`` if the correction
+reads these versions."""
 
 
 @dataclass(frozen=True)

@@ -341,7 +341,7 @@ def read_ratio_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | Non
 
 
 def usual_bound(mapping: Mapping[str, Any], side: str, key: str) -> dict[str, Any]:
-    """Propose a common bound instead of a malformed one, ``key.side`` -> number; empty if null or crossing the other.
+    """Propose a common value for a malformed bound, ``key.side`` -> number; empty if it would cross the other bound.
 
     Example:
         >>> usual_bound({"aggregate": "geometric", "lower": 0.99}, "upper", "correction.masks.gsm")

@@ -264,8 +264,8 @@ class WeightDelivery(AddOn):
         if len(self._updates_seen) == SEEN_OVER and seen < LEAST_SEEN * made and not self._warned_of_rounding:
             self._warned_of_rounding = True
             logger.warning(
-                "a share of only %.2g of the last %d updates survives rounding to the rollout engine's dtype, %s, so "
-                "the engine samples with older weights. Fix: %s.",
+                "only a fraction of %.2g of the last %d updates survived rounding to the rollout engine's dtype, %s, "
+                "so the engine is in effect sampling with older weights. Fix: %s.",
                 seen / made, SEEN_OVER, self._rollout.get("dtype"), FIX_ROUNDED,
             )  # fmt: skip
 

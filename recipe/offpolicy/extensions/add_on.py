@@ -54,7 +54,7 @@ class AddOn:
     proof_name: ClassVar[str] = ""
     """Subject of ``unproved``; empty: an extension's section."""
     phase: ClassVar[str] = ""
-    """The watchdog phase that counts the hooks' time; if empty, an extension's section, otherwise verl's own phase."""
+    """Watchdog phase to which the hooks' time is charged. Empty: an extension's section, or verl's phase for others."""
 
     # Start and end ------------------------------------------------------------------------------------------
 

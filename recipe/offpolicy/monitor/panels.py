@@ -11,7 +11,7 @@ NAME: Final = "Off-policy"
 PANELS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "Five to watch": {
         "KL(mu, pi_old), nats per token": ("kl/k3",),
-        "chi2 of pi / mu, to watch where pi_old is mu": ("full_ratio/chi2",),
+        "chi2 of pi / mu: watch it if pi_old is mu": ("full_ratio/chi2",),
         "Effective sample size: weights, pi / mu": ("weight/ess", "full_ratio/ess"),
         "Mean: weights, pi / mu": ("weight/mean", "full_ratio/mean"),
         "Kept share of tokens": ("keep/token_share",),

@@ -245,7 +245,7 @@ def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
 
 
 def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare the adapter's gradients under ``spec`` alone, where this correction must act and where it must not."""
+    """Compare the gradients with only ``spec`` active: on trials where it must act, and on trials where it must not."""
     # A trial tests each bound on all tokens, even those whose support is not known.
     detached = replace(batch, log_prob=batch.log_prob.detach(), withheld=None)
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))

@@ -6,9 +6,9 @@
 
 `python -m scripts.quickstart.prepare --cache DIR free_length_model` makes MODEL. `run` skips the runs that OUT
 (default: outputs/free_length) already holds, and starts no run after S seconds; a second call continues. It writes the
-figures of all runs to OUT/measured.csv. `show` prints them as a table and judges the expectations that were fixed
-beforehand; docs/evidence/length.md shows measured.csv of this folder. `collect` does the same with metrics.jsonl of
-full runs on verl, `TASK=free_length bash scripts/quickstart.sh`, copied to FOLDER as none-1.jsonl and
+figures of all runs to OUT/measured.csv. `show` prints them as a table and checks whether they meet the expectations
+fixed beforehand; docs/evidence/length.md presents this folder's measured.csv. `collect` does the same with
+metrics.jsonl of full runs on verl, `TASK=free_length bash scripts/quickstart.sh`, copied to FOLDER as none-1.jsonl and
 uniform-after-1.jsonl.
 """
 
@@ -58,7 +58,8 @@ BLOCK, VERL_BLOCK = 5, 4
 LAST, VERL_LAST = 2, 1
 """Number of blocks over which the start and the end are averaged, and the same for runs on verl itself."""
 SHARE, SEEDS = 1 / 3, 0.75
-"""Expected of a collapse: length below this share of the length of ``none``, in at least this share of the seeds."""
+"""A collapse is expected to shorten answers below ``SHARE`` of the length of ``none`` in at least ``SEEDS`` of the
+seeds."""
 WITHIN = 0.05
 """Expected of an anchor: the largest difference between its share of correct answers and that of ``none``."""
 COLUMNS = {"response_length/mean": "tokens", "critic/score/mean": "right", "length/anchor/mean": "anchor"}

@@ -87,7 +87,7 @@ class DenominatorCounts:
         if self.sampled:
             return "only a sample of the rows was recorded"
         if self.mode is None or self.mini_batch_rows is None:
-            return "the recording does not contain loss_agg_mode, ppo_mini_batch_size and rollout.n"
+            return "the recording does not contain all of loss_agg_mode, ppo_mini_batch_size and rollout.n"
         if self.mode not in HAS_DENOMINATOR:
             return f"loss_agg_mode={self.mode} divides by an unknown count"
         _, counts = np.unique(rows.mini_batch, return_counts=True)

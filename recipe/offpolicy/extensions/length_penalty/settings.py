@@ -1,4 +1,4 @@
-"""Settings of the length penalty, the section ``length_penalty``, and its start-up checks."""
+"""Settings of length penalties (the section ``length_penalty``) and their start-up checks."""
 
 from __future__ import annotations
 

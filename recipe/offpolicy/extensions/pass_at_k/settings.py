@@ -1,4 +1,4 @@
-"""Settings of pass@k, the section ``pass_at_k``, and its start-up checks."""
+"""Settings of pass@k training (the section ``pass_at_k``) and their start-up checks."""
 
 from __future__ import annotations
 

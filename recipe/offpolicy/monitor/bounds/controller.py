@@ -88,7 +88,7 @@ class Calibration:
     def restore(self, state: Mapping[str, Any], *, same_keys: bool) -> None:
         """Restore a checkpoint's ``state``.
 
-        A part whose bounds have different keys now starts with the configured bounds.
+        If the saved bounds of a part do not have the same keys as its configured bounds, the configured ones are used.
 
         Args:
             same_keys: the checkpoint had the same keys of ``offpolicy.calibrate``; if False, its window is discarded

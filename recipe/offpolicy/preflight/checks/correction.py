@@ -224,7 +224,7 @@ def check_kl(run: Composed) -> Iterator[Problem]:
             fix = "Set kl_loss_type=k3+ or k2."
             yield run.problem(_KL_TYPE, f"{reason}correct.", fix, {_KL_TYPE: "k3+"}, ("kl_clip",), "NO-OP")
     if spec.kl_weight is not None:
-        missing = "there is no KL loss to weigh; KL in the reward is corrected by the clip of the policy term."
+        missing = "there is no KL loss to weight; KL in the reward is part of the policy term, which has its own clip."
         found = list(_find_no_kl_loss(run, "kl_weight", missing, "weighted"))
         yield from found
         if not found and kind not in _UNBIASED:
