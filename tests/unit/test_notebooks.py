@@ -40,10 +40,11 @@ def test_it_is_kept_without_outputs(notebook: Path) -> None:
     ("recording", "chosen"),
     [
         ("", "'+correction@correction=opsm' 'correction.masks.opsm.delta=0.1'"),
-        (
+        pytest.param(
             "healthy-10",
             "'+correction@correction=[tis_token,gsm]' 'correction.masks.gsm.lower=0.9821' "
             "'correction.masks.gsm.upper=1.0182'",
+            marks=pytest.mark.extended,
         ),
     ],
     ids=["stale", "healthy"],
@@ -55,7 +56,7 @@ def test_it_ends_with_a_correction(recording: str, chosen: str) -> None:
     assert printed[-1] == f"python -m verl.trainer.main_ppo ... {chosen}"
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_fault_is_to_be_fixed_first() -> None:
     printed = execute(ROOT / "examples" / "choose_a_correction.ipynb", RECORDING=str(FAULTS / "context-4"))
     assert "re-tokenisation" in printed[-2]

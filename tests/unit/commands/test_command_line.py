@@ -67,9 +67,14 @@ def test_what_only_a_picture_takes_is_said_before_the_work_and_for_a_picture_alo
     "command",
     [
         ("attribute", "--json"),
-        ("attribute",),
-        ("calibrate", *CALIBRATED, "--json"),
-        ("whatif", "--spec", "correction=gsm", "--json"),
+        *(
+            pytest.param(each, marks=pytest.mark.extended)
+            for each in (
+                ("attribute",),
+                ("calibrate", *CALIBRATED, "--json"),
+                ("whatif", "--spec", "correction=gsm", "--json"),
+            )
+        ),
     ],
     ids=" ".join,
 )

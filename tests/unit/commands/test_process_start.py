@@ -11,6 +11,7 @@ import yaml
 
 from recipe.offpolicy.process_start import CHECK_FLAG, end_start, hasten_check, hasten_start
 from tests.support.applications import CONFIGS, NEEDED
+from tests.support.examples import each_nth_by_default
 from tests.support.fresh_python import ok, python
 from tests.support.paths import ROOT
 
@@ -66,15 +67,21 @@ def test_a_launch_is_set_up_without_lazy_imports(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("program", "said"),
-    [
-        ((DOCTOR, "correction=[tis_token,gsm]", *NEEDED), "OK: every check passes"),
-        ((DOCTOR, "correction=gsm", *NEEDED, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"), "masks.gsm"),
-        ((DOCTOR, "correction=gsm", *NEEDED, "actor_rollout_ref.rollout.top_p=0.9"), "ERROR: exit status 2"),
-        ((DOCTOR, "correction=gsm", *NEEDED, "data.train_batch_size=1"), "verl's own validation refuses it"),
-        ((DOCTOR, *VERL_PROGRAM), "rollout_correction.rollout_is"),
-        ((DOCTOR, "--script", str(ROOT / "recipe/offpolicy/run_dense_fsdp.sh")), "OK: every check passes"),
-        (("recipe.offpolicy.main_offpolicy", CHECK_FLAG, "correction=gsm", *NEEDED), "all checks passed"),
-    ],
+    each_nth_by_default(
+        3,
+        [
+            ((DOCTOR, "correction=[tis_token,gsm]", *NEEDED), "OK: every check passes"),
+            (
+                (DOCTOR, "correction=gsm", *NEEDED, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"),
+                "masks.gsm",
+            ),
+            ((DOCTOR, "correction=gsm", *NEEDED, "actor_rollout_ref.rollout.top_p=0.9"), "ERROR: exit status 2"),
+            ((DOCTOR, "correction=gsm", *NEEDED, "data.train_batch_size=1"), "verl's own validation refuses it"),
+            ((DOCTOR, *VERL_PROGRAM), "rollout_correction.rollout_is"),
+            ((DOCTOR, "--script", str(ROOT / "recipe/offpolicy/run_dense_fsdp.sh")), "OK: every check passes"),
+            (("recipe.offpolicy.main_offpolicy", CHECK_FLAG, "correction=gsm", *NEEDED), "all checks passed"),
+        ],
+    ),
 )
 def test_a_check_imports_nothing_that_only_training_uses(
     program: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

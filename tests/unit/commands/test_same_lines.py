@@ -8,6 +8,7 @@ import pytest
 
 from recipe.offpolicy.doctor.doctor_command import main
 from tests.support.applications import NEEDED
+from tests.support.examples import each_nth_by_default
 from tests.support.launched import Launcher
 
 pytestmark = [pytest.mark.usefixtures("each_actor_is_probed_once"), pytest.mark.verl(">=0.9")]
@@ -42,12 +43,11 @@ REFUSED: list[tuple[str, ...]] = [
     ("+algorithm.rollout_corection.rollout_is=token", *NEEDED),
     ("correction=tis_tokn", *NEEDED),
 ]
-QUICK = (ACCEPTED[0], REFUSED[0], REFUSED[1], REFUSED[-1])
 
 
 @pytest.mark.parametrize(
     "line",
-    [line if line in QUICK else pytest.param(line, marks=pytest.mark.slow) for line in (*ACCEPTED, *REFUSED)],
+    each_nth_by_default(3, [(line,) for line in (*ACCEPTED, *REFUSED)]),
     ids=lambda line: " ".join(line)[:80],
 )
 def test_three_commands_say_the_same(

@@ -67,7 +67,7 @@ SK, TR, VE = "off_policy_correction.", "vllm_importance_sampling_", "algorithm.r
         (
             from_verl,
             {"rollout_is": "token", "rollout_is_threshold": None},
-            VE + "rollout_is_threshold=null: verl leaves",
+            VE + "rollout_is_threshold=null: verl ignores",
         ),
         (from_verl, {"rollout_is": "token", "rollout_is_threshold": 0.52}, VE + "rollout_is_threshold=0.52: a cap"),
         (from_verl, {"rollout_is": "token", "rollout_is_threshold": True}, VE + "rollout_is_threshold=true"),

@@ -13,6 +13,7 @@ from recipe.offpolicy.doctor.launch import compose
 from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.preflight.hydra_groups import read_chosen_options
 from recipe.offpolicy.preflight.python_source import OURS
+from tests.support.examples import each_nth_by_default
 from tests.support.paths import ROOT
 from verl_patches.hydra_sections import GROUPS
 
@@ -44,7 +45,7 @@ def composed(program: str, *overrides: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.verl(">=0.9.1")
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", each_nth_by_default(3, GROUPS))
 def test_an_option_means_the_same_in_both(group: str) -> None:
     for name in draw_options(group):
         theirs = composed("verl.trainer.main_ppo", f"+{group}@{group}={name}")

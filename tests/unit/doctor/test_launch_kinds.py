@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.doctor_answer import Answer, Ask
+from tests.support.examples import each_nth_by_default
 from tests.support.paths import ROOT
 
 pytest.importorskip("verl.trainer.main_ppo_v0")
@@ -141,7 +142,7 @@ def test_a_kind_of_launch_and_its_verdict(name: str, asked: Any) -> None:
         assert "weight (token, truncate <= 2 on pi_old / mu), masks.gsm" in answer.printed
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.mode])
+@pytest.mark.parametrize("name", each_nth_by_default(3, [name for name, kind in KINDS.items() if kind.mode]))
 def test_no_advice_gives_up_what_a_run_is_for(name: str, asked: Any) -> None:
     """Of what can be pasted behind it: nothing is deleted that is not set elsewhere, and it is all that is needed."""
     pasted = asked(name).overrides()

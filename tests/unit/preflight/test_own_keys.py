@@ -22,6 +22,7 @@ from recipe.offpolicy.preflight.own_keys import (
 )
 from recipe.offpolicy.preflight.similar_keys import explain_misplaced, has_key, list_fields
 from tests.support.applications import DELTAS, OPTIONS, application, without_verl
+from tests.support.examples import each_nth_by_default
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_a_fix_keeps_what_was_asked_for(option: str, override: str, folder) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [each for each in OPTIONS if each not in ("auto", "none")])
+@pytest.mark.parametrize("option", each_nth_by_default(4, [each for each in OPTIONS if each not in ("auto", "none")]))
 def test_every_bound_of_every_option_comes_back(option: str, folder) -> None:  # type: ignore[no-untyped-def]
     """Whatever is written into a key of an option, the fix is the option as it is."""
     deltas = DELTAS.get(option, [])

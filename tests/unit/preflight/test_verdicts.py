@@ -14,6 +14,7 @@ from recipe.offpolicy.preflight.checks import CHECKS, REMARKS, path, rollout, ru
 from recipe.offpolicy.preflight.checks.rows import Check
 from recipe.offpolicy.preflight.composed import SHADOW, Composed, copy_config
 from tests.support.applications import NEEDED, application
+from tests.support.examples import each_nth_by_default
 from tests.support.short_keys import UNCHANGED, in_full, read_table
 from verl_patches.execution_path import live_path
 
@@ -121,7 +122,11 @@ def test_the_verdicts_of_a_check(check: Check, release: str, base: DictConfig) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("check", "release"), CASES, ids=[f"{check.__name__}-{release}" for check, release in CASES])
+@pytest.mark.parametrize(
+    ("check", "release"),
+    each_nth_by_default(4, CASES),
+    ids=[f"{check.__name__}-{release}" for check, release in CASES],
+)
 def test_what_fixes_a_problem_leaves_none_of_its_key(check: Check, release: str, base: DictConfig) -> None:
     for words, *_ in CASES[check, release]:
         run = compose(base, release, list_overrides(words))

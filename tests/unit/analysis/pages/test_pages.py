@@ -277,7 +277,7 @@ def test_the_style_stays_inside() -> None:
 def test_a_page_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     page = Page("large")
     page.add_section("text", Code("x" * 5_000_001))
-    with pytest.raises(PageError, match="more than 5,000,000"):
+    with pytest.raises(PageError, match="the limit of 5,000,000"):
         page.write(tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []
 

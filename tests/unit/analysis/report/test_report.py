@@ -156,7 +156,7 @@ def test_one_step_without_cards_whose_record_is_not_its_replay(tmp_path: Path) -
         assert said in page.text
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_hundreds_of_steps_are_all_read(tmp_path: Path) -> None:
     """Every panel has the numbers of all steps."""
     directory = tmp_path / "run"

@@ -191,10 +191,7 @@ def test_padding_is_little() -> None:
     assert pad_rows(rows, np.arange(300)).place.numel() > 4 * rows.tokens
 
 
-@pytest.mark.parametrize(
-    "name",
-    (name for name in SPECS if name != "version"),
-)
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "version"])
 def test_what_acted_is_reproduced(name: str, tmp_path: Path) -> None:
     path = recorded(tmp_path, SPECS[name], varied_rows(seed=3), varied_rows(seed=4, step=6))
     fidelity = run(path, {}, size=300).fidelity

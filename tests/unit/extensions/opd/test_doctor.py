@@ -63,7 +63,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"opd.eligible.max_pass_rate": 0.1},
         "this value acts as 0",
     ),
-    "some prompts filtered": ("ERROR", "opd", {"algorithm.filter_groups.enable": True}, "for which opd is meant"),
+    "some prompts filtered": (
+        "ERROR",
+        "opd",
+        {"algorithm.filter_groups.enable": True},
+        "but opd is meant for these prompts",
+    ),
     "critic": ("ERROR", "opd", {"algorithm.adv_estimator": "gae"}, "the critic predicts rewards"),
     "temperature": ("ERROR", "opd", {f"{ROLLOUT}.temperature": 0.7}, "computed at temperature 1"),
     "verl's distillation": (
