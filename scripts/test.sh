@@ -10,7 +10,7 @@
 #                  requirements/vllm-V.txt, is the newest release with another vLLM: contracts and verl's programs.
 #                  `all` leaves it out if no package index serves its torch
 #   --quick        lint, and the unit tests of the newest release that are not marked slow, without those of the tools
-#                  (analysis, commands, doctor, scripts), with at most four cases of each test; no types
+#                  (analysis, commands, doctor, scripts), with at most three cases of each test; no types
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
 #                  by default .venv and .venv-RELEASE, which are made or updated first
 #   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 10800); with `all`, limit for each part (3600)

@@ -13,7 +13,7 @@ VARIABLE = "OFFPOLICY_ALL_EXAMPLES"
 """Set, also by scripts/test.sh --release: every test draws all of its examples, and not a quarter of them."""
 FEW = "OFFPOLICY_FEW_EXAMPLES"
 """Set, also by scripts/test.sh --quick: no test draws more than these."""
-PARAMETERS = 4
+PARAMETERS = 3
 """How many cases of a parametrised test a quick run takes."""
 
 
