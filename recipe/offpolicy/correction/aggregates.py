@@ -23,14 +23,15 @@ TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Aggregate:
-    """Number that a mask compares for each unit, computed from the ratios r_t, or the ages, of the unit's tokens.
+    """The number that a mask compares for each unit, computed from the ratios r_t or the ages of the unit's tokens.
 
     Attributes:
         name: value of ``masks.<name>.aggregate``.
-        reduce: how the tokens' values become the unit's value. ``each`` compares every token, and all tokens must lie
-            inside; ``batch`` uses one cutoff for the whole batch, see ``masks.compute_second_moment_cutoff``;
-            ``oldest`` is the age of the oldest token, in versions of the weights, whatever its ratio.
-        token: value of a token; None: its log-ratio.
+        reduce: how the tokens' values are reduced to the unit's value. ``each`` compares every token, and all tokens
+            must lie within the bounds. ``batch`` uses one cutoff for the whole batch, see
+            ``masks.compute_second_moment_cutoff``. ``oldest`` is the age of the oldest token, in versions of the
+            weights, whatever its ratio.
+        token: computes a token's value; if None, the value is the token's log-ratio.
         finish: converts the unit's reduced value to the value that is compared.
         on_ratio: True if bounds are given as ratios and compared in log space; otherwise they are compared as given.
         least, greatest: range of the compared value; a mask whose bounds contain this range never acts.
@@ -60,12 +61,12 @@ class Aggregate:
 
     @property
     def of_age(self) -> bool:
-        """True for the age of the weights, which does not compare policies."""
+        """True if the aggregate is the age of the weights, which does not compare policies."""
         return self.reduce == "oldest"
 
     @property
     def of_log_ratios(self) -> bool:
-        """True for a sum or mean of log ratios, which ``delta`` can bound."""
+        """True if the aggregate is a sum or mean of log-ratios, which ``delta`` can bound."""
         return self.token is None and self.reduce in ("sum", "mean")
 
 
@@ -75,7 +76,7 @@ def _probability_gap(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) 
 
 
 BINARY_EPS: Final = 1e-6
-"""Probabilities are clamped to [eps, 1 - eps] before dividing by the mass of the other tokens, as prime-rl does."""
+"""Probabilities are clamped to [eps, 1 - eps] before division by the mass of the other tokens, as in prime-rl."""
 
 
 def _binary_divergences(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:

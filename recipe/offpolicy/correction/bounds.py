@@ -1,6 +1,6 @@
 """Bounds as text, and bounds that move from update to update.
 
-The rest of a spec is its structure. In the structure's fingerprint, a marker replaces each moving bound, so the
+Everything else in a spec is its structure. In the structure's fingerprint, a marker replaces each moving bound, so the
 fingerprint stays the same for a whole run. The bounds themselves are sent with each update.
 """
 
@@ -46,13 +46,13 @@ def format_bounds(bounds: Mapping[str, float | None]) -> str:
 
 
 def _format_number(value: float) -> str:
-    """Format with six digits, or with more if a number close to 1 would otherwise appear as 1."""
+    """Format a number with six digits, or with more if it is close to 1 and would otherwise be shown as 1."""
     texts = (f"{value:.{digits}g}" for digits in range(_DIGITS, 18))
     return next(text for text in texts if (float(text) == 1) == (value == 1))
 
 
 Bounds = Mapping[str, float | None]
-"""Bound keys of a part with their values: lower and upper, or delta; for a weight only upper."""
+"""Maps each bound key of a part to its value: ``lower`` and ``upper``, or ``delta``; a weight has only ``upper``."""
 Side = Literal["both", "upper", "lower"]
 """Which bounds of a band move."""
 WEIGHT: Final = "correction.weight"

@@ -5,10 +5,10 @@ the policy, in the same direction at every step. This is called drift. Centering
 
     C = sum over the head H of sg(m(v) - a p(v)) log p(v),   m(v) = q(v) f(p(v)/q(v)),   a = rho f(1/rho)
 
-H is the set of the sampler's K likeliest tokens at the position, and f is the factor that the correction gives a token.
-On the tail, q is approximated by rho p with rho = (1 - sum_H q) / max(1 - sum_H p, 1e-6). Without a weight, m = q and a
-= rho; under truncation, m = clamp(p, lower q, upper q); under a token mask, m is p or q for kept tokens, and 0 for all
-other tokens.
+H is the set of the sampler's K likeliest tokens at the position, and f is the factor that the correction applies to a
+token. On the tail, q is approximated by rho p with rho = (1 - sum_H q) / max(1 - sum_H p, 1e-6). Without a weight, m =
+q and a = rho; under truncation, m = clamp(p, lower q, upper q); under a token mask, m is p or q for kept tokens, and 0
+for all other tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def compute_centering(log_prob: Tensor, coefficients: Tensor) -> Tensor:
     """Compute C of each position, differentiable in log p.
 
     Args:
-        log_prob: (..., K) log p; not read if the coefficient is 0.
+        log_prob: (..., K) log p; ignored where the coefficient is 0.
         coefficients: (..., K), from ``compute_coefficients``.
 
     Returns:
@@ -90,11 +90,11 @@ def compute_centering(log_prob: Tensor, coefficients: Tensor) -> Tensor:
 def compute_drift(log_prob: Tensor, coefficients: Tensor) -> Tensor:
     """Compute half the L1 norm of E_q[f grad log p] in each position's logits: float64, in [0, 1] without a weight.
 
-    The gradient of C is c(v) - S p(v) on the head, S = sum c, and -S p(v) on the tail. Without a weight, this is the
-    total variation between p and the estimate of q.
+    With S = sum c, the gradient of C is c(v) - S p(v) on the head and -S p(v) on the tail. Without a weight, the result
+    is the total variation between p and the estimate of q.
 
     Args:
-        log_prob, coefficients: see ``compute_centering``; -inf or any value outside the head.
+        log_prob, coefficients: see ``compute_centering``; outside the head, any value is allowed, including -inf.
 
     Example:
         >>> p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.75, 0.25]]).log()

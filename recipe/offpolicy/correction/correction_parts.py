@@ -30,16 +30,16 @@ class CorrectionParts:
         weight: importance weight of every token, or None for 1.
         weights: (name, weight) in name order, each for the tokens that its ``when`` and ``sign`` select. No token has
             two weights, and a token that no weight selects has weight 1. Empty if ``weight`` is set.
-        penalty: penalty on the squared log-ratio of every valid token, added to the policy term; None for none.
+        penalty: penalty on the squared log-ratio of every valid token, added to the policy term; None for no penalty.
         kl_weight: importance weight of the KL loss, or None for 1; excludes ``kl_clip``.
         nonfinite: whether tokens whose mu is not finite are ``counted`` in the loss's denominator, although they add
             nothing to the loss, or ``excluded`` from the denominator.
         masks: (name, mask) in name order; the order never affects the result.
-        proximal: where pi_old comes from, see ``proximal_log_prob``.
-        alpha: with ``proximal=loglinear``, the share of pi, in (0, 1); ``by_age`` computes the share from each token's
-            age.
+        proximal: source of pi_old, see ``proximal_log_prob``.
+        alpha: with ``proximal=loglinear``, the weight of log pi, in (0, 1); ``by_age`` computes this weight from each
+            token's age.
         denominator: denominator of the loss: ``original`` counts rejected tokens and rows, ``kept`` does not.
-        baseline: ``include`` or ``exclude`` rejected siblings in the group baselines of GRPO, RLOO and OPO.
+        baseline: whether the group baselines of GRPO, RLOO and OPO ``include`` or ``exclude`` rejected siblings.
         kl_clip: bounds (lower, upper) on pi / pi_old in the KL loss, or None for verl's own KL loss.
         skyrl_compat: reproduces SkyRL's order: an outlier mask acts first, then token masks, and parts that decide by
             sequence read only the tokens that these masks keep.
@@ -47,10 +47,10 @@ class CorrectionParts:
             normalised over different tokens.
         support: ``engine``: pi_old and pi are renormalised, like mu, over the tokens that the rollout engine allowed;
             None: they are normalised over the whole vocabulary.
-        support_unknown: treatment of tokens whose support has more members than the engine was asked for: ``mask``
-            removes them from the policy term, ``full`` computes their log-probs over the whole vocabulary.
-        support_size: number of members that the engine is asked for at each token; None: top-k decides.
-        support_min_p: min-p of each request (verl has no key for it); None for none.
+        support_unknown: treatment of tokens whose support has more members than were requested from the engine:
+            ``mask`` removes them from the policy term, ``full`` computes their log-probs over the whole vocabulary.
+        support_size: number of support members requested from the engine for each token; None: top-k determines it.
+        support_min_p: min-p of each request (verl has no key for it); None for no min-p.
         centering: K of score centering, see ``correction.centering``; None for no centering.
     """
 

@@ -189,7 +189,7 @@ def decide_rollout(
 def apply_weight(
     spec: WeightSpec, log_value: Tensor, units: Units, valid: Tensor, mean: float, dtype: torch.dtype
 ) -> AppliedWeight:
-    """Compute the raw weight, the bounded weight divided by ``mean``, and the tokens that it rejects.
+    """Compute the raw weight, the bounded weight divided by ``mean``, and the tokens that the weight rejects.
 
     Example:
         >>> spec, valid = WeightSpec("token", "truncate", None, 2.0), torch.ones(1, 2, dtype=torch.bool)
@@ -213,7 +213,7 @@ def apply_weight(
 def choose_ids(
     spec: CorrectionSpec, *, segment_ids: Tensor | None, versions: Tensor | None
 ) -> dict[Level, Tensor | None]:
-    """Choose, for each level of ``spec``, the token ids that separate its units; None if it needs none.
+    """Choose, for each level of ``spec``, the token ids that separate its units; None for a level that needs no ids.
 
     Raises:
         ValueError: the ids of a level are missing.
@@ -236,7 +236,7 @@ def choose_ids(
 def spread_ages(
     spec: CorrectionSpec, rows: RowLayout, like: Tensor, *, by_row: Tensor | None, by_token: Tensor | None
 ) -> Tensor | None:
-    """Spread ages over tokens, float64 in the shape of ``like``; None if no part reads them, or they are unknown.
+    """Spread ages over tokens, float64 in the shape of ``like``; None if no part reads ages or the ages are unknown.
 
     Example:
         >>> from .row_layout import detect_layout

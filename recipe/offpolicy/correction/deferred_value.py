@@ -24,7 +24,8 @@ class DeferredValue(Generic[T]):
 
     Attributes:
         numbers: (n,) float64 or int64, detached, on the device.
-        decode: converts the numbers, on the host and in this order, to the value; may raise if they show an error.
+        decode: converts the numbers, in this order and on the host, to the value; may raise an exception if they
+            indicate an error.
     """
 
     numbers: Tensor

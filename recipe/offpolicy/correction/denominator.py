@@ -66,7 +66,7 @@ def find_finite_tokens(response_mask: Tensor, rollout_log_prob: Tensor) -> Tenso
 
 
 def assign_mini_batches(rows: int, *, ranks: int, rows_a_mini_batch: int) -> Tensor:
-    """Assign each row to its mini-batch as verl splits a batch: contiguous shares by rank, cut in order within each.
+    """Assign each row to a mini-batch as verl does: each rank receives contiguous rows, which are split in order.
 
     Returns:
         (rows,) int64.
@@ -102,9 +102,9 @@ def regroup(groups: Sequence[str], rejected: Tensor) -> tuple[list[str], list[bo
         rejected: (B,) bool, rows without a kept token.
 
     Returns:
-        The new group of each row, and whether its advantage is 0. It is 0 for a rejected row, which contributes nothing
-        to training, and for the only remaining row of a larger group, because that row has no sibling left to be
-        compared with.
+        The new group of each row, and whether the row's advantage is 0. The advantage is 0 for a rejected row, which
+        contributes nothing to training, and for the only remaining row of a larger group, because that row has no
+        sibling left to be compared with.
 
     Example:
         >>> import torch

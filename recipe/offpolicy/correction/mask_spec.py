@@ -48,7 +48,8 @@ class MaskSpec:
         ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old. A mask on age has no ratio; it is decided
             together with masks on ``rollout``, so this attribute is ``rollout``.
         level: the tokens that share one decision, see ``WeightSpec.level``.
-        aggregate: the bounded number, computed from these tokens: a key of ``aggregates.AGGREGATES``.
+        aggregate: the number that is computed from these tokens and compared with the bounds: a key of
+            ``aggregates.AGGREGATES``.
         lower, upper: inclusive bounds on the aggregate; None leaves a side open.
         when: tokens to which the mask applies: those with negative or with positive advantage, or any; ``outward``:
             those with A log r > 0, whose update moves the two policies further apart (VACO); ``post_tool``: those after
@@ -240,7 +241,7 @@ class MaskSpec:
 
     @cached_property
     def picks_tokens(self) -> bool:
-        """True if the mask can apply to only some tokens of a unit; its shares then count tokens."""
+        """True if the mask can apply to only some of a unit's tokens; the mask's reported shares then count tokens."""
         return self.when in ("outward", "post_tool") or (self.when != "any" and self.sign == "token")
 
 
@@ -260,7 +261,7 @@ def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) ->
 
 
 def _one_kind_of_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the fix that makes the aggregate and its kind of bound match, as arguments of SpecError."""
+    """Return, as arguments of SpecError, the fix that makes the aggregate and its kind of bound match."""
     if "budget" in mapping:
         return {"proposed": {f"{key}.aggregate": "second_moment"}}
     if "delta" in mapping:

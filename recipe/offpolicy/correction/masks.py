@@ -30,7 +30,7 @@ def find_outside(
 
     Args:
         log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 outside ``units.valid``.
-        units: of ``spec.level``.
+        units: the units of level ``spec.level``.
         numerator, denominator: log-probs of the ratio's two policies, in that shape; read only by ``binary_*``
             aggregates.
         cutoff: with ``second_moment``, the greatest (log r)^2 that is kept, see ``compute_second_moment_cutoff``.
@@ -78,13 +78,13 @@ def compute_extremes(
     """Compute the least and greatest values that ``find_outside`` compares; a unit is inside if and only if both are.
 
     Args:
-        units: of ``mask.level``.
+        units: the units of level ``mask.level``.
         log_value: (B, T) float64, log r_t in nats, 0 outside ``units.valid``.
         numerator, denominator: (B, T) log-probs of the ratio's two policies; read only by ``binary_*`` aggregates.
 
     Returns:
-        (B, U) float64 each, not yet rounded to float32 as for a mask's comparison, in nats of log-ratio for aggregates
-        that are ratios. The two are equal except for aggregates that bound each token separately. For
+        (B, U) float64 each, not yet rounded to float32 for the comparison, and in nats of log-ratio for aggregates that
+        are ratios. The two values are equal except for aggregates that bound each token separately. For
         ``second_moment``, which the batch's cutoff bounds, they are (log r)^2. They are meaningless for a unit without
         a token.
 
@@ -162,7 +162,7 @@ def compute_second_moment_cutoff(budget: float, *log_ratios: Tensor) -> float:
         log_ratios: log-ratios of all valid tokens in the batch, (N,) each, in any number of blocks.
 
     Returns:
-        -1 if no token may be kept; infinity if all may.
+        -1 if no token may be kept; infinity if all tokens may be kept.
 
     Example:
         >>> compute_second_moment_cutoff(0.5, torch.tensor([0.0, 1.0, 2.0]))  # means of squares: 0, 1/2, 5/3
@@ -210,12 +210,12 @@ def find_applicable(
 
     Args:
         advantages, valid: (B, T), or (N,) packed.
-        rows: their layout; None: padded.
+        rows: layout of these tensors; None: padded.
         log_ratio: log r of the mask's ratio, in their shape, 0 outside ``valid``; read only for ``when=outward``.
         turns: integers in their shape, from 0 in each row; read only for ``when=post_tool``.
 
     Returns:
-        Bool that broadcasts against them: (B, 1) if padded and equal for a whole row.
+        A bool tensor that broadcasts against ``advantages``: (B, 1) if padded and equal for a whole row.
 
     Example:
         >>> spec = MaskSpec("full", "token", "product", 0.5, 2.0, "negative")

@@ -139,7 +139,7 @@ class CheckError(RuntimeError):
 
 
 def set_to(key: str, value: object, *, add: bool = False) -> str:
-    """Build the override ``key=value`` in Hydra's grammar; ``add`` for keys that the configuration may not have.
+    """Build the override ``key=value`` in Hydra's grammar; ``add`` for keys that may be missing from the configuration.
 
     Example:
         >>> set_to("correction.weight.upper", 2.0)
@@ -149,7 +149,7 @@ def set_to(key: str, value: object, *, add: bool = False) -> str:
 
 
 def remove(key: str, value: object) -> tuple[str, ...]:
-    """Build the overrides that delete a key which has this value.
+    """Build the overrides that delete a key whose present value is ``value``.
 
     Example:
         >>> remove("correction.masks.gsm", {"lower": 0.99})
@@ -190,7 +190,7 @@ def _reads_otherwise(text: str) -> bool:
 
 
 def format_value(value: object) -> str:
-    """Format a value for messages: as Hydra writes it, strings that look like another type in quotes.
+    """Format a value for messages as Hydra writes it, with quotes around strings that look like another type.
 
     Example:
         >>> format_value(None), format_value(True), format_value("2.0"), format_value([1, "a"])
@@ -238,7 +238,7 @@ def _strip(word: str) -> str:
 
 @dataclass(frozen=True)
 class Requirement:
-    """Values that one key must have.
+    """Values that a feature requires of a configuration key.
 
     Attributes:
         key: Hydra path.

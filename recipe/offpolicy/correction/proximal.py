@@ -10,14 +10,15 @@ from torch import Tensor
 Proximal = Literal["recompute", "bypass", "reuse", "loglinear", "same_engine"]
 
 Alpha = float | Literal["by_age"]
-"""Share of pi in ``loglinear``: one number for all tokens, or a share that depends on each token's age."""
+"""Weight of log pi in ``loglinear``: one number for all tokens, or a weight that depends on each token's age."""
 BY_AGE: Literal["by_age"] = "by_age"
 WITHOUT_FORWARD = ("bypass", "reuse", "loglinear")
 """Sources of pi_old that need no forward pass."""
 OF_THE_TRAINER = ("recompute", "reuse")
 """Sources for which pi_old is the policy of the trainer's weights at the start of the step."""
 TOLERANCE = 1e-6
-"""Greatest |log mu - log pi_old| of a token with ``same_engine``, in nats: float32 rounds a log-prob of -8 to 1e-6."""
+"""Largest |log mu - log pi_old| allowed for a token with ``same_engine``, in nats; the resolution of float32 at a
+log-prob of -8 is about 1e-6."""
 MU_ITSELF = ("bypass", "same_engine")
 """Sources for which pi_old is mu, so pi_old / mu is 1."""
 
@@ -31,7 +32,7 @@ def proximal_log_prob(
     log_prob: Tensor,
     ages: Tensor | None = None,
 ) -> Tensor:
-    """Compute log pi_old as corrections and the base loss read it.
+    """Compute the log pi_old that corrections and the base loss use.
 
     * ``recompute``: the trainer computed it at the start of the step. There are three policies, as in decoupled PPO.
     * ``bypass``: mu itself, so PPO's ratio is pi / mu. There are two policies.
@@ -49,7 +50,8 @@ def proximal_log_prob(
         old_log_prob: (B, T), read only for ``recompute``.
         rollout_log_prob: (B, T), log mu.
         log_prob: (B, T), log pi, detached here.
-        ages: (B,) or (B, T) versions of the weights since each row, or token, was sampled; read only for ``by_age``.
+        ages: (B,) or (B, T), the number of weight versions since each row, or token, was sampled; read only for
+            ``by_age``.
 
     Raises:
         ValueError: ``by_age`` without ages.

@@ -59,7 +59,7 @@ def compute_finite_log_ratio(numerator: Tensor, denominator: Tensor, response_ma
         response_mask: bool, of that shape.
 
     Returns:
-        The tokens whose two log-probs are finite, and their log-ratio, float64, 0 elsewhere.
+        The tokens whose two log-probs are both finite, and the log-ratio: float64, 0 for all other tokens.
 
     Example:
         >>> pi_old, mu = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, float("nan")]])

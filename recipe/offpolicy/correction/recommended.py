@@ -13,7 +13,7 @@ DELTA: Final = 0.1
 
 OPTIONS: Final = ("opsm",)
 VALUES: Final = {"correction.masks.opsm.delta": DELTA}
-"""Overrides that the options need."""
+"""Overrides that the recommended options require."""
 
 OVERRIDES: Final = ("correction=opsm", f"correction.masks.opsm.delta={DELTA}")
 LINE: Final = " ".join(OVERRIDES)
@@ -21,8 +21,8 @@ LINE: Final = " ".join(OVERRIDES)
 
 WEIGHTED_OPTIONS: Final = ("decoupled_ppo", "opsm")
 WEIGHTED_LINE: Final = f"'correction=[decoupled_ppo,opsm]' correction.masks.opsm.delta={DELTA}"
-"""For features that need a weight, such as an eta that follows the effective sample size. It performed worse in our
-measurement."""
+"""Overrides for features that need a weight, such as an eta that follows the effective sample size. They performed
+worse in our measurement."""
 
 WHY: Final = (
     "with an engine that is eight steps late, it ends at 0.602 exact matches, whereas uncorrected runs and "

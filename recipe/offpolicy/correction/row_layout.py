@@ -1,4 +1,4 @@
-"""Layouts of a batch's tokens: padded to one width, or packed end to end; read in blocks of rows."""
+"""Layouts of a batch's tokens, padded to one width or packed end to end, and their division into blocks of rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RowLayout(ABC):
     """Row-wise operations on tokens in one layout.
 
     A tensor of tokens is (B, T) if padded and (N,) if packed. A column holds one value per row, (B, 1) if padded and
-    (B,) if packed. Nothing here waits for the device.
+    (B,) if packed. None of these operations waits for the device.
     """
 
     @property
@@ -255,7 +255,7 @@ def detect_layout(**given: Tensor) -> RowLayout:
     """Detect the layout of these tensors, each (B, T), or nested by row with layout ``torch.jagged``.
 
     Raises:
-        ValueError: layouts or shapes that differ, or rows of different lengths.
+        ValueError: layouts, shapes or row lengths differ.
 
     Example:
         >>> detect_layout(a=torch.zeros(2, 3)).count
@@ -285,7 +285,7 @@ def detect_layout(**given: Tensor) -> RowLayout:
 
 
 def count_tokens_by_row(tokens: Tensor) -> Tensor:
-    """Count the true tokens of each row, (B,) float64: bool or 0/1, (B, T) or nested by row.
+    """Count each row's true tokens, (B,) float64; ``tokens`` is bool or 0/1, and is (B, T) or nested by row.
 
     Example:
         >>> count_tokens_by_row(torch.tensor([[1, 1, 0], [1, 0, 0]])).tolist()
@@ -358,7 +358,7 @@ def split_tokens(
         The rows of each block, the layout of its tokens, and the tokens of each column.
 
     Raises:
-        ValueError: layouts or shapes that differ.
+        ValueError: layouts or shapes differ.
 
     Example:
         >>> import torch

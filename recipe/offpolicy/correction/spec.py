@@ -92,7 +92,7 @@ class CorrectionSpec(CorrectionParts):
         """Build from another framework's configuration: a mapping (whole, or one section) or an object.
 
         Args:
-            name: a key of ``dialects.PEERS``. A missing key has the default of the newest release listed there.
+            name: a key of ``dialects.PEERS``. A missing key takes the default of the newest release listed there.
 
         Raises:
             SpecError: for the same reasons as in ``Peer.read_source``.
@@ -115,7 +115,7 @@ class CorrectionSpec(CorrectionParts):
 
     @classmethod
     def from_verl(cls, source: Any) -> CorrectionSpec:
-        """Build from verl's ``algorithm.rollout_correction``; keys left out have the defaults of verl's YAML."""
+        """Build from verl's ``algorithm.rollout_correction``; missing keys take the defaults in verl's YAML."""
         return cls.from_peer("verl", {} if source is None else source)
 
     def to_skyrl(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class CorrectionSpec(CorrectionParts):
 
     def fingerprint(self) -> int:
         """Return an integer in [0, 2^31), equal for equal specs, in every process and release."""
-        # Metrics carry it as a float, which represents 31 bits exactly.
+        # Metrics store the fingerprint as a float, which represents 31 bits exactly.
         text = json.dumps(self.to_mapping(), sort_keys=True, separators=(",", ":"))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 

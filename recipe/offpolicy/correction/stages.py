@@ -157,7 +157,7 @@ def step_stage(
     """Compute the weights and the kept tokens of one gradient step.
 
     Args:
-        stage: from ``rollout_stage`` of the same rows.
+        stage: result of ``rollout_stage`` for the same rows.
         log_prob: (B, T) log pi, detached here. Non-finite values are counted in ``nonfinite/log_prob``; non-finite
             advantages are counted too. The caller stops in either case, because no mask can remove such values from the
             gradient.

@@ -1,4 +1,4 @@
-"""Statistics that carry their own reduction, so that they add up over micro-batches and ranks; and their catalogue.
+"""Statistics with their own reductions, so that they add up over micro-batches and ranks, and a catalogue of them.
 
 A mean is sent as a sum and a count, and an effective sample size as two sums and a count. Nothing is averaged twice.
 """
@@ -33,7 +33,8 @@ class Reduction(Enum):
 
 _EXTREMES: Final = (Reduction.MIN, Reduction.MAX)
 _LEAST_SQUARE: Final = 2.0**-40
-"""Least mean square of weights with a known effective sample size: moments about 1 are rounded to 2^-52 per weight."""
+"""Mean square of weights up to which the effective sample size is NaN, because moments about 1 are rounded to 2^-52 per
+weight."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Statistic:
 class Moments:
     """Partial sums over a sample of weights w, computed from w - 1, which loses no digits if w is near 1.
 
-    Each is a 0-dim float64 tensor.
+    Each attribute is a 0-dim float64 tensor.
 
     Attributes:
         excess: sum of w - 1.
@@ -142,7 +143,7 @@ def build_mean(value: Tensor, count: Tensor, about: float = 0.0) -> Statistic:
 
 
 class FlatStatistics(Mapping[str, Statistic]):
-    """Statistics by name, stored as two plain objects for any number of statistics: their layout and their numbers.
+    """Statistics by name, stored in only two plain objects, whatever their number: a layout and the numbers.
 
     They are sent in this form because separate objects for the statistics of all ranks would be so numerous that
     garbage collection would take longer than the computation. A layout is read only once, because ranks and steps
@@ -275,7 +276,7 @@ class StatisticEntry:
     Attributes:
         key: under ``offpolicy/``; {a,b} stands for each of a and b, and <name> for any name.
         parts: last part of the key -> its reduction.
-        meaning: one line.
+        meaning: one-line description.
     """
 
     key: str

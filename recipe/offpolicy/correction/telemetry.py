@@ -214,7 +214,7 @@ def measure_weight(sample: TokenSample, weighed: AppliedWeight | None, ratio: Mo
 def measure_weights_by_sign(
     sample: TokenSample, weighed: Sequence[AppliedWeight], *, raw: bool
 ) -> dict[str, Statistic]:
-    """Measure weights that each apply to some tokens, like ``measure_weight``; a token without a weight counts as 1.
+    """Measure weights that each apply to some tokens, as in ``measure_weight``; tokens without a weight count as 1.
 
     Args:
         weighed: weights restricted to disjoint sets of tokens, see ``AppliedWeight.restrict``.

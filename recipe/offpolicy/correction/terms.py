@@ -62,7 +62,7 @@ class PenaltySpec:
 
     Attributes:
         ratio: ``full`` pi / mu, ``ppo`` pi / pi_old.
-        coefficient: factor of the loss's aggregate of (log r)^2, > 0.
+        coefficient: factor, > 0, that multiplies the loss's aggregate of (log r)^2.
     """
 
     ratio: PenaltyRatio

@@ -18,7 +18,7 @@ class RowGroups:
     """Groups of rows.
 
     Attributes:
-        names: names of the groups; the group "" holds all rows with a response token.
+        names: names of the groups; the group "" contains all rows with a response token.
         members: (G, B) float64 of 0 and 1. A row without a valid token does not belong to any length group.
     """
 

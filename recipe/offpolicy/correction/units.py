@@ -149,7 +149,7 @@ class Units:
 
     @property
     def sharing(self) -> Tensor:
-        """Number of valid tokens that have the unit's value, float64: the whole unit's, or 1 for a prefix."""
+        """Number of valid tokens to which the unit's value applies, float64: the whole unit's, or 1 for a prefix."""
         return self.valid.double() if self.level == "prefix" else self.tokens
 
     @property
@@ -218,7 +218,7 @@ def partition_units(
 
 
 def turns(response_mask: Tensor) -> Tensor:
-    """Number the turns of each row by the runs of the response mask, which tool outputs interrupt: (B, T) int64 from 0.
+    """Number each row's turns from 0, (B, T) int64: tool outputs, which the response mask excludes, separate the turns.
 
     Args:
         response_mask: (B, T) bool or 0/1, or nested by row; the turns are then nested too.

@@ -182,7 +182,7 @@ def read_bool(mapping: Mapping[str, Any], name: str, key: str) -> bool:
 
 
 def read_number(value: Any, key: str, *, nullable: bool = True) -> float | None:
-    """Read a finite number or None; ``nullable`` is for messages.
+    """Read a finite number or None; ``nullable`` affects only error messages.
 
     Example:
         >>> read_number(2, "correction.weight.upper")

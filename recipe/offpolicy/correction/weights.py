@@ -39,15 +39,15 @@ class WeightSpec:
     """A detached importance weight on a ratio of policies.
 
     Attributes:
-        level: which tokens share one weight: with ``token``, each token has its own weight; with ``sequence``, all
-            tokens of a row share one; with ``turn``, each run of response tokens between tool outputs does; with
-            ``version``, the tokens of a row that the same version of the weights sampled.
+        level: the tokens that share one weight. ``token``: each token has its own weight; ``sequence``: all tokens of a
+            row; ``turn``: each run of response tokens between tool outputs; ``version``: the tokens of a row that were
+            sampled by the same version of the weights.
         kind: ``truncate`` bounds one side, ``clip`` bounds both sides; ``reject`` drops units outside the bounds and
             keeps the weight of all other units (masked importance sampling). ``gamma`` has no bounds: exp(rate (1 - w))
             w^power, which is 1 at w = 1 and greatest at w = power / rate (VESPO, Shen et al. 2026).
         lower, upper: inclusive bounds, > 0, or None for an open side.
-        aggregate: ``product`` prod_t rho_t, ``geometric`` its T-th root, over the tokens that share it; ``minimum``, at
-            level prefix, rho_t times the least ratio before it, capped at 1 (MinPRO, Lei et al. 2026).
+        aggregate: ``product`` prod_t rho_t, ``geometric`` its T-th root, over the tokens that share the weight;
+            ``minimum``, at level prefix, rho_t times the least ratio before it, capped at 1 (MinPRO, Lei et al. 2026).
         ratio: ``rollout`` pi_old / mu; ``full`` pi / mu, for base losses without a ratio of their own.
         normalize: divide by the mean over the whole batch: over tokens at token level, otherwise over rows, turns or
             versions. Rejected weights count as 0.

@@ -1,8 +1,8 @@
 """Converters from other frameworks' configuration keys to our plain values and, for three of the frameworks, back.
 
-A missing key has the default of the newest release that the converter names. ``SpecError``, which names the framework's
-own key, is raised for options that the framework would silently ignore, for options without an equivalent here, and for
-unknown keys that may concern a correction.
+A missing key takes the default of the newest release that the converter names. ``SpecError``, which names the
+framework's own key, is raised for options that the framework would silently ignore, for options without an equivalent
+here, and for unknown keys that may concern a correction.
 """
 
 from __future__ import annotations

@@ -179,8 +179,9 @@ AREAL: Final = Peer(
 * Without ``use_decoupled_loss``, pi_old is mu, or comes from a forward pass with ``recompute_logprob``, and there is no
   weight.
 * ``rejection_sampling`` weights each token by prox / behave, or, at level sequence with metric ratio, each row by its
-  geometric mean. ``mask`` rejects and leaves that weight unchanged, ``clamp`` bounds it. ``behave_imp_weight_cap`` and
-  ``_mode`` of 1.0.1 to 1.0.3 and ``behav_imp_weight_cap`` of 1.0.0 are read as equivalents.
+  geometric mean. ``mask`` rejects and leaves that weight unchanged, whereas ``clamp`` bounds the weight.
+  ``behave_imp_weight_cap`` and ``_mode`` of 1.0.1 to 1.0.3 and ``behav_imp_weight_cap`` of 1.0.0 are read as
+  equivalents.
 * ``kl_k1`` is log r in AReaL, so its bounds change sides. ``kl_k3`` is the k3 of 1 / r, for which there is no aggregate
   here. ``binary_kl``, which comes from a branch, is KPop's and works only per token.
 

@@ -86,7 +86,7 @@ def read_width(value: Any, key: str) -> float:
 def build_dppo_masks(low: float, high: float) -> dict[str, Any]:
     """Build masks of tokens whose p_pi is more than ``high`` above or ``low`` below p_mu and would move further away.
 
-    A width of 1 or more makes no mask, because no difference of probabilities exceeds it.
+    For a width of 1 or more, no mask is built, because no difference of probabilities exceeds such a width.
 
     Example:
         >>> list(build_dppo_masks(0.2, 1.0))

@@ -99,9 +99,9 @@ NEMO_RL: Final = Peer(
 )
 """NeMo-RL's rules, on the ratio of prev to generation log-probs.
 
-``tis`` clamps the weight. ``icepop`` keeps it inside the bounds and drops tokens outside. ``seq-mask-tis`` drops rows
-by their geometric mean and leaves token weights unbounded. A ratio without a type is a cap, as in 0.5.0; later releases
-stop with an error. With neither a ratio nor a type, the weight has no bound. NeMo-RL does not count rows that
-``grpo.seq_logprob_error_threshold`` drops, so this key sets ``denominator: kept``. With
+``tis`` clamps the weight. ``icepop`` leaves the weight unchanged inside the bounds and drops the tokens outside them.
+``seq-mask-tis`` drops rows by their geometric mean and leaves token weights unbounded. A ratio without a type is a cap,
+as in 0.5.0; later releases stop with an error. With neither a ratio nor a type, the weight has no bound. NeMo-RL does
+not count rows that ``grpo.seq_logprob_error_threshold`` drops, so this key sets ``denominator: kept``. With
 ``use_on_policy_kl_approximation``, the KL term in the loss has the weight pi / generation.
 """

@@ -28,7 +28,7 @@ _AROUND: Final = {
     "centering": "the releases whose keys are known here have no key for score centering",
     "support": "it does not keep the support of truncated sampling",
 }
-"""Key that none of the three can express -> reason."""
+"""Maps each key that none of the three frameworks can express to the reason."""
 
 
 def build_skyrl(spec: CorrectionParts) -> dict[str, Any]:

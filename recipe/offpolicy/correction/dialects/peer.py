@@ -1,4 +1,4 @@
-"""Tables of other frameworks' keys, and the reader, which never silently ignores a key that concerns a correction."""
+"""Tables of other frameworks' keys, and their reader, which never silently ignores a key that concerns a correction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCORE_CENTERING: Final = (
 _MISSING: Final = "???"
 _LOOSELY: Final = re.compile(r"is_|tis")
 _NEAR: Final = 0.83
-"""Similarity, by ``difflib``, at which one name may be a misspelling of the other."""
+"""Minimum similarity, as computed by ``difflib``, at which a name may be a misspelling of another."""
 
 
 def names_a_correction(name: str) -> bool:
@@ -38,7 +38,7 @@ def names_a_correction(name: str) -> bool:
 
 
 def _to_snake(name: str) -> str:
-    """Write a name in lower case with underscores, as in the tables."""
+    """Convert a name to lower case with underscores, as in the tables."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
@@ -69,7 +69,8 @@ class Reading:
 
     Attributes:
         plain: the correction's plain values.
-        ignored: keys that correct nothing but belong to the loss or have a similar name, with their values.
+        ignored: keys that correct nothing, but belong to the loss or have a name that suggests a correction, with their
+            values.
         idle: keys of the correction that do not change the translation, with their values.
     """
 
@@ -90,17 +91,17 @@ def words(text: str, under: str = "") -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Peer:
-    """Table of a framework's keys, with how each is read.
+    """Table of a framework's keys, and how to read each key.
 
     Attributes:
         name, releases: the framework, and its releases whose keys are known.
         sections: paths under which every key is known; a configuration may also start at one of these paths, or between
             the root and one of them.
-        read: keys that ``convert`` reads -> default.
+        read: each key that ``convert`` reads -> its default.
         convert: converts the values of ``read`` to our plain values.
-        unsaid: keys of corrections that have no equivalent here -> values that switch them off, and the reason.
+        unsaid: each key of a correction that has no equivalent here -> the values that switch it off, and the reason.
         plain: keys that correct nothing, including all keys under them.
-        elsewhere: last names of keys that correct nothing, wherever they are.
+        elsewhere: final components of the paths of keys that correct nothing, in any section.
         switches: keys of ``read`` that mean "no correction" if they are switched off.
         context: keys of ``read`` that correct nothing on their own.
         mixed: sections that also contain keys unrelated to loss and correction; unlisted keys in them pass unless their
@@ -120,7 +121,7 @@ class Peer:
     mixed: tuple[str, ...] = ()
 
     def knows(self, path: str) -> bool:
-        """Return True if a whole path is in the table."""
+        """Return True if the full path is in the table."""
         return (
             path in self.read or self._find(self.unsaid, path) is not None or self._find(self.plain, path) is not None
         )
@@ -297,7 +298,7 @@ def _walk(mapping: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
 
 
 def _end(path: str) -> str:
-    """Return the last two names of a path, such as ``loss.type``, in the tables' spelling."""
+    """Return the last two components of a path, such as ``loss.type``, in the tables' spelling."""
     return ".".join(_to_snake(path).split(".")[-2:])
 
 
@@ -311,7 +312,7 @@ def _to_mapping(source: Any, where: str) -> Mapping[Any, Any]:
 
 
 def _list_attributes(source: Any) -> dict[str, Any]:
-    """List the attributes of a configuration object; none of a plain value."""
+    """List the attributes of a configuration object; a plain value has none."""
     if source is None or isinstance(source, int | float | Sequence | Mapping | type):
         return {}
     names = list(vars(source)) if getattr(source, "__dict__", None) else dir(source)

@@ -61,7 +61,7 @@ PRIME_RL: Final = Peer(
     },
     convert=_convert,
     unsaid={f"{_SECTION}.score_centering": SCORE_CENTERING},
-    # Keys of custom losses, which are refused by their type.
+    # Keys of custom losses. Such losses are refused because of their type.
     plain=words("import_path kwargs", _SECTION),
     elsewhere=words("enable_router_replay logprob_offset loss_mask max_off_policy_steps"),
 )

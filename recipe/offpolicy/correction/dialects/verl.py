@@ -140,8 +140,8 @@ def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[s
         prefix: prefix of verl's keys in error messages.
 
     Returns:
-        option -> (lower, upper). For k1 they bound the ratio of the trainer's policy to mu, the inverse of verl's
-        ratio; for k2 and k3 they are in nats, and lower is None.
+        option -> (lower, upper). For k1, the bounds apply to the ratio of the trainer's policy to mu, the inverse of
+        verl's ratio. For k2 and k3, they are in nats, and lower is None.
 
     Raises:
         SpecError: an option is unknown, or a threshold is malformed or missing.
