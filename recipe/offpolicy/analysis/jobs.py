@@ -25,11 +25,11 @@ LARGE: Final = 64e6
 AHEAD: Final = 2
 """Number of items in progress per process; their results wait in memory until their turn."""
 TRIES: Final = 3
-"""Number of attempts at an item before the death of its processes is attributed to the item itself."""
+"""Number of times that an item is tried before the death of its processes is attributed to the item itself."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGEST_KEPT, _MOST_KEPT = 32 * 2**20, 256 * 2**20
-"""Size in bytes of the largest allocation that glibc keeps after it is freed (glibc's own maximum), and of everything
-that glibc keeps."""
+"""Size in bytes of the largest allocation that glibc keeps after it is freed (glibc's own maximum), and the limit on
+everything that it keeps."""
 
 
 class JobsError(RuntimeError):
@@ -38,7 +38,7 @@ class JobsError(RuntimeError):
 
 @dataclass(frozen=True)
 class Jobs:
-    """The processes that work on the steps of a recording.
+    """The processes that work on a recording's steps.
 
     Attributes:
         count: number of processes on this machine; 1 means only this process.
@@ -114,9 +114,9 @@ def prepare_process() -> None:
     import pyarrow
     import torch
 
-    # Blocks fit into the cache, so a second thread adds little, and the threads would wait for each other at each of
-    # several hundred operations. numpy's matrix products use their own threads, which spin, so the work on each step
-    # multiplies with torch.
+    # Blocks fit into the cache, so a second thread adds little, and threads would wait for each other at each of
+    # several hundred operations. Numpy's matrix products start threads of their own, which spin while they wait, so
+    # each step's work multiplies with torch.
     torch.set_num_threads(1)
     pyarrow.set_cpu_count(1)
     # By default, glibc returns each such array to the system, and fresh pages cost as much as the arithmetic.
@@ -129,7 +129,7 @@ def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: 
     import ray
 
     _connect(address)
-    # Ray starts the task of a dead worker again, and counts the attempts.
+    # Ray restarts the task of a worker that died, and counts the attempts.
     task = ray.remote(max_retries=TRIES - 1, num_cpus=1)(_run_alone)
     shared, ahead = ray.put(work), iter(items)
     most = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
@@ -201,7 +201,7 @@ def map_steps(
 
 
 def show_progress(results: Iterable[Result], total: int, what: str) -> Iterator[Result]:
-    """Yield ``results``; if standard error is a terminal, show there how many of ``total`` have arrived."""
+    """Yield ``results``; if standard error is a terminal, show how many of the ``total`` have arrived."""
     if not sys.stderr.isatty():
         yield from results
         return

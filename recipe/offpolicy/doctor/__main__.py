@@ -4,7 +4,7 @@ import sys
 
 from .foreign_code import set_paths_aside
 
-# The folder of an unknown script may hold modules with the names of known modules.
+# The folder of an unknown script may contain modules with the same names as known modules.
 if any(argument.partition("=")[0] == "--script" for argument in sys.argv):
     set_paths_aside()
 

@@ -72,10 +72,10 @@ def _diagnose(launch: Launch) -> Diagnosis:
 
 
 def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> Diagnosis:
-    """Run the checks on a composed configuration and collect the verdicts.
+    """Run the checks on a composed configuration and collect their verdicts.
 
     Args:
-        overrides: overrides of the command line, including those added for this package's options.
+        overrides: overrides on the command line, including those that were added for this package's options.
     """
     if null := list(find_null_sections(config)):
         return Diagnosis(launch, rows=_arrange_rows((), null)[0])
@@ -110,7 +110,7 @@ def _find_path(run: Composed) -> LivePath | None:
 
 
 def _judge_verl(run: Composed, launch: Launch, overrides: Sequence[str]) -> Diagnosis:
-    """Judge a program of verl, which has only verl's own correction."""
+    """Judge a launch of a verl program, which has only verl's own correction."""
     config, where = run.config, run.path
     known = launch.module in VERLS
     problems = list(_take_unread(config, launch, overrides))
@@ -140,7 +140,7 @@ def _judge_verl(run: Composed, launch: Launch, overrides: Sequence[str]) -> Diag
 
 
 def _add_group(fix: str) -> str:
-    """Reword a fix for other programs: ``Write +opd@opd=loss`` instead of ``Write opd=loss``."""
+    """Adapt a fix to other programs: ``Write +opd@opd=loss`` instead of ``Write opd=loss``."""
     written = fix.removeprefix("Write ")
     group = written.partition("=")[0]
     return f"Write +{group}@{written}" if group in list_groups() else f"{_BRING} {fix}"
@@ -162,7 +162,7 @@ def _take_unread(config: DictConfig, launch: Launch, overrides: Sequence[str]) -
 def _arrange_rows(
     parts: Iterable[ConfiguredPart], problems: Iterable[Problem]
 ) -> tuple[tuple[VerdictRow, ...], tuple[Problem, ...]]:
-    """Arrange problems into one row per part, rows for problems that belong to no part, and notes."""
+    """Arrange problems into one row per part, rows for problems without a part, and notes."""
     parts = list(parts)
     rows = {part.name: VerdictRow(part.name, part.meaning) for part in parts}
     notes = []

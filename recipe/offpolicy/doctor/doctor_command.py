@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--line requires --script. Add --script FILE")
     redact_streams()
     out = sys.stdout
-    # Imported packages may print; standard output is reserved for the result, which may be JSON.
+    # Imported packages may print, but standard output is reserved for the result, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from .show import show, to_json
@@ -58,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _diagnose(known: argparse.Namespace, given: Sequence[str], out: IO[str] | None) -> list[Diagnosis]:
-    """Diagnose the launch or, for a script, each launch in a loop or function call.
+    """Diagnose the launch; for a script, diagnose each launch in a loop or function call.
 
     Problems visible in a script's text are shown first, because judging a launch imports torch and verl, which takes
     seconds.
 
     Args:
-        out: where to print, at once, the arguments that a script does not pass on; None for JSON.
+        out: where to print immediately which arguments a script does not pass on; None for JSON.
     """
     from verl_patches.contract import PatchError
 

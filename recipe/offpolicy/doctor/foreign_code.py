@@ -12,7 +12,7 @@ _OURS = ("recipe", "verl_patches", "hydra_plugins")
 _INSTALLED = (sys.prefix, sys.base_prefix, *(os.path.join(_ROOT, name) for name in _OURS))
 _PLUGINS = "VERL_USE_EXTERNAL_MODULES"
 _refused: list[str] = []
-"""Folders whose code is rejected."""
+"""Folders from which code is rejected."""
 _hooked: list[bool] = []
 
 
@@ -32,7 +32,7 @@ class ForeignCode:
     """A context in which code from a script's folder, or from a model, is rejected with an ImportError.
 
     Args:
-        script: path of the script.
+        script: path of the script that is checked.
     """
 
     def __init__(self, script: str) -> None:
@@ -43,7 +43,7 @@ class ForeignCode:
         set_paths_aside(self._folder)
         models = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
         _refused[:] = [self._folder, os.path.realpath(os.environ.get("HF_MODULES_CACHE", f"{models}/modules"))]
-        # An audit hook catches every way to execute a file, and cannot be removed.
+        # An audit hook catches every way of executing a file, and cannot be removed.
         if not _hooked:
             sys.addaudithook(_refuse)
             _hooked.append(True)

@@ -36,10 +36,10 @@ OUR_PROGRAM = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR)
 _CHECK = "--check"
 _SEVERAL = "--multirun: only a single run can be checked. Give one value per key, and check each launch separately."
 _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
-"""A relative entry of a search path, resolved from the current directory."""
+"""A relative entry of a search path, relative to the current directory."""
 
 _VERLS, _INSTALLED = "verl/trainer/config", "hydra.searchpath=[pkg://verl.trainer.config]"
-"""Where verl's programs look for its configurations, in a checkout and in an installed verl."""
+"""Where verl's programs look for their configuration files, in a checkout and in an installed verl."""
 _CONFIG_CLASS = re.compile(r"verl(\.\w+)*\.[A-Z]\w*(Config|Cfg)")
 
 
@@ -51,7 +51,7 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
     """Prepare the arguments of this package's program for Hydra.
 
     Raises:
-        SpecError, CheckError: a primary configuration without its sections, or a malformed choice of options.
+        SpecError, CheckError: the primary configuration lacks its sections, or a choice of options is malformed.
     """
     check_primary(arguments)
     bring_sections()
@@ -64,7 +64,7 @@ def compose(launch: Launch) -> DictConfig:
     Raises:
         PatchError: verl is missing, or its release is not supported.
         LaunchError: the program does not exist, or Hydra rejects its arguments.
-        SpecError, CheckError: as for ``prepare_arguments``.
+        SpecError, CheckError: see ``prepare_arguments``.
     """
     demand_release()
     program = OUR_PROGRAM if launch.ours else find_program(launch.module)
@@ -76,7 +76,7 @@ def compose(launch: Launch) -> DictConfig:
     name = arguments.config_name or program.config_name
     path = arguments.config_path or program.config_path
     try:
-        # Like `python -m`: a relative path is relative to the program's file.
+        # As with `python -m`, a relative path is relative to the program's file.
         search_path = create_automatic_config_search_path(str(program.file), None, path)
         if arguments.config_dir is not None:
             _prepend(search_path, arguments.config_dir)
@@ -99,7 +99,7 @@ def compose(launch: Launch) -> DictConfig:
 
 
 def _refuse_missing_places(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Reject missing entries of the command line's search path, which Hydra ignores."""
+    """Reject entries of the command line's search path that do not exist; Hydra would ignore them."""
     if not any(each.lstrip("+").startswith("hydra.searchpath") for each in overrides):
         return
     for place in config.hydra.searchpath:
@@ -111,7 +111,7 @@ def _refuse_missing_places(config: DictConfig, overrides: Sequence[str]) -> None
 
 
 def _refuse_targets(config: DictConfig) -> None:
-    """Reject targets that verl would call with the launch's values, except verl's configuration classes."""
+    """Reject targets that verl would call with values from the launch, except verl's configuration classes."""
     nodes: list[tuple[str, object]] = [("", OmegaConf.to_container(config, resolve=False))]
     while nodes:
         place, node = nodes.pop()
@@ -127,7 +127,7 @@ def _refuse_targets(config: DictConfig) -> None:
 
 
 def _explain(error: Exception, launch: Launch, name: str | None, overrides: list[str]) -> LaunchError:
-    """Explain why Hydra cannot compose the configuration: unknown keys, or an error of its own."""
+    """Explain why Hydra cannot compose the configuration: because of unknown keys, or because of another error."""
     hydra = GlobalHydra.instance().hydra
     if hydra is None:
         return LaunchError(_add_places(explain_refusal(error, overrides, lambda group: ()), error))
@@ -159,10 +159,10 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse arguments as Hydra does: flags come before or after all overrides.
 
     Returns:
-        Hydra's flags, ``overrides``, and ``shows``: True if Hydra only prints something and runs nothing.
+        The flags of Hydra; ``overrides``; and ``shows``, which is True if Hydra only prints something and runs nothing.
 
     Raises:
-        LaunchError: Hydra rejects them, or would run something that is not checked.
+        LaunchError: Hydra rejects the arguments, or would run something that is not checked.
     """
     parser = get_args_parser()
 
@@ -194,7 +194,7 @@ def _prepend(search_path: ConfigSearchPath, folder: str) -> None:
 
 
 def _add_places(said: str, error: BaseException | None) -> str:
-    """Add to an error the relative entries of the search path that do not exist here."""
+    """Add to an error message the relative entries of the search path that do not exist here."""
     whole = ""
     while error is not None:
         whole, error = f"{whole}\n{error}", error.__cause__

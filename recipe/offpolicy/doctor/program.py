@@ -1,4 +1,4 @@
-"""The launched program and its ``@hydra.main``, read without importing it.
+"""The program of a launch and its ``@hydra.main``, read without importing the program.
 
 Imports neither verl nor torch, so that errors in the text of a script are reported at once.
 """
@@ -34,8 +34,8 @@ class Launch:
 
     Attributes:
         module: the program, as ``python -m`` names it.
-        arguments: Hydra's flags and overrides.
-        origin: the script and line from which it was read; "" for the command line.
+        arguments: flags of Hydra, and overrides.
+        origin: script and line from which the launch was read; "" for the command line.
         lost: arguments that were given to the script but that the script does not pass on.
         assumed: assumptions made while reading the script, as sentences without the full stop.
     """
@@ -53,11 +53,11 @@ class Launch:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The arguments that are not flags."""
+        """The arguments that are overrides, not flags."""
         return tuple(argument for argument in self.arguments if not argument.startswith("-"))
 
     def explain_lost(self) -> tuple[str, str]:
-        """Explain, with the fix, that the script does not pass on ``lost``."""
+        """Explain that the script does not pass on ``lost``, and how to fix this."""
         lost = shlex.join(self.lost)
         reason = f"{self.origin}: the script does not pass on {lost}; the checks assume that it does."
         return reason, f'End the launch with "$@", or add {lost} to it.'
@@ -65,10 +65,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class HydraMain:
-    """The arguments of a program's ``@hydra.main``, None if not given, and the program's file.
+    """The arguments of a program's ``@hydra.main`` (None for arguments not given), and the program's file.
 
     Attributes:
-        computed: names of the arguments that the program computes, so that their values are unknown without running it.
+        computed: names of the arguments that the program computes, whose values are therefore unknown unless it runs.
     """
 
     file: Path
@@ -77,10 +77,10 @@ class HydraMain:
     computed: tuple[str, ...] = ()
 
     def demand(self, flags: argparse.Namespace) -> None:
-        """Reject a computed argument that no Hydra flag replaces.
+        """Reject a computed argument if no Hydra flag replaces it.
 
         Raises:
-            LaunchError: names the flags.
+            LaunchError: an argument is computed; the message names the flags.
         """
         if any(not getattr(flags, name) for name in self.computed):
             what = " and ".join(self.computed)
@@ -147,7 +147,7 @@ def _refuse_another_verl(release: str) -> None:
 
 
 def _locate(module: str) -> str:
-    """Suggest where a program that was not found may be."""
+    """Suggest the location of a program that was not found."""
     top, _, below = module.partition(".")
     if top == "recipe" and find_source(moved := f"verl.experimental.{below}") is not None:
         return f"verl has moved this program: launch {moved}."

@@ -1,4 +1,4 @@
-"""Finds a script's training launch with all of its arguments, or explains which arguments are unknown."""
+"""Finds the training launch in a script with all of its arguments, or explains which arguments are unknown."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
 
 
 def propose_exports(names: Mapping[str, bool]) -> list[str]:
-    """Suggest exporting variables (noting where bash accepts an empty value), and arguments for names like "1"."""
+    """Suggest exporting variables (noting where bash accepts an empty value); for names like "1", suggest arguments."""
     as_empty = " (bash treats it as empty)"
     fixes = [f"export {name}=VALUE{as_empty * empty}" for name, empty in names.items() if not name.isdigit()]
     if any(name.isdigit() for name in names):
@@ -76,14 +76,14 @@ _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*"
 _FREE_TEXT = re.compile(
     r"\+{0,2}(trainer\.(experiment|project)_name=.*|(trainer\.\w+_dir|[\w.]*\.\w*log_dir)=.+)", re.S
 )
-"""Overrides whose values no check depends on; an unset variable may be in the name or under the first folder."""
+"""Overrides whose values do not affect any check; an unset variable may occur in the name or under the first folder."""
 _NOUNSET = re.compile(r"^\s*set\s.*(-\w*u|nounset)|^#!.*\s-\w*u", re.M)
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
 """Largest number of different launches of one script that are checked; each takes a second or more."""
 _LONGEST = 2**13
-"""Largest length in characters of a one-word launch, or of several words with the same sum of squares; this bounds the
-time that Hydra spends on parsing."""
+"""Largest length in characters of a launch of one word, or of several words with the same sum of squares; this limits
+the time that Hydra spends on parsing."""
 _DISTRIBUTORS = re.compile(r"(.*/)?(xargs|parallel)")
 
 
@@ -92,8 +92,8 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
 
     Args:
         arguments: arguments of the script. Overrides that the script does not pass on are added to the launch, and
-            named in ``lost``; such an override also replaces a value that only running the script would determine.
-        line: line of the launch, for scripts with several.
+            named in ``lost``; such an override also replaces a value that is known only when the script runs.
+        line: line of the launch, if the script contains several.
 
     Raises:
         ScriptError: there is no launch, or there are several on different lines or too many on one line; or a word of a
@@ -148,7 +148,7 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
 
 
 def _read(script: Path, arguments: list[str], line: int | None) -> tuple[Script, list[str]]:
-    """Read a script; unset variables used only in the names and folders of its launches are empty, as in bash."""
+    """Read a script; unset variables that occur only in names and folders of its launches are empty, as in bash."""
     empty: dict[str, str] = {}
     while True:
         read = read_script(script, arguments, {**os.environ, **empty})
@@ -181,7 +181,7 @@ def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:
 
 
 def _find_taken(arguments: list[str], launch: Launch) -> tuple[str, str] | None:
-    """Find an override among the script's arguments that the launch uses as a key's value; return it and the key."""
+    """Find the override, among the script's arguments, that the launch uses as the value of a key; return both."""
     for argument in filter(_LIKE_AN_OVERRIDE.fullmatch, arguments):
         for word in launch.arguments:
             if word.endswith(f"={argument}") and (found := KEY.match(word)):
@@ -229,14 +229,14 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
 
 
 def _replace_uv_run(words: list[Field]) -> list[Field]:
-    """Return the call of Python that ``uv run`` makes; other calls are returned unchanged."""
+    """Return the Python call that ``uv run`` makes; return other calls unchanged."""
     uv = next((i for i, word in enumerate(words) if isinstance(word, str) and _UV.fullmatch(word)), None)
     if uv is None or "run" not in words[uv:]:
         return words
     words = words[words.index("run", uv) + 1 :]
     texts = [word if isinstance(word, str) else "" for word in words]
     before = texts[: next((i for i, text in enumerate(texts) if _OVERRIDE.fullmatch(text)), None)]
-    # The last Python is used, because a Python given with --python precedes it.
+    # The last Python is used, because an interpreter given with --python precedes it.
     if pythons := [i for i, word in enumerate(before) if _PYTHON.fullmatch(word)]:
         return words[pythons[-1] :]
     begin = next((i for i, word in enumerate(before) if word in ("-m", "--module") or word.endswith(".py")), None)
@@ -261,7 +261,7 @@ def _find_module(words: list[Field]) -> tuple[Field | None, list[Field]]:
 
 
 def _find_below_torchrun(words: list[Field]) -> tuple[Field | None, list[Field]]:
-    """Find the module that torchrun runs in each process, after torchrun's own flags and their values."""
+    """Find the module that torchrun runs in each process, which follows torchrun's own flags and their values."""
     for place, word in enumerate(words):
         if word in ("-m", "--module"):
             return (words[place + 1], words[place + 2 :]) if words[place + 1 :] else (None, [])

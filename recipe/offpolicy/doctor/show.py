@@ -25,11 +25,11 @@ _STYLES = {"OK": "bold green", "NO-OP": "bold yellow", "ERROR": "bold red", "NOT
 def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """Convert a diagnosis to plain values.
 
-    ``schema``: 2. ``verdict``: OK, NO-OP or ERROR. ``exit_status``: 0, 1, 2. ``module``, ``origin``, ``arguments``:
-    the launch. ``path``: release, trainer, worker, strategy, mode, or null. ``fingerprint``: of this package's
-    correction, or null. ``headline``: the active correction, or UNCORRECTED; null if nothing was composed.
-    ``error``: why nothing was composed, or null. ``corrections``: name, meaning, verdict and problems of each.
-    ``notes``: problems that change no verdict. ``said``: lines that the launch itself would print.
+    ``schema``: 2. ``verdict``: OK, NO-OP or ERROR. ``exit_status``: 0, 1, 2. ``module``, ``origin``, ``arguments``: the
+    launch. ``path``: release, trainer, worker, strategy, mode, or null. ``fingerprint``: of this package's correction,
+    or null. ``headline``: the active correction, or UNCORRECTED; null if nothing was composed. ``error``: why no
+    configuration was composed, or null. ``corrections``: name, meaning, verdict and problems of each. ``notes``:
+    problems that change no verdict. ``said``: lines that the launch itself would print.
 
     For a script with several launches, in a loop or a function, the command prints the worst of these objects, with
     ``launches``: all of them in order.
@@ -78,7 +78,7 @@ def _problem_to_json(problem: Problem) -> dict[str, Any]:
 
 
 _PIPED_COLUMNS = 100
-"""Width of a table that is piped."""
+"""Width of a table that is written to a pipe."""
 
 
 def show_lost(launch: Launch, file: IO[str]) -> None:
@@ -143,7 +143,7 @@ def _print_line(console: Console, *texts: str, style: str | None = None) -> None
     text.append(first, style=_STYLES[style] if style else "")
     for each in rest:
         text.append(f" {each}")
-    # If the line were wrapped here, it could not be pasted.
+    # If the line were wrapped here, it could not be copied and pasted.
     console.print(text, soft_wrap=True)
 
 
@@ -163,6 +163,6 @@ def _format_conclusion(diagnosis: Diagnosis) -> str:
     said = f"{diagnosis.verdict}: exit status {diagnosis.status}."
     if len(diagnosis.problems) < 2 or not fixes:
         return said
-    # Other problems have a fix in words only.
+    # All other problems have a fix in words only.
     what = "All fixes" if all(problem.overrides for problem in diagnosis.problems) else "Fixes that can be pasted"
     return f"{said} {what} in one line: {shlex.join(fixes)}"

@@ -54,7 +54,7 @@ LAST = {
         "trainer.remove_previous_ckpt_in_save",
     ),
 }
-"""Release -> patterns of keys or sections that no later release has."""
+"""Release -> patterns for keys or sections that no later release has."""
 
 _CRITIC = "critic.model.fsdp_config."
 
@@ -87,8 +87,8 @@ def find_successor(key: str, value: str, last: str) -> str:
 
 
 _OPEN = ("correction.masks", "correction.weights", "offpolicy.extensions")
-"""Sections of this package with names of the user's choice."""
-# A name, or several names in a section, without a sign, so neither an addition nor a deletion.
+"""Sections of this package in which the user chooses the names."""
+# One name, or several names in a section, without a sign, so that the override neither adds nor deletes a key.
 _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)*)\s*=(?P<value>.*)", re.S)
 _ADDED = re.compile(r"\+[A-Za-z_]\w*(\.[\w-]+)+\s*=")
 _CLOSE = 0.85
@@ -97,15 +97,15 @@ _OF_VALIDATION = "val_kwargs"
 _ENGINE, _MEGATRON = "model_engine", "megatron"
 
 Compose = Callable[[list[str]], DictConfig]
-"""Composes the configuration with these overrides."""
+"""Composes the configuration with the given overrides."""
 
 
 def find_unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *, verls: bool = True) -> list[Problem]:
-    """Find the overrides for which a configuration has no key.
+    """Find the overrides whose keys the configuration does not have.
 
     Args:
         compose: composes the same program with other overrides.
-        overrides: overrides with which it does not compose.
+        overrides: overrides with which the configuration cannot be composed.
         owner: name of the configuration's owner, such as "verl 0.9.1".
         verls: whether the program belongs to the installed verl or was written for it, like this package's program.
     """
@@ -208,7 +208,7 @@ def _find_reason(
 
 
 def _find_of_validation(section: DictConfig, names: Sequence[str], depth: int) -> str | None:
-    """Find verl's key for sampling in validation that forks call ``val_temperature`` or ``n_val``."""
+    """Find verl's key for sampling in validation, if forks call that key ``val_temperature`` or ``n_val``."""
     name = names[-1].removeprefix("val_").removesuffix("_val")
     known = section._get_node(_OF_VALIDATION) if _OF_VALIDATION in section else None
     if name == names[-1] or depth < len(names) - 1 or not isinstance(known, DictConfig) or name not in known:
@@ -217,7 +217,7 @@ def _find_of_validation(section: DictConfig, names: Sequence[str], depth: int) -
 
 
 def _is_likely(place: str, names: Sequence[str], depth: int) -> bool:
-    """Return True if a key of the same name may be meant, because the name is specific or the section is the same.
+    """Return True if a key of the same name may be meant: the name is specific, or the section is the same.
 
     An override for the actor or the rollout never means a key of the critic. If the name's own model has a section
     (``depth`` > 0), the other key must be in that section, or above all models.
@@ -229,7 +229,7 @@ def _is_likely(place: str, names: Sequence[str], depth: int) -> bool:
 
 
 def _find_places(node: DictConfig, name: str, path: str = "") -> Iterator[str]:
-    """List the keys with this name, starting with those closest to the top."""
+    """List the keys with this name; keys closer to the top level come first."""
     below = {str(each): node._get_node(each) for each in node}
     if name in below:
         yield f"{path}{name}"

@@ -18,12 +18,12 @@ _STATUS: dict[State, int] = {"OK": 0, "NO-OP": 1, "ERROR": 2}
 
 @dataclass(frozen=True)
 class VerdictRow:
-    """One configured part with its problems.
+    """One configured part and its problems.
 
     Attributes:
-        name: such as ``weight``, ``masks.gsm`` or ``rollout_correction.rollout_is``.
-        meaning: the configured values in a few words; "" for a row that only a problem names.
-        problems: with a verdict, the worst first.
+        name: name of the part, such as ``weight``, ``masks.gsm`` or ``rollout_correction.rollout_is``.
+        meaning: the configured values in a few words; "" for a row that was created only for a problem.
+        problems: problems that have a verdict, the worst first.
     """
 
     name: str
@@ -32,7 +32,7 @@ class VerdictRow:
 
     @property
     def verdict(self) -> State:
-        """The worst verdict of the row's problems; OK without problems."""
+        """The worst verdict of the row's problems; OK if there are none."""
         verdicts = {problem.verdict for problem in self.problems}
         return "ERROR" if "ERROR" in verdicts else "NO-OP" if "NO-OP" in verdicts else "OK"
 
@@ -46,7 +46,7 @@ class Diagnosis:
         notes: remarks that change no verdict.
         said: messages that the launch itself would print, such as the choice of ``correction=auto``.
         fingerprint: fingerprint of this package's correction.
-        error: why no configuration could be composed; "" if one was.
+        error: why no configuration could be composed; "" if it was composed.
         headline: the active correction, or UNCORRECTED; "" without a configuration.
     """
 
@@ -61,7 +61,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> State:
-        """The worst verdict of all rows; ERROR without a configuration."""
+        """The worst verdict of all rows; ERROR if there is no configuration."""
         if self.error:
             return "ERROR"
         return max((row.verdict for row in self.rows), key=_STATUS.__getitem__, default="OK")

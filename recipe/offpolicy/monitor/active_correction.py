@@ -1,7 +1,7 @@
-"""The correction and bounds of the next update, decided by alarms and calibration between updates.
+"""Decision on the correction and bounds of the next update, by alarms and calibration, between updates.
 
 The active correction is the configured one or an alarm's fallback, with the configured bounds or with bounds that a
-schedule has moved. One trainer decides for all ranks.
+schedule has moved. One trainer process decides for all ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ActiveCorrection:
             extensions: metrics of extensions, by full name.
 
         Returns:
-            Whether another correction has become active, which must then be sent to the workers and proved.
+            Whether the active correction has changed. The new correction must then be sent to the workers and proved.
 
         Raises:
             AlarmError: an alarm ends the run.
@@ -100,7 +100,7 @@ class ActiveCorrection:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore those parts of ``state`` for which this run has the same settings; see ``find_differences``."""
+        """Restore the parts of ``state`` for which this run has the same settings; see ``find_differences``."""
         alarms = state["alarms"]
         name, there = alarms["in_force"], self._alarms.get_fallback(alarms["in_force"])
         goes_on = there is not None and there.to_mapping() == state["fallback"]
@@ -118,7 +118,7 @@ class ActiveCorrection:
 
 
 def find_differences(config: DictConfig, state: Mapping[str, Any] | None) -> list[str]:
-    """List the keys, with both values, in which a run differs from the checkpoint with this ``state``."""
+    """List the keys, with both values, in which this run differs from the checkpoint with this ``state``."""
     noted = {"target_kept": None} if state is None else state["calibrate"]
     unset = {"target_ess": None}
     found = find_changes(unset | noted, unset | bound_settings.read_noted_keys(config), bound_settings.SECTION)

@@ -79,7 +79,7 @@ def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
 
 
 def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs: Jobs = ALONE) -> str:
-    """Name the faults in a sample of a recording's rows, as ``describe_faults`` does; empty if there are none.
+    """Name the faults found in rows of a recording, in the form of ``describe_faults``; empty if there are none.
 
     Args:
         card: the recording's card.
@@ -102,7 +102,7 @@ def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs
 
 
 def _take_sample(sample: RowSample, steps: Iterable[Step]) -> list[Step]:
-    """Sample a step, which arrives in pieces, once for each correction that acted in it."""
+    """Choose the sampled rows of a step, which arrives in pieces, once for each correction that acted in it."""
     kept: list[Step] = []
     for piece in steps:
         kept = [_take(step, sample.choose(step.rows, spare=True)) for step in join_alike([*kept, piece])]
@@ -127,8 +127,8 @@ class Part:
         left_out: number of rows without pi_old, see ``scored_rows.ScoredRows``.
         sums: the result of ``resample``, in the form that ``decompose`` takes.
         cells: sums by the buckets of all ``PROFILES``; see ``merge``.
-        ages: number of rows with a token of each staleness.
-        tokens, worst: the worst examples (see ``find_worst``), with rows numbered from the first row.
+        ages: for each staleness, the number of rows with a token of that staleness.
+        tokens, worst: the worst examples (see ``find_worst``), with row numbers that start at the part's first row.
         stale: whether any token is recorded as stale.
         sample: rows that are searched for causes.
     """
@@ -201,7 +201,7 @@ def _join_frames(parts: list[Part], worst: int) -> Part:
 
 
 WORST = 12
-"""Number of tokens and number of rows that are listed."""
+"""Number of tokens, and number of rows, to list."""
 SEARCHED = 1_000_000
 """Largest number of tokens in the sample that is searched for causes."""
 

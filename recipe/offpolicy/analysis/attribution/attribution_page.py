@@ -55,10 +55,9 @@ def describe_unexplained(attribution: Attribution) -> str:
 
 
 def _only_stale(attribution: Attribution) -> str:
-    """If no row is fresh, explain that age alone may be the cause; otherwise return an empty string."""
+    """If no row is fresh, explain that the age of the weights alone may be the cause; otherwise return ""."""
     ages = [version.staleness for version in attribution.versions]
-    # If there are fresh rows, the decomposition has already separated the effect of age; unknown versions do not show
-    # age.
+    # Fresh rows let the decomposition separate the effect of age; rows with unknown versions do not show age.
     if 0 in ages or max(ages, default=-1) < 1:
         return ""
     age = f"{max(ages)} step{'s' * (max(ages) > 1)}"
@@ -242,7 +241,7 @@ def list_fixes(attribution: Attribution) -> list[str]:
 
 
 def format_verdict(attribution: Attribution) -> str:
-    """Format the causes found (or a finding if there are none), and the rows that were left out."""
+    """Format the causes found (or a finding if there are none), and the number of rows left out."""
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
     sentences = [f"{cause.name}: {cause.sentence}." for cause in present] or [describe_unexplained(attribution)]
     if note := describe_left_out(attribution.left_out):
@@ -269,7 +268,7 @@ _SHOWN: Final = {
     "length": "length of the response, tokens",
     "turn": "turn",
 }
-"""Profile -> the quantity whose ranges form its buckets."""
+"""Profile -> the quantity by whose ranges its buckets are formed."""
 _HEIGHT: Final = 3.4
 
 
@@ -325,7 +324,7 @@ def _build_shares(whole: Decomposition) -> Panel:
 
 
 def _names(apart: bool, whole: Decomposition) -> list[str]:
-    """List the parts to draw.
+    """List the parts of the mismatch to draw.
 
     Args:
         apart: whether backend and staleness are both identified.

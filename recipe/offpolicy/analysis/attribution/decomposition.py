@@ -43,8 +43,7 @@ BOUNDS: Final = tuple(_compute_bounds())
 def draw_poisson(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Draw an array of Poisson variables of mean 1; the probability of each value is exact to 2^-32.
 
-    The distribution function is inverted, because numpy's own method, which supports any mean, takes several times as
-    long.
+    The distribution function is inverted, because numpy's own method supports any mean and takes several times as long.
     """
     uniform = random.integers(0, _UNIFORM, shape, dtype=np.uint32)
     counts = np.zeros(shape, dtype=np.uint8)
@@ -67,11 +66,12 @@ class Decomposition:
 
     Attributes:
         tokens: number of tokens.
-        variance, kl: shares of the variance of log pi/mu, and of its KL; if routing has a share, all are shares of log
-            pi/mu as it would be without replay.
-        intervals: key such as "variance.drift" -> interval at ``LEVEL`` by resampling rows, for identified shares.
+        variance, kl: shares of the variance of log pi/mu, and shares of KL(mu, pi); if routing has a share, all are
+            shares of log pi/mu as it would be without replay.
+        intervals: for identified shares, key such as "variance.drift" -> interval at ``LEVEL``, computed by resampling
+            rows.
         floor_from: source of the backend's share: "own rows", "earlier steps", or "" if it is not identified.
-        together: label of the rollout's share if its two parts are not identified.
+        together: label of the rollout's share if backend and staleness are not identified separately.
         replayed_kl: KL(mu, pi) with replay, in nats per token, if ``kl`` is computed without replay; otherwise None.
     """
 
@@ -105,10 +105,10 @@ class VersionMismatch:
 
 
 def resample(sums: Array, seed: Sequence[int] = (0,)) -> Array:
-    """Sum rows, and each bootstrap draw of rows: (1 + REPLICATES, *SHAPE); results of several sets add up.
+    """Sum all rows, and each bootstrap draw of them: (1 + REPLICATES, *SHAPE); results of several sets of rows add up.
 
     The count of each row in a draw is a Poisson variable of mean 1, independent of other rows (Chamandy et al. 2012),
-    so draws of two sets add up to draws of their union.
+    so the sum of a draw from each of two sets is a draw from their union.
 
     Args:
         sums: (N, *SHAPE), from ``compute_row_sums``.
@@ -116,11 +116,11 @@ def resample(sums: Array, seed: Sequence[int] = (0,)) -> Array:
     """
     counts = draw_poisson(np.random.default_rng(seed), (REPLICATES, len(sums)))
     flat = sums.reshape(len(sums), math.prod(sums.shape[1:]))
-    # Ages and bins without a token have a count of 0, so their products need not be computed.
+    # Ages and bins without tokens have a count of 0, so their products need not be computed.
     filled = np.flatnonzero(flat.any(0))
     found = np.zeros((1 + REPLICATES, flat.shape[1]))
     found[0] = flat.sum(0)
-    # Torch multiplies here; see ``jobs.prepare_process``.
+    # The multiplication uses torch; see ``jobs.prepare_process``.
     found[1:, filled] = (torch.from_numpy(counts) @ torch.from_numpy(flat[:, filled])).numpy()
     return found.reshape(-1, *sums.shape[1:])
 
@@ -130,7 +130,7 @@ def decompose(found: Mapping[str, Array], earlier: Array | None = None) -> Decom
 
     Args:
         found: results of ``resample``, for the log-probs as ``recorded`` and for ``compute_routing_sums``.
-        earlier: SHAPE, sums of earlier rows, whose fresh tokens are used if these rows have none.
+        earlier: SHAPE, sums over earlier rows; their fresh tokens are used if these rows have none.
     """
     split, native = found.get("replayed", found["recorded"]), found.get("native")
     floor, source = choose_floor(split[0], earlier)
@@ -163,7 +163,7 @@ def _subtract(one: float | None, other: float | None) -> float | None:
 
 
 def drop_drift(found: Decomposition) -> Decomposition:
-    """Mark drift as not identified if only rows of first gradient steps are known and later rows are missing."""
+    """Mark drift as not identified if only the rows of first gradient steps have a known pi_old."""
     return replace(
         found,
         variance=replace(found.variance, drift=None),
@@ -190,7 +190,7 @@ class StepDecomposer:
     """Decomposes one step after another; a step without fresh rows uses the floor of ``RECENT`` earlier steps."""
 
     def __init__(self) -> None:
-        # Later steps are never used, because the share of a step must not depend on what followed.
+        # Later steps are never used, because the shares of a step must not depend on later steps.
         self._before: deque[Array] = deque(maxlen=RECENT)
 
     def decompose(self, step: Mapping[str, Array]) -> Decomposition:

@@ -25,7 +25,7 @@ class ValidTokens:
     """Valid tokens of rows, which have finite log-probs, concatenated: (n,) each.
 
     Attributes:
-        row, place: number of the row, and position in its response, from 0.
+        row, place: number of the row, and the token's position in the response, from 0.
         mu, old, pi: log-probs, float64.
         turn: number of the model's turn.
         index: index of the token in the rows' own columns.
@@ -76,7 +76,7 @@ def compute_k3(log_ratio: Array) -> Array:
 
 def hash_ids(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Hash each row's ids up to and including each token, (M,) modulo 2^64."""
-    # The position is hashed too, so that order matters; a running sum then covers every prefix in one pass.
+    # The position is hashed too, so that order matters; one running sum then yields the hashes of all prefixes.
     starts = np.repeat(offsets[:-1], np.diff(offsets))
     words = mix(ids.astype(np.uint64) * np.uint64(1 << 32) + (np.arange(len(ids)) - starts).astype(np.uint64))
     ends = np.cumsum(words, dtype=np.uint64)
@@ -103,10 +103,10 @@ PROFILES: Final = ("position", "length", "probability", "turn", "staleness")
 BLOCK: Final = 2**16
 """Number of tokens that are summed at a time, so that intermediate results stay in the cache."""
 _MOST_CELLS: Final = 1 << 16
-"""Largest number of bucket combinations that are counted in a table; if large gaps cause more, they are sorted
-instead."""
+"""Largest number of bucket combinations that are counted in a table; if large gaps lead to more combinations, the
+tokens are sorted instead."""
 SIZES: Final = (1, 4, 16, 64, 256, 1024, 4096)
-"""Upper ends of the buckets of positions and lengths, after the first."""
+"""Upper ends of the buckets for positions and lengths, without the first bucket."""
 
 
 def sum_cells(rows: Rows) -> tuple[pl.DataFrame, Array]:
@@ -242,7 +242,7 @@ class Bucket:
     """Mismatch of the tokens in one bucket of a profile.
 
     Attributes:
-        name: value or range that the tokens share.
+        name: the value or range that defines the bucket.
         mean, std: mean and standard deviation of log pi_old - log mu, nats.
         k3: KL(mu, pi_old), nats per token.
         share: share of the sum of k3 over all tokens; NaN if that sum is 0.

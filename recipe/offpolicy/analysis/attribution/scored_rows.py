@@ -1,4 +1,4 @@
-"""Choice of recorded rows: a sample of prompts, and rows whose log pi_old under the trainer's own weights is known."""
+"""Selection of recorded rows: a sample of prompts, and rows whose log pi_old under the trainer's weights is known."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ...recording import Rows, Step, concatenate
 from ...recording.recording import find_scored_rows, get_trainers_pi_old
 
 STEPS: Final = 64
-"""Largest number of steps in a sample that does not contain all rows; the steps are evenly spread."""
+"""Largest number of steps in a sample that does not contain all rows; these steps are evenly spread."""
 BYTES_A_TOKEN: Final = 12
-"""Compressed size of a token in a recorded file, in bytes; of its nine columns, the log-probs hardly compress."""
+"""Compressed size of a token in a recorded file, in bytes; most of it is the log-probs, which hardly compress."""
 
 
 @dataclass(frozen=True)
 class RowSample:
-    """The choice of rows to take from a recording.
+    """Which rows to read from a recording.
 
     Attributes:
         steps: steps from which rows are taken; None for all rows of all steps.
@@ -39,18 +39,18 @@ class RowSample:
         return cls(chosen, tokens // max(len(chosen), 1))
 
     def choose(self, rows: Rows, *, spare: bool = False) -> NDArray[np.int64]:
-        """Choose rows of one step: the rows of a set of prompts, which is the same in every step.
+        """Choose rows of one step: all rows of certain prompts, where the set of prompts is the same in every step.
 
         Args:
-            spare: whether to choose one more prompt, so that a second choice among the rows chosen from each piece
-                equals the choice from the whole step.
+            spare: whether to choose one more prompt, so that choosing again among the rows chosen from the pieces
+                yields the same rows as choosing from the whole step.
         """
         if self.steps is None or not len(rows):
             return np.arange(len(rows))
         if int(rows.step[0]) not in self.steps:
             return np.arange(0)
         bounds = zip(rows.prompt_offsets[:-1], rows.prompt_offsets[1:], rows.uid, strict=True)
-        # With a hash of the prompt, the same prompts are drawn in every step, without state between the steps.
+        # Prompts are chosen by their hash, so every step uses the same prompts without any state between steps.
         drawn = np.array([crc32(rows.prompt_ids[a:b].tobytes() or str(uid).encode()) for a, b, uid in bounds])
         _, of_row = np.unique(drawn, return_inverse=True)
         ends = np.cumsum(np.bincount(of_row, weights=np.diff(rows.offsets)))
@@ -63,8 +63,8 @@ class ScoredRows:
 
     Attributes:
         rows: rows whose ``old_log_prob`` is log pi_old under the trainer's own weights.
-        left_out: number of other rows, from later gradient steps, whose pi_old is unknown. If there are any, the
-            effect of the updates is not identified.
+        left_out: number of rows from later gradient steps, whose pi_old is unknown. If there are any, the effect of the
+            updates is not identified.
     """
 
     rows: Rows
@@ -97,7 +97,7 @@ def describe_left_out(left_out: int) -> str:
 
 
 def describe_none_scored(left_out: int) -> str:
-    """Explain why nothing can be attributed if all rows are left out, and name the fix, without a full stop."""
+    """Explain why nothing can be attributed if all rows are left out, and suggest a fix, without a final full stop."""
     return (
         f"{left_out} rows are recorded, but none during the first gradient step of a training step, and the trainer's "
         f"pi_old was not recorded. Record with correction.proximal=recompute"

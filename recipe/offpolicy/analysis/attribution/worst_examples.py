@@ -1,4 +1,4 @@
-"""Tokens and rows with the largest mismatch, with their context as safe text."""
+"""Tokens and rows with the largest mismatch, each with its context as safe text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TokenDecoder:
 
 
 def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
-    """Load the decoder of a recording: the tokenizer that its card names, otherwise its model's.
+    """Load the decoder of a recording: the tokenizer that its card names, otherwise the tokenizer of its model.
 
     Returns:
         The decoder, and an explanation of why it shows ids and how to obtain text (empty if it shows text). Nothing is
@@ -73,7 +73,7 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
     shown = escape(redact_text(model))
     absent = f"the model is not at {shown}. {_OPTION}"
     there = Path(model).is_dir()
-    # The model of a Hugging Face name may be in this machine's cache.
+    # A Hugging Face model may already be in this machine's cache.
     if not there and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return TokenDecoder(), absent
     try:
@@ -92,15 +92,16 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
 
 BEFORE: Final = 12
 AFTER: Final = 4
-"""Number of tokens shown as context."""
+"""Number of tokens to show as context."""
 EXCERPT: Final = 60
-"""Number of a row's tokens that are shown."""
+"""Number of tokens of a row to show."""
 _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log_prob"}
 _SEARCHED: Final = 8
-"""Number of largest values to examine first, per example to find; several, because rows of a prompt share their first
-tokens."""
+"""Number of largest values to examine first for each example wanted; more than one, because rows of a prompt share
+their first tokens."""
 _BLOCK: Final = 64
-"""Number of values in a block; in the search for the largest values, a block is represented by its largest value."""
+"""Number of values in a block; the search for the largest values first compares only the largest value of each
+block."""
 Example = TypeVar("Example", "WorstToken", "WorstRow")
 
 
@@ -113,7 +114,7 @@ class WorstToken:
         count: number of rows of the same step that sampled this token after the same ids; the token with the largest k3
             is shown.
         mu, old, pi: log-probs.
-        share: combined share of these rows' tokens in the sum of k3(log pi/mu) over all tokens.
+        share: share of these rows' tokens together in the sum of k3(log pi/mu) over all tokens.
         before, token, after: escaped text, or ids.
     """
 
@@ -143,7 +144,7 @@ class WorstRow:
             shown.
         k3: mean per token.
         log_ratio: sum of log pi/mu, nats.
-        share: combined share of these rows in the sum of k3 over all rows.
+        share: share of these rows together in the sum of k3 over all rows.
         text: the beginning of the escaped text, or ids.
     """
 
@@ -209,7 +210,7 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
 
 def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: int) -> pl.DataFrame:
     """Find the ``most`` largest sizes above 0, one per context, with ``count`` and ``loss`` over its copies."""
-    # One value per block represents the block in the search for the smallest of the largest values.
+    # The largest value of each block is enough to find a lower limit for the values to return.
     tops = np.maximum.reduceat(size, np.arange(0, len(size), _BLOCK)) if len(size) else size
     count = _SEARCHED * most
     while True:
@@ -221,7 +222,7 @@ def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: i
         if len(places) == most or least <= 0:
             break
         count *= _BLOCK
-    # A few bits are compared first, in one pass over all values.
+    # A first pass over all values compares only a few bits of each.
     bits, known = context.astype(np.uint16), np.zeros(2**16, dtype=bool)
     known[bits[places]] = True
     near = np.flatnonzero(known[bits])

@@ -98,7 +98,7 @@ BY_LENGTH = "advice only: the correction takes one bound; the table shows which 
 
 
 def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
-    """Build the table of proposals: current and proposed bounds, and what each keeps."""
+    """Build the table of proposals: current and proposed bounds, and the share that each keeps."""
     partial = any(proposal.looked < 1 for proposal in result.proposals)
     columns = (
         Column("bound"),
@@ -135,12 +135,12 @@ def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
 
 
 def _counted(proposal: Proposal) -> str:
-    """Return the name of the units to which a target's share refers."""
+    """Return the name of the units that a target's share counts."""
     return "ESS" if proposal.target == "ess" else f"kept of {proposal.part.looks_at}"
 
 
 def build_length_table(proposal: Proposal, confidence: float) -> Table:
-    """Build the table of bounds by length bucket, as advice."""
+    """Build the table of bounds by length bucket, which only serves as advice."""
     part = proposal.part
     remarked = any(entry.threshold.note for entry in proposal.lengths)
     common = proposal.threshold.values or ({} if part.unset else part.now)
@@ -296,7 +296,7 @@ def _threshold(part: BoundedPart, threshold: Threshold) -> dict[str, Any]:
 
 
 def _end(part: BoundedPart, name: str, radius: float) -> float:
-    """Convert an end of an interval to the configured value ``name``; infinite if the end is open."""
+    """Convert an end of an interval to the configured value ``name``; infinite if the interval is open at this end."""
     return radius if not math.isfinite(radius) else part.compute_values_at(radius)[name]
 
 
@@ -316,7 +316,7 @@ def _floor(proposal: Proposal, confidence: float) -> str:
 
 
 _LEAST_SHARE = 0.5
-"""Smallest kept share in a figure; bounds that keep less are not of interest."""
+"""Smallest kept share to show in a figure; bounds that keep less are not of interest."""
 _FAR = 30
 """Multiple of the last unit's position beyond which a bound is not drawn."""
 _ALIKE = 1.05
@@ -362,7 +362,7 @@ def _build_panel(proposal: Proposal, confidence: float) -> Panel:
         band = (curve.low, curve.high)
         own = {entry.bucket: entry.curve for entry in proposal.lengths if isinstance(entry.curve, KeptCurve)}
         lines |= {f"T {format_bucket(bucket)}": (each.radius, each.share) for bucket, each in own.items()}
-        # The axis starts at the point at which the first curve reaches the smallest share of interest.
+        # The axis starts at the point where a curve first reaches the smallest share of interest.
         first = min(radius[share >= _LEAST_SHARE].min(initial=math.inf) for radius, share in lines.values())
         shares = (_LEAST_SHARE, 1.0 + 0.02 * (1 - _LEAST_SHARE))
         y = Axis(f"share of {proposal.part.looks_at} kept", limits=shares)
@@ -381,7 +381,7 @@ def _build_panel(proposal: Proposal, confidence: float) -> Panel:
 
 
 def _widen(proposal: Proposal, first: float, last: float) -> tuple[float, float] | None:
-    """Compute the horizontal limits from the first share of interest to the last unit, including the bounds."""
+    """Compute the horizontal limits, from the first share of interest to the last unit; they include the bounds."""
     last = max(last, *(bound for bound in [*_now(proposal), proposal.threshold.radius] if bound < _FAR * last), 0.0)
     return (min(first, last / 10), last * 1.3) if 0 < first < last else None
 
@@ -402,7 +402,7 @@ def _mark_bounds(proposal: Proposal, limits: tuple[float, float] | None) -> list
 
 
 def _now(proposal: Proposal) -> list[float]:
-    """List the radii of the current bounds; two radii that a figure cannot distinguish share one entry."""
+    """List the radii of the current bounds, merging two radii that cannot be distinguished in a figure."""
     part = proposal.part
     if part.unset:
         return []

@@ -1,6 +1,6 @@
-"""Backend-noise floor of OPSM's delta, and confidence intervals for rows that are dependent within a prompt group.
+"""Backend-noise floor of OPSM's delta, and confidence intervals that allow for dependence within a prompt group.
 
-A delta below this floor drops rows because of the engines' rounding, not because of drift.
+A delta below this floor drops rows because the engines round differently, not because of drift.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ def estimate_share(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> Cluster
     independent = share * (1 - share) / count
     if groups < 2:
         return ClusteredShare(share, count, groups, math.nan)
-    # The linearised ratio estimator is used, because groups vary in size as well as in the share that they keep.
+    # The linearised ratio estimator is used, because groups differ both in size and in the share that they keep.
     residual = totals - share * sizes
     variance = groups / (groups - 1) * float(residual @ residual) / count**2
-    # At a share of 0 or 1, the variance is 0; full dependence is then assumed for the design effect.
+    # At a share of 0 or 1, the estimated variance is 0, so the design effect is computed as if units were fully
+    # dependent.
     effect = max(variance / independent, 1.0) if independent > 0 else float((sizes.astype(float) ** 2).sum() / count)
     return ClusteredShare(share, count, groups, count / effect)
 
@@ -117,7 +118,7 @@ def resample_totals(totals: NDArray[np.float64], *, draws: int, seed: int) -> ND
     """Sum over groups drawn with replacement, the cluster bootstrap (Davison and Hinkley 1997).
 
     Args:
-        totals: (G, ...) one entry per group.
+        totals: (G, ...) with one entry per group.
 
     Returns:
         (draws, ...).
@@ -162,9 +163,9 @@ class NotIdentifiedError(ValueError):
     """The recording cannot identify a value.
 
     Attributes:
-        key: the value, below ``correction``.
+        key: name of the value, below ``correction``.
         reason: what is missing and how to get it.
-        share: a quantile of the noise that the recording can bound; None if there is none.
+        share: order of the quantile of the noise that the recording can bound; None if it cannot bound any.
     """
 
     def __init__(self, key: str, reason: str, share: float | None = None) -> None:
@@ -203,7 +204,7 @@ def estimate_noise_floor(
 
     Args:
         share: the quantile of the noise that delta must exceed.
-        confidence: confidence of its one-sided upper bound.
+        confidence: confidence level of the one-sided upper bound.
 
     Raises:
         NotIdentifiedError: there are no such rows, or too few.

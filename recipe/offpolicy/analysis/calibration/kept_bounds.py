@@ -25,12 +25,12 @@ from .parts import BoundedPart
 from .scores import Scores
 
 _FURTHEST_WEIGHT = math.log(1e3)
-"""Largest radius of a weight worth proposing, in nats of a token or of a mean over tokens; at a ratio of 1000, the two
-policies have nothing in common."""
+"""Largest radius of a weight worth proposing, in nats, for one token or for a mean over tokens; at a ratio of 1000, the
+two policies have nothing in common."""
 
 
 def find_largest_radius(part: BoundedPart) -> float:
-    """Return the largest radius worth proposing, in the values that the part compares.
+    """Return the largest radius worth proposing, on the scale on which the part compares values.
 
     For a mask, this is preflight's limit, beyond which a bound is inert.
     """
@@ -55,8 +55,8 @@ def check_radius(part: BoundedPart, radius: float) -> str:
 _COARSE = 0.02
 """Largest fraction of its value by which a bound may be rounded outward if no unit lies in between."""
 _SLACK = 1e-4
-"""Fraction of the units that may be kept beyond the target so that the bound needs fewer digits; below 10,000 units,
-this is no unit."""
+"""Fraction of the units that may be kept beyond the target so that the bound needs fewer digits; with fewer than 10,000
+units, this rounds down to none."""
 _DIGITS = 17  # digits of a float64
 
 
@@ -69,15 +69,16 @@ class Threshold:
 
     Attributes:
         values: the configuration's values, e.g. ``{"lower": 0.98, "upper": 1.02}``; empty if no bound was found.
-        radius: its position in the units that the part compares (nats for ratios); NaN if no bound was found.
+        radius: position of the bound, on the scale on which the part compares values (nats for ratios); NaN if no bound
+            was found.
         interval: interval of the radius, at the requested confidence; infinite or NaN if the recording does not bound
             it.
-        reached: value that the bound reaches on the recording, in the target's own measure.
-        count, groups: numbers of units and prompt groups on which it is based; for a kept share, only those to which
-            the part applies.
+        reached: value that the bound reaches on the recording, measured like the target.
+        count, groups: numbers of units and prompt groups on which the bound is based; for a kept share, only those to
+            which the part applies.
         note: limitation of the bound, or the reason why no bound was found; empty if there is nothing to note.
         outcome: whether values were found, or why not.
-        missing: what is missing in the recording for a floor, if that is the reason.
+        missing: if a floor could not be estimated and this is the reason, what the recording lacks.
     """
 
     values: dict[str, float]
@@ -116,7 +117,7 @@ def find_bound_for_kept_share(
     """Find the narrowest bound that keeps at least ``target`` of the units to which the part applies.
 
     Args:
-        floor: lower limit of the radius in nats, such as the reach of backend noise alone.
+        floor: lower limit of the radius in nats, such as the size of the backend noise.
 
     Returns:
         The bound, with only as many digits as the recording can distinguish.
@@ -128,7 +129,7 @@ def find_bound_for_kept_share(
         return build_not_found(scores, f"not identified: it applies to none of the {part.share_of}")
     radii = compute_needed_radii(part, scores)
     ordered = np.sort(radii)
-    # This undoes float rounding, because 0.07 * 100 is 7.000000000000001, whose ceiling would be 8.
+    # This undoes float rounding: 0.07 * 100 is 7.000000000000001, and its ceiling would be 8.
     place = max(math.ceil(target * len(ordered) - 1e-9), 1)
     radius = float(ordered[place - 1])
     # A bound of 0 would reject every unit that has any mismatch.
@@ -144,7 +145,7 @@ def find_bound_for_kept_share(
     if reason := check_radius(part, radius):
         return build_not_found(scores, reason)
     kept = radii <= radius
-    # This is the first unit that must still be rejected after rounding. If there are very many units, a few more may be
+    # This is the first unit that the rounded bound must still reject. If there are very many units, a few more may be
     # kept so that the bound needs fewer digits.
     slack = int(_SLACK * len(ordered))
     further = ordered[min(int(np.searchsorted(ordered, radius, side="right")) + slack, len(ordered) - 1)]
@@ -191,7 +192,7 @@ def _outward(name: str, value: float, digits: int) -> float:
 
 
 def _reaches(part: BoundedPart, values: dict[str, float]) -> list[float]:
-    """Compute the radius of each value, in the precision in which masks compare; -inf if it has none."""
+    """Compute the radius of each value, in the precision in which masks compare; -inf for a value without a radius."""
     reaches = []
     for name, value in values.items():
         reach = value
@@ -234,7 +235,7 @@ def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
     radii = radii[radii > 0]
     if not len(radii):
         return np.zeros(0)
-    # Ranks resolve the curve near a share of 1; even steps in log resolve the region in which it falls.
+    # Radii spaced by rank resolve the curve near a share of 1; radii spaced evenly in log resolve its fall.
     by_rank = np.quantile(radii, 1 - np.geomspace(1.0, 1 / (2 * len(radii)), _PLACES // 2))
     even = np.geomspace(max(float(np.quantile(radii, 0.02)), 1e-12), float(radii.max()), _PLACES // 2)
     return np.unique(np.concatenate([by_rank, even]))
@@ -293,7 +294,7 @@ def compute_ess(part: BoundedPart, scores: Scores, limits: tuple[float, float]) 
 def find_cap_for_ess(
     part: BoundedPart, scores: Scores, target: float, confidence: float, *, seed: int = 0
 ) -> Threshold:
-    """Find the widest bound of a weight that leaves an ESS of at least ``target``.
+    """Find the widest bound of a weight for which the ESS is at least ``target``.
 
     The ESS of a weight that truncates or clips falls as its cap rises, because the weights become more unequal in the
     Lorenz order. Exactly one cap therefore meets the target. For a weight that rejects, several bounds may meet the
@@ -301,14 +302,13 @@ def find_cap_for_ess(
     """
     if not len(scores):
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
-    # A cap beyond the farthest unit changes nothing.
+    # A cap beyond the largest value changes nothing.
     widest = float(np.abs(scores.low).max())
     if (most := compute_ess(part, scores, part.compute_limits_at(widest))) >= target:
         return build_not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
     curve = compute_ess_curve(part, scores, seed=seed)
     if part.rejects:
-        # The ESS of a weight that rejects is not monotonic in its bound, so the search starts from the widest bound
-        # that fits.
+        # The ESS of a weight that rejects is not monotonic in its bound, so the search starts from the widest bound.
         fit = np.nonzero(curve.ess >= target)[0]
         start = float(curve.radius[fit[-1]]) if len(fit) else math.nan
     else:
@@ -345,12 +345,12 @@ def compute_ess_curve(part: BoundedPart, scores: Scores, *, seed: int = 0, draws
 def _group_totals(part: BoundedPart, scores: Scores, radius: Floats, group: NDArray[np.int64], groups: int) -> Floats:
     """Compute (G, K, 3): tokens, sum of weights and sum of squared weights by group, with the bounds at each radius.
 
-    One histogram per group over the radii is accumulated from below: a unit inside the bounds has its own weight, and a
-    unit outside has the weight at the bound.
+    For each group, a histogram over the radii is accumulated from the smallest radius up. A unit inside the bounds has
+    its own weight, and a unit outside has the weight at the bound.
     """
     value = np.clip(scores.low, -EXP_CLAMP, EXP_CLAMP)
     places = len(radius)
-    # The nearer bound of each unit.
+    # For each unit, the bound that is nearer to it.
     above = value >= 0 if part.side == "both" else np.full(len(value), part.side == "upper")
     # The index of the first radius that contains the unit; K if no radius does.
     first = np.searchsorted(radius, np.where(above, value, -value), side="left")
@@ -386,7 +386,7 @@ def _ess(totals: Floats) -> Floats:
 
 
 def _places(distance: Floats) -> Floats:
-    """Choose radii from 0 to the largest distance, dense in the tail."""
+    """Choose radii from 0 to the largest distance, more densely in the tail."""
     # Half of the radii are chosen by rank, from the largest distance inward, because a few units determine the ESS
     # there.
     tail = np.quantile(distance, 1 - np.geomspace(1.0, 1 / max(len(distance), 2), _CAPS // 2))
@@ -398,7 +398,7 @@ def _interval(curve: EssCurve, target: float, confidence: float) -> Interval:
     """Compute percentiles over the draws of the widest radius that reaches the target; inf if all radii reach it."""
     if not len(curve.resampled):
         return math.nan, math.nan
-    # The widest radius of each draw: the last True of its row.
+    # The widest radius of each draw is the last True in its row.
     enough = curve.resampled >= target
     last = enough.shape[1] - 1 - enough[:, ::-1].argmax(1)
     found = enough.any(1)

@@ -1,4 +1,4 @@
-"""Bounds of a correction that a recording can calibrate, each moved by one number, its radius."""
+"""Bounds of a correction that can be calibrated from a recording; each is moved by one number, its radius."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class BoundedPart:
     Attributes:
         key: ``masks.<name>``, ``weight`` or ``weights.<name>``.
         spec: its specification.
-        side: ``both`` moves the bounds symmetrically about no mismatch, in log space if they are ratios; ``lower`` and
-            ``upper`` move one bound and leave the other unchanged.
+        side: ``both`` moves the bounds symmetrically around the point of no mismatch, in log space if they are ratios;
+            ``lower`` and ``upper`` move one bound and leave the other unchanged.
         unset: the bound has no value yet.
     """
 
@@ -57,7 +57,7 @@ class BoundedPart:
 
     @property
     def share_of(self) -> ShareOf:
-        """Name of the units that kept shares count: units of the decision, or tokens if signs are per token."""
+        """Name of the units that kept shares count: the units of the decision, or tokens if signs are per token."""
         by_token = self.spec.picks_tokens
         return "tokens" if by_token else _UNITS[self.spec.level]
 
@@ -69,7 +69,7 @@ class BoundedPart:
 
     @property
     def by_batch(self) -> bool:
-        """True if the bound is a budget, which implies a separate cut-off for each batch (M2PO)."""
+        """True if the bound is a budget, so that each batch has its own cut-off (M2PO)."""
         return isinstance(self.spec, MaskSpec) and self.spec.budget is not None
 
     @property
@@ -141,7 +141,7 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = ()) -> list[Bounde
         unset: keys under ``correction`` whose values are placeholders.
 
     Raises:
-        SpecError: there is nothing to calibrate, or parts depend on one another.
+        SpecError: there is nothing to calibrate, or some parts depend on others.
     """
     if spec.skyrl_compat:
         raise SpecError(

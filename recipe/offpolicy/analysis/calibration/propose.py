@@ -44,11 +44,12 @@ LEAST_ROWS = 20
 
 @dataclass(frozen=True)
 class LengthTest:
-    """Spearman's rank correlation of a row's distance with its length.
+    """Spearman's rank correlation between a row's distance and its length.
 
     Attributes:
-        correlation: correlation of the distance named by ``measure``; NaN if there is nothing to compare.
-        interval: interval of the correlation, from the variance over prompt groups.
+        correlation: correlation between length and the distance named by ``measure``; NaN if there is nothing to
+            compare.
+        interval: confidence interval of the correlation, computed from the variance over prompt groups.
         measure: ``size``, the distance from no mismatch, or ``spread``, the distance from the median of rows of similar
             length.
         rows: number of rows that were compared.
@@ -100,7 +101,7 @@ def _rank_test(
         return LengthTest(math.nan, (math.nan, math.nan), name, rows)
     x, y = x / math.sqrt(x @ x), y / math.sqrt(y @ y)
     correlation = float(x @ y)
-    # The variance of a correlation is computed by its influence function, summed within groups.
+    # The variance of a correlation is computed from its influence function, which is summed within groups.
     influence = x * y - correlation / 2 * (x * x + y * y)
     totals = np.bincount(group, weights=influence)
     half = compute_normal_bound(confidence) * math.sqrt(groups / (groups - 1) * float(totals @ totals))
@@ -110,7 +111,7 @@ def _rank_test(
 def _by_row(
     values: NDArray[np.float64], scores: Scores
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-    """Compute the mean of ``values`` over each row's units, its length, and its group."""
+    """Compute the mean of ``values`` over each row's units; also return each row's length and group."""
     _, first, index, counts = np.unique(scores.row, return_index=True, return_inverse=True, return_counts=True)
     return np.bincount(index, weights=values) / counts, scores.length[first], scores.group[first]
 
@@ -138,7 +139,7 @@ class CalibrationRequest:
         target_kept: share of the units to which it applies that each mask, and a weight that rejects, must keep on its
             own (for OPSM: of rows with a negative advantage); None for no target.
         target_ess: effective sample size that the weight must have; None for no target.
-        confidence: confidence of every interval.
+        confidence: confidence level of every interval.
         floor_quantile: see ``estimate_noise_floor``.
         settle: whether to use the highest quantile that the recording can bound if the recording is too short for
             ``floor_quantile``.
@@ -167,8 +168,8 @@ class LengthBound:
     Attributes:
         bucket: name of the bucket in the metrics.
         rows: number of rows of these lengths to which the part applies.
-        reached: value that the bound for all lengths (the proposed bound, otherwise the current one) reaches on these
-            rows.
+        reached: value that the bound for all lengths reaches on these rows; this is the proposed bound, if there is
+            one, otherwise the current bound.
         threshold: the bound that would reach the target on these rows alone.
         curve: curve of a kept share.
     """
@@ -186,8 +187,8 @@ class Proposal:
 
     Attributes:
         part: the part whose bound is proposed.
-        target, goal: the measure to reach, and the value to reach.
-        looked: share of all units to which the part applies; all other units are kept, whatever the bound.
+        target, goal: the measure for which a target is set, and the value that it must reach.
+        looked: share of all units to which the part applies; all other units are kept regardless of the bound.
         now: value that the current bound reaches; NaN if the bound is not set yet.
         threshold: the bound for all lengths together.
         floor: noise floor of a delta; None for other bounds.
@@ -222,7 +223,8 @@ class CalibrationResult:
     """All proposals, and the correction with the proposed bounds.
 
     Attributes:
-        spec: the correction with the proposed bounds, without masks for which there is no bound at all.
+        spec: the correction with the proposed bounds, without any masks for which there is neither a current nor a
+            proposed bound.
         skipped: key -> why nothing was proposed for it.
         grouped: share of rows whose prompt is known; intervals treat the other rows as independent.
         nonfinite: number of tokens that parts on pi leave out because the token's log pi is not finite.
@@ -264,7 +266,7 @@ def propose_bounds(
         if proposal.found:
             spec = set_values(spec, proposal.part.key, proposal.threshold.values)
     found = {proposal.part.key for proposal in proposals if proposal.found}
-    # A mask whose required delta was not found has no valid value left.
+    # A mask that requires a delta is invalid if none was found.
     open_masks = {key.split(".")[1] for key in unset if key.rpartition(".")[0] not in found}
     spec = replace(spec, masks=tuple((name, mask) for name, mask in spec.masks if name not in open_masks))
     on_pi = any(part.spec.ratio != "rollout" for part in parts)
@@ -278,7 +280,7 @@ def propose_bounds(
 
 
 def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[list[BoundedPart], dict[str, str]]:
-    """Return the parts that have a target, and the reasons why other parts have none."""
+    """Return the parts that have a target; for each of the other parts, return the reason why it has none."""
     taken, skipped = [], {}
     for part in parts:
         if _goal(part, request) is not None:
@@ -296,7 +298,7 @@ def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[li
 
 
 def _goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float] | None:
-    """Return the target of a part. A weight that rejects accepts either target; the kept share has precedence."""
+    """Return the target of a part. A weight that rejects accepts both targets; the kept share takes precedence."""
     if part.rejects and request.target_kept is not None:
         return "kept", request.target_kept
     if isinstance(part.spec, WeightSpec) and part.spec.by_staleness is None and request.target_ess is not None:

@@ -1,4 +1,4 @@
-"""Values that masks and weights compare with their bounds, unit by unit, from a sample of a recording's prompts.
+"""Values that masks and weights compare with their bounds, for each unit, from a sample of a recording's prompts.
 
 Rows of one prompt are dependent, so they are sampled together, which keeps the intervals of a calibration valid. A
 prompt is drawn by a hash of its name, independent of the process and of the order of reading.
@@ -30,8 +30,8 @@ from ..whatif.replay import Block, check_replayable, compute_pi_old, iterate_blo
 from .parts import BoundedPart
 
 TOKENS: Final = 4_000_000
-"""Number of tokens (by file sizes) up to which a recording is used whole; a larger recording is sampled down to this
-number."""
+"""Number of tokens (estimated from file sizes) up to which all rows are used; larger recordings are sampled down to
+about this number."""
 ROWS: Final = 400_000
 """Number of rows in the sample of a larger recording, for parts that decide by row. With eight rows per prompt, a kept
 share of 0.98 then has a standard error of 0.0006, even if all eight rows are alike."""
@@ -59,7 +59,7 @@ class PromptSample:
 
     @property
     def sentence(self) -> str:
-        """The sentence about the sample; empty if there is none."""
+        """The sentence that describes the sample; empty if all rows are used."""
         if self == EVERY_PROMPT:
             return ""
         by_row = f"{self.rows:.2g}" if self.rows < 1 else "all"
@@ -90,7 +90,7 @@ EVERY_PROMPT: Final = PromptSample()
 
 
 def hash_prompts(rows: Rows) -> NDArray[np.uint64]:
-    """Hash the name of each row's prompt, (N,); a row without a name counts as a separate prompt."""
+    """Hash the name of the prompt of each row, (N,); a row without a name counts as a separate prompt."""
     hashes: dict[str, int] = {}
     found = np.empty(len(rows), dtype=np.uint64)
     places = zip(rows.step, rows.rank, rows.mini_batch, strict=True)
@@ -120,13 +120,14 @@ class Scores:
 
     Attributes:
         low, high: (U,) float64, smallest and largest value that the part compares, in the precision of the comparison:
-            in nats for ratios, divided by the factor of the unit's age if bounds depend on age. They differ if each
-            token of a unit must lie inside the bounds on its own.
+            in nats for ratios, divided by the factor of the unit's age if bounds depend on age. The two differ if every
+            token of a unit must lie inside the bounds.
         looked: (U,) bool, whether the part applies to the unit; see ``MaskSpec.when``.
         tokens: (U,) int64, number of valid tokens of the unit.
         length: (U,) int64, T, the number of valid tokens of the row to which the unit belongs.
         row: (U,) int64, number of that row, over all steps.
-        group: (U,) int64, the row's prompt: rows with the same uid, or the row alone if no uid was recorded.
+        group: (U,) int64, number of the row's prompt; rows with the same uid belong to one prompt, and a row without a
+            uid forms its own group.
     """
 
     low: NDArray[np.float64]
@@ -145,7 +146,7 @@ class Scores:
         return Scores(**{f.name: getattr(self, f.name)[units] for f in fields(self)})
 
     def find_outside(self, limits: tuple[float, float], *, exact: bool = False) -> NDArray[np.bool_]:
-        """Find the units that bounds at ``limits`` drop, (U,) bool; in float32 like masks, unless ``exact`` is set."""
+        """Find the units that bounds at ``limits`` drop, (U,) bool; compared in float32 unless ``exact`` is set."""
         lower, upper = limits if exact else (float(np.float32(limit)) for limit in limits)
         return self.looked & ((self.low < lower) | (self.high > upper))
 
@@ -159,7 +160,7 @@ class RowState:
         staleness: versions between the row's sampling and its use; -1 if unknown.
         apart: mean |log pi - log pi_old| over the row's valid tokens, in nats, with pi_old under the trainer's own
             weights; 0 if pi is used instead (see ``recording.recording``); NaN without valid tokens.
-        grouped: whether its prompt is known.
+        grouped: whether the row's prompt is known.
         nonfinite: number of response tokens whose log pi is not finite although mu and pi_old are.
     """
 
@@ -181,7 +182,7 @@ class _StepScores:
     Attributes:
         scores: key of a part -> its units, with rows numbered within the step, and groups not numbered yet.
         state, prompt: state and prompt of the numbered rows, (N,).
-        seen: whether the step holds a row.
+        seen: whether the step contains any rows.
     """
 
     scores: dict[str, Scores]
@@ -273,7 +274,7 @@ def _score_rows(
     kept: NDArray[np.bool_],
 ) -> dict[str, Scores]:
     """Compute the units of each part in the kept rows, (N,) bool, and the numbers of these rows."""
-    # A budget is shared by the whole batch, kept or not.
+    # A budget is shared by the whole batch, including the rows that are not kept.
     chosen = np.arange(len(rows)) if any(part.by_batch for part in parts) else np.flatnonzero(kept)
     some = rows if len(chosen) == len(rows) else rows.take(chosen)
     pieces: dict[str, list[Scores]] = {part.key: [_NO_UNIT] for part in parts}
@@ -304,7 +305,7 @@ def read_recorded_spec(step: Step) -> CorrectionSpec:
 
 def _of_block(part: BoundedPart, block: Block, old: Tensor) -> Scores:
     mu, pi = block.rollout_log_prob, block.log_prob
-    # A bound cannot be derived from a ratio that is not finite; training stops at such a pi.
+    # No bound can be derived from a ratio that is not finite; in training, such a pi stops the run.
     compared = (old, mu) if part.spec.ratio == "rollout" else (old, mu, pi)
     valid = find_valid_tokens(block.mask, *compared)
     log_rho, log_r = compute_log_ratio(old, mu, valid), compute_log_ratio(pi, old, valid)
@@ -349,7 +350,7 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor) -> Scores:
 
 
 def _by_budget(tokens: Scores) -> Scores:
-    """Compute, for ``second_moment``, the smallest budget that keeps each token of a batch.
+    """For ``second_moment``, compute the smallest budget that keeps each token of a batch.
 
     That budget is the mean of the squares up to the token's own square, in ascending order.
 
@@ -363,7 +364,7 @@ def _by_budget(tokens: Scores) -> Scores:
 
 
 def _flat(values: Tensor, there: NDArray[np.bool_], *, exact: bool) -> NDArray[np.float64]:
-    """Select the values of existing units, rounded to float32 as for masks, unless ``exact`` is set."""
+    """Select the values of existing units, rounded to float32 as in masks, unless ``exact`` is set."""
     return (values if exact else values.to(torch.float32)).numpy()[there].astype(np.float64)
 
 
@@ -376,7 +377,7 @@ def _state(step: Step) -> RowState:
     counts = np.bincount(at, minlength=len(rows))
     totals = np.bincount(at, weights=apart[valid], minlength=len(rows))
     mean = np.divide(totals, counts, out=np.full(len(rows), np.nan), where=counts > 0)
-    # Training stops at such a pi; the count is reported because these units are left out here.
+    # In training, such a pi stops the run; the count is reported because these units are left out here.
     lost = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
     lost &= ~np.isfinite(rows.log_prob)
     return RowState(

@@ -1,1 +1,1 @@
-"""Length of answers by correctness over steps, from a run's metrics or from a recording."""
+"""Length of correct and wrong answers over the steps, from a run's metrics or from a recording."""

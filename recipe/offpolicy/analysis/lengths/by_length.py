@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 BINS, LEAST = 8, 20
-"""Number of length bins, with equal shares of all answers, and number of answers below which a bin has no value."""
+"""Number of length bins, each with the same share of all answers, and minimum number of answers for a bin to have a
+value."""
 
 
 class NoClassError(ValueError):
@@ -117,7 +118,7 @@ def assign(early: Answers, *, samples: int, correct_at_least: float) -> dict[str
 
 
 def find_edges(of: Sequence[Answers]) -> Array:
-    """Find the ends of the bins, so that each bin has the same share of all answers as far as whole lengths allow."""
+    """Find the ends of the bins, so that the bins contain equal shares of the answers as far as whole lengths allow."""
     tokens = np.concatenate([each.tokens for each in of])
     return np.unique(np.quantile(tokens, np.linspace(0, 1, BINS + 1))) if len(tokens) else np.zeros(0)
 
@@ -143,7 +144,7 @@ def bin_rewards(of: Answers, edges: Array) -> Curve:
 
 
 def find_best(curve: Curve) -> float:
-    """Find the mean tokens of the bin with the highest reward; NaN if there is none, or if the reward does not vary."""
+    """Find the mean tokens of the bin with the highest reward; NaN if no bin has one or rewards do not vary."""
     known = curve.reward[~np.isnan(curve.reward)]
     return float(curve.tokens[np.nanargmax(curve.reward)]) if len(known) and np.ptp(known) > 0 else math.nan
 
@@ -151,7 +152,7 @@ def find_best(curve: Curve) -> float:
 def build_rows(
     checkpoints: Sequence[Answers], classes: Mapping[str, set[str]], correct_at_least: float
 ) -> list[dict[str, Any]]:
-    """Build pass rate and length of each class at each checkpoint; each prompt counts equally."""
+    """Compute pass rate and length of each class at each checkpoint; each prompt counts equally."""
     found = []
     for name, prompts in classes.items():
         chosen = [each.of(prompts) for each in checkpoints]

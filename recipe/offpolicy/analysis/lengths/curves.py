@@ -41,7 +41,7 @@ class CurveError(ValueError):
 
 @dataclass(frozen=True)
 class LengthStep:
-    """Mean length for each of ``NAMES`` at one step (NaN if there is none), and the mean reward."""
+    """Mean length for each of ``NAMES`` at one step (NaN if there is no such answer), and the mean reward."""
 
     step: int
     lengths: Mapping[str, float]
@@ -111,8 +111,8 @@ def build_table(curves: Sequence[LengthStep], title: str = "", most: int = 20) -
 def draw_curves(curves: Mapping[str, Sequence[LengthStep]], ends: Mapping[str, Sequence[Answers]] = {}) -> Figure:
     """Plot length by correctness over steps, with the reward next to it and one row of panels per run.
 
-    For runs with ``ends``, the answers of the first and the last steps, there is also a row of reward and answers over
-    length.
+    For runs with ``ends`` (the answers of the first and the last steps), another row of panels shows reward and share
+    of answers over length.
     """
     panels, x = [], Axis("step")
     for run, steps in curves.items():

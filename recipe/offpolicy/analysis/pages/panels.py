@@ -31,8 +31,9 @@ class Axis:
 
     Attributes:
         log: base of a logarithmic scale; 0 for a linear one.
-        limits: ends of the axis, the larger first if the axis points down or left; None if chosen from the marks.
-        ticks: labels by position; empty for numbers.
+        limits: ends of the axis, with the larger end first if the axis points down or left; None to choose them from
+            the marks.
+        ticks: labels by position; if empty, the ticks are numbers.
         form: format of the numbers.
     """
 
@@ -48,8 +49,8 @@ class Mark:
     """A line with its markers, or bars.
 
     Attributes:
-        x, y: (n,) each; NaN for a missing value.
-        band: ends of intervals, (n,) each.
+        x, y: coordinates, (n,) each; NaN for a missing value.
+        band: lower and upper ends of intervals, (n,) each.
         dash: dash pattern of the line; empty for only markers.
         bar: width of bars from ``base``; 0 for a line.
     """
@@ -69,7 +70,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Rule:
-    """A line across a panel at a value of one axis, or the range up to ``end``."""
+    """A line across a panel at a value of one axis; if ``end`` is set, the range from the value to ``end``."""
 
     at: float
     across: Literal["x", "y"]
@@ -86,7 +87,7 @@ class Panel:
 
     Attributes:
         alt: what the panel shows, for readers who cannot see it.
-        note: text shown instead of marks.
+        note: text that is shown instead of marks.
         height: height in a picture, in inches; the width is ``plotting.PANEL_WIDTH``.
     """
 
@@ -210,7 +211,7 @@ def _set_axis(axes: Axes, name: str, axis: Axis) -> None:
         getattr(axes, f"set_{name}lim")(*axis.limits)
     if axis.log:
         first, last = getattr(axes, f"get_{name}lim")()
-        # Ticks include 2 and 5 between powers of ten if the range is short.
+        # If the range is short, there are also ticks at 2 and 5 between powers of ten.
         parts = (1.0, 2.0, 5.0) if axis.log == 10 and last < 100 * first else (1.0,)
         own.set_major_locator(LogLocator(axis.log, parts, numticks=12))
         own.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -267,7 +268,7 @@ def _percent() -> Any:
 
 
 def limit_shares(axis: Axis, marks: Sequence[Mark | Rule]) -> Axis:
-    """Limit an axis of shares to the range from a little below the smallest share to a little above 1."""
+    """Limit an axis of shares to the range from slightly below the smallest share to slightly above 1."""
     values = np.concatenate(
         [np.asarray(mark.y, dtype=float) for mark in marks if isinstance(mark, Mark)] or [np.ones(1)]
     )

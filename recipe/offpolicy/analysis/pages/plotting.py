@@ -61,7 +61,7 @@ PANEL_WIDTH: Final = 5.2
 """Width in inches; with two panels side by side on a page, the font size then matches the surrounding text."""
 
 _LEGEND = 60
-"""Width of a panel, in characters of legend text."""
+"""Number of characters of legend text that fit into the width of a panel."""
 
 _STYLE: Any = {
     "font.size": 10, "text.color": INK, "figure.facecolor": "white", "savefig.facecolor": "white",
@@ -86,7 +86,7 @@ def apply_style() -> Iterator[None]:
 def create_axes(
     rows: int = 1, columns: int = 1, *, width: float | None = None, height: float | None = None, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Create an empty figure and its axes, row by row; call it within ``apply_style``.
+    """Create an empty figure and its axes, in row order; call this within ``apply_style``.
 
     Args:
         width, height: in inches; None for 4.4 per column and 3.8 per row.
@@ -126,7 +126,7 @@ class FigurePanel:
 
 
 def draw_panels(drawn: Sequence[Drawable], columns: int = 1, title: str = "") -> Figure:
-    """Draw panels into one figure, row by row; each row is as high as its highest panel, and no cell is empty."""
+    """Draw panels into one figure, row by row; each row is as high as its tallest panel, and no cell is empty."""
     rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
     heights = [max(panel.height for panel in row) for row in rows]
     with apply_style():
@@ -150,7 +150,7 @@ def draw_panels(drawn: Sequence[Drawable], columns: int = 1, title: str = "") ->
 
 
 def add_legend(axes: Axes, columns: int = 2) -> None:
-    """Add a legend below the axes, where it does not hide any line; if no line is labelled, add none."""
+    """Add a legend below the axes, where it does not hide any line; add none if no line is labelled."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         # A legend wider than its panel would leave no room for the curves.

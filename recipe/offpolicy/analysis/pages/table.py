@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 Align = Literal["left", "right"]
 
 MISSING = "-"
-"""Shown for None and NaN, which mean that there is no value."""
+"""Shown for None and NaN, which represent a missing value."""
 _LARGE = 1e6
 _READABLE = 24
-"""Smallest width, in characters, at which text broken between words is easy to read."""
+"""Smallest column width, in characters, at which text that is broken between words is easy to read."""
 _BORDER = 3
-"""Number of characters that a terminal table adds per column, in addition to one for the whole table."""
+"""Number of characters that a terminal table adds per column; the table as a whole adds one more."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Column:
         name: its heading.
         unit: shown after the heading, in brackets.
         digits: decimals of a float.
-        align: alignment; if None, right if every value in the column is a number or missing, otherwise left.
+        align: alignment; if None, the column is aligned right if all its values are numbers or missing, otherwise left.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """Name and unit."""
+        """The column's name and unit."""
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
 
@@ -53,7 +53,7 @@ class Table:
     """Rows of cells: str, numbers, bool, or None for a missing value.
 
     Attributes:
-        rows: one cell per column each.
+        rows: rows with one cell per column.
         title: title above the table; empty for none.
 
     Raises:
@@ -137,7 +137,7 @@ def to_rich(table: Table, width: int | None = None) -> RichTable:
 def fit_to_width(table: Table, width: int) -> list[RichTable]:
     """Split the table between columns to fit a terminal of ``width`` characters without breaking a number.
 
-    Each part repeats the first column, so that rows can be told apart; a table that fits is not split.
+    Each part repeats the first column to identify the rows; a table that fits is not split.
     """
     least = [_least_width(table, index) for index in range(len(table.columns))]
     groups: list[list[int]] = [[0]]
@@ -173,13 +173,13 @@ def to_html(table: Table) -> Markup:
 
 
 def _part(table: Table, columns: Sequence[int], *, first: bool) -> Table:
-    """Return the table with only these columns."""
+    """Return a table with only these columns of this table."""
     title = f"{table.title}, continued" if table.title and not first else table.title
     return Table([table.columns[at] for at in columns], [[row[at] for at in columns] for row in table.rows], title)
 
 
 def _needed(widths: Sequence[int]) -> int:
-    """Compute the width in characters of a terminal table with these column widths."""
+    """Compute the width, in characters, of a terminal table whose columns have these widths."""
     return 1 + sum(width + _BORDER for width in widths)
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-# Whatever a recorded text contains, `default-src 'none'` keeps the page off the network.
+# Whatever a recorded text contains, `default-src 'none'` prevents network access by the page.
 _PAGE = """\
 <!doctype html>
 <html lang="en">

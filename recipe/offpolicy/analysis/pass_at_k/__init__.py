@@ -1,1 +1,1 @@
-"""pass@k from verl's validation dumps."""
+"""Computation of pass@k from verl's validation dumps."""

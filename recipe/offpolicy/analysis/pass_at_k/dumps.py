@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Prompt = tuple[str, str]
-"""Input and ground truth, which distinguish prompts."""
+"""The input and the ground truth, which together identify a prompt."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Prompt:
 
 
 def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts]:
-    """Read dumps, one ``Counts`` per folder and step; further rounds of dynamic validation add samples to prompts.
+    """Read dumps, one ``Counts`` per folder and step; later rounds of dynamic validation add samples to prompts.
 
     Prompts are distinguished by input and ground truth. Dumps of the V1 trainer also show whether a data set contains a
     prompt twice.
@@ -213,7 +213,7 @@ def build_json(found: Estimates) -> dict[str, Any]:
 
 
 def name_interval(values: tuple[float, float, float]) -> dict[str, float]:
-    """Map names to the parts of an estimate with its interval."""
+    """Map the names of an estimate and its interval to their values."""
     return dict(zip(("estimate", "low", "high"), values, strict=True))
 
 

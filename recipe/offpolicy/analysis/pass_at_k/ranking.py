@@ -1,4 +1,4 @@
-"""Ranking of checkpoints by pass@k, with intervals that hold for all pairs of checkpoints together."""
+"""Ranking of checkpoints by pass@k, with intervals that are valid for all pairs of checkpoints simultaneously."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from ..pages import Column, Table, to_plain
 from .dumps import Counts, name_interval
 
 DRAWS, LEVEL, LEAST_PROMPTS = 2000, 0.95, 10
-"""Number of bootstrap draws, level of the intervals, and number of prompts below which checkpoints cannot be
-separated."""
+"""Number of bootstrap draws, level of the intervals, and minimum number of prompts for separating checkpoints."""
 FIT_DRAWS = 400
 
 
@@ -29,10 +28,10 @@ class Place:
     """One checkpoint of a ranking.
 
     Attributes:
-        number: 1 for the first; equal statistics share a place.
-        value: its statistic (see ``Ranking.by``), with the statistic's own 95 % interval.
-        behind: its difference from the first place, with an interval that is valid for all pairs simultaneously.
-        may_be_best: whether no other checkpoint is better by a difference whose interval lies above 0.
+        number: 1 for the first place; checkpoints with equal statistics share a place.
+        value: the checkpoint's statistic (see ``Ranking.by``), with the 95 % interval of this statistic alone.
+        behind: difference from the first place, with an interval that is valid for all pairs simultaneously.
+        may_be_best: whether no other checkpoint is better by a difference whose whole interval lies above 0.
     """
 
     number: int
@@ -47,10 +46,10 @@ class Ranking:
     """Checkpoints in descending order.
 
     Attributes:
-        by: the statistic: unbiased, fit, or Bernoulli, which estimates nothing and only ranks.
+        by: the statistic: unbiased, fit, or Bernoulli, which is only for ranking and not an estimate.
         prompts: number of prompts that all checkpoints have answered.
         pairs: number of comparisons for which the intervals are corrected.
-        width: half width of each pair's interval, in its standard errors.
+        width: half width of each pair's interval, in units of the pair's standard error.
     """
 
     k: int
@@ -179,11 +178,11 @@ def _fit(counts: Tensor, k: int, weights: Tensor, by: str, stopping: Stopping | 
 
 
 def _compare(own: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Compute differences (M, M), their standard errors (M, M), and q of ``rank_checkpoints``."""
+    """Compute differences (M, M), their standard errors (M, M), and the quantile q of ``rank_checkpoints``."""
     differences = own[:, None] - own[None]
     drawn = drawn[:, None] - drawn[None]
     errors = drawn.std(-1)
-    # The difference of a pair whose standard error is 0 never varies.
+    # If the standard error of a pair is 0, its difference does not vary at all.
     varies = (errors > 1e-12)[..., None]
     scaled = (drawn - differences[..., None]).abs() / errors.clamp(min=1e-12)[..., None]
     largest = torch.where(varies, scaled, 0.0).amax((0, 1))

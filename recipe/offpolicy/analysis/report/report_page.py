@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 _DECADES = 30
 _MARKED = 40
-"""Number of steps up to which each step is drawn with a marker."""
+"""Largest number of steps for which each step is drawn with a marker."""
 _KEPT = {"tokens kept": "kept_tokens", "rows kept": "kept_rows", "ESS of weight x keep": "ess"}
 _MISMATCH = {"mismatch, KL(mu, pi_old)": "kl", "drift, mean |log pi / pi_old|": "drift"}
 _LENGTH = {"all answers": "length", "right answers": "length_right", "wrong answers": "length_wrong"}
 
 
 def build_step_panels(timeline: Timeline) -> list[Panel]:
-    """Build the panels by step: reward, mismatch, kept shares, length, and, if there is any, staleness."""
+    """Build the panels by step: reward, mismatch, kept shares, length and, if any rows are stale, staleness."""
     graded = all(np.isfinite(timeline.get_column(name)).any() for name in ("length_right", "length_wrong"))
     lengths = _LENGTH if graded else {"": "length"}
     kept = _plot(timeline, "What the recorded correction kept", "Shares kept and effective sample size", "share", _KEPT)
@@ -83,7 +83,7 @@ def build_length_panels(timeline: Timeline) -> list[Panel]:
 
 
 def _plot(timeline: Timeline, title: str, shown: str, unit: str, names: Mapping[str, str]) -> Panel:
-    """Plot columns of a timeline, equal columns as one line; columns that were not recorded are labelled as such."""
+    """Plot columns of a timeline, drawing equal columns as one line and labelling columns that were not recorded."""
     steps = timeline.get_column("step")
     columns: dict[str, Series] = {label: timeline.get_column(name) for label, name in names.items()}
     marks = []
@@ -107,7 +107,7 @@ def _limit_nats(panel: Panel) -> Panel:
 
 CONFIDENCE = 0.95
 _LONGEST_CONFIG = 400_000
-"""Number of the configuration's characters that are shown."""
+"""Number of characters of the configuration to show."""
 _LONGEST_TABLE = 60
 _CARD = ("model", "release", "path", "started", "fingerprint")
 
@@ -132,7 +132,7 @@ class ReportContents:
 
     @property
     def sentence(self) -> str:
-        """The sentences about what was read."""
+        """The sentences that describe what was read."""
         steps = list(dict.fromkeys(step.step for step in self.timeline.steps))
         count = "the one recorded step" if len(steps) == 1 else f"all {len(steps)} recorded steps"
         sampled = self.studies.sampled if self.studies else ""
@@ -338,12 +338,12 @@ def _configuration(card: Mapping[str, Any]) -> Block:
 def follow(
     directory: Path, out: Path, seconds: int, say: Callable[[str], None], wait: Callable[[float], None] = time.sleep
 ) -> None:
-    """Write the page whenever a step is added, until this process is interrupted; read each step once.
+    """Write the page whenever a step is added, until this process is interrupted; each step is read only once.
 
     Args:
         directory: directory of the recording; it may not exist yet.
         out: the page, which a browser reloads every ``seconds``.
-        say: called with a sentence whenever the page has been written, and once while there is nothing to read yet.
+        say: called with a sentence each time the page is written, and once if there is nothing to read yet.
 
     Raises:
         RecordingError: a step is damaged.
@@ -360,7 +360,7 @@ def follow(
                 say(f"Waiting for the first step. {error}")
             waiting = True
         else:
-            # Ranks and updates add files to a step.
+            # Several ranks, and several updates, each add files to a step.
             new = [step for step in recording.steps if read.get(step, ([], []))[0] != recording.files[step]]
             for step in new:
                 read[step] = recording.files[step], summarize_steps(recording.only(step))

@@ -40,7 +40,7 @@ class StepNumbers:
         copied: whether mu equals pi_old bit for bit at all ``compared`` tokens.
         drift: mean |log pi - log pi_old|, nats per token; NaN if a response is ``unscored``.
         staleness: mean over rows whose versions are known.
-        kept_tokens, kept_rows: shares that the recorded correction kept.
+        kept_tokens, kept_rows: shares of tokens and rows that the recorded correction kept.
         ess: (sum w)^2 / (n sum w^2), where w is the recorded weight times keep.
         nonfinite: number of response tokens whose mu, pi_old or pi is not finite.
         extensions: column of an extension -> its mean over the response tokens at which it is finite.
@@ -74,7 +74,7 @@ class LengthBucket:
 
     Attributes:
         rows: number of rows with a response token whose mu and pi_old are finite.
-        kept_tokens, kept_rows: shares that the recorded corrections kept.
+        kept_tokens, kept_rows: shares of tokens and rows that the recorded corrections kept.
     """
 
     bucket: str
@@ -124,7 +124,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a timeline that is added by one step, or by the step's updates under one correction."""
+    """The part of a timeline that one step contributes, or the step's updates under one correction."""
 
     numbers: StepNumbers
     lengths: Floats
@@ -179,7 +179,8 @@ def _of_step(step: Step) -> StepNumbers:
     old = get_trainers_pi_old(step).astype(np.float64)
     unscored = int((~find_scored_rows(step)).sum())
     with np.errstate(invalid="ignore"):
-        # The correction compared mu with its own pi_old; the engines' mismatch is measured with the trainer's pi_old.
+        # The correction compared mu with its own pi_old; the mismatch of the engines is measured with the trainer's
+        # pi_old.
         log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
         gap, moved = old - rows.rollout_log_prob, rows.log_prob - old
     valid = mask & np.isfinite(log_rho)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 TARGET_KEPT = 0.98
 TARGET_ESS = 0.95
 DEFAULT = ("correction=[tis_token,gsm]",)
-"""Correction for rows that the current weights sampled; its weight and masks are calibrated if none were active. For
-stale rows, the recommended correction is used instead."""
+"""The correction to calibrate for rows that the current weights sampled; its weight and masks are added if the run had
+none. For stale rows, the recommended correction is used instead."""
 COMPARED = (
     ("correction=tis_token",),
     ("correction=tis_sequence",),
@@ -57,7 +57,7 @@ class Studies:
 
     Attributes:
         new: calibrated parts that were not active, such as ``masks.gsm``.
-        sampled: sentence about the sample on which bounds are based; empty if bounds are based on all rows.
+        sampled: sentence about the sample from which bounds are computed; empty if all rows are used.
     """
 
     new: frozenset[str]
@@ -120,7 +120,7 @@ def _asked(recorded: CorrectionSpec, spec: Sequence[str], default: Sequence[str]
     """Build the correction to calibrate; without ``spec``, this is the recorded correction plus the default's parts.
 
     Returns:
-        The correction, or a reason if nothing can be calibrated with the recorded pi_old.
+        The correction; or, if nothing can be calibrated with the recorded pi_old, the reason.
 
     Raises:
         SpecError: ``spec`` is malformed.
@@ -190,7 +190,7 @@ def _replayed(
 
 
 _LEAST_STEPS = 3
-"""Smallest number of steps for which the beginning and the end can be compared."""
+"""Minimum number of steps for comparing the beginning of the run with its end."""
 _GREW = 2.0
 _SWINGS = 10.0
 _NEXT = {
@@ -217,7 +217,7 @@ def build_answers(
     Args:
         spec: the correction that acted at the last step.
         proof: the liveness proof, as recorded; empty if there is none.
-        studies: results of the tools; if None, the lines based on these results are left out.
+        studies: results of the tools; if None, the lines that need these results are left out.
     """
     return (
         answer_liveness(spec, proof),
@@ -338,7 +338,7 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
 
 
 def _fit(studies: Studies) -> list[Answer]:
-    """Build an answer for each bound, preceded by the faults to fix first."""
+    """Build an answer for each bound, and before them the faults to fix first."""
     faults = "" if isinstance(studies.attribution, str) else studies.attribution.mend_first
     first = [Answer("Can a bound be set?", "fix the cause first", faults)] if faults else []
     if isinstance(studies.calibrated, str):
@@ -411,7 +411,7 @@ def describe_trend(values: Floats, unit: str) -> str:
         return "too few steps for a trend"
     (first, _), (last, _) = thirds
     least, most = float(np.nanmin(values)), float(np.nanmax(values))
-    # Swings are checked before the trend, because one spike in a third would otherwise count as growth.
+    # Swings are checked before the trend, because a single spike in one third would otherwise count as growth.
     if _GREW * max(first, last) < most and _SWINGS * least < most:
         return f"from step to step it swings between {least:.2g} and {most:.2g} {unit}"
     if first > 0 and (last > _GREW * first or first > _GREW * last):
@@ -427,7 +427,7 @@ def _thirds(values: Floats) -> tuple[tuple[float, float], tuple[float, float]] |
     third = max(len(known) // 3, 1)
 
     def of(part: Floats) -> tuple[float, float]:
-        # A third that consists of one step has no deviation of its own, so the deviation over all steps is used.
+        # A third of one step has no standard deviation, so the standard deviation over all steps is used.
         spread = float(part.std(ddof=1)) if len(part) > 1 else float(known.std(ddof=1))
         return float(part.mean()), spread / math.sqrt(len(part))
 

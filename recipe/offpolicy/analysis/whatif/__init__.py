@@ -3,6 +3,6 @@
     python -m recipe.offpolicy.whatif DIR \\
         --spec 'correction=[tis_token,gsm]' --grid correction.masks.gsm.upper=1.001,1.01,1.05
 
-A replay keeps the run's data unchanged. It shows what a correction keeps, how it weights tokens, and how far it is from
-the unbiased weights on these steps; it cannot show what the policy would have become.
+A replay keeps the run's data unchanged. It shows what a correction keeps, how it weights tokens, and how far its
+weights are from unbiased weights on these steps; it cannot show what the policy would have become.
 """

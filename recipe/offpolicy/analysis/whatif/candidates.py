@@ -47,7 +47,7 @@ _EXAMPLE = f"Examples: {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.g
 @contextmanager
 def initialize_composer() -> Iterator[None]:
     """Initialise Hydra for ``compose_correction`` within the context; restore its former state afterwards."""
-    # Hydra is a process-wide singleton that a caller, such as a launch, may already have initialised.
+    # Hydra is a process-wide singleton, and a caller, such as a launch, may already have initialised it.
     before, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     # These are the lines of offpolicy_trainer.yaml without verl's own configuration, which a correction does not read.
@@ -64,7 +64,7 @@ def initialize_composer() -> Iterator[None]:
 
 
 def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose the plain values under ``correction``; a mandatory value that is left out stays "???".
+    """Compose the plain values under ``correction``; a missing mandatory value stays "???".
 
     Raises:
         SpecError: an override is malformed or belongs to another group, an option is unknown, two options set the same
@@ -107,7 +107,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def suggest_keys(name: str, known: Sequence[str]) -> str:
-    """Format the most similar known names in a sentence, or all known names if none is similar."""
+    """Name the known keys that are most similar, in a sentence; if none is similar, name all known keys."""
     # The prefix that all keys share must not count as similarity.
     by_rest = {key.removeprefix(f"{GROUP}."): key for key in known}
     near = difflib.get_close_matches(name.removeprefix(f"{GROUP}."), by_rest, n=3, cutoff=_NEAR)
@@ -156,7 +156,7 @@ _OPEN = "???"
 
 
 def build_overrides(spec: CorrectionSpec) -> list[str]:
-    """Build the overrides of a correction: shipped options by name where they match its parts, then single keys.
+    """Build the overrides of a correction: names of shipped options that match its parts, then single keys.
 
     If pi_old comes from the trainer's weights, the launch decides in which of two ways it is computed.
     """
@@ -164,7 +164,8 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
     compose_correction([f"{GROUP}=none"])  # the application in which options are looked up
     options = list_options()
     weight = [name for name in options if wanted["weight"] and _is_of(name, {"weight": wanted["weight"]})]
-    # Among options that differ only in their bounds, the option with these bounds is preferred, then the shortest name.
+    # Among options that differ only in their bounds, the option with exactly these bounds is preferred; after that, the
+    # shortest name.
     weight.sort(key=lambda name: (_differences(load_option(name)["weight"], wanted["weight"]), len(name), name))
     known = wanted["masks"].items()
     by_mask = {name: MOVED.get(name, name) for name, _ in known}
@@ -224,9 +225,9 @@ def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
 
 
 RECORDED = "recorded"
-"""Represents the correction that acted, which may change from step to step."""
+"""Stands for the correction that was active, which may change from step to step."""
 UNCORRECTED = "uncorrected"
-"""Represents a correction with the recorded pi_old but without weights or masks."""
+"""Stands for a correction with the recorded pi_old but without weights or masks."""
 MOST = 400
 """Largest number of corrections in one replay."""
 _OPTIONAL = (
@@ -244,8 +245,8 @@ class Candidate:
 
     Attributes:
         label: its overrides, unique within a replay.
-        base: the label without the grid's values.
-        point: the given values of the grid, by key; empty without a grid.
+        base: the label without the values of the grid.
+        point: the values of the grid keys, by key; empty without a grid.
         spec: None if it depends on the recorded correction, or if the point is invalid.
         error: why the point is invalid; None if it is valid.
     """
@@ -274,7 +275,7 @@ def build_candidates(
 ) -> tuple[Candidate, ...]:
     """Build all corrections of a replay by combining every spec with the grid keys that apply to it.
 
-    The recorded correction stays unchanged, for comparison, unless it is the only spec.
+    The recorded correction is also replayed, unchanged, for comparison, unless it is the only spec.
 
     Args:
         specs: overrides of each correction, or ``["recorded"]``.
@@ -282,8 +283,8 @@ def build_candidates(
         recorded: plain values of the correction that acted at the first step.
 
     Raises:
-        SpecError: a spec is malformed without a grid, no spec has a grid key, or there are more than ``MOST``
-            corrections.
+        SpecError: a spec without a grid is malformed, a grid key does not apply to any spec, or there are more than
+            ``MOST`` corrections.
     """
     axes = [parse_grid(grid) for grid in grids]
     repeated = [key for index, (key, _) in enumerate(axes) if key in [other for other, _ in axes[:index]]]
@@ -329,7 +330,7 @@ def _candidate(base: str, mapping: Mapping[str, Any], point: Mapping[str, str]) 
     except SpecError as error:
         if not point:
             raise
-        # A grid may yield bounds that exclude each other; all other points are still replayed.
+        # Some points of a grid may have bounds that exclude each other; all other points are still replayed.
         return Candidate(label, base, point, error=str(error))
     return Candidate(label, base, point, None if base == RECORDED else spec)
 

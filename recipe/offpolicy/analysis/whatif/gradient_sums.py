@@ -1,10 +1,10 @@
-"""Sums of one correction's effect on the gradient over the rows of a step, in float64.
+"""Sums over the rows of a step, in float64, that describe one correction's effect on the gradient.
 
 A token's *gradient weight* is the factor that multiplies grad log pi in the policy gradient, leaving out the factors
-that all corrections share: f_t = w_t k_t r_t s. Here w is the weight, k is the keep, and r is the base loss's own
-factor, see ``BaseLoss`` (1 if there is a weight on pi / mu, because such a loss has no ratio). s is the row's factor
-from ``denominator=kept`` or ``nonfinite=excluded``, see ``study``; it is 1 otherwise. If there is also a penalty,
-``compute_pull`` is subtracted from f A. Without a correction, f is just r, with the recorded pi_old.
+that all corrections share: f_t = w_t k_t r_t s. Here w is the weight, k is 1 for a kept token and 0 otherwise, and r is
+the base loss's own factor, see ``BaseLoss`` (1 if there is a weight on pi / mu, because such a loss has no ratio). s is
+the row's factor from ``denominator=kept`` or ``nonfinite=excluded``, see ``study``; it is 1 otherwise. If there is also
+a penalty, ``compute_pull`` is subtracted from f A. Without a correction, f is simply r, with the recorded pi_old.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class BaseLoss:
         both, low, high, dual = (
             read_config(card, f"actor_rollout_ref.actor.clip_ratio{side}") for side in ("", "_low", "_high", "_c")
         )
-        # verl uses clip_ratio for a side that has no clip of its own.
+        # For a side without a clip of its own, verl uses clip_ratio.
         low, high = (both if side is None else side for side in (low, high))
         return cls(name, _number(low), _number(high), _number(dual))
 
     def compute_factor(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Compute r = pi / pi_old, 0 where the clip leaves no gradient; 1 under ``gpg``, which has no ratio.
+        """Compute r = pi / pi_old, 0 where the clip stops the gradient; 1 under ``gpg``, whose loss contains no ratio.
 
         PPO's clip stops the gradient at r > 1 + high if A > 0, and at r < 1 - low if A < 0 (Schulman et al. 2017).
         The dual clip stops it at r > dual if A < 0.
@@ -94,7 +94,7 @@ def _number(value: Any) -> float | None:
 
 
 TURN_GROUPS = ("is0", "is1", "is2", "ge3")
-"""Turns of a row by number, from 0; their names follow the pattern of the staleness names."""
+"""Turns of a row by number, from 0; their names are formed like the names of the staleness groups."""
 REFERENCES = ("token", "sequence")
 CELLS = tuple(f"{reference}/{sign}" for reference in REFERENCES for sign in SIGNS)
 
@@ -132,8 +132,8 @@ class ReferenceBlock:
             pi_old, pi and A are all finite.
         advantages: (B, W) float64, 0 wherever ``counted`` is 0.
         base_loss: base loss of the run.
-        base_factor: (B, W) float64, its factor with the recorded pi_old.
-        references: rho, which is pi / mu of the token, (B, W), or of all the row's tokens together, (B, 1).
+        base_factor: (B, W) float64, factor of the base loss with the recorded pi_old.
+        references: rho A's factor rho: pi / mu of the token, (B, W), or of all the row's tokens together, (B, 1).
         mismatch: (B, W) float64, k3 = rho - 1 - log rho by token, whose sum estimates KL(mu, pi); never below 0.
     """
 
@@ -214,7 +214,7 @@ def compute_gradient_weight(
     """Compute f_t, as defined in the module docstring: (B, W) float64, 0 wherever ``of.counted`` is 0.
 
     Args:
-        scale: (N,) s of each row in the step; None for 1.
+        scale: (N,) factor s of each row in the step; None if it is 1 for all rows.
     """
     applied = torch.where(by.keep, by.weight, 0.0).double() * of.counted
     if scale is not None:
@@ -222,7 +222,7 @@ def compute_gradient_weight(
     # A weight on pi / mu replaces the base loss's ratio.
     if spec.weighs_full_ratio:
         return applied
-    # The factor is the same for the same pi_old, so it is computed once per block.
+    # The factor depends only on pi_old, so it is computed once per block for each pi_old.
     if by.old_log_prob is of.block.old_log_prob:
         return applied * of.base_factor
     log_r = compute_log_ratio(of.block.log_prob, by.old_log_prob, of.counted.bool())
@@ -292,7 +292,7 @@ class Grouping:
 
     def sum_rows(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum rows by group: (G, L, columns) from (N, columns)."""
-        # Torch multiplies here; see ``jobs.prepare_process``.
+        # The multiplication uses torch; see ``jobs.prepare_process``.
         sums = torch.from_numpy(self.member) @ torch.from_numpy(table)
         return sums.numpy().reshape(len(self.names), -1, table.shape[1])
 
@@ -328,5 +328,5 @@ def _by_row(values: NDArray[np.float64], rows: Rows) -> NDArray[np.float64]:
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """Sum a product over each row without a temporary array of its size; torch's einsum takes twice as long."""
+    """Sum a product over each row, without a temporary array of the same size; torch's einsum takes twice as long."""
     return torch.from_numpy(np.einsum("bw,bw->b", one.numpy(), other.numpy()))

@@ -1,4 +1,4 @@
-"""Results of a replay: measures from sums over rows, and the agreement of corrections, as values and as JSON.
+"""Results of a replay: measures computed from sums over rows, and the agreement of corrections, as values and JSON.
 
 Keys:
 
@@ -7,7 +7,7 @@ Keys:
 * ``fidelity``: comparison of the recorded correction's replay with the recording: ``agrees`` (null if there was no
   comparison), ``tolerance``, and the fields of ``fidelity.Fidelity``.
 * ``corrections``: a list of
-    * ``label``, ``base`` and ``point``, the grid's values by key;
+    * ``label``, ``base`` and ``point`` (the values of the grid keys);
     * ``spec``: plain values; null if it depends on the correction recorded at each step;
     * ``overall``, ``groups`` (``length/le64``, ``advantage/negative``, ``staleness/is1``) and ``steps`` (by number):
       the fields of ``measures.CorrectionMeasures``; null where a measure is not possible;
@@ -39,7 +39,7 @@ Matrix = NDArray[np.float64]
 
 
 class AgreementCounter:
-    """Counts, over blocks, of tokens and rows that both of a pair of corrections reject, for all pairs among S."""
+    """Counts, over blocks, of the tokens and rows that both corrections of a pair reject, for all pairs among S."""
 
     def __init__(self, corrections: int) -> None:
         self.tokens, self.rows = (np.zeros((corrections, corrections)) for _ in range(2))
@@ -49,7 +49,7 @@ class AgreementCounter:
         """Add one block.
 
         Args:
-            places: indices of these corrections among the S.
+            places: indices of these corrections among the S corrections.
             keep: (B, W) bool for each correction.
             weighed: (B, W) float64 for each correction: its gradient weights f A.
             counted: (B, W) bool, tokens that are compared. A row is rejected if all of these tokens are rejected.
@@ -108,12 +108,12 @@ def _jaccard(both: Matrix) -> Matrix:
 
 
 TOLERANCE = 1e-5
-"""Relative tolerance of a weight. Weights are float32, exponentiated on the run's own device."""
+"""Relative tolerance when weights are compared. Weights are float32, exponentiated on the run's own device."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Comparison of the recorded correction's replay with the record.
+    """Comparison of the recorded correction's replay with the decisions in the recording.
 
     Attributes:
         tokens: number of compared response tokens, whose mu and pi_old are finite; a correction does not act on other
@@ -170,10 +170,11 @@ def compare_with_record(by: Decision, of: Block, reasons: Sequence[str]) -> Fide
 
 
 Sums = NDArray[np.float64]
-"""(L, len(COLUMNS)): the sums over a group's rows in each length bucket; the last row is for rows without a length."""
+"""(L, len(COLUMNS)): the sums over the rows of a group in each length bucket; the last bucket is for rows without a
+length."""
 
 FEW = 30.0
-"""Minimum effective number of rows for a per-sequence reference."""
+"""Minimum effective number of rows for a reference per sequence."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class CorrectionMeasures:
         ess: effective sample size of w k, (sum w k)^2 / (n sum (w k)^2), at most ``kept_tokens``.
         mismatch_left: share of the mismatch that lies on kept tokens, sum k3 k / sum k3, where k3 = rho - 1 - log rho
             with the token's rho = pi / mu (Schulman 2020); the sum of k3 estimates KL(mu, pi). A mask should reduce
-            this share: the further it is below ``kept_tokens``, the better the mask picks the deviating tokens.
+            this share: the further it is below ``kept_tokens``, the better the mask selects the tokens that deviate.
         lr_scale: norm of the corrected gradient weights relative to the uncorrected ones, sqrt(sum (f A)^2 / sum (r
             A)^2): the factor by which the correction would change the learning rate if the tokens' gradients had equal
             size and were unrelated.
@@ -202,8 +203,8 @@ class CorrectionMeasures:
             moment can deviate by more. This is therefore an upper bound of the bias; it also includes noise that would
             average out. ``bias_sequence`` is None if the reference is based on fewer than ``FEW`` rows.
         bias_token_systematic, bias_sequence_systematic: the part of this distance that cannot average out over these
-            tokens: the shift of the mean in each cell of length bucket and sign of A, sqrt(sum_c n_c mean_c((f - rho)
-            A)^2 / sum (rho A)^2). Variation within a cell is not included.
+            tokens. It is the shift of the mean in each cell of length bucket and sign of A, sqrt(sum_c n_c mean_c((f -
+            rho) A)^2 / sum (rho A)^2). Variation within a cell is not included.
     """
 
     tokens: int
@@ -240,7 +241,7 @@ def compute_measures(sums: Sums) -> CorrectionMeasures:
         return float(sums[:, INDEX[name]].sum())
 
     reference_rows = _over(of("ratio") ** 2, of("ratio_square")) or 0.0
-    # A reference based on few rows is mostly noise, so no per-sequence bias is reported in that case.
+    # A reference that is based on few rows is mostly noise, so no per-sequence bias is reported.
     judges = reference_rows >= FEW
     bias = {name: _root(_over(of(f"distance/{name}"), of(f"reference/{name}"))) for name in REFERENCES}
     shift = {name: _root(_over(_shift(name, sums), of(f"reference/{name}"))) for name in REFERENCES}
@@ -270,7 +271,7 @@ def compute_turn_shares(sums: Sums) -> dict[str, TurnShare]:
 
 
 def _shift(reference: str, sums: Sums) -> float:
-    """Sum n_c mean_c^2 = S_c^2 / n_c over cells c, by length bucket and sign of A."""
+    """Sum n_c mean_c^2 = S_c^2 / n_c over cells c, which are defined by length bucket and sign of A."""
     total = 0.0
     for sign in SIGNS:
         count, shift = sums[:, INDEX[f"count/{sign}"]], sums[:, INDEX[f"shift/{reference}/{sign}"]]
@@ -319,7 +320,7 @@ class Study:
         directory: directory of the recording.
         steps: the replayed steps.
         rows, tokens: numbers of rows with a response token, and of response tokens, in these steps.
-        outcomes: outcome of each correction that could be replayed.
+        outcomes: the outcome of each correction that could be replayed.
         failures: label -> why the correction could not be replayed.
         agreement: agreement between ``outcomes``, in their order.
         fidelity: comparison of the recorded correction's replay with the record.

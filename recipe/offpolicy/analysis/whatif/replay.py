@@ -24,7 +24,7 @@ from ...correction.proximal import OF_THE_TRAINER, TOLERANCE
 from ...recording import Rows
 
 SIZE = 2**16
-"""Positions in a block, including padding; a longer row is a block of its own."""
+"""Number of positions in a block, including padding; a longer row forms its own block."""
 _COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")
 _SHORTEST = 0.8  # as a share of the longest row of a block
 
@@ -38,7 +38,7 @@ class Block:
         place: (B, W) bool, whether a token was recorded at this position.
         mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, W), as recorded.
         rejected_by, turn: (B, W) int32 with the recorded bits, and int16.
-        version: (B, W) int32, version of the weights that sampled the token; -1 if unknown.
+        version: (B, W) int32, version of the weights with which the token was sampled; -1 if unknown.
         staleness: (B, W) int64, age of these weights, see ``Rows.token_staleness``; -1 if unknown.
     """
 
@@ -64,7 +64,7 @@ def iterate_blocks(rows: Rows, size: int = SIZE) -> Iterator[Block]:
     start = 0
     while start < len(order):
         widest = max(int(ordered[start]), 1)
-        # Rows are in descending order of length; the first row that is too short for this block starts the next block.
+        # Rows are sorted by descending length; the first row that would leave too much padding starts the next block.
         stop = int(np.searchsorted(-ordered, -_SHORTEST * widest, side="right"))
         stop = min(max(stop, start + 1), start + max(size // widest, 1))
         yield pad_rows(rows, order[start:stop])
@@ -87,7 +87,7 @@ def concatenate_rows(rows: Rows) -> Block:
 
 
 def pad_rows(rows: Rows, chosen: NDArray[np.int64]) -> Block:
-    """Pad the rows with these numbers to the length of the longest of these rows."""
+    """Pad the rows with these numbers to the length of the longest one."""
     lengths = np.diff(rows.offsets)[chosen]
     column = np.arange(max(int(lengths.max(initial=0)), 1))
     place = column[None, :] < lengths[:, None]
@@ -143,7 +143,7 @@ def check_gradient_known(spec: CorrectionSpec) -> None:
 
 
 def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> None:
-    """Raise SpecError if the recorded data are not sufficient for ``spec``.
+    """Raise SpecError if the recorded data are not sufficient to replay ``spec``.
 
     Args:
         recorded: the correction that acted when ``rows`` were recorded.
@@ -193,7 +193,7 @@ def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
 
 
 def _count_rows(rows: Rows, tokens: NDArray[np.bool_]) -> int:
-    """Count the rows that have a response token among the ``tokens``, (M,) bool."""
+    """Count the rows in which at least one response token is set in ``tokens``, (M,) bool."""
     return len(np.unique(rows.row_of_token[rows.response_mask & tokens]))
 
 
@@ -212,7 +212,7 @@ def compute_constants(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows
     if not spec.needs_constants:
         return BatchConstants()
     normalised_rows = spec.normalized is not None and spec.normalized.level != "token"
-    # Sorting and averaging tokens does not need rows, and a whole step in padded form would be mostly padding.
+    # Tokens can be sorted and averaged without rows, and a padded step would consist mostly of padding.
     whole = pad_rows(rows, np.arange(len(rows))) if normalised_rows else concatenate_rows(rows)
     return batch_constants(spec, old_log_prob=compute_pi_old(spec, recorded, whole), **_rollout(whole))
 

@@ -102,7 +102,7 @@ class DenominatorCounts:
 
         Args:
             rows: rows for which ``explain_unknown`` is empty.
-            kept: (N,) number of response tokens of each row that the correction keeps.
+            kept: (N,) number of response tokens that the correction keeps in each row.
         """
         assert self.mode is not None, "explain_unknown is empty"
         assert self.mini_batch_rows is not None, "explain_unknown is empty"
@@ -182,11 +182,11 @@ class _StepReplay:
     """Contribution of one step to the result of a replay.
 
     Attributes:
-        sums: place of a correction -> names of its groups and their sums, for each correction that acted in the step.
+        sums: index of a correction -> names of its groups and their sums, for each correction that acted in the step.
         failures: label -> why a correction could not be replayed.
         tally, seen: the counts for this step alone.
-        needs_batch: whether a correction has a constant for the whole batch.
-        filled: whether the step holds a row.
+        needs_batch: whether some correction uses a constant of the whole batch.
+        filled: whether the step contains any rows.
     """
 
     tally: AgreementCounter
@@ -213,7 +213,8 @@ def run_study(
         jobs: the processes that replay the steps.
 
     Raises:
-        RecordingError: a step is damaged, no step was chosen, or no step holds a row; steps without rows are skipped.
+        RecordingError: a step is damaged, no step was chosen, or no step contains a row; single steps without rows are
+            skipped.
     """
     if not steps:
         raise RecordingError(f"{recording.directory}: no step to replay.")
@@ -238,7 +239,7 @@ def run_study(
         raise RecordingError(
             f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record other steps."
         )
-    # A correction may fail at a later step than the step that added a note about it.
+    # A correction may fail after an earlier step has added a note about it.
     seen.other_advantages -= failures.keys()
     done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
     outcomes = tuple(running[place].build_outcome() for place in done)
@@ -274,7 +275,7 @@ class _Setting:
 def _replay_step(candidates: Sequence[Candidate], setting: _Setting, recording: Recording) -> _StepReplay:
     (number,) = recording.steps
     found = _StepReplay(AgreementCounter(len(candidates)))
-    # A constant of the whole batch needs all rows of the step; all other results can be added up.
+    # A constant of the whole batch can only be computed from all rows of the step; all other results can be added up.
     for part in join_alike(recording.in_pieces(), partial(_needs_batch, candidates)):
         if not len(part.rows):
             continue
@@ -291,7 +292,7 @@ def _replay_step(candidates: Sequence[Candidate], setting: _Setting, recording: 
 
 
 def _needs_batch(candidates: Sequence[Candidate], part: Step) -> bool:
-    """Check whether a correction, including the one that acted, has a constant for the whole batch."""
+    """Check whether a correction, or the one that was active, uses a constant of the whole batch."""
     for resolve in (CorrectionSpec.from_mapping, *(candidate.resolve_spec for candidate in candidates)):
         with contextlib.suppress(SpecError):  # reported when the correction is replayed
             spec = resolve(part.spec)
@@ -313,7 +314,7 @@ class _Specs:
 
     Attributes:
         recorded: the correction that acted.
-        active: place of each remaining correction that can be replayed -> its spec.
+        active: index of each correction that has not failed -> its spec.
     """
 
     recorded: CorrectionSpec
@@ -352,7 +353,7 @@ def _replay(step: Step, number: int, specs: _Specs, found: _StepReplay, setting:
     """Replay every correction on one step."""
     rows = step.rows
     constants = {spec: compute_constants(spec, specs.recorded, rows) for spec in specs.all}
-    # Specs whose scale is unknown are missing here, because they are replayed with the original denominator.
+    # Specs with an unknown scale are missing here; they are replayed with the original denominator.
     scales = {}
     if by_kept := [spec for spec in set(specs.active.values()) if spec.recounts]:
         if unknown := setting.counts.explain_unknown(rows):
@@ -383,7 +384,7 @@ def _replay(step: Step, number: int, specs: _Specs, found: _StepReplay, setting:
             of.counted.bool(),
         )
         found.seen.add_block(of)
-        # A recorded sample does not contain the constants of the whole batch.
+        # The constants of the whole batch cannot be computed from a recorded sample.
         known = not (setting.sampled and specs.recorded.needs_constants)
         if known:
             found.seen.fidelity += compare_with_record(decisions[specs.recorded], block, step.reasons)

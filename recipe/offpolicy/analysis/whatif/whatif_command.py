@@ -1,4 +1,4 @@
-"""Body of the what-if command: parse the steps, replay, and write tables or JSON, figure and page."""
+"""Body of the what-if command: it parses the steps, replays them, and writes tables or JSON, figure and page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_from_arguments(given: argparse.Namespace) -> Study:
     """
     recording = Recording(given.directory)
     steps = recording.choose_steps(given.steps)
-    # Grid keys are checked against the correction that acted first; each step is replayed with its own correction.
+    # Grid keys are checked against the correction that was active first; each step is replayed with its own correction.
     first = recording.part(steps[0], 0).spec
     specs = given.spec or [[RECORDED]]
     asked = build_candidates(specs, given.grid, first)
@@ -43,7 +43,7 @@ def write_result(result: Study, given: argparse.Namespace) -> None:
         sys.stdout.write(found)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has closed the pipe, but the files must still be written. The rest of the buffer is discarded.
+        # The files must still be written after the reader has closed the pipe, so the rest of the buffer is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     _write(result, given)
 

@@ -31,7 +31,7 @@ OVERALL = {
 }
 """Field of ``CorrectionMeasures`` -> heading."""
 MOST_COMPARED = 30
-"""Number of corrections up to which tables have a column for each; more would make tables unreadable and pages too
+"""Largest number of corrections for which tables have one column each; more would make tables unreadable and pages too
 large."""
 _FAMILIES = ("length", "advantage", "staleness", "turn")
 
@@ -59,7 +59,7 @@ def build_overall_table(study: Study) -> Table:
 
 
 def list_groups(outcome: CorrectionOutcome) -> dict[str, str]:
-    """Map each group to its heading, leaving out families with a single group except for lengths."""
+    """Map each group to its heading, leaving out families with only one group, except lengths."""
     names: dict[str, str] = {}
     for family in _FAMILIES:
         groups = [name for name in collect_kept_shares(outcome) if name.startswith(f"{family}/")]
@@ -174,7 +174,7 @@ def _matrix(values: Matrix, places: Sequence[int], title: str) -> Table:
 MOST_LINES = 4
 """Largest number of rows of panels; further corrections appear only in the tables."""
 _MOST_TICKS = 8
-"""Largest number of grid values whose texts fit below a panel."""
+"""Largest number of grid values that are labelled in words below a panel."""
 _KEPT = {
     "kept_tokens": "tokens kept",
     "kept_rows": "rows kept",
@@ -191,7 +191,7 @@ _BIAS = {
 
 
 Series = Mapping[str, Sequence[float | None]]
-"""A label -> its value for each correction."""
+"""A label -> the value of each correction."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class PanelRow:
     Attributes:
         title: what its corrections have in common.
         label: label of the horizontal axis.
-        ticks: tick label of each correction.
+        ticks: the tick label of each correction.
         outcomes: outcomes in the order of the axis.
         ordered: whether the axis is numeric.
     """
@@ -348,7 +348,7 @@ def _build_panel(
 
 
 def _limit(series: Sequence[plotting.Series], *, share: bool) -> tuple[float, float]:
-    """Limit the axis: for shares, from a little below the smallest share to 1; for other values, from 0."""
+    """Limit the axis: for shares, from slightly below the smallest share to 1; for other values, from 0."""
     values = [value for one in series for value in map(float, one) if not math.isnan(value)]
     least, greatest = min(values, default=0.0), max(values, default=1.0)
     if not share:
@@ -394,7 +394,7 @@ def _title(study: Study, drawn: int) -> str:
 
 
 _STEPS = 60
-"""Number of steps up to which the table by step is shown."""
+"""Largest number of steps for which the table by step is shown."""
 MEANINGS = {
     "tokens kept, rows kept": (
         "share of response tokens that receive a gradient, and of rows with at least one such token."

@@ -1,4 +1,4 @@
-"""Branches, loops and subshells of a script, and which of their commands may or may not run."""
+"""Branches, loops and subshells of a script, and the commands in them that may or may not run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _format(command: Command) -> str:
 
 @contextmanager
 def note_condition(condition: str) -> Iterator[None]:
-    """Record, on a ScriptEnd raised inside, the innermost condition under which it was raised."""
+    """If ScriptEnd is raised inside, record in it the innermost condition under which it was raised."""
     try:
         yield
     except ScriptEnd as end:
@@ -100,11 +100,11 @@ class Branches:
     def _needs_file(self, end: ScriptEnd, tested: int, condition: list[Command], holds: bool) -> bool:
         """Return True if an exit with an error is due to a file that is missing here, and note the assumed file.
 
-        With such a condition, a script checks that it runs on the launch machine, which may not be this machine.
+        A script uses such a condition to check that it runs on the launch machine, which may not be this machine.
 
         Args:
             tested: number of missing files before the condition.
-            condition: the condition of the exit, and ``holds``, its result.
+            condition: the condition of the exit; ``holds``: its result.
         """
         files, calls = self.state.files, len(self.calls)
         missing = list(dict.fromkeys(files.missing[tested:]))
@@ -216,7 +216,7 @@ class Branches:
             self.state = outside
 
     def _run_maybe(self, run: Callable[[], object], why: Unknown) -> None:
-        """Process commands that may not run: what they change is unknown afterwards, unless they end the script."""
+        """Process commands that may not run: whatever they change is unknown afterwards, unless they end the script."""
         self._run_either(run, lambda: None, why)
 
     def _run_either(self, first: Callable[[], object], second: Callable[[], object], why: Unknown) -> Unknown:

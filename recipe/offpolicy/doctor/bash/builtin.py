@@ -1,4 +1,4 @@
-"""Bash's builtin commands, to the extent that they change the interpreter's state."""
+"""Bash's builtin commands, insofar as they change the interpreter's state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Shell(Protocol):
 
 Builtin = Callable[[Shell, str, list[Field], int], Truth]
 _ENVIRONMENT = re.compile(r"(^|/)(activate|conda\.sh|\.?(bashrc|bash_profile|profile|zshrc)|set(env|vars)\.sh)$")
-"""Files that set up a shell or programs: conda, virtual environments, logins, CANN and oneAPI."""
+"""Files that set up a shell or a program, such as those of conda, virtual environments, logins, CANN and oneAPI."""
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
@@ -123,7 +123,7 @@ def _do_true(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
 
 
 def _do_source(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Run a sourced file in the same state; if it is missing or unreadable, forget the variables.
+    """Run a sourced file in the same state; if the file is missing or unreadable, mark the variables as unknown.
 
     A missing file that only sets up programs, such as a conda environment, is assumed to assign none of the script's
     variables.
@@ -150,7 +150,7 @@ def _do_source(shell: Shell, name: str, arguments: list[Field], line: int) -> Tr
 
 
 def _do_eval(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Run the text of eval; if a part is unknown, forget the variables."""
+    """Run the text of eval; if a part of the text is unknown, mark the variables as unknown."""
     texts = [each for each in arguments if isinstance(each, str)]
     if len(texts) < len(arguments):
         _forget_variables(shell, next(each for each in arguments if isinstance(each, Unknown)))
@@ -176,7 +176,7 @@ def _do_exec(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
 
 
 def _do_command(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Run the command in the arguments; for ``command -v NAME``, print the path of NAME if it is installed here."""
+    """Run the command given as arguments; for ``command -v NAME``, print the path of NAME if it is installed here."""
     if arguments[:1] != ["-v"]:
         return shell.call(arguments, line, "") if arguments else True
     found = shutil.which(arguments[1]) if len(arguments) == 2 and isinstance(arguments[1], str) else None

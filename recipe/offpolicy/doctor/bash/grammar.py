@@ -15,7 +15,7 @@ class Simple:
     """A simple command: assignments, words, and an input, which is a here-document, a here-string, or a file name.
 
     Attributes:
-        cut: why it may belong to the previous command; "" if nothing indicates that.
+        cut: why the command may belong to the previous one; "" if nothing indicates that.
         pipes: targets of redirections that are commands, such as ``> >(tee log)``.
     """
 
@@ -115,7 +115,7 @@ def parse(source: str, first_line: int = 1) -> list[Command]:
     """Parse a script into commands.
 
     Raises:
-        ScriptError: an unclosed construct, or unsupported bash syntax.
+        ScriptError: a construct is not closed, or bash syntax is not supported.
     """
     parser = _Parser(Lexer(source, first_line).tokenize())
     commands = parser.parse_commands(set())
@@ -368,10 +368,10 @@ def _list_pipes(given: Token | None) -> list[Token]:
 
 
 def _mark_lost(command: Command) -> None:
-    """Mark commands that are really overrides, joined to a launch by an operator.
+    """Mark commands that were meant as overrides but are separated from a launch by an operator.
 
     Raises:
-        ScriptError: an override precedes the launch, where it is a variable.
+        ScriptError: an override stands before the launch, where bash treats it as a variable.
     """
     joined = [("", command)]
     if isinstance(command, Chain):

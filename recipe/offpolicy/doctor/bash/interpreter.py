@@ -46,7 +46,7 @@ from .words import WordExpander
 
 _DEPTH = 20  # limit for scripts and functions that call each other
 _LOST = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=.*|--?[A-Za-z][\w-]*(=.*)?", re.S)
-"""Words that are not names of programs: overrides and flags."""
+"""Words that cannot be names of programs: overrides and flags."""
 _NAMES = re.compile(r"\$\{?#?([A-Za-z_]\w*)|-v\s+([A-Za-z_]\w*)")
 
 
@@ -60,10 +60,10 @@ class Interpreter(Branches):
         self.end: ScriptEnd | None = None  # how the script itself ended
 
     def run_script(self, source: str, first_line: int = 1) -> None:
-        """Run a script to its end, or until it ends itself.
+        """Run a script up to its end, or up to the command that ends it.
 
         Raises:
-            ScriptError: unsupported bash syntax.
+            ScriptError: bash syntax is not supported.
         """
         try:
             self.run(self.parse(source, first_line))
@@ -77,7 +77,7 @@ class Interpreter(Branches):
         return parse(source, first_line)
 
     def _find_unset(self, text: str, depth: int = 0) -> Iterator[str]:
-        """Find which variables in an unexpanded text are unset, or were assigned from unset variables."""
+        """Find the variables in an unexpanded text that are unset, or that were assigned from unset variables."""
         for found in _NAMES.finditer(text):
             name = found[1] or found[2]
             source = self.state.written.get(name, "")
@@ -213,7 +213,7 @@ class Interpreter(Branches):
             return name
         path = self.state.directory / name
         try:
-            # A pipe or a device may have no end.
+            # Reading from a pipe or a device may never end.
             return (
                 read_text(path)
                 if path.is_file() or path == Path(os.devnull)
@@ -296,7 +296,7 @@ class Interpreter(Branches):
         return said
 
     def print_known(self, printed: str, succeeded: bool) -> Truth:
-        """Append a program's output, and return its status."""
+        """Append the output of a program whose output is known, and return its status."""
         if self.printed is not None:
             self.state.budget.spend_bytes(len(printed))
             self.printed.append(printed)
@@ -318,7 +318,7 @@ class Interpreter(Branches):
                 self.run_script(read_text(path))
         finally:
             self.state, self._depth, self.end = outside, self._depth - 1, end
-        # Messages use lines of the outer script.
+        # Messages refer to lines of the outer script.
         self.calls[calls:] = [ProgramCall(call.words, line, call.doubt) for call in self.calls[calls:]]
 
     def _run_function(self, name: str, arguments: list[Field]) -> Truth:
@@ -370,7 +370,7 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
         environment: its initial environment variables.
 
     Raises:
-        ScriptError: the file is not a readable script; names file and line.
+        ScriptError: the file is not a readable script; the message names file and line.
     """
     own = {"PWD": str(Path.cwd()), "UID": str(os.getuid()), "EUID": str(os.geteuid()), "HOSTNAME": platform.node()}
     state = ShellState({**environment, **own}, list(arguments), Path.cwd(), path)

@@ -27,7 +27,7 @@ class Token:
         line: counted from 1.
         words: an array's elements, or the document of the operator <<.
         cut: for a newline, why it ends a command whose line seems to be continued by a backslash.
-        indent: for a line's first word, the blanks before it.
+        indent: for the first word of a line, the blanks before the word.
     """
 
     kind: Kind
@@ -51,7 +51,7 @@ class Lexer:
         """Return all tokens; the last is an ``end``.
 
         Raises:
-            ScriptError: a quote, a bracket or an array that is not closed.
+            ScriptError: a quote, a bracket or an array is not closed.
         """
         found: list[Token] = []
         while (token := self._read_token(found)).kind != "end":

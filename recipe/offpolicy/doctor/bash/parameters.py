@@ -15,7 +15,7 @@ _FORM = re.compile(
     re.S,
 )
 _CHANGING = {"RANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "SRANDOM", "PPID", "BASHPID"}
-"""Variables that bash sets, with values that only running the script would determine."""
+"""Variables that bash sets, whose values are known only when the script runs."""
 _WITHOUT_VALUE = {"-", ":-", "=", ":=", "+", ":+", "?", ":?"}
 
 
@@ -27,7 +27,8 @@ class Parameter:
         index: index of an array element; @ or * for all elements.
         operator, word: as written, e.g. ``:-`` and the default.
         length: ``${#name}``.
-        indirect: ``${!name}``, the parameter whose name is its value, or ``${!name[@]}``, the indices.
+        indirect: True for ``${!name}``, the parameter whose name is the value of ``name``, and for ``${!name[@]}``, the
+            indices.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Programs that only read and print. The interpreter runs them because branches of a script often depend on them."""
+"""Programs that only read and print; the interpreter runs them because a script's branches often depend on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANY |= {"readlink", "seq", "tail", "tr", "uname", "wc", "whoami"}
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _SECONDS = 5
 LARGEST = 2**20
-"""Largest size of a file or output that is read, and of a value."""
+"""Largest size of a file that is read, of a program's output, and of a value."""
 _IMPORTS = frozenset({"importlib", "importlib.util", "importlib.metadata", "os", "sys", "pathlib"})
 _CALLS = frozenset(
     {
@@ -37,7 +37,7 @@ _STATEMENTS = (ast.Import, ast.Assign, ast.Expr, ast.If, ast.Pass)
 # Operators that can create large values, such as "a" * 10**10, are not allowed in a look-up.
 _OPERATORS = (ast.Add, ast.Div)
 _OTHERWISE = (ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.comprehension)
-# The standard library takes precedence over modules with the same names; a killed process returns no answer.
+# The standard library takes precedence over modules with the same names; a process that is killed gives no answer.
 _ISOLATED = """import importlib.metadata, importlib.util, os, pathlib, sys, sysconfig
 library = sysconfig.get_paths()
 sys.path[:] = [library["stdlib"], os.path.join(library["platstdlib"], "lib-dynload"), *sys.argv.pop().split(os.pathsep)]
@@ -53,8 +53,8 @@ def read_text(path: Path) -> str:
     """Read a text file of bounded size.
 
     Raises:
-        OSError: it cannot be read, or is too long.
-        UnicodeDecodeError: it is not text.
+        OSError: the file cannot be read, or is too long.
+        UnicodeDecodeError: the file is not text.
     """
     with path.open("rb") as file:
         content = file.read(LARGEST + 1)
@@ -77,13 +77,13 @@ def is_read_only(words: list[str]) -> bool:
 
 
 def run_program(words: list[str], directory: Path, given: str) -> tuple[str, bool] | None:
-    """Run a read-only program; None if it runs too long, prints too much, or prints no text.
+    """Run a read-only program; return None if it runs too long, prints too much, or prints something other than text.
 
     Args:
-        directory: its working directory.
+        directory: working directory of the program.
         given: its input.
     """
-    # With a relative folder on the path, programs would be found in the script's folder.
+    # If the search path contained a relative folder, programs would be searched for in the script's folder.
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder)]
     environment = {**os.environ, "PATH": os.pathsep.join(folders)}
     with tempfile.TemporaryFile() as source:
@@ -108,7 +108,7 @@ def run_program(words: list[str], directory: Path, given: str) -> tuple[str, boo
             if len(printed) > LARGEST:
                 process.kill()
         late.cancel()
-    # A negative status is a signal.
+    # A negative status is the number of a signal.
     if len(printed) > LARGEST or process.returncode < 0:
         return None
     try:

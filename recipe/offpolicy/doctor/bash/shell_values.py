@@ -13,7 +13,7 @@ from types import FrameType
 COMMANDS = 20_000
 BYTES = 2**23
 FIELD = 64
-"""Bytes counted per word in addition to its characters."""
+"""Number of bytes counted for each word in addition to its characters."""
 
 WORDS = 5000
 """Largest number of words in one command."""
@@ -30,8 +30,8 @@ class Budget:
     """The remaining budget for reading one script, shared by all of its states.
 
     Attributes:
-        commands: remaining number of commands.
-        bytes: remaining bytes for words, values and documents together.
+        commands: number of commands that may still be read.
+        bytes: number of bytes that may still be used for words, values and documents together.
         line: line of the latest command.
     """
 
@@ -95,8 +95,8 @@ class ScriptEnd(Exception):
         status: the status given to the command; "" if there is none.
 
     Attributes:
-        because: the condition around the command, as written; "" if there is none.
-        unset: the unset variables of the condition; "1" for an argument of the script.
+        because: the condition under which the command runs, as written; "" if there is none.
+        unset: the unset variables in the condition; "1" stands for the script's first argument.
     """
 
     def __init__(self, name: str, line: int, status: str = "") -> None:
@@ -117,9 +117,10 @@ class Unknown:
     Attributes:
         why: a sentence without its full stop, such as "$NODES is not set".
         line: line of the script where the value comes from.
-        prefix: known text of the word before it, such as ``trainer.nnodes=``.
-        variable: the variable whose default value this is; the default is unused if the environment sets the variable.
-        unset: the unset variable, if that is the only cause.
+        prefix: known text before it in the same word, such as ``trainer.nnodes=``.
+        variable: the variable whose default value this is; if the environment sets the variable, the default is not
+            used.
+        unset: the unset variable that is the only cause; "" otherwise.
         required: whether an empty value is not allowed, as in ${X:?}.
     """
 
@@ -132,7 +133,7 @@ class Unknown:
 
     @property
     def may_be_empty(self) -> bool:
-        """True if bash would substitute an empty text for it."""
+        """True if bash would replace it with an empty text."""
         return bool(self.unset) and not self.required
 
 
@@ -152,9 +153,9 @@ class FileTests:
 
 
 Field = str | Unknown
-"""One word after expansion."""
+"""A word after expansion."""
 Value = str | Unknown | list[Field]
-"""Value of a variable: a list for an array."""
+"""The value of a variable; a list for an array."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class ProgramCall:
     Attributes:
         words: the program and its arguments.
         line: its line in the script.
-        doubt: why it is unknown whether it would run.
+        doubt: why it is not known whether the program would run.
     """
 
     words: tuple[Field, ...]
@@ -185,7 +186,7 @@ class ShellState:
         looked_at: values of $1, $2 ..., $@ and shift that the script itself reads.
         written: name -> the unexpanded text of its latest assignment.
         files: the file tests, shared by all copies.
-        budget: budget of the reading.
+        budget: the budget for reading the script.
     """
 
     variables: dict[str, Value]

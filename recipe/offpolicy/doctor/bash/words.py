@@ -13,7 +13,8 @@ from .parameters import Parameter, expand_parameter, parse_parameter
 from .shell_values import FIELD, PATTERN, Field, ShellState, Unknown
 
 Skip = Callable[[str, int], int]
-"""Called with a word and a position; returns the position after the character, or after a quoted or bracketed piece."""
+"""Called with a word and a position; returns the position after the character or the quoted or bracketed piece that
+starts there."""
 _SEQUENCE = re.compile(r"(?:(-?\d+)\.\.(-?\d+)|([A-Za-z])\.\.([A-Za-z]))(?:\.\.(-?\d+))?")
 
 
@@ -95,7 +96,7 @@ def evaluate(expression: str, numbers: Mapping[str, str]) -> int:
     Raises:
         ValueError: the expression is not integer arithmetic.
     """
-    # Inside $((...)) a variable needs no $; && || ! become Python's operators, so that its parser can be used.
+    # Inside $((...)) a variable needs no $; && || ! become Python's operators, so that Python's parser can be used.
     text = re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or ").replace("$", ""))
     if len(text) > PATTERN:
         raise ValueError(f"{len(text)} characters")
@@ -276,7 +277,7 @@ class WordExpander:
                 place = end
 
     def _expand_dollar(self, rest: str, line: int, quoted: bool) -> tuple[int, list[_Piece]]:
-        """Return the length of the text of a $..., and its expansion."""
+        """Return the length of an expansion that starts with $, and the result of the expansion."""
         if rest.startswith("$'") and not quoted:
             end = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.S).match(rest)
             assert end is not None, "the lexer checks that it is closed"

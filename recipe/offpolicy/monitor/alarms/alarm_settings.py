@@ -24,7 +24,7 @@ _SHOWN = 5  # largest number of values in a message
 
 @dataclass(frozen=True)
 class Band:
-    """Inclusive bounds; None leaves a side open. NaN is outside every band."""
+    """A range with inclusive bounds; None means no bound on that side. NaN is outside every band."""
 
     lower: float | None
     upper: float | None
@@ -46,7 +46,7 @@ class AlarmRule:
 
     Attributes:
         band: accepted values.
-        recovery: values that re-arm the alarm; a part of ``band``.
+        recovery: values that re-arm the alarm; a subset of ``band``.
         patience: number of consecutive updates outside ``band`` after which the alarm fires.
         recovery_patience: number of consecutive updates inside ``recovery`` after which the alarm re-arms.
     """
@@ -63,9 +63,9 @@ class AlarmState:
 
     Attributes:
         firing: the alarm has fired and has not re-armed.
-        beyond: number of consecutive updates outside the band, up to the last update.
-        calm: number of consecutive updates inside the recovery band, up to the last update.
-        values: the latest values of the updates that ``beyond`` counts.
+        beyond: number of consecutive updates outside the band, up to and including the last update.
+        calm: number of consecutive updates inside the recovery band, up to and including the last update.
+        values: values of the most recent updates that ``beyond`` counts.
     """
 
     firing: bool = False
@@ -74,7 +74,7 @@ class AlarmState:
     values: tuple[float, ...] = ()
 
     def advance(self, rule: AlarmRule, value: float) -> tuple[AlarmState, Event]:
-        """Return the state after an update with ``value``, and the event."""
+        """Return the state after an update with ``value``, and the event that occurred."""
         inside = rule.band.contains(value)
         state = replace(
             self,
@@ -101,7 +101,8 @@ RANGES: Final = {
 }
 """Smallest and largest possible value of each alarm's statistic."""
 OF_EXTENSIONS: Final[Mapping[str, tuple[str, str]]] = {"opd_overlap": ("opd", "opd/gap/extreme_share")}
-"""Alarm on an extension's metric -> the section that must be on, and the metric; updates with NaN are not counted."""
+"""Alarm on an extension's metric -> the section that must be on, and the metric; updates where it is NaN do not
+count."""
 _COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 
 
@@ -153,7 +154,7 @@ def compute_growth(past: Sequence[float], value: float, *, history: int, least: 
 
     Args:
         past: mismatch of the previous updates, finite.
-        least: lower limit of both the value and the median, so that growth from near zero is ignored.
+        least: lower limit that is applied to both the value and the median, so that growth from near zero is ignored.
     """
     if math.isnan(value):
         return math.nan
@@ -175,11 +176,11 @@ class AlarmSettings:
     """The configuration of one alarm.
 
     Attributes:
-        fallback: the fallback correction; None with another action.
+        fallback: the fallback correction; None if the action is not ``fallback``.
         options: names of the options from which the fallback was composed.
         return_after: consecutive updates inside the recovery band after which the configured correction returns; None
             for never.
-        window: number of updates whose median mismatch is the reference for growth.
+        window: number of updates whose median mismatch is the reference value for growth.
         least: mismatch, in nats per token, below which growth is ignored.
     """
 
@@ -205,7 +206,7 @@ class AlarmSettings:
 
 
 def read_settings(config: DictConfig) -> dict[str, AlarmSettings]:
-    """Read the alarms that are on, by name, from a configuration in which ``find_problems`` finds no problem.
+    """Read the alarms that are on, by name, from a configuration without problems (see ``find_problems``).
 
     An alarm on an extension's metric is off if the extension is off.
     """
@@ -239,7 +240,7 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
 
 
 def _is_measured(name: str, config: DictConfig) -> bool:
-    """Return True if the alarm's metric exists in the run."""
+    """Return True if the run reports the metric on which the alarm is based."""
     return name not in OF_EXTENSIONS or isinstance(OmegaConf.select(config, OF_EXTENSIONS[name][0]), DictConfig)
 
 
@@ -254,7 +255,7 @@ def _read_values(config: DictConfig) -> dict[str, dict[str, Any]]:
     names = DEFAULTS if given else {}
     values = {name: dict(defaults) for name, defaults in DEFAULTS.items() if name in names}
     for name in values:
-        # find_problems reports values that are not mappings.
+        # Values that are not mappings are reported by find_problems.
         values[name] |= given[name] if isinstance(given.get(name), dict) else {}
     for alarm in values.values():
         # YAML reads an unquoted off as false.

@@ -39,7 +39,7 @@ WATCHED: Final[Mapping[str, str]] = {
     "recipe.offpolicy.calibrate",
     "nonfinite": "a log-prob or an advantage is NaN or infinite: find it in nonfinite/*, and fix its source",
 }
-"""Alarm on the metric -> what to do."""
+"""Alarm on the metric -> what to do if the alarm fires."""
 
 
 def list_watched(spec: CorrectionSpec, alarms: Mapping[str, Any] = DEFAULTS) -> Iterator[tuple[str, str, str]]:
@@ -85,13 +85,13 @@ class AlarmError(RuntimeError):
 
 
 class Alarms:
-    """The alarms of one run and the correction that they have activated.
+    """The alarms of one run, and the correction that is active because of them.
 
     Args:
         alarms: settings of the alarms that are not off, by name, in the order of their evaluation.
 
     Attributes:
-        in_force: ``configured``, or the name of the alarm whose fallback will be used by the next update.
+        in_force: ``configured``, or the name of the alarm whose fallback the next update uses.
     """
 
     def __init__(self, alarms: Mapping[str, AlarmSettings]) -> None:
@@ -108,17 +108,17 @@ class Alarms:
 
     @property
     def fallback(self) -> CorrectionSpec | None:
-        """The active fallback correction, or None if the configured one is active."""
+        """The active fallback correction; None if the configured correction is active."""
         alarm = self._alarms.get(self.in_force)
         return None if alarm is None else alarm.fallback
 
     def judge(
         self, spec: CorrectionSpec, values: Mapping[str, float], extensions: Mapping[str, float] = MappingProxyType({})
     ) -> bool:
-        """Evaluate every alarm on the statistics of one update under ``spec``.
+        """Evaluate every alarm on the statistics of one update that was made under ``spec``.
 
         Args:
-            values: statistics under ``offpolicy/``; if empty, alarms on them do not advance.
+            values: statistics under ``offpolicy/``; if empty, alarms on these statistics do not advance.
             extensions: metrics of extensions, by full name.
 
         Returns:
@@ -147,7 +147,7 @@ class Alarms:
         self.in_force = self._choose()
         self._log_change(before, fired)
         if self.in_force != before:
-            # The statistics of another correction differ; only the engines' mismatch is the same under all corrections.
+            # Statistics change with the correction; only the engines' mismatch is the same under all corrections.
             self._states = {name: AlarmState(firing=state.firing) for name, state in self._states.items()}
         return self.in_force != before
 
@@ -209,7 +209,7 @@ class Alarms:
         if alarm.name != GROWTH:
             return value
         grown = compute_growth(self._past, value, history=alarm.window, least=alarm.least)
-        # Values of a lasting fault are kept out of the history, because they would otherwise become the normal level.
+        # Values of a lasting fault are not added to the history, because they would become the normal level.
         healthy = grown is None or (alarm.rule.band.contains(grown) and not self._states[alarm.name].firing)
         if healthy and math.isfinite(value):
             self._past = [*self._past, value][-alarm.window :]

@@ -1,4 +1,4 @@
-"""Histograms of one update, measured by the worker: distances by bin for masks, and sums of weights by bin."""
+"""Histograms of one update, measured by the worker: distances by bin for masks, and sums by bin for weights."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ def defer_histograms(
 
     Units are counted where the mask applies. Masks that select by the sign of each token can split a unit, so tokens
     are counted instead (``MaskSpec.picks_tokens``). For ``when=negative``, the counted units are those of rows with a
-    negative mean advantage, or the tokens with a negative advantage. Units that a fixed bound rejects count as
-    infinitely far. For masks on pi / mu, backend noise is the distance of pi_old / mu at equal weights (staleness 0 or
-    None). It is measured on rows of any advantage, except for units beyond a fixed bound, because no other bound can
-    keep these units.
+    negative mean advantage, or the tokens with a negative advantage. Units that a fixed bound rejects have an infinite
+    distance. For masks on pi / mu, backend noise is the distance of pi_old / mu at equal weights (staleness 0 or None).
+    It is measured on rows of any advantage, except for units beyond a fixed bound, because no other bound can keep
+    these units.
 
     Returns:
-        When read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; if ``WEIGHT`` is in
+        When the result is read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; if
+            ``WEIGHT`` is in
         ``sides``, also the sums of weights.
     """
     valid = find_valid_tokens(response_mask, old_log_prob, rollout_log_prob)
@@ -98,7 +99,7 @@ def _find_fresh(staleness: Tensor, units: Units, by_token: bool) -> Tensor:
 
 
 def _sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> dict[str, Tensor]:
-    """Sum some rows' weights by bin, with the lower bound but no cap; also compute the sums for the ESS under the cap.
+    """Sum the weights of some rows by bin, with the lower bound but no cap; also sum for the ESS under the cap.
 
     Args:
         spec: weight that truncates or clips.
@@ -131,7 +132,7 @@ def _compute_extremes(
 
 
 def _compute_distance(mask: MaskSpec, side: Side, below: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the required width of the moving bounds, and find the units that a fixed bound rejects."""
+    """For each unit, compute the required width of the moving bounds, and whether a fixed bound rejects it."""
     moving = find_moving_sides(mask, side)
     lower, upper = mask.limits
     distance, fixed = torch.zeros_like(above), torch.zeros_like(above, dtype=torch.bool)

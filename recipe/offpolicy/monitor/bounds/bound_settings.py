@@ -25,12 +25,12 @@ _TARGETS: Final = {"target_kept": 0.98, "target_ess": 0.9}
 
 @dataclass(frozen=True)
 class Settings:
-    """Calibrated parts, their targets, and the pace of calibration.
+    """Calibrated parts, their targets, and how often and how fast bounds are changed.
 
     Attributes:
         schedules: schedules by name of a mask, or ``WEIGHT``, for the parts whose bounds move.
-        every: number of updates between two changes.
-        window: number of latest updates on which a change is based.
+        every: number of updates from one change of the bounds to the next.
+        window: number of most recent updates on which a change is based.
         warmup: number of updates before the first change.
     """
 
@@ -61,12 +61,12 @@ def read_settings(config: DictConfig, spec: CorrectionSpec) -> Settings | None:
 
 
 def read_noted_keys(config: DictConfig) -> dict[str, Any]:
-    """Read the keys that a checkpoint records; if nothing is calibrated, read only the key that shows this."""
+    """Read the keys that a checkpoint records; if nothing is calibrated, read only the key that shows that."""
     values = _read_values(config)
     if not _is_on(values):
         return {"target_kept": None}
     noted = values | {"of": _list_names(values["of"]) or None}
-    # An unset target is not recorded, so that older checkpoints without that key can be resumed.
+    # A target that is not set is not recorded, so that checkpoints written before this key existed can be resumed.
     return {key: value for key, value in noted.items() if (key, value) != ("target_ess", None)}
 
 

@@ -38,7 +38,7 @@ _UNITS = {
 
 
 class Calibration:
-    """The current bounds, and the statistics of the latest updates.
+    """The current bounds, and the statistics of the most recent updates.
 
     Args:
         settings: which bounds move, and how.
@@ -69,7 +69,7 @@ class Calibration:
         return read_bounds(self.spec, self.settings.moving)
 
     def observe(self, merged: Mapping[str, Statistic]) -> None:
-        """Add an update's statistics, over all micro-batches and ranks, and decide the bounds of the next update."""
+        """Add an update's statistics, merged over micro-batches and ranks, and decide the bounds of the next update."""
         self._shown = self._compute_metrics(merged)
         self._updates += 1
         self._window = [*self._window, dict(merged)][-self.settings.window :]
@@ -91,8 +91,8 @@ class Calibration:
         If the saved bounds of a part do not have the same keys as its configured bounds, the configured ones are used.
 
         Args:
-            same_keys: the checkpoint had the same keys of ``offpolicy.calibrate``; if False, its window is discarded
-                because it was measured differently.
+            same_keys: whether the checkpoint had the same ``offpolicy.calibrate`` keys; if False, its window is
+                discarded because it was measured differently.
         """
         here = self.bounds
         if same_keys and here.keys() != state["bounds"].keys():
@@ -142,10 +142,10 @@ class Calibration:
                     )
 
     def pause(self, merged: Mapping[str, Statistic]) -> None:
-        """Keep the bounds and discard the window, because another correction becomes active.
+        """Keep the bounds but discard the window, because another correction becomes active.
 
         Args:
-            merged: statistics of the last update before the change; empty if that update already used the other
+            merged: statistics of the last update before the change; empty if that update already used another
                 correction.
         """
         self._window, self._shown = [], self._compute_metrics(merged)
@@ -188,7 +188,7 @@ class Calibration:
         )
 
     def _warn(self, name: str, found: Mapping[str, str]) -> None:
-        """Warn about an obstacle to a part's bounds, only once while the obstacle lasts."""
+        """Warn about an obstacle to a part's bounds, only once for as long as the obstacle lasts."""
         for kind in sorted(set(found) - self._hindered.get(name, set())):
             logger.warning("correction.%s: %s", format_part_path(name), found[kind])
         self._hindered[name] = set(found)
@@ -212,7 +212,7 @@ class Calibration:
 
 _PARTS = {Reduction.MEAN: 2, Reduction.ESS: 3}
 _MOST = 1e15
-"""Largest count or sum over the tokens of an update."""
+"""Largest possible count or sum over the tokens of an update."""
 
 
 def _list_parts(spec: CorrectionSpec) -> dict[str, MaskSpec | WeightSpec]:
@@ -221,7 +221,7 @@ def _list_parts(spec: CorrectionSpec) -> dict[str, MaskSpec | WeightSpec]:
 
 
 def _name_outcome(name: str) -> str:
-    """Return the name of the statistic to which a part's target refers."""
+    """Return the name of the statistic that a part's target refers to."""
     return ESS if name == WEIGHT else f"{name}/{KEPT}"
 
 
@@ -243,7 +243,7 @@ def _from_plain(seen: Mapping[str, Any]) -> dict[str, Statistic]:
     """Convert the result of ``_to_plain`` back to statistics.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not a result of ``_to_plain``.
+        KeyError, TypeError, ValueError: the values are not a result of ``_to_plain``.
     """
     found = {}
     for name, parts in seen.items():
@@ -253,7 +253,7 @@ def _from_plain(seen: Mapping[str, Any]) -> dict[str, Statistic]:
             if bins != count_bins(name) or not all(0 <= place < bins for place in counts):
                 raise ValueError(f"calibration.window.{name} has {bins} bins instead of {count_bins(name)}")
             parts = [float(counts.get(place, 0.0)) for place in range(bins)]
-        # Sums taken about 1, such as those of an ESS, may be negative.
+        # Statistics that are summed as differences from 1, such as those of an ESS, may be negative.
         least = -_MOST if reduction is Reduction.ESS else 0.0
         if _PARTS.get(reduction, len(parts)) != len(parts) or not all(least <= part <= _MOST for part in parts):
             raise ValueError(f"calibration.window.{name} holds no sums and counts of an update")

@@ -1,4 +1,4 @@
-"""Histograms of distances from agreement, and pure functions that compute the next bounds from the latest histograms.
+"""Histograms of distances from agreement, and pure functions that compute the next bounds from recent histograms.
 
 The distance of a unit is the width of the tightest bound that keeps the unit. The distance is in nats of log ratio for
 aggregates that are ratios, and in the aggregate's unit for other aggregates; for a weight, it is the log of the weight.
@@ -6,7 +6,7 @@ All histograms have the same bins, so the histogram of a batch is the sum of the
 ranks.
 
 A bound is represented by its distance from agreement: |log bound| in nats for ratios and weights, |bound| for the other
-aggregates. This distance moves towards the distance that meets the target, or towards the backend noise if that is
+aggregates. This distance moves towards the distance that meets the target, or towards the backend noise if the noise is
 larger. It moves by a limited factor per change, and within a range around the configured distance.
 """
 
@@ -61,11 +61,11 @@ class Histogram:
     square: Sequence[float] = ()
 
     def resolves(self, target: float) -> bool:
-        """Return True if there are enough units for a share of 1 - ``target`` to be at least one unit.
+        """Return True if there are enough units that a share of 1 - ``target`` is at least one unit.
 
         This also holds for an ESS: if one of n otherwise equal weights is 0, the ESS is 1 - 1 / n.
         """
-        # In floats 10 * (1 - 0.9) is slightly below 1, but 10 units are enough.
+        # In floating point, 10 * (1 - 0.9) is slightly below 1, but 10 units are enough.
         return self.units * (1.0 - target) >= 1.0 - 1e-9
 
 
@@ -91,7 +91,7 @@ def count_bins(name: str) -> int:
 
 
 def compute_quantile(histogram: Histogram, share: float) -> float:
-    """Compute the smallest edge that covers ``share`` of the counts; infinite beyond all edges, NaN without counts."""
+    """Compute the smallest edge that covers ``share`` of the counts; infinite if no edge does, NaN without counts."""
     total = sum(histogram.counts)
     if not total:
         return math.nan
@@ -102,7 +102,7 @@ def compute_quantile(histogram: Histogram, share: float) -> float:
 
 
 def find_keeping_distance(histogram: Histogram, share: float) -> float | None:
-    """Find the distance that keeps ``share``; None if no bound keeps that much."""
+    """Find the distance at which bounds keep ``share``; None if no bound keeps that much."""
     distance = compute_quantile(histogram, share)
     return distance if math.isfinite(distance) else None
 
@@ -131,7 +131,7 @@ def find_widest_cap(histogram: Histogram, target: float) -> float:
     """Find the log of the largest cap under which the ESS is >= ``target``.
 
     Returns:
-        An edge; infinite if no cap is needed, 0 if no cap reaches the target, NaN without counts.
+        An edge; infinite if no cap is needed, 0 if no cap reaches the target, and NaN without counts.
     """
     if not sum(histogram.counts):
         return math.nan
@@ -142,7 +142,7 @@ def find_widest_cap(histogram: Histogram, target: float) -> float:
 
 
 def sum_by_bin(edges: tuple[float, ...], distance: Tensor, columns: Tensor) -> Tensor:
-    """Sum columns by the bin of their distance, on the device and without waiting for it.
+    """Sum columns by the bin of their distance, on the device, without waiting for the result.
 
     Args:
         distance: any shape; NaN counts as beyond all edges.
@@ -160,7 +160,7 @@ def sum_by_bin(edges: tuple[float, ...], distance: Tensor, columns: Tensor) -> T
 
 
 def get_reduction(name: str) -> Reduction:
-    """Return the rule by which the statistic of this name is merged."""
+    """Return the reduction with which the statistic of this name is merged."""
     if name == ESS:
         return Reduction.ESS
     return Reduction.MEAN if name.endswith(f"/{KEPT}") else Reduction.SUM
@@ -177,7 +177,7 @@ def _read_parts(statistic: Statistic) -> list[float]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rule by which the bounds of a mask, or the cap of the weight, move.
+    """Rule by which the bounds of a mask, or the cap of the weight, are moved.
 
     Attributes:
         find_goal: returns the distance that meets the target, from a histogram; None if no moving bound meets it.
@@ -208,7 +208,7 @@ def compute_next_bounds(
     """Compute the next bounds of a part, by key; the current bounds if there are too few units."""
     distances, start = compute_distances(current), compute_distances(configured)
     goal, reach = _find_goal(schedule, seen), _find_reach(schedule, noise)
-    # Without a goal, a cap is not moved, even if a resume has left it out of range.
+    # A cap without a goal is not moved, even if it is out of range after a resume.
     stays = goal is None and schedule.noise_kept is None
     for name in () if stays else find_moving_sides(configured, schedule.side):
         here = distances[name]
@@ -225,18 +225,18 @@ def find_obstacles(
     seen: Histogram,
     noise: Histogram | None = None,
 ) -> dict[str, str]:
-    """Find what prevents the bounds from reaching their target; maps the kind of obstacle to its message.
+    """Find what prevents the bounds from reaching their target; return a message for each kind of obstacle.
 
     ``floor``: even the lowest cap in range leaves a lower ESS; an ESS above the target is no obstacle. ``share``: no
-    moving bound keeps that much. ``noise``: backend noise exceeds a bound. ``ceiling``: backend noise exceeds the range
-    of a bound.
+    moving bound keeps the target share. ``noise``: backend noise exceeds a bound. ``ceiling``: backend noise exceeds
+    the range of a bound.
     """
     found: dict[str, str] = {}
     goal, reach = _find_goal(schedule, seen), _find_reach(schedule, noise)
     start, distances = compute_distances(configured), compute_distances(current)
     if isinstance(configured, WeightSpec):
         least = schedule.floor * start["upper"]
-        # All that the sums show is that the ESS at the floor is at most the ESS at the next lower edge.
+        # The sums only show that the ESS at the floor is at most the ESS at the next lower edge.
         if goal is not None and goal < max((cap for cap in CAPS if cap <= least), default=0.0):
             found["floor"] = (
                 f"even a cap of {math.exp(least):.4g}, the lowest in range, leaves an ESS below {schedule.target:g}: "
@@ -255,7 +255,7 @@ def find_obstacles(
     for name in find_moving_sides(configured, schedule.side):
         here, most = distances[name], _compute_most(schedule, current, start[name])
         alone = here if goal is None else _approach(goal, schedule, current, here, start[name])
-        # The margin covers rounding errors of a bound that is exactly at the end of the noise.
+        # The margin covers rounding errors of a bound that lies exactly at the limit of the noise.
         if reach is None or reach <= min(here, alone) * (1 + 1e-9):
             continue
         cause = (
@@ -277,7 +277,7 @@ def find_obstacles(
 
 
 def find_moving_sides(part: MaskSpec | WeightSpec, side: Side) -> tuple[Literal["lower", "upper"], ...]:
-    """Find the bounds of ``side`` that can move: those that are set and not at agreement."""
+    """Find the bounds of ``side`` that can move: those that are set and differ from the point of agreement."""
     distances = compute_distances(part)
     wanted: tuple[Literal["lower", "upper"], ...] = ("lower", "upper") if side == "both" else (side,)
     return tuple(name for name in wanted if 0 < distances[name] < math.inf)
@@ -292,7 +292,7 @@ def compute_distances(part: MaskSpec | WeightSpec) -> dict[str, float]:
 
 
 def build_bounds(part: MaskSpec | WeightSpec, distances: Mapping[str, float]) -> dict[str, float | None]:
-    """Build a part's bound keys from distances; a bound that has not moved is bitwise unchanged."""
+    """Build a part's bounds, by key, from distances; a bound that has not moved keeps exactly the same bits."""
     before = compute_distances(part)
     if isinstance(part, WeightSpec):
         return {"upper": part.upper if distances["upper"] == before["upper"] else math.exp(distances["upper"])}
@@ -321,7 +321,7 @@ def _find_reach(schedule: Schedule, noise: Histogram | None) -> float | None:
 
 
 def _approach(wanted: float, schedule: Schedule, part: MaskSpec | WeightSpec, here: float, start: float) -> float:
-    """Compute the closest distance to ``wanted`` that the rate and the range around ``start`` allow."""
+    """Compute the distance closest to ``wanted`` that the rate, and the range around ``start``, allow."""
     near = min(max(wanted, here / (1.0 + schedule.rate)), here * (1.0 + schedule.rate))
     return min(max(near, schedule.floor * start), _compute_most(schedule, part, start))
 

@@ -9,7 +9,8 @@ share is negative if its part reduces the total.
 
 KL: k3 of the accumulated parts, in the order in which they occur: backend k3(b), staleness k3(b + s) - k3(b), drift
 k3(L) - k3(b + s), each divided by the sum of k3(L). Because mu sampled the tokens, the terms estimate KL(mu, policy at
-sampling in the trainer's engine), the increase from there to KL(mu, pi_old), and the further increase to KL(mu, pi).
+sampling in the trainer's engine), the increase from that value to KL(mu, pi_old), and the further increase to KL(mu,
+pi).
 
 Backend of stale tokens: verl does not keep a trainer forward pass under the weights that sampled these tokens, so the
 backend's part is not observed per token. Its mean, variance and k3 are taken from fresh tokens of the same probability.
@@ -37,9 +38,10 @@ from ...correction.ratios import compute_divergence
 from ...correction.statistics import Reduction, Statistic
 
 EDGES: Final = (-6.907755278982137, -4.605170185988091, -2.302585092994046, -0.6931471805599453, -0.10536051565782628)
-"""Upper edges of the bins of probability, in log mu: 0.001, 0.01, 0.1, 0.5, 0.9."""
+"""Upper edges of the bins of probability, as log mu: 0.001, 0.01, 0.1, 0.5, 0.9."""
 BINS: Final = ("< 0.001", "0.001-0.01", "0.01-0.1", "0.1-0.5", "0.5-0.9", "> 0.9")
-"""Probability under mu, by bin; mu is closer than pi_old to the weights that sampled a stale token."""
+"""Probability under mu, by bin; mu is used because it is closer than pi_old to the weights that sampled a stale
+token."""
 
 AGES: Final = ("fresh", "stale", "unknown")
 COLUMNS: Final = ("tokens", "total", "total_square", "gap", "gap_square", "gap_total", "gap_k3", "total_k3")
@@ -60,8 +62,8 @@ def compute_sums_by_row(
     Args:
         rollout_log_prob, old_log_prob, log_prob: (B, T) log mu, log pi_old, log pi, any float dtype.
         response_mask: (B, T) bool or 0/1; a token with a log-prob that is not finite is excluded.
-        staleness: (B,) integers, or (B, T) per token, number of steps between the weights that sampled and those at the
-            start of the step, negative if unknown; None: unknown for all rows.
+        staleness: (B,) integers, or (B, T) per token, number of steps from the weights used for sampling to the weights
+            at the start of the step, negative if unknown; None: unknown for all rows.
 
     Returns:
         (B, *SHAPE) float64.
@@ -78,7 +80,7 @@ def compute_sums_by_row(
         dim=-1,
     )
     rows, ages, bins, width = len(valid), *SHAPE
-    # Columns are 0 where tokens are not valid, so their bin does not matter.
+    # Where tokens are not valid, columns are 0, so the bin of these tokens does not matter.
     place = torch.bucketize(mu, _edges(valid.device), right=True)
     if staleness is None:
         age = torch.full((rows, 1), AGES.index("unknown"), device=valid.device)
@@ -99,7 +101,7 @@ def _edges(device: torch.device) -> Tensor:
 LEAST_TOKENS: Final = 20
 """Minimum number of fresh tokens for a bin of probability to count as known."""
 LEAST_COVERED: Final = 0.95
-"""Share of stale tokens that must be in known bins; the other tokens use the values of the nearest known bin."""
+"""Share of stale tokens that must be in known bins; tokens in other bins use the values of the nearest known bin."""
 
 RECENT: Final = 5
 """Number of earlier steps, or updates, whose fresh tokens are used if the current step or update has none."""
@@ -118,8 +120,8 @@ class Shares:
         rollout: share of log pi_old/mu, backend and staleness together; NaN if the whole is 0.
         backend, staleness: None if not identified.
         drift: share of log pi/pi_old; None if not identified.
-        routing: share that results from using the trainer's own expert routes instead of the rollout engine's; None if
-            routes are not replayed, or log-probs without replay are not recorded.
+        routing: share due to the difference between the trainer's own expert routes and those of the rollout engine;
+            None if routes are not replayed, or log-probs without replay are not recorded.
     """
 
     whole: float
@@ -137,7 +139,7 @@ class BackendFloor:
     Attributes:
         tokens: number of fresh tokens.
         mean, variance, k3: of log pi_old - log mu per token; from the nearest known bin if there are fewer than
-            ``LEAST_TOKENS``, undefined if no bin is known.
+            ``LEAST_TOKENS``, they are undefined if no bin is known.
         known: bool.
     """
 
@@ -249,7 +251,7 @@ def compute_many_shares(tables: Array, floor: BackendFloor | None = None) -> tup
     total, gap = whole[..., _L] / count, whole[..., _G] / count
     square = whole[..., _LL] / count
     variance = square - total**2
-    # Log-ratios that agree within rounding have no variance to split.
+    # Log-ratios that are equal up to rounding have no variance to split.
     variance = np.where(variance <= ROUNDING**2 * square, 0.0, variance)
     gap_covariance = whole[..., _GL] / count - total * gap
     backend_covariance = backend[..., 1] / count - total * backend[..., 0] / count

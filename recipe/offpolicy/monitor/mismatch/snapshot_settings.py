@@ -1,4 +1,4 @@
-"""The keys ``offpolicy.late_weights``, and the number of updates by which the rollout engine's weights lag."""
+"""The keys ``offpolicy.late_weights``, and how the lag of the rollout engine's weights is found from scores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SnapshotSettings:
 
     Attributes:
         snapshots: number of updates whose weights are kept.
-        rows: number of rows per step that are scored again under each snapshot.
+        rows: number of rows per step that are scored again with each snapshot.
     """
 
     snapshots: int
@@ -78,19 +78,20 @@ def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
         yield Problem(SNAPSHOTS, snapshots, reason, f"Set {use}, or {off} to keep no weights.", parts=())
         return
     for each in find_unmet(_REQUIREMENTS, partial(OmegaConf.select, config), off, ()):
-        # The problem is reported at this package's key; the user must decide which of the two keys was intended.
+        # The problem is reported at this package's key, because only the user knows which of the two keys was intended.
         yield replace(each, key=SNAPSHOTS, value=snapshots, overrides=(), alongside={each.key: each.value})
 
 
 TOLD = 0.5
-"""A lag is identified if older weights' distance from mu is at most this share of the current weights' distance."""
+"""A lag is identified if the older weights' distance from mu is at most this fraction of the current weights'
+distance."""
 
 
 def find_lag(apart: Sequence[float]) -> int | None:
     """Find the number of updates by which the engine's weights lag; None if it cannot be identified.
 
     Args:
-        apart: mean |log mu - log pi| of a few tokens under the current weights, the previous ones, and so on.
+        apart: mean |log mu - log pi| over a few tokens, under the current weights, the previous weights, and so on.
     """
     if not all(map(math.isfinite, apart)):
         return None

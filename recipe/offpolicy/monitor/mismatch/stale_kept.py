@@ -12,13 +12,13 @@ logger = logging.getLogger("verl.offpolicy")
 
 LEAST_KEPT = 0.1
 LEAST_TOKENS = 100
-"""Minimum number of stale tokens in an update for a judgement."""
+"""Minimum number of stale tokens in an update for the check to apply."""
 IN_A_ROW = 2
 _AGES = ("is1", "is2", "ge3")
 
 
 class StaleRowsWatch:
-    """Monitor that checks every update and warns at most once."""
+    """Checks every update, and warns at most once."""
 
     def __init__(self) -> None:
         self._low = 0

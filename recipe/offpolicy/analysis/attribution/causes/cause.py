@@ -1,7 +1,7 @@
-"""Verdict on one possible cause of a mismatch, and the thresholds that decide it.
+"""Verdict on one possible cause of a mismatch, and the thresholds on which the verdict is based.
 
 The thresholds were chosen only on the recordings in tests/data/faults/tuning. The exception is ``above``, which was
-chosen on simulated noise, because the mass cut off in those recordings is nowhere near this threshold.
+chosen on simulated noise, because in those recordings the mass that is cut off is far from this threshold.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Thresholds:
 
     Attributes:
         shift: required gain in the correlation of log mu with log pi_old if the adjacent token's log pi_old is used.
-        related, part_related: correlation of log mu with log pi_old over all tokens, below which they count as
-            unrelated, and the correlation in a single step or turn that contradicts this.
-        healthy: KL(mu, pi_old), in nats per token, up to which a mismatch needs no explanation.
-        turn_factor: KL of one turn divided by that of the cleanest turn, at equal probability.
+        related, part_related: ``related`` is the correlation of log mu with log pi_old over all tokens below which they
+            count as unrelated; ``part_related`` is the correlation within a single step or turn that contradicts this.
+        healthy: largest KL(mu, pi_old), in nats per token, that needs no explanation.
+        turn_factor: KL of a turn divided by the KL of the cleanest turn, at equal probability.
         growth: KL of a step divided by the KL of the freshest steps.
-        slope: distance from 1 of the slope of log mu on log pi_old within a context.
+        slope: distance of the slope of log mu on log pi_old, within a context, from 1.
         slope_explains: share of the variance of log pi_old - log mu within contexts that the slope has to explain.
         slope_fits: share of the variance of log mu within contexts that is linear in log pi_old.
         missing: probability under pi_old of the tokens that mu excludes.

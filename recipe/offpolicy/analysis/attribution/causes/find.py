@@ -1,4 +1,4 @@
-"""Search for the causes of a mismatch: tests in sequence, and causes that the run itself has detected.
+"""Search for the causes of a mismatch: a sequence of tests, and causes that the run itself has detected.
 
 Misalignment is tested first, because log-probs of other tokens invalidate all other tests. Re-tokenised turns and stale
 steps are then left out, so that the remaining tests cover only the backend. A comparison of weights at each
@@ -64,7 +64,8 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
             report_untestable(name, why) for name in (truncation.TRUNCATED, truncation.EXTRA, numerics.NAME)
         ]
     truncated, extra = truncation.find(sampled, sampling)
-    # A constant offset per context would look like noise, so in that case the numerics test works only within contexts.
+    # A constant offset per context would look like noise, so the numerics test then uses only the variation within
+    # contexts.
     offset = "present" in (truncated.verdict, extra.verdict)
     return [*found, truncated, extra, numerics.find(sampled, offset=offset)]
 
@@ -80,11 +81,11 @@ UNDELIVERED, ROUNDED = "weights not delivered", "updates rounded away"
 
 
 def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
-    """Decide on both delivery causes from a run's records of its synchronisations; empty if there are no records.
+    """Decide on both delivery causes from a run's synchronisation records; the result is empty if there are no records.
 
     Args:
-        lines: for each synchronisation, ``step``, ``verdict`` (``equal`` or what was wrong), ``sentence``, and the
-            update's ``along`` and ``square``.
+        lines: for each synchronisation, ``step``, ``verdict`` (``equal`` or what was wrong), ``sentence``, and
+            ``along`` and ``square`` of the update.
     """
     if not lines:
         return []

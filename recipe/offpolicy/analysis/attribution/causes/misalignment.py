@@ -1,4 +1,4 @@
-"""Misalignment test: mu belongs to the previous or next token, or to different rows altogether."""
+"""Misalignment test: whether mu belongs to the previous or next token, or to different rows altogether."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOWEST = -15.0
 
 
 def find(sampled: SampledTokens) -> Cause:
-    """Test the correlation of log pi_old with log mu of the same token, and of the adjacent tokens in the row."""
+    """Test how log pi_old correlates with log mu of the same token, and of the adjacent tokens in the row."""
     alongside = _beside(sampled)
     if alongside.verdict == "present":
         return alongside
@@ -31,7 +31,7 @@ def _beside(sampled: SampledTokens) -> Cause:
     columns = {lag: _columns(sampled, *pair) for lag, pair in pairs.items()}
     values = {lag: _correlation(of_lag.sum(-1)) for lag, of_lag in columns.items()}
     best = max((-1, 1), key=lambda lag: values[lag])
-    # One table for both correlations, so that each bootstrap draw resamples them together.
+    # All correlations are computed from one table, so that each bootstrap draw resamples them together.
     alongside = np.zeros_like(columns[0])
     alongside[:, pairs[best][0]] = columns[best]
     sums = sum_by_cluster((*columns[0], *alongside), sampled.cluster)
@@ -61,7 +61,7 @@ def _beside(sampled: SampledTokens) -> Cause:
 def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause | None:
     """Test whether log mu and log pi_old are uncorrelated everywhere; None if they correlate or the test cannot tell.
 
-    If they correlate in even one step or turn, this points to staleness or re-tokenisation in the other steps or turns.
+    A correlation in even one step or turn points to staleness or re-tokenisation in the other steps or turns.
     """
     count = len(sampled)
     if count < LEAST_TOKENS:

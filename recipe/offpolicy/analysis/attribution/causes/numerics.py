@@ -1,4 +1,4 @@
-"""Numerics test: two engines round differently.
+"""Numerics test: whether two engines round differently.
 
 The gap has no preferred sign and is the same at every step. Its tail is heavy at low probability, where the normaliser
 does not damp errors in the logits.
@@ -17,11 +17,11 @@ LOW, MIDDLE, HIGH = np.log(0.1), np.log(0.5), np.log(0.9)
 
 
 def find(sampled: SampledTokens, *, offset: bool) -> Cause:
-    """Test the deviation of the gap at medium probabilities, and its growth towards low probability.
+    """Test the standard deviation of the gap at medium probabilities, and how much it grows towards low probability.
 
     Args:
-        offset: whether mu lies above pi_old by a constant in each context; if so, only variation within contexts is
-            judged.
+        offset: whether mu lies above pi_old by a constant in each context; if so, the test uses only the variation
+            within contexts.
     """
     mu, gap, cluster = sampled.tokens.mu, sampled.tokens.gap, sampled.cluster
     if offset:

@@ -1,4 +1,4 @@
-"""Re-tokenisation test: the gap occurs only in those turns of a conversation whose tokens differ in the trainer."""
+"""Re-tokenisation test: whether the gap occurs only in turns of a conversation whose tokens differ in the trainer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NAME = "re-tokenisation"
 
 
 def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
-    """Test the KL of each turn against that of the cleanest turn, at equal probability under mu.
+    """Compare the KL of each turn with the KL of the cleanest turn, at equal probability under mu.
 
     Returns:
-        The verdict, and which tokens are in clean turns (all tokens unless the cause is present).
+        The verdict, and a mask of the tokens in clean turns (all tokens unless the cause is present).
     """
     everything = np.ones(len(sampled), dtype=bool)
     if sampled.turns < 2:
@@ -61,7 +61,7 @@ def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
 
 
 def _factor(sampled: SampledTokens, number: int, cleanest: int) -> Estimate | None:
-    """Estimate a turn's KL divided by the cleanest turn's at the same probabilities."""
+    """Estimate a turn's KL divided by the cleanest turn's KL at the same probabilities."""
     loss = compute_k3(sampled.tokens.gap)
     bins, width = sampled.tokens.probability, len(BINS)
     here, there = sampled.tokens.turn == number, sampled.tokens.turn == cleanest

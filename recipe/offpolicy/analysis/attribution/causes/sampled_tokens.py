@@ -27,14 +27,14 @@ class SampledTokens:
     """Valid tokens of a recording, with their prompt, context and age.
 
     Attributes:
-        tokens: log-probs and places, (n,) each.
+        tokens: log-probs and positions, (n,) each.
         step: (n,) step of each token.
         staleness: (n,) staleness of each token, -1 if unknown.
         cluster: (n,) number of the group that is resampled together: the rows of one prompt in one step.
         context: (n,) number of the context, which consists of prompt, step, versions and all previous tokens and
             therefore has one distribution.
         token_id: (n,).
-        again: (n,) steps since the prompt of each token's row first occurred; 0 if it is new, -1 if it was not
+        again: (n,) steps since the prompt of each token's row first occurred; 0 if the prompt is new, -1 if it was not
             recorded.
         turns: largest number of turns in a row.
     """
@@ -101,12 +101,12 @@ def estimate(sums: Array, statistic: Callable[[Array], float], *, seed: int = 0)
         if not np.isfinite(value):
             return None
         rng = np.random.default_rng(seed)
-        # Multinomial counts of the clusters correspond to draws with replacement, and sums of columns need only these
-        # counts.
+        # Drawing clusters with replacement is the same as drawing multinomial counts, and sums of columns need only
+        # these counts.
         weights = rng.multinomial(count, np.full(count, 1.0 / count), size=REPLICATES)
         drawn = np.array([statistic(row) for row in weights @ sums])
     drawn = drawn[np.isfinite(drawn)]
-    # An interval over only the finite draws would have a selection bias.
+    # If draws that are not finite were left out, the interval would have a selection bias.
     if len(drawn) < REPLICATES / 2:
         return None
     return Estimate(float(value), float(np.percentile(drawn, 1)), float(np.percentile(drawn, 99)))

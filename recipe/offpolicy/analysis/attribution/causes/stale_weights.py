@@ -1,4 +1,4 @@
-"""Stale-weights test: the gap grows from step to step and falls back at a synchronisation.
+"""Stale-weights test: whether the gap grows from step to step and shrinks again at a synchronisation.
 
 Keys and values of older weights stay in an engine's prefix cache if the cache is not cleared when new weights arrive.
 The engine uses them for repeated prompts but not for new prompts. This difference alone does not distinguish a stale
@@ -35,10 +35,10 @@ Mask = NDArray[np.bool_]
 
 
 def find(sampled: SampledTokens) -> tuple[Cause, Mask]:
-    """Compare the KL of each step (or staleness) with that of the freshest, and repeated prompts with new prompts.
+    """Compare the KL of each step (or staleness) with the KL of the freshest, and repeated prompts with new prompts.
 
     Returns:
-        The verdict, and which tokens are fresh (all tokens unless the cause is present).
+        The verdict, and a mask of the fresh tokens (all tokens unless the cause is present).
     """
     again = sampled.again > 0
     kept, of_prompts = _kept(sampled, again)
@@ -58,7 +58,7 @@ def find(sampled: SampledTokens) -> tuple[Cause, Mask]:
 
 
 def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> Cause:
-    """Build the verdict on repeated prompts; ``alone``: whether new prompts are as fresh as the freshest step."""
+    """Build the verdict on repeated prompts; ``alone``: whether new prompts are as fresh as the freshest step's."""
     which = (
         "and new prompts are fresh, so the engine's prefix cache holds keys and values computed with older weights"
         if alone
@@ -77,7 +77,7 @@ def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> 
 
 
 def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping[str, float]]:
-    """Estimate the ratio of the KL of rows with repeated prompts to that of rows with new prompts, with the evidence.
+    """Estimate KL of rows with repeated prompts divided by KL of rows with new prompts; also return the evidence.
 
     The rows are compared in the same step, at the same staleness and at the same probability under mu. Therefore,
     neither the age of a step nor the certainty of its tokens affects the result. A prompt that occurred before but was
@@ -112,7 +112,7 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
 
 
 def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
-    """Describe whether weights or cache are stale, for a run in which repeated and new prompts were compared."""
+    """Describe whether weights or cache are stale, for a run whose repeated and new prompts were compared."""
     ratio = f"; repeated prompts have {kept.value:.1f} times the KL of new ones"
     if kept.high < THRESHOLDS.growth:
         return f"{ratio}, so the weights are stale"
@@ -139,7 +139,7 @@ def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
 
 
 def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
-    """Test the KL of each step, or of each staleness if known, against that of the freshest step or staleness."""
+    """Compare the KL of each step, or of each staleness if known, with that of the freshest step or staleness."""
     everything = np.ones(len(sampled), dtype=bool)
     if (sampled.staleness > 0).any() and (sampled.staleness == 0).sum() >= LEAST_TOKENS:
         return _by_version(sampled)
@@ -181,7 +181,7 @@ def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
 
 
 def _by_version(sampled: SampledTokens) -> tuple[Cause, Mask]:
-    """Test the KL of stale rows against the KL of fresh rows."""
+    """Compare the KL of stale rows with the KL of fresh rows."""
     fresh = sampled.staleness == 0
     stale = sampled.staleness > 0
     everything = np.ones(len(sampled), dtype=bool)

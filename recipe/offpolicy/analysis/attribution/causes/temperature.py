@@ -1,4 +1,4 @@
-"""Temperature test: within a context, log mu is log pi_old times a factor, plus a constant.
+"""Temperature test: whether, within a context, log mu is a multiple of log pi_old plus a constant.
 
 With logits z, log mu = z / T_mu - log Z_mu and log pi_old = z / T_pi - log Z_pi. Over the tokens of one context, the
 slope of log mu on log pi_old is therefore T_pi / T_mu, which is positive for any distribution.
@@ -17,7 +17,7 @@ NAME = "temperature"
 
 
 def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
-    """Test the slope within contexts, and the share of the gap that it explains.
+    """Test the slope within contexts, and the share of the squared gap that it explains.
 
     Args:
         sampling: sampling settings in the card, such as ``temperature``; empty if there are none.
@@ -48,7 +48,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
         "fit": fit.value,
         "fit_low": fit.low,
     }
-    # Distance of the interval from 1; negative if it contains 1.
+    # Distance of the interval from 1; negative if the interval contains 1.
     distance = max(slope.low - 1.0, 1.0 - slope.high)
     if distance <= THRESHOLDS.slope or explained.low <= THRESHOLDS.slope_explains:
         return report_absent(

@@ -1,15 +1,15 @@
-"""Truncation test: sampling from a subset of tokens, or from a larger vocabulary, offsets log mu by a constant.
+"""Truncation test: whether sampling from a subset of tokens, or from a larger vocabulary, offsets log mu by a constant.
 
-If mu keeps a set K of the tokens, mu = pi_old / pi_old(K) on K. Then log mu - log pi_old = -log pi_old(K) >= 0, the
+If mu keeps a set K of the tokens, then mu = pi_old / pi_old(K) on K, and log mu - log pi_old = -log pi_old(K) >= 0, the
 same for all tokens of a context. Since E_mu[pi_old / mu] = pi_old(K), one minus this mean is the mass that was cut off.
 For any other cause that leaves every token possible, the mean is 1 if enough tokens are drawn. With noise of more than
 a nat, the ratio has a tail that few samples reach, so the sample mean is below 1. However, such noise also puts pi_old
 above mu at some tokens by about the same amount, whereas truncated sampling never does.
 
 Truncated sampling and a padded vocabulary differ in what was cut off. Top-p, top-k and min-p leave few tokens.
-Sometimes a group's rows have sampled every one of these tokens. Their mu then sum to 1 but their pi_old do not, and
-nothing else can cause this. A padded vocabulary leaves all real tokens. A top-k larger than the number of rows in a
-group cannot be detected in this way, so the run's card decides.
+Sometimes a group's rows have sampled every one of these tokens. Their probabilities under mu then sum to 1, those under
+pi_old do not, and nothing else can cause this. A padded vocabulary leaves all real tokens. A top-k larger than the
+number of rows in a group cannot be detected in this way, so the run's card decides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRUNCATED, EXTRA = "truncated sampling", "extra vocabulary"
 WHOLE = 1e-4
 """Largest distance from 1 at which a sum of probabilities still counts as 1."""
 SHORT = 1e-2
-"""Mass that pi_old must assign to other tokens for a context to count."""
+"""Minimum mass that pi_old must assign to other tokens for a context to count."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Offset:
 
     Attributes:
         missing: mass under pi_old of the tokens that mu excludes.
-        one_sided: share of the squared gap at tokens where mu is larger.
-        above: root mean squared gap, in nats, of the tokens where pi_old is larger; None if there are no such tokens.
+        one_sided: share of the squared gap that comes from tokens where mu is larger.
+        above: root mean squared gap, in nats, over the tokens where pi_old is larger; None if there are no such tokens.
         exhausted: among the contexts whose sampled tokens leave out at least ``SHORT`` of pi_old's mass, share of those
             whose sampled tokens are all that mu allows.
         contexts: number of contexts whose sampled tokens are all that mu allows, but not all that pi_old allows.
@@ -88,7 +88,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
         return report_absent(TRUNCATED, why), report_absent(EXTRA, why)
     missing, one_sided, exhausted = offset.missing, offset.one_sided, offset.exhausted
     if missing.value < -1.0:
-        # If a mean ratio is above 2, one minus the ratio is not a mass.
+        # If a mean ratio is above 2, one minus the ratio cannot be a mass.
         ratio = {"mean_ratio": 1.0 - missing.value, "one_sided": one_sided.value}
         why = (
             f"the mean of pi_old/mu over mu's samples is {1.0 - missing.value:.2g}, but it would be below 1 if mass "
