@@ -1,4 +1,4 @@
-"""Declared keys of a configuration section: accepted values, defaults, when a key is read, and problems in words."""
+"""Declarations of a configuration section's keys: accepted values, defaults, when a key is read, and its problems."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Configured:
         self.config, self._parts = config, parts or EVERYTHING
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value at a dotted key; None if it is null, ``default`` if it is missing."""
+        """Return the value at a dotted key; None if the key is null, ``default`` if it is missing."""
         return OmegaConf.select(self.config, key, default=default)
 
     def problem(
@@ -67,7 +67,7 @@ class Key:
 
     Attributes:
         fits: returns True for an accepted value.
-        words: description of accepted values, after "expected".
+        words: description of accepted values, to follow "expected".
         read_with: (another key, the value that it must have for this key to be used, or ... for any value except null).
         options: the accepted words; the most similar one is proposed if there is no default.
     """
@@ -105,8 +105,8 @@ class Section:
         path: for example ``offpolicy.staleness``.
         shipped: the defaults, from the shipped YAML.
         keys: name -> declaration.
-        rules: checked if every value is accepted.
-        hints: key that is null by default -> a value to suggest for it.
+        rules: contradictions that are checked for once every value is accepted.
+        hints: each key that is null by default -> a value to suggest for it.
     """
 
     path: str
@@ -149,7 +149,7 @@ class Section:
             yield from self._find_contradictions({**default, **known})
 
     def _replace(self, name: str, value: Any, default: Any) -> tuple[str, ...]:
-        """Build the override: the intended value, else the default, or else the hint if null switches the key off."""
+        """Build an override: the intended value, else the default, or the hint if null switches the key off."""
         meant = [number for number in read_numbers(value) if self.keys[name].fits(number)]
         near = find_closest(value, self.keys[name].options, 0.7) if isinstance(value, str) else None
         usual = default if default is not None else (self.hints or {}).get(name)

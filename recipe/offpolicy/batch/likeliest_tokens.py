@@ -18,7 +18,7 @@ from .micro_batch import MicroBatch, read_scale
 from .padding import flatten
 
 LOG_PROBS = "offpolicy_likeliest_log_probs"
-"""Key of a model output: (tokens, K) log pi of the likeliest tokens, nested by row; each value is stored one position
+"""Key of a model output: (tokens, K) log pi of the likeliest tokens, nested by row. Each value is stored one position
 before its token."""
 ROLLOUT_LOG_PROBS = "offpolicy_likeliest_rollout_log_probs"
 """Key of a model output: log mu of the likeliest tokens, 0 or less, -inf where there is no token."""

@@ -54,14 +54,14 @@ WEIGHTS = "rollout_is_weights"  # verl's ppo_loss multiplies the policy term by 
 PI_OLD = "offpolicy_pi_old"
 """Key in the loss's data: log pi_old, even if it is not finite, for terms with their own ratio."""
 FULL_LOG_PROBS = "offpolicy_full_log_probs"
-"""Key of a model output: log-probs over the whole vocabulary, if ``log_probs`` are over the replayed support."""
+"""Key of a model output: log-probs over the whole vocabulary; set if ``log_probs`` cover only the replayed support."""
 WITHHELD = "offpolicy_withheld"
-"""Key of a model output: flags of tokens left out of the policy term (support unknown), stored one position early."""
+"""Key of a model output: flags of tokens that the policy term omits (support unknown), stored one position early."""
 SUPPORT_SIZE = "offpolicy_support_size"
 """Key of a model output and of a recorded column: the size of each token's support, 0 if unknown."""
 LAST = "update_lr_scheduler"
-"""Flag that verl passes to the engine with each mini-batch: update the learning rate after it. verl sets it for
-the last mini-batch of an update."""
+"""Flag that verl passes to the engine with each mini-batch: whether to update the learning rate afterwards. verl sets
+the flag for the last mini-batch of an update."""
 _NEEDED = ("responses", "response_mask", "old_log_probs", "advantages", ROLLOUT_LOG_PROBS)
 
 
@@ -74,9 +74,10 @@ class MicroBatch:
     Attributes:
         old_log_prob: pi_old as sent; ``choose_pi_old`` decides which pi_old a correction uses.
         versions: versions of the weights that sampled each row, or each token; None if verl does not record them.
-        plan: the trainer's constants for the whole batch; None if it sent none.
+        plan: the trainer's constants for the whole batch; None if the trainer sent none.
         scale: (B,) float64 factors of ``denominator=kept`` or ``nonfinite=excluded``; None if the trainer sent none.
-        counted: raises when read if the scale was counted over mini-batches that differ from the engine's.
+        counted: raises an exception, when it is fetched, if the scale was counted over mini-batches that differ from
+            the engine's.
         withheld: (B, T) bool, tokens left out of the policy term, masks and statistics under any correction; None for
             none.
         last: True if verl reports that the rows belong to the update's last mini-batch.
@@ -104,7 +105,7 @@ class MicroBatch:
 
     @property
     def width(self) -> int:
-        """T."""
+        """T, the padded number of response tokens."""
         return int(self.response_mask.shape[1])
 
     @cached_property
@@ -130,7 +131,7 @@ class MicroBatch:
         return replace(self, log_prob=self.log_prob.detach(), layout=None, model_output={}, data=TensorDict())
 
     def padded_output(self) -> Mapping[str, Any]:
-        """Pad the log-probs and entropy of the model output; verl's loss accepts them.
+        """Pad the log-probs and entropy of the model output, in a form that verl's loss accepts.
 
         Raises:
             PatchError: verl's padding function has moved, see ``verl_patches.response_padding``.
@@ -182,7 +183,7 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
     """Read the tensors of a correction, padded with zeros to the longest response of the micro-batch.
 
     Raises:
-        KeyError: mu or another key is not in the micro-batch; the message says what to set.
+        KeyError: mu or another key is missing from the micro-batch; the message says what to set.
     """
     for key in _NEEDED:
         if key not in data.keys():
@@ -218,7 +219,7 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
 
 
 def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all") -> StepStage:
-    """Run both stages on one micro-batch, with ``measure`` of its statistics.
+    """Run both stages on one micro-batch, and compute the statistics that ``measure`` selects.
 
     Raises:
         KeyError: the correction needs a batch-level constant, but the trainer's plan did not arrive.
@@ -311,7 +312,7 @@ def compute_penalty(spec: PenaltySpec, batch: MicroBatch, correction: Correction
 
 
 def choose_pi_old(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
-    """Choose log pi_old by ``spec.proximal``, (B, T)."""
+    """Choose log pi_old according to ``spec.proximal``, (B, T)."""
     return proximal_log_prob(
         spec.proximal,
         spec.alpha,
@@ -325,8 +326,8 @@ def choose_pi_old(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
 def compute_staleness(batch: MicroBatch) -> Tensor | None:
     """Compute each row's or token's age in steps, at the start of this step: int64 on the batch's device.
 
-    (B, T) if versions are recorded per token, (B,) otherwise; None if verl does not record them or the trainer sent no
-    plan.
+    The result is (B, T) if versions are recorded per token, and (B,) otherwise. It is None if verl does not record
+    versions or the trainer sent no plan.
     """
     if batch.plan is None or batch.versions is None:
         return None
@@ -375,7 +376,7 @@ def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
 
 
 def check_engine(batch: MicroBatch) -> DeferredValue[None]:
-    """Compare tokens and mask with the columns that only the engine reads: model input and counted mask.
+    """Compare tokens and mask with the columns that only the engine reads: the model input and the counted mask.
 
     Raises:
         SealError: when fetched, they differ.
@@ -404,7 +405,7 @@ def pad_log_probs(model_output: Mapping[str, Any], data: TensorDict, layout: Lay
     """Pad log pi of the responses to (B, T), zeros on padding; differentiable.
 
     Args:
-        layout: layout of ``data``, if it is known already.
+        layout: layout of ``data``, if it is already known.
     """
     log_probs = model_output["log_probs"]
     if isinstance(log_probs, Padded):

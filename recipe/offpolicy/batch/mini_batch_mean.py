@@ -1,4 +1,4 @@
-"""verl's mini-batch mean, as verl's own loss computes it in each micro-batch, and the check of its denominators.
+"""verl's mini-batch mean, as verl's own loss computes it in each micro-batch, and checks of its denominators.
 
 verl adds up the losses of micro-batches and ranks. ``agg_loss`` divides each loss by ``batch_num_tokens`` or by
 ``global_batch_size``, and multiplies it by ``dp_size``, because the engine averages gradients over the ranks.
@@ -21,8 +21,8 @@ from ..correction.deferred_value import DeferredValue
 from .seals import LivenessError, SealError
 
 Shares = dict[str, float]
-"""Denominator -> the share of it that some micro-batches contribute together. For all micro-batches of an optimizer
-step, over all ranks, the share is 1."""
+"""Maps each of verl's denominators to the share that some micro-batches contribute to it together. All micro-batches of
+an optimizer step, over all ranks, contribute a share of 1."""
 _TOKENS, _ROWS = "batch_num_tokens", "global_batch_size"
 
 
@@ -80,7 +80,7 @@ def _divide(filled: int, of: float) -> float:
 
 
 def add_shares(parts: Iterable[Shares]) -> Shares:
-    """Add the shares of micro-batches; infinity prevails over NaN."""
+    """Add the shares of micro-batches; the sum is infinite if any share is, even if another share is NaN."""
     found: dict[str, list[float]] = {}
     for part in parts:
         for name, share in part.items():
@@ -92,7 +92,7 @@ def check_shares(shares: Shares, steps: int) -> None:
     """Check that an update's micro-batches add up to each denominator once per optimizer step.
 
     Raises:
-        LivenessError: they did not.
+        LivenessError: they do not.
     """
     for name, share in shares.items():
         if not (math.isnan(share) or abs(share - steps) <= 1e-6 * max(steps, 1)):

@@ -19,7 +19,7 @@ def hash_model_input(rows: TensorDict) -> Tensor:
     """Hash each row's ``COLUMNS``: (B,) int64, the same in both layouts.
 
     Args:
-        rows: with ``COLUMNS``; position_ids (B, L), or (B, K, L) for models with K position axes.
+        rows: contains ``COLUMNS``; position_ids are (B, L), or (B, K, L) for models with K position axes.
     """
     tokens, positions = (rows[name] for name in COLUMNS)
     if not tokens.is_nested:
@@ -35,5 +35,5 @@ def hash_model_input(rows: TensorDict) -> Tensor:
 
 
 def _combine(hashes: Tensor) -> Tensor:
-    """Combine the hashes of the position axes, (B, K): a sum with odd factors, which wraps around."""
+    """Combine the hashes of the position axes, (B, K), into a sum with odd factors, which wraps around."""
     return (hashes * torch.arange(1, 2 * hashes.shape[1], 2, device=hashes.device)).sum(-1)

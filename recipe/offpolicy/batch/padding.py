@@ -1,4 +1,4 @@
-"""Positions of a micro-batch's responses in verl's two layouts, their padding, and splits into rows of similar length.
+"""Positions of a micro-batch's responses in verl's two layouts, padding, and splits into rows of similar length.
 
 verl's ``no_padding_2_padding`` slices row by row, reads the lengths from the device, and needs one torch pass per
 nested column. Here one index table serves every column, without a host transfer.
@@ -68,7 +68,7 @@ class Layout:
         return self._gathered(values, self._of_output)
 
     def place(self, values: Tensor, total: int) -> Tensor:
-        """Put (B, T) values at the positions from which ``responses_of`` takes them: (total,), zeros elsewhere.
+        """Put (B, T) values at the positions from which ``responses_of`` reads them: (total,), zeros elsewhere.
 
         This waits for the device.
         """
@@ -120,12 +120,12 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def nest_like(values: Tensor, like: Any) -> Tensor:
-    """Nest concatenated rows as ``like`` is nested; unchanged if ``like`` is not nested."""
+    """Nest concatenated rows in the way ``like`` is nested; return them unchanged if ``like`` is not nested."""
     return torch.nested.nested_tensor_from_jagged(values, like.offsets()) if like.is_nested else values
 
 
 def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:
-    """Copy the micro-batch, shallowly, with added padded (B, T) tensors; None removes the key."""
+    """Make a shallow copy of the micro-batch and add padded (B, T) tensors; None removes the key."""
     removed = {key for key, tensor in tensors.items() if tensor is None}
     # ``copy`` would also copy each row's objects, which takes about 0.6 ms per row of verl's batches.
     changed = data.select(*(key for key in data.keys() if key not in removed))
@@ -160,13 +160,13 @@ _UNREAD = ("multi_modal_inputs",)
 """Columns of the model's input that the loss does not use."""
 
 MicroBatchPart = tuple[Mapping[str, Any], TensorDict]
-"""The model's output and verl's micro-batch of the same rows."""
+"""The model's output, and verl's micro-batch, for the same rows."""
 
 
 def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list[MicroBatchPart]:
-    """Split a micro-batch as the engine hands it to its loss; the parts' outputs carry the gradient of the whole.
+    """Split the micro-batch that the engine passes to its loss; gradients flow through the parts' outputs to the whole.
 
-    A micro-batch with few tokens is returned unchanged. For other micro-batches, row lengths are read from the device.
+    A micro-batch with few tokens is returned whole. For all other micro-batches, row lengths are read from the device.
 
     Args:
         model_output: its log-probs are nested, or (B, T) from a legacy actor, whose rows do not include prompts.

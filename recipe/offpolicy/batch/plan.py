@@ -40,12 +40,12 @@ SCALE = "offpolicy_scale"
 MINI_BATCH_TOKENS = "offpolicy_mini_batch_tokens"
 """Key of the (B,) number of counted response tokens in each row's mini-batch, over all ranks."""
 PROVE = "offpolicy_prove"
-"""Key of the (B,) int64 column with 1 for each row whose micro-batch must be proved, and 2 if trials also run in it;
-read only if ``SharedPlan.prove`` is true."""
+"""Key of the (B,) int64 column with 1 for each row whose micro-batch must be proved, or 2 if trials also run in that
+micro-batch. It is read only if ``SharedPlan.prove`` is true."""
 UID = "offpolicy_uid"
-"""Key of the (B, L) uint8 column with each row's uid in zero-padded UTF-8, if verl sends no uid to the loss."""
+"""Key of the (B, L) uint8 column with each row's uid in zero-padded UTF-8; exists if verl sends no uid to the loss."""
 REWARD = "offpolicy_reward"
-"""Key of the (B,) rewards, if verl sends none."""
+"""Key of the (B,) rewards; exists if verl sends none to the loss."""
 
 
 COLUMNS = ("response_mask", "old_log_probs", "rollout_log_probs", EXTRA_FIELDS)
@@ -82,7 +82,7 @@ class SharedPlan:
         step: the trainer's step, from which the age of a row's weights is counted.
         constants: constants of the correction.
         shadow_constants: constants of the shadow corrections, by name.
-        update: order of the rows, if the update must be recorded.
+        update: order of the rows; set if the update must be recorded.
         bounds: part -> the bounds of this update, for masks and a weight (``WEIGHT``) whose bounds move.
         sealed: columns whose seals are sent with the batch, see ``seals``.
         prove: whether the micro-batches of the rows that ``PROVE`` marks must be proved.
@@ -117,7 +117,7 @@ class BatchSplit:
 
     @classmethod
     def of(cls, config: DictConfig, ranks: int) -> BatchSplit:
-        """Build it from a composed configuration."""
+        """Build the split from a composed configuration."""
         actor = config.actor_rollout_ref.actor
         rows = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
         loss_mode = OmegaConf.select(actor, "policy_loss.loss_mode")
@@ -153,10 +153,10 @@ def build_plan(
 
 
 def seal_batch(plan: SharedPlan, rows: TensorDict, columns: Mapping[str, Tensor]) -> SharedPlan:
-    """Seal all unsealed columns in ``rows``; return the plan, which lists all seals and is sealed itself.
+    """Seal all unsealed columns in ``rows``; return a plan that lists all seals and is itself sealed.
 
     Args:
-        rows: with "responses" and "response_mask".
+        rows: contains "responses" and "response_mask".
         columns: columns of these rows to seal.
     """
     unsealed = {name: column for name, column in columns.items() if key_of(name) not in rows.keys()}
@@ -169,7 +169,7 @@ def seal_batch(plan: SharedPlan, rows: TensorDict, columns: Mapping[str, Tensor]
 
 
 def columns_to_seal(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove columns that need no seal: ``PROVE``, whose numbers proofs return, and counts that the loss compares."""
+    """Remove the columns that need no seal: ``PROVE``, whose numbers proofs return, and counts that the loss checks."""
     return {name: column for name, column in columns.items() if name not in (PROVE, MINI_BATCH_TOKENS)}
 
 
@@ -183,10 +183,10 @@ def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None =
 
 
 def count_kept(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> tuple[Tensor, Tensor]:
-    """Count each row's response tokens, and how many the rollout stage of ``spec`` keeps: (B,) float64 each.
+    """Count each row's response tokens, and the tokens that the rollout stage of ``spec`` keeps: (B,) float64 each.
 
     Args:
-        rows: with ``COLUMNS``, nested or padded.
+        rows: contains ``COLUMNS``, nested or padded.
         step: the trainer's step, for age-dependent parts.
     """
     batch = _Rollout(rows, step)
@@ -238,10 +238,10 @@ def build_row_columns(
 
 @dataclass(frozen=True)
 class _Rollout:
-    """A batch as corrections read it.
+    """A batch in the form that corrections read.
 
     Attributes:
-        rows: with ``COLUMNS``, nested or padded.
+        rows: contains ``COLUMNS``, nested or padded.
         step: the trainer's step; None if unknown.
     """
 

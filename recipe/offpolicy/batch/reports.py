@@ -29,9 +29,9 @@ def find_difference(
     """Compare rows by their hashes, see ``seals.hash_rows``; the loss receives each row once per epoch.
 
     Args:
-        sent: key of the row -> hash.
+        sent: key of each row -> hash of the row.
         seen: hashes that the loss has reported, in any order.
-        left: key of the row -> the reason why the loss must not receive it.
+        left: key of each row that the loss must not receive -> the reason.
         epochs: number of times that the loss receives each row.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Checks of values before they are compared or used as divisors: rewards are finite, a spread is never almost zero."""
+"""Checks of values before they are compared or used as divisors: rewards must be finite, a spread not almost zero."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_rewards(rewards: Tensor, uids: Sequence[object], where: str = "", advi
 
     Args:
         rewards: (B,), or (B, T) per token; the sum over a row must be finite too.
-        uids: (B,) prompt of each sequence.
+        uids: (B,) uids of the sequences' prompts.
         where: description of the batch for errors, for example "step 3".
         advice: sentences on what to do.
 
@@ -43,14 +43,14 @@ def check_rewards(rewards: Tensor, uids: Sequence[object], where: str = "", advi
 
 
 ROUNDING = 8 * 2.0**-23
-"""Largest spread, relative to the largest value, that float32 rounding explains; a reward is a sum of a few rounded
-terms."""
+"""Largest spread, relative to the largest value, that float32 rounding can explain, because a reward is a sum of a few
+rounded terms."""
 SMALLEST = 2.0**-126
 """Smallest normal float32; the rounding error of smaller numbers is as large as that of this number."""
 
 
 def mean(values: Tensor) -> float:
-    """Compute the mean in float64; NaN without values."""
+    """Compute the mean in float64; NaN if there are no values."""
     return float(values.double().mean())
 
 
@@ -81,7 +81,7 @@ def measure_spread(values: Tensor, *, centred: bool, size: float = 0.0) -> Sprea
     """Measure the spread of values.
 
     Args:
-        values: (n,) float; fewer than two values have no spread about their mean.
+        values: (n,) float; the spread about the mean is 0 for fewer than two values.
         centred: True for the unbiased standard deviation about the mean; False for the root mean square, for a scale
             without centring.
         size: magnitude of the numbers from which the values were computed, for example as differences; rounding is

@@ -1,4 +1,4 @@
-"""Seals: a per-row hash of each column that the loss reads, computed where the column is made and checked in the loss.
+"""Seals: per-row hashes of each column that the loss reads, computed where the column is made, checked in the loss.
 
 The hash is the sum over a row's tokens of mix(mix(2^32 place + token) + seed + bits of the value), where place is the
 number of response tokens in the row up to this token, and the seed depends on the precision. ``mix`` is the finaliser
@@ -46,7 +46,7 @@ def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
 
     Raises:
         KeyError: the dtype of the values is not supported.
-        ValueError: layouts or shapes that differ.
+        ValueError: layouts or shapes differ.
     """
     return hash_columns(tokens, mask, [values])[:, 0]
 
@@ -65,7 +65,7 @@ def hash_columns(tokens: Tensor, mask: Tensor, columns: Sequence[Tensor]) -> Ten
 
 
 def hash_block(rows: RowLayout, tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
-    """Hash the rows of one block: (B, C) int64 of values (C, *tokens.shape)."""
+    """Hash the rows of one block: (B, C) int64 from ``values`` of shape (C, *tokens.shape)."""
     there = mask.bool()
     at = _mix((rows.cumulative_count(there) << 32).bitwise_or_(tokens)).add_(_SEEDS[values.dtype])
     mixed = _mix(at + values.view(_BITS[values.element_size()])).mul_(there)
@@ -79,7 +79,7 @@ def hash_block(rows: RowLayout, tokens: Tensor, mask: Tensor, values: Tensor) ->
 
 @torch.no_grad()
 def hash_numbers(values: Tensor) -> Tensor:
-    """Hash the numbers of each row in order, (B,) int64: values (B,) or (B, K) of any dtype."""
+    """Hash each row's numbers in order, (B,) int64, from ``values`` of shape (B,) or (B, K) and any dtype."""
     numbers = values.detach().reshape(len(values), -1)
     bits = numbers.view(_BITS[numbers.element_size()]) if numbers.is_floating_point() else numbers
     found = torch.zeros(len(numbers), dtype=torch.int64, device=numbers.device)
@@ -89,7 +89,7 @@ def hash_numbers(values: Tensor) -> Tensor:
 
 
 def _mix(value: Tensor) -> Tensor:
-    """Mix the bits in place, except for temporaries."""
+    """Mix the bits in place; only temporaries need further memory."""
     value ^= _shifted(value, 30)
     value *= _FIRST
     value ^= _shifted(value, 27)
@@ -99,7 +99,7 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, by: int) -> Tensor:
-    """Shift right logically, filling with zeros from the left, because torch's own shift repeats the sign."""
+    """Shift right and fill with zeros from the left, because torch's own shift repeats the sign."""
     return (value >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
@@ -125,7 +125,7 @@ def key_of(column: str) -> str:
 
 
 def seal_columns(tokens: Tensor, mask: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
-    """Seal per-token columns: (B, 3) int32 each: the hash in two halves, and the bits of the mean.
+    """Seal per-token columns, (B, 3) int32 each: the hash in two halves, and the bits of the mean.
 
     Values are sealed as float32, whatever their dtype in the batch.
 
@@ -148,7 +148,7 @@ def build_seals(tokens: Tensor, mask: Tensor, columns: Mapping[str, Tensor]) -> 
 
     Args:
         tokens, mask: "responses" and "response_mask", nested or padded.
-        columns: per token in the same layout, or per row.
+        columns: per-token columns in the same layout, or per-row columns.
     """
     by_token = {name: column for name, column in columns.items() if column.is_nested or column.shape == mask.shape}
     sealed = dict(zip(by_token, seal_columns(tokens, mask, [*by_token.values()]), strict=True)) if by_token else {}

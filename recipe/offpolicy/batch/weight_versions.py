@@ -1,4 +1,4 @@
-"""Versions of the weights that sampled each row and each token, as agent loops and ``staleness.client`` record them.
+"""Versions of the weights that sampled each row and each token, as recorded by agent loops and ``staleness.client``.
 
 A chunk is (version, tokens): the tokens that one attempt at a request sampled. A turn consists of the chunks of one
 request, and a row has one or more turns. Turns are aligned with the runs of the response mask, which tool outputs
@@ -34,10 +34,10 @@ VERSION = "global_steps"
 VERSIONS = "offpolicy_versions"
 """Key of the (B, 2) int64 oldest and newest version per row, which the V0 trainer sends."""
 VERSIONS_SEALED = "versions"
-"""Name of the seal that covers the oldest and newest version of each row's weights."""
+"""Name of the seal that covers each row's oldest and newest weight versions."""
 TOKEN_VERSIONS_SEALED = "token_versions"
-"""Name of the seal that covers the version of each token's weights. It replaces ``VERSIONS_SEALED`` if the correction
-reads these versions."""
+"""Name of the seal that covers each token's weight version. This seal replaces ``VERSIONS_SEALED`` if the correction
+reads per-token versions."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class RowVersions:
         """Check that the ages needed by parts of ``spec`` are known.
 
         Raises:
-            ValueError: a row was sampled by several versions, and a part needs ages that are finer than one per row.
+            ValueError: a row was sampled by several versions, and a part needs more than one age per row.
         """
         parts = {key: part for key, part in spec.age_parts.items() if part.level != "sequence"}
         by_token = spec.alpha == BY_AGE
@@ -114,7 +114,7 @@ def read_row_versions(data: TensorDict, extra_fields: Sequence[Mapping[str, Any]
     """Read the versions of the rows of a batch; None if verl does not record them.
 
     Args:
-        extra_fields: result of ``read_extra_fields``; empty if the batch has none.
+        extra_fields: result of ``read_extra_fields``; empty if the batch does not have these fields.
     """
     if VERSIONS in data.keys():
         return RowVersions(*data[VERSIONS].unbind(-1))
@@ -127,12 +127,12 @@ def read_row_versions(data: TensorDict, extra_fields: Sequence[Mapping[str, Any]
 
 
 def read_extra_fields(data: TensorDict) -> list[Mapping[str, Any]]:
-    """Read the agent loop's fields of each row; empty if the batch does not have them."""
+    """Read the fields that the agent loop recorded for each row; empty if the batch does not have them."""
     return [getattr(row, "data", row) for row in data[EXTRA_FIELDS]] if EXTRA_FIELDS in data.keys() else []
 
 
 def check_ages_known(spec: CorrectionSpec, versions: RowVersions | None, step: int | None) -> None:
-    """Check that the ages needed by parts of ``spec`` are known; accepts a spec that needs none.
+    """Check that the ages needed by parts of ``spec`` are known; a spec that needs no ages passes.
 
     Raises:
         ValueError: verl does not record the versions, or does not record them per token although a part needs this; or
@@ -173,7 +173,7 @@ _TURN = 2**32  # larger than the number of tokens of a turn
 
 @dataclass(frozen=True)
 class TokenVersions(RowVersions):
-    """Versions of the weights of each row as verl records them, and of each token.
+    """Versions of the weights, per row as verl records them, and per token.
 
     Attributes:
         tokens: int64 in the layout of the response mask; ``UNKNOWN`` in rows whose chunks do not fit.
@@ -227,7 +227,7 @@ def check_chunks(fields: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None:
-    """Read the versions of a batch: per token if a row has chunks, per row otherwise, None if verl has none.
+    """Read the versions of a batch: per token if a row has chunks, otherwise per row; None if verl records none.
 
     In a row that was sampled by one version, according to verl and to the row's chunks, each token has that version.
 
@@ -325,7 +325,7 @@ def _lay_out_packed(
 
 
 def _list_all_chunks(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tensor:
-    """List the chunks of all rows: (4, C) int64 of row, turn, version and tokens."""
+    """List the chunks of all rows: (4, C) int64, the row, turn, version and number of tokens of each chunk."""
     chunks = (
         (row, turn, *chunk)
         for row, each in enumerate(turns)
@@ -336,7 +336,7 @@ def _list_all_chunks(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tenso
 
 
 def _tabulate(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tensor:
-    """Tabulate each row's chunks, (3, B, C + 1) int64: end within the turn plus _TURN times the turn; turn; version.
+    """Tabulate each row's chunks, (3, B, C + 1) int64: the end in the turn plus _TURN times the turn; turn; version.
 
     Positions without a chunk have turn -1; a row with decreasing versions has no chunks.
     """
@@ -360,10 +360,10 @@ def _list_chunks(row: Sequence[Sequence[Chunk]]) -> list[tuple[int, int, int]]:
 
 
 def find_token_versions(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Tensor]:
-    """Find the per-token versions to seal, by the name of their seal; empty if ``spec`` reads none or verl has none.
+    """Find the per-token versions to seal, by name of the seal; empty if ``spec`` reads none or verl records none.
 
     Args:
-        rows: with "response_mask" and the keys that ``read_versions`` reads.
+        rows: contains "response_mask" and the keys that ``read_versions`` reads.
 
     Raises:
         SealError: the versions differ from those that the rollout servers' client recorded.

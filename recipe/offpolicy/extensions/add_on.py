@@ -52,9 +52,10 @@ class AddOn:
     """One add-on; by default, each hook does nothing."""
 
     proof_name: ClassVar[str] = ""
-    """Subject of ``unproved``; empty: an extension's section."""
+    """Name under which ``unproved`` is reported; if empty, the name is the extension's section."""
     phase: ClassVar[str] = ""
-    """Watchdog phase to which the hooks' time is charged. Empty: an extension's section, or verl's phase for others."""
+    """Watchdog phase to which the hooks' time is charged. If it is empty, an extension's phase is its section, and the
+    time of any other add-on is charged to verl's own phase."""
 
     # Start and end ------------------------------------------------------------------------------------------
 
@@ -66,19 +67,19 @@ class AddOn:
         """Start when the run starts, in the trainer's process."""
 
     def actor_class(self, worker: type) -> type:
-        """Choose the class of the actor's workers, given verl's class or that of the next add-on."""
+        """Choose the class of the actor's workers, given verl's class or the class that the next add-on chose."""
         return worker
 
     def engine_part(self) -> Callable[[Any], object] | None:
-        """Build a function that each of verl's actor workers calls once its model exists; None: no function."""
+        """Build a function that each of verl's actor workers calls once its model exists; None for no function."""
         return None
 
     def rollout_client(self, client: Any) -> Any:
-        """Return the rollout client for agent loops, given verl's or another add-on's."""
+        """Return the rollout client for agent loops, given verl's client or another add-on's."""
         return client
 
     def load_prompts(self, loader: Any) -> Any:
-        """Return the data loader of training prompts: verl's, from which nothing has been read, or a replacement."""
+        """Return the loader of training prompts: verl's own, from which nothing has been read yet, or a replacement."""
         return loader
 
     def on_resumed(self) -> None:
@@ -102,7 +103,7 @@ class AddOn:
         add()
 
     def submit_prompts(self, send: Callable[[Any], int], batch: Any) -> int:
-        """Send prompts to the V1 trainer's rollout servers; returns the number sent."""
+        """Send prompts to the V1 trainer's rollout servers; return the number of prompts sent."""
         return send(batch)
 
     def next_batch(self, prompts: PromptView) -> None:
@@ -120,11 +121,11 @@ class AddOn:
         """Receive a batch whose rewards are known but whose pi_old has not been computed yet."""
 
     def shape_rewards(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
-        """Change the rewards (n, T) that verl's estimator reads; the raw rewards are restored afterwards."""
+        """Change the rewards, (n, T), that verl's estimator reads; the raw rewards are restored afterwards."""
         return None
 
     def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
-        """Compute advantages (n, T) instead of verl's estimator; at most one extension may do so."""
+        """Compute advantages, (n, T), instead of verl's estimator; at most one extension may do so."""
         return None
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
@@ -132,7 +133,7 @@ class AddOn:
         return None
 
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
-        """Receive the advantages that go to the workers, after all extensions."""
+        """Receive the advantages that are sent to the workers, after all extensions have changed them."""
 
     def before_update(self) -> None:
         """Finish any work that an actor update would disturb."""
@@ -149,7 +150,7 @@ class AddOn:
         """
 
     def judge(self, reports: Sequence[Any]) -> Mapping[str, float]:
-        """Judge the reports of one update, one per micro-batch and rank; returns metrics by full name.
+        """Judge the reports of one update, one per micro-batch and rank; return metrics by full name.
 
         Raises:
             LivenessError: the configured add-on has not been shown to act; the run stops.
@@ -157,7 +158,7 @@ class AddOn:
         return {}
 
     def unproved(self) -> str | None:
-        """Report why there is no evidence yet that the add-on acts, and the key on which this depends; None: it acted.
+        """Explain why there is no evidence yet that the add-on acts, with the key responsible; None if it has acted.
 
         Until then, ``offpolicy/live/NAME`` is 0, and a warning is repeated after 5, 10, 20, 40 ... updates.
         """
@@ -181,7 +182,7 @@ class AddOn:
 
     @property
     def rate_limit_state(self) -> Mapping[str, Any] | None:
-        """State of a staleness limit, for a checkpoint; None: there is none."""
+        """State of a staleness limit, for a checkpoint; None if there is no limit."""
         return None
 
     def state(self, folder: Path) -> Mapping[str, Any]:
@@ -199,11 +200,11 @@ BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 class WorkerExtension:
-    """The part that is sent to the workers by value; it must be picklable and hold only settings."""
+    """The part that is sent to the workers by value; it must be picklable and contain only settings."""
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Columns of ``BatchView.put`` that are recorded and shown in the report -> their meaning."""
+        """Each column of ``BatchView.put`` that is recorded and shown in the report -> its meaning."""
         return {}
 
     def wrap_loss(self, base_loss: BoundLoss, actor_config: Any) -> BoundLoss:
@@ -233,7 +234,7 @@ class Extension(AddOn):
     """A capability in addition to the corrections, enabled by its section of the configuration.
 
     Args:
-        section: its name in the configuration.
+        section: name of this section in the configuration.
         settings: the values of the section, in plain Python.
 
     Raises:
@@ -246,7 +247,7 @@ class Extension(AddOn):
 
     @property
     def needs_rollouter(self) -> Mapping[str, str]:
-        """Keys that depend on prompts, on their columns or on validation -> the alternative that does not.
+        """Each key that depends on prompts, on their columns or on validation -> an alternative that does not.
 
         In fully_async_policy, prompts and validation are in a different process from the trainer.
         """
@@ -276,7 +277,7 @@ class Extension(AddOn):
         return False
 
     def configure(self, config: DictConfig) -> Sequence[str]:
-        """Set verl's keys in place, such as an agent loop's class; returns one line per key."""
+        """Set verl's keys in place, such as an agent loop's class; return one line per key."""
         return ()
 
     def problems(self, config: DictConfig) -> Iterable[Problem]:
@@ -286,12 +287,12 @@ class Extension(AddOn):
     # With the run -------------------------------------------------------------------------------------------
 
     def worker(self) -> WorkerExtension | None:
-        """Build the part that is sent to the workers; None if there is none, in which case nothing is reported."""
+        """Build the part that is sent to the workers; None if there is no such part, so that nothing is reported."""
         return None
 
     @property
     def sent(self) -> Mapping[str, int] | None:
-        """Hash of each row that the loss must receive, by its key in ``BatchView.keys``; None: no rows are compared.
+        """Hash of each row that the loss must receive, by key in ``BatchView.keys``; None if rows are not compared.
 
         Before ``judge``, these hashes are compared with the reports' ``hashes``, except for rows that have left the
         update.
@@ -303,7 +304,7 @@ class Extension(AddOn):
 
     @property
     def resumes(self) -> str | None:
-        """The key that makes ``state`` necessary in a resumed run; None: ``state`` is optional."""
+        """The key because of which a resumed run needs ``state``; None if ``state`` is optional."""
         return None
 
     @property
@@ -339,7 +340,7 @@ def read_state(folder: Path, name: str, section: str, content: str, schema: Any)
 
 
 KEY = "offpolicy.extensions"
-"""A fork's own sections -> "module:Class"; this mapping reaches Ray's processes with the rest of the configuration."""
+"""Key of a mapping from a fork's own sections to "module:Class", which Ray's processes receive in the configuration."""
 SHIPPED: dict[str, str] = {
     "ess_lr": "recipe.offpolicy.extensions.ess_lr:EssLr",
     "length_penalty": "recipe.offpolicy.extensions.length_penalty.length_penalty:LengthPenalty",
@@ -347,17 +348,17 @@ SHIPPED: dict[str, str] = {
     "optimal_baseline": "recipe.offpolicy.extensions.optimal_baseline:OptimalBaseline",
     "turn_credit": "recipe.offpolicy.extensions.turn_credit.turn_credit:TurnCredit",
     "process_reward": "recipe.offpolicy.extensions.process_reward.prefix_value_rewards:PrefixValueRewards",
-    # This section follows the others, because it replaces their advantages in the distilled rows.
+    # This section follows the others, because it replaces the advantages that they computed for the distilled rows.
     "opd": "recipe.offpolicy.extensions.opd.distillation:OnPolicyDistillation",
 }
-"""Sections of this package -> "module:Class". Hooks run in this order, followed by a fork's hooks."""
+"""Maps each section of this package to "module:Class". Hooks run in this order, followed by a fork's hooks."""
 
 own_launch: ContextVar[bool] = ContextVar("own_launch", default=True)
-"""Whether the user launches the run; for an unknown script, no class is imported and no address is contacted."""
+"""True if the user launches the run; for an unknown script, no class is imported and no address is contacted."""
 
 
 def list_registered(config: DictConfig) -> dict[str, str]:
-    """List all sections with a registered class, on or off."""
+    """List all sections with a registered class, whether on or off."""
     own = OmegaConf.select(config, KEY)
     plain: Any = OmegaConf.to_container(own, resolve=True) if isinstance(own, DictConfig) else {}
     return SHIPPED | plain

@@ -1,4 +1,4 @@
-"""Calls the hooks of all add-ons, in their order, for the V0 and the V1 trainer; no other module calls them."""
+"""Calls to the hooks of all add-ons, in order, for the V0 and the V1 trainer; no other module calls the hooks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_ADVANTAGES = ("shape_rewards", "estimate", "shape_advantages", "on_advantage
 PATIENCE = 5
 """Number of updates without effect before the first warning; the number doubles for each further warning."""
 Phase = Callable[[str], AbstractContextManager[Any]]
-"""Counts the time in its context as a phase of the watchdog."""
+"""Given the name of a watchdog phase, returns a context whose time is charged to that phase."""
 
 
 class TrainerBatch(BatchView, Protocol):
@@ -40,21 +40,21 @@ class TrainerBatch(BatchView, Protocol):
 
     @property
     def advantages(self) -> Tensor:
-        """(n, T), from the estimator."""
+        """The estimator's advantages, (n, T)."""
 
     def put_advantages(self, advantages: Tensor, *, returns: bool) -> None:
         """Replace the estimator's advantages, and optionally its returns, with these values."""
 
 
 class AddOns:
-    """The add-ons of one run, in the trainer's process; without add-ons, each call just runs the wrapped function.
+    """The add-ons of one run, in the trainer's process; without add-ons, each call only runs the wrapped function.
 
     Args:
         extensions: extensions in the order of their hooks.
         own: other add-ons, outermost first; they precede the extensions.
 
     Attributes:
-        unproved: name of an add-on -> what is still unproved after the last update; None: it has acted.
+        unproved: name of each add-on -> what is still unproved after the last update; None if the add-on has acted.
     """
 
     def __init__(self, extensions: Sequence[Extension] = (), own: Sequence[AddOn] = ()) -> None:
@@ -75,7 +75,7 @@ class AddOns:
         return cls(load_extensions(config), own)
 
     def begin(self, config: DictConfig, phase: Phase = nullcontext) -> None:
-        """Start all add-ons; ``phase`` is the watchdog's."""
+        """Start all add-ons; ``phase`` is the watchdog's function."""
         self._phase = phase
         self._each("begin", config)
 
@@ -90,11 +90,11 @@ class AddOns:
         return any(self._users(hook) for hook in hooks)
 
     def _users(self, hook: str) -> tuple[AddOn, ...]:
-        """Return the add-ons that implement a hook; the other add-ons need no call, and no batch is read for them."""
+        """Return the add-ons that implement a hook; no batch is read for add-ons that do not."""
         return tuple(each for each in self._all if implements(each, hook))
 
     def _within(self, add_on: AddOn) -> AbstractContextManager[Any]:
-        """Count a hook's time as the add-on's watchdog phase."""
+        """Charge a hook's time to the add-on's watchdog phase."""
         name = add_on.phase or _section(add_on)
         return self._phase(name) if name else nullcontext()
 
@@ -178,7 +178,7 @@ class AddOns:
         return run()
 
     def _through(self, hook: str, run: Callable[[Any], Any], *args: Any) -> Callable[[Any], Any]:
-        """Wrap a function that takes one batch with this hook of all add-ons."""
+        """Wrap ``run``, a function of one batch, in this hook of all add-ons."""
         for add_on in reversed(self._users(hook)):
             run = partial(_call, getattr(add_on, hook), run, args)
         return run
@@ -258,12 +258,12 @@ class AddOns:
         self._each("on_advantages", batch, Advantages(rewards, own, advantages))
 
     def take_out(self, batch: BatchView, why: str, *, masked: Collection[str], silenced: Collection[str] = ()) -> None:
-        """Record the rows that are removed from the update between the advantages and the loss.
+        """Record the rows that are removed from the update after the advantages and before the loss.
 
         Args:
             why: the reason, with the key that causes it.
             masked: keys of rows without a token in the loss.
-            silenced: keys of rows that keep their tokens, with an advantage of 0.
+            silenced: keys of rows that keep their tokens but have an advantage of 0.
         """
         self._left |= dict.fromkeys(masked, why)
         silent = torch.tensor([key in silenced for key in batch.keys], dtype=torch.bool)
@@ -307,7 +307,7 @@ class AddOns:
         self._say_unproved()
 
     def _say_unproved(self) -> None:
-        """Warn repeatedly, at growing intervals, about add-ons that have shown no evidence of acting."""
+        """Warn repeatedly, at growing intervals, about add-ons for which there is no evidence that they act."""
         self._updates += 1
         waited, rest = divmod(self._updates, PATIENCE)
         self.unproved = {each.proof_name or _section(each): each.unproved() for each in self._users("unproved")}
@@ -362,7 +362,7 @@ class AddOns:
 
     @property
     def rate_limit_state(self) -> Mapping[str, Any] | None:
-        """State of the staleness limit, for a checkpoint; None: there is none."""
+        """State of the staleness limit, for a checkpoint; None if there is no limit."""
         states = (add_on.rate_limit_state for add_on in self._all)
         return next((state for state in states if state is not None), None)
 

@@ -24,7 +24,7 @@ class AdvantageReport:
     """Hashes of the rows of one micro-batch that have at least one token.
 
     Attributes:
-        hashes: None if a column is missing.
+        hashes: one per row; None if a column is missing.
         missing: columns that did not reach the loss.
     """
 
@@ -46,7 +46,7 @@ class AdvantageWorker(WorkerExtension):
 
 
 class AdvantageExtension(Extension):
-    """An extension that shapes advantages, and compares the advantages in the loss with the hooks' result.
+    """An extension that shapes advantages, and compares the advantages in the loss with those that its hooks returned.
 
     ``estimate`` or ``shape_advantages`` describes in ``_demanded`` an advantage of this batch that shows the
     extension's effect.
@@ -85,7 +85,7 @@ class AdvantageExtension(Extension):
         }
 
     def _require(self, group: str, wrong: str | None) -> None:
-        """Stop the run if the second implementation has found a wrong advantage in a group."""
+        """Stop the run if the second implementation found a wrong advantage in a group."""
         if wrong is not None:
             raise LivenessError(f"{self.section}: in group {group} {wrong}.")
 
@@ -107,7 +107,7 @@ class AdvantageExtension(Extension):
 
 
 def hash_advantages(batch: BatchView, advantages: Tensor) -> dict[str, int]:
-    """Hash the rows of a batch that have a token, by key, with the advantages for the workers."""
+    """Hash the rows of a batch that have a token, with the advantages for the workers; return the hashes by key."""
     columns = batch.rows("responses", "response_mask")
     return name_hashes(batch, columns["responses"], columns["response_mask"].bool(), advantages)
 

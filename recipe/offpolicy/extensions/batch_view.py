@@ -1,4 +1,4 @@
-"""A training batch as extensions read it, identical on verl's V1 trainer (TransferQueue) and V0 trainer (DataProto)."""
+"""The view of a batch that extensions read, identical on verl's V1 (TransferQueue) and V0 (DataProto) trainers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BatchView(Protocol):
 
     Attributes:
         step: the trainer's step, from 1.
-        keys: (n,) a unique name of each row.
+        keys: (n,) a unique name for each row.
         uids: (n,) the group of each row. Under ``baseline=exclude``, rejected rows have left their groups before
             rewards are shaped.
         sessions: (n,) the rollout that produced each row; an agent loop may return several rows.
@@ -49,7 +49,7 @@ class BatchView(Protocol):
 
     @property
     def silent(self) -> Tensor | None:
-        """(n,) bool, rows whose advantage is 0 because of ``baseline=exclude``; None: none."""
+        """(n,) bool, rows whose advantage is 0 because of ``baseline=exclude``; None if there are no such rows."""
 
     def weigh(self) -> tuple[Tensor, Mapping[str, Statistic]]:
         """Compute the active correction's weight * keep (n, T) from mu and pi_old, and its statistics.
@@ -65,7 +65,8 @@ class BatchView(Protocol):
         """
 
     def rows(self, *names: str) -> dict[str, Any]:
-        """Read columns by verl's names: per token as (n, T), right-padded; per row as (n, ...); others as lists."""
+        """Read columns by verl's names: per token (n, T), right-padded; per row (n, ...); all other columns as
+        lists."""
 
     def put(self, **columns: Tensor) -> None:
         """Send columns to the workers' loss, (n, T) or (n,), named ``offpolicy_...``.
@@ -111,7 +112,7 @@ def read_plain(batch: BatchView, name: str) -> list[Any]:
     """Read a column that is not a tensor, one value per row; TransferQueue wraps each value.
 
     Raises:
-        KeyError: the batch does not have it.
+        KeyError: the batch does not have this column.
     """
     found = batch.rows(name)[name]
     return [each.data if hasattr(each, "data") and not isinstance(each, Mapping | str) else each for each in found]

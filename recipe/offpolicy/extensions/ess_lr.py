@@ -1,4 +1,4 @@
-"""Scales the learning rate by each batch's effective sample size, and proves it by the rate that the optimizer used.
+"""Scaling of the learning rate by each batch's effective sample size, proved by the rate that the optimizer used.
 
 Patched functions in verl 0.9.1, see ``verl_patches.optimizer_steps``: ``train_batch(self, data, loss_function)`` and
 ``optimizer_step(self)`` of the engine's instance.
@@ -38,7 +38,7 @@ class EssLrSettings:
     floor: float
 
     def compute_factor(self, ess: float) -> float:
-        """Compute the factor; ``floor`` where no weight is above 0.
+        """Compute the factor; the result is ``floor`` if no weight is above 0.
 
         Example:
             >>> EssLrSettings("sqrt", 0.1).compute_factor(0.25), EssLrSettings("linear", 0.5).compute_factor(0.25)
@@ -59,9 +59,9 @@ class LrReport:
     """The learning rates of one optimizer step on one rank, one per group of parameters.
 
     Attributes:
-        factor: the received factor; None: none arrived.
+        factor: the received factor; None if no factor arrived.
         planned: the scheduler's learning rates.
-        read: the optimizer's learning rates, read after its step; None: it did not step.
+        read: the optimizer's learning rates, read after its step; None if it did not step.
         stepped: whether the gradient was finite; verl steps only then.
     """
 
@@ -187,7 +187,7 @@ class EssLr(Extension):
 
 
 def find_wrong_rate(reports: Sequence[Any], factor: float) -> str | None:
-    """Find a step of one update that did not use the scheduler's rate times ``factor``; None: all steps did."""
+    """Find a step of one update that did not use the scheduler's rate times ``factor``; None if all steps did."""
     if not reports or None in reports:
         return "an update reported no step of verl's optimizer, so its learning rate is unknown"
     for report in reports:

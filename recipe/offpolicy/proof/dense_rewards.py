@@ -42,7 +42,7 @@ class ScoredRows(Protocol):
 
 
 class DenseRewardGuard:
-    """Check every batch until the estimator is known to use the positions of rewards.
+    """Guard that checks every batch until the estimator is known to use the positions of rewards.
 
     Args:
         config: configuration of the run.

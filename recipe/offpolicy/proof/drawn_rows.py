@@ -1,4 +1,4 @@
-"""Draws the rows whose micro-batches are proved in an update; the trainer does this for all ranks."""
+"""Random choice of the rows whose micro-batches are proved in an update; the trainer draws them for all ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def draw_rows(tokens: Tensor, ranks: int, *, seed: str, first: bool) -> Tensor:
     """Draw rows of an update: (B,) int64, 1 for a drawn row, 2 for a drawn row whose micro-batch also runs trials.
 
     Args:
-        tokens: (B,) response tokens of each row, in an order in which each of ``ranks`` has a contiguous share.
+        tokens: (B,) number of response tokens of each row; the rows of each rank are contiguous.
         seed: seed of the draw.
-        first: True draws the first, the last, the longest and a random row of each rank, and more rows until the drawn
-            rows have ``ENOUGH`` tokens; False draws one random row of each rank. Rows without response tokens are
-            skipped if the rank has other rows. Trials run in the micro-batch of the longest drawn row.
+        first: if True, draw the first, the last, the longest and a random row of each rank, and more rows until the
+            drawn rows have ``ENOUGH`` tokens; if False, draw one random row of each rank. Rows without response tokens
+            are skipped if the rank has other rows. Trials run in the micro-batch of the longest drawn row.
 
     Example:
         >>> draw_rows(torch.tensor([3, 0, 9]), 1, seed="1", first=True).tolist()

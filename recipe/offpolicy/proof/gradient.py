@@ -3,7 +3,7 @@
 ``prove`` compares the gradient that arrives at the log-probs in the engine's own backward pass with weight * keep *
 verl's own gradient. Where mu equals pi_old, even a correction without effect passes this comparison. ``prove``
 therefore calls the installed loss again with log-probs just inside and just beyond each bound, where the expected
-gradient depends on the bound alone. ``proof.verify`` judges the result.
+gradient depends only on the bound. ``proof.verify`` judges the result.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ class Proof:
     """Evidence from one micro-batch, in plain Python.
 
     Attributes:
-        tokens: response tokens.
-        marked: sum of the marks with which the trainer requested the proof of this micro-batch.
-        tried: True if trials were made.
+        tokens: number of response tokens.
+        marked: sum of the marks by which the trainer requested the proof of this micro-batch.
+        tried: True if trials were run.
         identical_tokens: number of tokens whose mu equals pi_old bitwise.
         tolerance: largest accepted value of every error here, by the dtype of the log-probs.
         log_prob_bits: number of bits of the coarsest dtype among mu, pi_old and pi.
         distances: sums over tokens of |log pi_old - log mu|, in nats, with the mu of the previous, the same and the
-            next token. They reveal a mu that is off by one token. If pi_old is not computed, pi replaces it.
+            next token. These sums reveal a mu that is off by one token. If pi_old is not computed, pi replaces it.
         inner_tokens: number of tokens over which ``distances`` are summed.
         row_distances: sums over tokens of |log pi - log pi_old|, in nats, with the pi_old of the same row and of the
-            next row. They reveal that the engine's log-probs belong to other rows. If pi_old is not computed, mu
-            replaces it.
+            next row. These sums reveal whether the engine's log-probs belong to other rows. If pi_old is not computed,
+            mu replaces it.
         shifts: correction name -> result on the shifted micro-batch.
-        gradient_tokens: number of tokens at which the uncorrected policy term has a gradient; if there are none, the
-            proof shows nothing.
+        gradient_tokens: number of tokens at which the uncorrected policy term has a gradient; if it is 0, the proof
+            shows nothing.
         gradient_error: relative error of the gradient in the engine's own backward pass; None before this pass has run,
             infinite if no part of the loss was differentiated.
     """
@@ -129,7 +129,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
 
 
 def _take_few(batch: mb.MicroBatch) -> mb.MicroBatch:
-    """Take the longest row and a few others; trials set the policies themselves, so more rows would add no evidence."""
+    """Take the longest row and a few more; further rows would add no evidence, because trials set the policies."""
     tokens = batch.response_mask.sum(-1).tolist()
     rows = sorted((row for row, count in enumerate(tokens) if count), key=lambda row: -tokens[row])
     if len(tokens) <= MOST_TRIED:
@@ -219,7 +219,7 @@ def _watch(proof: Proof, watched: list[tuple[Tensor, Tensor, Tensor]], loss: Ten
     """Compare the gradients that arrive in the engine's backward pass with the expected gradients.
 
     Args:
-        watched: model outputs, nested or padded, each with its expected gradient, flat, and the scale of an error.
+        watched: model outputs, nested or padded, each with its expected gradient, flattened, and the scale of an error.
     """
     upstream: list[Tensor] = []
     errors: list[float] = []
@@ -240,7 +240,7 @@ def _watch(proof: Proof, watched: list[tuple[Tensor, Tensor, Tensor]], loss: Ten
 
 
 def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
-    """Return an error's scale; rounding grows with the weight, and a rejection (0) must not hide a gradient error."""
+    """Return the scale of an error: rounding grows with the weight, but a rejection (0) must not hide an error."""
     return torch.maximum(demanded.abs().max(), policy.abs().max())
 
 
@@ -266,7 +266,7 @@ def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
         gradient = adapter_gradient(adapter, spec, there, trial.constants)
         errors.append(relative_error((gradient - demanded).abs().max(), _scale(demanded, policy)))
         if spec.proximal != "recompute":
-            # Would the gradient differ if the loss read the decoy in pi_old?
+            # The trial is conclusive if the gradient would differ with the decoy as pi_old.
             decoy, _ = _demanded(adapter.base_loss, there, trial.factor)
             visible = bool((decoy != demanded).any())
         else:
@@ -315,7 +315,7 @@ def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
 
 
 def _share_by_age(batch: mb.MicroBatch) -> Tensor:
-    """Compute (a - 1) / a for each token of age a in versions, 0 at 0: (B, T) float64."""
+    """Compute (a - 1) / a for each token's age a in versions, or 0 at age 0: (B, T) float64."""
     if batch.versions is None or batch.plan is None:
         raise ValueError("correction.alpha=by_age: the batch has no versions of the weights that sampled its tokens.")
     age = batch.versions.compute_ages(batch.plan.step, batch.response_mask).double()

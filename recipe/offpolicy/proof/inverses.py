@@ -13,11 +13,11 @@ from torch import Tensor
 HIGH = 0.95
 """The higher of two different probabilities."""
 MOST_UPWARD = 2.5
-"""Largest KL(low, ``HIGH``), in nats, of a low probability; KL(``HIGH``, low) reaches 12.9."""
+"""Largest KL(low, ``HIGH``), in nats, for any low probability; KL(``HIGH``, low) can reach 12.9."""
 
 
 def invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tensor:
-    """Compute one token's log-ratio at which the aggregate's sum is ``value``; its sign is ``free`` where possible."""
+    """Compute the log-ratio of one token at which the aggregate's sum is ``value``, with sign ``free`` if possible."""
     match aggregate.split("_")[0]:
         case "k1":
             return -value
@@ -52,11 +52,11 @@ def _invert_k3(value: Tensor, sign: float) -> Tensor:
 
 
 def place_gap(at: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose two probabilities of each token that differ by ``gap`` at ``at``, and are equal elsewhere.
+    """Choose two probabilities for each token that differ by ``gap`` where ``at`` is true, and are equal elsewhere.
 
     Args:
         at: (B, T) bool.
-        gap: float64 that broadcasts against it, of one sign, within (-1, 1).
+        gap: float64 that broadcasts against ``at``; all values have the same sign and lie in (-1, 1).
 
     Returns:
         (B, T) float64 of the numerator and of the denominator.
@@ -71,7 +71,7 @@ def invert_binary_kl(aggregate: str, value: float, up: bool) -> float:
     """Find the probability below ``HIGH`` whose binary KL divergence is ``value``.
 
     Args:
-        up: the numerator is ``HIGH`` and the denominator is the probability found; otherwise the reverse.
+        up: True if the numerator is ``HIGH`` and the denominator is the probability to find; False for the reverse.
     """
 
     def divergence(p: float, q: float) -> float:

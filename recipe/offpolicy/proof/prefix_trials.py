@@ -19,8 +19,7 @@ from .inverses import HIGH, MOST_UPWARD, invert_aggregate, invert_binary_kl, pla
 from .trials import BEYOND, MEAN_WEIGHT, Trial, list_bounds, measure_step, mix_signs, place_masses, replace_policies
 
 _CLEAR = 1e-4
-"""Difference between a prefix's value and its bound, in nats, below which they cannot be distinguished with float32
-log-probs."""
+"""Smallest difference between a prefix's value and its bound, in nats, that float32 log-probs can resolve."""
 
 _WIDEST = {False: 0.9, True: MOST_UPWARD}
 """Largest difference of probabilities (False), and largest binary KL divergence in nats (True), of a token in a
@@ -123,7 +122,7 @@ def _build_mask_trial(
     looks: bool = True,
     mixed: bool = False,
 ) -> Trial:
-    """Build a trial; ``looks``: the mask applies to this advantage sign; ``mixed``: later tokens' sign is opposite."""
+    """Build a trial; ``looks``: the mask applies to this advantage sign; ``mixed``: later tokens have the opposite."""
     mask = batch.response_mask
     by_mass = spec.aggregate.startswith("binary_")
     # The difference for two tokens may exceed the largest difference of one token's probabilities.

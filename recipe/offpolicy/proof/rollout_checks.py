@@ -57,10 +57,10 @@ class RolloutChecker:
         self._metrics: dict[str, float] = {}
 
     def check_sampled(self, rows: TensorDict) -> list[int]:
-        """Check that mu contains log-probs; return its rows' checksums, see ``seals.compute_row_checksums``.
+        """Check that mu contains log-probs; return the rows' checksums, see ``seals.compute_row_checksums``.
 
         Args:
-            rows: with the columns in ``SAMPLED``, (B, T) each, nested or padded.
+            rows: contains the columns in ``SAMPLED``, (B, T) each, nested or padded.
 
         Raises:
             RolloutLogProbError: mu is missing or does not contain log-probs.
@@ -73,7 +73,7 @@ class RolloutChecker:
         """Check mu against the log-probs that the trainer has computed.
 
         Args:
-            rows: with the columns in ``ALIGNED``, (B, T) each, nested or padded; "responses" is also needed to
+            rows: contains the columns in ``ALIGNED``, (B, T) each, nested or padded; "responses" is also needed to
                 recognise equal rows of a group.
             groups: prompt of each row.
 
@@ -104,7 +104,7 @@ class RolloutChecker:
 
 @contextlib.contextmanager
 def name_missing_column() -> Iterator[None]:
-    """Turn a failed fetch of ``SAMPLED`` into ``RolloutLogProbError`` if mu is missing: TransferQueue names no column.
+    """Convert a failed fetch of ``SAMPLED`` to ``RolloutLogProbError`` if mu is missing; TransferQueue names no column.
 
     Raises:
         RolloutLogProbError: some rows have no mu. (The other columns in ``SAMPLED`` exist in every rollout.)
@@ -160,7 +160,7 @@ def measure_difference(rollout_log_prob: Tensor, old_log_prob: Tensor, response_
 
 
 class SameEngineCheck:
-    """Check of one run, in the trainer's process, active until a batch has shown that mu equals pi_old.
+    """Check in the trainer's process that remains active until a batch has shown that mu equals pi_old.
 
     A resumed run is a new process and checks its first step again.
 
@@ -175,8 +175,8 @@ class SameEngineCheck:
         """Judge a batch after the trainer has computed pi_old.
 
         Args:
-            rows: with the columns in ``ALIGNED``, (B, T) each, nested or padded.
-            uids: prompt of each row.
+            rows: contains the columns in ``ALIGNED``, (B, T) each, nested or padded.
+            uids: uid of each row's prompt.
 
         Raises:
             SameEngineError: at some token, mu differs from pi_old by more than ``TOLERANCE``.

@@ -1,9 +1,9 @@
-"""Detection of rollout log-probs that are missing, replaced, or from a distribution other than the tokens'.
+"""Detection of rollout log-probs that are missing, replaced, or from a distribution that did not sample the tokens.
 
 The sum over the vocabulary of mu(v) * pi_old(v) / mu(v) is 1 for any pi_old, however different the weights are. An
 engine that samples from p but reports q yields the sum of p * pi_old / q instead. With pi_old = p, this sum is
-1 + chi2(p | q) > 1, for example if q are raw log-probs or log-probs at another temperature. The excess is a martingale
-over tokens, so responses may end at any token.
+1 + chi2(p | q) > 1, for example if the engine reports raw log-probs or log-probs at another temperature. The excess is
+a martingale over tokens, so responses may end at any token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..correction.row_layout import BLOCK, RowLayout, detect_layout, split_token
 LEAST_TOKENS = 8
 """Minimum number of tokens for a sequence, or a batch, to be judged."""
 FAR = 1.0
-"""Smallest |log pi_old - log mu| of a token, in nats, at which its mu may be a placeholder."""
+"""Smallest |log pi_old - log mu|, in nats, at which a token's mu may be a placeholder."""
 UNSURE = 0.1
 """Mean -log pi_old, in nats per token, above which an all-zero sequence cannot be the rollout engine's log-probs."""
 
@@ -54,14 +54,14 @@ def build_missing_error(present: object) -> RolloutLogProbError:
 
 
 def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor, column: Column = MU) -> None:
-    """Check, from the values of mu alone, that they can be log-probs.
+    """Check from the values of mu alone that these values can be log-probs.
 
     Args:
         rollout_log_prob: (B, T) log mu, or nested by row like the mask; or the column that ``column`` names.
         response_mask: (B, T) bool or 0/1.
 
     Raises:
-        RolloutLogProbError: most values of mu are not finite, are above 0, or are one constant; or ``column.error``.
+        RolloutLogProbError: most values of mu are not finite, are above 0, or equal one constant; or ``column.error``.
     """
     rows = detect_layout(mu=rollout_log_prob, mask=response_mask)
     columns = (rows.tokens(each).flatten().split(BLOCK) for each in (rollout_log_prob, response_mask))

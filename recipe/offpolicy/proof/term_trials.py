@@ -58,7 +58,7 @@ class ShiftResult:
 
 
 def base_gradient(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> Tensor:
-    """Compute verl's gradient at the log-probs with ``factor`` (B, T) as its weights: (total tokens,)."""
+    """Compute verl's gradient at the log-probs, (total tokens,), with ``factor`` (B, T) as verl's weights."""
     output, leaf = batch.leaf()
     handed: dict[str, Any] = {
         "old_log_probs": batch.old_log_prob,
@@ -91,7 +91,7 @@ def adapter_gradient(
 
 
 def isolate(adapter: CorrectedLoss, spec: CorrectionSpec) -> CorrectedLoss:
-    """Copy the installed loss with a single correction and without proof."""
+    """Copy the installed loss, with ``spec`` as its only correction and without a proof."""
     # This is a shallow copy of the installed loss, because a substitute class would prove nothing about that loss.
     alone = copy.copy(adapter)
     alone.spec, alone.prove, alone.shadows, alone.moving, alone.extensions = spec, False, {}, {}, {}
@@ -107,7 +107,7 @@ def token_share(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBat
 
 
 def penalty_gradient(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
-    """Compute 2 c log r times each token's share of verl's mean, 0 where it is not finite: (total tokens,).
+    """Compute 2 c log r times each token's share of verl's mean, or 0 where log r is not finite: (total tokens,).
 
     Args:
         batch: micro-batch with the pi_old that the loss uses.
@@ -179,7 +179,7 @@ def _keeps(mask: MaskSpec, ratio: Tensor) -> Tensor:
 
 
 def place_masses(spec: CorrectionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Place p and q of the likeliest tokens beyond and inside each bound of the correction; return their logs, float32.
+    """Place p and q of the likeliest tokens beyond and inside each of the correction's bounds; return float32 logs.
 
     Args:
         like: (..., K), shape of the result.
@@ -250,7 +250,7 @@ def try_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroB
     errors, scales = [], []
     for ratio in (0.7, 1.5) if upper is None else (0.7, math.sqrt(upper), 1.1 * upper):
         shifted = (log_prob - math.log(ratio)).float()
-        # The other ratio is the inverse, so using the wrong ratio is detected.
+        # The other ratio is the inverse, so that use of the wrong ratio is detected.
         other = (log_prob + math.log(ratio)).float()
         of_mu = spec.kl_weight.ratio == "full"
         moved = replace(
@@ -273,7 +273,7 @@ def try_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroB
 
 
 def try_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare a penalty's gradient with 2 c log r of its own ratio, while the policy term has no gradient."""
+    """Compare a penalty's gradient with 2 c log r, r being its own ratio, while the policy term has no gradient."""
     assert spec.penalty is not None
     log_prob = batch.log_prob.double()
     # The shift in either direction is large enough that the penalty's gradient is as large as a policy term's.

@@ -1,10 +1,10 @@
 """Token alignment of mu: uses the trainer's log-probs over whole batches to check that mu belongs to its tokens.
 
 If two rows differ at a position, the rollout engine and the trainer usually assign the higher log-prob to the same row.
-This holds whatever the mismatch, and even with stale weights. The share of pairs that agree is then near 1. Log-probs
-that belong to other rows agree only by chance, in half of the pairs. Log-probs that are off by one token agree better
-with the neighbouring token. Only signs are counted, so neither a drift common to all tokens nor one extreme token
-matters.
+This holds whatever the mismatch, and even with stale weights, so the share of pairs on which they agree is near 1. If
+the log-probs belong to other rows, engine and trainer agree only by chance, on half of the pairs. If the log-probs are
+off by one token, the agreement is better with the neighbouring token. Only signs are counted, so neither a drift common
+to all tokens nor one extreme token matters.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import Tensor
 from ..correction.deferred_value import DeferredValue, fetch
 
 MARGIN = 0.1
-"""Smallest difference between two log-probs, in nats and under both policies, at which a pair is counted."""
+"""A pair is counted only if its two log-probs differ by at least this many nats under both policies."""
 MOST_ELEMENTS = 1 << 18
-"""Maximum number of elements of a batch that are compared; larger batches are subsampled evenly by row."""
+"""Maximum number of a batch's elements that are compared; larger batches are subsampled evenly by row."""
 MOST_POSITIONS = 512
 """Maximum number of tokens per row that are compared."""
 LEAST_PAIRS = 128
-"""Minimum number of pairs at a lag for its concordance to be judged."""
+"""Minimum number of pairs at a lag for the concordance at this lag to be judged."""
 LEAST_ROWS, ENOUGH_ROWS = 32, 128
 """Minimum number of rows for a judgement, and number of rows after which the counts are reset. Until then, updates are
 pooled."""
 ROWS_OF_A_GROUP = 2
 """Maximum number of rows of one prompt that count as independent."""
 BETTER_BESIDE = 0.2
-"""Smallest gain in concordance with the neighbouring token at which mu counts as off by one; higher with few rows."""
+"""Smallest gain in concordance from shifting mu by one token at which mu counts as off by one; higher for few rows."""
 
 LAGS = (-1, 0, 1)
 KINDS = ("rows", "siblings", "tokens")
@@ -57,18 +57,19 @@ class PairCounts:
         return PairCounts(pairs, agreeing, self.rows + other.rows)
 
     def concordance(self, lag: int = 0) -> float:
-        """Compute (agreeing - disagreeing) / pairs: 1 if all agree, 0 by chance, 0.0 without pairs."""
+        """Compute (agreeing - disagreeing) / pairs: 1 if all agree, about 0 by chance, and 0.0 if there are no
+        pairs."""
         place = LAGS.index(lag)
         return 2.0 * self.agreeing[place] / self.pairs[place] - 1.0 if self.pairs[place] else 0.0
 
 
 @dataclass(frozen=True)
 class AlignmentTally:
-    """Agreement counts between mu and the trainer's policy; plain Python; they add up over micro-batches and updates.
+    """Counts of agreement between mu and the trainer's policy, in plain Python; add up over micro-batches and updates.
 
     Attributes:
         rows: pairs of two rows at the same position.
-        siblings: pairs of two rows of one prompt; counted if groups are given.
+        siblings: pairs of two rows of one prompt; counted only if groups are given.
         tokens: pairs of two neighbouring tokens of a row.
     """
 
@@ -168,8 +169,8 @@ def _tally(numbers: list[int]) -> AlignmentTally:
 def compute_chance_limit(rows: int) -> float:
     """Compute the concordance below which log-probs of this many rows count as misaligned.
 
-    By chance, it is 0 with a standard deviation of about 0.7 / sqrt(rows). For an aligned mu, it is usually >= 0.98.
-    The lowest value observed was 0.44, with weights so stale that KL exceeds 1 nat per token.
+    By chance, the concordance is 0 with a standard deviation of about 0.7 / sqrt(rows). For an aligned mu, it is
+    usually >= 0.98. The lowest value observed was 0.44, with weights so stale that KL exceeds 1 nat per token.
     """
     return min(0.25, 0.4 - 3.0 / math.sqrt(rows))
 
@@ -183,7 +184,7 @@ class AlignmentChecker:
     """Checker of tallies, which pools updates until there are enough pairs.
 
     Args:
-        allow_unrelated: measure only, never raise.
+        allow_unrelated: only measure, and never raise an error.
         limit: rows -> concordance below which log-probs belong to other rows.
         enough: number of rows after which the counts are reset.
         column, short: names that errors use for the column that is compared with the trainer's policy.
@@ -239,7 +240,7 @@ class AlignmentChecker:
 
 
 def find_shift(count: PairCounts) -> int:
-    """Find the lag at which both policies agree better than at lag 0: -1, 1, or 0 if there is none."""
+    """Find the lag, -1 or 1, at which both policies agree better than at lag 0; 0 if there is no such lag."""
     alongside = max((-1, 1), key=lambda lag: count.concordance(lag) if _has_enough_pairs(count, lag) else -2.0)
     # Pairs within a row are dependent, so 16 of them count as one row.
     better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16, 1)))
@@ -252,7 +253,7 @@ def _has_enough_pairs(count: PairCounts, lag: int) -> bool:
 
 
 def _has_many_tokens(count: PairCounts) -> bool:
-    """Return True for few rows with enough tokens."""
+    """Return True if there are few rows, but enough tokens."""
     return max(count.pairs) >= 8 * LEAST_PAIRS
 
 
@@ -263,7 +264,7 @@ Side = tuple[Tensor, ...]
 def _count_pairs(
     sides: Sequence[tuple[Side, Side]], like: Tensor, groups: Tensor | None = None, kinds: int = 0
 ) -> Tensor:
-    """Count pairs of equal (row, position) in both sides, with mu of both taken at each lag.
+    """Count the pairs formed by the same (row, position) on both sides, with the mu of both sides taken at each lag.
 
     Args:
         like: tensor on the device of all inputs.

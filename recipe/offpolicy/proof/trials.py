@@ -1,9 +1,9 @@
 """Trial micro-batches on which one correction must act in a known way, independent of the actual policies.
 
 Each trial changes mu and pi_old (and also pi for differences of probabilities, or the versions of the weights for ages)
-so that some units are just beyond or just inside a bound and all other units are far from it. It states the factor by
-which the correction must multiply each token's gradient. This factor is derived from the bound and the definition of
-the aggregate, without using the correction's code.
+so that some units are just beyond or just inside a bound and all other units are far from it. The trial states the
+factor by which the correction must multiply each token's gradient. This factor is derived from the bound and the
+definition of the aggregate, without using the correction's code.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ..correction import BatchConstants, MaskSpec, WeightSpec, turns
 from .inverses import HIGH, MOST_UPWARD, invert_aggregate, invert_binary_kl, place_gap
 
 BEYOND = 0.01
-"""Distance beyond a bound, in nats: larger than rounding errors and inside the base loss's own clip."""
+"""Distance beyond a bound, in nats: larger than rounding errors, but within the base loss's own clip."""
 
 MEAN_WEIGHT = 2.0
 _NEAR = 0.02
-"""Step from a bound, relative to the bound in nats. It is fine enough to detect a bound with another factor."""
+"""Step from a bound, relative to the bound in nats; small enough to detect a bound with a different factor."""
 _LEAST = 1e-4  # nats, larger than the rounding error of float32 log-probs
 _ON_RATIO = ("product", "geometric", "any", "exp_abs_mean")
 """Aggregates whose bounds are ratios; they are compared in log space."""
@@ -53,7 +53,7 @@ class Trial:
     """A changed micro-batch and the expected gradient factors.
 
     Attributes:
-        label: the bound under test, which at least one of its trials must be able to show; empty for none.
+        label: the bound under test. At least one trial with this label must be able to show the bound. Empty for none.
         batch: micro-batch with the policy's ``log_prob``, detached.
         factor: (B, T) factor by which the uncorrected gradient of each token's policy term is multiplied.
         constants: batch-level constants, as the trainer would send them.
@@ -171,7 +171,7 @@ def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator
 
 
 def list_bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
-    """Yield each bound as (-1 for a lower and +1 for an upper side, bound in nats of log ratio or in its own unit)."""
+    """Yield each bound as (side, bound): -1 or +1 for lower or upper, and nats of log-ratio or the bound's own unit."""
     if spec.delta is not None:
         yield -1.0, -spec.delta
     elif spec.budget is not None:
@@ -184,12 +184,12 @@ def list_bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
 
 
 def _list_ages(factors: tuple[float, ...]) -> Iterator[tuple[int, float]]:
-    """Yield each age with its factor, and one more age, which has the last factor."""
+    """Yield each age with its factor, and then one more age with the last factor."""
     yield from enumerate((*factors, factors[-1]))
 
 
 def _measure_near(bound: float) -> float:
-    """Compute a step from a bound, in nats, fine enough to detect a bound with another factor."""
+    """Compute a step from a bound, in nats, that is small enough to detect a bound with a different factor."""
     return max(_NEAR * abs(bound), _LEAST)
 
 
@@ -200,7 +200,7 @@ def _step_from_bound(spec: MaskSpec, bound: float, side: float, beyond: bool) ->
         return bound + (side if beyond else -side) * _measure_near(bound)
     if not beyond:
         return bound / 2
-    # Differences of probabilities and squares of small ratios need a finer step than nats.
+    # Differences of probabilities and squares of small ratios need a smaller step than nats do.
     return bound + side * measure_step(spec, bound)
 
 

@@ -22,14 +22,14 @@ from ..correction.bounds import compute_fingerprint, read_bounds
 from .gradient import Proof, isolate_parts
 
 FOREIGN = 0.1
-"""Mean |log pi - log pi_old|, in nats per token, below which pi and pi_old belong to one policy and the same
+"""Mean |log pi - log pi_old|, in nats per token, below which pi and pi_old must come from one policy and the same
 sequences."""
 LEAST_INNER = 8
 """Minimum number of tokens with two neighbours to conclude that mu is off by one; fewer tokens can match by chance."""
 
 
 class UpdateEvidence(Protocol):
-    """Interface of one micro-batch's evidence, see ``worker.metrics.Packet``."""
+    """Interface of the evidence from one micro-batch, see ``worker.metrics.Packet``."""
 
     fingerprint: int
     rows: list[int]
@@ -53,24 +53,24 @@ def verify(
     again: bool = False,
     steps: int = 0,
 ) -> dict[str, float]:
-    """Check an update with proofs, the first one or a later one.
+    """Check an update that contains proofs, whether it is the first such update or a later one.
 
     Args:
         packets: one packet per micro-batch, from every rank.
         spec: the trainer's spec, with the bounds of this update.
         sampled_rows: checksums of mu as the rollout returned it, see ``seals.compute_row_checksums``.
-        epochs: how often the worker visits each row.
+        epochs: number of times that the worker visits each row.
         allow_identical: True if mu may be bitwise identical to pi_old.
         moving: parts whose bounds are sent with each update; the fingerprint excludes them.
         plan: fingerprint of the plan sent with this update; None: not compared.
         marked: sum of the marks that request proofs; None: all micro-batches must be proved.
-        again: True if the correction was proved before; then it is not a failure if a few rows do not show all of its
-            parts.
+        again: True if the correction was proved before. It is then not a failure if a few rows do not show all of the
+            correction's parts.
         steps: number of optimizer steps that the engine made; 0: unknown.
 
     Returns:
         Metrics for ``offpolicy/live/``. ``proved`` is 0.0 if the update had no gradient to judge, for example because
-        all advantages are zero; then the next update is judged.
+        all advantages are zero. In that case, the next update is judged instead.
 
     Raises:
         LivenessError: evidence is missing or wrong.
@@ -128,7 +128,7 @@ def verify_update(
     plan: int | None = None,
     steps: int = 0,
 ) -> None:
-    """Check evidence that every update sends: adapter, spec, bounds, mu, the engine's factor and verl's denominators.
+    """Check the evidence that every update sends: adapter, spec, bounds, mu, the engine's factor, verl's denominators.
 
     Each micro-batch must come from the adapter, and must use the trainer's spec and bounds as well as the sampled mu.
     The engine must have multiplied its loss by the correct factor. The micro-batches of an optimizer step must add up
@@ -331,12 +331,12 @@ def describe_proof(spec: CorrectionSpec, live: Mapping[str, float]) -> str:
 def describe_rest(
     spec: CorrectionSpec, live: Mapping[str, float], sealed: Sequence[str], add_ons: Mapping[str, str | None]
 ) -> str:
-    """Describe what else was compared at this update, and what was not proved.
+    """Describe what else was compared at this update, and which add-ons are not proved.
 
     Args:
         live: metrics of ``verify``.
         sealed: columns whose values in the loss were compared with those at their source.
-        add_ons: name -> why it is not proved; None if it is proved.
+        add_ons: name of each add-on -> the reason why it is not proved; None if it is proved.
     """
     proved = [f"{', '.join(sorted(sealed))} per sequence with the values at their source"] if sealed else []
     proved += [name for name, why in add_ons.items() if why is None]

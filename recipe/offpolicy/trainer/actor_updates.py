@@ -1,4 +1,4 @@
-"""``update_actor`` of verl's worker groups: in every program, the driver makes all gradient updates through this call.
+"""``update_actor`` of verl's worker groups, through which the driver makes all gradient updates in every program.
 
 A worker group that no corrected trainer has adopted refuses to update, because it would train without the correction
 and without its proof.
@@ -13,7 +13,7 @@ Update = Callable[..., Any]
 
 
 class UnadoptedUpdate:
-    """``update_actor`` of a worker group without a corrected trainer.
+    """Replacement for ``update_actor`` of a worker group that no corrected trainer has adopted.
 
     Args:
         verls: verl's own method of the group.
@@ -33,7 +33,7 @@ class UnadoptedUpdate:
 
 
 class AdoptedUpdate:
-    """``update_actor`` of a corrected trainer's worker group; a copy in another process becomes an ``UnadoptedUpdate``.
+    """Replacement for ``update_actor`` of an adopted worker group; it is unpickled as an ``UnadoptedUpdate``.
 
     Args:
         update: called with verl's own method and the arguments.

@@ -1,4 +1,4 @@
-"""Chooses the add-ons of a run that are not extensions, outermost first, leaving out disabled add-ons."""
+"""Choice of the add-ons of a run that are not extensions, outermost first; disabled add-ons are left out."""
 
 from __future__ import annotations
 

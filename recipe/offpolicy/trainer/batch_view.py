@@ -1,4 +1,4 @@
-"""Common part of the batch views for add-ons, and log-probs from the trainer's own forward pass."""
+"""The common part of the batch views for add-ons, and rows for the trainer's own forward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Pair = tuple[list[int], list[int]]
 
 
 class MediaError(RuntimeError):
-    """A row has images, videos or audio, but would be scored without them or with those of another row."""
+    """A row has images, videos or audio, but would be scored without these inputs or with those of another row."""
 
 
 def demand_text(inputs: Iterable[Mapping[str, Any] | None]) -> None:
@@ -46,9 +46,9 @@ def _shape_positions(positions: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def count_rows(rows: int, batch: int, ranks: int, config: DictConfig) -> int:
-    """Compute the row count of a pass over ``rows``, the smallest that workers can split like ``batch`` rows.
+    """Compute the number of rows to send for ``rows`` rows: the smallest that the workers can split.
 
-    An engine with pipeline stages can require a number of micro-batches, so it receives as many rows as the batch.
+    An engine with pipeline stages can require a certain number of micro-batches, so it receives ``batch`` rows.
     """
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     a_rank = 1 if rollout.get("log_prob_use_dynamic_bsz") else rollout.get("log_prob_micro_batch_size_per_gpu")
@@ -59,7 +59,7 @@ def count_rows(rows: int, batch: int, ranks: int, config: DictConfig) -> int:
 
 
 def repeat_rows(rows: Sequence[Pair], count: int) -> list[Pair]:
-    """Repeat rows until there are ``count``."""
+    """Repeat rows until there are ``count`` rows."""
     return [rows[place % len(rows)] for place in range(count)]
 
 
@@ -67,7 +67,7 @@ def build_padded(rows: Sequence[Pair], axes: Sequence[int] = ()) -> dict[str, Te
     """Build verl's padded columns of rows: prompts are padded on the left, responses on the right.
 
     Args:
-        axes: shape of one position, (4,) for models with images, () otherwise.
+        axes: shape of one token's position: (4,) for models with images, otherwise ().
 
     Example:
         >>> build_padded([([5], [6, 7]), ([8, 9], [1])])["input_ids"]
@@ -114,12 +114,12 @@ def name_keys(count: int) -> list[str]:
 
 
 class HeldBatch:
-    """One batch that verl's trainer holds.
+    """View of one of verl's batches, in the trainer's process.
 
     Args:
         batch: verl's batch.
         step: the trainer's step.
-        sent: called with the columns that go to the workers, for all rows.
+        sent: called with the columns that are sent to the workers, for all rows.
         forward: computes log-probs of (prompt, response) pairs with the trainer's own forward pass, outside the batch.
         decide: runs the rollout stage of the active correction on the batch.
     """

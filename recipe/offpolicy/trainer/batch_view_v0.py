@@ -17,7 +17,7 @@ from ..extensions.batch_view import check_columns
 from .batch_view import ESTIMATES, HeldBatch
 
 _SCORES = ("token_level_scores", "rm_scores")
-"""Column that exists once the advantages are computed, and column that exists after the rollout."""
+"""The column that exists once advantages have been computed, and the column that exists after the rollout."""
 _REWARDS = "token_level_rewards"
 """Input of the estimator: the scores, minus the KL penalty if the reward includes it."""
 
@@ -57,7 +57,7 @@ class DataProtoBatch(HeldBatch):
 
     @contextmanager
     def without_rejected(self, groups: Groups) -> Iterator[None]:
-        """Let verl estimate advantages with these ``groups``, and set the advantages of silent rows to 0."""
+        """Let verl estimate advantages with these ``groups``, and then set the advantages of silent rows to 0."""
         uids = self.batch.non_tensor_batch["uid"]
         self.batch.non_tensor_batch["uid"] = np.array(groups.uids, dtype=object)
         yield
@@ -98,7 +98,7 @@ class DataProtoBatch(HeldBatch):
 
 
 class DataProtoPrompts:
-    """``PromptView`` of the DataProto from which the V0 trainer is about to sample."""
+    """``PromptView`` of the DataProto with the prompts for which the V0 trainer is about to sample responses."""
 
     def __init__(self, prompts: DataProto, step: int) -> None:
         self._prompts = prompts

@@ -24,7 +24,7 @@ class TransferQueueBatch(HeldBatch):
     """One batch in TransferQueue; see also ``extensions.add_ons.TrainerBatch``.
 
     Attributes:
-        batch: verl's KVBatchMeta, whose metadata includes all columns put so far; verl continues with it.
+        batch: verl's KVBatchMeta, whose metadata includes all columns put so far; verl continues with this object.
     """
 
     def __init__(self, batch: Any, *arguments: Any, **named: Any) -> None:
@@ -56,7 +56,7 @@ class TransferQueueBatch(HeldBatch):
 
     @contextmanager
     def without_rejected(self, groups: Groups) -> Iterator[None]:
-        """Let verl estimate advantages with these ``groups``, and set the advantages of silent rows to 0."""
+        """Let verl estimate advantages with these ``groups``, and then set the advantages of silent rows to 0."""
         uids = self.list_uids()
         self.batch = put_columns(self.batch, uid=NonTensorStack(*groups.uids))
         yield
@@ -108,7 +108,7 @@ class TransferQueueBatch(HeldBatch):
         return column[self._real]
 
     def _whole(self, column: Tensor) -> Tensor:
-        """Expand a column to all rows: nested if it is per token, zeros on padding rows."""
+        """Expand a column to all rows, with zeros on padding rows; a per-token column is returned nested."""
         if column.dim() == 1:
             whole = column.new_zeros(len(self.is_padding))
             whole[self._real] = column
@@ -120,7 +120,7 @@ class TransferQueueBatch(HeldBatch):
 
 
 class TensorDictPrompts:
-    """``PromptView`` of the TensorDict that the V1 trainer is about to submit."""
+    """``PromptView`` of the TensorDict with the prompts that the V1 trainer is about to submit."""
 
     def __init__(self, prompts: TensorDict, step: int) -> None:
         self._prompts = prompts

@@ -1,4 +1,4 @@
-"""One corrected run: its methods replace those of verl's trainer, and call the originals.
+"""One corrected run, whose methods replace those of verl's trainer and call the originals.
 
 The methods are set on the trainer's instance, so any subclass of verl's trainers works without changes.
 """
@@ -118,7 +118,7 @@ class CorrectedRun:
 
     @cached_property
     def cost(self) -> StepCost:
-        """Cost of the current step."""
+        """Measured cost of the current step."""
         return StepCost()
 
     @cached_property
@@ -127,7 +127,7 @@ class CorrectedRun:
         return AddOns.from_config(self.config, tuple(self._choose(self)))
 
     def _begin(self) -> None:
-        """Start the monitoring and the add-ons, once; verl's constructor has set the configuration."""
+        """Start the monitoring and the add-ons once; verl's constructor has already set the configuration."""
         if self._begun:
             return
         self._begun = True
@@ -155,7 +155,7 @@ class CorrectedRun:
             self.workers.install_offpolicy(parts)
 
     def _hand_over_loss(self) -> None:
-        """Give the engine's workers the loss for the next updates."""
+        """Send the loss for the next updates to the engine's workers."""
         loss = build_loss(
             self.config,
             self.correction,
@@ -166,7 +166,7 @@ class CorrectedRun:
         self.workers.set_loss_fn(loss)
 
     def split_batch(self) -> BatchSplit:
-        """Describe how workers split a batch."""
+        """Describe how the workers split a batch."""
         return BatchSplit.of(self.config, self._count_ranks())
 
     def _decide(self, batch: Any) -> RolloutStage:

@@ -1,4 +1,4 @@
-"""A run with verl's V0 trainer, ``RayPPOTrainer``: the same from verl 0.7.1 to 0.9.1, with engines or legacy actors.
+"""A run with verl's V0 trainer, ``RayPPOTrainer`` of verl 0.7.1 to 0.9.1, with engines or legacy actors.
 
 Patched functions: ``METHODS``, the module's ``compute_advantage``, which ``fit`` calls, and ``update_actor``,
 ``compute_log_prob`` and ``set_loss_fn`` of the actor's worker group. A trainer with its own ``fit`` may call the worker
@@ -220,7 +220,7 @@ class CorrectedV0(CorrectedRun):
         return [found[row, : len(response)].tolist() for row, (_, response) in enumerate(rows)]
 
     def _look(self, batch: Any) -> None:
-        """Check a rollout when the trainer first receives its log-probs."""
+        """Check a rollout as soon as the trainer receives the rollout's log-probs."""
         if self.supervision.wants_sampled:
             rows = _tensors(batch)
             self.supervision.sampled(rows)
@@ -250,8 +250,8 @@ class CorrectedV0(CorrectedRun):
         if self.add_ons.uses("on_rollout"):
             self.add_ons.on_rollout(self._view(batch))
         if self.supervision.takes_mu:
-            # The loss chooses its own pi_old; until then mu fills the column. verl logs the mean entropy of a forward
-            # pass that does not run here.
+            # The loss chooses its own pi_old; until then, the column contains mu. verl logs the mean entropy of a
+            # forward pass that does not run here.
             mu = batch.batch[ROLLOUT_LOG_PROBS]
             unknown = torch.full_like(mu, torch.nan, dtype=torch.float32)
             made = DataProto.from_dict({"old_log_probs": mu, "entropys": unknown})
@@ -310,7 +310,7 @@ class CorrectedV0(CorrectedRun):
         return output
 
     def _let_mu_stand_in(self, tensors: TensorDict) -> None:
-        """Replace pi_old with mu if pi_old was computed although the correction does not use it."""
+        """Replace pi_old with mu if pi_old was computed but the correction does not use it."""
         if self.supervision.takes_mu and not self._scored:
             tensors["old_log_probs"] = tensors[ROLLOUT_LOG_PROBS]
             self._seal(tensors, {"old_log_probs": tensors[ROLLOUT_LOG_PROBS]})

@@ -1,4 +1,4 @@
-"""A run with verl's V1 trainer: hands the loss to the workers, and stops the run unless the loss is proved live.
+"""A run with verl's V1 trainer; it sends the loss to the workers, and stops unless the loss is proved live.
 
 Patched functions in verl 0.9.1: ``METHODS`` of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and
 ``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``.update_actor(batch)`` / ``.compute_log_prob(batch)`` of the actor's worker
@@ -197,7 +197,7 @@ class CorrectedV1(CorrectedRun):
             self.add_ons.on_rollout(view)
             batch = view.batch
         if self.supervision.takes_mu:
-            # The loss chooses its own pi_old; until then mu fills the column.
+            # The loss chooses its own pi_old; until then, the column contains mu.
             return self._put_mu(batch)
         self._flag(batch)
         with self.cost.of_pi_old():

@@ -1,7 +1,7 @@
 """Set-up of this package's logger, for runs in which verl does not set up its own.
 
-verl's V1 trainer sets up the logger ``verl``. Its V0 trainer does not, so INFO messages would be lost, for example the
-message that a correction is live.
+verl's V1 trainer sets up the logger ``verl``, but its V0 trainer does not, so INFO messages would be lost, for example
+the message that a correction is live.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""State of a trainer between updates: the proof of the correction, and the metrics of the last update.
+"""Supervision of a trainer's updates: the proof of the correction, and the metrics of the last update.
 
-Supervision is the same for every trainer; the trainer provides the batches and metrics.
+It is the same for every trainer; the trainer provides the batches and metrics.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..worker.metrics import take_packets
 logger = logging.getLogger("verl.offpolicy")
 
 AFTER_MOVED = 10
-"""Number of updates between two proofs if bounds have moved since the last proof; they can move at each update."""
+"""Number of updates between two proofs if bounds have moved since the last proof; bounds can move at each update."""
 _COARSE = (
     "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats per token looks like mismatch, and makes "
     "narrow bands reject tokens. Compute log-probs in float32 in the trainer."
@@ -42,7 +42,7 @@ _COARSE = (
 
 
 class Supervision:
-    """Judges each update from the packets that the workers' loss sent.
+    """Supervisor that judges each update from the packets that the workers' loss sent.
 
     Args:
         spec: the configured correction.
@@ -51,7 +51,7 @@ class Supervision:
 
     Attributes:
         proving: True if the active correction has not been proved yet; the next update must prove it.
-        proof: a sentence and the evidence, if the last update proved the correction.
+        proof: a sentence, and the evidence; set if the last update proved the correction.
         active_correction: the active correction and its bounds.
     """
 
@@ -85,11 +85,11 @@ class Supervision:
 
     @property
     def wants_sampled(self) -> bool:
-        """True if ``sampled`` and ``aligned`` must be called with each batch."""
+        """True if the trainer must call ``sampled`` and ``aligned`` with each batch."""
         return not self.spec.is_none
 
     def sampled(self, rows: TensorDict) -> None:
-        """Check and remember a rollout, ``rows`` with the columns ``SAMPLED``, before other code can change it.
+        """Check a rollout and store its checksums before other code can change it; ``rows`` contains ``SAMPLED``.
 
         Raises:
             RolloutLogProbError: the rollout's log-probs are missing or invalid.
@@ -176,7 +176,7 @@ class Supervision:
             Whether the workers need another loss for the next update, because another correction is active.
 
         Raises:
-            LivenessError: the configured correction was not seen to act.
+            LivenessError: no evidence shows that the configured correction acts.
             AlarmError: an alarm ends the run.
         """
         packets = take_packets(metrics)
@@ -271,7 +271,7 @@ class Supervision:
         return () if self._plan is None else self._plan.sealed
 
     def _explain(self) -> None:
-        """Log once what else this update has proved and what it has not."""
+        """Log once what else this update has proved, and what it has not proved."""
         add_ons = {"delivery": f"{SECTION} is off"} | self._add_ons.unproved
         logger.info(describe_rest(self.spec, self._live, self._sealed, add_ons))
 

@@ -14,7 +14,7 @@ EnginePart = Callable[[Any], object]
 
 
 def install_offpolicy(self: Any, parts: Sequence[EnginePart]) -> None:
-    """Install each part in this worker; all ranks run this together."""
+    """Install each part in this worker; all ranks must call this function together."""
     for part in parts:
         part(self)
 

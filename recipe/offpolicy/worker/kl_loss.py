@@ -31,7 +31,7 @@ BaseLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Called with (model_output, data, dp_group)."""
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor, str], Tensor]
-"""Called with log pi, log pi_old, log mu, log pi_ref, (B, T) each, and ``kl_loss_type``; returns KL per token."""
+"""Called with log pi, log pi_old, log mu and log pi_ref, (B, T) each, and ``kl_loss_type``; returns KL per token."""
 
 
 def compute_clipped_kl(
@@ -39,13 +39,13 @@ def compute_clipped_kl(
 ) -> Tensor:
     """Compute each token's KL surrogate, max(r k', clip(r, lower, upper) k') with r = pi / pi_old.
 
-    k' = dk / dlog pi is the slope by which this kind of KL loss lowers a log-prob, so at r = 1 the gradient equals that
-    of k. The slope plays the role of PPO's negative advantage. Because the term is minimised, the maximum is the
-    pessimistic choice.
+    k' = dk / dlog pi is the slope by which this kind of KL loss lowers a log-prob. At r = 1, the gradient therefore
+    equals that of k. The slope plays the role of PPO's negative advantage. Because the term is minimised, the maximum
+    is the pessimistic choice.
 
     Args:
         log_prob: (B, T) log pi, carries the gradient.
-        old_log_prob: (B, T); the term is 0 where it is not finite.
+        old_log_prob: (B, T); the term is 0 where this log-prob is not finite.
         ref_log_prob: (B, T).
         kind: verl's ``kl_loss_type``.
 
@@ -95,7 +95,7 @@ def choose_surrogate(spec: CorrectionSpec, *, has_kl: bool = True) -> Surrogate 
     """Choose the term that replaces verl's KL estimate under ``spec``; None keeps verl's estimate.
 
     Args:
-        has_kl: verl's loss has a KL term.
+        has_kl: True if verl's loss has a KL term.
     """
     if spec.kl_clip is not None:
         lower, upper = spec.kl_clip
@@ -136,7 +136,7 @@ def _loss_with_surrogate(
     dp_group: Any = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     loss, metrics = plain(model_output, data, dp_group)
-    # verl's loss needs a finite pi_old, so pi replaces it where it is not finite; here such tokens have no ratio.
+    # verl's loss needs a finite pi_old, so pi replaces a non-finite pi_old; in this term, such tokens have no ratio.
     old = PI_OLD if PI_OLD in data.keys() else "old_log_probs"
     dense = data.select("response_mask", old, ROLLOUT_LOG_PROBS, "ref_log_prob").to_padded_tensor()
     if (full := model_output.get(FULL_LOG_PROBS)) is not None:

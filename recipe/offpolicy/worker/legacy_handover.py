@@ -1,4 +1,4 @@
-"""Sends the correction to verl's legacy actors in the ``meta_info`` of each batch."""
+"""Handover of the correction to verl's legacy actors, in the ``meta_info`` of each batch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Handover(LegacySettings):
-    """The settings in transit: the ``LegacyHandover`` of ``verl_patches.legacy``."""
+    """The settings in the form in which they are sent: an implementation of ``verl_patches.legacy.LegacyHandover``."""
 
     @property
     def reads_rollout_log_probs(self) -> bool:
         return self.ours
 
     def update(self, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> LegacyUpdate:
-        # Imported on use, in the worker, because it imports verl's losses.
+        # Imported on use, in the worker, because ``legacy_loss`` imports verl's losses.
         from .legacy_loss import LegacyUpdate
 
         return LegacyUpdate(self, actor_config, dp_size=dp_size, upstream=upstream)
@@ -29,7 +29,7 @@ class Handover(LegacySettings):
 
 @dataclass(frozen=True)
 class ExtendedHandover(Handover):
-    """A handover with the worker parts of extensions, by section."""
+    """A handover that also contains the worker parts of extensions, by section."""
 
     extensions: Mapping[str, WorkerExtension] = field(default_factory=dict)  # type: ignore[misc]
 

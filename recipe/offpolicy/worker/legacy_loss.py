@@ -63,16 +63,16 @@ def _padded_ppo_loss(
         prompts=torch.ones(rows, 1, dtype=torch.int64),
         attention_mask=torch.ones(rows, width + 1, dtype=torch.int64),
     )
-    # In a mini-batch without tokens every sum is 0, and so is the loss.
+    # In a mini-batch without tokens, every sum is 0, and so is the loss.
     tu.assign_non_tensor(data, batch_num_tokens=max(data["batch_num_tokens"], 1))
     return ppo_loss(config, {**model_output, "log_probs": flat}, data, dp_group)
 
 
 class LegacyLoss(OffPolicyLoss):
-    """The engine's loss on padded log-probs: policy and KL terms with which the proof compares the actor's gradient.
+    """The engine's loss on padded log-probs; the proof compares the actor's gradient with its policy and KL terms.
 
     Args:
-        settings: the correction and what to report.
+        settings: the correction, and what to report.
         actor_config: verl's ActorConfig; it is not changed.
 
     Attributes:
@@ -85,7 +85,7 @@ class LegacyLoss(OffPolicyLoss):
     rollout_log_prob: Tensor
 
     def __init__(self, settings: LegacySettings, actor_config: Any) -> None:
-        # verl's loss stores a mini-batch's numbers in its config, where the actor must not find them later.
+        # verl's loss stores a mini-batch's numbers in its config. The actor must not find these numbers there later.
         config = replace(actor_config, global_batch_info={})
         super().__init__(
             replace_bounds(settings.spec, settings.plan.bounds),
@@ -169,7 +169,7 @@ class LegacyUpdate:
         return self._micro
 
     def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return a policy loss with the correction, to replace verl's function of that name."""
+        """Return a policy loss with the correction, to replace verl's function called ``name``."""
         if not self.settings.ours:
             return partial(self._uncorrected, original(name))
         return self._corrected
@@ -191,7 +191,7 @@ class LegacyUpdate:
     def kl_penalty(
         self, original: Callable[..., Tensor], logprob: Tensor, ref_logprob: Tensor, kl_penalty: str
     ) -> Tensor:
-        """Compute verl's ``kl_penalty``, (B, T); if a corrected term is configured, with the gradient of that term."""
+        """Compute verl's ``kl_penalty``, (B, T), with the gradient of the corrected term if one is configured."""
         penalty = original(logprob, ref_logprob, kl_penalty)
         if (surrogate := choose_surrogate(self.spec)) is None:
             return penalty
@@ -230,7 +230,7 @@ class LegacyUpdate:
         return loss, {**metrics, METRIC_KEY: packet}
 
     def _data(self) -> TensorDict:
-        """Build the micro-batch in the form in which the engine hands it to its loss."""
+        """Build the micro-batch in the form in which the engine passes it to its loss."""
         rows = self.micro.rows
         columns = {key: rows[key] for key in rows.keys() if key in _ROWS or key.startswith(PREFIX)}
         data = TensorDict(columns, batch_size=len(rows["responses"]))

@@ -20,7 +20,7 @@ class LegacySettings:
 
     Attributes:
         spec: the correction.
-        prove: prove every micro-batch, not only those that the plan marks.
+        prove: True to prove every micro-batch, not only those that the plan marks.
         shadows: corrections, by name, that are reported without being applied.
         plan: the trainer's constants for the whole batch.
         record: what to record.

@@ -51,7 +51,7 @@ def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
 
     Args:
         loss: scalar.
-        data: the micro-batch as the engine hands it to its loss, which calls this function.
+        data: the micro-batch as the engine passes it to the loss, which calls this function.
 
     Returns:
         The factor, as a tensor on the device if reading it would make the host wait; None if it is unknown, for example
@@ -78,7 +78,7 @@ def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
 
 
 def _find_engine() -> Any:
-    """Find verl's engine among the callers; the engine does not pass itself to its loss."""
+    """Find verl's engine among the calling frames, because the engine does not pass itself to its loss."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if hasattr(owner := frame.f_locals.get("self"), "forward_backward_batch"):
@@ -99,7 +99,7 @@ class OffPolicyLoss:
     Args:
         spec: the correction; if no part is configured, loss and gradient are bitwise identical to verl's.
         actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
-        prove: prove every micro-batch, not only those that the trainer's plan marks.
+        prove: True to prove every micro-batch, not only those that the trainer's plan marks.
         shadows: corrections, by name, that are reported without being applied.
         record: what to record if the trainer's plan requests it.
         moving: parts whose bounds are sent in the trainer's plan with each update, and the sides that move.
@@ -112,8 +112,8 @@ class OffPolicyLoss:
         verl_loss: the base loss as verl runs it.
         base_loss: the base loss with the KL term that the correction configures.
         extensions: as given.
-        ledger: unsent packets of this process; if None, packets report nothing.
-        takes_padded: the base loss accepts the result of ``MicroBatch.padded_output``.
+        ledger: this process's unsent packets; if None, packets report nothing.
+        takes_padded: True if the base loss accepts the result of ``MicroBatch.padded_output``.
     """
 
     # This is unset if there are no extensions, so that the pickled form of a loss without extensions does not change.
@@ -239,7 +239,7 @@ class OffPolicyLoss:
         """Compute verl's loss with the correction: (scalar loss, verl's metrics, the recorder's statistics).
 
         Args:
-            likeliest: likeliest tokens of the batch, for score centering; None: read if needed.
+            likeliest: likeliest tokens of the batch, for score centering; None: they are read if needed.
         """
         if mb.WEIGHTS in batch.data.keys():
             raise ValueError(
@@ -247,7 +247,8 @@ class OffPolicyLoss:
                 f"correction. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
             )
         step = self._decided(batch)
-        # A micro-batch's only device-to-host transfer: the checks that must pass before the backward pass.
+        # This is a micro-batch's only device-to-host transfer; it fetches the checks that must pass before the backward
+        # pass.
         fetch(self._guards(batch))
         statistics = self._recorded(batch, step)
         model_output = batch.padded_output() if self.takes_padded else batch.model_output

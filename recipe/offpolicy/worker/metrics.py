@@ -8,15 +8,15 @@ reliable with more rows.
 verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet is
 one opaque object per micro-batch in these lists, and is removed before that reduction.
 
-Until it leaves the worker, a packet keeps the rows that it reports on, as tensors on their device. All packets of one
+Until a packet leaves the worker, it keeps the rows that it reports on, as tensors on their device. All packets of one
 loss share a ``Ledger``. verl gathers metrics after every mini-batch, and ``verl_patches.sent_metrics`` first calls each
 packet's ``before_sending``. A packet sent before the update's last mini-batch stays in the ledger, and its copy is sent
 without numbers. The first packet of the last mini-batch contains the numbers of the whole update, because all rows are
 measured together and their numbers are copied to the host in one transfer. If packets do not leave the process,
-``take_packets`` does this measurement. A packet that is never read is freed together with its rows, which are never
-measured. An example is a packet on a rank from which verl collects no metrics. Pickling does not change a packet, and
-raises an error if ``before_sending`` was not called first. The pickled form is flat. The driver reads one packet per
-micro-batch and rank, and the cost of reading it hardly depends on the number of rows and statistics.
+``take_packets`` does this measurement. A packet that is never read, for example on a rank from which verl collects no
+metrics, is freed together with its rows, which are never measured. Pickling does not change a packet, and raises an
+error if ``before_sending`` was not called first. The pickled form is flat. The driver reads one packet per micro-batch
+and rank, and the cost of reading it hardly depends on the number of rows and statistics.
 """
 
 from __future__ import annotations
@@ -193,12 +193,12 @@ class Packet:
         plan: fingerprint of the plan that arrived; 0 for none.
         bounds: part -> the bounds that were used, for parts whose bounds move.
         histograms: histograms of the parts whose bounds move, see ``monitor.bounds.bound_measurement``.
-        alignment: agreement of mu and pi, if there is no pi_old with which to compare mu.
+        alignment: agreement of mu and pi; set if there is no pi_old with which to compare mu.
         proof: completed by the engine's own backward pass if a proof was requested.
         reports: reports of extensions, by section.
         scales: ratio of the engine's factor of the loss to the expected one (1: as expected, 0: the loss was not
             differentiated) -> number of micro-batches.
-        shares: shares of verl's denominators, see ``batch.mini_batch_mean``.
+        shares: contributions to verl's denominators, see ``batch.mini_batch_mean``.
 
     Statistics, rows, histograms, alignment, scales and shares include those of all packets queued with this one.
     """
@@ -247,7 +247,7 @@ class Packet:
             self._ledger.settle(self)
 
     def before_sending(self) -> None:
-        """Settle, or wait for the update's last mini-batch; called before a copy is sent to another process."""
+        """Settle the packet, or wait for the update's last mini-batch; called before a copy goes to another process."""
         if self._ledger is not None:
             self._ledger.leave(self)
 
@@ -288,8 +288,8 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        # The references are weak, because the rows of packets that verl has dropped must not stay in memory. They are
-        # keyed by identity, because packets with the same content are equal. They stay in insertion order.
+        # The references are weak, because the rows of packets that verl has dropped must not stay in memory. The keys
+        # are identities, because packets with the same content are equal. The references stay in insertion order.
         self._packets: WeakValueDictionary[int, Packet] = WeakValueDictionary()
         self._waiting: WeakValueDictionary[int, Packet] = WeakValueDictionary()
         self._waiting_rows = self._waiting_width = 0
@@ -335,7 +335,7 @@ class Ledger:
             self.settle(packet)
 
     def keeps(self, packet: Packet) -> bool:
-        """Return True if ``packet`` was sent and waits here for the last mini-batch."""
+        """Return True if a copy of ``packet`` was sent and ``packet`` waits here for the last mini-batch."""
         return id(packet) in self._kept
 
     def settle(self, packet: Packet) -> None:
@@ -354,7 +354,7 @@ class Ledger:
         self._packets, self._kept = WeakValueDictionary(), {}
 
     def _measure(self) -> None:
-        """Measure the queued rows on the device; the last of their packets keeps the values."""
+        """Measure the queued rows on the device, and store the values in the last of the rows' packets."""
         waiting = list(self._waiting.values())
         self._waiting, self._waiting_rows, self._waiting_width = WeakValueDictionary(), 0, 0
         observed = [packet._observed for packet in waiting if packet._observed is not None]

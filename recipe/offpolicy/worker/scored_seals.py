@@ -23,7 +23,7 @@ _MARK = "__offpolicy__"
 
 
 def seal_scores() -> None:
-    """Make each worker of this process seal the log-probs that it computes. Idempotent."""
+    """Make each worker in this process seal the log-probs that the worker computes. Idempotent."""
     from verl.workers.engine_workers import TrainingWorker
 
     scores = TrainingWorker.infer_batch
@@ -49,7 +49,7 @@ def seal_scores() -> None:
 
 
 def _seal(data: TensorDict, log_probs: Any) -> Any:
-    # Use the rows on the host, where verl puts the result.
+    # The rows on the host are used, because verl puts the result there.
     rows = data.select(*_READ, "attention_mask", strict=False).cpu()
     layout = Layout.of(rows)
     tokens, mask = (pad_column(rows[name], layout, name) for name in _READ[1:])
