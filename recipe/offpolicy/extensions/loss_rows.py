@@ -20,7 +20,7 @@ class LossRows:
 
     Args:
         model_output, data: arguments of the loss.
-        with_padding: keep the padding rows that verl added, which have no response token, as in verl's own tensors.
+        with_padding: True to keep the padding rows that verl added, which have no response token.
         weigh: computes the correction's factor, (B, T), if the micro-batch does not contain it.
         actor_config: verl's config of the training actor; available for reports.
     """

@@ -29,7 +29,7 @@ def compute_advantages(rewards: Tensor, energy: Tensor, *, leave_one_out: bool) 
     """Compute R_i - b, where b = sum_j e_j R_j / sum_j e_j over the group, or only over the siblings of i.
 
     Args:
-        rewards: (n,) float64, of one group.
+        rewards: (n,) float64, the rewards of one group.
         energy: (n,) float64, squared norm of each rollout's weighted gradient: w^2 times the squared norm of its score.
 
     Returns:

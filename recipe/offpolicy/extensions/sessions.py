@@ -1,4 +1,4 @@
-"""Rollouts of a batch, one entry per session, and verl's dumps of validation answers.
+"""The rollouts of a batch, with one entry per session, and verl's dumps of validation answers.
 
 A line of a dump is one sample: ``input``, ``output``, ``gts``, ``score``, ``step``, and on the V1 trainer, ``uid`` in
 the form PROMPT_SESSION_OUTPUT. All outputs of a session have the same score.
@@ -102,9 +102,9 @@ def round_threshold(at_least: float) -> float:
 
 
 def identify_prompts(batch: BatchView, sessions: Sessions) -> list[str]:
-    """Compute an identity of each session's prompt that is stable over steps; verl draws a new uid at each step.
+    """Compute an identifier of each session's prompt that is stable over steps; verl draws a new uid at each step.
 
-    It is a hash of the prompt's token ids in the session's first row.
+    The identifier is a hash of the prompt's token ids in the session's first row.
     """
     first = {number: row for row, number in reversed(list(enumerate(sessions.of_row.tolist())))}
     ids = batch.token_ids
@@ -122,7 +122,7 @@ class DumpError(ValueError):
 
 
 class Dumped(NamedTuple):
-    """One answer: text of prompt and answer, score, and the trainer's step."""
+    """One answer: the texts of prompt and answer, the score, and the trainer's step."""
 
     prompt: str
     output: str

@@ -1,4 +1,4 @@
-"""Checks the keys of an extension's section, and overlays its values on those of the option that ships the keys."""
+"""Checks of an extension's section, whose values override those of the option that ships the keys."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 
 
 def build_settings(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Build a dataclass, whose fields may be dataclasses, from nested values."""
+    """Build a dataclass from nested values; its fields may be dataclasses too."""
     nested = {name: hint for name, hint in get_type_hints(kind).items() if is_dataclass(hint)}
     return kind(**values | {name: hint(**values[name]) for name, hint in nested.items()})  # type: ignore[operator]
 
@@ -115,7 +115,7 @@ def count_rollouts(run: Configured) -> int:
 
 
 def list_train_files(run: Configured) -> list[str]:
-    """List the files of the training data, which may be elsewhere."""
+    """List the files of the training data, which may be missing from this machine."""
     files = run.get("data.train_files")
     return [files] if isinstance(files, str) else list(map(str, files or []))
 
@@ -129,7 +129,7 @@ def read_train_column(run: Configured, column: str, rows: int | None = None) -> 
         rows: number of rows to read from the start; None: all rows.
 
     Returns:
-        File and values; None for each row of a file without the column.
+        Each file and its values; all values are None if the file does not have the column.
     """
     import pyarrow
     import pyarrow.parquet as pq

@@ -15,7 +15,7 @@ from .batch_view import BatchView
 
 
 class V1Run(Protocol):
-    """The run.
+    """Interface of the run.
 
     Attributes:
         trainer: verl's trainer.

@@ -1,8 +1,7 @@
-"""Routes of one row, as recorded by a client, and routes of a micro-batch, mapped to the tokens of one forward.
+"""Routes of one row, as recorded by a client, and routes of a micro-batch, assigned to the tokens of one forward.
 
-A note is ``[tokens, checksum]``: the number of the row's tokens that the rollout engine forwarded, counted from the
-first, and a checksum of their routes. The last token of a response was sampled but never forwarded, so it has no
-routes.
+A note is ``[tokens, checksum]``: how many of the row's first tokens the rollout engine forwarded, and a checksum of
+their routes. The last token of a response was sampled but never forwarded, so it has no routes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class RouteNote(list[int]):
         return list, (list(self),)
 
     def keep_sampled(self, tokens: Sequence[int], routes: Tensor) -> Tensor:
-        """Append a later request's routes to those with which the row's earlier tokens were sampled.
+        """Append a later request's routes to the routes with which the row's earlier tokens were sampled.
 
         A later turn forwards the earlier tokens again, in different batches or with newer weights. Its routes for these
         tokens therefore differ from the routes with which the tokens were sampled.
@@ -178,7 +177,7 @@ def read_routes(data: TensorDict, layout: TokenLayout, mode: Mode, step: int, ol
     Args:
         mode: source of the routes: R2, the trainer, for all tokens; R3, the rollout engine, for tokens in its notes.
         step: the trainer's step.
-        oldest: age in versions up to which routes are replayed; None: all.
+        oldest: age in versions up to which routes are replayed; None: at any age.
 
     Raises:
         ReplayError: routes or notes are missing, or the routes belong to other tokens.
@@ -206,7 +205,7 @@ def read_routes(data: TensorDict, layout: TokenLayout, mode: Mode, step: int, ol
 
 
 def read_counts(data: TensorDict) -> list[int]:
-    """Read how many of each row's tokens have routes; 0 for rows without a token in the loss, such as padding.
+    """Read the number of each row's tokens that have routes; 0 for rows without a token in the loss, such as padding.
 
     Raises:
         ReplayError: a row has no note.
@@ -297,7 +296,7 @@ def _read_ages(data: TensorDict, step: int, layout: TokenLayout) -> Tensor | Non
 
 
 def _find_oldest(fields: Mapping[str, Any]) -> int | None:
-    """Find the oldest weight version that sampled a token of the row, or None."""
+    """Find the oldest weight version that sampled a token of the row; None if it is not recorded."""
     noted = [version for turn in fields.get(CHUNKS) or () for version, _ in turn]
     # verl's value comes from the first attempt, which may have been aborted before it sampled a token.
     return min(noted) if noted and UNKNOWN not in noted else fields.get(OLDEST_VERSION)

@@ -1,4 +1,4 @@
-"""Replacement of a router's choice of experts with recorded ids, which are checked against the model.
+"""Replacement of a router's choice of experts with recorded ids, and checks of these ids against the model.
 
 A router of transformers chooses with a single ``topk`` over its experts' scores, (tokens, experts). Replay replaces the
 result of ``topk`` with the scores at the given ids. The model still decides how to use these scores (softmax before or
@@ -57,7 +57,7 @@ class RouterSlot:
     def __init__(self, layer: int, experts: int, top_k: int) -> None:
         self.layer, self.experts, self.top_k = layer, experts, top_k
         self.record: ChoiceRecord | None = None
-        """Record of the last forward since the slot was armed; a recomputed forward writes the same values again."""
+        """Record of the last forward since the slot was armed. A recomputed forward writes the same values again."""
         self._armed: object | None = None
         self._ran_under: object | None = None
         self._ids: Tensor | None = None
@@ -65,18 +65,19 @@ class RouterSlot:
         self.entered: Tensor | None = None
         """(tokens, k) ids with which the layer's experts were called in the last forward, if they are called by ids."""
         self.gradient: Tensor | None = None
-        """() float32, sum of |gradient| of the router's scores since the last reset; None: not watched."""
+        """() float32, sum of |gradient| of the router's scores since the last reset; None if gradients are not
+        watched."""
 
     @property
     def is_armed(self) -> bool:
         return self._armed is not None
 
     def arm(self, ids: Tensor | None = None, rows: Tensor | None = None) -> None:
-        """Start recording, and replaying if ids are given.
+        """Start recording, and start replaying if ids are given.
 
         Args:
             ids: (tokens, k) of any integer dtype, distinct in each row; None: record the router's own choice.
-            rows: (tokens,) bool, rows to replay; None: all.
+            rows: (tokens,) bool, rows to replay; None: all rows.
         """
         self._armed, self.record, self.entered = object(), None, None
         self._ids, self._rows = ids, rows
@@ -89,8 +90,8 @@ class RouterSlot:
         """Run the forward of the choosing module.
 
         Raises:
-            ReplayError: the module made no choice or several choices, or is recomputed for a backward with other
-                routes.
+            ReplayError: the module made no choice or several choices, or is recomputed for a backward while armed with
+                other routes.
         """
         self._check_recomputation()
         if not self.is_armed:
@@ -165,7 +166,7 @@ class RouterSlot:
 
 
 class _Replacement(TorchFunctionMode):
-    """Passes the choice of a slot's router to the slot."""
+    """Mode that passes the choice of a slot's router to the slot."""
 
     def __init__(self, slot: RouterSlot) -> None:
         super().__init__()
@@ -176,7 +177,7 @@ class _Replacement(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._watches and _is_scored(result, self._slot.experts):
-            # The first tensor of that shape is the gate's output.
+            # The first tensor of this shape is the gate's output.
             self._watches = False
             self._slot.watch_gradient(result)
         scores = find_scores(func, args, kwargs, self._slot.experts, self._slot.top_k)
@@ -187,7 +188,7 @@ class _Replacement(TorchFunctionMode):
 
 
 def find_scores(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], experts: int, top_k: int) -> Tensor | None:
-    """Find the (tokens, experts) scores if a torch call chooses ``top_k`` of ``experts`` experts; None otherwise.
+    """Find the (tokens, experts) scores if a torch call chooses ``top_k`` of ``experts`` experts; otherwise None.
 
     A choice among expert groups has a different width.
     """
@@ -281,11 +282,11 @@ def check_shape(routes: Tensor, to: RoutedLayers) -> None:
 
 
 def check_ids(routes: Tensor, rows: Tensor, to: RoutedLayers) -> None:
-    """Check that rows with routes name distinct experts in each layer with experts, and none in other layers.
+    """Check that rows with routes name distinct experts in each layer with experts, and no experts in other layers.
 
     Args:
         routes: (tokens, depth, k) integers.
-        rows: (tokens,) bool; False: not read.
+        rows: (tokens,) bool, the rows to check.
 
     Raises:
         ReplayError: names the first wrong layer and row.

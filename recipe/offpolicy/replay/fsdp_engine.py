@@ -1,4 +1,4 @@
-"""Routing replay in verl's FSDP engine: wraps three methods of the engine's instance, and copies no code.
+"""Routing replay in verl's FSDP engine, by wrapping three methods of the engine's instance; no code is copied.
 
 With equal inputs, a router usually chooses the same experts for a token as another engine did (98 % of choices at equal
 weights). If the router agrees better with the routes of another row or layer, the routes are misplaced.
@@ -37,7 +37,7 @@ _DEVIATIONS = 3.0
 
 
 def compare_layers(records: Mapping[int, ChoiceRecord]) -> Tensor:
-    """For each pair of layers, count the replayed rows in which one layer's choice equals the other's shipped routes.
+    """For each pair of layers, count the replayed rows in which one layer chose the routes shipped for the other layer.
 
     Args:
         records: records of one forward, by layer.
@@ -59,8 +59,8 @@ def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
         records: records of one replayed forward, by layer.
 
     Raises:
-        ReplayError: a layer chooses them. The message names the first such layer, and the layer whose routes it agrees
-            with.
+        ReplayError: a layer chooses such experts. The message names the first such layer, and the layer with whose
+            routes its choice agrees.
     """
     layers = list(records)
     for place, counts in enumerate(compare_layers(records).tolist()):
@@ -81,7 +81,7 @@ def check_row_order(records: Mapping[int, ChoiceRecord]) -> None:
         records: records of one replayed forward, by layer.
 
     Raises:
-        ReplayError: the routers choose them; the message names the shift.
+        ReplayError: the routers choose such experts; the message names the shift.
     """
     own = sum(int(record.count_equal()) for record in records.values())
     for shift, where in ((1, "after"), (-1, "before")):
@@ -96,7 +96,7 @@ def check_row_order(records: Mapping[int, ChoiceRecord]) -> None:
 
 
 def _count_shifted(record: ChoiceRecord, shift: int) -> int:
-    """Count the rows whose own choice was shipped ``shift`` rows later, where both rows are replayed."""
+    """Count the rows whose own choice was shipped ``shift`` rows later, if both rows are replayed."""
     ids, rows = record.ids.roll(-shift, 0), record.replayed & record.replayed.roll(-shift, 0)
     # A row that wraps around the end is not a neighbour.
     rows[-1 if shift > 0 else 0] = False
@@ -110,7 +110,7 @@ def _exceeds(other: int, own: int) -> bool:
 REPORT = "offpolicy_routing"
 """Key of the ``RoutingReport`` in the metrics of an update."""
 _FLAG = "enable_routing_replay"
-"""verl's flag, True in calls whose routes are recorded or replayed; not set in calls of the reference policy."""
+"""verl's flag, True in calls whose routes are recorded or replayed; it is not set in calls of the reference policy."""
 
 
 class ReplayingEngine:
@@ -121,7 +121,7 @@ class ReplayingEngine:
         model: the routers of its module.
         mode: R2 records routes in the forward of pi_old and replays them in updates; R3 replays the rollout engine's
             routes in both.
-        oldest: age in versions of the weights up to which routes are replayed; None: all.
+        oldest: age in versions of the weights up to which routes are replayed; None: at any age.
     """
 
     def __init__(self, engine: Any, model: RoutedModel, mode: Mode, oldest: int | None = None) -> None:
@@ -163,7 +163,7 @@ class ReplayingEngine:
         return output
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
-        """Prepare like verl, and arm the routers for this micro-batch."""
+        """Prepare the inputs as verl does, and arm the routers for this micro-batch."""
         self.model.disarm()
         self._layout = self._routes = None
         inputs, arguments = self._prepare(micro_batch=micro_batch)

@@ -71,7 +71,7 @@ class WatchedEngine:
         self._watches = self._keeps = False
         self._routes: Tensor | None = None
         self._sent: dict[Any, Tensor] = {}
-        """Per router, (tokens, experts) bool of its last forward."""
+        """Per router, (tokens, experts) bool: the experts that each token of the last forward was sent to."""
         self._forwards: dict[Any, list[Tensor]] = {}
         """Per router, (tokens,) checksums of the forwards that will be recomputed."""
         self._counts: dict[int, list[Tensor]] = {}
@@ -117,7 +117,7 @@ class WatchedEngine:
         return output
 
     def prepare_model_inputs(self, batch: TensorDict) -> Any:
-        """Prepare like verl, and keep the routes as they were shipped."""
+        """Prepare the inputs as verl does, and keep the routes as they were shipped."""
         inputs = self._prepare(batch)
         routes = inputs[ROUTES]
         self._routes = routes.values() if routes is not None and routes.is_nested else routes
@@ -193,15 +193,15 @@ def count_replayed(
     shipped: Tensor | None = None,
     drops: bool = False,
 ) -> Tensor:
-    """Count what one router did in one forward.
+    """Count the tokens of one router's forward, and those that were routed as required.
 
     Args:
-        layer: its number, for messages.
+        layer: number of the router's layer, for messages.
         sent: (tokens, experts) bool, experts that each token was sent to.
         target: (tokens, k) target ids of the router.
-        mask: bool, tokens to replay; None: all.
+        mask: bool, tokens to replay; None: all tokens.
         shipped: (tokens, k) ids that were shipped; None: not known per token.
-        drops: whether full experts drop tokens.
+        drops: True if full experts drop tokens.
 
     Returns:
         (5,) int64: tokens; tokens to replay; among the tokens to replay, tokens sent to their target, and tokens whose
@@ -282,7 +282,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 class MegatronReplay(AddOn):
-    """The proof of verl's own replay.
+    """The add-on that proves verl's own replay.
 
     Args:
         mode: verl's replay mode.

@@ -1,4 +1,4 @@
-"""The keys of routing replay (verl's own and ``offpolicy.replay``), and settings that are incompatible with replay."""
+"""Keys of routing replay (verl's own and ``offpolicy.replay``), and settings that are incompatible with replay."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ReplaySettings:
 
     Attributes:
         mode: R2 or R3.
-        oldest: age in versions of the weights up to which routes are replayed; None: all.
+        oldest: age in versions of the weights up to which routes are replayed; None: at any age.
     """
 
     mode: Mode
@@ -57,7 +57,7 @@ class ReplaySettings:
 
     @classmethod
     def from_config(cls, config: DictConfig, path: LivePath | None = None) -> ReplaySettings | None:
-        """Read a checked configuration; None if FSDP replays nothing."""
+        """Read the settings from a checked configuration; None if FSDP replays nothing."""
         mode = OmegaConf.select(config, f"{ROUTER_REPLAY}.mode")
         if mode not in get_args(Mode) or not replays_on_fsdp(path or live_path(config)):
             return None

@@ -1,4 +1,4 @@
-"""Replay of recorded routes in a whole model: its routers are found by a forward pass, not by name."""
+"""Replay of recorded routes in a whole model, whose routers are found by a forward pass, not by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .expert_choice import (
 )
 
 TOKENS = 8
-"""Length of the forward that the search runs."""
+"""Number of tokens in the forward pass by which routers are found."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk")
@@ -35,7 +35,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def find_routers(
     model: nn.Module, inputs: Mapping[str, Any] | None = None
 ) -> tuple[RoutedLayers, dict[int, nn.Module]]:
-    """For each layer, find the innermost module whose forward chooses the token's experts.
+    """For each layer, find the innermost module whose forward chooses the tokens' experts.
 
     Runs one or two forwards without gradients, in which every rank of a sharded model takes part. Dropout is off, and
     no random generator advances.
@@ -138,13 +138,13 @@ class _Search(TorchFunctionMode):
     Args:
         experts, top_k: size of a choice.
         running: paths of the modules whose forward is running.
-        poison: make the chosen scores NaN; if NaN reaches the output, experts are weighted by these scores.
+        poison: True to make the chosen scores NaN; if NaN reaches the output, experts are weighted by these scores.
     """
 
     def __init__(self, experts: int, top_k: int, running: list[str], poison: bool) -> None:
         super().__init__()
         self.paths: list[str] = []
-        """Paths of the innermost module of each choice."""
+        """Path of the innermost module at each choice."""
         self.met_masked = self.reached_output = False
         self._sizes, self._running, self._poison = (experts, top_k), running, poison
 
@@ -268,7 +268,7 @@ class RoutedModel:
             slot.disarm()
 
     def get_records(self) -> dict[int, ChoiceRecord]:
-        """Return the choice of each layer in the last forward since the arming, by absolute layer number.
+        """Return each layer's choice in the last forward since arming, by absolute layer number.
 
         Raises:
             ReplayError: a layer made no choice since the arming.

@@ -1,4 +1,4 @@
-"""Routing replay of a V1 run on FSDP: workers that replay, a client that records routes, and the proof.
+"""Routing replay in a V1 run on FSDP: workers that replay routes, a client that records routes, and the proof.
 
 verl's tool agent uses the routes of its last turn for all tokens; this client keeps the routes of each turn.
 
@@ -43,7 +43,7 @@ class RoutedClient(LLMServerClient):
     """True if different rows can have the same request id."""
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
-        """Generate like verl's client, and add the row's note and the routes with which its tokens were sampled.
+        """Generate as verl's client does, and add the row's note and the routes with which its tokens were sampled.
 
         Raises:
             ReplayError: the server returned no routes.
@@ -99,7 +99,7 @@ class RoutingReplay(AddOn):
     """Replay of routes by the actor's engine.
 
     Args:
-        run: a run by a V1 trainer.
+        run: a run of a V1 trainer.
         settings: settings of the replay.
     """
 

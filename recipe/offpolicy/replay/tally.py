@@ -15,7 +15,7 @@ from .batch_routes import BatchRoutes, Mode
 from .expert_choice import ChoiceRecord, ReplayError, equal_sets
 
 OLDEST_BUCKET = 3
-"""Last age group; it includes all higher ages."""
+"""The last age group, which includes all higher ages."""
 AGES = ("is0", "is1", "is2", "ge3")
 
 
@@ -44,11 +44,11 @@ class RoutingReport:
         top_k: number of experts per token.
         tokens: number of tokens of all forwards, without padding.
         replayed, entered, equal: by layer, see ``RoutedModel.count_entered``.
-        ages: by ``AGES``, over all layers: (number of choices replayed, number of these that equal the router's own
-            choice).
+        ages: for each of ``AGES``, over all layers: (number of choices replayed, number of these choices that equal the
+            router's own choice).
         withheld: number of tokens whose routes were too old to be replayed.
-        size: bytes of the routes as received.
-        gradients: sum of |gradient| of the routers' scores by layer; empty if it was not watched.
+        size: bytes of the routes, as received.
+        gradients: sum of |gradient| of the routers' scores by layer; empty if gradients were not watched.
         first: measurements of the first update.
     """
 
@@ -118,7 +118,7 @@ class RoutingTally:
 
 
 def _count_by_age(routes: BatchRoutes, records: Mapping[int, ChoiceRecord]) -> Tensor:
-    """Count the choices replayed at each age, and how many of them equal the router's own: (2 * AGES,)."""
+    """Count the choices replayed at each age, and those of them that equal the router's own choice: (2 * AGES,)."""
     replayed = torch.stack([record.replayed for record in records.values()])
     equal = torch.stack([equal_sets(record.ids, record.own) for record in records.values()]) & replayed
     pairs = torch.stack([replayed.sum(0), equal.sum(0)], -1)

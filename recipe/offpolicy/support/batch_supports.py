@@ -1,4 +1,4 @@
-"""Supports of a micro-batch's tokens, mapped to the tokens of one forward pass."""
+"""Supports of a micro-batch's tokens, assigned to the tokens of one forward pass."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ResponseTokens:
     """Positions of a micro-batch's response tokens, in the order of its columns.
 
     Attributes:
-        places: (R,) int64, position among the micro-batch's tokens; 0 on padding.
+        places: (R,) int64, position of each response token among the micro-batch's tokens; 0 on padding.
         trained: (R,) bool, the response mask.
-        nested: columns are nested by row, without padding.
+        nested: True if columns are nested by row, without padding.
     """
 
     places: Tensor
@@ -61,9 +61,9 @@ class BatchSupports:
     Attributes:
         places: (n,) int64, position of each token in the micro-batch.
         rows, within: (n,) int64, row of each token, and its position in the row.
-        ids: (n, K) int64, padded with -1; empty if the support is unknown.
+        ids: (n, K) int64, the ids in each token's support, padded with -1; none if the support is unknown.
         log_probs: (n, K) float32, log mu of the ids, padded with -inf; (n, 0) for support replay.
-        sizes: (n,) int64.
+        sizes: (n,) int64, number of ids in each token's support.
         known, unknown: (k,) and (u,) int64, indices of tokens with known and unknown support.
         truncated: int64, indices of known supports that are smaller than the vocabulary.
         checksums: (B,) int64, checksums of the notes.
@@ -105,7 +105,7 @@ def read_notes(data: TensorDict) -> list[RowSupports | None]:
 
 
 def lay_out_supports(data: TensorDict, layout: TokenLayout, vocabulary: int) -> BatchSupports:
-    """Map the supports of a micro-batch to its tokens; drop entries beyond the end of a row.
+    """Assign the supports of a micro-batch to its tokens; drop entries beyond the end of a row.
 
     Args:
         vocabulary: number of logits per token.

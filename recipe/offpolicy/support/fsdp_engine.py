@@ -1,4 +1,4 @@
-"""Support replay in verl's FSDP engine: wraps two methods of the engine's instance, and counts replayed supports.
+"""Support replay in verl's FSDP engine: wrappers of two methods of the engine's instance, which count replays.
 
 Patched functions in verl 0.9.1, see ``verl_patches.truncated_sampling``: ``prepare_model_outputs(self, output,
 output_args, micro_batch, logits_processor_func)`` turns logits into log-probs, and ``forward_backward_batch(self, data,
@@ -34,14 +34,15 @@ class SupportReport:
     Attributes:
         tokens: number of response tokens in the loss.
         known: number of these tokens whose support is known.
-        members: sum of the sizes of these supports.
-        largest: largest of these sizes.
+        members: total number of ids in these supports.
+        largest: number of ids in the largest of these supports.
         compared: number of rows whose checksums were compared.
         bytes: bytes of the supports, as received.
         least_mass, greatest_mass: minimum and maximum of mu's sum over known supports.
         unknown_mass: sum of mu over the ids returned for tokens of unknown support.
         k3_tokens: number of tokens with a known support in an update's first mini-batch.
-        k3, k3_without: sums of k3(mu, pi) over these tokens, with pi over the support and over the vocabulary.
+        k3, k3_without: sums of k3(mu, pi) over these tokens, with pi normalised over the support and over the
+            vocabulary.
     """
 
     tokens: int
@@ -85,7 +86,7 @@ class SupportTally:
             tokens: (n,) int64, at the supports' positions.
             truncated, full: (total,) log-probs over the support and over the vocabulary, detached, each one position
                 before its token.
-            mu: column of the responses; None if there is none.
+            mu: log mu, as a column of the responses; None if the batch has no such column.
         """
         self.bytes += supports.bytes
         self.least_mass = min(self.least_mass, supports.masses[0])
@@ -129,7 +130,7 @@ class SupportTally:
         """Copy the counts to the host.
 
         Raises:
-            SupportError: tokens have no support, or the support of another token.
+            SupportError: tokens have no support, or have the support of another token.
         """
         counts = torch.stack(self._counts).sum(0).tolist() if self._counts else [0] * len(_COUNTS)
         found = dict(zip(_COUNTS, counts, strict=True))
@@ -187,7 +188,8 @@ def _sum_k3(pi: Tensor, mu: Tensor, counted: Tensor) -> Tensor:
 REPORT = "offpolicy_support_report"
 """Key of the ``SupportReport`` in the metrics of an update."""
 FLAG = "offpolicy_support_replayed"
-"""Key of a batch whose log-probs are taken over the support: in the forward pass of pi_old and in updates."""
+"""Key that marks a batch whose log-probs are normalised over the support: in forward passes of pi_old and in
+updates."""
 
 
 class SupportEngine:
@@ -224,7 +226,7 @@ class SupportEngine:
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Any]:
-        """Prepare like verl, and renormalise log-probs over the support; the entropy stays verl's.
+        """Prepare outputs as verl does, and renormalise log-probs over the support; the entropy is verl's own.
 
         Outputs of an update also contain ``FULL_LOG_PROBS``, which the KL term reads, ``SUPPORT_SIZE``, which is
         recorded, and ``WITHHELD`` if tokens are removed from the policy term.

@@ -1,4 +1,4 @@
-"""Support replay of truncated sampling in a run: servers, client, workers that replay supports, and the proof.
+"""Support replay of truncated sampling in a run: servers, a client, workers that replay supports, and the proof.
 
 ``verl_patches.truncated_sampling`` lists the patched functions of verl 0.9.1.
 """
@@ -32,7 +32,7 @@ def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first:
     """Judge the reports of one update, one per mini-batch and rank.
 
     Args:
-        first: the first update of the run, in which the support must not increase k3(mu, pi).
+        first: True for the first update of the run, in which the support must not increase k3(mu, pi).
 
     Returns:
         The metrics, named under ``offpolicy/support/``, and a sentence.

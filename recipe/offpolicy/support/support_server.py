@@ -24,7 +24,7 @@ from .support_settings import SUPPORT, SupportSettings
 from .token_supports import NOTE, SupportError, SupportNote, TokenSupports, read_supports
 
 ANSWER = "offpolicy_support_answer"
-"""Key in a server's extra fields: ``TokenSupports`` of the tokens that it sampled."""
+"""Key in a server's extra fields of the ``TokenSupports`` of the tokens that the server sampled."""
 _rows: RowNotes[SupportNote] = RowNotes(SupportNote)
 """Global because the client is pickled."""
 
@@ -41,7 +41,7 @@ class SupportAttempts(LLMServerClient):
     """True if different rows can have the same request id."""
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
-        """Generate like verl's client, with the row's note."""
+        """Generate as verl's client does, and add the row's note."""
         output = await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
         supports = output.extra_fields.pop(ANSWER, None)
         note = _rows.find(request_id, shared=self.shares_ids)
@@ -55,7 +55,7 @@ class SupportResumingClient(FullyAsyncLLMServerClient, SupportAttempts):
     """``SupportAttempts`` for verl's client that resumes requests aborted by a synchronisation."""
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        """Generate like verl's client, and add the row's note, because that client drops its attempts' extra fields."""
+        """Generate as verl's client does, and add the row's note; verl's client drops its attempts' extra fields."""
         # This reference keeps the note alive over all attempts, because the table has only a weak reference.
         note = _rows.find(request_id, shared=self.shares_ids)
         output = await super().generate(request_id, **kwargs)
@@ -78,7 +78,7 @@ def note_supports(client: LLMServerClient, key: str = SUPPORT) -> LLMServerClien
     """Replace a client with a client that records supports.
 
     Args:
-        key: the key that needs supports, for errors.
+        key: the configuration key that requires supports, for errors.
 
     Raises:
         SupportError: the given client is not one of verl's.
@@ -135,14 +135,14 @@ class SupportServer(vllm_async_server.vLLMHttpServer):
     def __init__(self, *args: Any, support: SupportSettings, **kwargs: Any) -> None:
         engine_loss.check(truncated_sampling.build_server_seams())
         self.support = support
-        # The server is the only one in its process and reads both names at each request.
+        # This server is the only one in its process, and it reads both names at each request.
         vllm_async_server.SamplingParams = ask_for_supports(vllm_async_server.SamplingParams, support)
         vllm_async_server.extract_prompt_logprobs = extract_supports(vllm_async_server.extract_prompt_logprobs, support)
         super().__init__(*args, **kwargs)
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        # vLLM accepts either spelling, and -1 for any number.
+        # vLLM accepts either spelling of the key, and -1 for any number.
         given = [engine_kwargs.pop(name, None) for name in ("max_logprobs", "max-logprobs")]
         asked = [int(each) for each in given if each is not None]
         engine_kwargs["max_logprobs"] = -1 if -1 in asked else max([self.support.size, *asked])
@@ -160,7 +160,7 @@ class SupportActor:
         self._actor, self._support = actor, support
 
     def options(self, **options: Any) -> SupportActor:
-        """Set Ray's options of the next actor."""
+        """Set Ray's options for the next actor."""
         return SupportActor(self._actor.options(**options), self._support)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:

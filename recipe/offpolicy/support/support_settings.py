@@ -28,7 +28,7 @@ _OF_BOTH = (
     Requirement("process_reward", (None,), _SERVER),
 )
 OF_CENTERING = (*_OF_BOTH, Requirement("opd", (None,), _SERVER))
-"""Settings that hide the logits or the likeliest tokens; an enabled section has the value "on"."""
+"""Requirements on settings that hide the logits or the likeliest tokens; an enabled section has the value "on"."""
 REQUIREMENTS = (
     *_OF_BOTH,
     Requirement(f"{_MODEL}.lora_rank", (0,), _REFERENCE),
@@ -38,7 +38,7 @@ REQUIREMENTS = (
     Requirement("distillation.enabled", (False,), _FULL),
     Requirement("opd", (None,), _FULL),
 )
-"""Settings that hide the logits or the support, and settings that read log-probs not taken over the support."""
+"""Requirements on settings that hide the logits or the support, or that read log-probs not taken over the support."""
 
 
 SUPPORT = "correction.support"
@@ -46,7 +46,7 @@ CENTERING = "correction.centering"
 SIZE = "correction.support_size"
 ROLLOUT = "actor_rollout_ref.rollout"
 DEFAULT_SIZE = 32
-"""Ids requested per token if top-k does not bound the support."""
+"""Number of ids requested per token if top-k does not bound the support."""
 TIES = 4
 """Number of ids requested in addition to top-k, because top-k keeps ties with its last id."""
 
@@ -56,11 +56,11 @@ class SupportSettings:
     """Settings of support replay.
 
     Attributes:
-        size: K, number of ids requested per token in addition to the sampled one.
-        unknown: treatment of a token whose support has more ids: ``mask`` removes it from the policy term, ``full``
-            does not renormalise it.
-        min_p: min-p of each request, for which verl has no key; None: none.
-        likeliest: the ids are requested together with their log-probs, for score centering.
+        size: K, number of ids requested per token in addition to the sampled id.
+        unknown: treatment of a token whose support has more than K ids: ``mask`` removes the token from the policy
+            term, ``full`` does not renormalise its log-prob.
+        min_p: min-p of each request, for which verl has no key; None for no min-p.
+        likeliest: True if the ids are requested together with their log-probs, for score centering.
     """
 
     size: int
@@ -70,7 +70,7 @@ class SupportSettings:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> SupportSettings | None:
-        """Read a configuration that passed the start-up checks; None if nothing is replayed."""
+        """Read the settings from a configuration that passed the start-up checks; None if nothing is replayed."""
         if OmegaConf.select(config, SUPPORT) is None:
             return None
         size = OmegaConf.select(config, SIZE)
@@ -82,7 +82,7 @@ class SupportSettings:
 
     @classmethod
     def for_centering(cls, config: DictConfig) -> SupportSettings | None:
-        """Read the settings of the request for score centering; None if nothing is centred."""
+        """Read the settings of the requests for score centering; None if score centering is off."""
         size = OmegaConf.select(config, CENTERING)
         return None if size is None else cls(size=int(size), unknown="full", likeliest=True)
 

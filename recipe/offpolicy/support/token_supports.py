@@ -57,7 +57,7 @@ def compute_truncated_log_probs(
 
 
 def find_inside(tokens: Tensor, ids: Tensor) -> Tensor:
-    """Flag the tokens, (m,) bool, that are in their support.
+    """Flag the tokens, (m,) bool, that are in their own support.
 
     Args:
         tokens: (m,) integers.
@@ -67,7 +67,7 @@ def find_inside(tokens: Tensor, ids: Tensor) -> Tensor:
 
 
 MASS = 1e-3
-"""Largest deviation from 1 of a complete support's probability mass."""
+"""Largest deviation of a complete support's probability mass from 1."""
 _LEAST = -1e30
 """A log-prob of at most this value belongs to a token that could not be sampled."""
 
@@ -231,7 +231,7 @@ class SupportNote:
 
         Args:
             prompt: ids of the request, starting with the row's earlier tokens.
-            sampled: ids that the request sampled.
+            sampled: ids sampled by the request.
             supports: supports of the sampled ids.
         """
         shared = count_shared(self._tokens, prompt, len(prompt))
@@ -271,7 +271,7 @@ def hash_supports(places: Tensor, tokens: Tensor, ids: Tensor, log_probs: Tensor
     Returns:
         (n,) int64, to be summed over a row; wraps around.
     """
-    # An id of -1 adds nothing.
+    # Padding, with id -1, adds nothing.
     parts = hash_tokens(torch.cat([tokens[:, None], ids], 1)[:, None], places)
     if not log_probs.shape[1]:
         return parts

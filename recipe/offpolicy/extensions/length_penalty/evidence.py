@@ -16,7 +16,7 @@ EQUAL = 8 * RESOLUTION
 
 
 class Row(NamedTuple):
-    """A rollout of the group in question; ``anchor`` is the length with which the rollout is compared, or None."""
+    """One rollout of a group; ``anchor`` is the length with which the rollout is compared, or None."""
 
     tokens: float
     right: bool
@@ -65,7 +65,7 @@ def state_shift(rows: Sequence[Row], settings: LengthSettings, weight: float, *,
 
 
 def state_advantages(rewards: Sequence[float], *, estimator: str, by_std: bool) -> list[float]:
-    """Compute verl's advantages of one group, by GRPO or RLOO."""
+    """Compute the advantages that verl's GRPO or RLOO computes for one group."""
     count = len(rewards)
     if estimator.startswith("rloo"):
         total = sum(rewards)
@@ -76,7 +76,7 @@ def state_advantages(rewards: Sequence[float], *, estimator: str, by_std: bool) 
 
 
 def bound_error(rewards: Sequence[float], *, by_std: bool) -> float:
-    """Bound the float32 error of verl's advantages, which is large if nearly equal rewards make the divisor small."""
+    """Bound the float32 error of verl's advantages; it is large if nearly equal rewards make the divisor small."""
     largest = max(abs(each) for each in rewards)
     divisor = _spread(rewards) + 1e-6 if by_std and len(rewards) > 1 else 1.0
     return 1e-5 + 8 * RESOLUTION * largest * (1 + 1 / divisor)

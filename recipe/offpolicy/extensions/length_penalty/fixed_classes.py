@@ -1,4 +1,4 @@
-"""Easy and hard prompts, fixed by an early checkpoint's answers, and later checkpoints' answers to these prompts."""
+"""Easy and hard prompts, classified once by an early checkpoint's answers, and later answers to these prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 
 
 class Followed(NamedTuple):
-    """Answers to the prompts of one class: number of prompts, mean pass rate and mean tokens over prompts."""
+    """Answers to the prompts of one class: number of prompts, and mean pass rate and mean tokens over the prompts."""
 
     prompts: int
     pass_rate: float
@@ -89,7 +89,7 @@ def captured(trainer: Any) -> Iterator[list[tuple[list[str], list[str], list[flo
     """Collect (prompts, outputs, scores) of each validation that verl runs within the context.
 
     Raises:
-        LivenessError: verl's trainer has no method that receives them.
+        LivenessError: verl's trainer has no method that receives a validation's texts and scores.
     """
     own: Callable[..., Any] | None = getattr(trainer, _HOOK, None)
     if own is None:

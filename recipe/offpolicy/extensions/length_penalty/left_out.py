@@ -1,4 +1,4 @@
-"""A verl data set of training prompts, without those that an early checkpoint could hardly solve.
+"""A verl data set of training prompts, without the prompts that an early checkpoint could hardly solve.
 
 Patched in verl 0.7.1 to 0.9.1: ``data.custom_cls``, and ``_read_files_and_tokenize`` of ``RLHFDataset``, which also
 reads the files again when a run is resumed. verl uses the same class for the validation set.
@@ -20,7 +20,7 @@ class EasierPrompts(RLHFDataset):
     """verl's data set without the prompts whose pass rate in a dump is below a limit.
 
     Attributes:
-        total, known, left_out: number of all prompts, of prompts in the dump, and of prompts left out.
+        total, known, left_out: number of all prompts, of prompts that occur in the dump, and of prompts left out.
     """
 
     total = known = left_out = 0

@@ -1,4 +1,4 @@
-"""The length penalty as an extension: on rewards before verl's normalisation in the group, or on advantages after."""
+"""The length penalty as an extension, applied to rewards before verl's group normalisation, or to advantages after."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class LengthPenalty(AdvantageExtension):
             return None
         sessions = measured.sessions
         mask = batch.rows("response_mask")["response_mask"].bool()
-        # If a row has no token, this is its first position.
+        # For a row without a token, this is the first position.
         ends = (torch.arange(mask.shape[1]) * mask).amax(-1)
         before = rewards.sum(-1)
         rewards[torch.arange(len(rewards)), ends] -= measured.penalty[sessions.of_row].to(rewards.dtype)
@@ -197,7 +197,7 @@ class LengthPenalty(AdvantageExtension):
     def _check_estimator(self, batch: BatchView, advantages: Advantages) -> None:
         """Compare verl's advantages for the lowered rewards with a second implementation of its estimator.
 
-        GRPO compares sessions by their last rows; for other estimators each row is a sample.
+        GRPO compares sessions by their last rows; for other estimators, each row is a sample.
         """
         measured = self._measured
         assert measured is not None

@@ -23,7 +23,7 @@ class Measured:
         right: (S,) bool.
         anchors: (S,) lengths with which sessions are compared.
         new: number of anchors that this batch has frozen.
-        groups: sessions of each group, without silent ones.
+        groups: sessions of each group, without silent sessions.
         equal: groups whose rewards are equal within float32 rounding.
         penalty: (S,) float64, with warm-up; 0 outside of groups.
         weight: factor of the warm-up.

@@ -22,7 +22,7 @@ class Anchor:
 
     Attributes:
         length: mean number of tokens of the correct answers in the window, at least 1.
-        step: step at which it was frozen.
+        step: step at which the anchor was frozen.
         answers: number of correct answers in the mean.
     """
 
@@ -41,8 +41,8 @@ class Anchors:
 
     Attributes:
         pass_rate: in (0, 1), exclusive.
-        min_samples: smallest number of answers for which the share counts.
-        window: smallest number of answers that are kept, if available.
+        min_samples: smallest number of answers from which the share of correct answers is computed.
+        window: minimum number of latest answers that are kept, if available.
     """
 
     pass_rate: float
@@ -52,7 +52,7 @@ class Anchors:
     _open: dict[str, list[list[Answer]]] = field(default_factory=dict)
 
     def add(self, step: int, answers: Iterable[tuple[str, bool, float]]) -> int:
-        """Add one step's answers as (prompt, right, tokens); return the number of newly frozen anchors."""
+        """Add one step's answers as (prompt, correct, tokens); return the number of newly frozen anchors."""
         by_prompt: dict[str, list[Answer]] = {}
         for name, right, tokens in answers:
             if name not in self.frozen:
@@ -73,7 +73,7 @@ class Anchors:
         return len(self.frozen) - before
 
     def length_of(self, name: str) -> float | None:
-        """Return the anchor of a prompt; None if it has none."""
+        """Return the anchor of a prompt; None if the prompt has no anchor."""
         anchor = self.frozen.get(name)
         return None if anchor is None else anchor.length
 
@@ -96,7 +96,7 @@ CLASSES = ("right", "wrong", "easy", "hard")
 
 
 def summarize_lengths(tokens: Tensor, right: Tensor, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Compute mean, median and 90th percentile of length for correct and wrong answers, and easy and hard prompts.
+    """Compute the mean, median and 90th percentile of lengths, for correct and wrong answers, easy and hard prompts.
 
     Args:
         tokens: (S,) response tokens of each session.
@@ -147,7 +147,7 @@ def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence
         penalty: (S,) penalty of each session.
         scores: (S,) raw rewards.
         groups: sessions of each group; other sessions are not shifted.
-        by_std: verl divides by the standard deviation.
+        by_std: True if verl divides by the standard deviation.
     """
     shift = torch.zeros_like(penalty)
     for members in groups.values():
@@ -229,7 +229,7 @@ def penalties(
 
 
 def _standing(tokens: Tensor, right: Tensor) -> Tensor:
-    """Compute lam, from 1/2 for the shortest row to -1/2 for the longest row; a wrong row never benefits from it."""
+    """Compute lam, from 1/2 for the shortest row to -1/2 for the longest row; for a wrong row, lam is never above 0."""
     if len(tokens) == 0:
         return torch.zeros_like(tokens)
     least, most = tokens.amin(), tokens.amax()

@@ -26,7 +26,7 @@ COLUMN = "extra_info."
 
 @dataclass(frozen=True)
 class AnchorSettings:
-    """Settings of ``anchors.Anchors``; ``per``: one anchor per prompt, or per data source."""
+    """Settings of ``penalties.Anchors``; ``per``: one anchor per prompt, or per data source."""
 
     pass_rate: float
     min_samples: int
@@ -36,7 +36,7 @@ class AnchorSettings:
 
 @dataclass(frozen=True)
 class WarmupSettings:
-    """The penalty is 0 up to a given step, and then grows linearly to its full value over a given number of steps."""
+    """Warm-up: the penalty is 0 up to a given step, then grows linearly to full size over a given number of steps."""
 
     from_step: int
     steps: int
@@ -54,7 +54,7 @@ class ClassSettings:
 
 @dataclass(frozen=True)
 class LeaveOutSettings:
-    """Leaves prompts with a pass rate under ``below`` in the file ``dump`` out of training; None keeps all prompts."""
+    """Settings for omitting prompts with a pass rate under ``below`` in the file ``dump``; None keeps all prompts."""
 
     dump: str | None
     below: float
@@ -68,12 +68,13 @@ class LengthSettings:
         kind: see ``penalties.penalties``; none: lengths are only measured.
         coefficient: factor of the penalty.
         place: after verl's normalisation within the group, or before it, on the rewards.
-        zero_variance: penalise or skip groups whose rewards are equal within float32 rounding.
+        zero_variance: whether groups whose rewards are equal within float32 rounding are penalised or skipped.
         applies_to: all rows, or only the correct ones.
         correct_at_least: smallest score of a correct row.
-        reference: number of tokens, or ``extra_info.NAME`` of the data set; None: no reference.
+        reference: number of tokens, or ``extra_info.NAME``, a field of the data set; None for no reference.
         most: largest absolute penalty of a row; None: no limit.
-        truncated: keep answers of the maximum length in the loss, or drop them by setting their advantage to 0.
+        truncated: whether answers of the maximum length stay in the loss or are dropped by setting their advantage to
+            0.
     """
 
     kind: Kind
@@ -167,7 +168,7 @@ _CLASSES = Rule(
 
 
 ESTIMATORS = {"before": ("grpo", "rloo"), "after": ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")}
-"""Place of the penalty -> verl's estimators that compare a row's reward only with the rewards of its group.
+"""Maps the penalty's place to verl's estimators that compare a row's reward only with the rewards of its group.
 
 The vectorized estimators differ in how they treat groups of one and, in verl 0.7.1, groups whose rewards are nearly
 equal.
@@ -184,7 +185,7 @@ _KL = "algorithm.use_kl_in_reward"
 
 
 def find_problems(section: str, settings: LengthSettings, run: Configured) -> Iterator[Problem]:
-    """Find conflicts of the settings with the configuration."""
+    """Find conflicts between the settings and the configuration."""
     if settings.truncated == "drop":
         yield from _check_dropped(section, run)
     if settings.leave_out.dump is not None:

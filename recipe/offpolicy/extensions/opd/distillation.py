@@ -44,8 +44,8 @@ from .teacher_client import Row, Scoring, TeacherClient
 logger = logging.getLogger("verl.offpolicy")
 
 DOMINATES, UPDATES = 0.9, 3
-"""Share of the loss's pull above which the teacher counts as dominating the rewards, and number of consecutive updates
-with such a share before the warning."""
+"""Share of the total pull on the loss above which the teacher counts as dominating the rewards, and number of
+consecutive updates with such a share before the warning."""
 PROBES = 2
 """Number of rows per batch that are scored again."""
 SILENT = 1e-3
@@ -156,7 +156,7 @@ class OnPolicyDistillation(Extension):
             self._start_probes(source, asked, batch.step)
 
     def _choose_teachers(self, batch: BatchView) -> list[str | None]:
-        """Choose each row's teacher by the row's data source; None if it has no teacher."""
+        """Choose each row's teacher by the row's data source; None if the source has no teacher."""
         default = "" if "" in self._clients else None
         if not self._clients.keys() - {""}:
             return [default] * len(batch.uids)
@@ -175,7 +175,7 @@ class OnPolicyDistillation(Extension):
             self._found["opd/frac_opd_samples"] = 0.0
 
     def _start_probes(self, source: str, rows: Sequence[Row], step: int) -> None:
-        """Request two rows of the batch again, each on its own, and also the first row of the run."""
+        """Request scores again for two rows of the batch, each on its own, and for the first row of the run."""
         client, every = self._clients[source], self.opd.teachers[source].probe_every
         probed = self._probed_at.get(source)
         if every is None or not rows or (probed is not None and step < probed + every):
@@ -195,7 +195,7 @@ class OnPolicyDistillation(Extension):
             self._first.setdefault(source, (row, again))
 
     def _find_eligible(self, batch: BatchView, mask: Tensor) -> Tensor:
-        """Find the eligible rows, (n,) bool: rows of eligible sessions that have a token; also count the shares."""
+        """Find the eligible rows, (n,) bool: rows of eligible sessions that have a token; also record the shares."""
         gate = self.opd.eligible
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         rewards = (batch.scores.double() * mask).sum(-1)
@@ -234,7 +234,7 @@ class OnPolicyDistillation(Extension):
         for source in self._clients:
             check_teacher(student, teacher, self._near_of(source))
         excluded = near & torch.isneginf(teacher)
-        # Instead of an excluded token's log-prob, the finite log-prob whose gap is at the bound is sent.
+        # For an excluded token, the finite log-prob whose gap is at the bound is sent instead.
         teacher = torch.where(excluded, student - self.opd.max_gap, teacher)
         gaps = signal.compute_gaps(student, teacher, near, max_gap=self.opd.max_gap)
         divides = self.opd.mode == "advantage"

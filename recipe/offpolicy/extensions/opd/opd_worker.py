@@ -29,7 +29,8 @@ class OpdReport:
     """Evidence from one micro-batch, in plain Python; its sums add up over micro-batches and ranks.
 
     Attributes:
-        hashes: for each row with a scored token: ids and bits of its teacher log-probs; None if a column is missing.
+        hashes: for each row with a scored token, a hash of the ids and the bits of the teacher's log-probs; None if a
+            column is missing.
         missing: columns that did not reach the loss, or were changed on the way.
         tokens: number of scored tokens.
         response_tokens: number of response tokens of all rows, scored or not.
@@ -40,7 +41,7 @@ class OpdReport:
         error: in mode loss, relative error of the change in the term's gradient when the teacher is shifted by
             ``SHIFT``; in mode advantage, relative error of the advantages compared with those computed from the
             columns; otherwise None.
-        visible: the shifted trial expected a nonzero gradient, or advantages were compared.
+        visible: True if the shifted trial expected a nonzero gradient, or if advantages were compared.
     """
 
     hashes: tuple[int, ...] | None = ()
@@ -127,7 +128,7 @@ class OpdWorker(WorkerExtension):
         )
 
     def _pulls(self, rows: LossRows, gaps: Tensor, scored: Tensor) -> tuple[float, float]:
-        """Sum |slope of the loss at a log-prob|, without the denominator, for the teacher's term and for advantages."""
+        """Sum |slope of the loss| at each log-prob, without the denominator, for the teacher's term and advantages."""
         dealt = (rows.column("advantages").float() * rows.response_mask).abs() * rows.weights
         if self.settings.mode == "loss":
             own = self.settings.coef * gaps.abs() * self._factor(rows)
@@ -214,7 +215,7 @@ def check_reports(reports: Sequence[OpdReport], mode: str) -> None:
 
 
 def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
-    """Check, from their values, that the teacher's scores can be log-probs of a policy other than the student.
+    """Check from the values of the teacher's scores that they can be log-probs of a policy other than the student.
 
     Args:
         student: (B, T) log pi_old.

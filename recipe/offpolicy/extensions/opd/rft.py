@@ -1,4 +1,4 @@
-"""Rejection fine-tuning (RFT): puts a student's correct answers into the teacher's chat template, for SFT.
+"""Rejection fine-tuning (RFT): SFT on the student's own correct answers, written in the teacher's format.
 
 A teacher's log-probs are meaningful only if the student writes in the teacher's format. The student's answers are
 sampled from a server, the correct answers are kept, and verl's SFT trainer trains the student on them.
@@ -26,7 +26,7 @@ from .teacher_client import BUSY, LARGEST, PAUSE, TeacherError, open_session, pa
 Score = Callable[..., Any]
 """verl's reward function: (data_source, solution_str, ground_truth, extra_info) -> a score, or a mapping with one."""
 BYTES = 64
-"""Largest size of an answer per requested token."""
+"""Largest size of a server's answer, in bytes per requested token."""
 DATASET = "pkg://recipe.offpolicy.extensions.opd.rft_dataset"
 
 
@@ -81,7 +81,7 @@ def sample(
     """Sample answers to each prompt from an OpenAI-compatible server; None stands for an answer that did not end.
 
     Raises:
-        TeacherError: the server does not answer, or sends something else.
+        TeacherError: the server does not answer, or its answer is malformed.
     """
     session = open_session(settings)
 
@@ -150,8 +150,8 @@ def keep_right(
     An answer counts as correct if its score is at least ``right_from`` both as sampled and in the teacher's format.
 
     Raises:
-        RftError: no correct answer is still correct in that format, or the reward function does not return a finite
-            score.
+        RftError: no correct answer is still correct in the teacher's format, or the reward function does not return a
+            finite score.
     """
     source = row.get("data_source")
 
@@ -302,7 +302,7 @@ def load_tokenizer(path: str) -> Any:
     """Load a tokenizer.
 
     Raises:
-        RftError: there is none.
+        RftError: there is no tokenizer at this path.
     """
     from transformers import AutoTokenizer
 

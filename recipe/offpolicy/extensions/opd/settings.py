@@ -1,4 +1,4 @@
-"""Settings of on-policy distillation: the section ``opd`` of the configuration."""
+"""Settings of on-policy distillation (the section ``opd`` of the configuration)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class TeacherSettings:
         urls: addresses of servers that all serve the same model; requests are distributed round-robin.
         api_key: environment variable with the key that requests send as ``Authorization: Bearer``; None: none.
         headers: header of each request -> the environment variable that holds its value.
-        model: served name; None: the only served model.
-        tokenizer: folder or hub name whose whole vocabulary is compared; None: the server's is probed.
+        model: name under which the server serves the model; None: the only served model.
+        tokenizer: folder or hub name of the tokenizer whose whole vocabulary is compared; None: the server's tokenizer
+            is probed.
         concurrency: number of requests in flight.
         timeout: seconds for the rows of one step.
         probe_every: number of steps after which rows are scored again and must receive the same scores; None: never.
         retries: number of times that a request is sent again, to another address if there is one.
-        other_template: the teacher's chat template intentionally differs from the student's.
+        other_template: True if the teacher's chat template intentionally differs from the student's.
     """
 
     urls: tuple[str, ...]
@@ -80,10 +81,10 @@ class OpdSettings:
     """Settings of one run.
 
     Attributes:
-        teachers: teacher of each data source; "" is the teacher of all other sources.
+        teachers: the teacher of each data source; the key "" stands for all other sources.
         mode: ``advantage`` replaces the advantages of eligible tokens with K1; ``loss`` adds K2.
         coef: factor of the signal.
-        horizon: number of first response tokens that take part; None: all.
+        horizon: number of response tokens that take part, counted from the first; None: all.
         max_gap: bound of |s - t|, in nats.
         schedule: how ``coef`` changes during training.
         scale: divisor of the advantages: ``std``, the root mean square of the bounded gaps; ``mean_std``, their

@@ -1,4 +1,4 @@
-"""Teacher signals, K1 as an advantage and K2 as a loss: eligible rollouts, formulas, and columns to the workers.
+"""Teacher signals, K1 as an advantage and K2 as a loss: eligible rollouts, formulas, and columns for the workers.
 
 With s and t the log-probs of student and teacher for the same sampled token, K1 = s - t estimates the reverse KL and
 K2 = (s - t)^2 / 2 has its gradient, (s - t) grad s (Schulman 2020, Approximating KL divergence). The gradient of K1
@@ -27,7 +27,7 @@ def find_passed(rewards: Tensor, passed_above: float) -> Tensor:
 
 
 def compute_pass_rates(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, passed_above: float) -> Tensor:
-    """Compute the share of each rollout's group that passes, (B,) float64.
+    """Compute for each rollout the share of its group that passes, (B,) float64.
 
     Args:
         rewards: (B,) float, one per rollout; a reward exactly at ``passed_above`` does not pass.
@@ -80,11 +80,11 @@ def eligible(
 
 
 LOG_PROBS = 1.0
-"""Typical size of log-probs in nats; gaps are differences of log-probs, so their rounding errors are on this scale."""
+"""Typical size of log-probs in nats, the scale of the gaps' rounding errors, because gaps are their differences."""
 
 
 def find_horizon(tokens: Tensor, horizon: int | None) -> Tensor:
-    """Find the first ``horizon`` tokens of each row of ``tokens``, (B, T) bool; None: all of them.
+    """Find the first ``horizon`` tokens of each row of ``tokens``, (B, T) bool; with None, all of the tokens.
 
     Raises:
         ValueError: the horizon is not 1 or more.
@@ -238,5 +238,5 @@ def describe_missing(arrived: Iterable[str]) -> str:
 
 
 def find_scored(teacher: Tensor, row: Tensor, response_mask: Tensor) -> Tensor:
-    """Find the tokens that the teacher has scored, (B, T) bool."""
+    """Find the tokens that the teacher scored, (B, T) bool."""
     return row.bool()[:, None] & response_mask.bool() & ~torch.isnan(teacher)

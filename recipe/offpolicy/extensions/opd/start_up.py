@@ -27,9 +27,9 @@ from .teacher_client import (
 )
 
 PATIENCE = 10.0
-"""Seconds to wait for an answer before the run."""
+"""Seconds to wait for an answer during the start-up checks."""
 LARGEST = 2**24
-"""Largest size of an answer before the run, in bytes."""
+"""Largest size of an answer during the start-up checks, in bytes."""
 REPEATS = {"float32": 1e-3, "bfloat16": 0.05}
 """Nats by which a log-prob may differ between two requests; a 16-bit teacher is reported but accepted."""
 PROBES = (
@@ -78,14 +78,14 @@ def find_model(settings: TeacherSettings) -> tuple[str, frozenset[str]]:
     """Find the name of the single model that all addresses serve, and all of its names.
 
     Raises:
-        TeacherError: an address is not reachable, or serves another model, or several.
+        TeacherError: an address is not reachable, or serves a different model or several models.
     """
     model, names = _describe(settings)
     return str(model["id"]), names
 
 
 def _describe(settings: TeacherSettings) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """Describe the model as the servers list it, and list the names of the same weights."""
+    """Return the model's entry in the servers' lists, and all names under which they serve its weights."""
     found: dict[str, Mapping[str, Any]] = {}
     names: set[str] = set()
     for url in settings.urls:
@@ -117,7 +117,7 @@ def find_length(settings: TeacherSettings) -> int | None:
 
 
 def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequence[int]]) -> float:
-    """Measure the difference in nats of a row's log-probs between requests for it alone and one with other rows.
+    """Measure by how many nats a row's log-probs differ between requests for this row alone and one with other rows.
 
     Args:
         ids: two rows of three or more ids.
@@ -278,7 +278,7 @@ def _compare_tokens(at: str, teacher: TeacherSettings, run: Configured, model: s
 
 
 def _find_media(run: Configured) -> Iterator[tuple[str, str]]:
-    """Find the image, video and audio columns of the training prompts: (key that names it, column)."""
+    """Find the image, video and audio columns of the training prompts: (key that names the column, column)."""
     for key in ("data.image_key", "data.video_key", "data.audio_key"):
         if (column := run.get(key)) and any(any(head) for _, head in read_train_column(run, str(column), LOOKED_AT)):
             yield key, column
@@ -298,7 +298,7 @@ def _find_unknown_sources(section: str, settings: OpdSettings, run: Configured) 
 
 
 def _read_conversations(run: Configured) -> list[Any]:
-    """Read the first prompts of the training data; return none if the files are not available."""
+    """Read the first prompts of the training data; return an empty list if the files are not available."""
     column = str(run.get("data.prompt_key") or "prompt")
     for _, prompts in read_train_column(run, column, CONVERSATIONS):
         return [each for each in prompts if isinstance(each, list) and each]

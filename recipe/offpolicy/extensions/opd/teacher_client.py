@@ -38,11 +38,11 @@ EXCLUDED = -9999.0
 
 
 POSITION, LARGEST = 512, 2**20
-"""Largest size of an answer in bytes: bytes per position sent, plus a constant."""
+"""The largest size of an answer, in bytes, is the first number for each position sent, plus the second number."""
 BUSY = (408, 425, 429)
-"""Statuses below 500 after which the same request may succeed."""
+"""HTTP statuses below 500 after which the same request may succeed when it is repeated."""
 REFUSED = (401, 403)
-"""Statuses with which a server refuses a key."""
+"""HTTP statuses with which a server refuses a key."""
 
 
 class TeacherError(RuntimeError):
@@ -62,7 +62,7 @@ class Row:
     """Token ids of one rollout: the prompt, and the scored part of the response.
 
     Attributes:
-        number: its position in the batch, for messages.
+        number: the rollout's position in the batch, for messages.
     """
 
     number: int
@@ -75,7 +75,7 @@ class Scoring:
     """Pending log-probs of one batch.
 
     Attributes:
-        rows: rows as sent.
+        rows: the rows that were sent.
         started: start time in seconds of ``time.monotonic``.
         ended: time of the last answer; before the first answer, the start time.
         retried: number of requests that were sent again.
@@ -95,7 +95,7 @@ class Scoring:
 
 
 class TeacherClient:
-    """Sends a batch's requests to the teacher once it is sampled, and awaits them when its advantages are computed.
+    """Client that sends a batch's requests after sampling, and awaits the teacher's answers when advantages are due.
 
     Args:
         settings: addresses and limits.
@@ -184,7 +184,7 @@ class TeacherClient:
         return [found[number] for number in range(len(rows))]
 
     def _post(self, body: dict[str, Any], rows: Sequence[Row], scoring: Scoring) -> tuple[str, bytes]:
-        """Post until there is an answer, trying one address after another; returns the address and the answer.
+        """Post until there is an answer, trying one address after another; return the address and the answer.
 
         Raises:
             TeacherError: every attempt failed, or a request was rejected.
@@ -305,7 +305,7 @@ def parse_object(text: bytes, url: str) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        TeacherError: it is not a JSON object.
+        TeacherError: the text is not a JSON object.
     """
     try:
         found = json.loads(text)

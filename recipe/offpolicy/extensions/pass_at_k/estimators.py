@@ -183,7 +183,7 @@ def advantages(right: Tensor | Sequence[bool], k: int, *, objective: Objective |
 
 
 def find_impossible(n: int, k: int, objective: str) -> str | None:
-    """Explain why an objective has no value for k of n rows; None if it has one."""
+    """Explain why an objective has no value for k of n rows; None if it has a value."""
     most = n - 1 if objective == "loo" else n
     if k < 1 or k > most:
         return f"k={k} of a group of {n}: {objective} needs 1 <= k <= {most}."

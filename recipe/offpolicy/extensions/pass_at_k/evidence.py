@@ -15,7 +15,7 @@ def state_none_right(n: int, c: int, k: int) -> float:
 
 
 def find_difference(seen: Sequence[float], right: Sequence[bool], k: int, objective: str) -> str | None:
-    """Compare one group's advantages with those of the objective; None if they agree."""
+    """Compare one group's advantages with those that the objective defines; None if they agree."""
     n, c = len(right), sum(right)
     if objective == "groups":
         return _find_in_deal(seen, right, k)
@@ -53,7 +53,7 @@ def find_wrong_chance(
     Args:
         chances: probabilities of all prompts.
         counts: number of a prompt -> (its answers, its correct answers), for some prompts.
-        prior: a and b of the Beta over all prompts.
+        prior: a and b of the Beta distribution over all prompts.
         n: rollouts per prompt.
         share: share of uniform draws.
         k: k of pass@k.

@@ -17,7 +17,7 @@ CHOICES = ("none", *OBJECTIVES)
 
 @dataclass(frozen=True)
 class MetricSettings:
-    """Values of k to report: ``k`` within the drawn samples, and ``extrapolate`` beyond them by the fit."""
+    """Values of k to report: ``k`` up to the number of samples drawn, and ``extrapolate`` beyond it, by the fit."""
 
     k: Sequence[int]
     extrapolate: Sequence[int]
@@ -34,7 +34,7 @@ class DynamicSettings:
 
 @dataclass(frozen=True)
 class BudgetSettings:
-    """Distribution of rollouts: group sizes (``budget.allocate``) or draws (``upsampling.compute_chances``)."""
+    """Distribution of rollouts: group sizes (``upsampling.allocate``) or draws (``upsampling.compute_chances``)."""
 
     mode: Literal["none", "group_size", "upsample"]
     least: int
@@ -49,7 +49,7 @@ class PassAtKSettings:
     """Settings of one run.
 
     Attributes:
-        objective: see ``estimators.advantages``; none: advantages are verl's.
+        objective: see ``estimators.advantages``; ``none`` keeps verl's advantages.
         k: k of the objective, and of budgets.
         correct_at_least: smallest score of a correct row.
         schedule: pairs (step, k), sorted by the step from which k applies; None: ``k`` throughout. For steps at which k
@@ -80,13 +80,13 @@ class PassAtKSettings:
         return replace(given, schedule=schedule)
 
     def get_k(self, step: int) -> int:
-        """Return k at a step."""
+        """Return the k that applies at a step."""
         passed = [k for start, k in self.schedule or () if start <= step]
         return passed[-1] if passed else self.k
 
     @property
     def all_k(self) -> tuple[int, ...]:
-        """All k that the run trains."""
+        """All values of k that the run trains."""
         first = () if self.schedule and self.schedule[0][0] <= 1 else (self.k,)
         return (*first, *(k for _, k in self.schedule or ()))
 
@@ -143,7 +143,7 @@ _VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
 
 
 def find_problems(section: str, settings: PassAtKSettings, run: Configured) -> Iterator[Problem]:
-    """Find conflicts of the settings with the configuration."""
+    """Find conflicts between the settings and the configuration."""
     mode, key = settings.budget.mode, f"{section}.budget.mode"
     if settings.objective != "none":
         yield from _check_k(section, settings, run)

@@ -29,7 +29,7 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
     """Fit Beta(a, b) to the prompts' success rates by maximum likelihood.
 
     Args:
-        n: (P,) samples of each prompt, 1 or more; they may differ.
+        n: (P,) number of samples of each prompt, 1 or more; the numbers may differ.
         c: (P,) correct samples of each prompt.
 
     Returns:
@@ -193,7 +193,7 @@ def _counts(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[Tenso
 
 
 def _compress(n: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Collect equal counts: (U, 2) pairs and (U,) the number of prompts with each."""
+    """Collect equal counts: (U, 2) distinct pairs, and (U,) the number of prompts with each pair."""
     pairs, times = torch.unique(torch.stack([n, c], -1), dim=0, return_counts=True)
     return pairs, times.double()
 
@@ -203,7 +203,8 @@ DRAWS, BLOCK = 2000, 100
 
 @dataclass(frozen=True)
 class Stopping:
-    """When sampling of a prompt ended: at the first of ``looks`` with ``successes`` correct answers, or at the last."""
+    """Rule that ended a prompt's sampling: the first of ``looks`` with ``successes`` correct answers, or the last
+    look."""
 
     looks: tuple[int, ...]
     successes: int
@@ -214,12 +215,12 @@ class Summary:
     """pass@k of one set of prompts.
 
     Attributes:
-        prompts, samples: their numbers.
+        prompts, samples: number of prompts, and number of samples.
         unsolved: share of prompts without a correct answer.
         points: k -> (mean, lower, upper end of the 95 % interval over prompts); the interval is NaN for one prompt.
-        left_out: k for which some prompt has too few samples.
-        fit: a, b and extrapolations; None if they are not identified.
-        not_identified: the reason.
+        left_out: values of k for which some prompt has too few samples.
+        fit: a, b and the extrapolations; None if a and b are not identified.
+        not_identified: the reason why a and b are not identified.
     """
 
     prompts: int

@@ -1,4 +1,4 @@
-"""Which prompts to draw, and how many samples of each, depending on how much their groups can contribute to pass@k."""
+"""Choice of prompts and of their group sizes, depending on how much the groups can contribute to pass@k."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: in
 
 
 def identify_chat(prompt: Any) -> str:
-    """Compute an identity of a prompt's messages that is stable over epochs."""
+    """Compute an identifier of a prompt's messages that is stable over epochs."""
     return hashlib.blake2b(json.dumps(prompt, default=str, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -78,7 +78,7 @@ class PassRates:
     Attributes:
         decay: factor applied to earlier answers whenever a prompt is answered again.
         counts: prompt -> (answers, correct answers), decayed.
-        prior: a and b of a Beta over all prompts.
+        prior: a and b of a Beta distribution over all prompts.
     """
 
     decay: float
@@ -129,7 +129,7 @@ def compute_chances(rates: PassRates, prompts: int, n: int, uniform_share: float
     """Compute the probability that each prompt is drawn next, (prompts,) float64, with sum 1.
 
     ``uniform_share`` of the probability is uniform, so that every prompt is drawn again at some point; the rest is
-    proportional to k (1 - p)^(k - 1) (1 - p^n - (1 - p)^n), see ``budget.allocate``.
+    proportional to k (1 - p)^(k - 1) (1 - p^n - (1 - p)^n), see ``allocate``.
 
     Args:
         rates: rates of prompts, by their number as a string.
@@ -184,7 +184,7 @@ class BlockSampler:
         return drawn
 
     def hand_out(self, row: int) -> int:
-        """Record a row that the data loader takes."""
+        """Record that the data loader takes a row, and return the row."""
         self._handed.append(row)
         return row
 

@@ -1,4 +1,4 @@
-"""pass@k of verl's validation: collected together with verl's metrics, once or in rounds that sample unsolved prompts.
+"""pass@k of verl's validation, collected together with verl's metrics, once or in rounds for unsolved prompts.
 
 Patched or read, the same from verl 0.7.1 to 0.9.1: ``_validate`` iterates ``trainer.val_dataloader``, dictionaries of
 columns, names each prompt's samples by a uid, and passes (source, uid, reward) of each sample to

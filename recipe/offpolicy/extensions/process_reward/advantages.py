@@ -23,15 +23,15 @@ UTILITY = "offpolicy_process_utility"
 
 Normalize = Literal["zscore", "scale", "none"]
 LOG_PROBS = 1.0
-"""Typical size of log-probs in nats; utilities are differences of log-probs, so their rounding errors are on this
-scale."""
+"""Typical size of log-probs in nats. Utilities are differences of log-probs, so the rounding errors of utilities are on
+this scale."""
 
 
 def utilities(values: Sequence[float] | Tensor) -> Tensor:
     """Compute U_1..U_m, (m,), from V_0..V_m, (m + 1,).
 
     Raises:
-        ValueError: there is no value, or one is not finite.
+        ValueError: there is no value, or a value is not finite.
 
     Example:
         >>> utilities([-1.5, -1.0, -2.0])
@@ -53,7 +53,7 @@ def token_advantages(
     normalize: str,
     penalty: Tensor | float = 0.0,
 ) -> Tensor:
-    """Compute the process advantages of all tokens, (B, T): normalised utilities, summed from a token to the row's end.
+    """Compute all tokens' process advantages, (B, T): normalised utilities, summed from the token to the row's end.
 
     Args:
         utilities: (B, T) float, read only at ``positions``.
@@ -61,7 +61,7 @@ def token_advantages(
         groups: (B,) prompt of each row.
         response_mask: (B, T) bool or 0/1; advantages are 0 outside it.
         normalize: see ``normalize_utilities``.
-        penalty: (B, T), subtracted from normalised utilities.
+        penalty: (B, T), the amounts subtracted from normalised utilities.
 
     Raises:
         ValueError: as ``normalize_utilities``.

@@ -1,4 +1,4 @@
-"""Proof of process rewards: credit reaches its tokens, and the workers' advantages are the trainer's."""
+"""Proof of process rewards: credit reaches the correct tokens, and the workers' advantages equal the trainer's."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def choose_prefixes(rows: Sequence[RowValues], floor: float, seed: int) -> list[
 
 
 def build_scored_row(each: RowValues, number: int, prompt: list[int], response: list[int]) -> Scored:
-    """Build the row (prompt, response) whose last log-probs average to the value with this number."""
+    """Build the row (prompt, response, answer tokens) whose last log-probs average to the value with this number."""
     end = each.ends[number - 1] if number else 0
     ids, count = each.answers[each.best[number]]
     return prompt, [*response[:end], *ids], count

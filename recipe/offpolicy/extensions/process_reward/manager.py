@@ -35,7 +35,7 @@ _request: ContextVar[str | None] = ContextVar("offpolicy_process_request", defau
 
 
 class RequestMemory:
-    """A client of the rollout servers that remembers which request sampled a row."""
+    """A client of the rollout servers that stores which request sampled a row."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -90,7 +90,7 @@ class ScoringWorker:
         return await super()._agent_loop_postprocess(output, validate, **kwargs)  # type: ignore[misc]
 
     async def _continue(self, output: Any, found: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """If the row is part of a check, sample rollouts from one of its prefixes, and reward them as verl does."""
+        """If the row was chosen for a check, sample rollouts from one of its prefixes; reward them as verl does."""
         settings, version = self._settings.monte_carlo, found.get("version")
         chosen = choose_prefix(settings, version, output.response_ids, found["ends"]) if found["values"] else None
         if chosen is None:

@@ -1,4 +1,4 @@
-"""Monte-Carlo values of a few prefixes (mean rewards of complete rollouts from them), to check log-prob values.
+"""Monte-Carlo values of a few prefixes (mean rewards of complete rollouts from there), to check log-prob values.
 
 This is VinePPO's estimate of V(prefix) (arXiv:2410.01679), which is unbiased but too expensive for every prefix.
 """
@@ -26,7 +26,7 @@ Score = Callable[[list[int]], Awaitable[float]]
 def choose_prefix(
     settings: MonteCarloSettings, version: int | None, response: Sequence[int], ends: Sequence[int]
 ) -> tuple[int, random.Random] | None:
-    """Choose which prefix of a row to check, V_0 included, and the source of seeds; None: the row is not checked.
+    """Choose which prefix of a row to check, V_0 included, and the source of seeds; None if the row is not checked.
 
     The choice depends only on the version and the response, so it is the same in every worker.
     """

@@ -59,10 +59,10 @@ def read_answers(row: Any, most: int) -> list[str]:
 
 
 def _write(answer: Any) -> str:
-    """Write an answer as in a response: numbers without a trailing ".0" or an exponent, texts without outer spaces.
+    """Format an answer as in a response: numbers without a trailing ".0" or an exponent, texts without outer spaces.
 
     Raises:
-        AnswerError: a number that is not finite.
+        AnswerError: the answer is a number that is not finite.
     """
     if isinstance(answer, float | np.floating | Decimal):
         if not math.isfinite(answer):
@@ -107,7 +107,7 @@ def _decode(tokenizer: Any, token: int) -> str:
 
 
 def find_unlike_pieces(tokenizer: Any, texts: Sequence[str]) -> str | None:
-    """Find the first of ``texts`` that differs from its tokens decoded one by one; None: none.
+    """Find the first of ``texts`` that differs from its tokens decoded one by one; None if there is no such text.
 
     Only ASCII is compared, because a token may be part of a non-ASCII character, which is not text on its own.
     """
@@ -142,7 +142,7 @@ def episode_ends(
         max_episodes: limit above which neighbouring episodes are joined evenly, keeping the first end; None: no limit.
 
     Raises:
-        ValueError: a limit below 1, or an empty marker.
+        ValueError: a limit is below 1, or a marker is empty.
 
     Example:
         >>> episode_ends(["3", "+", "3", ".", " So", " 1", "."], markers=["So "], max_tokens=4)
@@ -176,7 +176,7 @@ def _find_markers(text: str, markers: Iterable[str]) -> Iterator[int]:
 
 
 def _find_sentence_ends(text: str, starts: Sequence[int]) -> list[int]:
-    """Find the tokens before which a sentence ends, in order."""
+    """Find the tokens that directly follow the end of a sentence, in order."""
     found = []
     for token in range(1, len(starts)):
         place = starts[token]
@@ -206,7 +206,7 @@ def _join(ends: list[int], most: int) -> list[int]:
 
 
 def find_region(pieces: Sequence[str], think_end: str) -> int:
-    """Count the tokens before the token in which ``think_end`` begins; all tokens if ``think_end`` is missing.
+    """Count the tokens before the token in which ``think_end`` begins, or all tokens if ``think_end`` is missing.
 
     Example:
         >>> find_region(["2", ".", "</", "think", ">", "4"], "</think>")
@@ -240,7 +240,7 @@ class Row:
         prompt, response: token ids.
         mask: response mask, 1 on tokens that the policy sampled.
         truth: the row's ``reward_model`` column.
-        version: version of the weights that sampled its last token; None if the server does not report it.
+        version: version of the weights that sampled the row's last token; None if the server does not report it.
         request: id by which the router finds the replica that sampled the row.
     """
 
@@ -257,7 +257,7 @@ class RowValues:
     """Values of one row, as sent together with the row.
 
     Attributes:
-        ends: ends of its episodes, exclusive.
+        ends: ends of the row's episodes, exclusive.
         values: V_0..V_m; empty for a row that was not scored.
         version: version of the weights with which all values were computed.
         answers: (ids of force prompt and answer, number of the answer's ids) of each alternative.
@@ -265,7 +265,7 @@ class RowValues:
         requests, forward, cached, rescored: number of requests, of tokens computed for them, of tokens read from the
             cache for them, and of requests repeated without the cache.
         began, ended: seconds of ``time.time``.
-        error: why the row was not scored.
+        error: the reason why the row was not scored.
         monte_carlo: the ``number`` of a prefix with the result of ``monte_carlo.continue_prefix``; None: no check.
     """
 
@@ -311,7 +311,7 @@ class PrefixScorer:
     Args:
         settings: settings of the run.
         ask: calls the server.
-        tokenizer: the policy's.
+        tokenizer: the policy's tokenizer.
     """
 
     def __init__(self, settings: ProcessSettings, ask: AskServer, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Process rewards as an extension: values of prefixes arrive with the rows, and differences of values are credited.
+"""Process rewards as an extension, which credits the differences of the prefix values that arrive with the rows.
 
 Under an estimator that sums a row's rewards, the process advantages are added to the estimator's advantages, which stay
 bitwise unchanged. For an estimator that uses the positions of rewards, the utilities are added to its rewards.
@@ -41,8 +41,8 @@ from .start_up import MANAGER, find_manager, find_problems, serve_scores
 logger = logging.getLogger("verl.offpolicy")
 
 UNFIT, UPDATES = 0.55, 5
-"""Separation below which values do not distinguish passed from failed rows, and number of consecutive updates below it
-before the warning."""
+"""Separation below which values do not distinguish passed from failed rows, and number of consecutive updates below
+this separation before the warning."""
 
 COMPARISONS = {True: 2, False: 16}
 """Number of initial steps whose values are compared. In synchronous training, these are the first step and the step

@@ -66,12 +66,12 @@ def read_values(found: Sequence[Any]) -> list[RowValues]:
 def check_values(
     rows: Sequence[RowValues], versions: Sequence[int | None], *, expected: int | None, max_unscored_share: float
 ) -> None:
-    """Check that rows are scored, with the weights that sampled their last token.
+    """Check that rows were scored, and with the weights that sampled their last token.
 
     Args:
         rows: values of the batch.
         versions: versions of the weights that sampled each row's last token; None if not recorded.
-        expected: required version of all rows, in synchronous training; None: any.
+        expected: the version that all rows must have in synchronous training; None: any version.
         max_unscored_share: largest accepted share of rows without values.
 
     Raises:
@@ -104,7 +104,7 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
     """Place each row's utilities at the last tokens of its episodes.
 
     Raises:
-        LivenessError: values do not match the row's tokens, because rows and values were mixed up.
+        LivenessError: values do not match the rows' tokens, so rows and values were mixed up.
     """
     values = torch.zeros(response_mask.shape, dtype=torch.float32)
     positions = torch.zeros(response_mask.shape, dtype=torch.bool)
@@ -138,7 +138,7 @@ def find_waste(found: BatchUtilities, within: float, floor: float) -> Tensor:
 
 
 def move_utility(found: BatchUtilities, row: int) -> Tensor | None:
-    """Move the largest utility of a row to another of its episodes, (n, T); None if there is no other."""
+    """Move a row's largest utility to another of the row's episodes, (n, T); None if there is no other episode."""
     at = found.positions[row].nonzero().flatten().tolist()
     if len(at) < 2 or not found.values[row].any():
         return None
@@ -227,7 +227,7 @@ def summarize_cost(rows: Sequence[RowValues], began: float | None) -> dict[str, 
 
     Args:
         rows: rows of the batch.
-        began: time when its prompts were submitted, in seconds of ``time.time``; None: unknown.
+        began: time at which the batch's prompts were submitted, in seconds of ``time.time``; None: unknown.
     """
     spans = [(each.began, each.ended) for each in rows if each.ended]
     seconds = compute_covered(spans)

@@ -52,7 +52,7 @@ def compute_advantages(
         scores: (R,) float64, reward of each rollout, credited to its last turn; None: not used.
         coef: factor of ``rewards``.
         gamma: discount per turn.
-        by_std: divide by the standard deviation in addition to subtracting the mean.
+        by_std: True to divide by the standard deviation in addition to subtracting the mean.
 
     Example:
         >>> turns = torch.tensor([[1.0, math.nan], [0.0, math.nan]]).double()
@@ -178,7 +178,8 @@ class TurnSettings:
 
     Attributes:
         normalize: how turns are compared, see ``turn_credit``.
-        turn_rewards: field of verl's agent loop output with the turn rewards; None if there are none.
+        turn_rewards: field of verl's agent loop output that contains the turn rewards; None if there are no turn
+            rewards.
         episode: whether the rollout's reward counts as a reward of its last turn.
         coef: factor of the turn rewards.
     """
