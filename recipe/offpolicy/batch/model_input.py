@@ -16,7 +16,7 @@ COLUMNS = ("input_ids", "position_ids")
 
 @torch.no_grad()
 def hash_model_input(rows: TensorDict) -> Tensor:
-    """Hash each row's ``COLUMNS``: (B,) int64, the same in both layouts.
+    """Hash each row's ``COLUMNS``, (B,) int64; the hash is the same for nested and for padded columns.
 
     Args:
         rows: contains ``COLUMNS``; position_ids are (B, L), or (B, K, L) for models with K position axes.

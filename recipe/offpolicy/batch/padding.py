@@ -169,7 +169,8 @@ def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list
     A micro-batch with few tokens is returned whole. For all other micro-batches, row lengths are read from the device.
 
     Args:
-        model_output: its log-probs are nested, or (B, T) from a legacy actor, whose rows do not include prompts.
+        model_output: contains log-probs that are nested, or (B, T) from a legacy actor, whose rows do not include
+            prompts.
     """
     of_engine = model_output["log_probs"].is_nested
     if of_engine is not ("prompts" in data.keys()):

@@ -31,6 +31,6 @@ def zero_rows(nested: Tensor, silent: Sequence[bool]) -> Tensor:
     """Copy a column that is nested by row, with zeros in the rows that ``silent`` flags."""
     loud = spread_over_tokens(~torch.tensor(silent, dtype=torch.bool), nested)
     zeroed = torch.empty_like(nested)
-    # Multiplication would not work, because a negative number times 0 is -0, whose bits differ from those of 0.
+    # Multiplication would not work, because a negative number times 0 is -0, and -0 and 0 differ in their bits.
     zeroed.values().copy_(nested.values().where(loud.values(), nested.values().new_zeros(())))
     return zeroed

@@ -52,7 +52,7 @@ class RolloutStage:
     Attributes:
         spec: the correction; the step stage must use the same correction.
         weight: (B, T) float32 or wider, detached, 0 outside ``decided``; 1 if the weight needs the current policy.
-        keep: (B, T) bool, False outside ``decided`` and for tokens rejected by a part that needs neither pi nor
+        keep: (B, T) bool, False outside ``decided``, and for tokens that a part rejects without needing pi or
             advantages.
         rejected: key, under ``correction``, of each part that this stage decides -> (B, T) bool, the tokens that the
             part rejects.
@@ -110,7 +110,8 @@ class Decisions:
 
     Attributes:
         log_ratio, valid, decided, keep, units: see ``RolloutStage``.
-        weighed: the weight; None if there is none, if it needs the current policy or advantages, or if not requested.
+        weighed: the weight; None if there is no weight, if it needs the current policy or advantages, or if it was not
+            requested.
         drops: see ``RolloutStage.rejected``.
     """
 
@@ -167,7 +168,7 @@ def decide_rollout(
     for key, part in _order(spec):
         seen, basis = log_rho, units[part.level]
         if spec.skyrl_compat and part.level != "token":
-            # SkyRL aggregates a sequence over only the tokens that its token masks keep.
+            # SkyRL aggregates a sequence only over the tokens that SkyRL's token masks keep.
             seen = torch.where(keep, log_rho, 0.0)
             basis = partition_units(part.level, keep, ids[part.level], rows)
         drop: Tensor | None
@@ -338,7 +339,7 @@ def count_kept_by_row(
     staleness: Tensor | None = None,
     constants: BatchConstants,
 ) -> tuple[Tensor, Tensor]:
-    """Count each row's response tokens, and how many the rollout stage keeps, (B,) float64; see ``rollout_stage``.
+    """Count each row's response tokens, and those that the rollout stage keeps, (B,) float64; see ``rollout_stage``.
 
     Example:
         >>> from .mask_spec import MaskSpec

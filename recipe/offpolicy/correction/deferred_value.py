@@ -54,7 +54,7 @@ def defer_statistics(statistics: Mapping[str, Statistic]) -> DeferredValue[dict[
     """Defer statistics whose parts are tensors; a part that several statistics share is copied once.
 
     Args:
-        statistics: their parts are detached float64 tensors, or floats.
+        statistics: statistics whose parts are detached float64 tensors or floats.
 
     Example:
         >>> from .statistics import Reduction

@@ -1,4 +1,4 @@
-"""Effects of a rejection beyond its own tokens: the denominator of the loss, and the group's baseline.
+"""Effects of a rejection beyond the rejected tokens: on the denominator of the loss, and on the group's baseline.
 
 GRPO, RLOO and OPO compare a row with its siblings. A row that the correction rejects contributes nothing to training,
 yet its reward changes the advantages of its remaining siblings. ``baseline=exclude`` prevents this by moving each

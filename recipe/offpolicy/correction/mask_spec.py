@@ -271,7 +271,7 @@ def _one_kind_of_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _closed(mapping: Mapping[str, Any], aggregate: str, key: str) -> dict[str, Any]:
-    """Propose bounds for a mask that has none: both bounds at level token, otherwise only the upper bound."""
+    """Propose bounds for a mask without bounds: both bounds at level token, otherwise only the upper bound."""
     lower, upper = get_usual_bounds(aggregate)
     both = mapping.get("level") == "token" and AGGREGATES[aggregate].of_log_ratios
     return ({f"{key}.lower": lower} if both else {}) | {f"{key}.upper": upper}

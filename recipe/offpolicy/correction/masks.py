@@ -75,7 +75,7 @@ def _outside(
 def compute_extremes(
     mask: MaskSpec, units: Units, log_value: Tensor, *, numerator: Tensor, denominator: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the least and greatest values that ``find_outside`` compares; a unit is inside if and only if both are.
+    """Compute the least and greatest values that ``find_outside`` compares with a unit's bounds; both must lie inside.
 
     Args:
         units: the units of level ``mask.level``.
@@ -154,7 +154,7 @@ def _any(units: Units, flags: Tensor) -> Tensor:
 
 
 def compute_second_moment_cutoff(budget: float, *log_ratios: Tensor) -> float:
-    """Compute the greatest (log r)^2 that M2PO keeps: the mean over all tokens up to this value is at most ``budget``.
+    """Compute the greatest (log r)^2 that M2PO keeps, so that the mean over all kept tokens is at most ``budget``.
 
     Tokens with the same value are kept or dropped together. Zheng et al. 2025, Prosperity before Collapse.
 

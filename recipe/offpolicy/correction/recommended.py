@@ -1,6 +1,6 @@
 """Recommended settings for asynchronous and stale data and for mismatched engines, with the supporting measurement.
 
-All code that gives this advice reads it from here: ``correction=auto``, the start-up checks, the attribution, the
+All code that recommends settings reads them from here: ``correction=auto``, the start-up checks, the attribution, the
 report and ``run_async.sh``. The README and docs repeat it.
 """
 

@@ -47,7 +47,8 @@ def compute_shadow_statistics(
         segment_ids, versions: (B, T) integers, for the levels that need them.
         staleness: (B,) or (B, T) integers, as for the stages.
         constants: name -> constants of the batch; None: these rows are the whole batch.
-        alongside: measured stage of the active correction for the same tensors; its shared results are reused.
+        alongside: measured stage of the active correction for the same tensors; results that the stages share are
+            reused.
 
     Raises:
         ValueError: a stage raised an error (the message names the shadow), or ``constants`` has no entry for a

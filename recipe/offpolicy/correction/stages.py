@@ -63,9 +63,9 @@ def rollout_stage(
         staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use, or (B, T) per
             token. It is read by masks and bounds that depend on age, and by statistics, which also read ``segment_ids``
             at any level.
-        measure: ``all`` statistics, ``decisions`` for only those of weights and kept tokens, or ``nothing``; applies to
-            both stages.
-        alongside: measured stage of another correction for the same tensors; its results that do not depend on the
+        measure: ``all`` statistics, ``decisions`` for only the statistics of weights and kept tokens, or ``nothing``;
+            applies to both stages.
+        alongside: measured stage of another correction for the same tensors; results that do not depend on the
             correction are reused.
 
     Raises:

@@ -150,8 +150,8 @@ class FlatStatistics(Mapping[str, Statistic]):
     usually share it.
 
     Attributes:
-        layout: the pickled statistics without their parts, and the parts' places among the numbers.
-        numbers: numbers of all parts; statistics that share both parts and reduction share their places.
+        layout: the pickled statistics without their parts, and the position of each part among the numbers.
+        numbers: numbers of all parts; statistics with the same parts and the same reduction share the same numbers.
     """
 
     def __init__(self, layout: bytes, numbers: bytes) -> None:
@@ -271,7 +271,7 @@ _DISTRIBUTION: Final = {part: Reduction(part) for part in ("mean", "std", "min",
 
 @dataclass(frozen=True)
 class StatisticEntry:
-    """Metric keys that share one meaning.
+    """Entry of the catalogue: metric keys that share one meaning.
 
     Attributes:
         key: under ``offpolicy/``; {a,b} stands for each of a and b, and <name> for any name.

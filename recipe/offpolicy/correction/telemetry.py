@@ -28,7 +28,7 @@ from .units import Units
 from .weights import Bound, WeightSpec
 
 Measure = Literal["all", "decisions", "nothing"]
-"""All statistics, only those of weights and kept tokens, or none."""
+"""All statistics, only the statistics of weights and kept tokens, or no statistics."""
 
 _GEOMETRIC: Final = (math.log(0.99), math.log(1.01))
 _PRODUCT: Final = (math.log(0.5), math.log(2.0))
@@ -59,7 +59,7 @@ class AppliedWeight:
             other kinds.
         bounds: lower and upper bound of the raw weight, one number for all tokens or one per token; None for an open
             side.
-        at: bool per token, valid tokens to which the weight applies; None: all of them.
+        at: bool per token, valid tokens to which the weight applies; None: all valid tokens.
     """
 
     spec: WeightSpec
@@ -72,7 +72,7 @@ class AppliedWeight:
     at: Tensor | None = None
 
     def restrict(self, at: Tensor) -> AppliedWeight:
-        """Restrict the weight to the valid tokens that ``at`` flags; its values for other tokens become meaningless."""
+        """Restrict the weight to the valid tokens that ``at`` flags; the values for other tokens become meaningless."""
         at = self.units.valid & at
         return replace(self, at=at, drop=None if self.drop is None else self.drop & at)
 

@@ -32,7 +32,7 @@ class KlWeightSpec:
         """Build from plain values; ``key`` is the Hydra path that error messages show.
 
         Raises:
-            SpecError: anything malformed.
+            SpecError: a value is malformed.
         """
         require_keys(mapping, {"ratio", "upper"}, key)
         _, upper = read_ratio_bounds({"lower": None, **mapping}, key)
@@ -73,7 +73,7 @@ class PenaltySpec:
         """Build from plain values; ``key`` is the Hydra path that error messages show.
 
         Raises:
-            SpecError: anything malformed.
+            SpecError: a value is malformed.
         """
         require_keys(mapping, {"ratio", "coefficient"}, key)
         coefficient = read_number(mapping["coefficient"], f"{key}.coefficient", nullable=False)

@@ -16,7 +16,7 @@ from .row_layout import RowLayout, detect_layout
 When = Literal["any", "negative", "positive", "post_tool"]
 Sign = Literal["row", "token"]
 MaskWhen = Literal["any", "negative", "positive", "outward", "post_tool"]
-"""Tokens to which a mask applies; ``outward``: those whose update moves the two policies further apart (A log r >
+"""Tokens to which a mask applies; ``outward``: tokens whose update moves the two policies further apart (A log r >
 0)."""
 
 
@@ -62,7 +62,7 @@ def check_tool_is_seen(when: MaskWhen, level: str, by_age: bool, key: str) -> No
 
 
 def overlap(one: tuple[When, Sign], other: tuple[When, Sign]) -> bool:
-    """Return True if some token can be selected by both pairs of ``when`` and ``sign``.
+    """Return True if a token can be selected by both of the pairs (``when``, ``sign``).
 
     Example:
         >>> overlap(("negative", "row"), ("positive", "row")), overlap(("negative", "row"), ("positive", "token"))

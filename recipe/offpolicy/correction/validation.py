@@ -292,7 +292,7 @@ def read_numbers(value: Any) -> list[float]:
 
 
 def _meant(key: str, value: Any) -> dict[str, Any]:
-    """Propose the number or the two bounds that a value contains; propose nothing if it contains neither."""
+    """Propose the number or the two bounds that a value contains; empty if the value contains neither."""
     owner, _, name = key.rpartition(".")
     numbers = sorted(read_numbers(value))
     if len(numbers) == 2 and name in ("lower", "upper"):

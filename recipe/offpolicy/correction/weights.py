@@ -79,7 +79,7 @@ class WeightSpec:
         """Build from plain values; ``key`` is the Hydra path that error messages show.
 
         Raises:
-            SpecError: anything malformed.
+            SpecError: a value is malformed.
         """
         if mapping.get("kind") == "gamma":
             require_keys(mapping, {"level", "kind", *_GAMMA}, key, (*_OPTIONAL, "lower", "upper"))

@@ -39,7 +39,7 @@ class Advantages:
 
     Attributes:
         rewards: input of verl's estimator.
-        own: its result.
+        own: the estimator's result.
         final: advantages sent to the workers.
     """
 

@@ -39,7 +39,7 @@ _CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 
 
 def build_settings(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Build a dataclass from nested values; its fields may be dataclasses too."""
+    """Build a dataclass from nested values; fields may be dataclasses too."""
     nested = {name: hint for name, hint in get_type_hints(kind).items() if is_dataclass(hint)}
     return kind(**values | {name: hint(**values[name]) for name, hint in nested.items()})  # type: ignore[operator]
 

@@ -195,7 +195,7 @@ def _finite(old_log_prob: Tensor, batch: mb.MicroBatch) -> Tensor:
 
 
 def _demanded(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the expected gradient of a correction and that of the uncorrected policy term, each (total tokens,).
+    """Compute the expected gradients of a correction and of the uncorrected policy term, each (total tokens,).
 
     The factor multiplies only the policy term, so the expected gradient is factor * (g(1) - g(0)) + g(0). Here, g(c) is
     verl's gradient under constant weights c, and g(0) is the contribution of KL and other terms.

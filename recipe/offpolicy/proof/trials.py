@@ -69,7 +69,7 @@ def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
     """Build trials of a weight: every other unit's raw weight is beyond or inside each bound, and the rest are 1.
 
     A weight with age-dependent bounds is tried at each age, on the unit of each row's first token. A weight for one
-    sign of the advantage is tried with advantages of that sign, of the other sign, and of both signs in one row.
+    sign of the advantage is tried with advantages of this sign, of the other sign, and of both signs in one row.
     """
     if spec.when == "post_tool":
         batch = open_second_turn(batch)
@@ -111,9 +111,9 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
 
     def place(raw: float, advantages: Tensor, weighed: Tensor, weight: float) -> Trial:
         shift = torch.where(first, math.log(raw) * size, 0.0)
-        # pi_old differs from pi, so that confusing the two is detected. The base loss never clips a ratio pi / pi_old
-        # below 1 with a positive advantage, or above 1 with a negative advantage, so every token has a gradient to
-        # weigh.
+        # pi_old differs from pi, so that a mix-up of pi_old and pi is detected. The base loss never clips a ratio pi /
+        # pi_old below 1 with a positive advantage, or above 1 with a negative advantage, so every token has a gradient
+        # to weigh.
         old_log_prob = batch.log_prob.double() + advantages.sign() * BEYOND
         numerator = old_log_prob if spec.ratio == "rollout" else batch.log_prob.double()
         moved = replace_policies(batch, old=old_log_prob, mu=numerator - shift, advantages=advantages)
@@ -327,7 +327,7 @@ def _spread_gap(
 def place_masses(
     spec: MaskSpec, batch: MicroBatch, numerator: Tensor, denominator: Tensor, advantages: Tensor
 ) -> MicroBatch:
-    """Assign these probabilities to the two policies of the ratio; the third policy equals one of them."""
+    """Assign these probabilities to the two policies of the ratio; the third policy equals one of these two."""
     top, bottom, level = numerator.log(), denominator.log(), torch.full_like(numerator, math.log(HIGH))
     pi = top if spec.ratio != "rollout" else level
     old = {"rollout": top, "full": pi, "ppo": bottom}[spec.ratio]

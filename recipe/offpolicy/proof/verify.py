@@ -62,7 +62,7 @@ def verify(
         epochs: number of times that the worker visits each row.
         allow_identical: True if mu may be bitwise identical to pi_old.
         moving: parts whose bounds are sent with each update; the fingerprint excludes them.
-        plan: fingerprint of the plan sent with this update; None: not compared.
+        plan: fingerprint of the plan sent with this update; None: plans are not compared.
         marked: sum of the marks that request proofs; None: all micro-batches must be proved.
         again: True if the correction was proved before. It is then not a failure if a few rows do not show all of the
             correction's parts.

@@ -43,7 +43,7 @@ class RouteNote(list[int]):
         tokens therefore differ from the routes with which the tokens were sampled.
 
         Args:
-            tokens: ids of the request: its prompt and its response.
+            tokens: ids of the request's prompt and response.
             routes: (n, layers, k), routes of the request's first n tokens.
 
         Returns:

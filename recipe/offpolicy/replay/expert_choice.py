@@ -135,7 +135,7 @@ class RouterSlot:
             A result in the form of ``torch.topk``.
 
         Raises:
-            ReplayError: the number of tokens differs from that of the ids.
+            ReplayError: the number of tokens differs from the number of rows of ids.
         """
         chosen: Tensor = own[1]
         tokens = len(scores)

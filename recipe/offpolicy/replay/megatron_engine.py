@@ -200,7 +200,7 @@ def count_replayed(
         sent: (tokens, experts) bool, experts that each token was sent to.
         target: (tokens, k) target ids of the router.
         mask: bool, tokens to replay; None: all tokens.
-        shipped: (tokens, k) ids that were shipped; None: not known per token.
+        shipped: (tokens, k) ids that were shipped; None if they are not known per token.
         drops: True if full experts drop tokens.
 
     Returns:
@@ -208,7 +208,7 @@ def count_replayed(
         target is the shipped one; 0.
 
     Raises:
-        ReplayError: the number of tokens differs from that of the routes.
+        ReplayError: the number of tokens differs from the number of routes.
     """
     if len(target) != len(sent):
         raise ReplayError(

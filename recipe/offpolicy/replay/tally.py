@@ -129,7 +129,7 @@ def _count_by_age(routes: BatchRoutes, records: Mapping[int, ChoiceRecord]) -> T
 
 
 WORSE = 1.1
-"""Largest accepted ratio of k3 with the rollout engine's routes to k3 without them."""
+"""Largest accepted ratio of k3 with the rollout engine's routes to k3 without these routes."""
 _ROUNDING = 1e-6
 """k3 per token between two engines that differ only by rounding."""
 

@@ -390,7 +390,7 @@ class CorrectedV0(CorrectedRun):
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
         """Call the workers' ``update_actor`` with the plan, and judge the packets in its metrics.
 
-        If the caller bypasses ``_update_actor``, this package's metrics are added to those of the workers.
+        If the caller bypasses ``_update_actor``, this package's metrics are added to the workers' metrics.
         """
         if self.correction.baseline == "exclude" and not self._advantage_metrics:
             raise LivenessError("correction.baseline=exclude: verl bypassed the hook that removes rejected sequences.")

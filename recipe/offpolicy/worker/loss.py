@@ -210,7 +210,7 @@ class OffPolicyLoss:
         return mb.compute_factor(self.spec, batch, self._decided(batch))
 
     def create_packet(self, batch: mb.MicroBatch) -> Packet:
-        """Create this micro-batch's metrics packet; its values are filled in when it is sent."""
+        """Create this micro-batch's metrics packet, whose values are filled in when the packet is sent."""
         packet = Packet(
             self.fingerprint,
             bounds=read_bounds(self.spec, self.moving),

@@ -200,7 +200,7 @@ class Packet:
             differentiated) -> number of micro-batches.
         shares: contributions to verl's denominators, see ``batch.mini_batch_mean``.
 
-    Statistics, rows, histograms, alignment, scales and shares include those of all packets queued with this one.
+    Statistics, rows, histograms, alignment, scales and shares cover all packets that were queued with this packet.
     """
 
     fingerprint: int
@@ -366,7 +366,7 @@ class Ledger:
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the metrics of a micro-batch's parts as verl merges those of micro-batches; packets stay separate."""
+    """Merge the metrics of a micro-batch's parts as verl merges micro-batches' metrics; packets stay separate."""
     merged: dict[str, Any] = {}
     for key, first in parts[0].items():
         values = [part[key] for part in parts]

@@ -24,7 +24,7 @@ class TeacherSettings:
 
     Attributes:
         urls: addresses of servers that all serve the same model; requests are distributed round-robin.
-        api_key: environment variable with the key that requests send as ``Authorization: Bearer``; None: none.
+        api_key: environment variable with the key that requests send as ``Authorization: Bearer``; None for no key.
         headers: header of each request -> the environment variable that holds its value.
         model: name under which the server serves the model; None: the only served model.
         tokenizer: folder or hub name of the tokenizer whose whole vocabulary is compared; None: the server's tokenizer
@@ -55,7 +55,7 @@ class TeacherSettings:
 
 @dataclass(frozen=True)
 class EligibleSettings:
-    """Settings of ``signal.eligible``."""
+    """Settings that select the rollouts to distil; see ``signal.eligible``."""
 
     passed_above: float
     max_pass_rate: float
@@ -64,7 +64,7 @@ class EligibleSettings:
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """Settings of ``signal.compute_factor``.
+    """Settings of the schedule of ``coef``; see ``signal.compute_factor``.
 
     Attributes:
         by: the quantity that ``coef`` follows; None: ``coef`` is constant.

@@ -123,7 +123,7 @@ def compute_factor(value: float, *, start: float, end: float, final: float) -> f
 
 
 def compute_centre(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
-    """Compute the value subtracted from the gaps before scaling: their mean with ``mean_std``, otherwise 0."""
+    """Compute the value subtracted from the gaps before scaling: the gaps' mean with ``mean_std``, otherwise 0."""
     chosen = gaps[tokens].double()
     return float(chosen.mean()) if scale == "mean_std" and len(chosen) else 0.0
 

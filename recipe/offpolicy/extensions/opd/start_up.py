@@ -140,7 +140,7 @@ def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequenc
 
 
 def find_other_vocabulary(settings: TeacherSettings, model: str, tokenizer: Any) -> Iterator[str]:
-    """Find strings whose ids from the teacher's tokenizer differ from those of the student's ``tokenizer``."""
+    """Find strings that the teacher's tokenizer and the student's ``tokenizer`` convert to different ids."""
     for text in PROBES:
         theirs = _tokenize(settings, {"model": model, "prompt": text, "add_special_tokens": False})
         if theirs != tokenizer(text, add_special_tokens=False)["input_ids"]:
@@ -148,7 +148,7 @@ def find_other_vocabulary(settings: TeacherSettings, model: str, tokenizer: Any)
 
 
 def find_other_template(settings: TeacherSettings, model: str, tokenizer: Any, messages: Sequence[Any]) -> int | None:
-    """Find the first of several conversations that the teacher's chat template renders differently; None: none."""
+    """Find the first conversation that the teacher's chat template renders differently; None if there is none."""
     for number, conversation in enumerate(messages):
         body = {"model": model, "messages": conversation, "add_generation_prompt": True}
         theirs = _tokenize(settings, body)

@@ -48,7 +48,7 @@ def find_wrong_chance(
     share: float,
     k: int = 4,
 ) -> str | None:
-    """Compare the draw probabilities of prompts with those of the budget; None if they agree.
+    """Compare the draw probabilities of prompts with the probabilities that the budget implies; None if they agree.
 
     Args:
         chances: probabilities of all prompts.
@@ -61,7 +61,7 @@ def find_wrong_chance(
     a, b = prior
 
     pairs = {counts.get(str(prompt), (0.0, 0.0)) for prompt in range(len(chances))}
-    # Powers are relative to that of the hardest prompt, which is the largest.
+    # Powers are relative to the hardest prompt's power, which is the largest.
     hardest = max((b + answers - right) / (a + b + answers) for answers, right in pairs)
 
     def state_worth(answers: float, right: float) -> float:

@@ -121,8 +121,7 @@ class PassAtK(AdvantageExtension):
         prompts.put(__rollout_n__=sizes)
 
     def _get_budget_k(self, step: int) -> int:
-        """Return the k whose gradient determines budgets: the objective's k at a step, or ``k`` for verl's
-        estimator."""
+        """Return the k whose gradient sets the budgets: the objective's k at a step, or ``k`` for verl's estimator."""
         return self.pass_at_k.get_k(step) if self._trains else self.pass_at_k.k
 
     def _read_numbers(self, prompts: PromptView) -> list[str]:

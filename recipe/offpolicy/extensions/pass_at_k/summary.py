@@ -203,8 +203,7 @@ DRAWS, BLOCK = 2000, 100
 
 @dataclass(frozen=True)
 class Stopping:
-    """Rule that ended a prompt's sampling: the first of ``looks`` with ``successes`` correct answers, or the last
-    look."""
+    """When a prompt's sampling ended: at the first of ``looks`` with ``successes`` correct answers, or at the last."""
 
     looks: tuple[int, ...]
     successes: int

@@ -1,4 +1,4 @@
-"""Utilities of episodes, the per-token advantages computed from them, and the names of the columns for both.
+"""Utilities of episodes, the per-token advantages computed from utilities, and the names of the columns.
 
 The value of a prefix is V = mean log p(answer | prefix + force prompt), and the utility of episode i is
 U_i = V_i - V_{i-1}: the increase of the policy's belief in the answer. Utilities telescope to V_m - V_0.

@@ -376,7 +376,7 @@ class PrefixScorer:
         return answers
 
     def _fill(self, result: RowValues, tails: Sequence[Tail], means: Sequence[float | None]) -> None:
-        """Set each prefix's value to that of the likeliest answer, and record which answer this is."""
+        """Set each prefix's value to the value of the likeliest answer, and record which answer this is."""
         for tail, mean in zip(tails, means, strict=True):
             if mean is None:
                 raise ScoringError(

@@ -127,7 +127,7 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
 def find_waste(found: BatchUtilities, within: float, floor: float) -> Tensor:
     """Find the last tokens of wasted episodes, (n, T) bool: those with |U| <= ``within``.
 
-    An episode between two values at the floor does not count: its utility is unknown, not 0.
+    An episode between two values at the floor does not count, because its utility is unknown rather than 0.
     """
     waste = found.positions & (found.values.abs() <= within)
     for row, each in enumerate(found.rows):

@@ -1,4 +1,4 @@
-"""Settings of process rewards: the section ``process_reward`` of the configuration."""
+"""Settings of process rewards (the section ``process_reward`` of the configuration)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .advantages import Normalize
 
 @dataclass(frozen=True)
 class WasteSettings:
-    """See ``ProcessSettings.waste``."""
+    """Settings of the penalty on wasted episodes; see ``ProcessSettings.waste``."""
 
     within: float
     penalty: float
@@ -25,8 +25,8 @@ class MonteCarloSettings:
 
     Attributes:
         every: number of weight versions between two checks; None: never.
-        share: share of the rows that take part in a check, with one prefix each.
-        samples: rollouts from a prefix.
+        share: fraction of the rows that take part in a check, each with one prefix.
+        samples: number of rollouts from each prefix.
     """
 
     every: int | None
@@ -40,13 +40,13 @@ class ProcessSettings:
 
     Attributes:
         force_prompt: text between a prefix and the answer.
-        think_end: episodes end before it; empty: the whole response is reasoning.
+        think_end: text before which episodes end; if empty, the whole response is reasoning.
         markers, max_tokens, max_episodes: see ``prefix_scorer.episode_ends``.
-        max_answer_tokens: limit of the answer, tokenised with the force prompt.
-        max_answers: limit of alternative answers in the ground truth; the likeliest one counts.
+        max_answer_tokens: maximum number of tokens of the answer, tokenised with the force prompt.
+        max_answers: maximum number of alternative answers in the ground truth; the likeliest answer counts.
         floor: lower bound of a value, in nats.
-        prefix_cache: with ``auto``, the engine may read its cache if it reports how much it has read; with ``off``, it
-            never may.
+        prefix_cache: with ``auto``, the engine may read its cache if it reports how many tokens it has read; with
+            ``off``, it may not.
         normalize: see ``advantages.normalize_utilities``.
         coef: factor of the process advantages.
         probe_every: number of steps after which the trainer scores prefixes again; None: only at the first steps.

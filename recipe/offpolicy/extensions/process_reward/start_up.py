@@ -19,11 +19,11 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MANAGER = f"{ROLLOUT}.agent.agent_loop_manager_class"
 _HERE = __name__.rpartition(".")[0]
 MANAGERS = {"v0": f"{_HERE}.manager.ScoringManagerV0", "v1": f"{_HERE}.manager_v1.ScoringManagerV1"}
-"""Agent loop managers, by verl's trainer."""
+"""Maps verl's trainer to the agent loop manager for it."""
 BY_TOKEN = ("gae", "reinforce_plus_plus")
-"""verl's estimators that keep a per-token penalty per token."""
+"""verl's estimators that do not sum a per-token penalty over the row."""
 FEW = 10
-"""Number of prefixes below which a rank correlation is meaningless; its standard error is about 1 / sqrt(n - 1)."""
+"""Minimum number of prefixes for a meaningful rank correlation, whose standard error is about 1 / sqrt(n - 1)."""
 TEXTS = ("3+3=1. So 1+2=3.", "Wait, x = 4.2!\n\nBut no", "naïve Übung", "数学 42")
 
 
@@ -45,7 +45,7 @@ def serve_scores() -> None:
 
 
 def find_problems(section: str, settings: ProcessSettings, run: Configured) -> Iterator[Problem]:
-    """Find conflicts of the settings with the configuration."""
+    """Find conflicts between the settings and the configuration."""
     off, path = f"or {section}=null.", live_path(run.config)
     if not path.attributes.scores_prompts:
         reason = (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 PROMPT = "offpolicy_prompt"
-"""Key of a server's answer: ``ScoredPrompt``."""
+"""Key of the ``ScoredPrompt`` in a server's answer."""
 ABORTED = ("aborted", "abort")
 
 
@@ -23,8 +23,10 @@ class ScoredPrompt(NamedTuple):
     """An engine's scores of a prompt.
 
     Attributes:
-        ids, log_probs: ids and log-probs of the prompt's tokens except the first; if fewer, of the last tokens.
-        cached: number of its tokens read from the prefix cache; None: the engine does not report it.
+        ids, log_probs: ids and log-probs of the prompt's tokens except the first, or of fewer tokens at the prompt's
+            end.
+        cached: number of the prompt's tokens that were read from the prefix cache; None if the engine does not report
+            it.
     """
 
     ids: Sequence[int]
@@ -50,9 +52,9 @@ class Tail:
     Attributes:
         end: end of the prefix, exclusive, in the row's ids.
         ids: ids of force prompt and answer.
-        answer: number of last ids that form the answer.
-        may_read: whether the prefix may come from the cache; False if siblings force the same tail, which would then be
-            cached as well.
+        answer: number of ids at the end that form the answer.
+        may_read: whether the prefix may be read from the cache; False if siblings force the same tail, which would then
+            be cached as well.
     """
 
     end: int
@@ -67,11 +69,11 @@ class TailScores:
 
     Attributes:
         means: mean log-probs of the answer's tokens; None if the engine did not score them.
-        versions: versions of the weights with which they were computed.
-        aborted: a synchronisation of the weights ended a request, so means are incomplete.
+        versions: versions of the weights with which the scores were computed.
+        aborted: True if a synchronisation of the weights ended a request, so that means are incomplete.
         requests, forward, cached, rescored: number of requests, of tokens computed for them, of tokens read from the
             cache for them, and of requests repeated without the cache.
-        error: the server's answers do not contain log-probs of prompts.
+        error: explanation if the server's answers do not contain log-probs of prompts; None otherwise.
     """
 
     means: list[float | None]

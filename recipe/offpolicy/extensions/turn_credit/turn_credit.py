@@ -49,7 +49,7 @@ def compute_advantages(
     Args:
         counts: (R,) int64, number of turns in each rollout, at most K.
         rewards: (R, K) float64, rewards of turns; NaN where a turn has no reward.
-        scores: (R,) float64, reward of each rollout, credited to its last turn; None: not used.
+        scores: (R,) float64, reward of each rollout, credited to its last turn; None: rollout rewards are not used.
         coef: factor of ``rewards``.
         gamma: discount per turn.
         by_std: True to divide by the standard deviation in addition to subtracting the mean.
