@@ -1,4 +1,4 @@
-"""Version and platform adapters: the only package that changes the internals of verl and its engines.
+"""Adapters for versions and platforms: the only package that changes the internals of verl and its engines.
 
 Importing this package changes nothing. `install()` installs the groups of patches that this process can need, given the
 installed verl and the platform; `install(group)` installs a single group; `status()` reports which patches are in
@@ -50,7 +50,7 @@ def status() -> dict[str, dict[str, str]]:
     """Return, for each group, each patch and its state in this process.
 
     The state is "in force", "waiting" for the import of its target, "not needed" by the installed releases, or "off".
-    The function imports no group and no target, so any process can call it at its start; a group that was not loaded
+    The function imports no group and no target, so any process can call it when it starts. A group that was not loaded
     has no patches in this process.
 
     Raises:
@@ -59,8 +59,8 @@ def status() -> dict[str, dict[str, str]]:
     """
     if failed := recorded():
         raise PatchError("\n".join(failed))
-    # A group may install itself on import. Importing it here would be too late, but the group would look as if it had
-    # been installed in time.
+    # A group may install itself when it is imported. Importing it here would be too late, but it would look as if the
+    # group had been installed in time.
     states = {name: _states(group) if group.module in sys.modules else {} for name, group in GROUPS.items()}
     if "verl" in sys.modules:
         for name in asked_for():

@@ -1,4 +1,4 @@
-"""Show the state of every contract in a process of this environment, after importing verl.
+"""Import verl, and show the state of every contract in a process of this environment.
 
 Prints one line per contract: patch, target, releases, state in this process, and whether the contract holds here. Exits
 with 1 if a contract that matters here is broken, or if a requested patch is not in force.

@@ -20,10 +20,10 @@ _replicas = _of("verl.workers.rollout.replica:RolloutReplicaRegistry")
 _client = _of("verl.workers.rollout.llm_server:LLMServerClient")
 
 SEAMS = (
-    # Every agent loop's output passes through here, after its last token.
+    # The output of every agent loop passes through this method, after the loop's last token.
     _worker("_agent_loop_postprocess", "(self, output, validate, **kwargs)", names=("extra_fields", "_compute_score")),
     _worker("_run_agent_loop", keys=("validate",), names=("llm_client", "_agent_loop_postprocess")),
-    # Monte-Carlo checks use it to reward rollouts.
+    # Monte-Carlo checks use this method to reward rollouts.
     _worker("_compute_score", "(self, outputs, kwargs)", names=("reward_score", "reward_loop_worker_handles")),
     # Extra fields become columns of the batch.
     _worker("_postprocess", names=("extra_fields",)),
@@ -32,7 +32,7 @@ SEAMS = (
     ),
     _replicas("register", "(name, loader)", name="register of replicas", names=("_registry",)),
     _replicas("get", "(name)", name="get of replicas", names=("_registry",)),
-    # Both methods have more parameters in 0.9.0 and later.
+    # In 0.9.0 and later, both methods have more parameters.
     _client("_acquire_server", names=("acquire_server",)),
     _client("_release_server", names=("release_server",)),
 )

@@ -1,4 +1,4 @@
-"""Import tensordict without PyTorch's compiler, which is slow to import, in a process that compiles nothing.
+"""Imports tensordict without PyTorch's compiler, which is slow to import, in a process that compiles nothing.
 
 tensordict imports two decorators from the compiler, which affect only compiled code. In a process that called
 `leave_out()`, tensordict receives decorators that do nothing instead; other names in `torch._dynamo` still come from

@@ -1,4 +1,4 @@
-"""Contracts of patches with their targets, and the errors raised when a target has moved.
+"""Contracts between patches and their targets, and the errors that are raised when a target has moved.
 
 A patch states the target, the signature quoted from the source that the patch was written against, the keys that the
 target's code reads or passes on, and the releases on which the patch was tested. All of these are checked when the
@@ -35,7 +35,7 @@ _AND_MORE = ", ...)"
 
 
 class PatchError(RuntimeError):
-    """A patch cannot be installed: its target, release or environment is not what it was written for."""
+    """A patch cannot be installed: its target, release or environment is not the one that it was written for."""
 
 
 class NotInstalledError(PatchError):
@@ -47,7 +47,7 @@ Key = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Contract:
-    """The expectations of one patch.
+    """What a patch expects of its target.
 
     Attributes:
         name: short name of the patch, unique; shown in logs and by `verl_patches.status()`.
@@ -61,9 +61,9 @@ class Contract:
         keys: literals that the target's code, including nested functions, must contain. Each is a string, or a tuple of
             three or more strings that must appear as a complete list or tuple, so that an additional key is noticed as
             well.
-        names: globals and attributes that the target's code, including nested functions, must look up, because an
-            overridden hook or a replaced name has no effect if it is no longer looked up.
-        option: the configuration key whose use requires the contract; empty if every run needs it.
+        names: globals and attributes that the target's code, including nested functions, must look up, because
+            overriding a hook or replacing a name has no effect if the code no longer looks it up.
+        option: the configuration key that requires the contract when it is used; empty if every run needs the contract.
     """
 
     name: str
@@ -106,11 +106,11 @@ class Contract:
         return target
 
     def _inspect(self, target: Any) -> Any:
-        """Return the object whose signature and code are checked; None if it is missing."""
+        """Return the object whose signature and code are checked; None if there is no such object."""
         return target
 
     def allows(self, signature: str | None) -> bool:
-        """Return True if a bare signature equals the quoted one, or starts with it if that ends in "..."."""
+        """Return True if a bare signature equals the quoted one or, if that ends in "...", starts with it."""
         quoted = self.signature or ""
         if signature is not None and quoted.endswith(_AND_MORE):
             stem = quoted.removesuffix(_AND_MORE)
@@ -167,10 +167,10 @@ def _warn_untested(distribution: str, release: str) -> None:
 
 
 def of_installed(*contracts: Contract) -> Contract:
-    """Return the contract of the installed release, among contracts that differ by release.
+    """Return the contract for the installed release, from contracts that differ by release.
 
-    If no contract covers it, the last contract is returned: its `check` then fails, or passes if untested releases are
-    allowed.
+    If no contract covers the release, the last contract is returned. Its `check` then fails, or passes if untested
+    releases are allowed.
     """
     release = installed_release(contracts[0].distribution)
     return next((each for each in contracts if release and each.covers(release)), contracts[-1])
@@ -179,8 +179,8 @@ def of_installed(*contracts: Contract) -> Contract:
 def installed_release(distribution: str) -> str | None:
     """Return the installed version of a distribution without its local part, or None.
 
-    verl's version is read from the version file of the package that an import finds. The reason is that a checkout on
-    the path may have no metadata, or may precede an installed release that has metadata.
+    verl's version is read from the version file of the package that an import finds. This is necessary because a
+    checkout on the path may have no metadata, or may precede an installed release that has metadata.
     """
     if distribution == "python":
         return platform.python_version()
@@ -198,7 +198,7 @@ def _metadata_release(distribution: str) -> str | None:
 
 
 def demand_release() -> str:
-    """Return the supported release of verl that an import would find, without importing verl.
+    """Return the release of verl that an import would find, if it is supported, without importing verl.
 
     Raises:
         PatchError: verl is missing, or its release is too old, or unsupported and not allowed.
@@ -253,7 +253,7 @@ def resolve(target: str) -> Any:
 
 
 def loaded(target: str) -> Any:
-    """Resolve like `resolve`, but only in modules that this process has imported; None otherwise. Never raises."""
+    """Like `resolve`, but only look in modules that this process has imported; None otherwise. Never raises."""
     module_name, _, path = target.partition(":")
     try:
         return _attribute(sys.modules.get(module_name), path)
@@ -274,9 +274,9 @@ def is_needed(error: ModuleNotFoundError) -> bool:
 
 
 def bare_signature(function: Callable[..., Any]) -> str:
-    """Return the signature without annotations, because upstream changes annotations without changing the call.
+    """Return the signature without annotations, because upstream changes annotations without changing how to call.
 
-    It looks through wrappers, so a patched target still shows its own signature.
+    Wrappers are looked through, so a patched target still shows its own signature.
     """
     signature = inspect.signature(function)
     # Ray adds a parameter to the methods of actor classes.
@@ -311,7 +311,7 @@ def _codes(target: Any) -> Iterator[CodeType]:
             if not inspect.isclass(member):
                 yield from _codes(member)
         return
-    # Methods of a class or an instance hold their function in __func__.
+    # Methods of a class or an instance store their function in __func__.
     target = inspect.unwrap(getattr(target, "__func__", target))
     if isinstance(code := getattr(target, "__code__", None), CodeType):
         yield code
@@ -331,7 +331,7 @@ def _constants(code: CodeType) -> Iterator[Key]:
 
 
 def _held(target: Any) -> str:
-    """Format the keys in a target's code for a message, without sentences such as docstrings."""
+    """Format the keys in a target's code for a message, leaving out sentences such as docstrings."""
     words = sorted(key for key in literals(target) if isinstance(key, str) and key.isidentifier())
     return ", ".join(words) or "a target without Python code"
 
@@ -343,10 +343,10 @@ def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
     stays static.
 
     Returns:
-        True if the target was wrapped now, False if this patch was in force already.
+        True if the target was wrapped now; False if this patch was already in force.
 
     Raises:
-        PatchError: the contract does not hold, or the target is a class method, because a wrapper would lose its class.
+        PatchError: the contract does not hold, or the target is a class method, whose class would be lost in a wrapper.
     """
     original = contract.check()
     if is_wrapped(original, contract.name):
@@ -389,9 +389,9 @@ def _in_front_of(original: Callable[..., Any], wrapper: Callable[..., Any]) -> C
 
 
 def is_wrapped(function: Any, name: str) -> bool:
-    """Return True if the patch `name` is among the wrappers of `function`."""
+    """Return True if one of the wrappers of `function` is the patch `name`."""
     while function is not None:
-        # Builtins have no __dict__; other wrappers of the same target may be outside or inside this one.
+        # Builtins have no __dict__; other wrappers of the same target may be further out or further in than this one.
         if getattr(function, "__dict__", {}).get(_MARK) == name:
             return True
         function = getattr(function, "__wrapped__", None)

@@ -1,4 +1,4 @@
-"""Table of `python -m verl_patches`: every contract, the state of its patch, and whether it holds."""
+"""The table that `python -m verl_patches` prints: every contract, the state of its patch, and whether it holds."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Row:
         patch, target, releases: as in the contract.
         state: state of the patch in this process; "calls" for functions that are called and not patched; the missing
             module if the patch cannot be imported without it.
-        verdict: "ok", why it does not matter here, or why it is broken.
-        broken: the contract matters here and does not hold. A contract that belongs to an option does not matter in an
-            untested release, because the option is rejected there.
+        verdict: "ok", why the contract does not matter here, or why it is broken.
+        broken: whether the contract matters here and does not hold. A contract that belongs to an option does not
+            matter in an untested release, because the option is rejected there.
     """
 
     patch: str
@@ -54,7 +54,7 @@ def rows() -> list[Row]:
     names = sorted(_modules(_HERE) - set(GROUPS) - _INFRASTRUCTURE)
     seams = {name: importlib.import_module(f"{_HERE}.{name}") for name in names}
     contracts = {name: _contracts_of(module) for name, module in seams.items()}
-    # Some contracts apply only to certain releases; a release that none of them covers was not tested.
+    # Some contracts apply only to certain releases; a release that no contract covers was not tested.
     release = installed_release("verl")
     tested = release is not None and any(each.covers(release) for found in contracts.values() for each in found)
     rows = [
@@ -70,7 +70,7 @@ def rows() -> list[Row]:
 def _state_alone(module: ModuleType, contracts: list[Contract]) -> str:
     """Return the state of a module without a group: of the patch that the trainer installs, or of called functions.
 
-    If the trainer wraps a function, that contract is in force in the trainer's process.
+    If the trainer wraps a function, the contract is in force in the trainer's process.
     """
     if hasattr(module, "in_force"):
         return "in force" if module.in_force() else OFF
@@ -128,7 +128,7 @@ def _verdict(contract: Contract) -> tuple[str, bool]:
 def _contracts_of(patch: object) -> list[Contract]:
     """Collect the contracts that a module or a patch object declares, as attributes or in tuples."""
     found: list[Contract] = []
-    # The depth limit keeps cycles finite.
+    # The limit on the depth ensures that cycles end.
     _collect(vars(patch).values(), found, depth=5)
     return list(dict.fromkeys(found))
 
@@ -144,7 +144,7 @@ def _collect(values: Iterable[object], found: list[Contract], depth: int) -> Non
 
 
 def _per_target(contracts: list[Contract]) -> list[list[Contract]]:
-    """Group the contracts that depend on the release: with the same target, or the same name if a target has moved.
+    """Group contracts that differ by release: they have the same target, or the same name if a target has moved.
 
     A contract is left out if another contract of the same name applies to the installed release.
     """

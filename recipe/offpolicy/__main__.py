@@ -28,11 +28,11 @@ COMMANDS: Final = {
     "lengths": ("lengths", "lengths", "show the length of answers by correctness"),
     "rft": ("rft", "rft", "make SFT data from a student's correct answers, in the teacher's format"),
 }
-"""Command -> module that runs it, module that builds its parser, and what it does."""
+"""Command -> the module that runs it, the module that builds its parser, and what the command does."""
 
 
 def main() -> None:
-    """Run the command that the first argument names; ends the process with its exit status."""
+    """Run the command that the first argument names, and end the process with the command's exit status."""
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     parser = argparse.ArgumentParser(

@@ -3,8 +3,8 @@
     python -m recipe.offpolicy.attribute DIR [--steps FIRST:LAST] [--worst N] [--tokenizer FOLDER] [--png FILE]
                                              [--html FILE] [--json] [--jobs N | --ray ADDRESS]
 
-Reads a recording, the directory given as offpolicy.record.dir. Exit status: 0, or 2 if the recording or an argument is
-invalid.
+Reads a recording from the directory that was given as offpolicy.record.dir. Exit status: 0, or 2 if the recording or an
+argument is invalid.
 """
 
 from __future__ import annotations

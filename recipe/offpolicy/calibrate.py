@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from .recording import Recording
 
 USAGE, UNREACHED = 2, 1
-"""Exit status: an invalid argument or recording; no bound found for a part."""
+"""Exit status if an argument or the recording is invalid, and if no bound was found for a part."""
 
 
 def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
-    """Build the correction to calibrate, and the keys in it that have no value yet.
+    """Build the correction to calibrate; also return its keys that have no value yet.
 
-    Overrides compose the correction; without overrides, it is the correction of the last recorded step.
+    The correction is composed from the overrides; without overrides, it is the correction of the last recorded step.
 
     Raises:
         SpecError: the correction is malformed, or there is none.
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"calibrate: {sample.sentence}", file=sys.stderr)  # noqa: T201
         result = propose_bounds(recording, spec, request, unset, sample=sample, jobs=jobs)
         faults = describe_recorded_faults(recording, card, jobs)
-        # A correction with a missing value cannot keep anything, so nothing can be counted.
+        # With a missing value, a correction cannot keep anything, so there is nothing to count.
         *now, then = compute_joint_shares(recording, [*([] if unset else [spec]), result.spec], jobs)
         _show(options, result, now[0] if now else None, then, faults)
     except BrokenPipeError:

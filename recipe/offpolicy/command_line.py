@@ -12,16 +12,17 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 BAD_INPUT, CLOSED = 2, 141
-"""Exit status: a package is missing; the reader closed the pipe (128 + SIGPIPE)."""
+"""Exit status if a package is missing, and if the reader closed the pipe (128 + SIGPIPE)."""
 TOKENIZER = "folder of the tokenizer that converts token ids to text (default: the tokenizer of the recorded model)"
 PROGRAM = "OFFPOLICY_PROGRAM"
-"""Environment variable with the command that started a tool, such as ``offpolicy doctor``; unset: ``python -m``."""
+"""Environment variable that contains the command that started a tool, such as ``offpolicy doctor``; if unset, ``python
+-m`` is shown."""
 _DISTRIBUTIONS = {"hydra": "hydra-core", "wandb_workspaces": "wandb-workspaces"}
 _OURS = ("bokeh", "hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "polars", "pyarrow", "rich", "torch", "xxhash")
 
 
 def name_program(tool: str) -> str:
-    """Return the command that starts a tool, as its usage shows it."""
+    """Return the command that starts a tool, for the tool's usage text."""
     return os.environ.get(PROGRAM, f"python -m recipe.offpolicy.{tool}")
 
 
@@ -76,7 +77,7 @@ def parse_score(text: str) -> float:
 
 
 def run(tool: str, main: Callable[[], int]) -> int:
-    """Run ``main`` and return its exit status, without a traceback if the pipe closes or a package is missing.
+    """Run ``main`` and return its exit status; a closed pipe or a missing package does not cause a traceback.
 
     The output of ``main`` is redacted.
     """
@@ -90,7 +91,7 @@ def run(tool: str, main: Callable[[], int]) -> int:
         finally:  # also after --help, which ends the program
             sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes standard output at exit, and would fail again on the closed pipe.
+        # Python flushes standard output at exit, which would fail again on the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Hydra callback that checks the launch of any verl program with our sections, and adds our hooks to its workers."""
+"""Hydra callback that checks launches of any verl program with our sections, and adds our hooks to the workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .trainer.hooked import MODULE, mark
 
 
 def prepare(config: DictConfig, program: str = OURS) -> tuple[CorrectionSpec, Preflight]:
-    """Run the start-up checks, print the active settings, and turn verl's idle correction off, in place.
+    """Run the start-up checks, print the active settings, and switch off verl's idle correction, in place.
 
     Args:
         config: the launch's composed configuration.
@@ -40,13 +40,13 @@ def prepare(config: DictConfig, program: str = OURS) -> tuple[CorrectionSpec, Pr
         The correction to train with, and the result of the checks.
 
     Raises:
-        CheckError: a problem stops the launch; reports all such problems at once.
+        CheckError: problems stop the launch; all of them are reported at once.
     """
     found = examine(config, read_task_overrides(), say=say, own_main=is_own(program))
     if found.spec is None or found.stopping:
         raise CheckError(found.stopping)
     if not found.spec.is_none and not found.run.active:
-        # At its defaults, verl's helper corrects nothing, but still runs every step over the padded batch.
+        # With its default values, verl's helper corrects nothing, but still runs every step over the padded batch.
         with open_dict(config):
             config.algorithm.rollout_correction = None
     return found.spec, found
@@ -58,10 +58,10 @@ def say(line: str) -> None:
 
 
 def check(config: DictConfig, program: str = OURS) -> list[str]:
-    """Run all checks on a launch and add the values that its workers need to its configuration.
+    """Run all checks on a launch, and add the values that the launch's workers need to its configuration.
 
     Returns:
-        Lines that describe what would train.
+        Lines that describe what would be trained.
 
     Raises:
         CheckError, PatchError: a problem stops the launch.
@@ -110,6 +110,6 @@ class LaunchCallback(Callback):
 
 
 def _share_with_local_ray(config: DictConfig) -> None:
-    """Set the variables in this process too, for programs that start Ray without ``ray_kwargs``."""
+    """Also set the variables in this process, for programs that start Ray without ``ray_kwargs``."""
     given = OmegaConf.select(config, f"{KEY}.env_vars") or {}
     os.environ.update({name: str(given[name]) for name in VARIABLES_OF_WORKERS if name in given})

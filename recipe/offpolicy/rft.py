@@ -4,7 +4,7 @@ bash scripts/teacher.sh STUDENT --port 8200 &
 python -m recipe.offpolicy.rft train.parquet --student STUDENT --teacher TEACHER --url http://127.0.0.1:8200 --out rft
 
 DATA is verl's training data: prompt, data_source, reward_model. Writes OUT/train.parquet and OUT/tokenizer. Exit
-status: 0; 2 if an argument is invalid, the server does not answer, or no answer was right.
+status: 0; 2 if an argument is invalid, the server does not answer, or no answer was correct.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m recipe.offpolicy.smoke
 
-A bigram model scores four rows; ``OffPolicyLoss`` calls verl's own ``ppo_loss`` with a truncated weight and a
-geometric mask; one optimizer step follows. Two independent checks must agree that the correction reached the gradient:
-a real run's proof of life, and the gradient derived below from the formulas alone.
+A bigram model scores four rows. ``OffPolicyLoss`` calls verl's own ``ppo_loss`` with a truncated weight and a geometric
+mask, and one optimizer step follows. Two independent checks must agree that the correction reached the gradient: a real
+run's proof of life, and the gradient derived below from the formulas alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ SPEC = CorrectionSpec.from_mapping(
         },
     }
 )
-# log pi_old - log mu per row: one token beyond the cap; a whole row beyond the mask; two rows within both.
+# log pi_old - log mu per row: in one row, a single token exceeds the cap; one row as a whole exceeds the mask; two rows
+# lie within both.
 LOG_RATIOS = ((0.9, -0.2, -0.1, -0.3), (0.3, 0.4, 0.3), (0.1, -0.1, 0.2, 0.0, -0.1), (-0.1, 0.1))
 ADVANTAGES = (1.0, -0.5, -1.5, 0.8)
 VOCABULARY = 11
@@ -65,7 +66,7 @@ _TOLERANCE = 1e-5  # relative error of a gradient in float32
 
 
 def run_update() -> dict[str, float]:
-    """Run forward, backward, both verdicts and an optimizer step.
+    """Run forward, backward, both checks and an optimizer step.
 
     Returns:
         The metrics of ``liveness.verify``, and the relative ``parameter_error``.
@@ -103,7 +104,7 @@ def _judge_parameters(model: torch.nn.Linear, tokens: list[Tensor]) -> float:
     (demanded,) = torch.autograd.grad(_by_the_formulas(model, tokens, corrected=True), model.weight)
     (plain,) = torch.autograd.grad(_by_the_formulas(model, tokens, corrected=False), model.weight)
     error = float((seen - demanded).abs().max() / demanded.abs().max())
-    # Written so that NaN fails.
+    # The comparison is written so that NaN fails.
     if not error <= _TOLERANCE:
         uncorrected = torch.allclose(seen, plain, rtol=_TOLERANCE)
         raise LivenessError(

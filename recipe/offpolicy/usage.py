@@ -1,4 +1,4 @@
-"""Answer ``--help`` before a command's imports, which take seconds or belong to another program."""
+"""Answer ``--help`` before a command's imports, because these take seconds or belong to another program."""
 
 from __future__ import annotations
 

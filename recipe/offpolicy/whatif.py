@@ -10,7 +10,7 @@ from pathlib import Path
 from .command_line import add_jobs, list_output_modules, name_program, read_steps, require_modules, run
 
 MISMATCH, BAD_INPUT = 1, 2
-"""Exit statuses: the replay differs from the recording; nothing could be replayed."""
+"""Exit status if the replay differs from the recording, and if nothing could be replayed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,13 +1,13 @@
 """A checkpoint engine for verl's separate trainer and rollouts on one machine without an accelerator.
 
 verl's own engines need the transport of a GPU or an RDMA card. This engine transfers the weights in files: the
-trainer's first rank writes buckets into a new folder for each synchronisation, and every rollout worker reads them.
-verl imports this module itself, in each process that sends or receives:
+trainer's first rank writes buckets into a new folder for each synchronisation, and every rollout worker reads them. In
+each process that sends or receives weights, verl itself imports this module:
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_files
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_patches.cpu.checkpoint_engine
 
-verl supports registering an engine under a new name, so this is an extension and changes nothing.
+verl supports the registration of engines under new names, so this is an extension and changes nothing in verl.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..releases import specifiers
 NAME = "cpu_files"
 TIMEOUT = 300.0
 POLL = 0.01
-"""Seconds between two checks for the next bucket."""
+"""Seconds from one check for the next bucket to another."""
 
 _KEY = "actor_rollout_ref.rollout.checkpoint_engine"
 _BASE = "verl.checkpoint_engine:CheckpointEngine"
@@ -76,14 +76,14 @@ class FileCheckpointEngine(CheckpointEngine):
     """One process's end of the transport; verl creates one in each worker and drives it through a synchronisation.
 
     Args:
-        bucket_size: bytes of weights that are gathered before they are written.
-        is_master: whether this process writes; the trainer's other ranks only take part in the gathering.
-        timeout: seconds that a receiver waits for the next bucket.
-        folder: folder of the files while they are needed; default: the trainer's temporary folder. Trainer and
-            rollouts must share it.
+        bucket_size: number of bytes of weights that are gathered before they are written.
+        is_master: whether this process writes the files; the trainer's other ranks only take part in the gathering.
+        timeout: seconds for which a receiver waits for the next bucket.
+        folder: folder in which the files are stored while they are needed; by default, the trainer's temporary folder.
+            Trainer and rollouts must share it.
 
     Attributes:
-        clock: returns seconds, for the receiver's timeout.
+        clock: returns the time in seconds, for the receiver's timeout.
     """
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
@@ -103,7 +103,7 @@ class FileCheckpointEngine(CheckpointEngine):
         self._sender = ""
 
     def prepare(self) -> dict[str, Any]:
-        """Return the input of `build_topology`: the folder and its writer, from the master only."""
+        """Return the input of `build_topology`: the folder and its writer; only the master returns it."""
         if not self._is_master:
             return {"folder": None}
         self.finalize()  # a failed synchronisation was never finalised
@@ -128,7 +128,7 @@ class FileCheckpointEngine(CheckpointEngine):
         return each(actor_wg_world_size), each(rollout_world_size)
 
     def init_process_group(self, folder: str, sender: str) -> None:
-        """Open this end.
+        """Open this end of the transport.
 
         Raises:
             WeightSyncError: the sender's folder is not on this machine.
@@ -142,7 +142,7 @@ class FileCheckpointEngine(CheckpointEngine):
         self._folder, self._sender = Path(folder), sender
 
     def finalize(self) -> None:
-        """Close this end; the master also removes the files."""
+        """Close this end of the transport; the master also removes the files."""
         if self._lock is not None:
             self._lock.close()
         if self._owned is not None:
@@ -150,11 +150,11 @@ class FileCheckpointEngine(CheckpointEngine):
         self._folder = self._owned = self._lock = None
 
     async def send_weights(self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None) -> None:
-        """Write every weight, or take part in gathering them.
+        """Write all weights; on ranks other than the master, only take part in gathering them.
 
         Raises:
             WeightSyncError: there are no weights.
-            OSError: the weights cannot be written. Receivers are notified of this and of any other failure.
+            OSError: the weights cannot be written. Receivers learn of this and of any other failure.
         """
         if not self._is_master:
             for _ in weights:
@@ -193,7 +193,7 @@ class FileCheckpointEngine(CheckpointEngine):
                 yield name, weight
 
     async def _next_bucket(self, index: int, global_steps: int | None) -> Path | None:
-        """Return the bucket's file when it is complete; None after the last bucket."""
+        """Return the file of the next bucket when it is complete; None after the last bucket."""
         assert self._folder is not None, "verl calls init_process_group first"
         path = self._folder / _bucket_name(index)
         failed = f"{NAME}: the weights of step {global_steps} did not arrive in {self._folder}: {self._sender}"
@@ -239,11 +239,12 @@ class FileCheckpointEngine(CheckpointEngine):
 
 
 def _buckets(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterable[dict[str, Tensor]]:
-    """Yield copies of the weights in order, in groups that reach `size` bytes; only the last may be smaller."""
+    """Yield copies of the weights in order, in groups of at least `size` bytes; only the last group may be smaller."""
     bucket: dict[str, Tensor] = {}
     held = 0
     for name, weight in weights:
-        # A copy, because verl may reuse the storage, and because saving a view would save its whole storage.
+        # Weights are copied, because verl may reuse the storage, and because saving a view would save its whole
+        # storage.
         bucket[name] = weight.detach().to("cpu", copy=True).contiguous()
         held += bucket[name].nbytes
         if held >= size:
@@ -286,7 +287,7 @@ def in_force() -> bool:
     try:
         return CheckpointEngineRegistry.get(NAME) is FileCheckpointEngine
     except (KeyError, ValueError):
-        # For an unknown name, verl's registry raises an error, which is a KeyError up to 0.9.0.
+        # For an unknown name, verl's registry raises an error; up to 0.9.0, this is a KeyError.
         return False
 
 

@@ -1,7 +1,7 @@
-"""Make "cuda" mean the CPU in the Megatron modules that allocate on "cuda" by name.
+"""Makes "cuda" mean the CPU in the Megatron modules that allocate on "cuda" by name.
 
-They call `torch.zeros(..., device="cuda")` and similar inside functions that cannot be wrapped without copying them. So
-these modules, and nothing else in the process, use PyTorch through `CpuTorch`.
+They call `torch.zeros(..., device="cuda")` and similar inside functions that cannot be wrapped without copying them.
+Therefore these modules, but nothing else in the process, use PyTorch through `CpuTorch`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODULES = (
 """Modules that can run on gloo but name the device in their code."""
 
 FACTORIES = ("empty", "ones", "tensor", "zeros")
-"""PyTorch functions to which these modules pass the device."""
+"""PyTorch functions to which these modules pass the device as an argument."""
 
 
 CONTRACTS = tuple(

@@ -1,1 +1,1 @@
-"""Score centering with the likeliest tokens that vLLM returns: request, transport, log-probs of the policy, proof."""
+"""Score centering with the likeliest tokens that vLLM returns: their request, transport, log-probs and proof."""

@@ -1,4 +1,4 @@
-"""Log-probs of the likeliest tokens in verl's FSDP engine, and their checks over a mini-batch.
+"""Log-probs of the likeliest tokens in verl's FSDP engine, and the checks of these tokens over a mini-batch.
 
 The patched functions are those of ``support.fsdp_engine``.
 """
@@ -38,10 +38,10 @@ class CenteringReport:
 
     Attributes:
         tokens: number of response tokens in the loss.
-        members: total number of their likeliest tokens.
+        members: total number of likeliest tokens of these tokens.
         compared: number of rows whose checksums were compared.
         checked: number of sampled tokens that are also in their position's top-k list; their mu was compared.
-        bytes: bytes of ids and log-probs, as received.
+        bytes: number of bytes of ids and log-probs, as received.
         mass: sum over tokens of mu's total probability on the likeliest tokens.
     """
 
@@ -105,10 +105,10 @@ class CenteringTally:
         self._masses.append(torch.stack([masses.sum(), *largest]))
 
     def report(self) -> CenteringReport:
-        """Copy the counts to the host.
+        """Copy the counts to the host, and build the report.
 
         Raises:
-            CenteringError: tokens have no likeliest tokens, or likeliest tokens of other positions.
+            CenteringError: some tokens have no likeliest tokens, or have likeliest tokens of other positions.
         """
         counts = torch.stack(self._counts).sum(0).tolist() if self._counts else [0] * len(_COUNTS)
         found = dict(zip(_COUNTS, counts, strict=True))
@@ -173,8 +173,8 @@ class CenteringEngine:
         """Run verl's method, and add a report to the metrics of an update.
 
         Raises:
-            CenteringError: tokens have no likeliest tokens, or likeliest tokens of other positions; raised before the
-                optimizer steps.
+            CenteringError: some tokens have no likeliest tokens, or have likeliest tokens of other positions; raised
+                before the optimizer steps.
         """
         self._tally, self._trains = CenteringTally(), not forward_only
         output = self._run(data, loss_function, forward_only=forward_only)
@@ -221,9 +221,9 @@ def _nest(values: Tensor, like: Any) -> Tensor:
 
 
 def _spread(values: Tensor, likeliest: BatchSupports, total: int, fill: float = 0.0) -> Tensor:
-    """Put each token's K values one position before the token: (n, K) -> (total, K)."""
+    """Store each token's K values one position before the token: (n, K) -> (total, K)."""
     if not values.shape[1]:
-        # Some rows have no likeliest tokens; the tally reports them at the end of the mini-batch.
+        # If rows have no likeliest tokens, the tally reports this at the end of the mini-batch.
         values = torch.nn.functional.pad(values, (0, 1), value=fill)
     laid = values.new_full((total, values.shape[1]), fill)
     return laid.index_put((likeliest.places - 1,), values)

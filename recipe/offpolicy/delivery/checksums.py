@@ -1,4 +1,4 @@
-"""Checksums of weights, which add up over shards, ranks and fused parameters, and the trainer's side of the comparison.
+"""Checksums of weights, which can be added over shards, ranks and fused parameters; trainer's side of the comparison.
 
 This module reads ``actor.engine.module`` of verl's ``ActorRolloutRefWorker`` and ``actor_module_fsdp`` of the legacy
 worker. If the tensors sent are not the parameters (FSDP1, other engines, merged LoRA), this module patches the engine's
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22
-"""Number of elements that are converted to a wider type at a time."""
+"""Number of elements that are converted to a wider type at once."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WRAPPERS = re.compile(
     r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_layer|modules_to_save|default)(?=\.|$)"
@@ -24,7 +24,7 @@ _WRAPPERS = re.compile(
 
 
 class Checksum(NamedTuple):
-    """Sums over the bit patterns b of a tensor's elements, exact in any order.
+    """Sums over the bit patterns b of a tensor's elements, which are exact in any order.
 
     Attributes:
         size: number of elements.
@@ -69,7 +69,7 @@ def sum_bits(tensor: Tensor, dtype: torch.dtype | None = None, device: str | Non
 def compute_checksums(
     tensors: Iterable[tuple[str, Tensor, torch.dtype | None]], device: str | None = None
 ) -> dict[str, Checksum]:
-    """Compute the checksum of each named tensor, rounded to the given dtype; see ``sum_bits``."""
+    """Compute the checksum of each named tensor, rounded to the dtype given for it; see ``sum_bits``."""
     names, counts, sums = [], [], []
     for name, tensor, dtype in tensors:
         names.append(name)
@@ -93,10 +93,10 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """A group of tensors on one rank of an engine.
+    """A group of parameters on one rank of an engine that share source tensors.
 
     Attributes:
-        sources: names of the tensors that were loaded into the same parameters, sorted.
+        sources: names of the tensors that were loaded into these parameters, sorted.
         checksum: checksum of these parameters on this rank.
         dtype: torch's name for the dtype of the parameters.
     """
@@ -108,11 +108,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of the comparison at one synchronisation; names are the trainer's.
+    """Result of the comparison at one synchronisation; all names are the trainer's.
 
     Attributes:
-        equal: tensors that are equal in the engine and the trainer.
-        different: tensors that differ.
+        equal: tensors whose values are equal in the engine and the trainer.
+        different: tensors whose values differ.
         unknown: tensors that cannot be judged, because the engine stores them in its own layout.
     """
 
@@ -139,9 +139,9 @@ class HeldComparer:
 
         Ranks hold either shards, whose checksums add up, or identical copies. A group in the engine's own layout is
         judged only once it has been equal. Until then, the only check is whether the group changes when the trainer's
-        tensors change. The layout counts as the engine's own if the number of elements fits neither case (padding, or
-        heads replicated on several ranks), or if the engine ``received`` the trainer's values and stores something
-        else.
+        tensors change. A layout counts as the engine's own if the number of elements fits neither shards nor copies
+        (padding, or heads replicated on several ranks), or if the engine ``received`` the trainer's values and stores
+        something else.
         """
         by_sources: dict[tuple[str, ...], list[Held]] = {}
         for held in (held for rank in ranks for held in rank):
@@ -202,7 +202,7 @@ def _name_fused(sources: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_left_out(trained: Sequence[str], received: Sequence[str]) -> list[str]:
-    """Find the trained parameters for which no tensor was sent, under any prefix that verl uses."""
+    """Find the trained parameters for which no tensor was sent, under any of the prefixes that verl uses."""
     ends = {_end(name) for name in received}
     experts = {name.partition(".experts.")[0] for name in received if ".experts." in name}
     return [name for name in trained if _end(name) not in ends and name.partition(".experts.")[0] not in experts]
@@ -215,10 +215,10 @@ def _end(name: str) -> str:
 
 
 SAMPLE = 256
-"""Number of elements per parameter and rank whose change is tracked."""
+"""Number of elements, per parameter and rank, whose change is tracked."""
 _SENT = "_offpolicy_sent"
 AS_SENT = "as sent"
-"""Used instead of a dtype if the engine keeps a tensor as sent, for example LoRA's tensors."""
+"""Used instead of a dtype for tensors that the engine keeps as they were sent, for example LoRA's tensors."""
 
 
 def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str,
     Args:
         worker: verl's actor worker.
         default: torch's name of the dtype in which the engine holds most tensors.
-        others: plain name -> dtype of the other tensors, or ``AS_SENT``.
+        others: plain name -> dtype of each of the other tensors, or ``AS_SENT``.
 
     Returns:
         ``weights``: plain name -> count, sum, sum of squares and whether it is trained; ``sent``: True if these are
@@ -266,7 +266,7 @@ def _find_module(worker: Any) -> Any:
 
 
 def _find_shard(parameter: Tensor) -> Tensor | None:
-    """Return this rank's part of a parameter; None if another rank counts the same elements."""
+    """Return this rank's part of a parameter; None if another rank counts these elements."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(parameter, DTensor):
@@ -291,8 +291,8 @@ class UpdateSample:
     def step(self, shards: Any) -> list[float]:
         """Return [sum of u r, sum of u^2, changed in u, changed in r, count] since the previous synchronisation.
 
-        u is the change of an element, and r is its change after the engine's rounding. The first call returns an empty
-        list.
+        u is the change of an element, and r is its change after the engine's rounding. On the first call, the list is
+        empty.
         """
         sums = torch.zeros(5, dtype=torch.float64)
         before, self._before = self._before, {}
@@ -313,7 +313,7 @@ def watch_sent(worker: Any, dtype: str) -> None:
     """Make a worker record checksums of the tensors that it sends, if these tensors are not its parameters.
 
     Args:
-        worker: verl's actor worker; for the legacy workers of 0.7.1 the rollout is patched.
+        worker: verl's actor worker; for the legacy workers of 0.7.1, the rollout is patched instead.
         dtype: torch's name of the rollout engine's dtype.
     """
     if not _sends_other_tensors(worker):
@@ -338,7 +338,7 @@ def watch_sent(worker: Any, dtype: str) -> None:
 
 
 def _note_sent(worker: Any, tensors: Any, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the sent tensors, and record their checksums, rounded like the rollout engine's, on rank 0."""
+    """Yield the sent tensors; on rank 0, record their checksums, rounded as in the rollout engine."""
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     noted: dict[str, list[int]] = vars(worker)[_SENT]
     for name, tensor in tensors:

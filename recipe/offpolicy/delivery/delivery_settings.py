@@ -12,7 +12,7 @@ from ..correction import Problem
 
 SECTION = "offpolicy.delivery"
 LEAST_SEEN = 0.5
-"""Updates count as rounded away if less than this share of them survives rounding to the engine's dtype."""
+"""An update counts as rounded away if less than this share of it survives rounding to the engine's dtype."""
 FIX_ROUNDED = "actor_rollout_ref.rollout.dtype=float32, or a larger actor_rollout_ref.actor.optim.lr"
 
 
@@ -21,8 +21,8 @@ class DeliverySettings:
     """How often the rollout engine's weights are compared with the trainer's.
 
     Attributes:
-        sums: number of synchronisations between two comparisons of checksums; None: never.
-        probe: number of synchronisations between two probes; None: never.
+        sums: number of synchronisations from one comparison of checksums to the next; None for never.
+        probe: number of synchronisations from one probe to the next; None for never.
     """
 
     sums: int | None

@@ -1,4 +1,4 @@
-"""Records, in a rollout engine's processes, into which parameters each tensor was loaded, and computes their checksums.
+"""Records, in a rollout engine's processes, the parameters into which each tensor was loaded; computes their checksums.
 
 Patched functions, the same from verl 0.7.1 to 0.9.1:
 ``vLLMColocateWorkerExtension._update_weights(weights, peft_config, base_sync_done)``, which calls
@@ -34,13 +34,15 @@ class Sources:
 
     Attributes:
         names: plain names of all tensors.
-        targets: plain name without an expert's number -> names of the parameters into which the tensor was loaded.
+        targets: plain name, without the number of an expert -> names of the parameters into which the tensor was
+            loaded.
         tied: names of tensors that vLLM loads together with the tensor to which they are tied, and refuses to load on
             their own.
         received: number of tensors since the last comparison.
-        first: checksums of the tensors as received, rounded like their parameters; kept until the first comparison.
+        first: checksums of the tensors as received, rounded like the parameters into which they were loaded; kept until
+            the first comparison.
         adapter: checksums of the LoRA adapter's tensors as received, by plain name.
-        skipped: why nothing is judged; empty if weights are judged.
+        skipped: why nothing is judged; empty if the weights are judged.
     """
 
     names: set[str] = field(default_factory=set)
@@ -64,9 +66,9 @@ def load_observed(
 ) -> Any:
     """Load weights with the model's own ``load``, and record which parameters each new name was loaded into.
 
-    A new name is loaded alone, once; the experts of a layer count as one name. A tied tensor that vLLM refuses to load
-    alone is left out. vLLM loads the tensor to which it is tied instead, and verl may send that tensor in another
-    bucket.
+    When a name first occurs, its tensor is loaded alone; the experts of a layer count as one name. A tied tensor that
+    vLLM refuses to load alone is left out. vLLM loads the tensor to which it is tied instead, and verl may send that
+    tensor in another bucket.
 
     Args:
         dtype_of: returns the dtype of a parameter by its name; None if there is none.
@@ -135,7 +137,7 @@ def weigh_parameters(worker: Any, named: bool) -> dict[str, Any]:
 
     Args:
         worker: vLLM's worker with verl's extension.
-        named: whether to list the sources of each group; if False, only their number is returned, for a caller that
+        named: whether to list the sources of each group; if False, only their number is returned, because the caller
             already has the names.
     """
     sources: Sources = vars(worker).setdefault("_offpolicy_sources", Sources())
@@ -180,10 +182,10 @@ def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], l
 
 
 def tell_root_cause(error: BaseException) -> str:
-    """Describe in one line the first exception of a chain, and its location.
+    """Describe in one line the first exception of a chain, and where it was raised.
 
-    vLLM passes on only the text of the last exception, which may have been raised during clean-up or contain only a
-    missing key.
+    vLLM passes on only the text of the last exception, which may come from the clean-up or consist only of a missing
+    key.
     """
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
@@ -192,7 +194,7 @@ def tell_root_cause(error: BaseException) -> str:
 
 
 def extend_worker() -> None:
-    """Make verl's extension of vLLM's workers record what it loads and compute checksums. Idempotent."""
+    """Make verl's extension of vLLM's workers record what it loads, and compute checksums. Idempotent."""
     from verl.workers.rollout.vllm_rollout import utils
 
     extension = utils.vLLMColocateWorkerExtension
@@ -202,7 +204,7 @@ def extend_worker() -> None:
         seam.check()
     update = extension._update_weights
 
-    # Start-up checks compare signatures; with ``functools.wraps``, they read the original signature.
+    # Start-up checks compare signatures; because of ``functools.wraps``, they see the original signature.
     @functools.wraps(update)
     def _update_weights(self: Any, weights: Any, peft_config: Any, base_sync_done: Any) -> Any:
         weights = list(weights)

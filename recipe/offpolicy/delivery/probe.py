@@ -4,8 +4,8 @@ update.
 g and e are the log-probs of the probe's tokens at one synchronisation: g from the engine, and e from the trainer's own
 forward pass. dg and de are the changes of g and e since an earlier synchronisation. If the weights were delivered, dg =
 de + noise; if not, dg is noise. The noise of 16-bit engines is correlated within a sequence, so sequences are the
-independent samples. Per sequence, u = <dg - de, de> is symmetric around 0 if the weights were delivered, and -|de|^2 on
-average if not.
+independent samples. For each sequence, u = <dg - de, de> is symmetric around 0 if the weights were delivered;
+otherwise, its mean is -|de|^2.
 
 Function called on vLLM's and SGLang's servers, in verl 0.8.0 and later: ``generate(prompt_ids, sampling_params,
 request_id)``. Its answer has ``extra_fields["prompt_logprobs"]``, and ``num_cached_tokens`` in 0.9.1 and later.
@@ -28,14 +28,14 @@ from torch.nn.utils.rnn import pad_sequence
 from ..proof.verify import LivenessError
 
 Answers = Sequence[Sequence[float]]
-"""Log-probs in nats, per sequence, of each token except the first."""
+"""Log-probs, in nats, of each token of a sequence except the first, by sequence."""
 
 FLIPS = 4095
 """Number of random sign vectors for the p-value; with the observed vector, there are 4096 in total."""
 LEVEL = 1e-3
 LEAST_SLOPE = 0.5
 RESOLVED = 0.2
-"""Largest standard error of the slope at which a synchronisation is judged; above it, changes accumulate."""
+"""Largest standard error of the slope at which a synchronisation is judged; if it is larger, changes accumulate."""
 IN_A_ROW = 3
 """Number of consecutive failures that stop a run. If weights are delivered, each failure has a probability of at most
 ``LEVEL``; over 1 000 synchronisations, this amounts to 1 000 * 1e-9 = 1e-6."""
@@ -43,12 +43,12 @@ IN_A_ROW = 3
 
 @dataclass(frozen=True)
 class Change:
-    """Changes of a probe between two synchronisations.
+    """Changes of a probe's log-probs between two synchronisations.
 
     Attributes:
-        slope: regression of dg on de, 1 if the engine follows and 0 if it does not; NaN if de is 0.
+        slope: slope of the regression of dg on de: 1 if the engine follows, 0 if it does not; NaN if de is 0.
         error: standard error of the slope over sequences; infinite if de is 0.
-        p: probability of a sum of u as low as the observed one, over random signs of the sequences.
+        p: probability of a sum of u at most as large as the observed one, over random signs of the sequences.
     """
 
     slope: float
@@ -57,7 +57,7 @@ class Change:
 
 
 def compare_changes(engine: Tensor, expected: Tensor, *, seed: int = 0) -> Change:
-    """Compare the engine's changes with the expected changes.
+    """Compare the changes of the engine's log-probs with the expected changes.
 
     Args:
         engine: (S, T) float64, dg; 0 after a sequence's end.
@@ -87,8 +87,8 @@ class ProbeTest:
     """The test of one engine over all synchronisations of a run.
 
     Attributes:
-        change: change since the reference, at the latest synchronisation.
-        failures: number of consecutive failures so far.
+        change: change from the reference to the latest synchronisation.
+        failures: number of consecutive failures up to now.
     """
 
     def __init__(self) -> None:
@@ -129,18 +129,19 @@ logger = logging.getLogger("verl.offpolicy")
 
 Pair = tuple[list[int], list[int]]
 SEQUENCES, BEFORE, TOKENS = 32, 8, 16
-"""Number of sequences in the probe, number of prompt tokens at the start of each, and maximum tokens of each."""
+"""Number of sequences in the probe; for each sequence, number of prompt tokens at its start, and maximum number of
+tokens."""
 CACHED = 600
-"""Length of the request whose tokens must not be in a prefix cache."""
+"""Length of a request that ensures that the probe's tokens are not in a prefix cache."""
 PATIENCE = 60.0
-"""Seconds to wait for missing answers when the trainer is about to update."""
+"""Seconds to wait for missing answers once the trainer is about to update."""
 KEPT_IN_A_ROW = 2
 LOOSE = 0.5
 """If less than this share of an update survives the engine's rounding, answers are not expected to change."""
 
 
 def draw_probe(rows: Sequence[Pair], uids: list[str]) -> list[list[int]]:
-    """Draw the probe's sequences from a batch, if possible from different prompts; each spans a response's start."""
+    """Draw the probe's sequences from a batch, if possible from different prompts; each contains a response's start."""
     turns = [uids[:row].count(uid) for row, uid in enumerate(uids)]
     order = sorted(range(len(rows)), key=turns.__getitem__)
     drawn = []
@@ -157,7 +158,7 @@ def join_responses(rows: Sequence[Pair], most: int) -> list[int]:
 
 
 class Probe:
-    """The probe of one run.
+    """The probe of a run.
 
     Args:
         longest: maximum number of tokens that the engine accepts.

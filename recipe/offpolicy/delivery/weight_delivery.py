@@ -42,15 +42,15 @@ logger = logging.getLogger("verl.offpolicy")
 NAMED = 6
 """Maximum number of tensors that an error names."""
 FEWEST = 64
-"""Number of updates without a synchronisation after which a run stops if its own interval is not known yet."""
+"""Number of updates without a synchronisation after which a run stops, as long as its own interval is not known."""
 SEEN_OVER = 3
-"""Number of latest updates of which at least the share ``LEAST_SEEN`` must survive the engine's rounding."""
+"""Number of most recent updates, of which at least the share ``LEAST_SEEN`` must survive the engine's rounding."""
 KEPT = 4
-"""Number of past synchronisations whose checksums are kept, to recognise late weights."""
+"""Number of past synchronisations whose checksums are kept, so that late weights are recognised."""
 
 
 class ActorRun(Protocol):
-    """A run by any of verl's trainers."""
+    """A run of any of verl's trainers."""
 
     @property
     def recording(self) -> RunRecord | None: ...
@@ -68,7 +68,7 @@ class WeightDelivery(AddOn):
 
     Args:
         run: the run whose workers send the weights.
-        settings: how often to compare.
+        settings: how often weights are compared.
     """
 
     proof_name = "delivery"
@@ -110,7 +110,7 @@ class WeightDelivery(AddOn):
         while the servers start to sample.
 
         Raises:
-            LivenessError: the answers to the previous synchronisation had not been compared yet, and they differ.
+            LivenessError: the answers to the previous synchronisation differ; they had not been compared until now.
         """
         start = time.perf_counter()
         self._compare_sums()
@@ -155,7 +155,7 @@ class WeightDelivery(AddOn):
         self._asked = Asked(self._syncs, manager, engines, asked, dtypes, weighed)
 
     def _compare_sums(self) -> None:
-        """Compare the answers from the latest synchronisation at which answers were requested."""
+        """Compare the answers for the latest synchronisation at which checksums were requested."""
         if (given := self._asked) is None:
             return
         self._asked = None
@@ -226,7 +226,7 @@ class WeightDelivery(AddOn):
                 )
 
     def _explain(self, comparison: Comparison, engine: Engine) -> str:
-        """Describe the earlier synchronisation at which the engine's differing tensors were sent."""
+        """Describe the earlier synchronisation at which the values that the engine now holds were sent."""
         for back, past in enumerate(reversed(self._past), start=1):
             if not set(comparison.different) & set(engine.compare(past, judge=False).different):
                 return f"It holds the weights from {back} synchronisation{'s' if back > 1 else ''} earlier."
@@ -258,7 +258,7 @@ class WeightDelivery(AddOn):
             )
 
     def _warn_of_rounding(self, along: float, square: float) -> None:
-        """Warn once that the engine's dtype hides updates although all weights are delivered."""
+        """Warn once that updates are lost in the rounding to the engine's dtype although all weights are delivered."""
         self._updates_seen.append((along, square))
         seen, made = (sum(values) for values in zip(*self._updates_seen, strict=True))
         if len(self._updates_seen) == SEEN_OVER and seen < LEAST_SEEN * made and not self._warned_of_rounding:
@@ -311,10 +311,10 @@ class Engine:
         self._comparer = HeldComparer()
 
     def read(self, answer: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Read the answers of a server's workers; None if its class is not verl's.
+        """Read the answers of a server's workers; None if the server's class is not verl's.
 
         Returns:
-            Whether they could be read without the names of their groups.
+            Whether the answers could be read without the names of their groups.
         """
         self.answered = bool(answer)
         self.skipped = "" if answer else "the rollout server does not return checksums of its workers"
@@ -344,13 +344,13 @@ class Engine:
         return True
 
     def compare(self, own: Mapping[str, Checksum], judge: bool = True) -> Comparison:
-        """Compare with the trainer's checksums; with ``judge=False`` the result is not remembered."""
+        """Compare with the trainer's checksums; with ``judge=False``, the result is not remembered."""
         found = (self._comparer if judge else HeldComparer()).compare(self._ranks, own, self._first if judge else None)
         return compare_adapter(found, self.adapter, own, loaded=self._has_adapter)
 
 
 class Asked(NamedTuple):
-    """Requests made at synchronisation ``at``: references to the engines' and the trainer's checksums."""
+    """Requests made at the synchronisation ``at``: references to the checksums of the engines and of the trainer."""
 
     at: int
     manager: Any

@@ -1,4 +1,4 @@
-"""Protection against the checked script: code in its folder, or named by it, is neither imported nor executed."""
+"""Protection against the checked script: code in its folder, or code that it names, is not imported or executed."""
 
 from __future__ import annotations
 

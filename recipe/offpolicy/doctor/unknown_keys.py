@@ -1,4 +1,4 @@
-"""Detection of overrides whose keys are not in the composed configuration, with replacements for former keys."""
+"""Detection of overrides whose keys are not in the composed configuration, with replacements for old keys."""
 
 from __future__ import annotations
 

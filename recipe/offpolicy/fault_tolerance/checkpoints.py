@@ -1,6 +1,6 @@
 """Checkpoints that stay loadable, and that record the correction with which the run was trained.
 
-verl writes ``global_step_N`` in place and names it in ``latest_checkpointed_iteration.txt`` at the end. A run that ends
+verl writes ``global_step_N`` in place, and finally names it in ``latest_checkpointed_iteration.txt``. A run that ends
 during a save can lose its checkpoint in three ways: with one checkpoint to keep, verl deletes the previous one before
 it names the new one; saving a step again overwrites the named checkpoint; and the name is not written atomically.
 
@@ -35,7 +35,7 @@ SAVING = "offpolicy_saving.json"
 RECORD = "offpolicy.json"
 CHANGED = "offpolicy.resume_changed_correction"
 STATES = "offpolicy"
-"""Folder in a checkpoint for files of extensions."""
+"""Folder, within a checkpoint, for the files of extensions."""
 _STEP = "global_step_"
 _STALENESS = "staleness"
 ACTIVE = "steering"
@@ -45,7 +45,7 @@ _CUT_SHORT = "its writing was cut short"
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The folder ``trainer.default_local_dir``, which holds the checkpoints of a run."""
+    """The folder ``trainer.default_local_dir``, which contains the checkpoints of a run."""
 
     path: Path
 
@@ -55,21 +55,21 @@ class CheckpointFolder:
         return cls(Path.cwd() / config.trainer.default_local_dir)
 
     def step_path(self, step: int) -> Path:
-        """Return the folder ``global_step_N`` of a step, which may not exist."""
+        """Return the folder ``global_step_N`` of a step; it need not exist."""
         return self.path / f"{_STEP}{step}"
 
     def read_tracked_step(self) -> int | None:
         """Read the step that verl would resume; None without a tracker file.
 
         Raises:
-            ValueError: the tracker holds no number because writing it was interrupted.
+            ValueError: the tracker file contains no number, because writing it was interrupted.
         """
         with contextlib.suppress(FileNotFoundError):
             return int((self.path / TRACKER).read_text())
         return None
 
     def read_unfinished(self) -> UnfinishedCheckpoint | None:
-        """Read the checkpoint that was started and not completed; None if there is none."""
+        """Read which checkpoint was started but not completed; None if there is none."""
         record = _read(self.path / SAVING, SAVING_SCHEMA)
         return None if record is None else UnfinishedCheckpoint(record["step"], record["tracked"])
 
@@ -79,13 +79,13 @@ class CheckpointFolder:
             return False
         mark, record = self.read_unfinished(), _read(self.step_path(step) / RECORD)
         if record is not None and not record["complete"]:
-            # verl names an asynchronously saved checkpoint once the save is done.
+            # verl names an asynchronously saved checkpoint as soon as the save is done.
             with contextlib.suppress(ValueError):
                 return (self.read_tracked_step() or 0) >= step
             return False
         if record is not None or mark is None or mark.step != step:
             return True
-        # verl names a checkpoint when it is complete; a checkpoint that was already named was being overwritten.
+        # verl names a checkpoint when it is complete; if it was named before, it was being overwritten.
         with contextlib.suppress(ValueError):
             return self.read_tracked_step() == step != mark.tracked
         return False
@@ -106,7 +106,7 @@ class CheckpointFolder:
 
 @dataclass(frozen=True)
 class UnfinishedCheckpoint:
-    """A checkpoint whose save has started: its step, and the step that was resumable before it, if any."""
+    """A checkpoint whose save has started: its step, and the step from which a run could resume before, if any."""
 
     step: int
     tracked: int | None
@@ -150,8 +150,8 @@ def guard_save(
         content[_STALENESS] = dict(staleness)
     write_json(record, content)
     if complete:
-        # verl has just written the same number, but not atomically. If the process is killed during that write, no
-        # number is left.
+        # verl has just written the same number, but not atomically. If the process had been killed during that write,
+        # the file would contain no number.
         _write(folder.path / TRACKER, str(step))
     (folder.path / SAVING).unlink(missing_ok=True)
 
@@ -168,7 +168,7 @@ def check_before_loading(
     Args:
         differences: called with the checkpoint's state of alarms and moved bounds; lists the keys in which this run
             would continue differently, in the form of ``find_changes``.
-        of_extensions: like ``differences``, for the checkpoint's state of extensions, by section.
+        of_extensions: like ``differences``, but for the checkpoint's state of extensions, by section.
         dependents: keys of this run that continue from a checkpoint's state.
 
     Returns:
@@ -176,7 +176,7 @@ def check_before_loading(
 
     Raises:
         CheckpointError: all checkpoints are incomplete, or the named checkpoint was trained with another correction, or
-            its record is missing or invalid.
+            the checkpoint's record is missing or invalid.
     """
     path = _find_resumed(config)
     if path is None:
@@ -232,7 +232,7 @@ def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
 
 
 def read_staleness(config: DictConfig) -> dict[str, Any] | None:
-    """Read the state of the rate limit in the checkpoint that verl has just loaded; None if it has none."""
+    """Read the state of the rate limit in the checkpoint that verl has just loaded; None if the checkpoint has none."""
     path = _find_resumed(config)
     record = None if path is None else _read(path / RECORD)
     return None if record is None else record.get(_STALENESS)

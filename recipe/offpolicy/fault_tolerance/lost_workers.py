@@ -1,8 +1,8 @@
-"""Detection of dead Ray actors and of failed weight loads in rollout servers, even if no call waits for them.
+"""Detection of dead Ray actors and failed weight loads in rollout servers, even if no call is waiting for them.
 
 verl notices a dead worker only when it waits for that worker's answer. If the driver does not wait (agent loops in the
-background), or if another worker waits (an agent loop for an inference server), prompts stay pending or are requested
-forever. An engine that raises while loading weights stays alive, and the sender waits for its acknowledgement.
+background), or if another worker waits (an agent loop for an inference server), prompts stay pending, or are requested
+again forever. An engine that raises while loading weights stays alive, and the sender waits for its acknowledgement.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ HOLDERS = (
     "agent_loop_manager.agent_loop_workers",
     "reward_loop_manager.reward_loop_workers",
 )
-"""Trainer attributes that hold Ray actor handles, in verl 0.7.1 to 0.9.1; each trainer has some of them."""
+"""Trainer attributes that contain Ray actor handles, in verl 0.7.1 to 0.9.1; each trainer has only some of them."""
 FAILURE = "_offpolicy_failure"
-"""Attribute of an actor that holds the actor's failure message."""
+"""Attribute of an actor in which the actor stores its failure message."""
 
 
 class LostWorkerDetector:
@@ -41,18 +41,18 @@ class LostWorkerDetector:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # Reference to a pending answer -> its actor.
+        # Reference to a pending answer -> the actor that will give it.
         self._waiting: dict[Any, Any] = {}
 
     def __call__(self) -> str | None:
         import ray
         from ray import exceptions as of_ray
 
-        # Ray's memory monitor kills actors with its own error, which is not a RayActorError.
+        # Ray's memory monitor kills actors with an error of its own, which is not a RayActorError.
         deaths = of_ray.RayActorError, of_ray.OutOfMemoryError, of_ray.NodeDiedError, of_ray.WorkerCrashedError
         listed = {handle: holder for holder, handle in list_actor_handles(self._trainer)}
         for handle in listed.keys() - self._waiting.values():
-            # getattr is a builtin, so it exists in every process.
+            # getattr is a builtin, so every process has it.
             self._waiting[handle.__ray_call__.remote(getattr, FAILURE, None)] = handle
         if not self._waiting:
             return None
@@ -78,7 +78,8 @@ def summarize_death(error: RayError) -> str:
     """Summarize why an actor died, in one line.
 
     Returns:
-        The exceptions of its constructor, the root cause first; for Ray's memory report, its first line and the largest
+        The exceptions of the actor's constructor, with the root cause first; for Ray's memory report, its first line
+            and the largest
         process; otherwise Ray's whole message.
     """
     text = str(error)
@@ -89,7 +90,7 @@ def summarize_death(error: RayError) -> str:
 
 
 def end_workers(trainer: Any) -> None:
-    """Kill the trainer's Ray actors, so that callers waiting for one of them receive an error at once."""
+    """Kill the trainer's Ray actors, so that callers that wait for them receive an error at once."""
     import ray
 
     for _, handle in list_actor_handles(trainer):

@@ -21,16 +21,17 @@ from typing import IO, Any
 HIDDEN = "(hidden)"
 _hidden_values: set[str] = set()
 _SHORTEST = 8
-"""Minimum length at which an environment variable's value is searched for; shorter values occur by chance."""
+"""Minimum length for searching for an environment variable's value; shorter values would also occur by chance."""
 
 _ALWAYS = re.compile(
     r"(?:^|_)(?:secrets?|passw\w*|passphrases?|pwd|pw|pswd|cred(?:ential)?s?|authorization|cookies?|webhooks?|web_hooks?|"
     r"shared_access_signatures?|"
     r"(?:api|access|priv|private|auth|bearer|signing|encryption)_?(?:keys?|tokens?|toks?))(?:_|$)"
 )
-"""Names whose values are hidden together with everything under them, at any position in a dotted name."""
+"""Names that are hidden, at any position in a dotted name, together with the values under them."""
 _LAST = re.compile(r"(?:^|_)(?:(?P<before>[a-z0-9]+)_)?(?P<kind>token|tok|key|auth|pass|pat|jwt|bearer)$")
-"""Names of secrets in text; the preceding word distinguishes them from a vocabulary's tokens and a table's columns."""
+"""Names of secrets in text; the word before such a name distinguishes it from tokens of a vocabulary and columns of a
+table."""
 _NO_SECRET = {
     "token": re.compile(
         r"[be]os|pad|unk|sep|cls|mask|stop|start|end|begin|first|last|next|image|video|audio|vision|think|special|"
@@ -46,7 +47,7 @@ _NO_TEXT = re.compile(r"(?i:null|none|true|false)|[-+]?[\d._]+(?:e[-+]?\d+)?|\{.
 _SHAPES = re.compile(
     r"(?<=://)[^/\s'\"]+(?=@)|(?<=://)[^/\s:'\"]+:(?!\d*/)[^\s'\"@?]+(?=@[\w.-]+(?:[:/]|$))"
     r"|(?<=(?<![:\w])//)[^/\s:'\"]+:[^/\s'\"]+(?=@)|(?<=%3A%2F%2F)(?:(?!%2F|%40)[\w.%~+-])+(?=%40)"
-    # k or a number is not a host but part of a metric, as in verl's log line 12:00:00,123:pass@k.
+    # k or a number after @ is not a host but part of a metric, as in verl's log line 12:00:00,123:pass@k.
     r"|(?<![\w/.+-])[\w.+-]+:[^\s:@/'\",]+(?=@(?!sha256|(?:k|\d{1,4})(?![\w.:-]))[A-Za-z0-9])"
     r"|(?<=hooks\.slack\.com/)[\w/-]+|(?<=/webhooks/)[\w/-]+|(?<=/webhook/)(?!send\?)[\w/@-]+|(?<=/v2/hook/)[\w-]+"
     r"|(?P<user>\bcurl\b[^\n|;&]{0,300}?[\s'\"](?:-[a-zA-Z]*u|--(?:proxy-)?user)[\s'\",=]*)[^\s:'\",]+:[^\s'\",]+"
@@ -67,7 +68,7 @@ _SHAPES = re.compile(
     r"AGE-SECRET-KEY-1\w{20,}|A[KS]IA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
 _KEPT = ("scheme", "basic", "query", "login", "cookie", "user", "said", "signed")
-"""Groups with the visible text before a secret."""
+"""Groups that match the visible text before a secret."""
 _SHA = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(
     r"commit|sha|rev|git|hash|digest|checksum|fingerprint|snapshot|tree|branch|merge|parent|head\b|tag\b|[@/]$", re.I
@@ -82,11 +83,11 @@ _QUOTE = re.compile(r'\\*"')
 _TUPLE = re.compile(
     r"(?P<name>(?<=\(['\"])[\w-]+|(?<=\(b['\"])[\w-]+)(?P<between>['\"]\s*,\s*)(?P<value>b?(?:'[^']*'|\"[^\"]*\"))"
 )
-"""A header printed as a Python pair; levels and kinds such as token also come in pairs."""
+"""A header printed as a Python pair; levels and kinds, such as token, also occur in pairs."""
 _VARIABLE = re.compile(r"[A-Z]+(?:_[A-Z\d]+)+")
 """Name of an environment variable, in which ``opd.teacher.headers`` holds a secret."""
 _NAME = r"[A-Z][A-Z\d_]*"
-"""The usual form of a variable's name, which a key or password rarely has."""
+"""The usual form of a variable's name; a key or password rarely has this form."""
 _NAMED_HEADERS = re.compile(r"(?P<before>\bheaders\\*['\"]?\s*[=:]\s*)(?P<value>\{[^{}]*\})")
 _HEADERS = re.compile(rf"\{{(?:\s*['\"]?[\w-]+['\"]?\s*:\s*['\"]?{_NAME}['\"]?\s*,?)*\s*\}}")
 _FLAG = re.compile(
@@ -101,12 +102,12 @@ def redact(value: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Redact the secrets in a text, such as a message or a Hydra override."""
+    """Redact the secrets in a text, for example in a message or a Hydra override."""
     return _text(text, _of_environment())
 
 
 def show_variable(name: str) -> str:
-    """Show the name of an environment variable, unless it may be the secret itself in the wrong place."""
+    """Show the name of an environment variable, unless it may itself be a secret that was given by mistake."""
     return name if re.fullmatch(_NAME, name) else HIDDEN
 
 
@@ -124,7 +125,7 @@ def redact_streams() -> None:
 
 
 class RedactedStream:
-    """A text stream that redacts its input by whole lines, because a name and its value may be written separately."""
+    """A text stream that redacts whole lines of its input, because a name and its value may be written separately."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -163,7 +164,7 @@ def _is_secret(key: str, value: Any) -> bool:
     names = [_words(part) for part in re.split(r"[./@]", key)]
     if re.fullmatch(r"authorization|x_.*", names[-1]) and isinstance(value, str) and _VARIABLE.fullmatch(value):
         return False
-    # A bare name may be prose, "headers: none".
+    # A name without quotes may be part of prose, as in "headers: none".
     if names[-1] == "headers" and isinstance(value, Mapping if len(names) == 1 else str):
         return not _HEADERS.fullmatch(value if isinstance(value, str) else json.dumps(dict(value), default=str))
     if any(map(_ALWAYS.search, names)):
@@ -248,7 +249,7 @@ def _is_user_and_password(encoded: str) -> bool:
 
 def _pair(found: re.Match[str]) -> str:
     secret = _is_secret(found["name"], found["value"].strip("'\"\\"))
-    # JSON keeps its quotes. The value may be a pair itself, as in "login: pw=abc".
+    # In JSON, the quotes are kept. The value may itself be a pair, as in "login: pw=abc".
     quote = next((part for part in (_QUOTE.match(found["value"]), _QUOTE.match(found["between"])) if part), [""])[0]
     value = f"{quote}{HIDDEN}{quote}" if secret else _PAIR.sub(_pair, found["value"])
     return f"{found['name']}{found['between']}{value}"

@@ -13,7 +13,7 @@ from typing import Any
 
 FIX = "Restore the file from a copy, or resume another checkpoint: trainer.resume_mode=resume_path."
 LARGEST = 1e9
-"""Largest bound, length or token count; ratios are clamped at e^20."""
+"""Largest bound, length or number of tokens; ratios are clamped at e^20."""
 OLDEST = 10_000
 """Largest eta, in batches."""
 
@@ -24,7 +24,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Value:
-    """A single value: a predicate for accepted values, and its description."""
+    """A single value: a predicate that accepted values satisfy, and its description."""
 
     fits: Callable[[Any], bool]
     what: str
@@ -32,7 +32,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Keys:
-    """A mapping with these keys; other keys are rejected."""
+    """A mapping with exactly these keys."""
 
     needed: Mapping[str, Any]
     optional: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Items:
-    """A list of values of one kind: exactly ``count`` of them or, if that is None, at least ``least``."""
+    """A list of values of one kind: exactly ``count`` of them or, if ``count`` is None, at least ``least``."""
 
     of: Any
     count: int | None = None
@@ -62,7 +62,7 @@ class Null:
 
 
 def number(least: float = -LARGEST, most: float = LARGEST) -> Value:
-    """Describe a finite number in this range."""
+    """Build the kind of a finite number in this range."""
 
     def fits(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
@@ -71,7 +71,7 @@ def number(least: float = -LARGEST, most: float = LARGEST) -> Value:
 
 
 def whole(least: int = 0) -> Value:
-    """Describe a whole number."""
+    """Build the kind of a whole number."""
 
     def fits(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
@@ -199,7 +199,7 @@ def check_state(schema: Any, value: Any, path: Path, key: str = "") -> None:
         key: key of the value within the file.
 
     Raises:
-        CheckpointError: names the file, the key, the value and what to do.
+        CheckpointError: the value does not match; the message names the file, the key, the value and what to do.
     """
     if isinstance(schema, Null):
         if value is not None:
@@ -229,7 +229,7 @@ def check_state(schema: Any, value: Any, path: Path, key: str = "") -> None:
 
 
 def refuse(path: Path, key: str, value: Any, why: str) -> None:
-    """Reject a value of a checkpoint.
+    """Reject a value in a checkpoint.
 
     Raises:
         CheckpointError: always.
@@ -241,10 +241,10 @@ def refuse(path: Path, key: str, value: Any, why: str) -> None:
 
 @contextlib.contextmanager
 def restoring(find_path: Callable[[], Path], key: str) -> Iterator[None]:
-    """Add the file and the key to the error for a state that passes its schema but cannot be restored.
+    """If a state passes its schema but cannot be restored, add the file and the key to the error.
 
     Args:
-        find_path: returns the file; called only on an error.
+        find_path: returns the path of the file; called only if there is an error.
 
     Raises:
         CheckpointError: the state cannot be restored.
@@ -257,11 +257,11 @@ def restoring(find_path: Callable[[], Path], key: str) -> Iterator[None]:
 
 
 def read_json(path: Path, schema: Any) -> Any:
-    """Read a file and check it.
+    """Read a file and check it against its schema.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        CheckpointError: it is not JSON, or does not match the schema.
+        CheckpointError: the file is not JSON, or does not match the schema.
     """
     try:
         content = json.loads(path.read_text())

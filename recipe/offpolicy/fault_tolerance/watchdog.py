@@ -1,8 +1,8 @@
-"""A watchdog thread that ends a run within a bounded time if it hangs or has lost a worker, and names the phase.
+"""A watchdog thread that ends a run within a bounded time if the run hangs or has lost a worker, and names the phase.
 
 verl waits for its workers without a limit. A weight sync that hangs, a rollout engine that stops answering, or rollouts
-that fail and are requested again forever therefore keep an idle run alive. A thread in the trainer's process tracks the
-current phase of the step and its duration through wrapped methods.
+that fail and are requested again forever therefore keep a run alive that makes no progress. A thread in the trainer's
+process tracks the current phase of the step and its duration through wrapped methods.
 """
 
 from __future__ import annotations
@@ -51,19 +51,20 @@ PHASES: Mapping[str, str] = {
     "_load_checkpoint": "load_checkpoint",
     "_validate": "validation",
 }
-"""Method under the trainer -> its phase, for the V0 and V1 trainers of all releases; each trainer has some of them."""
+"""Method under the trainer -> its phase, for the V0 and V1 trainers of all releases; each trainer has only some of
+them."""
 BETWEEN = "between_phases"
-"""The driver's own work between two phases: rewards, advantages, metrics, the logger."""
+"""The driver's own work between two phases, such as rewards, advantages, metrics and logging."""
 NAMES = tuple(sorted({*PHASES.values(), BETWEEN}))
 
 SECTION = "offpolicy.watchdog"
 SIGNAL = signal.SIGUSR2
-"""Interrupts the main thread, whose handler then raises."""
+"""Signal that interrupts the main thread, whose handler then raises an exception."""
 PATIENCE = 5.0
-"""Seconds from the signal until, if the main thread does not react, the actors that it may be waiting for are
-killed."""
+"""Seconds after the signal until the actors that the main thread may be waiting for are killed, if it does not
+react."""
 GRACE = 60.0
-"""Seconds that a failing run has to unwind before its process is ended."""
+"""Seconds for which a failing run may unwind before its process is ended."""
 EXIT_CODE = 70
 
 
@@ -75,7 +76,7 @@ class _Interrupt(KeyboardInterrupt):
     """Raised in the main thread by the signal handler: only a KeyboardInterrupt ends ``ray.get``, and no ``except
     Exception`` catches it.
 
-    ``Watchdog.raise_verdict`` replaces it with the verdict.
+    ``Watchdog.raise_verdict`` replaces this exception with the verdict.
     """
 
 
@@ -84,8 +85,8 @@ class Phases:
     """A thread-safe stack of the trainer's current phases, outermost first, with their start times.
 
     Args:
-        limits: phase -> the number of seconds that it may take; None: no limit.
-        default: seconds for phases without their own limit.
+        limits: phase -> the number of seconds that it may take; None for no limit.
+        default: limit in seconds for phases without a limit of their own.
         clock: returns seconds.
     """
 
@@ -100,7 +101,7 @@ class Phases:
 
     @contextlib.contextmanager
     def enter(self, name: str) -> Iterator[None]:
-        """Attribute the time inside the context to this phase."""
+        """Attribute the time spent inside the context to this phase."""
         entry = (name, self.clock())
         with self._lock:
             self._stack.append(entry)
@@ -113,7 +114,7 @@ class Phases:
 
     @property
     def shortest(self) -> float:
-        """The shortest limit in seconds; infinite if there is none."""
+        """The shortest limit in seconds; infinite if there are no limits."""
         limits = [self.get_limit(name) for name in {*NAMES, *self.limits}]
         return min((seconds for seconds in limits if seconds is not None), default=math.inf)
 
@@ -149,12 +150,12 @@ class Watchdog:
 
     Args:
         phases: the trainer's current phases.
-        lost: returns an error message if a worker has died; called at every ``poll``. None: no check.
+        lost: returns an error message if a worker has died; called every ``poll`` seconds. None for no check.
         poll: seconds between two checks.
         step: returns the trainer's step, for messages.
-        release: kills the actors that the main thread may wait for, if the signal does not interrupt it.
-        patience: seconds from the signal to ``release``.
-        grace: seconds from ``release`` to the end of the process.
+        release: kills the actors that the main thread may be waiting for, if the signal does not interrupt the thread.
+        patience: seconds from the signal until ``release`` is called.
+        grace: seconds from ``release`` until the process is ended.
         end: exits this process at once; never returns.
     """
 
@@ -175,7 +176,7 @@ class Watchdog:
         self._deadline: float | None = None
 
     def start(self) -> None:
-        """Start watching; must be called in the thread that trains."""
+        """Start watching; call this in the thread that trains."""
         self._main = threading.current_thread()
         if self._main is threading.main_thread():
             # A signal is the only way to raise an exception in a thread that is blocked in C code, as in ray.get.
@@ -201,7 +202,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def raise_verdict(self) -> Iterator[None]:
-        """Re-raise secondary exceptions as the original WatchdogError."""
+        """Re-raise exceptions that follow from a verdict as the original WatchdogError."""
         try:
             yield
         except BaseException as error:
@@ -228,13 +229,13 @@ class Watchdog:
         try:
             return self.lost() if self.lost else None
         except Exception:
-            # The time limits still work, and must stay active.
+            # The time limits still work and must remain active.
             logger.warning("could not check whether all workers are alive; this check is now off.", exc_info=True)
             self.lost = None
             return None
 
     def _tick(self) -> float:
-        # A quarter of the shortest limit bounds the delay until an overdue phase is noticed.
+        # The delay until an overdue phase is noticed is at most a quarter of the shortest limit.
         return max(0.05, min(self.poll, self.phases.shortest / 4))
 
     def _end_run(self, sentence: str) -> None:
@@ -263,7 +264,7 @@ class Watchdog:
 def watch(
     trainer: Any, config: DictConfig, clock: Callable[[], float] = time.monotonic, **options: Any
 ) -> Watchdog | None:
-    """Start a watchdog over a verl trainer; call it once, after construction, in the thread that trains.
+    """Start a watchdog over a verl trainer; call this once, after construction, in the thread that trains.
 
     Args:
         trainer: ``RayPPOTrainer`` or a V1 ``PPOTrainer``; methods of ``PHASES`` are wrapped on the instance; methods of
@@ -297,7 +298,7 @@ def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterato
     """Find the problems of the keys under ``offpolicy.watchdog``.
 
     Args:
-        extensions: phases in addition to ``NAMES``.
+        extensions: phases that exist in addition to ``NAMES``.
     """
     settings = OmegaConf.select(config, SECTION)
     if settings is None or (isinstance(settings, DictConfig) and settings.get("phase_timeouts", {}) is None):
@@ -331,7 +332,7 @@ def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
     def around(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(call)
         def in_phase(*args: Any, **kwargs: Any) -> Any:
-            # verl's auto_await returns a coroutine to a caller that is a coroutine, and runs it for any other caller.
+            # verl's auto_await returns a coroutine if its caller is a coroutine, and otherwise runs the coroutine.
             if of_coroutine and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE:
                 return in_awaited_phase(*args, **kwargs)
             with watchdog.phase(name):

@@ -1,4 +1,4 @@
-"""A step's cost in addition to verl's own work: forward passes for pi_old, and bytes sent to the workers."""
+"""Cost of a step beyond verl's own work: forward passes for pi_old, and bytes sent to the workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepCost:
     def counted(self, compute_log_prob: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the worker group's ``compute_log_prob`` to count the calls made within ``of_pi_old``.
 
-        verl calls the same method for the reference policy's log-probs if the reference is the actor without its
+        verl also calls this method for the reference policy's log-probs if the reference is the actor without its
         adapter.
         """
 
@@ -49,7 +49,7 @@ class StepCost:
 
         Args:
             columns: columns of all rows, dense or nested; each row is sent to one rank.
-            handed: object that is copied to each rank; it is counted once, by its pickled size.
+            handed: object that is copied to each rank; its pickled size is counted only once.
         """
         self.add_columns(columns)
         self._bytes += len(pickle.dumps(handed))

@@ -1,7 +1,7 @@
-"""The selection made by ``correction=auto``: the run's set-up, the corrections for it, and the reasons.
+"""The choice that ``correction=auto`` makes: the run's set-up, the corrections for it, and the reasons.
 
-``select`` is the decision tree. ``check_requirements`` checks the settings that no correction of the loss can replace,
-such as routing replay.
+``select`` is the decision tree. ``check_requirements`` checks settings, such as routing replay, that a correction of
+the loss cannot replace.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Setup:
         minibatches: gradient steps per batch: global batch size / mini-batch size, times epochs.
         strategy: verl's name for the training backend, which decides whether routes can be replayed.
         objective: verl's name for the base loss; GSPO replaces routing replay.
-        bounded: ``offpolicy.staleness.eta`` limits staleness.
-        adaptive: the staleness limit moves, up to a ceiling.
-        program: the verl program with its own staleness, fully_async or one_step_off; None for main_ppo.
-        resumes: fully_async continues requests that a weight synchronisation has aborted.
-        fsdp_replay: routes can be replayed on FSDP in this configuration.
+        bounded: whether ``offpolicy.staleness.eta`` limits staleness.
+        adaptive: whether the staleness limit moves, up to a ceiling.
+        program: the verl program that has its own staleness, fully_async or one_step_off; None for main_ppo.
+        resumes: whether fully_async continues requests that a weight synchronisation has aborted.
+        fsdp_replay: whether routes can be replayed on FSDP in this configuration.
     """
 
     engine: Engine
@@ -80,7 +80,7 @@ class Setup:
 
 
 def read_setup(run: Composed) -> Setup:
-    """Read the set-up of a composed configuration from ``setup.*`` if given, otherwise from verl's keys.
+    """Read the set-up of a composed configuration: from ``setup.*`` where given, otherwise from verl's keys.
 
     Raises:
         CheckError: unknown keys or values.
@@ -109,7 +109,7 @@ def read_setup(run: Composed) -> Setup:
 
 
 def refuse_setup(run: Composed) -> None:
-    """Refuse keys under ``setup`` if corrections are chosen by name, because then nothing reads ``setup``.
+    """Refuse keys under ``setup`` if corrections are chosen by name, because nothing reads ``setup`` in that case.
 
     Raises:
         CheckError: unknown keys or values.
@@ -141,7 +141,8 @@ class _Observed:
 
 def _find_engine(run: Composed) -> _Observed | None:
     name = run.get(NAME)
-    # Kernels can be matched until the two engines are bitwise identical; no key shows this, so only the user knows.
+    # Kernels can be matched until the two engines are bitwise identical; no key shows whether this was done, so only
+    # the user knows.
     return _Observed("different", f"{NAME}={name}", firm=False) if name in ("vllm", *UNTESTED_ENGINES) else None
 
 
@@ -171,7 +172,7 @@ def _find_trajectory(run: Composed) -> _Observed | None:
         return _Observed("tools", f"{turns}=true")
     if agent not in (None, "single_turn_agent"):
         return _Observed("tools", f"{loop}={agent}", firm=False)
-    # A data set may name an agent loop per row.
+    # A data set may name an agent loop for each row.
     return None if enabled is None else _Observed("single", f"{turns}=false", firm=False)
 
 
@@ -204,7 +205,7 @@ _LOOKS: dict[str, tuple[Callable[[Composed], _Observed | None], str, str]] = {
         "Set setup.minibatches=1, or more.",
     ),
 }
-"""Key -> the value that the configuration shows, why it may show none, and what to do then."""
+"""Key -> the value that the configuration shows, why it may not show any, and what to do in that case."""
 
 
 ETA_CODE, ETA_MATHS = 4, 8  # steps of staleness; AReaL, arXiv:2505.24298. Nothing here was measured beyond 8.
@@ -215,13 +216,13 @@ _PARTIAL = "async_training.partial_rollout"
 
 @dataclass(frozen=True)
 class Requirement:
-    """A key of verl that the selection relies on.
+    """A key of verl on which the selection relies.
 
     Attributes:
         key: Hydra path.
         value: the required value, or the largest allowed number.
         why: the reason, as a sentence.
-        at_most: whether ``value`` is a bound.
+        at_most: whether ``value`` is an upper bound.
         instead: another key and value that make the requirement unnecessary.
     """
 
@@ -241,7 +242,7 @@ class Selection:
         reasons: one line per decision, with the set-up value behind it.
         requires: requirements on keys outside the correction.
         advice: changes that may help but are not required.
-        values: keys that the options leave open -> values; the user's own values take precedence.
+        values: values for keys that the options leave open; the user's own values take precedence.
     """
 
     options: tuple[str, ...]
@@ -254,8 +255,8 @@ class Selection:
 def select(setup: Setup) -> Selection:
     """Select corrections by engine, mode, mini-batches, model and trajectory.
 
-    For asynchronous data, it selects the options in ``correction.recommended``, because OPSM on pi / mu covers the
-    engine mismatch and staleness together, and does not need pi_old under the weights that sampled.
+    For asynchronous data, the selection consists of the options in ``correction.recommended``, because OPSM on pi / mu
+    covers the engine mismatch and staleness together, and does not need pi_old under the weights used for sampling.
     """
     decisions = (
         _choose_correction(setup),
@@ -391,7 +392,7 @@ def check_requirements(run: Composed, requires: tuple[Requirement, ...]) -> None
     """Check a configuration against the requirements of a selection.
 
     Raises:
-        CheckError: keys differ from the requirements; lists all of them, with their fixes.
+        CheckError: keys differ from the requirements; the message lists all of them, with their fixes.
     """
     if problems := [problem for one in requires if (problem := _check_requirement(run, one))]:
         raise CheckError(problems)
@@ -409,7 +410,7 @@ def _check_requirement(run: Composed, one: Requirement) -> Problem | None:
         return None
     other = "" if one.instead is None else f", or {one.instead[0]}={one.instead[1]}"
     fix = f"Set {set_to(one.key, one.value)}{other}, or choose corrections by name instead of correction=auto."
-    # Not every release has the key.
+    # Some releases do not have the key.
     return run.problem(one.key, one.why, fix, (set_to(one.key, one.value, add=run.get(one.key, ...) is ...),))
 
 

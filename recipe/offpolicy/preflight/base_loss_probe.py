@@ -1,4 +1,4 @@
-"""Probe of verl's configured policy loss: checks that it applies weight x keep in the way that a correction requires.
+"""Probe of verl's configured policy loss: checks that it applies weight x keep as a correction requires.
 
 A correction multiplies the policy term of each token, so with f = weight x keep the loss must satisfy
 dL/dlog_prob = f x dL_uncorrected/dlog_prob, and neither loss nor gradient may depend on how a mini-batch is split
@@ -33,7 +33,7 @@ def probe(actor_config: Any, *, split: bool = True) -> str | None:
     Returns:
         None if the loss applies weights as intended; otherwise a sentence that describes what it does instead.
     """
-    # devices=[]: by default fork_rng saves the state of every GPU, which would initialise CUDA in the launcher.
+    # devices=[]: by default, fork_rng saves the state of every GPU, which would initialise CUDA in the launcher.
     with torch.random.fork_rng(devices=[]):
         return _probe(copy.deepcopy(actor_config), split)
 
@@ -43,7 +43,7 @@ def _probe(actor_config: Any, split: bool) -> str | None:
     ones = torch.ones_like(factor)
     plain_loss, plain = _run(actor_config, batch, ones)
     _, weighted = _run(actor_config, batch, factor)
-    # The contribution of terms such as KL, which weights must not change.
+    # The contribution of terms that weights must not change, such as KL.
     _, rest = _run(actor_config, batch, torch.zeros_like(factor))
     if _is_close(plain, rest):
         return "it ignores the weights that it is given"
@@ -88,7 +88,7 @@ def _build_batch(generator: torch.Generator) -> tuple[TensorDict, Tensor]:
 def _run(
     actor_config: Any, batch: TensorDict, factor: Tensor, pieces: tuple[int, ...] = (len(_LENGTHS),)
 ) -> tuple[Tensor, Tensor]:
-    """Compute the summed loss and the (B, T) gradient of the policy term at log_prob, over these micro-batches."""
+    """Compute the summed loss, and the (B, T) gradient of the policy term at log_prob, with these micro-batches."""
     log_prob = batch["log_prob"].clone().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64)
     start = 0

@@ -1,4 +1,4 @@
-"""The composed configuration that the checks read, parsed once, and the names of keys that they share."""
+"""The composed configuration that the checks read, parsed once, and names of keys that several checks use."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ OUTCOME = (
     *("gdpo", "gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo"),
     *("reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"),
 )
-"""verl's advantage estimators that first sum each row's rewards."""
+"""verl's advantage estimators that begin by summing each row's rewards."""
 WITHOUT_PI_OLD = (*OUTCOME, "gae", "reinforce_plus_plus", "remax")
-"""Estimators that do not read log pi_old; unlisted estimators may read anything."""
+"""Estimators that do not read log pi_old; estimators that are not listed may read anything."""
 
 
 AUTO = "auto"
-"""Value of ``correction.proximal`` that means ``reuse`` if it is exact, else ``recompute``."""
+"""Value of ``correction.proximal`` that means ``reuse`` if that is exact, and otherwise ``recompute``."""
 VERLS_LOOPS = ("single_turn_agent", "tool_agent")
-"""Agent loops that verl registers itself: they return log-probs, and one row per sample."""
+"""Agent loops that verl registers itself: they return log-probs, and one row for each sample."""
 REPLAY_PART = "router_replay"
 """The name under which routing replay is reported, wherever it is set."""
 
@@ -67,8 +67,8 @@ class Composed(Configured):
 
     Args:
         config: the launch's configuration; its ``auto`` choices are resolved before ``spec`` is read.
-        spec: the correction, if it is not the configured one.
-        own_main: the user's own program is launched.
+        spec: the correction, if it differs from the configured one.
+        own_main: whether the launched program is the user's own.
     """
 
     def __init__(self, config: DictConfig, spec: CorrectionSpec | None = None, *, own_main: bool = False) -> None:
@@ -97,7 +97,7 @@ class Composed(Configured):
 
     @cached_property
     def shadows(self) -> dict[str, CorrectionSpec]:
-        """The shadow corrections, by name, of a configuration that ``resolve`` has processed."""
+        """The shadow corrections, by name, of a configuration that ``resolve`` has already processed."""
         node = self.get(SHADOW)
         values = OmegaConf.to_container(node, resolve=True) if node else {}
         if not isinstance(values, dict):
@@ -121,7 +121,7 @@ class Composed(Configured):
 
     @cached_property
     def program(self) -> str | None:
-        """The verl program with its own staleness; None for main_ppo and similar programs."""
+        """The verl program that has its own staleness; None for main_ppo and similar programs."""
         return find_program_mode(self.config)
 
     @cached_property
@@ -136,7 +136,7 @@ class Composed(Configured):
 
     @cached_property
     def unknown_age(self) -> str | None:
-        """Why token ages are unknown: no versions are recorded, or it is unknown which version sampled which token."""
+        """Why token ages are unknown: no versions are recorded, or a version cannot be assigned to each token."""
         resumes = self.program != FULLY_ASYNC or bool(self.get("async_training.partial_rollout", default=True))
         several = self.asynchronous and self.program != ONE_STEP_OFF and resumes
         if self.unknown_versions is None and several and not self.notes_token_versions:
@@ -153,19 +153,19 @@ class Composed(Configured):
 
     @cached_property
     def steps(self) -> float:
-        """Gradient steps per batch, computed from the configured sizes."""
+        """Number of gradient steps per batch, computed from the configured sizes."""
         steps: float = count_prompts(self.config) / self.actor.ppo_mini_batch_size * self.actor.ppo_epochs
         return steps
 
     @property
     def actor(self) -> DictConfig:
-        """The actor's section."""
+        """The section of the actor."""
         actor: DictConfig = self.config.actor_rollout_ref.actor
         return actor
 
     @property
     def rollout(self) -> DictConfig:
-        """The rollout's section."""
+        """The section of the rollout."""
         rollout: DictConfig = self.config.actor_rollout_ref.rollout
         return rollout
 
@@ -244,7 +244,7 @@ def to_mapping(node: Any) -> dict[str, Any]:
 
 
 def copy_config(config: DictConfig) -> DictConfig:
-    """Copy a configuration; for verl's, pickle takes a sixth of the time of ``copy.deepcopy``."""
+    """Copy a configuration; for verl's configuration, pickle takes a sixth of the time of ``copy.deepcopy``."""
     copied: DictConfig = pickle.loads(pickle.dumps(config))
     return copied
 
@@ -256,7 +256,7 @@ def name_part(key: str) -> str:
 
 @dataclass(frozen=True)
 class ProximalChoice:
-    """The resolution of ``correction.proximal=auto``, with its reason.
+    """The choice made for ``correction.proximal=auto``, and the reason.
 
     Attributes:
         proximal: ``reuse`` or ``recompute``.
@@ -286,13 +286,13 @@ def read_correction(run: Composed) -> Any:
 
 
 def choose_proximal(run: Composed) -> ProximalChoice:
-    """Choose ``reuse`` or ``recompute`` for a run whose shadows and fallbacks are resolved.
+    """Choose ``reuse`` or ``recompute`` for a run whose shadows and fallbacks are already resolved.
 
     With one gradient step per batch, the weights that would compute pi_old are the weights of that step. According to
     the sources of verl 0.7.1, 0.8.0, 0.9.0 and 0.9.1, for the V0 and V1 trainers, the FSDP engine and the legacy FSDP
-    actor, one function computes both log-probs, for the same rows in the same order, and in the same micro-batches if
-    these are configured alike. This function tests for every other possible difference between the log-probs, and
-    treats anything unknown as a difference.
+    actor, the same function computes both log-probs, for the same rows in the same order, and in the same micro-batches
+    if both passes have the same micro-batch settings. This function tests for every other possible difference between
+    the log-probs, and treats anything unknown as a difference.
     """
     values: Any = OmegaConf.to_container(run.config.correction, resolve=True)
     values |= {"proximal": "recompute"}
@@ -330,7 +330,7 @@ def _has_one_step(run: Composed) -> bool:
 
 
 def _find_reasons(run: Composed, values: Mapping[str, Any]) -> Iterator[str]:
-    """Find reasons why a single gradient step may not start at pi_old, cheapest check first."""
+    """Find reasons why a single gradient step may not start at pi_old; the cheapest checks come first."""
     yield from _find_path_reasons(run)
     yield from _find_early_readers(run)
     yield from _find_correction_reasons(run, values)
@@ -390,7 +390,7 @@ def _find_micro_batch_reasons(run: Composed) -> Iterator[str]:
 
 
 def _explain_refusal(values: Mapping[str, Any]) -> str:
-    """Return why the values are no valid correction; empty if they are valid."""
+    """Return why the values do not form a valid correction; empty if they do."""
     try:
         CorrectionSpec.from_mapping(values)
     except SpecError as error:

@@ -40,7 +40,7 @@ from .similar_keys import find_stray_keys
 
 _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>[+-]?[\d.]+(?:_[\d.]+)+)\s*")
 _BOUND = re.compile(r"(?P<which>recovery_)?(?:lower|upper)|(?:\w+_)?(?:delta|budget|threshold|threshold_lower)")
-"""Names of keys that may take a pair of bounds; in other keys an underscore groups digits."""
+"""Names of keys that may have a pair of bounds; in other keys, an underscore groups digits."""
 _SECTIONS = (f"{VERL}.", f"{WORKERS}.", "correction.", "offpolicy.")
 
 
@@ -99,10 +99,10 @@ class ConfiguredPart:
     """One part of a configured correction, with its own verdict.
 
     Attributes:
-        name: as ``Problem.parts`` names it.
+        name: name of the part, as in ``Problem.parts``.
         meaning: what is configured, in a few words.
-        reads_mu: True if it needs the rollout engine's log-probs.
-        ours: True if this recipe's correction uses it; False for shadows, extensions and verl's own parts.
+        reads_mu: whether the part needs the rollout engine's log-probs.
+        ours: True if this recipe's active correction uses the part; False for shadows, extensions and verl's own parts.
     """
 
     name: str
@@ -198,8 +198,8 @@ class Preflight:
         run: the configuration as the checks read it.
         spec: the correction to train with; None if it could not be read.
         options: the chosen options of the group ``correction``.
-        problems: ERROR stops the launch; NO-OP means that a setting has no effect; the others are notes.
-        said: lines about choices that were made, for example by ``correction=auto``.
+        problems: ERROR stops the launch; NO-OP means that a setting has no effect; all other problems are notes.
+        said: lines about choices that were made automatically, for example by ``correction=auto``.
         headline: which correction is on, or UNCORRECTED.
     """
 
@@ -217,7 +217,7 @@ class Preflight:
 
     @property
     def remarks(self) -> tuple[Problem, ...]:
-        """Problems that are reported and do not stop the launch."""
+        """Problems that are reported but do not stop the launch."""
         return tuple(problem for problem in self.problems if problem.verdict != "ERROR")
 
 
@@ -229,8 +229,8 @@ def examine(
     Args:
         config: configuration composed from a primary configuration with our sections.
         overrides: overrides on the command line.
-        say: called with the headline and with each choice, as soon as they are known.
-        own_main: the user's own program is launched; its code may register choices with verl.
+        say: called with the headline and with each choice as soon as it is known.
+        own_main: whether the launched program is the user's own; its code may register choices with verl.
     """
     overrides = list(overrides)
     # Every other check would fail on a null section.
@@ -250,7 +250,7 @@ def examine(
         options = resolve(run, said.append)
         spec = run.spec
     except SpecError as error:
-        # Bounds may cross because one of them is a pair read as a number, which ``pairs`` reports.
+        # Bounds may cross because one of them is a pair that was read as a number; ``pairs`` reports this.
         if _get_section(error.problem) not in map(_get_section, pairs):
             problems.append(restore_defaults(_read_as_written(error.problem, overrides)))
     except CheckError as error:
@@ -273,7 +273,7 @@ def _read_as_written(problem: Problem, overrides: Sequence[str]) -> Problem:
 
 
 def _get_section(problem: Problem) -> str:
-    """Return the section that holds a problem's key."""
+    """Return the section that contains a problem's key."""
     return problem.key.rpartition(".")[0]
 
 
@@ -297,7 +297,7 @@ def describe_verls_loss(run: Composed) -> str:
 
 
 def _check_around(run: Composed, options: Sequence[str]) -> Iterator[Problem]:
-    """Find problems outside a well-formed correction."""
+    """Find problems that do not concern the correction itself, which is well formed."""
     found = list(_find_stopping(run))
     found += _collect_raised(lambda: check_beside(run.spec, run.shadows))
     found += _collect_raised(lambda: check_fallbacks(run, run_checks))
@@ -315,18 +315,18 @@ def _find_stopping(run: Composed) -> Iterator[Problem]:
 
 
 def run_checks(run: Composed) -> None:
-    """Run the checks on a resolved configuration.
+    """Run all checks on a resolved configuration.
 
     Raises:
         SpecError: the correction itself is malformed.
-        CheckError: reports all problems that stop a launch at once.
+        CheckError: there are problems that stop a launch; the message lists all of them.
     """
     if stopping := [each for each in _find_stopping(run) if each.verdict == "ERROR"]:
         raise CheckError(stopping)
 
 
 def collect_problems(checks: Iterable[Check], run: Composed) -> list[Problem]:
-    """Run checks and collect their problems; a value that a check cannot read is a problem too."""
+    """Run checks and collect their problems; if a check cannot read a value, this is also a problem."""
     problems: list[Problem] = []
     for check in checks:
         try:
@@ -357,14 +357,14 @@ def find_stray_overrides(config: DictConfig, overrides: Sequence[str]) -> Iterat
     deleted = {each[1:].strip() for each in overrides if each.startswith("~")}
     given = [each for each in filter_added(overrides) if _get_key(each) not in deleted]
     if added := [each for each in given if not each.startswith(ours)]:
-        # A deleted key may be one of the added keys.
+        # The deleted key may itself have been added.
         left_out = {*filter_added(overrides), *_list_same(added, overrides), *(o for o in overrides if o[0] == "~")}
         yield from find_stray_keys(added, compose_without(list(left_out)), list_options(), list_registered(config))
     yield from _find_removals_of_nothing(overrides)
 
 
 def _find_removals_of_nothing(overrides: Sequence[str]) -> Iterator[Problem]:
-    """Find ``correction.masks.NAME=null`` for parts that do not exist; Hydra rejects ``~`` for such keys too."""
+    """Find ``correction.masks.NAME=null`` for parts that do not exist; Hydra would also reject ``~`` for such keys."""
     null = [each for each in parse_overrides(overrides) if not each.is_delete() and each.value() is None]
     for each in null:
         owner, _, name = each.key_or_group.rpartition(".")
@@ -378,7 +378,7 @@ def _find_removals_of_nothing(overrides: Sequence[str]) -> Iterator[Problem]:
 
 
 def _list_same(added: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """List the overrides of added keys and of keys under them, which are meaningless without the addition."""
+    """List the overrides of added keys, and of keys under these, which make no sense without the addition."""
     keys = tuple(_get_key(each) for each in added)
     return [
         each for each in overrides if _get_key(each) in keys or _get_key(each).startswith(tuple(f"{k}." for k in keys))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-# No public call lists or reads a group's options before, or without, composing them.
+# There is no public call that lists or reads a group's options before, or without, composing them.
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.default_element import ResultDefault
@@ -33,10 +33,10 @@ GROUP = "correction"
 AUTO = "auto"
 _PART = re.compile(rf"{GROUP}\.(weight|(masks|weights)\.\w+)")
 EMPTY = frozenset({"none", "resampling", "verl/disabled"})
-"""Options that mean no correction."""
+"""Options that stand for no correction."""
 _MISSING = "???"
 _NAMES = ("upper", "delta", "budget", "coefficient")
-"""Keys of a part to which a single number may refer, if the option gives the part one of them."""
+"""Keys to which a single number for a whole part may refer, if the option sets one of these keys in the part."""
 
 
 def force_own_keys(arguments: Sequence[str]) -> list[str]:
@@ -48,7 +48,7 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
 
     Raises:
         SpecError: ``correction=null``, on which Hydra fails without naming the key; or two ``correction=`` overrides or
-            two options of one extension, of which Hydra would use only the last.
+            two options of one extension, in which case Hydra would use only the last.
         CheckError: keys that resemble ours, which Hydra would suggest appending, or keys of ours with an empty value.
     """
     if problems := [
@@ -81,7 +81,7 @@ def _quote_list(argument: str) -> str:
 
 
 def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:
-    """Find keys of ours without a value, which result from an unset shell variable."""
+    """Find keys of ours with an empty value, which results from an unset shell variable."""
     for argument in arguments:
         key, given, value = argument.lstrip("+").partition("=")
         if given and not value.strip() and key.strip().split(".")[0] in list_sections():
@@ -92,7 +92,7 @@ def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:
 
 
 def _refuse_several(section: str, bare: Sequence[str]) -> None:
-    """Check that an extension has one option, because its options are modes and do not stack.
+    """Check that only one option of an extension is chosen, because the options are alternative modes.
 
     Raises:
         SpecError: there are several options; Hydra would use only the last.
@@ -143,7 +143,7 @@ def check_stack(options: Sequence[str]) -> None:
     """Check that no two stacked options set the same key, because Hydra would use the last.
 
     Raises:
-        SpecError: two options set one key; names the key and both options.
+        SpecError: two options set the same key; the message names the key and both options.
     """
     for option in options:
         if option in EMPTY | {AUTO} and len(options) > 1:
@@ -167,7 +167,7 @@ def load_option(option: str) -> dict[str, Any]:
     Interpolations stay unresolved, and values that the user must give stay "???".
 
     Raises:
-        SpecError: there is no such option; names the existing options.
+        SpecError: there is no such option; the message names the existing options.
     """
     return cast(dict[str, Any], OmegaConf.to_container(_load(_build_repository(), option), resolve=False))
 
@@ -200,10 +200,10 @@ def list_options() -> list[str]:
 
 
 def refuse_moved(key: str, options: Sequence[Any]) -> None:
-    """Refuse former option names in a key's list, unless the user's own options have these names.
+    """Refuse former option names in the list given for a key, unless the user has own options with these names.
 
     Raises:
-        SpecError: a former name; reports the current names.
+        SpecError: a former name was used; the message gives the current name.
     """
     named = [each for each in options if isinstance(each, str) and each in MOVED]
     if named and (moved := sorted(set(named) - set(list_options()))):
@@ -239,7 +239,7 @@ def recompose(options: Sequence[str], values: Mapping[str, float] | None = None)
     chosen = [f"{key}={value}" for key, value in (values or {}).items()]
     given = _read_overrides()
     others = [each for each in given if _get_group(each) != GROUP]
-    # The override is kept as given, with a + if the primary configuration does not have the group.
+    # The override is kept as it was given, with a + if the primary configuration does not have the group.
     group = next((each.partition("=")[0] for each in given if _get_group(each) == GROUP), GROUP)
     config = _get_loader().load_configuration(
         config_name=HydraConfig.get().job.config_name,
@@ -269,7 +269,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 
 def brought_sections() -> bool:
-    """Return True if an option of ours brought our sections into the running application."""
+    """Return True if one of our options added our sections to the running application."""
     return "offpolicy" in (HydraConfig.get().callbacks or {})
 
 
@@ -299,7 +299,7 @@ def _load(repository: ConfigRepository, option: str) -> DictConfig:
 
 
 def _build_repository() -> ConfigRepository:
-    """Build a repository of all config sources; the loader's own leaves out ``hydra.searchpath``."""
+    """Build a repository of all config sources; Hydra's own repository leaves out ``hydra.searchpath``."""
     search_path = ConfigSearchPathImpl()
     for source in HydraConfig.get().runtime.config_sources:
         search_path.append(source.provider, f"{source.schema}://{source.path}")
@@ -319,7 +319,7 @@ def _list_leaves(config: Any, path: str = "") -> Iterator[str]:
 def restore_defaults(problem: Problem) -> Problem:
     """Return a problem whose overrides set its key to the value in the selected options.
 
-    A translation of the user's value stays unchanged, and so does every fix of a key that the options do not set.
+    A translation of the user's value stays unchanged, and so do all fixes of keys that the options do not set.
     """
     if problem.translated or not problem.key.startswith(f"{GROUP}."):
         return problem

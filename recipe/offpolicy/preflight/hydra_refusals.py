@@ -1,4 +1,4 @@
-"""Explains why Hydra rejects a command line, in a sentence with the override to write instead."""
+"""Explains why Hydra rejects a command line, in a sentence that includes the override to write instead."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ..correction.problem import format_value
 
 GROUP = "correction"
 ENGINES = ("actor", "critic", "model_engine", "ref")
-"""verl's groups that choose the training engine: another engine would be a different run."""
+"""verl's groups that choose the training engine; with another engine, the run would be a different one."""
 GetOptions = Callable[[str], Sequence[str]]
 """Lists the options of a Hydra group; empty if there is no such group."""
 
 NO_DEFAULT = "No match in the defaults list"
-"""Hydra's message for a group that has no option to replace."""
+"""Hydra's message if a group has no option that could be replaced."""
 _LONG = 80
 _FEW = 12
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@:-]*")
 _BESIDE = re.compile(r"\n\s*Config search path:.*|\n\s*See https?://\S+.*|, possible interpolation keys:.*", re.S)
-"""Parts of Hydra's messages that list everything available."""
+"""Parts of Hydra's messages that list all available options."""
 _WORDS: dict[str, str] = {
     r"An item is already at '([^']+)'": "the key already exists. Write {key}={value}.",
     r"Error merging override \+{0,2}([^=]+)=": "expected a value of another type. Set single keys as {key}.KEY=VALUE.",
@@ -40,7 +40,7 @@ _WORDS: dict[str, str] = {
     r"config group '([^']+)' does not exist": "this environment has no such group. Install this package?",
     r"force-add of config groups is not supported: '\+\+([^=]+)=": "a group takes one +. Write +{key}={value}.",
 }
-"""Hydra's message about a key -> our message."""
+"""Hydra's message about a key -> the message that we show instead."""
 _WORD = re.compile(r"[A-Za-z_][\w/]*")
 _PUNCTUATION = re.compile(r"[\W_]+")
 
@@ -58,7 +58,7 @@ def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) ->
 
     Args:
         arguments: arguments on the command line, including flags.
-        groups: our groups; only ``correction`` takes several options.
+        groups: our groups; only ``correction`` accepts several options.
     """
     for argument in arguments:
         if argument.startswith("-") or (parsed := parse(argument)) is None:
@@ -167,7 +167,7 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
 
 
 def find_nearest(name: str, options: Sequence[str]) -> list[str]:
-    """Find the options that a mistyped name may mean, the closest first; only one if the match is clear."""
+    """Find the options that a mistyped name may stand for, closest first; only one option if the match is clear."""
     bare = {_PUNCTUATION.sub("", option.lower()): option for option in options}
     wanted = _PUNCTUATION.sub("", name.lower())
     if wanted in bare:
@@ -201,7 +201,7 @@ def _explain_unparsed(override: str, later: Sequence[str]) -> str:
     """Explain an argument that Hydra's grammar rejects: split by the shell, not quoted, or no override at all."""
     whole = override
     for word in later:
-        # A key contains no space, and none is needed around the equals sign.
+        # A key contains no spaces, and the equals sign needs none around it.
         whole += word if word.startswith("=") or whole.endswith("=") else f" {word}"
         if "=" in whole and parse(whole) is not None:
             return f"{_shorten(override)}: the shell has split it. Quote it so: '{_shorten(whole)}'."

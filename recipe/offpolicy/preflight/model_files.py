@@ -53,7 +53,7 @@ def _find_expert_counts(values: Any) -> Iterator[tuple[str, int]]:
 
 
 def find_local(name: str) -> Path | None:
-    """Find the ``config.json`` of a model in a local folder, or in the hub's cache on this machine."""
+    """Find the ``config.json`` of a model in a local folder, or in this machine's copy of the hub's cache."""
     folder = Path(os.path.expanduser(name))
     if (folder / CONFIG).is_file():
         return folder / CONFIG
@@ -70,7 +70,7 @@ def find_local(name: str) -> Path | None:
 
 
 def describe_noise(config: DictConfig) -> str:
-    """Return why the actor's model may compute differently in training than in evaluation; empty if it cannot.
+    """Return why the actor's model may compute differently in training and in evaluation; empty if it cannot.
 
     Reads the model's Hugging Face configuration from this machine or its cache, never from the network, and applies
     verl's ``override_config``.
@@ -124,7 +124,7 @@ def _read_values(path: str) -> dict[str, Any] | None:
     from transformers import AutoConfig
 
     try:
-        # This does not ask whether remote code is trusted, because the question would wait for an answer.
+        # Whether remote code is trusted is not asked here, because the question would wait for an answer.
         found = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         return None
@@ -175,7 +175,7 @@ def read_shapes(file: Path) -> dict[str, list[int]]:
 
 
 def _read_header(file: Path) -> dict[str, list[int]]:
-    """Read the header of a safetensors file: the JSON's length in 8 bytes and the JSON, followed by the data."""
+    """Read the header of a safetensors file: 8 bytes with the length of the JSON, then the JSON; the data follow."""
     whole = file.stat().st_size
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
@@ -188,7 +188,7 @@ def _read_header(file: Path) -> dict[str, list[int]]:
 
 
 def _read_pickled(file: Path) -> dict[str, list[int]]:
-    """Read a PyTorch file; only tensors are loaded, without their data."""
+    """Read a PyTorch file; only tensors are loaded, and their data are not read."""
     import torch
 
     saved = torch.load(file, map_location="meta", weights_only=True, mmap=True)

@@ -1,4 +1,4 @@
-"""The names of our keys, read from the shipped YAML files and the registry, and the key names in verl."""
+"""The names of our keys, read from the shipped YAML files and the registry, and the names of keys in verl."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _list_options(folder: Path) -> Iterator[str]:
 
 @cache
 def list_paths() -> Mapping[Path_, bool]:
-    """List all our keys by their segments from the top; True for sections."""
+    """List all our keys as segments from the top level; True marks sections."""
     found = dict(_flatten(_load_base(), ()))
     for group in list_groups():
         for file in (CONFIG_DIR / group).rglob("*.yaml"):
@@ -78,8 +78,8 @@ def find_meant(segments: Sequence[str], *, verls: bool = False, sections: bool =
     """Find our key that ends in the given segments, allowing for misspelling; None if there is none.
 
     Args:
-        verls: search the verl keys that our groups set.
-        sections: search only sections.
+        verls: search instead the verl keys that our groups set.
+        sections: whether to search only sections.
     """
     matching = [
         path
@@ -92,7 +92,7 @@ def find_meant(segments: Sequence[str], *, verls: bool = False, sections: bool =
     written = ".".join(segments)
 
     def rank(path: Path_) -> tuple[float, int]:
-        """Rank by similarity of spelling, then by depth."""
+        """Rank by similarity of spelling, then by depth in the configuration."""
         return -difflib.SequenceMatcher(None, written, ".".join(path[-len(segments) :])).ratio(), len(path)
 
     return min(matching, key=rank, default=None)
@@ -113,7 +113,7 @@ def list_children(path: Path_) -> list[str]:
 
 
 def _alike(given: str, name: str) -> bool:
-    # Short names resemble too many others.
+    # Short names resemble too many other names.
     return given == name or (len(given) > 2 and len(name) > 2 and find_closest(given, [name], 0.85) is not None)
 
 

@@ -1,4 +1,4 @@
-"""Checks that the primary configuration on the command line has our sections and verl's search path."""
+"""Checks that the primary configuration on the command line contains our sections and verl's search path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SECTIONS = "offpolicy_base"
 _GROUP = "correction"
 _SEARCH_PATH = re.compile(r"(?P<start>\+{0,2}hydra\.searchpath\s*=\s*\[)(?P<places>.*)\]\s*", re.S)
 _BRINGS = re.compile(rf"\+({'|'.join(GROUPS)})@\1=")
-"""An option that adds our sections to any primary configuration."""
+"""An option that adds our sections to whatever primary configuration is used."""
 _OPTION = "'+correction@correction=[...]'"
 _NEEDED = "pkg://verl.trainer.config"
 
@@ -33,13 +33,13 @@ class _InvalidFlags(Exception):
 
 
 def check_primary(arguments: Sequence[str]) -> None:
-    """Refuse a primary configuration that is not found or has no section for a correction.
+    """Refuse a primary configuration that is not found or does not contain a section for a correction.
 
     Args:
         arguments: command-line arguments of our program.
 
     Raises:
-        SpecError: the configuration is refused; names our configuration to use instead.
+        SpecError: the configuration is refused; the message names our configuration to use instead.
     """
     flags = _parse_flags(arguments)
     if flags is None or flags.config_name is None or any(map(_BRINGS.match, arguments)):

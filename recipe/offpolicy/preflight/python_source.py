@@ -1,8 +1,8 @@
-"""Checks Python source without importing it, and recognises the launched program.
+"""Checks of Python source that is not imported, and recognition of the launched program.
 
 If the source does not show that a contract on a verl function holds, because the source differs or the target is
-created when its module runs, the contract is checked by importing the module. The training process imports all targets,
-so in the end the import always decides.
+created when its module runs, the contract is checked by importing the module. The training process imports all targets
+in any case, so the final decision is always made by import.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LogProbEvidence:
 
     Attributes:
         log_probs: ``unknown`` if the source does not show whether they are returned.
-        where: file and line of an output created without log-probs; "" if there is none.
+        where: file and line at which an output is created without log-probs; "" if there is none.
     """
 
     log_probs: Literal["returned", "left out", "unknown"]
@@ -164,7 +164,7 @@ def _hands_on(node: ast.AST) -> bool:
 
 
 def check_contracts(contracts: Iterable[Contract]) -> None:
-    """Check contracts in the source, and by import if the source does not show that they hold.
+    """Check contracts in the source; if the source does not show that they hold, check by import.
 
     Raises:
         PatchError: a contract does not hold.
@@ -175,7 +175,7 @@ def check_contracts(contracts: Iterable[Contract]) -> None:
 
 
 def holds_in_source(contract: Contract) -> bool:
-    """Return True if the source shows a tested release and the expected signature, keys and names."""
+    """Return True if the source shows a tested release and has the expected signature, keys and names."""
     release = installed_release(contract.distribution)
     module, _, path = contract.target.replace(*_MADE_BY_RAY).partition(":")
     file = find_source(module)
@@ -193,7 +193,7 @@ def holds_in_source(contract: Contract) -> bool:
 
 
 def _find_definition(owner: ast.AST, names: list[str]) -> ast.AST | None:
-    """Find the last statement that binds a name in a module or class body, one nested name after another."""
+    """Find the last statement that binds a name in a module or class body; for nested names, proceed name by name."""
     for name in names:
         bound = [node for node in getattr(owner, "body", ()) if name in _list_bound_names(node)]
         if not bound:
@@ -213,7 +213,7 @@ def _list_bound_names(node: ast.stmt) -> Iterator[str]:
 
 
 def _format_signature(node: ast.AST) -> str | None:
-    """Format a signature as ``contract.bare_signature`` does; None for anything but a function."""
+    """Format a signature as ``contract.bare_signature`` does; None if it is not the signature of a function."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     bare = copy.deepcopy(node.args)
@@ -240,11 +240,11 @@ VERLS = (
 )
 """verl's programs whose trainers and workers the checks support."""
 SAMPLERS = ("verl.trainer.main_eval", "verl.trainer.main_generation", "verl.trainer.main_generation_server")
-"""verl's programs that train nothing but have a configuration like PPO's."""
+"""verl's programs that do not train, but whose configuration resembles PPO's."""
 
 
 def find_launched() -> str:
-    """Find this process's program, as ``python -m`` names it; its file if it is not verl's."""
+    """Find this process's program, as ``python -m`` names it; if it is not verl's, return its file."""
     main = sys.modules["__main__"]
     if (spec := getattr(main, "__spec__", None)) is not None:
         return str(spec.name)

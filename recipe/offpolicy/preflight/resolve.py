@@ -1,4 +1,4 @@
-"""Resolves a composed configuration before the checks: makes ``auto`` choices and replaces names with corrections."""
+"""Resolves a composed configuration before the checks: makes ``auto`` choices, and replaces names by corrections."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def resolve(run: Composed, say: Say) -> list[str]:
         The options of the group ``correction``.
 
     Raises:
-        SpecError: names the key, its value and the fix.
+        SpecError: something cannot be resolved; the message names the key, its value and the fix.
         CheckError: an extension is not available, or its settings are malformed.
     """
     options, config = read_chosen_options(), run.config
@@ -74,7 +74,7 @@ def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
     """Refuse a chosen correction if overrides have removed all of its parts.
 
     Raises:
-        SpecError: nothing is left of the correction; names the options.
+        SpecError: nothing is left of the correction; the message names the options.
     """
     if spec.is_none and not EMPTY.issuperset(options):
         fix = "Set correction=none to train uncorrected."
@@ -93,7 +93,7 @@ def _replace_bypass(run: Composed, say: Say) -> None:
 
 
 def _resolve_shadows(run: Composed, say: Say) -> None:
-    """Replace option names in ``offpolicy.shadow`` with the options' values; needs the Hydra application."""
+    """Replace option names in ``offpolicy.shadow`` with the values of these options; needs the Hydra application."""
     names, delta = run.get(SHADOW, []), run.get(_DELTA, SHIPPED_DELTA)
     if not isinstance(names, str | ListConfig | list):
         fix = f"Set {SHADOW}=[gsm], or []."
@@ -138,11 +138,11 @@ def _choose(run: Composed, say: Say) -> tuple[list[str], tuple[Requirement, ...]
 def parse_shadows(
     names: Iterable[str], values: Callable[[str], Mapping[str, Any]], default_delta: float
 ) -> tuple[dict[str, CorrectionSpec], list[str]]:
-    """Parse the corrections to report on, given the names of their options.
+    """Parse the corrections to report on, which are given by the names of their options.
 
     Args:
         names: options of the group ``correction``.
-        values: returns an option's plain values; a mandatory value that the option leaves open is "???".
+        values: returns the plain values of an option; a mandatory value that the option leaves open is "???".
         default_delta: OPSM's delta in nats per token if the option leaves it open. Reports use this default, whereas a
             run must set delta.
 
@@ -150,7 +150,7 @@ def parse_shadows(
         Name -> correction, and a sentence for each delta that was filled in.
 
     Raises:
-        SpecError: an option that cannot be reported on, or malformed values.
+        SpecError: an option cannot be reported on, or has malformed values.
     """
     shadows: dict[str, CorrectionSpec] = {}
     notes: list[str] = []
@@ -197,10 +197,10 @@ def parse_shadows(
 
 
 def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> None:
-    """Check that shadows are well formed with the run's ``proximal``, because they read its pi_old.
+    """Check that shadows are well formed with the run's ``proximal``, because shadows read the run's pi_old.
 
     Raises:
-        SpecError: a shadow that would be malformed with the run's ``proximal``.
+        SpecError: a shadow is malformed with the run's ``proximal``.
     """
     for name, shadow in shadows.items():
         try:
@@ -224,7 +224,7 @@ def _fill_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[st
 
 
 def _resolve_fallbacks(config: DictConfig) -> None:
-    """Replace option names under ``fallback`` with the options' values, in place; needs the Hydra application.
+    """Replace option names under ``fallback`` with the options' values in place; needs the Hydra application.
 
     An option keeps the values in its file, because overrides of ``correction.*`` apply only to the configured
     correction.
@@ -238,7 +238,7 @@ def _resolve_fallbacks(config: DictConfig) -> None:
         if not names or isinstance(names, DictConfig):
             continue
         options = _read_names(key, names)
-        # Settings of the rollout apply to every correction.
+        # Settings of the rollout are the same for every correction.
         given = {each: OmegaConf.select(config, f"correction.{each}") for each in _OF_ROLLOUT}
         stacked = _stack(key, options)
         if stacked.get("centering") is not None and given["centering"] is None:
@@ -261,7 +261,7 @@ def check_fallbacks(run: Composed, run_checks: Callable[[Composed], Any]) -> Non
     """Check each fallback of a resolved configuration as if it were the configured correction.
 
     Args:
-        run_checks: checks a whole configuration, with the fallback instead of ``correction``.
+        run_checks: checks a whole configuration in which the fallback replaces ``correction``.
 
     Raises:
         SpecError: the run could not switch to a fallback.
@@ -282,7 +282,7 @@ def check_fallbacks(run: Composed, run_checks: Callable[[Composed], Any]) -> Non
 
 
 def _reword_for_run(problem: Problem, key: str, options: list[str]) -> Problem:
-    """Reword a fallback's problem for the run, and drop overrides of ``correction``, the configured correction."""
+    """Reword a fallback's problem for the run; drop overrides of ``correction``, which is the configured correction."""
     reason = f"{key}={format_value(options)} would stop the run if it were configured: {problem.reason}"
     overrides = tuple(each for each in problem.overrides if not each.lstrip("+~").startswith("correction."))
     return replace(problem, reason=reason, fix=problem.advice, overrides=overrides, parts=())
@@ -326,7 +326,7 @@ def _check_can_follow(key: str, options: list[str], spec: CorrectionSpec, fallba
 
 
 def _substitute(config: DictConfig, fallback: CorrectionSpec) -> DictConfig:
-    """Build the configuration of a run started with the fallback."""
+    """Build the configuration that a run started with the fallback would have."""
     changed: DictConfig = OmegaConf.create(OmegaConf.to_container(config, resolve=False))  # type: ignore[assignment]
     with open_dict(changed):
         changed.correction = fallback.to_mapping()

@@ -1,4 +1,4 @@
-"""Detection of unused overrides that resemble our keys or name a correction."""
+"""Detection of unused overrides that resemble our keys or that name a correction."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ _CORRECTION = "correction"
 _CORRECTS = re.compile(
     r"importance_(?:samp|weight|ratio)|(?:^|_)tis(?:_|$)|truncated_is|ice_?pop|off_?policy_(?:corr|mask)"
 )
-"""Names of corrections in other frameworks."""
+"""Names that other frameworks use for corrections."""
 TARGET = "_target_"
 _MADE = ("actor_rollout_ref.rollout", "actor_rollout_ref.model")
-"""Sections that each launch converts to verl's dataclasses, which accept no other keys; the actor has its own check."""
+"""Sections that each launch converts to verl's dataclasses, which accept no other keys; the actor has a check of its
+own."""
 
 
 def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
@@ -93,7 +94,7 @@ def find_stray_keys(
 
 
 def _explain_extension(sign: str, key: str, value: str, sections: Collection[str]) -> Problem | None:
-    """Explain a misplaced or misspelled key that names a section of a user's extension."""
+    """Explain a misplaced or misspelled key that names a section of a user's own extension."""
     names = key.split(".")
     for place, name in enumerate(names):
         near = None if name in list_verls_names() else find_closest(name, sections, 0.85)
@@ -106,7 +107,7 @@ def _explain_extension(sign: str, key: str, value: str, sections: Collection[str
 
 
 def has_key(config: DictConfig, key: str) -> bool:
-    """Return True if a configuration has a key, even if its value is null or not given yet."""
+    """Return True if a configuration has a key, even if the key's value is null or still missing."""
     try:
         return OmegaConf.select(config, key, default=..., throw_on_missing=False) is not ...
     except OmegaConfBaseException:  # an interpolation that cannot be resolved, or no key at all
@@ -125,7 +126,7 @@ def list_fields(section: Any) -> frozenset[str] | None:
 
 
 def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[Problem]:
-    """Find an added key that verl refuses or does not have."""
+    """Find an added key that verl refuses or that it does not have."""
     names = key.split(".")
     if find_verls_meant(names) is not None or key.startswith(f"{VERL}."):
         return  # a check of the whole configuration reports it
@@ -152,7 +153,7 @@ def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[
 
 
 def _takes_any_name(section: Any) -> bool:
-    """Return True for a section without keys, or one whose sections the user names, such as teachers."""
+    """Return True for a section without keys, or for one whose subsections the user names, such as teachers."""
     return not isinstance(section, DictConfig) or all(
         isinstance(section._get_node(name), DictConfig) for name in section
     )
@@ -177,29 +178,29 @@ def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Prob
 
 
 def _find_group(tail: Path_, value: str) -> Path_ | None:
-    """Find the group that a single name resembles, if the value is one of its options."""
+    """Find the group that resembles a single name, if the value is one of the group's options."""
     near = find_closest(tail[0], list_groups(), 0.85) if len(tail) == 1 else None
     return (near,) if near and _is_option(value, set(list_groups()[near]) - _COMMON) else None
 
 
 def _find_verls(segments: Path_, start: int) -> Path_ | None:
-    """Find the verl key that a wrong key means, among those set by our groups, such as router_replay.mode."""
+    """Find the verl key that a wrong key stands for, among those that our groups set, such as router_replay.mode."""
     meant = find_meant(segments[start:], verls=True) if len(segments) - start > 1 else None
     return meant if meant and meant != segments and not list_paths()[meant] else None
 
 
 def _is_distinct(tail: Path_, meant: Path_, start: int) -> bool:
-    """Return True if the names, some of which verl shares with us, cannot be meant for verl."""
+    """Return True if the names, some of which verl also uses, cannot be meant for verl."""
     verls = list_verls_names()
     if start == 0:
         return tail[0] not in verls or (len(tail) > 1 and not verls.issuperset(tail))
-    # Under a verl section, a single leaf must be almost identical to our key.
+    # Under a verl section, a single leaf must be almost identical to our key to count as meant for us.
     leaf = len(tail) == 1 and not list_paths().get(meant)
     return tail[0] not in verls and (not leaf or find_closest(tail[0], meant[-1:], 0.9) is not None)
 
 
 def _find_section(tail: Sequence[str], start: int) -> Path_ | None:
-    """Find our section that the first name resembles or, at the top, begins with; append the names under it."""
+    """Find our section that the first name resembles or, at the top level, starts with; append the names under it."""
     first, *rest = tail
     sections = {path[-1]: path for path, holds_keys in reversed(list(list_paths().items())) if holds_keys}
     for name in sorted(sections, key=len, reverse=True) if start == 0 else ():
@@ -216,7 +217,7 @@ def _find_resembled_section(key: str, value: str) -> Path_ | None:
     first, *rest = re.split("[./]", named)
     sections, groups = list_sections(), list_groups()
     if first in sections:
-        # A group under ours, or our group in another package, is not ours.
+        # A group under one of ours, or our group in another package, is not one of ours.
         return (first,) if "/" in named or package not in ("", first) else None
     if first in groups:
         if "/" in named or package:

@@ -1,10 +1,10 @@
-"""Declared unpacked size of a Parquet file, read from its metadata before anything is unpacked.
+"""Unpacked size that a Parquet file declares, read from its metadata before anything is unpacked.
 
 A few bytes can declare billions of values, because the counts are in the footer and in the header of each page, in
-Thrift's compact protocol. pyarrow's metadata cannot bound the size: it shows only the footer, whereas Arrow unpacks
-what the page headers declare, even for a single row group. In addition, some contradictions in a column's metadata
-abort the process (C++ abort) when it is read. tests/unit/recording contains a file for each of these two problems; both
-exist in pyarrow 26.0.1.
+Thrift's compact protocol. pyarrow's metadata cannot limit the size, because it shows only the footer. Arrow, however,
+unpacks what the page headers declare, even for a single row group. In addition, some contradictions in a column's
+metadata abort the process (C++ abort) when it is read. tests/unit/recording contains a file for each of these two
+problems; both exist in pyarrow 26.0.1.
 
 Sources: parquet.thrift of apache/parquet-format; thrift/doc/specs/thrift-compact-protocol.md of apache/thrift.
 """
@@ -25,7 +25,7 @@ _HEADER = 4096
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
 
 Fields = dict[int, Any]
-"""A structure: field number -> value."""
+"""A Thrift structure: field number -> value."""
 
 
 class DeclaredError(ValueError):
@@ -64,7 +64,8 @@ def read_declared_size(path: Path) -> DeclaredSize:
 
 def _read_footer(file: BinaryIO) -> Fields:
     end = file.seek(0, os.SEEK_END)
-    # The magic number is at the start; the end holds the footer's length (4 bytes) and the magic number again.
+    # The magic number is at the start of the file; the file ends with the footer's length (4 bytes) and the magic
+    # number again.
     if end < 12:
         raise DeclaredError("it is too short")
     file.seek(end - 8)

@@ -41,9 +41,9 @@ _REPEATED = [
     *("step", "rank", "mini_batch", "uid", "oldest_version", "newest_version", "length"),
     *(f"{name}.list.element" for name in ("response_ids", "prompt_ids", "rejected_by", "turn", "version")),
 ]
-"""Columns with repeated values. Floats are written unchanged, so each NaN keeps its bits."""
+"""Columns whose values repeat. Floats are written unchanged, so each NaN keeps its bits."""
 SUFFIX, PARTIAL = ".parquet", ".partial"
-"""Suffix of a file, and of a file that is being written."""
+"""Suffix of a finished file, and suffix of a file that is being written."""
 PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700
 """File modes of recordings, under which prompts and responses are private to the owner."""
 LARGEST = 8 * 2**30
@@ -62,11 +62,11 @@ _NUMPY = {
 
 
 ASIDE = "Move it out of the directory; the other files are read without it."
-"""Fix for a damaged file; the file is not removed, so that it can still be inspected later."""
+"""Fix suggested for a damaged file; the file is not removed, so that it can still be inspected."""
 
 
 class RecordingError(ValueError):
-    """A recording cannot be read: the message names the file, what is wrong with it, and what to do."""
+    """A recording cannot be read; the message names the file, describes the problem, and says what to do."""
 
 
 class OverLimit(RuntimeError):
@@ -80,7 +80,7 @@ class Step:
     Attributes:
         rows: its responses.
         spec: the correction that acted, in the form of ``CorrectionSpec.to_mapping``.
-        reasons: parts that can have rejected a token; bit i of ``rows.rejected_by`` belongs to reasons[i].
+        reasons: parts that may have rejected a token; bit i of ``rows.rejected_by`` stands for reasons[i].
     """
 
     rows: Rows
@@ -137,7 +137,7 @@ def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str
         limit: largest size in bytes.
 
     Returns:
-        Its size in bytes.
+        The file's size in bytes.
 
     Raises:
         OverLimit: the file would be larger than ``limit``.
@@ -145,7 +145,7 @@ def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str
     """
     partial = path.with_suffix(PARTIAL)
     try:
-        # The file is removed first, because Arrow would keep the permissions of an existing file.
+        # The old file is removed first, because Arrow would keep its permissions.
         partial.unlink(missing_ok=True)
         os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE))
         pq.write_table(to_table(rows, spec, reasons), partial, compression=COMPRESSION, use_dictionary=_REPEATED)
@@ -176,7 +176,7 @@ def read(path: Path) -> Step:
             extensions = (name for name in file.schema_arrow.names if name.startswith(EXTENSION_PREFIX))
             schema = extend_schema(extensions, version)
             _check_schema(path, file.schema_arrow, schema)
-            # With only one CPU, this thread would just wait for a reader thread.
+            # With only one CPU, this thread would merely wait for a reader thread.
             table = file.read(columns=schema.names, use_threads=pa.cpu_count() > 1)
             table.validate(full=True)
     except RecordingError:

@@ -20,7 +20,7 @@ from .run_info import explain_foreign
 
 SECTION = "offpolicy.record"
 FOREIGN = "Set another directory, or move the existing recording elsewhere."
-"""Fix for a directory that contains another run's recording."""
+"""Fix suggested for a directory that contains another run's recording."""
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 
@@ -29,14 +29,14 @@ class RecordSettings:
     """Settings of a recording, sent by value to every worker.
 
     Attributes:
-        dir: absolute directory; each node writes to its own directory of this name.
-        every: interval of recorded steps; the first step is recorded.
+        dir: absolute path of the directory; each node writes to its own directory with this path.
+        every: interval between recorded steps; the first step is always recorded.
         share: share of the prompts to record, in (0, 1]; either all or none of a prompt's rows are recorded.
-        prompts: record the prompts' token ids.
-        max_bytes: size limit of the directory; each data-parallel rank may use an equal part.
+        prompts: whether to record the prompts' token ids.
+        max_bytes: size limit of the directory; each data-parallel rank may use an equal share.
         max_waiting_bytes: size limit of the rows that wait to be written on each rank; further rows are dropped.
-        without_replay: also record log pi_old under the trainer's own expert routes, in addition to log pi_old under
-            replayed routes.
+        without_replay: whether to record also log pi_old under the trainer's own expert routes, in addition to log
+            pi_old under replayed routes.
     """
 
     dir: str
@@ -49,7 +49,7 @@ class RecordSettings:
 
     @classmethod
     def at(cls, dir: str, **changes: Any) -> RecordSettings:
-        """Build the shipped settings with these changes, recording to ``dir``."""
+        """Build the shipped settings with these changes, for a recording in ``dir``."""
         return cls(**{**read_shipped_defaults("record"), **changes, "dir": dir})
 
     @classmethod
@@ -111,7 +111,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
 
 
 def find_too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find a ``spec`` with more rejecting parts than a file has bits for; no problem without a recording."""
+    """Find out whether ``spec`` has more rejecting parts than a file has bits for; no problem without a recording."""
     values = KEYS.read(config)
     if not isinstance(values, Mapping) or values.get("dir") is None:
         return
@@ -126,7 +126,7 @@ def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Pr
 
 
 def _misplaced(directory: object, reason: str, fix: str) -> Problem:
-    """Build the problem of a directory that cannot be created or written; the user must choose another one."""
+    """Build the problem of a directory that cannot be created or written to; the user must choose another one."""
     return _problem(f"{SECTION}.dir", directory, reason, fix)
 
 

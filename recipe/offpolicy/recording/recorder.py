@@ -1,4 +1,4 @@
-"""Asynchronous recorder that drops rows, and eventually disables itself, rather than block the training."""
+"""Asynchronous recorder that never blocks the training; instead, it drops rows and finally disables itself."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .record_settings import SECTION, RecordSettings
 from .writer import Item, Outcome, Packed, StepWriter
 
 MOST_TIME = 0.05
-"""Share of the last step's duration that recording may take from the training thread in one step."""
+"""Largest time that recording may take from the training thread in one step, as a share of the last step's duration."""
 FIRST = 1.0
-"""Seconds that recording may take in the first step, before any duration is known."""
+"""Seconds that recording may take in the first step, when no duration is known yet."""
 _ROUNDING = 1e-9
 
 
 class TimeBudget:
-    """Admits micro-batches while the measured cost of earlier micro-batches fits the step's budget.
+    """Admits micro-batches as long as the measured cost of earlier micro-batches fits the step's budget.
 
     The cost of a micro-batch is known only after it has been recorded. Within a step, the estimate is therefore the
     seconds per row of the latest micro-batch. Across steps, the estimate is the smaller of the latest two values, so
@@ -34,8 +34,8 @@ class TimeBudget:
     spread evenly over it, because the rows of later mini-batches are staler.
 
     Attributes:
-        allowed: seconds of the current step.
-        taken: seconds used in the current step so far.
+        allowed: seconds that recording may take in the current step.
+        taken: seconds that recording has taken in the current step so far.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class TimeBudget:
         """Begin an update.
 
         Args:
-            step: from 1; some steps may have no update.
+            step: number of the step, from 1; some steps may have no update.
             now: seconds.
             rows: number of rows of this update.
             updates: number of remaining updates of this step, including this one.
@@ -62,7 +62,8 @@ class TimeBudget:
             if self._step is not None and step > self._step:
                 self.allowed = MOST_TIME * (now - self._began) / (step - self._step)
             self._step, self._began, self.taken = step, now, 0.0
-            # If the cost was measured only once, that may have been during a first call, so the cost is measured again.
+            # A cost that was measured only once may include the overhead of a first call, so the cost is measured
+            # again.
             self._cost = min(self._costs) if len(self._costs) == 2 else 0.0
         left, needed = (self.allowed - self.taken) / max(updates, 1), self._cost * rows
         self._share = min(1.0, max(left, 0.0) / needed) if needed > 0 else 1.0
@@ -102,7 +103,7 @@ class Counters:
         rows: rows given to the writer.
         dropped_rows: rows skipped or lost, because a queue or disk is full, broken or too slow.
         bytes: bytes written.
-        seconds: time of the training thread.
+        seconds: time spent by the training thread.
     """
 
     rows: int = 0
@@ -122,7 +123,7 @@ class Recorder:
 
     Attributes:
         settings, clock: as given.
-        stopped: why recording has stopped, with the fix; None while it is active.
+        stopped: why recording has stopped, and the fix; None while recording is active.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class Recorder:
             self._condition.notify()
 
     def stop(self, error: Exception, rows: int = 0) -> None:
-        """Stop recording for good, and log one warning that states the cause.
+        """Stop recording permanently, and log one warning that states the cause.
 
         Args:
             rows: number of accepted rows that are lost.
@@ -312,7 +313,7 @@ def get_recorder(settings: RecordSettings, *, rank: int, ranks: int) -> Recorder
         if recorder is not None:
             recorder.end()
         elif not _RECORDERS:
-            # A process that exits normally still writes its queued rows.
+            # When a process exits normally, it still writes its queued rows.
             atexit.register(flush_all)
         recorder = _RECORDERS[key] = Recorder(settings, rank=rank, ranks=ranks)
     return recorder

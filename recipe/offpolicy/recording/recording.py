@@ -1,8 +1,9 @@
-"""A recorded run: a directory with one file per update and rank, and a card that describes the run.
+"""A recorded run: a directory with one file per update and rank, and with a card that describes the run.
 
 Under ``proximal=bypass``, the recorded column of pi_old is mu; under ``loglinear``, it is a mixture of mu and pi. Its
-distance from mu is therefore no evidence about the engines. At the first gradient step of a step, pi still uses the
-weights from the step's start and is read instead. At later gradient steps, pi has already changed.
+distance from mu is therefore no evidence about the engines. At the first gradient step of a step, pi is still computed
+with the weights from the step's start, so pi is read instead. At later gradient steps, this is not possible because pi
+has changed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CARD = "run.json"
 PROOF = "proof.json"
 """File of the liveness proof: ``sentence``, ``step`` and ``live``, the metrics of ``offpolicy/live/``."""
 DELIVERY = "delivery.jsonl"
-"""File with one line per synchronisation whose weights were compared, see ``run.RunRecord.write_delivery``."""
+"""File with one line for each synchronisation at which weights were compared, see ``run.RunRecord.write_delivery``."""
 PIECE = 16 * 2**20
 """Total size in bytes of the files that are read together if a step may be split; this is about 1.4 million tokens."""
 _LARGEST_JSON = 64 * 2**20
@@ -53,7 +54,7 @@ def parse_update(name: str) -> int | None:
 
 
 Correction = tuple[Mapping[str, Any], tuple[str, ...]]
-"""A step's ``spec`` and ``reasons``."""
+"""The ``spec`` and the ``reasons`` of a step."""
 
 
 class Recording:
@@ -64,7 +65,7 @@ class Recording:
 
     Attributes:
         files: step -> its files, by update and rank.
-        largest: bytes of files that are read together, see ``pieces``.
+        largest: limit, in bytes, on the files that are read together, see ``pieces``.
 
     Raises:
         RecordingError: there is no recorded step.
@@ -95,7 +96,7 @@ class Recording:
         return sorted(self.files)
 
     def only(self, *steps: int) -> Recording:
-        """Return a reader of only these steps."""
+        """Return a reader for only these steps."""
         one = copy.copy(self)
         one.files = {step: self.files[step] for step in steps}
         return one
@@ -110,7 +111,7 @@ class Recording:
         """List the recorded steps from a first to a last step; None means all steps, and a last step of None no limit.
 
         Raises:
-            RecordingError: there is no such step.
+            RecordingError: no such step was recorded.
         """
         first, last = steps or (self.steps[0], None)
         chosen = [step for step in self.steps if first <= step and (last is None or step <= last)]
@@ -123,7 +124,7 @@ class Recording:
         return chosen
 
     def part(self, step: int, place: int) -> Step:
-        """Read one of the ``files`` of ``step``, by its position among them.
+        """Read one of the ``files`` of ``step``, chosen by its index.
 
         Raises:
             RecordingError: the file is damaged.
@@ -224,7 +225,7 @@ class Recording:
         """The description of the run, see ``CARD``; empty if it was not written.
 
         Raises:
-            RecordingError: it is not readable.
+            RecordingError: the file is not readable.
         """
         return read_json(self.directory / CARD)
 
@@ -233,7 +234,7 @@ class Recording:
         """The liveness proof, see ``PROOF``; empty if there is none.
 
         Raises:
-            RecordingError: it is not readable.
+            RecordingError: the file is not readable.
         """
         return read_json(self.directory / PROOF)
 
@@ -242,7 +243,7 @@ class Recording:
         """The lines of ``DELIVERY``; empty if there are none.
 
         Raises:
-            RecordingError: they are not readable.
+            RecordingError: the lines are not readable.
         """
         path = self.directory / DELIVERY
         try:
@@ -285,7 +286,7 @@ def _correction(step: Step) -> Correction:
 
 
 def join_alike(parts: Iterable[Step], when: Callable[[Step], bool] = lambda part: True) -> Iterator[Step]:
-    """Yield successive parts with the same correction joined.
+    """Yield successive parts, joining those that have the same correction.
 
     Args:
         when: returns True if a part's correction needs joining; other parts are yielded one by one.
@@ -303,7 +304,7 @@ def join_alike(parts: Iterable[Step], when: Callable[[Step], bool] = lambda part
 
 
 def _take_joined(parts: list[Step]) -> list[Step]:
-    """Join parts of one correction and empty ``parts``, so that the rows are in memory only once."""
+    """Join parts that have the same correction, and empty ``parts``, so that the rows are in memory only once."""
     joined = list(join_alike(parts))
     parts.clear()
     return joined
@@ -319,7 +320,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     """Read a card or a proof; empty if there is none.
 
     Raises:
-        RecordingError: it is not readable.
+        RecordingError: the file is not readable.
     """
     try:
         if not path.exists():

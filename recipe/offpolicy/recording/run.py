@@ -1,5 +1,4 @@
-"""Trainer side of a recording, which owns the directory and its card, and announces each update to the workers'
-recorders."""
+"""Trainer's part of a recording: owns the directory and its card, and announces each update to the workers."""
 
 from __future__ import annotations
 
@@ -28,15 +27,15 @@ from .run_info import build_card, explain_foreign
 logger = logging.getLogger("verl.offpolicy")
 
 PATIENCE = 5.0
-"""Seconds that a run waits at its end for the workers to write the last step."""
+"""Seconds that a run waits at its end until the workers have written the last step."""
 AFTER_FAILURE = 2.0
-"""Seconds of the same wait for a failing run, whose last update may never be complete."""
+"""Seconds that a failing run waits at its end; its last update may never be complete."""
 POLL = 0.05
 """Seconds between two checks during the wait."""
 
 
 class RunRecord:
-    """The trainer's record of one run; does nothing if recording is off.
+    """The trainer's record of one run; it does nothing if recording is off.
 
     Args:
         config: composed and checked configuration.
@@ -84,7 +83,7 @@ class RunRecord:
 
         Args:
             rows: number of rows of the batch.
-            batch_split: returns how verl will split it; called only if the update is recorded.
+            batch_split: returns how verl will split the batch; called only if the update is recorded.
             updates: number of updates per step.
         """
         if self.settings is None or self._ended:
@@ -124,7 +123,7 @@ class RunRecord:
             logger.warning("%s.dir=%s: delivery is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
     def finish(self, patience: float = PATIENCE, pause: Callable[[float], object] = time.sleep) -> None:
-        """Wait until this machine can see the last step's files, because workers are ended without notice.
+        """Wait until the last step's files are visible on this machine, because workers are ended without notice.
 
         Args:
             patience: total seconds of pauses, not counting the time of the checks.
@@ -151,7 +150,7 @@ class RunRecord:
         return Path(self.settings.dir)
 
     def _written(self) -> int:
-        """List the files of the last update."""
+        """List the files of the last update that have been written."""
         assert self._step is not None
         return sum(parse_update(path.name) == self._last for path in self._files(self._step, self._step))
 

@@ -79,7 +79,7 @@ def find_resumed_folder(config: DictConfig) -> str | None:
     try:
         return str(folder.path) if mode == "auto" and folder.read_tracked_step() is not None else None
     except ValueError:
-        # An unreadable tracker still belongs to an earlier run.
+        # A tracker that cannot be read still belongs to an earlier run.
         return str(folder.path)
 
 

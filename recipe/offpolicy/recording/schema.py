@@ -21,14 +21,15 @@ from torch import Tensor
 VERSION = 3
 """Increased whenever a column is added or removed, the meaning of a column changes, or the digest changes."""
 ADDED = {"version": 2}
-"""Columns missing in older files -> the version that added them."""
+"""Columns that are missing in older files -> the version that added them."""
 
 VERSION_KEY = b"offpolicy.schema"
 """Key of the file's metadata: ``VERSION``, in digits."""
 SPEC_KEY = b"offpolicy.correction"
-"""Key of the file's metadata: the correction that acted, as JSON of ``CorrectionSpec.to_mapping``."""
+"""Key of the file's metadata: the correction that was active, as JSON of ``CorrectionSpec.to_mapping``."""
 REASONS_KEY = b"offpolicy.rejected_by"
-"""Key of the file's metadata: JSON list of the parts that can reject (``masks.gsm``), by bit of ``rejected_by``."""
+"""Key of the file's metadata: JSON list of the parts that can reject (such as ``masks.gsm``), in the order of the bits
+of ``rejected_by``."""
 DIGEST_KEY = b"offpolicy.digest"
 """Key of the file's metadata: ``digest`` of everything else that a reader obtains from the file."""
 
@@ -36,7 +37,7 @@ FAST_DIGEST = 3
 """First version whose digest is XXH3; earlier versions use BLAKE2b."""
 
 UNKNOWN_VERSION = -1
-"""Version of the weights if verl does not record it."""
+"""Version of the weights in rows for which verl does not record the version."""
 
 ROW_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "step": (pa.int64(), "the trainer's step, from 1; it starts with weights of version step - 1"),
@@ -118,7 +119,7 @@ class Rows:
         offsets: (N + 1,) int64; row i has the tokens offsets[i] to offsets[i + 1].
         response_ids, response_mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight, rejected_by, turn,
             version: (M,).
-        prompt_offsets: (N + 1,) int64, the same for ``prompt_ids``.
+        prompt_offsets: (N + 1,) int64, offsets of the rows in ``prompt_ids``.
         prompt_ids: (P,) int32; empty if prompts were not recorded.
         extensions: column of an extension -> (M,).
     """
@@ -174,8 +175,8 @@ class Rows:
     def token_staleness(self) -> NDArray[np.int64]:
         """(M,) steps from the weights that sampled a token to those at the start of its step.
 
-        A token of unknown version is treated as if it were as old as its row's first token; -1 if that age is unknown
-        too.
+        A token of unknown version is treated as if it were as old as the first token of its row; -1 if that age is
+        unknown too.
         """
         lengths = np.diff(self.offsets)
         age = np.repeat(self.step - 1, lengths)
@@ -226,7 +227,7 @@ class Rows:
 def spread_versions(
     oldest: NDArray[np.int64], newest: NDArray[np.int64], mask: NDArray[np.bool_], offsets: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """For rows with a single version, spread this version over their tokens: (M,) int32."""
+    """For rows with a single version, assign this version to all their tokens: (M,) int32."""
     single = np.where(oldest == newest, oldest, UNKNOWN_VERSION).astype(np.int32)
     return np.where(mask, np.repeat(single, np.diff(offsets)), np.int32(UNKNOWN_VERSION))
 
@@ -254,7 +255,7 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 
 
 def _or_nan(part: Rows, name: str) -> NDArray[np.float32]:
-    """Return a column of an extension, with NaN in rows for which the extension was off."""
+    """Return a column of an extension, with NaN in the rows for which the extension was off."""
     return part.extensions.get(name, np.full(part.tokens, np.nan, dtype=np.float32))
 
 

@@ -59,12 +59,12 @@ def place(dp_size: int) -> Place:
 
 
 def among(global_rank: int, *, copies: int) -> Place:
-    """Return the role of a rank if ``copies`` adjacent ranks hold the same rows."""
+    """Return the role of a rank, if each group of ``copies`` adjacent ranks holds the same rows."""
     return Place(global_rank // copies, global_rank % copies == 0)
 
 
 _SCORES = ("token_level_scores", "rm_scores")
-"""verl's names of the per-token rewards, before any KL: on the V0 and on the V1 trainer."""
+"""verl's names of the per-token rewards, before any KL is subtracted: on the V0 trainer and on the V1 trainer."""
 
 
 def record(
@@ -74,7 +74,7 @@ def record(
     step: StepStage,
     extensions: Collection[str] = (),
 ) -> dict[str, Statistic]:
-    """Record a micro-batch as the loss reads it, if it must be recorded.
+    """Record a micro-batch as the loss reads it, provided that it must be recorded.
 
     Args:
         extensions: columns of extensions to record.
@@ -168,7 +168,7 @@ def _uids(data: TensorDict) -> Sequence[str] | Tensor | None:
     if "uid" not in data.keys():
         return None
     found = tu.get(data, "uid")
-    # A value that all rows share may arrive as a single string.
+    # A value that is the same for all rows may arrive as a single string.
     uids = [found] * len(data) if isinstance(found, str) else found
     if not isinstance(uids, list) or len(uids) != len(data) or not all(isinstance(uid, str) for uid in uids):
         shown = str(found)[:80]
@@ -186,7 +186,7 @@ def _reward(data: TensorDict) -> Tensor | None:
 
 
 def _prompts(data: TensorDict, width: int) -> tuple[Tensor, Tensor] | None:
-    """Read concatenated token ids and the length of each prompt; ``width`` is that of the responses."""
+    """Read concatenated token ids and the length of each prompt; ``width`` is the width of the responses."""
     prompts = data["prompts"] if "prompts" in data.keys() else None
     if prompts is not None and prompts.is_nested:
         return prompts.values(), prompts.offsets().diff()
@@ -200,7 +200,7 @@ def _prompts(data: TensorDict, width: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
-    """Flag, as (B,) bool, the rows of the prompts to record, the same on every rank; None: all rows."""
+    """Flag, as (B,) bool, the rows of the prompts to record, the same on every rank; None stands for all rows."""
     if share >= 1:
         return None
     if uids is None:

@@ -1,4 +1,4 @@
-"""Rows of micro-batches, packed on their device, and the writer of one rank's rows within the size budget."""
+"""Rows of micro-batches, packed on their device, and the writer that stores one rank's rows within the size budget."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Seen:
 
     Attributes:
         response_ids, response_mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, T).
-        valid: (B, T) bool, the response mask without tokens that the correction excluded.
+        valid: (B, T) bool, the response mask without the tokens that the correction excludes.
         rejected: name of a rejecting part -> (B, T) bool; at most 32.
         uids: uid of each row: B strings, or (B, L) uint8 with zero-padded UTF-8; None if unknown.
         reward: (B,), or None.
-        versions: oldest and newest, (B,) each, or None.
+        versions: oldest and newest version of each row, (B,) each, or None.
         token_versions: (B, T) integers, or None if versions are known per row.
         extensions: column of an extension -> (B, T).
         prompts: concatenated token ids, (P,), and the (B,) lengths of the prompts; None to omit them.
@@ -60,7 +60,7 @@ class Packed:
     """Rows that are being transferred to the host: columns concatenated in ``buffer``, in the order of ``layout``.
 
     Attributes:
-        buffer: (bytes,) uint8 on the host, complete when ``ready`` is.
+        buffer: (bytes,) uint8 on the host; complete once ``ready`` is reached.
         layout: column -> (dtype on the host, elements).
         uids: uids of all rows of the micro-batch, if they are strings.
         ready: a CUDA event, or None.
@@ -152,7 +152,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
         reward=columns.get("reward", np.full(rows, np.nan, dtype=np.float32)),
         oldest_version=oldest,
         newest_version=newest,
-        # Each row has a token, so no sum is empty.
+        # Every row has a token, so no sum is empty.
         length=np.add.reduceat(mask, offsets[:-1], dtype=np.int32) if rows else np.zeros(0, dtype=np.int32),
         offsets=offsets,
         response_ids=columns["response_ids"],
@@ -168,7 +168,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
 
 
 def number_turns(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int16]:
-    """Number each token's turn by the runs of the mask, from 0 in each row; -1 where the mask is False.
+    """Number the turns from 0 in each row, where a turn is a run of True in the mask; -1 where the mask is False.
 
     Args:
         mask: (M,) bool, the tokens of all rows.
@@ -187,7 +187,7 @@ def _bits(seen: Seen) -> Tensor:
     """Pack rejections into bits, (B, T) int32: bit i is set where the i-th of ``rejected`` rejects a valid token."""
     bits = torch.zeros_like(seen.valid, dtype=torch.int32)
     for i, drop in enumerate(seen.rejected.values()):
-        # In int32 the highest bit is the sign.
+        # In int32, the highest bit is the sign.
         bits |= (drop & seen.valid).to(torch.int32) << i
     return bits
 
@@ -232,9 +232,9 @@ class Item:
     """Rows of one micro-batch, with the metadata of their file.
 
     Attributes:
-        update: index of the update within its step; None if the step has only one.
+        update: index of the update within its step; None if the step has only one update.
         packed: None if the rows were dropped.
-        last: these rows complete the file.
+        last: whether these rows complete the file.
     """
 
     step: int
@@ -248,12 +248,12 @@ class Item:
 
 @dataclass
 class Outcome:
-    """Results of written and dropped items.
+    """Results of items that were written or dropped.
 
     Attributes:
-        released: bytes of rows that no longer wait.
+        released: bytes of rows that no longer wait to be written.
         dropped_rows: number of rows that will not be written.
-        written: bytes of files.
+        written: bytes of files that were written.
     """
 
     released: int = 0
@@ -295,7 +295,7 @@ class StepWriter:
         self._sizes: dict[str, int] | None = None
 
     def add(self, item: Item) -> None:
-        """Add rows; may write a file.
+        """Add rows; this may write a file.
 
         Raises:
             OSError: see ``files.write``.
@@ -332,7 +332,7 @@ class StepWriter:
             self.outcome.dropped_rows += lost
 
     def why(self, error: Exception) -> str:
-        """Explain an error and its fix, in sentences that name key and value."""
+        """Explain an error and its fix, in sentences that name the key and its value."""
         settings = self._settings
         if isinstance(error, OverLimit):
             return (

@@ -27,18 +27,18 @@ class RateLimitError(RuntimeError):
 
 
 class RateLimit:
-    """Account of issued prompts that were trained on or can still be trained on.
+    """Account of the issued prompts that were trained on, or that can still be trained on.
 
     Args:
-        eta: batches by which sampling may run ahead of training, >= 0; a float stands for its decimal text.
-        batch: prompts per batch.
+        eta: number of batches by which sampling may run ahead of training, >= 0; a float is read by its decimal text.
+        batch: number of prompts per batch.
 
     Attributes:
         account: number of prompts issued, minus those that left without being trained on.
     """
 
     def __init__(self, eta: float, batch: int) -> None:
-        # Converted from its text, so that 0.1 means 1/10 and not the nearest binary float.
+        # eta is converted from its text, so that 0.1 means 1/10 and not the nearest binary float.
         self.eta = Fraction(str(eta))
         self.batch = batch
         self.account = 0
@@ -51,7 +51,7 @@ class RateLimit:
         """Add prompts that were issued in ``step``.
 
         Raises:
-            RateLimitError: the prompts exceed the limit.
+            RateLimitError: the number of prompts exceeds the limit.
         """
         if count > (room := self.room(step)):
             raise RateLimitError(
@@ -90,7 +90,7 @@ class StalenessError(RuntimeError):
 
 
 class AgeLimit:
-    """Largest age at which a row is trained on: eta of the step in which its prompt was issued, rounded up.
+    """Largest age at which a row is trained on: eta of the step in which the row's prompt was issued, rounded up.
 
     Args:
         eta: eta of the run's first step.
@@ -107,11 +107,11 @@ class AgeLimit:
 
     @property
     def oldest(self) -> int:
-        """Largest age in versions, for prompts issued now."""
+        """Largest age, in versions, of rows whose prompts are issued now."""
         return math.ceil(self.eta)
 
     def change(self, step: int, eta: Fraction) -> None:
-        """Use another eta from ``step`` on."""
+        """Use another eta, starting with ``step``."""
         self._changes.append((step, eta))
 
     def get_eta(self, issued: int) -> Fraction:
@@ -135,8 +135,8 @@ class AgeLimit:
         """Resume after ``step`` steps of a run.
 
         Args:
-            eta: eta of that run; None if unknown.
-            changes: its ``state``, if eta moved.
+            eta: eta of the earlier part of the run; None if unknown.
+            changes: the earlier part's ``state``, if eta moved.
         """
         now = self.eta
         if changes:
@@ -155,9 +155,9 @@ class RowTag:
     """Versions, issue step and length of a row, read from the tag that verl attaches to the row.
 
     Attributes:
-        key: uid of the prompt, session and number of the output.
-        version, newest: versions of the weights that sampled the row's first and last token.
-        issued: step in which its prompt was issued.
+        key: uid of the prompt, number of the session, and number of the output.
+        version, newest: versions of the weights that sampled the row's first token and last token.
+        issued: step in which the row's prompt was issued.
         length: number of response tokens.
         is_padding: True for a padding row of the batch.
     """
@@ -197,13 +197,13 @@ def read_tags(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> list[Ro
 
 
 def check_newest(tags: Mapping[str, Mapping[str, Any]], step: int, eta: str) -> None:
-    """Check that no finished row reports weights that do not exist yet.
+    """Check that no finished row reports a version of the weights that does not exist yet.
 
     Args:
         tags: tags of rows, by key, before the weights of ``step`` exist.
 
     Raises:
-        StalenessError: a rollout server reports a version that is newer than the one with which it samples.
+        StalenessError: a rollout server reports a version newer than the one with which it samples.
     """
     for key, tag in tags.items():
         if (newest := tag.get(NEWEST_VERSION)) is not None and newest > step - 1:
@@ -223,7 +223,7 @@ def check_ages(rows: Sequence[RowTag], step: int, limit: AgeLimit) -> None:
     """Check that no row is too old.
 
     Raises:
-        StalenessError: names the oldest row.
+        StalenessError: a row is too old; the message names the oldest row.
     """
     if not (found := find_too_old(rows, step, limit)):
         return
@@ -241,12 +241,12 @@ def check_seen(seen: float | None, entered: Sequence[RowTag], step: int, eta: st
     """Check that no row in the loss is older than the rows that were sent to the loss.
 
     Args:
-        seen: age of the oldest row in the loss, by the versions sent with the rows; None: the loss received no
+        seen: age of the oldest row in the loss, by the versions sent with the rows; None if the loss received no
             versions.
-        entered: rows that have a token in the loss.
+        entered: rows of which a token is in the loss.
 
     Raises:
-        StalenessError: the loss received a row that is older than all of these, or it received no versions.
+        StalenessError: the loss received a row older than all of these rows, or it received no versions.
     """
     oldest = min(entered, key=lambda row: row.version)
     if seen is None or seen > compute_age(oldest.version, step):
@@ -259,12 +259,12 @@ def check_seen(seen: float | None, entered: Sequence[RowTag], step: int, eta: st
 
 
 def split_too_old(too_old: Collection[int], rows: Sequence[RowTag], mini_batch: Sequence[int]) -> tuple[set[int], ...]:
-    """Split rows that are too old into rows that can be masked and rows whose advantage must be zeroed instead.
+    """Split rows that are too old into those that can be masked and those whose advantage must be zeroed instead.
 
-    A mini-batch without tokens would divide by zero.
+    The loss of a mini-batch without tokens would be divided by zero.
 
     Args:
-        mini_batch: mini-batch of each row.
+        mini_batch: index of the mini-batch of each row.
     """
     old = set(too_old)
     left = {mini_batch[i] for i, row in enumerate(rows) if i not in old and not row.is_padding and row.length}
@@ -273,11 +273,11 @@ def split_too_old(too_old: Collection[int], rows: Sequence[RowTag], mini_batch: 
 
 
 RESPONSE_MASK = "response_mask"
-"""Column from which runs of tokens are read; turns are read from ``EXTRA_FIELDS``."""
+"""Column from which the runs of tokens are read; turns are read from ``EXTRA_FIELDS``."""
 
 
 Turns = Sequence[Sequence[Chunk]]
-"""The chunks of each request of one row."""
+"""The chunks of each request, for one row."""
 
 
 def list_turns(data: TensorDict) -> list[Turns | None]:
@@ -288,7 +288,7 @@ def list_turns(data: TensorDict) -> list[Turns | None]:
 def need_runs(rows: Sequence[RowTag], turns: Sequence[Turns | None]) -> bool:
     """Return True if detecting a lost chunk needs the response mask.
 
-    If one turn is as long as the whole response, each token has a version.
+    If a single turn is as long as the whole response, every token has a version.
     """
     return any(
         noted is not None and not (len(noted) == 1 and sum(tokens for _, tokens in noted[0]) >= row.length)
@@ -300,7 +300,7 @@ def need_runs(rows: Sequence[RowTag], turns: Sequence[Turns | None]) -> bool:
 def check_noted(
     rows: Sequence[RowTag], turns: Sequence[Turns | None], runs: Sequence[Sequence[int]] | None, step: int, eta: str
 ) -> None:
-    """Check that each token has a version, and that no version is older than the weights at the issue of its prompt.
+    """Check that each token has a version, and that none is older than the weights when its prompt was issued.
 
     A prompt issued in step s, or restored from a checkpoint, is sampled by version s - 1 or newer.
 
@@ -309,8 +309,8 @@ def check_noted(
         runs: lengths of the runs of each row's response mask; None if ``need_runs`` is False.
 
     Raises:
-        StalenessError: a client lost a chunk, or a rollout server reports a version that is older than the one with
-            which it samples.
+        StalenessError: a client lost a chunk, or a rollout server reports a version older than the one with which it
+            samples.
     """
     for row, noted, lengths in zip(rows, turns, runs or [[]] * len(rows), strict=True):
         if row.is_padding:
@@ -334,7 +334,7 @@ def check_noted(
 
 
 def count_versions(turns: Turns) -> int:
-    """Count the versions that sampled a row.
+    """Count the different versions with which a row was sampled.
 
     Example:
         >>> count_versions([[(3, 2), (4, 5)], [(4, 1), (6, 1)]])
@@ -368,7 +368,7 @@ def list_runs(response_mask: Tensor) -> list[list[int]]:
         [[2, 1], []]
     """
     rows = response_mask.unbind()
-    # A 0 after each row separates its last run from the next row's first.
+    # The 0 after each row separates the row's last run from the first run of the next row.
     flat = torch.cat([torch.cat([row.bool(), row.new_zeros(1, dtype=torch.bool)]) for row in rows])
     before = torch.cat([flat.new_zeros(1), flat[:-1]])
     starts, ends = (flat & ~before).nonzero()[:, 0], (before & ~flat).nonzero()[:, 0]

@@ -9,8 +9,8 @@ eviction_reasons)``, ``_wait_for_next_poll(self, partition_id, last_debug_time)`
 ``_sync_metadata_from_transfer_queue``.
 
 verl hands out finished groups in the order of their issue. With a limited rate, a group becomes too old only if other
-groups are trained on first while it is being sampled. verl's own ``wait`` does not prevent that, because it checks
-unfinished prompts only at their last step, when more than a batch of them may be due. Here, ``wait`` skips an
+groups are trained on while it is still being sampled. verl's own ``wait`` does not prevent this, because it checks
+unfinished prompts only at their last step, when more of them may be due than fit into a batch. Here, ``wait`` skips an
 unfinished prompt only if all remaining prompts can still be trained on in time. ``drop`` is verl's own strategy, with a
 threshold of eta + 1; ``mask`` and ``refresh`` are implemented here and in the trainer.
 """
@@ -51,25 +51,26 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """Mean of the values; NaN if there are none."""
+        """The mean of the values; NaN if there are none."""
         return self.total / self.count if self.count else math.nan
 
 
 @dataclass
 class Tally:
-    """Counts of the current step, and lengths since the run began.
+    """Counts of the current step, and lengths since the start of the run.
 
     Attributes:
         issued, refreshed, lost: prompts that were issued, sampled again, and lost (not trained on, failed, filtered or
             replaced).
-        room: prompts that the step could issue when it began.
-        waited: seconds that the trainer waited for rows.
-        tokens, masked_tokens: tokens of the rows that were taken for training, and of the masked rows among them.
-        in_flight, in_queue: number of versions made while a row was being sampled, and after it was finished, for rows
-            in the loss.
-        spans: number of versions that sampled a row, for rows with per-token versions.
-        updates: age of a token in updates.
-        too_old, trained: lengths of rows that were too old, however they were treated, and of the other rows.
+        room: number of prompts that could be issued when the step began.
+        waited: seconds for which the trainer waited for rows.
+        tokens, masked_tokens: number of tokens in the rows taken for training, and in those of these rows that were
+            masked.
+        in_flight, in_queue: for rows in the loss, number of versions made while the row was being sampled, and after it
+            was finished.
+        spans: for rows with per-token versions, number of versions that sampled the row.
+        updates: age of a token, in updates.
+        too_old, trained: lengths of rows that were too old, regardless of how they were treated, and of all other rows.
     """
 
     issued: int = 0
@@ -93,7 +94,7 @@ class Tally:
         self.in_flight, self.in_queue, self.spans, self.updates = Mean(), Mean(), Mean(), Mean()
 
     def add_rows(self, kept: Sequence[RowTag], too_old: Sequence[RowTag], step: int) -> None:
-        """Add the rows of one update of ``step``, and those removed from its loss."""
+        """Add the rows of one update of ``step``, and the rows that were removed from the update's loss."""
         self.trained.add(row.length for row in kept)
         self.too_old.add(row.length for row in too_old)
         masked = sum(row.length for row in too_old)
@@ -106,8 +107,8 @@ class Tally:
         """Add the mean age of the tokens of one update, in versions.
 
         Args:
-            update: number of earlier updates in the step.
-            updates: number of updates per step; a step makes one version.
+            update: number of earlier updates in the same step.
+            updates: number of updates per step; each step makes one version.
         """
         if tokens:
             self.updates.total += tokens * (mean * updates + update)
@@ -117,7 +118,7 @@ class Tally:
         """Return the metrics of the step, under their logged names.
 
         Args:
-            waited_share: share of the step's seconds.
+            waited_share: share of the step's duration for which the trainer waited for rows.
         """
         values = {
             "eta": eta,
@@ -138,13 +139,13 @@ class Tally:
 
 
 def keeps_deadlines(due: Iterable[float], *, step: int, batch: int, left: int) -> bool:
-    """Return True if all waiting prompts are trained on in time if they are handed out in this order.
+    """Return True if all waiting prompts can still be trained on in time when they are handed out in this order.
 
     Args:
         due: last step in which each prompt may be trained on, in the order of issue.
         step: the current step.
-        batch: number of prompts that each further step trains on.
-        left: number of prompts that this step still trains on.
+        batch: number of prompts that are trained on in each further step.
+        left: number of prompts that are still to be trained on in this step.
     """
     return all(place <= left + max(last - step, 0) * batch for place, last in enumerate(due, 1))
 
@@ -154,20 +155,20 @@ logger = logging.getLogger("verl.offpolicy")
 TRAIN = "train"
 """Partition of TransferQueue that holds the training rows."""
 _ANEW = "."
-"""Separator in a uid before the number of times that its prompt was sampled again."""
+"""Separator, in a uid, before the number of times that the prompt was sampled again."""
 
 
 class BoundedReplayBuffer(ReplayBufferAsync):
     """verl's buffer with a limit on the age of rows.
 
     Args:
-        settings: settings of the run.
-        limit: age limit, beyond which groups are sampled again.
-        tally: receives the counts.
+        settings: settings of the staleness limit.
+        limit: age limit; groups that exceed it are sampled again.
+        tally: object that receives the counts.
         sample_anew: issues prompts again, under new uids.
         batch: number of prompts per step.
         clock: returns seconds.
-        kwargs: verl's arguments, without threshold and strategy.
+        kwargs: verl's arguments except threshold and strategy.
     """
 
     def __init__(
@@ -189,11 +190,11 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         self._looked: int | None = None
 
     def count_prompts(self, step: int | None = None) -> int:
-        """Count the prompts of the training partition that wait, run or have finished.
+        """Count the prompts of the training partition that are waiting, running or finished.
 
         Args:
-            step: the step that is starting and has not issued prompts yet; the metadata from the end of the previous
-                step is then still valid.
+            step: the step that is starting and has not issued prompts yet; in that case, the metadata from the end of
+                the previous step is still valid.
         """
         if step is None or self._looked != step - 1:
             self._sync_metadata_from_transfer_queue()
@@ -203,7 +204,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         """Check the rows that finished by the end of ``step``, before the step's weights are sent to the servers.
 
         Raises:
-            StalenessError: a rollout server reports a version that is newer than the one with which it samples.
+            StalenessError: a rollout server reports a version newer than the one with which it samples.
         """
         self._sync_metadata_from_transfer_queue()
         self._looked = step
@@ -270,7 +271,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         if self._settings.too_old != "refresh" or partition_id != TRAIN:
             found: set[str] = super()._stale_terminal_keys(global_steps, partition_id)
             return found
-        # The trainer reports rows without a version.
+        # Rows without a version are reported by the trainer.
         too_old = {
             key.split("_")[0]
             for key, tag in self.partitions[partition_id].items()
@@ -296,7 +297,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             self._sample_anew(prompts)
         elif self._settings.too_old == "drop":
             self._tally.lost += len(stale)
-        # verl replaces the prompts that are returned here.
+        # verl then replaces the prompts that this method returns.
         return (evicted - set(anew), *rest)
 
 

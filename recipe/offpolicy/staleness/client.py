@@ -1,8 +1,8 @@
 """A client of verl's rollout servers that records how many tokens each version of the weights sampled.
 
 A synchronisation of the weights aborts every request; verl's client then resends the prompt and the tokens sampled so
-far. Each attempt is therefore sampled by one version, which the server reports with the tokens. verl's client passes on
-only the first and the last version.
+far. All tokens of an attempt are therefore sampled by one version, which the server reports with the tokens. verl's
+client passes on only the first and the last version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Note = TypeVar("Note")
 
 
 class RowNotes(WeakValueDictionary[str, Note], Generic[Note]):
-    """Notes of rows whose agent loops still hold the client's result, by request id.
+    """Notes of rows, by request id, for as long as a row's agent loop holds the client's result.
 
     With verl's ``full_determinism``, different rows have the same request id. An agent loop awaits all turns of its row
     in one asyncio task, so in that case notes are kept per task.
@@ -36,7 +36,7 @@ class RowNotes(WeakValueDictionary[str, Note], Generic[Note]):
         self._of_task: ContextVar[dict[str, Note] | None] = ContextVar("offpolicy_notes", default=None)
 
     def find(self, request_id: str, *, shared: bool) -> Note:
-        """Find or make the note of a row; ``shared``: different rows can have the same request id."""
+        """Find the note of a row, or make one; ``shared``: whether different rows can have the same request id."""
         if not shared:
             return self.setdefault(request_id, self._make())
         if (own := self._of_task.get()) is None:
@@ -62,14 +62,14 @@ class Turns(list[list[Chunk]]):
 _attempts: ContextVar[list[Chunk] | None] = ContextVar("offpolicy_attempts", default=None)
 """Chunks of the current request."""
 _rows: RowNotes[Turns] = RowNotes(Turns)
-"""Global because the client is pickled."""
+"""This is global because the client is pickled."""
 
 
 class Attempts(LLMServerClient):
-    """Client that records (version, tokens) of each attempt that sampled a token."""
+    """Client that records (version, number of tokens) for each attempt that sampled a token."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate like verl's client."""
+        """Generate in the same way as verl's client."""
         output = await super().generate(*args, **kwargs)
         chunks = _attempts.get()
         if chunks is not None and output.token_ids:
@@ -78,7 +78,7 @@ class Attempts(LLMServerClient):
 
 
 class VersionedClient(FullyAsyncLLMServerClient, Attempts):
-    """verl's resuming client, with every attempt passing through ``Attempts``; adds ``CHUNKS`` to ``extra_fields``.
+    """verl's resuming client, whose attempts all pass through ``Attempts``; adds ``CHUNKS`` to ``extra_fields``.
 
     ``CHUNK_SEALS`` lets the trainer check the chunks. A tool agent keeps the extra fields of its first turn, so later
     turns are added to the lists in those fields.
@@ -88,7 +88,7 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
     """True if different rows can have the same request id."""
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        """Generate like verl's client, and add the chunks of the row so far to the output."""
+        """Generate in the same way as verl's client, and add the chunks of the row so far to the output."""
         chunks: list[Chunk] = []
         token = _attempts.set(chunks)
         try:
@@ -98,7 +98,7 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
         if any(version is None for version, _ in chunks):
             return output
         if (lost := len(output.token_ids) - sum(tokens for _, tokens in chunks)) > 0:
-            # These tokens come from an attempt that bypassed Attempts; they stop a run that has a limit.
+            # These tokens come from an attempt that bypassed Attempts; in a run with a limit, they stop the run.
             chunks.append((UNKNOWN, lost))
         turns = _rows.find(request_id, shared=self.shares_ids)
         if chunks:
@@ -120,9 +120,9 @@ def note_versions(client: LLMServerClient) -> LLMServerClient:
 
 
 def convert(client: LLMServerClient, kind: type[LLMServerClient]) -> LLMServerClient:
-    """Make a client of another class with the same state, and ``shares_ids``."""
+    """Make a client of another class that has the same state, and set ``shares_ids``."""
     made: Any = object.__new__(kind)
     made.__dict__.update(vars(client))
-    # This is read here rather than in each agent loop's process, where the first access to a configuration is slow.
+    # The key is read here rather than in each agent loop's process, where the first access to a configuration is slow.
     made.shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
     return made

@@ -36,10 +36,10 @@ from .staleness_settings import ADAPT, ETA, TOO_OLD, EtaController, StalenessSet
 logger = logging.getLogger("verl.offpolicy")
 
 _MASKS = ("response_mask", "loss_mask")
-"""Columns that define the loss's tokens: verl's losses read the first column, and its engines count tokens by the
+"""Columns that define the loss's tokens: verl's losses read the first column, and verl's engines count tokens by the
 second."""
 _SEEN = "offpolicy/staleness/max"
-"""Age of the oldest row in the loss, reported by the workers."""
+"""Age of the oldest row in the loss, as reported by the workers."""
 _MEAN = "offpolicy/staleness/mean"
 _TOKENS = tuple(f"offpolicy/staleness/{age}/token_count" for age in ("is0", "is1", "is2", "ge3"))
 _ESS = "offpolicy/weight/ess"
@@ -47,7 +47,7 @@ _ESS = "offpolicy/weight/ess"
 
 
 class StalenessLimit(AddOn):
-    """``offpolicy.staleness`` with eta.
+    """The feature behind ``offpolicy.staleness.eta``.
 
     Args:
         run: a run by an asynchronous V1 trainer.
@@ -127,7 +127,7 @@ class StalenessLimit(AddOn):
         return send(batch)
 
     def _sample_anew(self, prompts: TensorDict) -> None:
-        """Issue again prompts that are already counted in the account."""
+        """Issue prompts again that are already counted in the account."""
         tu.assign_non_tensor_data(prompts, "global_steps", self._step)
         self._run.verls._submit_batch_to_rollout(prompts)
 
@@ -146,12 +146,12 @@ class StalenessLimit(AddOn):
         return batch
 
     def _change_eta(self, step: int, eta: Fraction) -> None:
-        """Use this eta from ``step`` on."""
+        """Use this eta, starting with ``step``."""
         self.rate_limit.eta = eta
         self.age_limit.change(step, eta)
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
-        """Check the versions reported by the servers and the client."""
+        """Check the versions that the servers and the client report."""
         with name_missing_column():
             columns = read_columns(batch, ages.RESPONSE_MASK, EXTRA_FIELDS)
         rows, turns = ages.read_tags(batch.keys, batch.tags), ages.list_turns(columns)
@@ -190,10 +190,10 @@ class StalenessLimit(AddOn):
     def _update_without(
         self, run: Callable[[Any], Any], too_old: list[int], rows: list[RowTag], batch: Any
     ) -> tuple[Any, list[RowTag]]:
-        """Update without rows that are too old, whose rewards are already in their groups' baselines.
+        """Make the update without rows that are too old; their rewards are already part of their groups' baselines.
 
         Returns:
-            The batch with its original masks, and the rows that are in the loss with an advantage of 0.
+            The batch with its original masks, and the rows that stay in the loss with an advantage of 0.
         """
         split = self._run.split_batch()
         groups = assign_mini_batches(len(rows), ranks=split.ranks, rows_a_mini_batch=split.mini_batch_rows)
@@ -207,7 +207,7 @@ class StalenessLimit(AddOn):
         batch = self._run.take_out(batch, why, masked=keys[0], silenced=keys[1])
         self._run.seal(batch, {"advantages": silent})
         if self._run.supervision.wants_sampled:
-            # The loss must use the mu of only these rows.
+            # The loss must use mu for these rows only.
             self._run.supervision.sampled(read_columns(batch, *SAMPLED))
         batch = run(batch)
         # verl's own metrics cover all rows.

@@ -3,7 +3,7 @@
 Raising eta helps only if the trainer waits for rows. A change takes effect after a number of steps that equals the age
 of the rows at that time, so the steps until then are ignored. After a decrease, eta stays the same until the ESS has
 improved by the amount that was missing. Otherwise, eta would be raised again at once, because the trainer still waits
-although eta was too large.
+for rows.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class AdaptSettings:
     """Keys of ``offpolicy.staleness.adapt``.
 
     Attributes:
-        ess: target, a share of the tokens.
-        trainer_wait: share of a step; unless the trainer waits for a larger share, a larger eta does not help.
-        floor, ceiling: range of eta.
-        every: minimum number of steps between two judgements.
-        patience: number of consecutive judgements below the target before eta decreases.
-        step: size of a change.
+        ess: target of the ESS, as a share of the tokens.
+        trainer_wait: share of a step; a larger eta helps only if the trainer waits for more than this share.
+        floor, ceiling: smallest and largest eta.
+        every: minimum number of steps from one decision to the next.
+        patience: number of consecutive decisions with an ESS below the target before eta decreases.
+        step: amount by which eta changes.
     """
 
     ess: float
@@ -42,7 +42,7 @@ class AdaptSettings:
 
 
 _STATE = ("since", "unsettled", "low", "lacked", "demanded")
-"""Attributes of the controller, without underscore, that a checkpoint stores unchanged."""
+"""Attributes of the controller, without the leading underscore, that a checkpoint stores unchanged."""
 
 
 class EtaController:
@@ -53,7 +53,7 @@ class EtaController:
         eta: initial value.
 
     Attributes:
-        eta: value that applies from the step after the last observation.
+        eta: value that applies to the steps after the last observation.
     """
 
     def __init__(self, settings: AdaptSettings, eta: Fraction) -> None:
@@ -65,11 +65,11 @@ class EtaController:
         self._demanded = settings.ess
 
     def observe(self, ess: float, waited: float) -> str | None:
-        """Take the observation of one step, and change eta if enough observations agree.
+        """Record the observation of one step, and change eta if enough observations agree.
 
         Args:
-            ess: effective sample size of the weights, a share; NaN if the step has none.
-            waited: share of the step that the trainer waited for rows.
+            ess: effective sample size of the weights, as a share of the tokens; NaN if the step has none.
+            waited: share of the step's duration for which the trainer waited for rows.
 
         Returns:
             The reason for a change of eta; None if it has not changed.
@@ -88,7 +88,7 @@ class EtaController:
         return seen if self._judge(mean, share) else None
 
     def _judge(self, ess: float, waited: float) -> bool:
-        """Return True if eta changes."""
+        """Decide whether eta changes; return True if it does."""
         target = self.settings.ess
         if self._lacked is not None:
             self._demanded, self._lacked = max(ess + self._lacked, target), None
@@ -111,7 +111,7 @@ class EtaController:
         if self.eta == before:
             return False
         self._low = 0
-        # Rows that were issued before the change are trained on until then.
+        # Until then, rows issued before the change are trained on.
         self._unsettled = math.ceil(max(before, self.eta))
         return True
 
@@ -145,9 +145,9 @@ class StalenessSettings:
     """Settings of a run with bounded staleness.
 
     Attributes:
-        eta: batches by which sampling may run ahead of training; the initial value if ``adapt`` moves it.
-        too_old: treatment of prompts whose rows would become older than eta allows.
-        refresh_limit: number of times that a prompt is sampled again.
+        eta: number of batches by which sampling may run ahead of training; the initial value if ``adapt`` is set.
+        too_old: what to do with prompts whose rows would become older than eta allows.
+        refresh_limit: largest number of times that a prompt is sampled again.
         adapt: how eta moves; None if it is fixed.
     """
 

@@ -1,4 +1,4 @@
-"""Snapshots of recent updates' weights, with which a V1 run identifies the weights that sampled its rows.
+"""Snapshots of the weights after recent updates, with which a V1 run identifies the weights that sampled its rows.
 
 Functions called in verl 0.9.1: ``save_model_to_cpu(n)``, ``restore_model_from_cpu(n)`` and ``clear_cpu_model(n)`` of
 ``DetachActorWorker``, which verl's own separate_async mode also uses.
@@ -24,7 +24,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 class WeightSnapshots(AddOn):
-    """``offpolicy.late_weights`` with snapshots.
+    """The feature behind ``offpolicy.late_weights``, which keeps snapshots.
 
     Args:
         run: a run by the V1 trainer.
@@ -46,7 +46,7 @@ class WeightSnapshots(AddOn):
         return compute(batch)
 
     def _find_lag(self, view: BatchView) -> dict[str, float]:
-        """Score a few rows under the weights of each kept update; return metrics.
+        """Score a few rows with the weights of each kept update, and return metrics.
 
         An update's weights are stored under its step's name, which does not clash with the names in verl's
         separate_async mode.

@@ -1,4 +1,4 @@
-"""verl's rollout correction in one pass over the batch, and translation of corrections between frameworks."""
+"""verl's rollout correction computed in one pass over the batch, and translation of corrections between frameworks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["verl_rollout_correction"]
 
 
 def __getattr__(name: str) -> Any:
-    # This is imported on use, so that this package's command answers --help without torch.
+    # The import is delayed until the function is used, so that this package's command answers --help without torch.
     if name != "verl_rollout_correction":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .rollout_correction import verl_rollout_correction

@@ -12,14 +12,14 @@
     open_instruct 0.2.0 to 0.3.0     trl 0.28.0 to 1.16.0
     openrlhf 0.9.1 to 0.11.2         verl 0.7.0 to 0.9.1
 
-The file is the whole configuration, a section, or flat options, in YAML or TOML; a missing key has the default of the
-newest of these releases. --to hydra prints overrides for verl's own programs; with --from verl, they also switch verl's
-own correction off. In a fork, write correction= instead of +correction@correction=. The other targets are skyrl, trl
-(from 1.6.0 on) and verl; they print that framework's section in YAML.
+The file contains the whole configuration, a section, or flat options, in YAML or TOML; a missing key has the default of
+the newest of these releases. --to hydra prints overrides for verl's own programs; with --from verl, they also switch
+verl's own correction off. In a fork, write correction= instead of +correction@correction=. The other targets are skyrl,
+trl (from 1.6.0 on) and verl; they print that framework's section in YAML.
 
-A correction that the target cannot express, and an unknown key that may belong to one, is an error that names the key.
-Keys that belong to the loss or have similar names, but correct nothing, are listed on standard error. --ignore KEY,
-which may be repeated, declares that an unknown key corrects nothing.
+A correction that the target cannot express, or an unknown key that may belong to one, lead to an error that names the
+key. Keys that belong to the loss or have similar names, but correct nothing, are listed on standard error. --ignore
+KEY, which may be repeated, declares that an unknown key corrects nothing.
 
 Exit status: 0, or 2 if a file or an argument is invalid, or something cannot be expressed.
 """

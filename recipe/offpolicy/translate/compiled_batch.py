@@ -25,7 +25,7 @@ _CODES: dict[Kind, int] = {
     "k3": loops.K3,
 }
 _BLOCK = 2**18
-"""Tokens converted at a time if a tensor cannot be read in place."""
+"""Number of tokens that are converted at once if a tensor cannot be read in place."""
 
 
 class CompiledBatch:
@@ -44,8 +44,8 @@ class CompiledBatch:
         self._dtype = promote_weight_dtype(old_log_prob, rollout_log_prob)
         tensors = (old_log_prob.detach(), rollout_log_prob.detach(), response_mask)
         self._tensors = tuple(rows.tokens(tensor) for tensor in tensors)
-        # The loops are compiled per dtype: masks of the two common dtypes are read in place; other masks are converted
-        # to bool.
+        # The loops are compiled for each dtype. Masks of the two most common dtypes are read in place; other masks are
+        # converted to bool.
         mask_dtype = response_mask.dtype if response_mask.dtype in (torch.int64, torch.bool) else torch.bool
         self._dtypes = (self._dtype, self._dtype, mask_dtype)
         self._offsets = _offsets(rows, self._tensors[0])
@@ -98,7 +98,7 @@ class CompiledBatch:
     def _parts(self) -> Iterator[tuple[slice, slice, tuple[NDArray[Any], ...]]]:
         """Yield the batch in parts of at most ``_BLOCK`` tokens, or as a whole if no tensor needs a conversion.
 
-        A part consists of its rows; its flat tokens; log pi_old, log mu and mask of these tokens; and the start and
+        A part consists of the rows, their flat tokens, log pi_old, log mu and mask of these tokens, and the start and
         stop of each row among the tokens.
         """
         pairs = list(zip(self._tensors, self._dtypes, strict=True))
@@ -113,7 +113,7 @@ class CompiledBatch:
             yield rows, slice(offset, offset + len(old)), read
 
     def _part(self, tokens: Tensor, rows: slice) -> Tensor:
-        """Return the flat tokens of some rows, as a copy only if they are not contiguous."""
+        """Return the flat tokens of some rows; they are copied only if they are not contiguous."""
         if tokens.dim() == 2:
             return tokens[rows].reshape(-1)
         return tokens[int(self._offsets[rows.start]) : int(self._offsets[rows.stop])]
@@ -127,7 +127,7 @@ def _offsets(rows: RowLayout, tokens: Tensor) -> NDArray[np.int64]:
 
 
 def _edges(stops: NDArray[np.int64]) -> list[int]:
-    """Choose the rows at which to cut, so that a part has at most ``_BLOCK`` tokens, or one row."""
+    """Choose the rows between which to cut, so that each part has at most ``_BLOCK`` tokens, or consists of one row."""
     edges, start = [0], 0
     for row in range(1, len(stops)):
         if stops[row] - start > _BLOCK:

@@ -2,7 +2,7 @@
 
 Tokens are flat; row i extends from ``starts[i]`` to ``stops[i]``. One block of tokens at a time is gathered into
 float64 scratch memory that stays in the first-level cache, and measured there by branch-free loops, which the compiler
-vectorises. In blocks where the mask is 0, nothing else is read.
+vectorises. In blocks whose mask is 0 everywhere, nothing else is read.
 
 A compiled function cached on disk is not updated when other files change, so everything that it uses is in this file.
 """
@@ -27,11 +27,11 @@ _NEAR = 0.25
 """Largest |log ratio| for which 12 terms of the series are exact: the next term is less than 1e-17 of the sum."""
 _SERIES = tuple(1 / math.factorial(k) for k in range(1, 13))
 _MAGNITUDE = 2**63 - 1
-"""All bits except the sign; once they are flipped in negative floats, the floats sort like integers."""
+"""All bits except the sign bit; if these bits are flipped in negative floats, floats can be sorted as integers."""
 
 _exact = njit(fastmath={"contract"}, nogil=True)
 _vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)
-"""For loops that process only finite numbers; sums may be computed in any order."""
+"""For loops that only process finite numbers; sums may be computed in any order."""
 
 
 def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
@@ -203,7 +203,7 @@ def _beyond(values: Any, n: int, lower: Any, upper: Any, sums: Any) -> None:
 
 @_exact
 def _extremes(values: Any, n: int, extremes: Any) -> None:
-    """Track minimum and maximum as integers that sort like the floats, because these compile to vector instructions."""
+    """Track minimum and maximum as integers that sort like the floats, because integer comparisons are vectorised."""
     bits = values.view(np.int64)
     least, greatest = extremes[0], extremes[1]
     for k in range(n):

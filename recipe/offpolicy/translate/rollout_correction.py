@@ -1,7 +1,7 @@
 """Replacement for verl's rollout-correction helper and its metrics, for a fork of verl that swaps it in.
 
-All sums are over rows with tokens; the caller excludes rows without tokens, which have no statistic and do not count.
-Sums are float64, and values near 1 are summed as differences from 1.
+All sums are over rows with tokens; the caller excludes rows without tokens, because these have no statistic. Sums are
+float64, and values near 1 are summed as differences from 1.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ def compute_weight_metrics(tokens: Numbers, measures: QuantitySums, lower: float
     """Compute metrics of the importance weights, before and after their bounds.
 
     ``rollout_is_max`` and ``min`` describe the applied weights at token level and the raw weights at sequence level;
-    ``rollout_is_eff_sample_size`` is (sum w)^2 / (n sum w^2), in [0, 1], or 0 if no weight is left.
+    ``rollout_is_eff_sample_size`` is (sum w)^2 / (n sum w^2), in [0, 1], or 0 if all weights are 0.
 
     Args:
         tokens: (B,) T.
-        lower, upper: bounds that raw row means are compared with.
+        lower, upper: bounds with which the row means of raw weights are compared.
     """
     raw_row_mean, row_mean = measures["total"] / tokens
     total = tokens.sum()
-    # verl computes extremes of the applied weights per token, and of the raw weights per sequence.
+    # verl computes extremes of the applied weights at token level, and of the raw weights at sequence level.
     extremes = 1 if measures.of_tokens[1] else 0
     weight_sum, square = float(measures["total"][1].sum()), float(measures["square"][1].sum())
     raw, applied = measures.select_quantities(slice(0, 1)), measures.select_quantities(slice(1, 2))
@@ -145,7 +145,7 @@ def compute_total_rejection_metrics(tokens: Numbers, rejected: Numbers) -> Metri
 
 
 def _of_row_means(prefixes: Sequence[str], row_means: Numbers, *, ideal: float) -> Metrics:
-    """Summarise (m, B) row means over rows; the standard deviation is unbiased, 0 for a single row."""
+    """Summarise (m, B) row means over the rows; the standard deviation is unbiased, and 0 for a single row."""
     single = row_means.shape[-1] == 1
     return _named(
         prefixes,
@@ -177,7 +177,7 @@ def _std(measures: QuantitySums, tokens: Numbers) -> Numbers:
 
 
 def _shares(measures: QuantitySums, part: Numbers, tokens: Numbers) -> Numbers:
-    """Compute shares of tokens at token level and of rows at sequence level, (m,)."""
+    """Compute the share of tokens at token level, and the share of rows at sequence level, (m,)."""
     rejected: Truths = part > 0
     return np.where(measures.of_tokens, part.sum(-1) / tokens.sum(), rejected.mean(-1))
 
@@ -199,19 +199,19 @@ def verl_rollout_correction(
 
     Sums are float64, and padding is never read. A token whose log-prob is not finite is excluded from weights, mask and
     metrics. A row without tokens is excluded from the metrics. On the CPU, if numba is installed, each row is read
-    once, and only the results are as large as the batch. The first call on a machine compiles the loops, which takes
-    seconds.
+    once, and apart from the results no memory of the batch's size is used. The first call on a machine compiles the
+    loops, which takes seconds.
 
     Tensors are either all padded, (B, T), or all jagged nested tensors of the same rows, which are read in place.
 
     Args:
-        old_log_prob: log pi_old, any float dtype; in bypass mode, the log-probs of the current policy.
+        old_log_prob: log pi_old, any float dtype; in bypass mode, these are the log-probs of the current policy.
         rollout_log_prob: log mu.
         response_mask: bool, integer or float 0/1.
         rollout_is: None, "token" or "sequence": min(rho, upper), or 0 outside a pair of bounds.
         rollout_is_threshold: a cap, or "lower_upper".
         rollout_is_batch_normalize: divide the weights by their mean over tokens or rows, over all ranks if
-            torch.distributed runs; then all ranks must call this function together.
+            torch.distributed is initialised; in that case, all ranks must call this function together.
         rollout_rs: None, or verl's options separated by commas.
         rollout_rs_threshold: one threshold for all options, or one per option.
     Returns:
@@ -238,7 +238,7 @@ def verl_rollout_correction(
     filled = columns.tokens > 0
     if not filled.any():
         raise ValueError("response_mask has no token whose log-probs are finite: there is nothing to correct")
-    # A slice selects rows without a copy.
+    # Slicing selects rows without a copy.
     some = slice(None) if filled.all() else filled
     tokens = columns.tokens[some]
 
@@ -320,7 +320,7 @@ def _of_rows(weight: Quantity, columns: RowSums) -> tuple[QuantitySums, Numbers]
 def _batch_mean(total: float, count: float, device: torch.device) -> float:
     """Compute the mean weight over tokens or rows of all ranks; 1 if almost no weight is left."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # Sums are gathered instead of means, because ranks differ in their counts.
+        # Sums, not means, are gathered, because the counts differ between ranks.
         parts = torch.tensor([total, count], dtype=torch.float64, device=device)
         torch.distributed.all_reduce(parts)
         total, count = parts.tolist()
@@ -342,7 +342,7 @@ def _of_token(option: str, lower: float | None, upper: float) -> Quantity:
 def _statistics(
     limits: dict[str, tuple[float | None, float]], columns: RowSums, by_token: QuantitySums
 ) -> QuantitySums:
-    """Compute the statistic of each rejection option, in the order of ``limits``."""
+    """Compute the statistic of each rejection option; the order is that of ``limits``."""
     of_rows = [option for option in limits if not option.startswith("token")]
     if not of_rows:
         return by_token

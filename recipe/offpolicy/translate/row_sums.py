@@ -1,4 +1,4 @@
-"""Per-row sums of a batch, from which all of verl's metrics and decisions are computed, and their torch backend."""
+"""Sums per row of a batch, from which all of verl's metrics and decisions are computed, and their torch backend."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Quantity:
     """A per-token statistic and its bounds.
 
     Attributes:
-        lower, upper: inclusive bounds, in nats, compared in float32: on log pi_old / mu for weights, otherwise on k1,
-            k2 or k3 itself; infinite if open.
+        lower, upper: inclusive bounds, in nats, compared in float32: they apply to log pi_old / mu for weights, and
+            otherwise to k1, k2 or k3 itself; infinite if open.
         bounds: bounds of the weight itself, for ``capped`` and ``banded``.
     """
 
@@ -53,12 +53,12 @@ class Quantity:
 
     @property
     def about(self) -> float:
-        """Reference value near the mean, about which deviations are summed to avoid cancellation."""
+        """Reference value near the mean; deviations from it are summed instead of values, to avoid cancellation."""
         return 1.0 if self.is_weight else 0.0
 
     @property
     def clamp(self) -> tuple[float, float]:
-        """Bounds to which a value is clamped before its deviation is summed; open for weights."""
+        """Bounds to which a value is clamped before its deviation is summed; infinite for weights."""
         if self.is_weight:
             return -float("inf"), float("inf")
         return self.lower if self.kind == "k1" else 0.0, self.upper
@@ -69,7 +69,7 @@ class RowSums:
     """Sums over the valid tokens of each row, (B,) float64 each.
 
     Attributes:
-        response: number of tokens in the response mask, valid or not.
+        response: number of tokens in the response mask, whether they are valid or not.
         tokens: T, number of valid tokens.
         old, rollout, log_ratio: sums of log pi_old, log mu and their difference.
         k2, k3: sums of k2 and k3.
@@ -103,8 +103,8 @@ class QuantitySums:
     """Per-row sums of m quantities v, each per token or with one value per row.
 
     Attributes:
-        of_tokens: (m,), whether shares outside the bounds count tokens instead of rows.
-        about: (m,) an estimate of the mean, about which deviations are computed.
+        of_tokens: (m,), whether the shares outside the bounds are shares of tokens instead of rows.
+        about: (m,) an estimate of the mean, from which deviations are computed.
         table: (8, m, B) float64, in the order of ``MEASURES``: sums of v and v^2 over the row's tokens; sums of
             c - about and its square, with c = v clamped to its bounds; extremes of v, undefined for a row without
             tokens; number of tokens beyond the upper and the lower bound.
@@ -133,7 +133,7 @@ class QuantitySums:
         return QuantitySums(self.of_tokens, self.about, self.table[:, :, rows])
 
     def concatenate(self, other: QuantitySums) -> QuantitySums:
-        """Return the quantities of both objects, with this object's first."""
+        """Return the quantities of both objects, starting with those of this object."""
         return QuantitySums(
             np.concatenate([self.of_tokens, other.of_tokens]),
             np.concatenate([self.about, other.about]),
@@ -177,13 +177,13 @@ def measure_rows(
 
 
 class Batch(Protocol):
-    """Log-probs and mask of a batch, accessed through a backend for their device."""
+    """Log-probs and mask of a batch, accessed through a backend that suits their device."""
 
     @property
     def device(self) -> torch.device: ...
 
     def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
-        """Read the batch once: the row sums, and the sums of the per-token quantities."""
+        """Read the batch once, and return the row sums and the sums of the per-token quantities."""
 
     def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
         """Compute weights of kind ``capped`` or ``banded``, divided by ``factor``, in float32 or wider.
@@ -198,7 +198,7 @@ class Batch(Protocol):
         """Drop rejected ``rows``, (B,), and tokens outside the bounds of a quantity from the mask.
 
         Returns:
-            The mask in its own dtype, and the number of valid tokens that each row lost, (B,).
+            The mask, in its own dtype, and the number of valid tokens that each row lost, (B,).
         """
 
 

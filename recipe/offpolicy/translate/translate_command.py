@@ -33,7 +33,7 @@ _WRITERS: Final[dict[str, Callable[[CorrectionSpec], dict[str, Any]]]] = {
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as OmegaConf reads it: 1e-4 is a number, and a duplicate key is an error."""
+    """YAML as OmegaConf reads it: 1e-4 is a number, and a duplicate key causes an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -52,7 +52,7 @@ def read_document(path: Path) -> Mapping[str, Any]:
     """Read a configuration, as TOML if the file's name indicates it, otherwise as YAML.
 
     Raises:
-        ValueError: the file holds no mapping, or cannot be parsed.
+        ValueError: the file does not contain a mapping, or cannot be parsed.
     """
     import tomllib  # imported here because linters for Python 3.10, which lacks it, sort it differently
 

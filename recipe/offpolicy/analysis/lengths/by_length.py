@@ -52,7 +52,7 @@ class Answers:
 
 
 class Curve(NamedTuple):
-    """Each bin's mean tokens, mean reward with its 95 % interval, and share of the answers; NaN for few answers."""
+    """Each bin's mean tokens, mean reward with 95 % interval, and share of answers; NaN in bins of too few answers."""
 
     tokens: Array
     reward: Array

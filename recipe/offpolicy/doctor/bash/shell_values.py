@@ -117,7 +117,7 @@ class Unknown:
     Attributes:
         why: a sentence without its full stop, such as "$NODES is not set".
         line: line of the script where the value comes from.
-        prefix: known text before it in the same word, such as ``trainer.nnodes=``.
+        prefix: known text before the value in the same word, such as ``trainer.nnodes=``.
         variable: the variable whose default value this is; if the environment sets the variable, the default is not
             used.
         unset: the unset variable that is the only cause; "" otherwise.
@@ -133,7 +133,7 @@ class Unknown:
 
     @property
     def may_be_empty(self) -> bool:
-        """True if bash would replace it with an empty text."""
+        """True if bash would replace the value with an empty text."""
         return bool(self.unset) and not self.required
 
 

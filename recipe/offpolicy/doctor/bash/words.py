@@ -173,7 +173,7 @@ class _Piece:
 
 
 class WordExpander:
-    """An expander of words in a shell state; ``unset_is_empty`` is set in tests, where bash treats unset as empty."""
+    """Expands words in a shell state; ``unset_is_empty`` is set in tests, where bash treats unset names as empty."""
 
     def __init__(self, state: ShellState, substitute: Substitute, *, unset_is_empty: bool = False) -> None:
         self._state = state

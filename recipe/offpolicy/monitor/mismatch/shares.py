@@ -287,7 +287,7 @@ WHOLES: Final = ("variance", "kl")
 
 @dataclass(frozen=True)
 class ShareStatistic(Statistic):
-    """Share of the variance or of the KL; its parts are the flattened results of ``sums.compute_sums_by_row``.
+    """Share of the variance or of the KL, computed from the flattened results of ``sums.compute_sums_by_row``.
 
     Attributes:
         whole: the quantity that is split.

@@ -91,7 +91,7 @@ def find_lag(apart: Sequence[float]) -> int | None:
     """Find the number of updates by which the engine's weights lag; None if it cannot be identified.
 
     Args:
-        apart: mean |log mu - log pi| over a few tokens, under the current weights, the previous weights, and so on.
+        apart: mean |log mu - log pi| over a few tokens, under the current weights, the weights before them, and so on.
     """
     if not all(map(math.isfinite, apart)):
         return None

@@ -1,4 +1,4 @@
-"""Start-up checks for settings that would leave a configured correction unused, wrong or applied twice.
+"""Start-up checks for settings that would leave a configured correction unused, make it wrong, or apply it twice.
 
 Each check reads the composed configuration and yields problems that name the key, its value and the fix. ``CHECKS``
 stop a launch; ``REMARKS`` report settings that are probably unintended but are not a reason to stop.
@@ -23,7 +23,7 @@ VERL_CHECKS: tuple[Check, ...] = (
     rollout.check_agent_loops,
     base_loss.check_base_loss_of_verl,
 )
-"""Checks that also apply to verl's own correction, whether verl's program or ours launches it."""
+"""Checks that also apply to verl's own correction, in launches of verl's programs and of ours."""
 CHECKS: tuple[Check, ...] = (
     path.check_seams,
     path.check_path,

@@ -21,7 +21,7 @@ logger = logging.getLogger("verl.offpolicy")
 _DEMANDED = "ppo_micro_batch_size_per_gpu"
 _AGGREGATION, _SCALE = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor"
 _SECTION = re.compile(r"full_key: ([\w.]+)")
-"""The section that verl failed to instantiate, at the end of Hydra's message."""
+"""Matches the section that verl failed to instantiate, at the end of Hydra's message."""
 
 
 def check_base_loss(run: Composed) -> Iterator[Problem]:
@@ -31,9 +31,9 @@ def check_base_loss(run: Composed) -> Iterator[Problem]:
 
 
 def check_base_loss_of_verl(run: Composed) -> Iterator[Problem]:
-    """Check that the base loss applies verl's own weights."""
+    """Check that the base loss applies the weights of verl's own correction."""
     if run.spec.is_none and "rollout_is" in run.active and BYPASS not in run.active:
-        # verl's own correction does not claim to be independent of how a mini-batch is split.
+        # verl's own correction need not be independent of how a mini-batch is split.
         yield from _probe(run, (name_part("rollout_is"),), split=False)
 
 

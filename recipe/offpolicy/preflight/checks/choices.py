@@ -24,7 +24,7 @@ _KL = tuple(f"{name}{sign}" for sign in ("", "+") for name in ("kl", "k1", "abs"
 
 
 _OWNERS = {"vllm": "vLLM", "torch": "torch.optim"}
-"""First part of a module's name -> the owner of its names, if it is not verl."""
+"""First part of a module's name -> the owner of the names in that module, if the owner is not verl."""
 
 
 def _is_vllm(run: Composed) -> bool:
@@ -53,12 +53,12 @@ class Choice:
         names: the names known here, the default first.
         module: if ``names`` is empty, the module (or package, as ``NAME.*``) whose source contains the names; if it
             contains none either, the key is not checked.
-        within: pattern of the source's parts that contain the names.
-        name: pattern of one name in such a part.
+        within: pattern of the parts of the source that contain the names.
+        name: pattern of a single name in such a part.
         read: returns whether a run reads the key.
-        find_registrar: returns the user's code that may register names, if users can.
+        find_registrar: returns the user's code that may register further names; None if users cannot register names.
         null: whether null is allowed.
-        default: the name proposed for a value that resembles none.
+        default: the name to propose for a value that resembles no name.
     """
 
     names: tuple[str, ...] = ()

@@ -98,7 +98,7 @@ def warn_bounds_never_seen(run: Composed) -> Iterator[Problem]:
 
 
 def _measure_distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
-    """Measure the distance of each configured bound from agreement, in the unit that the mask compares.
+    """Measure how far each configured bound is from agreement, in the unit that the mask compares.
 
     For bounds that depend on age, this is the minimum over the ages.
     """
@@ -146,7 +146,7 @@ def check_parts(run: Composed) -> Iterator[Problem]:
 
 
 def check_proximal(run: Composed) -> Iterator[Problem]:
-    """Check that pi_old is what ``proximal`` specifies, and that no part reads it before it exists."""
+    """Check that pi_old is what ``proximal`` specifies, and that no part reads pi_old before it exists."""
     value, parts = run.spec.proximal, ("proximal",)
     recompute = {PROXIMAL: "recompute"}
     if value == "reuse" and run.steps != 1:
@@ -176,7 +176,7 @@ def check_proximal(run: Composed) -> Iterator[Problem]:
 
 
 def _explain_older_weights(run: Composed) -> str | None:
-    """Explain why rows may be sampled by weights older than those at the start of their step; None if none are."""
+    """Explain why weights older than those at the start of a step may sample its rows; None if that cannot happen."""
     if run.asynchronous:
         return f"{'='.join(describe_mode(run.config))} samples rows with weights older than those that train them"
     key = f"trainer.v1.{run.get(MODE)}.parameter_sync_step"
@@ -186,7 +186,7 @@ def _explain_older_weights(run: Composed) -> str | None:
 
 
 def check_ppo_ratio(run: Composed) -> Iterator[Problem]:
-    """Check that a batch has a second gradient step for parts on pi / pi_old; at the first, the ratio is 1."""
+    """For parts on pi / pi_old, check that a batch has a second gradient step; at the first, the ratio is 1."""
     spec = run.spec
     if spec.proximal not in ("recompute", "same_engine") or run.steps != 1:
         return
@@ -206,7 +206,7 @@ def check_ppo_ratio(run: Composed) -> Iterator[Problem]:
 
 
 def build_two_steps(run: Composed) -> Mapping[str, Any]:
-    """Build the settings for two gradient steps per batch; two epochs if the batch cannot be halved."""
+    """Build the settings for two gradient steps per batch; they use two epochs if the batch cannot be halved."""
     batch = count_prompts(run.config)
     return {MINI_BATCH: batch // 2} if batch % 2 == 0 else {f"{ACTOR}.ppo_epochs": 2}
 
@@ -234,7 +234,7 @@ def check_kl(run: Composed) -> Iterator[Problem]:
 
 
 def _find_no_kl_loss(run: Composed, part: str, missing: str, named: str) -> Iterator[Problem]:
-    """Find out whether a part's KL loss is switched off or has the coefficient 0."""
+    """Find out whether the KL loss that a part changes is switched off or has the coefficient 0."""
     off = f"or correction.{part}=null."
     if not run.actor.use_kl_loss:
         fix, value = f"Set {KL_LOSS}=true, {off}", run.spec.to_mapping()[part]
@@ -262,7 +262,7 @@ def check_denominator(run: Composed) -> Iterator[Problem]:
 
 
 def check_baseline(run: Composed) -> Iterator[Problem]:
-    """Check that the estimator has groups if ``baseline=exclude`` is set."""
+    """If ``baseline=exclude`` is set, check that the estimator uses groups."""
     if run.spec.baseline == "include":
         return
     why, off = "baseline=exclude takes rejected siblings out of a group, but", f"or {_BASELINE}=include."

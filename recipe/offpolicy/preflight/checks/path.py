@@ -46,9 +46,9 @@ from .correction import list_masks, list_weights
 from .rows import Row, run_rows
 
 Hold = Callable[[Iterable[Contract]], None]
-"""Checks contracts against the installed verl; raises PatchError if one does not hold."""
+"""Checks contracts against the installed verl; raises PatchError if a contract does not hold."""
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
-"""Covered training engines, and the engines that a legacy actor can have."""
+"""Training engines that are covered, and engines that a legacy actor can have."""
 _SEPARATE, _SYNC_STEP = "separate_async", "trainer.v1.separate_async.parameter_sync_step"
 _REMOVE_PADDING = f"{MODEL}.use_remove_padding"
 _MERGE, _ADAPTER, _FORMAT = f"{MODEL}.lora.merge", f"{MODEL}.lora_adapter_path", f"{ROLLOUT}.load_format"
@@ -62,7 +62,7 @@ def check_seams(run: Composed) -> Iterator[Problem]:
 
 
 def demand_seams(config: DictConfig) -> None:
-    """Import and check every patched function of the live path; the training process imports them anyway.
+    """Import and check every patched function of the active path; the training process imports them anyway.
 
     Raises:
         CheckError: a contract does not hold, e.g. because a plugin has replaced what verl's source shows.
@@ -72,7 +72,7 @@ def demand_seams(config: DictConfig) -> None:
 
 
 def check_seams_by(hold: Hold, run: Composed) -> Iterator[Problem]:
-    """Check the patched functions of a path with ``hold``; those of the legacy actors are always imported."""
+    """Check the patched functions of a path with ``hold``; functions of the legacy actors are always imported."""
     path, release = run.path, run.path.attributes
     v1 = path.trainer == "v1"
     try:
@@ -199,7 +199,7 @@ def _check_mode(run: Composed) -> Iterator[Problem]:
 
 
 def _find_nearest_mode(mode: object, covered: Sequence[str]) -> str:
-    """Find the covered mode nearest to an uncovered one; return sync only for a misspelt sync.
+    """Find the covered mode nearest to an uncovered one; return sync only if sync was misspelt.
 
     A run that trains asynchronously under another name must not silently become synchronous.
     """
@@ -207,7 +207,7 @@ def _find_nearest_mode(mode: object, covered: Sequence[str]) -> str:
     if "sync" in covered and "a" not in given and difflib.get_close_matches(given, ["sync"], 1):
         return "sync"
     others = [each for each in covered if each != "sync"]
-    # Modes of other programs, such as fully_async, separate sampling from training.
+    # Modes of other programs, such as fully_async, in which sampling is separate from training.
     return (difflib.get_close_matches(given, others, 1, 0.65) or others[-1:] or covered[:1])[0]
 
 
@@ -222,7 +222,7 @@ def _find_aliased_snapshot(run: Composed) -> str | None:
 
 
 def check_program(run: Composed) -> Iterator[Problem]:
-    """Refuse keys that would need our code in the other processes of an asynchronous program."""
+    """Refuse keys for which our code would have to run in the other processes of an asynchronous program."""
     if run.path.mode == _SEPARATE and run.get(BACKEND) == "naive":
         reason = "trainer_mode=separate_async has its own servers, and verl refuses to send weights to them this way."
         yield run.problem(BACKEND, reason, "", {BACKEND: "nccl"})
@@ -289,7 +289,7 @@ def check_lora(run: Composed) -> Iterator[Problem]:
 
 
 def _find_unread_lora(run: Composed, own: str, other: str) -> Iterator[Problem]:
-    """Find LoRA keys that this trainer's engine does not read, so that it would train all weights."""
+    """Find LoRA keys that this trainer's engine does not read; such an engine would train all weights."""
     if rank := run.get(_RANKS[other]):
         alpha = run.get(_ALPHAS[other])
         sets = {_RANKS[own]: rank} | ({} if alpha is None else {_ALPHAS[own]: alpha})
@@ -306,7 +306,7 @@ def list_patch_groups(path: LivePath) -> list[str]:
 
 
 def check_workers_env(run: Composed) -> Iterator[Problem]:
-    """Find environment variables whose value in the workers differs from the one in this process."""
+    """Check for environment variables whose value in the workers differs from the value in this process."""
     given = run.get(KEY)
     if given is not None and not isinstance(given, DictConfig):
         reason = "not a mapping, but Ray's runtime environment must be one."

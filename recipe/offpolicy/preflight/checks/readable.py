@@ -56,7 +56,7 @@ _READ: dict[str, tuple[Key, Any]] = {
     f"{MEGATRON}.pipeline_model_parallel_size": (count(_COUNT), 1),
     f"{MEGATRON}.context_parallel_size": (count(_COUNT), 1),
 }
-"""Keys of verl that checks compute with -> their allowed values, and a value that verl ships or documents."""
+"""Keys of verl that checks use in computations -> their allowed values, and a value that verl ships or documents."""
 
 
 def find_null_sections(config: DictConfig) -> Iterator[Problem]:
@@ -71,7 +71,7 @@ def find_null_sections(config: DictConfig) -> Iterator[Problem]:
 
 
 def find_missing_actor(config: DictConfig) -> Iterator[Problem]:
-    """Find out whether a program other than verl's PPO, such as its SFT, was given an option of ours."""
+    """Find out whether a program other than verl's PPO, such as verl's SFT, was given one of our options."""
     owner, _, name = ACTOR.rpartition(".")
     section = _select(config, owner) if owner in config else {}
     if isinstance(section, Mapping) and name not in section:
@@ -100,7 +100,7 @@ def _select(config: DictConfig, key: str, default: Any = None) -> Any:
 
 
 def find_unreadable_values(config: DictConfig) -> Iterator[Problem]:
-    """Find values whose type differs from the one that the checks and verl expect."""
+    """Find values whose type differs from the type that the checks and verl expect."""
     for key, (kind, usual) in _READ.items():
         value = _select(config, key, ...)  # find_unresolved_interpolations reports values that cannot be resolved
         one_by_one = key == BATCH and value == 0 and find_program_mode(config) == FULLY_ASYNC
@@ -127,7 +127,7 @@ def find_unresolved_interpolations(config: DictConfig) -> Iterator[Problem]:
 
 
 def _find_unresolved(config: DictConfig) -> Iterator[tuple[Problem, str, bool]]:
-    """Find each problem, what OmegaConf reports missing, and whether the interpolation itself names it."""
+    """Find each problem, what OmegaConf reports as missing, and whether the interpolation itself names it."""
     for key, written in _list_interpolations(config):
         try:
             OmegaConf.select(config, key)

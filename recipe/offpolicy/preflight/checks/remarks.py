@@ -37,7 +37,7 @@ from .correction import list_masks, list_weights
 
 WIDE_CAP = 10.0
 _SHORT = 256
-"""``max_response_length`` up to which answers count as short."""
+"""Largest ``max_response_length`` for which answers count as short."""
 _NOISE = 0.04
 """Standard deviation of a token's log(pi_old / mu), in nats. With this noise, [0.99, 1.01] keeps 0.65 of 14-token
 answers; with a bfloat16 engine, it kept 0.61 and 0.64 (docs/evidence/real_model.md)."""
@@ -86,7 +86,7 @@ def warn_level_version(run: Composed) -> Iterator[Problem]:
 
 
 def warn_wide_caps(run: Composed) -> Iterator[Problem]:
-    """Warn of caps so high that single tokens or sequences dominate the gradient."""
+    """Warn of caps so high that single tokens or sequences may dominate the gradient."""
     why = f"above {WIDE_CAP:g}, single tokens or rows can dominate the gradient; usual: 2 per token, 5 per sequence."
     for part, weight in list_weights(run):
         if weight.power is not None and weight.rate is not None:
@@ -184,7 +184,7 @@ def warn_one_seed(run: Composed) -> Iterator[Problem]:
 
 
 def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
-    """Warn of KL terms that no correction applies to."""
+    """Warn of KL terms that are not corrected."""
     spec, parts = run.spec, ("kl_loss",)
     loses_kl = bool(run.actor.use_kl_loss) and run.actor.kl_loss_coef != 0
     fix = f"Set {KL_LOSS}=false if this is unintended."
@@ -210,8 +210,8 @@ def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
 def _explain_kl_left_out(run: Composed) -> str | None:
     """Explain why verl's own correction leaves the KL loss unchanged; None if it changes the KL loss.
 
-    verl's weights multiply only the policy term. Its rejections change the mask that the KL loss reads too, except in
-    bypass mode, where only the policy term uses the changed mask.
+    verl's weights multiply only the policy term. Its rejections change the mask, which the KL loss also reads. In
+    bypass mode, however, only the policy term uses the changed mask.
     """
     if "rollout_rs" in run.active and BYPASS in run.active:
         said = (

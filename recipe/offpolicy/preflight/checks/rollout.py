@@ -85,7 +85,7 @@ def _find_unread(run: Composed, live: str | None) -> Iterator[Problem]:
             of_actor = key.startswith(ACTOR)
             reason = f"the run uses {run.path}" if of_actor else "only the actor's routes are replayed"
             fix = f"Set {live}.mode={mode}." if live and of_actor else "Set it to disabled to train without replay."
-            # verl's own nodes name a class; nodes that a user adds do not, and are removed.
+            # verl's own nodes name a class; nodes that a user adds do not, and these are removed.
             off = set_to(f"{key}.mode", "disabled") if run.get(f"{key}._target_") is not None else f"~{key}"
             moved = (off, set_to(f"{live}.mode", mode, add=True)) if live and of_actor else ()
             yield run.problem(f"{key}.mode", f"this key is unused: {reason}.", fix, moved, _PARTS, "NO-OP", value=mode)
@@ -111,7 +111,7 @@ def _find_replay_key(run: Composed) -> str | None:
 
 
 def check_routing_replay(run: Composed) -> Iterator[Problem]:
-    """Refuse settings that hide a model's routers or leave replay without effect."""
+    """Refuse settings that hide a model's routers or prevent replay from taking effect."""
     if (settings := run.replay) is None:
         return
     mode, off = settings.mode, set_to(_MODE, "disabled")
@@ -147,7 +147,7 @@ def check_model_runner(run: Composed) -> Iterator[Problem]:
 
 
 def check_megatron_replay(run: Composed) -> Iterator[Problem]:
-    """Check that verl's Megatron engine packs tokens, because it always packs routes."""
+    """Check that verl's Megatron engine packs tokens, because routes are always packed."""
     key = f"{MEGATRON_ROUTER_REPLAY}.mode"
     watched = run.path.strategy == "megatron" and run.path.attributes.watched_replay
     if watched and run.get(key) not in (None, "disabled") and run.get(_PACKS) is False:
@@ -185,14 +185,14 @@ _PROCESSED = "processed_logprobs"
 _WITHOUT_LOG_PROBS = ("hf", "naive")
 """Rollout engines in verl's releases that return no log-probs."""
 _VARIABLES = {"sglang": "SGLANG_RETURN_ORIGINAL_LOGPROB", "trtllm": "TLLM_USE_TORCHSAMPLER"}
-"""Variables that make an engine return raw log-probs, TorchSampler's default unless a request overrides it."""
+"""Variables that make an engine return raw log-probs, as TorchSampler does by default unless a request overrides it."""
 _SAMPLER, _SAMPLER_OF_VERL = f"{ROLLOUT}.engine_kwargs.trtllm.sampler_type", "TRTLLMSampler"
 _BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 _AGENT = f"{ROLLOUT}.agent"
 _AGGREGATION = f"{ACTOR}.loss_agg_mode"
 _FILE, _DEFAULT = f"{_AGENT}.agent_loop_config_path", f"{_AGENT}.default_agent_loop"
 _MANAGER, _OWN = f"{_AGENT}.agent_loop_manager_class", "recipe.offpolicy.extensions."
-"""The extensions' managers run verl's loops."""
+"""The managers of the extensions run verl's loops."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, YAMLError, OmegaConfBaseException)
 _NEEDED = "it must return AgentLoopOutput(response_logprobs=...), or no mu arrives."
 
@@ -209,7 +209,7 @@ def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
         yield run.problem(MU_KEY, reason, "Set it to true.", {MU_KEY: True}, MU, "NO-OP")
     if run.spec.proximal == "same_engine":  # the first step checks every log-prob
         return
-    # verl has no default for the engine, and reports it itself if the engine is not given.
+    # verl has no default for the engine, and itself reports a missing engine.
     engine, known = run.get(NAME), ("vllm", *UNTESTED_ENGINES)
     if engine in _WITHOUT_LOG_PROBS:
         reason = "not a verl engine that returns the log-probs of its samples."
@@ -273,7 +273,7 @@ def _check_truncation(run: Composed) -> Iterator[Problem]:
         otherwise = f"{keep}or confirm it with correction.allow_truncated_sampling=true."
         if support:
             otherwise = "or correction.support=null."
-        # With a support, the parameters that verl sends to the engine with each request.
+        # With a support: the parameters that verl sends to the engine with each request.
         asked = support and name in ("top_p", "top_k")
         for owner in (ENGINE, _GENERATION) if asked else (ROLLOUT, ENGINE, _GENERATION):
             key = f"{owner}.{name}"
@@ -307,7 +307,7 @@ def check_bucket(run: Composed) -> Iterator[Problem]:
 
 
 def check_support(run: Composed) -> Iterator[Problem]:
-    """Refuse settings that hide logits or likeliest tokens, or leave support replay without effect."""
+    """Refuse settings that hide logits or the likeliest tokens, or that prevent support replay from taking effect."""
     if run.spec.support is not None:
         yield from _check_likeliest(run, SUPPORT, run.spec.support, SUPPORT_PART, REQUIREMENTS)
         top_p, top_k = run.get(f"{ROLLOUT}.top_p"), run.get(f"{ROLLOUT}.top_k")
@@ -383,7 +383,7 @@ def check_agent_loops(run: Composed) -> Iterator[Problem]:
             fix = f"Name it in the file of {_FILE}, or set {VERLS_LOOPS[0]}, which runs verl's loop instead."
             yield run.problem(_DEFAULT, f"{reason}.", fix, {_DEFAULT: VERLS_LOOPS[0]}, MU)
     found = {name: find_log_probs(target) for name, target in targets.items()}
-    # If the default loop is verl's, the data choose among the loops.
+    # If the default loop is verl's own, the data may still choose other loops.
     used = {default} & set(found) or set(found)
     sure = all(found[name].log_probs == "left out" for name in used)
     for name, each in found.items():
@@ -406,7 +406,7 @@ def _read_targets(path: Path) -> dict[str, str]:
 
 
 def _check_loop(run: Composed, loop: str, found: LogProbEvidence, *, sure: bool) -> Iterator[Problem]:
-    """Report what a loop's source shows; ``sure``: rollouts certainly come from this loop."""
+    """Report what the source of a loop shows; ``sure``: rollouts certainly come from this loop."""
     if found.log_probs == "left out":
         reason = f"{loop} creates its output without response_logprobs ({found.where}): no mu arrives."
         fix = "Pass AgentLoopOutput(response_logprobs=...), a log-prob for each response token."

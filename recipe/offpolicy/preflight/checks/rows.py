@@ -1,4 +1,4 @@
-"""Checks as table rows of key, predicate, reason and fix, and the function that runs them."""
+"""Checks as table rows of key, predicate, reason and fix, and the function that evaluates the rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...correction.problem import EVERYTHING, Problem, Verdict
 from ..composed import Composed
 
 Check = Callable[[Composed], Iterator[Problem]]
-"""Yields the problems of a composed configuration."""
+"""A function that yields the problems of a composed configuration."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Row:
 
     Attributes:
         key: the key that is reported.
-        wrong: takes the composed configuration and the key's value; returns whether it is wrong.
+        wrong: takes the composed configuration and the key's value; returns whether the value is wrong.
         reason, fix: format strings with the fields ``{run...}`` and ``{value}``.
         to: the value that fixes the problem; ``...`` if no single value does.
-        alongside: other keys, whose values make the reported value wrong.
+        alongside: other keys whose values make the reported value wrong.
     """
 
     key: str

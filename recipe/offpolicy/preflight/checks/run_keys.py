@@ -36,7 +36,7 @@ from ..composed import (
 _RESUME, _FROM = "trainer.resume_mode", "trainer.resume_from_path"
 _FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 _LARGEST = 1e30
-"""Products of two larger float32 values are infinite, or soon become so."""
+"""The product of two larger float32 values is infinite, or soon becomes infinite."""
 _LORA = (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank")
 _INDIVISIBLE = re.compile(r"real_train_batch_size \(\d+\) must be divisible by minimal possible batch size \((\d+)\)")
 _BELOW = re.compile(r"train_batch_size \(\d+\) must be >= actor\.ppo_mini_batch_size \(\d+\)")
@@ -51,7 +51,7 @@ def check_engine_is_named(run: Composed) -> Iterator[Problem]:
 
 
 def check_resume(run: Composed) -> Iterator[Problem]:
-    """Check that the checkpoint to resume from exists, and that verl would read it."""
+    """Check that the checkpoint from which to resume exists, and that verl would read it."""
     mode, path = run.get(_RESUME), run.get(_FROM)
     if mode != "resume_path":
         if path is not None and mode in ("auto", "disable"):
@@ -96,7 +96,7 @@ def _is_local(run: Composed, path: str) -> bool:
 
 
 def _explain_unwritable(path: str) -> str:
-    """Explain why a folder can be neither made nor written to; "" if it can. Leaves nothing behind."""
+    """Explain why a folder can be neither created nor written to; "" if it can. Nothing is left behind."""
     place = Path(path).absolute()
     try:
         while not place.exists():
@@ -154,7 +154,7 @@ def check_micro_batches(run: Composed) -> Iterator[Problem]:
         fix = f"Set {MINI_BATCH}={wanted}, which changes training."
         yield run.problem(MINI_BATCH, reason, fix, {MINI_BATCH: wanted})
         return
-    # The legacy FSDP worker asserts this for fixed-size micro-batches even if dynamic ones are used.
+    # The legacy FSDP worker asserts this for fixed-size micro-batches, even if dynamic micro-batches are used.
     if path.worker == "legacy" or not run.get(f"{ACTOR}.use_dynamic_bsz"):
         said = (
             f"a mini-batch of {MINI_BATCH} x {ROLLOUT}.n = {rows} rows leaves {rows // ranks} on each of {ranks} ranks"
@@ -165,7 +165,7 @@ def check_micro_batches(run: Composed) -> Iterator[Problem]:
 
 
 def count_data_parallel_ranks(run: Composed) -> int | None:
-    """Count the actor's data-parallel ranks; None if the machines cannot be divided into them."""
+    """Count the actor's data-parallel ranks; None if the GPUs cannot be divided evenly into ranks."""
     world, actor = run.config.trainer.nnodes * run.config.trainer.n_gpus_per_node, run.actor
     if actor.strategy == "megatron":
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -178,10 +178,10 @@ def count_data_parallel_ranks(run: Composed) -> int | None:
 
 
 def _check_forward_passes(run: Composed, mini_batch: int, ranks: int) -> Iterator[Problem]:
-    """Check that a rank's part of a batch is a multiple of the micro-batches for pi_old and the reference policy."""
+    """Check that a rank's share of a batch is a multiple of the micro-batches for pi_old and the reference policy."""
     rows = count_prompts(run.config) * run.rollout.n
     if run.path.trainer == "v1":
-        # verl pads a batch to whole mini-batches; separate_async makes each mini-batch a step.
+        # verl pads a batch to whole mini-batches; in separate_async, each mini-batch is a step.
         several = run.config.trainer.v1.trainer_mode != "separate_async"
         rows = math.ceil(rows / mini_batch) * mini_batch if several else mini_batch
     said = f"a batch of {rows} rows leaves {rows // ranks} on each of {ranks} ranks"
@@ -206,8 +206,8 @@ def _check_divides(run: Composed, key: str, rows: int, said: str) -> Iterator[Pr
 def check_by_verl(run: Composed) -> Iterator[Problem]:
     """Run verl's ``validate_config`` on a copy and report what verl refuses.
 
-    Two checks are left to the launch: the critic's, for which verl loads the model, and that of LoRA's rank, for which
-    verl imports vLLM.
+    Two checks are left to the launch: the check of the critic, for which verl loads the model, and the check of LoRA's
+    rank, for which verl imports vLLM.
     """
     if run.program == FULLY_ASYNC:
         return  # this program does not call validate_config
@@ -230,7 +230,7 @@ def check_by_verl(run: Composed) -> Iterator[Problem]:
 
 
 def _build_refusal(run: Composed, said: str) -> Problem:
-    """Build the problem for verl's refusal, under the key that its message is about, if known."""
+    """Build the problem for a value that verl refuses, under the key that the message is about, if known."""
     reason, value = f"verl's own validation refuses it: {said.rstrip('.')}.", None
     if found := _INDIVISIBLE.search(said):
         key, divisor, rows, batch = BATCH, int(found[1]), int(run.get(f"{ROLLOUT}.n")), int(run.get(BATCH))

@@ -83,7 +83,7 @@ def check_own_keys(run: Composed) -> Iterator[Problem]:
 
 
 def _build_unknown(name: str, values: dict[str, Any]) -> Problem:
-    """Build the problem for an unknown key, with the most similar key of ours, if there is one."""
+    """Build the problem for an unknown key, with the most similar key of ours, if any."""
     from ..own_keys import find_meant, list_groups  # which finds modules by this package
 
     key, value = f"offpolicy.{name}", values[name]
@@ -128,7 +128,7 @@ _SKIP = "skip.rollout_tq.enable"
 _ALPHA = "correction.alpha"
 STALE_NATS = 0.2
 """Minimum of a stale row's mean |log pi_old / mu|: in the recorded run
-``tests/data/faults/held_out/colocate_async-14``, 95 % of the tokens in stale rows belong to rows above it."""
+``tests/data/faults/held_out/colocate_async-14``, 95 % of the tokens in stale rows belong to rows above this value."""
 _NOTES_AGES = "Use verl 0.9.1 with trainer.use_v1=true"
 
 
@@ -159,7 +159,7 @@ def check_staleness(run: Composed) -> Iterator[Problem]:
 
 
 def _find_uncovered(run: Composed) -> Iterator[Problem]:
-    """Find out why the trainer does not issue prompts according to the limit."""
+    """Find out why the trainer would not issue prompts according to the limit."""
     path, off = run.path, f"{ETA}=null"
     alongside = MODE if path.trainer == "v1" else USE_V1
     if not path.attributes.staleness_limit:
@@ -182,7 +182,7 @@ def _find_uncovered(run: Composed) -> Iterator[Problem]:
 
 
 def warn_verls_limit(run: Composed) -> Iterator[Problem]:
-    """Warn of verl's own staleness keys if they do not bound the age, or discard sequences.
+    """Warn of verl's own staleness keys, if they do not bound the age or if they discard sequences.
 
     With W warm-up batches and no stragglers, verl trains groups W versions after they were issued, and counts W + 1.
     """

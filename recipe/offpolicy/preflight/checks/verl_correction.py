@@ -1,7 +1,7 @@
-"""Checks of verl's own correction: next to ours, misspelled, or in keys that the installed release ignores.
+"""Checks of verl's own correction: used together with ours, misspelled, or in keys that the installed release ignores.
 
 verl keeps two copies of some settings. Which copy it reads depends on the release and the worker; the other is silently
-ignored. From the sources of 0.7.1, 0.8.0, 0.9.0 and 0.9.1:
+ignored. According to the sources of 0.7.1, 0.8.0, 0.9.0 and 0.9.1:
 
 * ``algorithm.rollout_correction`` with ``bypass_mode``: the trainer uses mu as pi_old. It leaves weights, rejections
   and ``loss_type`` to the worker, which does not receive them: the V0 trainer edits ``actor.policy_loss`` after the
@@ -45,7 +45,7 @@ OBSOLETE = {
     "rollout_token_veto_threshold": "a mask of ours, such as correction=outlier",
     "use_policy_gradient": "loss_type=reinforce",
 }
-"""Names used in verl 0.6 and 0.7.0 -> their equivalents."""
+"""Names used in verl 0.6 and 0.7.0 -> the equivalent names."""
 FORMER = {
     "algorithm.rollout_is": f"{VERL}.rollout_is",
     "algorithm.rollout_is_threshold": f"{VERL}.rollout_is_threshold",
@@ -55,27 +55,27 @@ FORMER = {
     "algorithm.rollout_is_veto_threshold": f"{VERL}.rollout_rs",
     f"{ACTOR}.tis_imp_ratio_cap": f"{VERL}.rollout_is_threshold",
 }
-"""Keys in verl before 0.6 -> their successors."""
+"""Keys in verl before 0.6 -> the keys that replaced them."""
 UNREAD = {
     "loss_type": (BYPASS, "verl reads it only in bypass mode."),
     "rollout_is_threshold": ("rollout_is", "there is no weight to bound."),
     "rollout_is_batch_normalize": ("rollout_is", "there is no weight to normalise."),
     "rollout_rs_threshold": ("rollout_rs", "there is no rejection to bound."),
 }
-"""Keys of verl's correction -> the key that must be set for them to be read, and why."""
+"""Keys of verl's correction -> the key that must be set for verl to read them, and why."""
 _LOPSIDED = 0.1
-"""How far the middle of a band may be from 1, as a share of the band's width in nats."""
+"""Largest distance of the middle of a band from 1, as a share of the band's width in nats."""
 _RS, _IS, _BYPASS = f"{VERL}.rollout_rs_threshold", f"{VERL}.rollout_is_threshold", f"{VERL}.{BYPASS}"
 _CAP = "correction.weight.upper"
 _LOSS, _SECTION = "policy_loss", VERL.rpartition(".")[2]
 _DISTINCT = [key for key in (*DEFAULTS, *OBSOLETE) if key not in ("loss_type", "use_policy_gradient")]
 """Keys whose names show that they belong to verl's correction, wherever they occur."""
 _READ = (f"{VERL}.", f"{ACTOR}.{_LOSS}.")
-"""Sections with checks of their own."""
+"""Sections that have checks of their own."""
 
 
 def check_not_both(run: Composed) -> Iterator[Problem]:
-    """Refuse verl's own correction next to this package's."""
+    """Refuse to combine verl's own correction with this package's."""
     if run.spec.is_none:
         return
     reason = "only verl's own correction reads this key, and that correction is off."
@@ -115,7 +115,7 @@ def check_dead_keys(run: Composed) -> Iterator[Problem]:
 
 
 def check_trainer_mode(run: Composed) -> Iterator[Problem]:
-    """Check that ``trainer_mode`` is used with the V1 trainer, the only one that reads it."""
+    """Check that ``trainer_mode`` is only used with the V1 trainer, because no other trainer reads it."""
     if run.path.trainer == "v0" and run.get(MODE) not in (None, "sync"):
         reason = f"this is {run.path}, which is synchronous and reads no mode."
         override = set_to("trainer.use_v1", True, add=True)
@@ -123,7 +123,7 @@ def check_trainer_mode(run: Composed) -> Iterator[Problem]:
 
 
 def check_former_names(run: Composed) -> Iterator[Problem]:
-    """Find former key names; each is reported as a separate correction, because no other key asks for it."""
+    """Check for former key names; each is reported as a separate correction, because no other key implies it."""
     reason = "verl no longer reads a key of this name."
     for key, value in run.verls.items() if run.spec.is_none else ():
         if key not in DEFAULTS and key != "_target_":
@@ -145,7 +145,7 @@ def check_former_names(run: Composed) -> Iterator[Problem]:
 
 
 def _build_ours(key: str, value: object, spec: CorrectionSpec) -> tuple[tuple[str, ...], str]:
-    """Build overrides and a sentence that express verl's setting in our active correction, which verl's would repeat.
+    """Build overrides and a sentence that express verl's setting in our active correction, so that it acts only once.
 
     Nothing is moved if our correction has no equivalent part.
     """
@@ -161,7 +161,7 @@ def _build_ours(key: str, value: object, spec: CorrectionSpec) -> tuple[tuple[st
 
 
 def _build_move(key: str, value: object, instead: str) -> tuple[str, ...]:
-    """Build overrides that remove a key and, if one other key takes the same value, set that key."""
+    """Build overrides that remove a key and set another one instead, if exactly one other key accepts the value."""
     if key.endswith("tis_imp_ratio_cap"):
         return (f"~{key}", set_to(f"{VERL}.rollout_is", "token"), set_to(instead, value))
     if key == "algorithm.rollout_is" and value is True:  # the level was a separate key
@@ -200,7 +200,7 @@ def _read_workers_copy(run: Composed) -> dict[str, Any]:
 
 
 def check_bypass(run: Composed) -> Iterator[Problem]:
-    """Check weights, rejections and the loss type alongside ``bypass_mode``, and the worker's loss and keys for it."""
+    """Check the weights, rejections and loss type used with ``bypass_mode``, and the worker's loss and its keys."""
     loss, asked_of = run.get(LOSS_MODE), run.verls
     if run.spec.is_none and asked_of.get(BYPASS):
         yield from _check_keys_beside(run, loss, asked_of)
@@ -253,7 +253,7 @@ def _build_worker_overrides(asked: dict[str, object], held: dict[str, object]) -
 
 
 def check_legacy_mu(run: Composed) -> Iterator[Problem]:
-    """Check ``actor.use_rollout_log_probs``: only the legacy FSDP actor reads it, and it needs the key to use mu."""
+    """Check ``actor.use_rollout_log_probs``: only the legacy FSDP actor reads it, and that actor needs it to use mu."""
     key, path = f"{ACTOR}.use_rollout_log_probs", run.path
     reads = path.worker == "legacy" and path.strategy in ("fsdp", "fsdp2")
     if run.get(key) and not reads and not path.asynchronous:  # configurations of asynchronous programs set it
@@ -268,10 +268,10 @@ def check_legacy_mu(run: Composed) -> Iterator[Problem]:
 
 
 def find_meant(names: Sequence[str]) -> str | None:
-    """Find the key of verl's own correction or policy loss that a given key was meant to be; None if it resembles none.
+    """Find the key of verl's own correction or policy loss that a given key was meant to be; None if no key is similar.
 
     Args:
-        names: the segments of the key, which is misplaced or misspelled.
+        names: segments of the misplaced or misspelled key.
     """
     key = ".".join(names)
     if key.startswith(_READ) or key in FORMER or any(map(FREE.search, names)):
@@ -358,8 +358,9 @@ def _get_usual(rejection: str) -> str:
 def _find_inverted(run: Composed, rejection: str, bound: Any) -> Iterator[Problem]:
     """Find bands for k1 = -log r that are written for r: "lo_hi" bounds mu / pi_old.
 
-    A pair that is wider above 1 than below looks like a band for pi_old / mu. Symmetric pairs such as 0.5_2.0 are the
-    same either way; pairs are reported if their middle is off by more than a tenth of their width in nats.
+    A pair that is wider above 1 than below looks like a band for pi_old / mu. Symmetric pairs, such as 0.5_2.0, have
+    the same meaning either way. A pair is reported if its middle differs from 1 by more than a tenth of its width in
+    nats.
     """
     names, texts = list(dict.fromkeys(_list_names(rejection))), _list_names(str(bound))
     texts = texts * len(names) if len(texts) == 1 else texts
