@@ -1,1 +1,1 @@
-"""Programs of this checkout. This is a regular package, because verl's wheel installs another `scripts`."""
+"""Programs of this checkout. This is a regular package because verl's wheel also installs a package named `scripts`."""

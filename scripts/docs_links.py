@@ -1,8 +1,8 @@
-"""MkDocs hook: a site page for each file outside docs/ that a page links to.
+"""MkDocs hook that creates a site page for each file outside docs/ to which a page links.
 
-A link such as ``../tests/conftest.py`` then works both on a git host and on the site, which does not know the
-repository's address. Markdown files and notebooks become pages, other files show their text, and folders list their
-files.
+A link such as ``../tests/conftest.py`` then works both on a git host and on the site, although the site does not know
+the repository's address. Markdown files and notebooks become pages; for other files, the page shows the text, and for
+folders, it lists the files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OUT_OF_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
 def place(path: Path) -> Path:
-    """Return the path of a repository's file among the sources of the site."""
+    """Return the path, among the sources of the site, of a file in the repository."""
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS)
     name = path.relative_to(ROOT).as_posix()
@@ -70,7 +70,7 @@ def show(path: Path, found: set[Path]) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of linked files, and of the files to which those files link."""
+    """Add the pages of linked files, and of files to which these files link."""
     found: set[Path] = set()
     for page in files.documentation_pages():
         rewrite(page.content_string, DOCS / page.src_uri, found)

@@ -118,7 +118,7 @@ class Contract:
         return signature == self.signature
 
     def in_force(self) -> bool:
-        """Return True if the patch of this name wraps the target in this process. Imports nothing and never raises."""
+        """Return True if the patch with this name wraps the target in this process; import nothing and never raise."""
         return is_wrapped(loaded(self.target), self.name)
 
     def covers(self, release: str) -> bool:
@@ -152,7 +152,7 @@ class Contract:
         )
 
     def moved(self, found: str, expected: str | None = None) -> str:
-        """Build the error message for a target that is not what was expected, with what was found and the fix."""
+        """Build the error message for a target that is not as expected, with what was found and the fix."""
         needed = f", which {self.option} needs" if self.option else ""
         return (
             f"patch {self.name!r}{needed}: the target {self.target} has moved. Expected "

@@ -1,7 +1,7 @@
-"""Run a patch right after the module that it targets has been imported.
+"""Runs a patch right after the module that it targets has been imported.
 
-Some targets are expensive to import and needed in few processes (vLLM's layers). Patching them on import makes the
-order of imports irrelevant and does not affect other processes.
+Some targets, such as vLLM's layers, are expensive to import and needed in only a few processes. If they are patched
+when they are imported, the order of imports is irrelevant, and other processes are not affected.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .failures import record
 
 
 def after_import(module_name: str, action: Callable[[], object]) -> None:
-    """Call `action` once `module_name` is imported: now, or after its import.
+    """Call `action` once `module_name` has been imported: now, or right after its import.
 
     An error of the action propagates to the importer. It is also recorded for `verl_patches.status()`, because
-    importers swallow errors. The next import of the module raises it again.
+    importers swallow errors. The next import of the module raises the error again.
     """
     if module_name in sys.modules:
         action()
@@ -29,7 +29,7 @@ def after_import(module_name: str, action: Callable[[], object]) -> None:
 
 def is_awaited(module_name: str) -> bool:
     """Return True if an action waits for a module that has not been imported yet."""
-    # Other packages' finders lack this attribute.
+    # The finders of other packages do not have this attribute.
     watched = any(getattr(finder, "module_name", None) == module_name for finder in sys.meta_path)
     return watched and module_name not in sys.modules
 
@@ -39,7 +39,7 @@ def find_behind(
 ) -> importlib.machinery.ModuleSpec | None:
     """Find a module through the finders after ``finder``."""
     for other in sys.meta_path[sys.meta_path.index(finder) + 1 :]:
-        # Finders written for Python before 3.4 have no find_spec.
+        # Finders written for Python before 3.4 do not have find_spec.
         find = getattr(other, "find_spec", None)
         spec: importlib.machinery.ModuleSpec | None = find(fullname, path, target) if find else None
         if spec is not None:
@@ -48,10 +48,10 @@ def find_behind(
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Import finder that finds one module through the finders after it and adds the action to its loader.
+    """Import finder that finds one module through the finders after itself, and adds the action to the module's loader.
 
-    It stays until the module has been imported and the action has run; a lookup of its spec or a failed import does not
-    remove it.
+    The finder stays until the module has been imported and the action has run. A lookup of the module's spec, or a
+    failed import, does not remove it.
     """
 
     def __init__(self, module_name: str, action: Callable[[], object]) -> None:
@@ -79,7 +79,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loader that loads a module like the original loader and then runs the action."""
+    """Loader that loads a module in the same way as the original loader, and then runs the action."""
 
     def __init__(self, loader: importlib.abc.Loader, action: Callable[[], object]) -> None:
         self.loader = loader

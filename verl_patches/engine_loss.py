@@ -1,8 +1,8 @@
-"""Contracts on verl's own calls that carry the correction to the loss in the engine path. Nothing is patched here.
+"""Contracts on verl's own calls that pass the correction to the loss in the engine path. Nothing is patched here.
 
 The trainer sends a loss to the workers by ``set_loss_fn``, and the engine calls this loss on each micro-batch. The loss
 calls verl's ``ppo_loss``, which multiplies the policy term by ``rollout_is_weights``. The signatures are quoted from
-the named releases, all of which have the same signatures, and are checked before a run starts.
+the named releases, in all of which they are the same. They are checked before a run starts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ RELEASES = specifiers(lambda release: True)
 
 @dataclass(frozen=True)
 class Seams:
-    """Factory of contracts on the attributes of one module or class of verl that a run calls or overrides.
+    """Factory of contracts on those attributes of one module or class of verl that a run calls or overrides.
 
     Attributes:
         owner: "module" or "module:Class".
-        releases, option: fields of each contract.
+        releases, option: the same fields of each contract.
     """
 
     owner: str
@@ -38,7 +38,7 @@ class Seams:
         keys: tuple[Key, ...] = (),
         names: tuple[str, ...] = (),
     ) -> Contract:
-        """Build the contract on an attribute, with the attribute's name unless another is given."""
+        """Build the contract on an attribute; it has the attribute's name unless another name is given."""
         target = f"{self.owner}{'.' if ':' in self.owner else ':'}{attribute}"
         return Contract(name or attribute, target, signature, "verl", self.releases, keys, names, self.option)
 
@@ -72,11 +72,11 @@ SEAMS = (
     ),
     Seams("verl.workers.utils.padding")("no_padding_2_padding", "(tensor, data)"),
 )
-"""Every function of verl's workers that the engine path calls or is called by."""
+"""All functions of verl's workers that the engine path calls, or that call the engine path."""
 
 
 def check(seams: Iterable[Contract] | None = None) -> None:
-    """Check each contract against the installed verl; by default the contracts of this module.
+    """Check each contract against the installed verl; by default, the contracts are those of this module.
 
     Raises:
         PatchError: a function has moved, or the release was not tested and untested releases are not allowed.

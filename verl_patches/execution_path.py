@@ -35,7 +35,7 @@ class LivePath:
         trainer: V0 is ``RayPPOTrainer`` over DataProto, V1 the trainers over TransferQueue.
         worker: the worker that computes the loss.
         strategy: verl's ``actor.strategy``: fsdp, fsdp2, megatron, or an unsupported one.
-        mode: sync; colocate_async or separate_async with V1, fully_async or one_step_off with V0.
+        mode: sync; with V1 also colocate_async or separate_async; with V0 also fully_async or one_step_off.
     """
 
     release: str
@@ -60,19 +60,19 @@ class LivePath:
 
 
 def live_path(config: DictConfig, release: str | None = None) -> LivePath:
-    """Find the path of a composed configuration; ``release`` defaults to the release of verl that an import finds.
+    """Find the path of a composed configuration; ``release`` is by default the release of verl that an import finds.
 
     Raises:
         PatchError: no verl is found.
     """
     release = release or installed_release("verl") or demand_release()
     row = attributes_of(release)
-    # A release without legacy actors or without a V1 trainer ignores the key.
+    # Releases without legacy actors, or without a V1 trainer, ignore the key.
     legacy = row.legacy_actors and OmegaConf.select(config, LEGACY, default="auto") != "disable"
     actor = config.actor_rollout_ref.actor
     strategy = actor.strategy
     if row.legacy_actors and not legacy and strategy in ("fsdp", "fsdp2"):
-        # Its engine reads the FSDP version only from its own section.
+        # The engine reads the FSDP version only from its own section.
         strategy = OmegaConf.select(actor, "fsdp_config.strategy", default=strategy)
     program = find_program_mode(config)
     v1 = bool(row.v1_modes and OmegaConf.select(config, USE_V1, default=False)) and program is None
@@ -101,7 +101,7 @@ def count_prompts(config: DictConfig) -> Any:
 
 
 def describe_mode(config: DictConfig) -> tuple[str, str]:
-    """Return the key that selects the mode, and its value; for other programs, their section."""
+    """Return the key that selects the mode, with its value; for other programs, return their section."""
     if (program := find_program_mode(config)) is not None:
         return ("async_training" if program == FULLY_ASYNC else "rollout"), program
     return MODE, str(OmegaConf.select(config, MODE, default="sync"))

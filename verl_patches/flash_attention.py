@@ -1,4 +1,4 @@
-"""Values of a configuration that depend on flash-attn: configs/platform/cuda.yaml selects it if it can be imported.
+"""Configuration values that depend on flash-attn: configs/platform/cuda.yaml uses flash-attn if it can be imported.
 
 ``${if_flash_attn:A,B}`` is A if the launching process can import flash-attn, otherwise B. A launch replaces these
 interpolations with their values, because its workers cannot resolve them.
@@ -18,7 +18,7 @@ REMOVE_PADDING = "actor_rollout_ref.model.use_remove_padding"
 
 @functools.cache
 def explain_missing() -> str:
-    """Explain why flash-attn cannot be imported, e.g. because it was built for another torch; empty if it can be."""
+    """Explain why flash-attn cannot be imported, e.g. because it was built for another torch; empty if it can."""
     try:
         importlib.import_module("flash_attn")
     except (ImportError, OSError) as error:
@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def settle(config: Any) -> list[str]:
-    """Replace the interpolations of a launch with their values, in place; return a line that reports the values."""
+    """Replace the interpolations of a launch with their values, in place; return a line that shows the values."""
     from omegaconf import DictConfig, OmegaConf
 
     def asks(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Groups of patches: their purpose, who requested each group, and whether this process can need it."""
+"""Groups of patches: the purpose of each group, who requested it, and whether this process can need it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Group:
 
     Attributes:
         name: name of the sub-package, which has `install()`, `status()` and the names of its modules in `PATCHES`.
-        when: in words, the capability that decides whether the group is needed.
+        when: the capability, in words, that decides whether the group is needed.
         needed: whether this process can need the group; reads only the environment and the files of the installed
             verl, and imports nothing.
     """
@@ -64,7 +64,7 @@ def named(environ: Mapping[str, str]) -> list[str]:
 
 
 def asked_for(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the names of the groups that the environment requests, by either variable."""
+    """Return the names of the groups that the environment requests, in either of the two variables."""
     environ = os.environ if environ is None else environ
     modules = environ.get(EXTERNAL_MODULES, "").split(",")
     names = named(environ)

@@ -1,8 +1,8 @@
-"""Add this package's sections to the configuration of any Hydra program that selects one of the package's options.
+"""Adds this package's sections to the configuration of any Hydra program that selects one of the package's options.
 
 An option such as ``+correction@correction=gsm`` needs the sections that ``offpolicy_base.yaml`` declares. Hydra
-composes a defaults list in order. A group on the command line comes last, where the sections would overwrite values of
-the user's own primary configuration. The sections are therefore inserted before everything except Hydra's own node.
+composes a defaults list in order. A group on the command line is composed last, so its sections would overwrite values
+of the user's own primary configuration. The sections are therefore inserted before everything except Hydra's own node.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def find_folder() -> Path:
 def bring_sections() -> None:
     """Add the sections whenever one of the options is chosen, and explain former names of options. Idempotent.
 
-    It also registers the interpolation that configs/platform/cuda.yaml uses.
+    This also registers the interpolation that configs/platform/cuda.yaml uses.
 
     Raises:
-        PatchError: Hydra's composition has moved.
+        PatchError: the function with which Hydra composes has moved.
     """
     wrap(COMPOSE, _compose)
     wrap(LOAD, _load)
@@ -91,7 +91,7 @@ def _compose(original: Callable[..., Any], loader: Any, defaults: Sequence[Any],
     others = [each for each in defaults if each not in of_hydra]
     names = [SECTIONS, *([_OF_FSDP] if any(each.config_path == "actor/dp_actor" for each in others) else [])]
     ours = [ResultDefault(config_path=name, parent="<root>", package=_package_of(name)) for name in names]
-    # Before the primary file's own values, and after the defaults that it lists.
+    # The place is before the primary file's own values, and after the defaults that it lists.
     own = next((at for at, each in enumerate(others) if each.primary), len(others))
     rollout = ResultDefault(config_path=_ROLLOUT, parent="<root>", package="")
     config = original(loader, [*of_hydra, *ours, *others[:own], rollout, *others[own:]], repo)

@@ -1,12 +1,13 @@
-"""Lazy imports in verl's modules, for a process that calls a few functions of verl and trains nothing.
+"""Lazy imports in verl's modules, for a process that calls only a few functions of verl and trains nothing.
 
 At their top, verl's modules import packages that only a run needs, such as Ray, transformers and datasets, which takes
 seconds. In a process that called `install()`, such an import runs when a name that it binds is first looked up, as in
-Python's `lazy import` (PEP 810). The executed code is verl's, with the same objects, and unused modules are never
-imported.
+Python's `lazy import` (PEP 810). The code that runs is verl's, with the same objects; modules that are not used are
+never imported.
 
-Still imported at once: the standard library, `from x import *`, imports within `with`, and a `try` that does more than
-import. Annotations of functions are not evaluated, but annotations of fields are, because dataclasses read them.
+The following are still imported at once: the standard library, `from x import *`, imports within `with`, and a `try`
+that does more than import. Annotations of functions are not evaluated. Annotations of fields are, because dataclasses
+read them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _EVERYTHING = "__all__"
 
 
 def install(package: str = "verl") -> None:
-    """Make the imports of a package's modules lazy in this process; once."""
+    """Make the imports of a package's modules lazy in this process. Idempotent."""
     _build_finder(package).install()
 
 
@@ -37,7 +38,7 @@ def _build_finder(package: str) -> SourceFinder:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loader of a module that runs its imports when their names are looked up."""
+    """Loader of a module whose imports run when their names are first looked up."""
 
     def exec_module(self, module: ModuleType) -> None:
         tree = ast.parse(self.get_data(self.path), self.path)
@@ -50,7 +51,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         namespace = vars(module)
         namespace["__builtins__"] = names
         namespace["__getattr__"] = names.get_attribute
-        # The module is compiled without this file's future statements.
+        # The module is compiled without the future statements of this file.
         exec(compile(tree, self.path, "exec", dont_inherit=True), namespace)
 
 
@@ -79,7 +80,7 @@ class _Names(dict[str, Any]):
         return namespace[name]
 
     def get_attribute(self, name: str) -> Any:
-        """Look up a name from outside the module, as its ``__getattr__``."""
+        """Look up a name from outside the module; used as the module's ``__getattr__``."""
         if name == _EVERYTHING:  # ``import *`` first looks for ``__all__``, otherwise takes the bound names
             for each in list(self._waiting):
                 self._import(each)
@@ -93,7 +94,7 @@ class _Names(dict[str, Any]):
             self._run(statement)
 
     def _register(self, place: int) -> None:
-        """Register a delayed import, at the position of its statement."""
+        """Register a delayed import at the position of its statement."""
         statement = self.statements[place]
         names = set(_list_bound_names(statement))
         if any(name in self or name in vars(self._module) for name in names):
@@ -107,7 +108,7 @@ class _Names(dict[str, Any]):
 
 
 def _register_imports(body: list[ast.stmt], statements: list[ast.stmt]) -> None:
-    """Replace each import that can be delayed, in place, with a call that registers it among ``statements``."""
+    """Replace, in place, each import that can be delayed by a call that registers it among ``statements``."""
     changed: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.If):
@@ -166,7 +167,7 @@ def _list_bound_names(node: ast.AST) -> Iterator[str]:
 
 
 def _leave_annotations_out(scope: ast.Module | ast.stmt) -> None:
-    """Remove annotations that are only for readers but that Python would evaluate on import."""
+    """Remove annotations that serve only readers but that Python would evaluate on import."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None

@@ -1,6 +1,6 @@
 """Contracts on verl's client of its rollout servers and on its callers.
 
-In asynchronous modes of the V1 trainer, and in fully_async_policy, a subclass of the client records the weight version
+In the V1 trainer's asynchronous modes, and in fully_async_policy, a subclass of the client records the weight version
 of each attempt.
 """
 
@@ -24,9 +24,9 @@ _of = partial(Seams, releases=specifiers(lambda release: release.token_versions)
 _client = _of("verl.workers.rollout.llm_server")
 
 SEAMS = (
-    # One request goes to one server, which reports its version with the tokens.
+    # Each request is sent to one server, which reports its version together with the tokens.
     _client("LLMServerClient.generate", _PARAMETERS, keys=("global_steps",), names=("extra_fields", "remote")),
-    # The resume loop: each attempt calls the base class, and an aborted attempt is followed by another.
+    # The resume loop: each attempt calls the base class; after an aborted attempt, there is another attempt.
     _client(
         "FullyAsyncLLMServerClient.generate",
         _PARAMETERS,

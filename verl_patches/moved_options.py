@@ -29,7 +29,7 @@ _NAME = re.compile(r"(?<![\w/.])\w+(?![\w/.])")
 
 
 def rename(value: str) -> str:
-    """Replace the former names in the value of an override with current names.
+    """In the value of an override, replace former names with current names.
 
     Example:
         >>> rename("[yao2025_tis,gsm]")
@@ -44,11 +44,11 @@ def _list_moved(value: str) -> list[str]:
 
 
 def explain_moved(config: str | None, overrides: Sequence[str]) -> str | None:
-    """Explain that Hydra does not find a configuration because its name has changed; None for any other name.
+    """Explain that Hydra does not find a configuration because it was renamed; None for any other name.
 
     Args:
         config: the configuration that Hydra looked for, such as "correction/yao2025_tis".
-        overrides: overrides of the command line.
+        overrides: overrides on the command line.
     """
     name = (config or "").removeprefix(f"{_GROUP}/")
     if name == config or name not in MOVED:
@@ -57,12 +57,12 @@ def explain_moved(config: str | None, overrides: Sequence[str]) -> str | None:
         key, _, value = override.partition("=")
         if key.lstrip("+").partition("@")[0].strip() == _GROUP and name in _list_moved(value):
             return f"{override}: {describe_moved(_list_moved(value))} Set {_quote(f'{key}={rename(value)}')}."
-    # The name is in the defaults list of a file.
+    # The name occurs in the defaults list of a file.
     return f"{_GROUP}={name}: {describe_moved([name])} Set {_GROUP}={MOVED[name]}."
 
 
 def describe_moved(names: Sequence[str]) -> str:
-    """List the current names in a sentence."""
+    """List the current names, in a sentence."""
     return f"{', '.join(f'{name} is now {MOVED[name]}' for name in names)}."
 
 

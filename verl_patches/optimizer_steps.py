@@ -1,4 +1,4 @@
-"""Contracts on the optimizer's step in verl's FSDP engine, two methods of which ``extensions.ess_lr`` wraps."""
+"""Contracts on the optimizer step in verl's FSDP engine, two methods of which ``extensions.ess_lr`` wraps."""
 
 from __future__ import annotations
 

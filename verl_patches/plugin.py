@@ -1,7 +1,7 @@
 """Entry point of the group `verl.plugins`, which verl 0.9 and later import in every process.
 
-Inert unless OFFPOLICY_PATCHES names groups, as in `OFFPOLICY_PATCHES=cpu,legacy`, or is `auto`. verl logs a failing
-plugin at DEBUG and continues; the failure is recorded, and `verl_patches.status()` raises it.
+Does nothing unless OFFPOLICY_PATCHES names groups, as in `OFFPOLICY_PATCHES=cpu,legacy`, or is `auto`. verl logs a
+failing plugin at DEBUG and continues; the failure is recorded, and `verl_patches.status()` raises it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The supported releases of verl and the attributes in which they differ. This module needs no other package.
+"""The supported releases of verl, and the attributes in which they differ. This module does not import other packages.
 
-Supporting another release requires a row here, its file in requirements/, and the tests.
+To support another release, add a row here and its file in requirements/, and run the tests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 V1_MODES = ("sync", "colocate_async", "separate_async")
-"""Supported V1 trainers of verl."""
+"""Trainers of verl's V1 that are supported."""
 
 
 @dataclass(frozen=True)
@@ -18,28 +18,32 @@ class Release:
     """A release of verl; the defaults are those of the newest one.
 
     Attributes:
-        name: the release, as pip names it.
-        legacy_actors: it has actors without ``set_loss_fn``, and a key that selects them.
-        engine_attends_by_loss_mask: without ``use_remove_padding``, its engine masks attention by the loss mask.
-        bound_pairs: ``rollout_is_threshold`` also accepts a pair, "0.5_2.0".
+        name: the release, as pip spells it.
+        legacy_actors: whether it has actors without ``set_loss_fn``, and a key that selects them.
+        engine_attends_by_loss_mask: whether its engine, without ``use_remove_padding``, masks attention by the loss
+            mask.
+        bound_pairs: whether ``rollout_is_threshold`` also accepts a pair, "0.5_2.0".
         replaying_engines: strategies whose engine reads ``router_replay``.
-        platforms: it has a registry of platforms, reads VERL_ENGINE_DEVICE, and loads the entry point that reads
-            OFFPOLICY_PATCHES.
-        unpads_alone: it removes padding without flash-attn.
-        weight_versions: batches record the version of the weights that sampled a sequence.
+        platforms: whether it has a registry of platforms, reads VERL_ENGINE_DEVICE, and loads the entry point that
+            reads OFFPOLICY_PATCHES.
+        unpads_alone: whether it can remove padding without flash-attn.
+        weight_versions: whether batches record the version of the weights that sampled a sequence.
         v1_modes: supported values of ``trainer.v1.trainer_mode``; empty without a V1 trainer.
-        staleness_limit: its asynchronous V1 trainers issue prompts as required by ``offpolicy.staleness.eta``.
-        token_versions: versions of the weights are recorded per token, as reported by its rollout servers.
-        scores_prompts: its rollout servers return vLLM's log-probs of a prompt's tokens.
-        fsdp_replay: its V1 trainer and its FSDP engine support routing replay.
-        watched_replay: routes that its Megatron engine replays under the V1 trainer can be read in the routers.
-        truncated_support: its rollout servers and its FSDP engine support replay of truncated sampling's support.
-        scales_lr: the learning rate of its FSDP engine's optimizer can follow the effective sample size.
-        aggregates_gspo_by_key: its loss gspo follows ``loss_agg_mode``; otherwise it is always ``seq-mean-token-mean``.
-        separate_programs: it has fully_async_policy and one_step_off_policy.
-        large_tensors: a tensor larger than the bucket of the weight sync is sent by its own CUDA handle.
-        merged_lora: its FSDP engine sends merged weights; earlier engines restore the base weights before the merged
-            ones are read.
+        staleness_limit: whether its asynchronous V1 trainers issue prompts as ``offpolicy.staleness.eta`` requires.
+        token_versions: whether versions of the weights can be recorded per token, as its rollout servers report them.
+        scores_prompts: whether its rollout servers return vLLM's log-probs of a prompt's tokens.
+        fsdp_replay: whether its V1 trainer and its FSDP engine support routing replay.
+        watched_replay: whether the routes that its Megatron engine replays under the V1 trainer can be read in the
+            routers.
+        truncated_support: whether its rollout servers and its FSDP engine support replay of truncated sampling's
+            support.
+        scales_lr: whether the learning rate of its FSDP engine's optimizer can follow the effective sample size.
+        aggregates_gspo_by_key: whether its loss gspo follows ``loss_agg_mode``; if not, the aggregation is always
+            ``seq-mean-token-mean``.
+        separate_programs: whether it has fully_async_policy and one_step_off_policy.
+        large_tensors: whether a tensor larger than the bucket of the weight sync is sent by a CUDA handle of its own.
+        merged_lora: whether its FSDP engine sends merged weights; earlier engines restore the base weights before the
+            merged ones are read.
         sglang_adapters: engines of the trainer from which its SGLang rollouts load an adapter.
     """
 
@@ -110,7 +114,7 @@ RELEASES = (
         merged_lora=False,
         sglang_adapters=("fsdp",),
     ),
-    # Its separate_async computes pi_old like 0.9.1; warm-up, rollouts on the trainer's GPUs and the balancer of
+    # Its separate_async computes pi_old as in 0.9.1; warm-up, rollouts on the trainer's GPUs and the balancer of
     # requests differ, and hybrid_engine=false is ignored. Its servers report versions; recording them was not tested.
     Release(
         "0.9.0",
@@ -132,9 +136,9 @@ TESTED = tuple(release.name for release in RELEASES)
 VLLM = ("0.24.0", "0.28.0", "0.31.0")
 """Releases of vLLM with a file in requirements/; 0.24.0, which verl 0.9.1 requires, was only checked by contracts."""
 FLASH_ATTN = "2.8.3"
-"""Release of flash-attn that verl 0.9.1 pins; nothing has been run with it yet."""
+"""Release of flash-attn that verl 0.9.1 pins; it has not been used in any run yet."""
 _CALLED_OTHERWISE = {"0.8.0.dev": "0.8.0", "0.8.0.dev0": "0.8.0"}
-"""Versions that verl's tag v0.8.0 has in its version file and in pip."""
+"""Versions that verl's tag v0.8.0 has: in its version file, and in pip."""
 
 
 def release_of(version: str) -> str:
@@ -144,7 +148,7 @@ def release_of(version: str) -> str:
 
 
 def attributes_of(release: str) -> Release:
-    """Return the row of a release; for an untested release, the newest row that is not later, or else the oldest."""
+    """Return the row of a release; for an untested release, the newest row that is not later, otherwise the oldest."""
     number = _number(release)
     return next((row for row in reversed(RELEASES) if _number(row.name) <= number), RELEASES[0])
 
@@ -155,7 +159,7 @@ def is_too_old(release: str) -> bool:
 
 
 def specifiers(holds: Callable[[Release], bool]) -> tuple[str, ...]:
-    """List version specifiers of the supported releases with an attribute, for a contract: ("==0.9.1",)."""
+    """List version specifiers of the supported releases that have an attribute, for a contract: ("==0.9.1",)."""
     return tuple(f"=={release.name}" for release in RELEASES if holds(release))
 
 

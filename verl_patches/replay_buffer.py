@@ -1,7 +1,7 @@
-"""Contracts on verl's asynchronous replay buffer and on how its V1 trainer issues prompts; nothing is patched here.
+"""Contracts on verl's asynchronous replay buffer, and on how V1 trainers issue prompts; nothing is patched here.
 
-A run with ``offpolicy.staleness.eta`` overrides these methods; other runs call verl's own methods and do not need these
-contracts.
+A run with ``offpolicy.staleness.eta`` overrides these methods; all other runs call verl's own methods, and do not need
+these contracts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SEAMS = (
     _trainer(
         "_add_prompts_to_generate", "(self, num_prompts)", names=("_next_train_batch", "_submit_batch_to_rollout")
     ),
-    # Each prompt of an asynchronous run stays in TransferQueue under its uid, so it can be issued again.
+    # In an asynchronous run, each prompt stays in TransferQueue under its uid, so the prompt can be issued again.
     _trainer(
         "_submit_batch_to_rollout",
         "(self, batch)",

@@ -1,4 +1,4 @@
-"""Let verl's loss accept response log-probs that are already padded.
+"""Lets verl's loss accept response log-probs that are already padded.
 
 verl slices the log-probs from the model output row by row, with three device synchronisations per row. The correction
 needs padded log-probs earlier, so it pads all rows at once.
@@ -28,7 +28,7 @@ class Padded:
 
 
 def install() -> None:
-    """Wrap the target, once; later calls cost almost nothing.
+    """Wrap the target. Idempotent; later calls cost almost nothing.
 
     Raises:
         PatchError: the target has moved.

@@ -37,7 +37,7 @@ SEAMS = (
         names=("forward_step", "backward", "postprocess_batch_func"),
     ),
     _engine("eval_mode", "(self, **kwargs)"),
-    # The flag that distinguishes an update from the reference's forward.
+    # The flag that distinguishes an update from the forward pass of the reference policy.
     _of_fsdp(_WORKERS)("_with_routing_replay_flag", "(enabled)", keys=("enable_routing_replay",)),
     _worker(
         "__init__",
@@ -46,7 +46,8 @@ SEAMS = (
         names=("enable_routing_replay",),
     ),
     _worker("init_model", names=("actor", "reset")),
-    # Routes of a request cover its prompt and all of its tokens except the last; a resumed request keeps its routes.
+    # The routes of a request cover its prompt, and all of its tokens except the last; a resumed request keeps its
+    # routes.
     _of_fsdp("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient")(
         "generate", name="routes of a resumed request", names=("routed_experts", "concatenate")
     ),

@@ -1,4 +1,4 @@
-"""Give Ray's workers the environment variables of this process.
+"""Passes the environment variables of this process to Ray's workers.
 
 In a running cluster, workers inherit the environment of the cluster's nodes. The variables that workers need are sent
 in `ray_kwargs.ray_init.runtime_env.env_vars`, which verl passes to `ray.init`.
@@ -27,20 +27,20 @@ VARIABLES = ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_USE_EXTERNAL_PLUGINS",
 PREFIX = "OFFPOLICY_"
 PYTHONPATH = "PYTHONPATH"
 VARIABLES_OF_WORKERS = (EXTERNAL_MODULES, PYTHONPATH)
-"""Workers' variables to which the launch adds values."""
+"""Workers' variables whose values the launch extends."""
 _SEPARATORS = {EXTERNAL_MODULES: ",", PYTHONPATH: os.pathsep}
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # in which Ray passes a submitted job its own runtime environment
 _OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
 
 
 class ContradictionError(PatchError):
-    """A variable's value elsewhere differs from its value in this process.
+    """A variable has another value elsewhere than in this process.
 
     Attributes:
-        key: key of the configuration that sets it; "" if the submitted job does.
+        key: key of the configuration that sets the variable; "" if the submitted job sets it.
         value: the other value.
         reason: what workers need.
-        fix: how to resolve it.
+        fix: how to resolve the contradiction.
     """
 
     def __init__(self, there: str, key: str, value: str, reason: str, fix: str) -> None:
@@ -58,20 +58,21 @@ def forward(
 
     Args:
         config: a configuration that contains verl's `ray_kwargs.ray_init`.
-        groups: groups of patches that this process has in force and workers also need, requested or not.
+        groups: groups of patches that are in force in this process and that workers also need, whether requested or
+            not.
         environ: environment of this process.
         modules: modules that verl must import in every worker, in addition to those of the groups.
 
     Raises:
-        ContradictionError: a value in the configuration or of the submitted job differs from this process's.
+        ContradictionError: a value in the configuration or in the submitted job differs from the value in this process.
     """
-    # This import is not at the top, because a process that submits a job needs the rest of this module and may lack
-    # Hydra.
+    # This import is not at the top, because a process that submits a job needs the rest of this module, but may not
+    # have Hydra.
     from omegaconf import OmegaConf, open_dict
 
     environ = os.environ if environ is None else environ
     job = _job_runtime_env(environ)
-    # Ray adds a job's working directory to the path of its workers, wherever that directory is on their node.
+    # Ray adds a job's working directory, wherever it is on a worker's node, to the path of the workers.
     checkout = None if job.get("working_dir") else checkout_root()
     node = OmegaConf.select(config, KEY)
     given = {} if node is None else OmegaConf.to_container(node, resolve=True)
@@ -93,12 +94,12 @@ def wanted(
     checkout: str | None = None,
     modules: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Return the variables that a worker needs to run like this process.
+    """Return the variables that a worker needs to run in the same way as this process.
 
     Args:
         environ: environment of this process.
         groups: names of groups of patches to load.
-        checkout: folder to import this package from, if it is not installed.
+        checkout: folder from which to import this package if it is not installed.
         modules: modules for verl to import.
     """
     variables = {key: environ[key] for key in environ if key in VARIABLES or key.startswith(PREFIX)}
@@ -113,16 +114,16 @@ def wanted(
 def merged(
     given: Mapping[str, object], wanted: Mapping[str, str], job: Mapping[str, str], *, may_override: bool = False
 ) -> dict[str, object]:
-    """Merge the user's variables with those that workers need.
+    """Merge the user's variables with the variables that workers need.
 
-    Lists (modules, paths) are joined, the user's first. Variables that the submitted job has set already are left out,
-    because Ray rejects a variable that is set in both places, even to the same value.
+    Lists (of modules or paths) are joined, starting with the user's. Variables that the submitted job has set already
+    are left out, because Ray rejects a variable that is set in both places, even to the same value.
 
     Args:
         given: `env_vars` of the user's configuration.
         wanted: variables that workers need.
-        job: `env_vars` that a job was submitted with; empty outside a job.
-        may_override: whether Ray was told to let the driver's variables override the job's.
+        job: `env_vars` with which a job was submitted; empty outside a job.
+        may_override: whether Ray was told that the driver's variables may override the job's.
 
     Raises:
         ContradictionError: a variable has another value in `given` or `job`.
@@ -139,7 +140,7 @@ def merged(
         elif key not in job or may_override:
             result[key] = joined(key, job.get(key, ""), value) if key in _SEPARATORS else value
         elif key != PYTHONPATH and joined(key, job[key], value) != joined(key, job[key]):
-            # Only the job knows where its files are; a package that is not found there breaks the import of verl.
+            # Only the job knows where its files are; if a package is not found there, the import of verl fails.
             fix = f"Submit the job with {key}={joined(key, job[key], value)}, or set {_OVERRIDE}=1."
             there = f"{key}={job[key]} of the submitted job"
             raise ContradictionError(there, "", job[key], _needed(key, value), fix)

@@ -1,7 +1,8 @@
-"""Let a loss's metrics complete themselves before verl's worker sends them to other processes.
+"""Lets a loss's metrics complete themselves before verl's worker sends them to other processes.
 
 verl gathers the metrics of a mini-batch over ranks in ``_postprocess_output``, only on the ranks whose metrics are
-used. After the backward passes, this patch calls ``before_sending()`` of each of these metrics that has such a method.
+used. After the backward passes, this patch calls ``before_sending()`` of each of these metrics, if the metric has such
+a method.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CONTRACT = replace(engine_loss.POSTPROCESS_OUTPUT, name="sent_metrics")
 
 
 def install() -> None:
-    """Wrap the target, once, if this process has verl's worker.
+    """Wrap the target if this process has verl's worker. Idempotent.
 
     Raises:
         PatchError: the target has moved.
@@ -33,7 +34,7 @@ def in_force() -> bool:
 
 
 def complete(metrics: Mapping[str, Any]) -> None:
-    """Call ``before_sending()`` of every metric that has such a method, including metrics inside lists."""
+    """Call ``before_sending()`` of every metric that has this method, including metrics inside lists."""
     for value in metrics.values():
         _complete(value)
 

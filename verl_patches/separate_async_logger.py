@@ -1,7 +1,7 @@
-"""Let verl's separate asynchronous trainer start without colocated rollouts.
+"""Lets verl's separate asynchronous trainer start without colocated rollouts.
 
-With `actor_rollout_ref.hybrid_engine=False`, it logs its start with `flush=True`, which `print` accepts but a logger
-does not. This raises a TypeError on every platform, unless VERL_LOGGING_LEVEL is above INFO.
+With `actor_rollout_ref.hybrid_engine=False`, the trainer logs its start with `flush=True`, which `print` accepts but a
+logger does not. This raises a TypeError on every platform, unless VERL_LOGGING_LEVEL is above INFO.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTRACT = Contract(
 
 
 class _WithoutFlush(logging.LoggerAdapter[logging.Logger]):
-    """Proxy of verl's logger that ignores `flush`."""
+    """Proxy for verl's logger that ignores `flush`."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         return msg, {key: value for key, value in kwargs.items() if key != "flush"}

@@ -1,4 +1,4 @@
-"""Import finder that loads the source of some modules with another loader."""
+"""Import finder that loads the source of certain modules with another loader."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .deferred import find_behind
 
 
 class SourceFinder(importlib.abc.MetaPathFinder):
-    """Import finder for chosen modules that later finders find as source files.
+    """Import finder for chosen modules, which later finders must find as source files.
 
     Args:
-        chooses: returns True for the full name of a module that ``loader`` must load.
-        loader: replaces the loader that was found, with its arguments.
+        chooses: returns True if ``loader`` must load the module with this full name.
+        loader: replaces the loader that was found; called with that loader's arguments.
     """
 
     def __init__(self, chooses: Callable[[str], bool], loader: type[importlib.machinery.SourceFileLoader]) -> None:

@@ -1,7 +1,7 @@
 """Contracts on verl's V0 trainer, ``RayPPOTrainer``: methods that a corrected trainer overrides.
 
 ``fit`` is one long method that calls the module's ``compute_advantage``. Hooks around the advantages therefore wrap
-that name, and every name under which another module has imported it.
+that function, both in its own module and wherever another module has imported it by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .engine_loss import Seams
 from .releases import specifiers
 
 _V0_PROGRAM = "verl.trainer.main_ppo_v0"
-"""Module of the V0 task runner, if main_ppo has another one."""
+"""Module of the V0 task runner, if it is not main_ppo's only one."""
 _TRAINER = "verl.trainer.ppo.ray_trainer"
 _ADVANTAGE = Seams(_TRAINER)(
     "compute_advantage",
@@ -72,7 +72,7 @@ _around: list[Callable[..., Any]] = []
 
 
 def find_task_runner(config: DictConfig) -> Any:
-    """Return verl's task runner for the configured trainer; None if there is only one."""
+    """Return verl's task runner for the configured trainer; None if there is only one task runner."""
     module = importlib.import_module("verl.trainer.main_ppo")
     if OmegaConf.select(config, "trainer.use_v1", default=False) and hasattr(module, "TaskRunnerV1"):
         return module.TaskRunnerV1
@@ -86,19 +86,20 @@ def plain_advantage() -> Callable[..., Any]:
 
 
 def hook_advantage() -> None:
-    """Wrap ``compute_advantage``, also where it was imported by name. Idempotent."""
+    """Wrap ``compute_advantage``, including where other modules have imported it by name. Idempotent."""
     module = importlib.import_module(_TRAINER)
     plain = module.compute_advantage
     wrap(_ADVANTAGE, lambda original, *args, **kwargs: (_around[-1] if _around else _call)(original, *args, **kwargs))
-    # Ray sends functions of ``__main__`` by value, with what they have imported by name.
+    # Ray sends functions of ``__main__`` by value, together with what they have imported by name.
     for names in [vars(each) for each in list(sys.modules.values()) if isinstance(each, ModuleType)]:
         for name in [name for name, value in names.items() if value is plain]:
             names[name] = module.compute_advantage
 
 
 def around_advantage(hook: Callable[..., Any]) -> None:
-    """Run ``hook(compute, data, *args, **kwargs)`` instead of ``compute_advantage``; the last hook given is used."""
-    # In place: the function is wrapped once, and a later trainer's hook replaces the earlier one.
+    """Run ``hook(compute, data, *args, **kwargs)`` instead of ``compute_advantage``; the hook given last is used."""
+    # The hook is replaced in place: the function is wrapped only once, and a later trainer's hook replaces the earlier
+    # one.
     _around[:] = [hook]
     hook_advantage()
 

@@ -20,7 +20,7 @@ SEAMS = (
     _trainer("_compute_ref_log_prob", "(self, batch, metrics)"),
     _trainer("_compute_advantage", "(self, batch, metrics)"),
     _trainer("_update_actor", "(self, batch, metrics)", names=("actor_rollout_wg", "update_actor")),
-    # It sets the ranks of the actor's workers, from which the split of rows is read.
+    # This method sets the ranks of the actor's workers, from which the split of rows is read.
     _trainer("_balance_batch", names=("_dispatch_info",)),
     _trainer("_next_train_batch", "(self, num_prompts=None)"),
     _trainer("_add_batch_to_generate", names=("_next_train_batch",)),
@@ -41,4 +41,4 @@ SEAMS_OF_SNAPSHOTS = (
     _worker("restore_model_from_cpu", "(self, n)", names=("cpu_saved_models",)),
     _worker("clear_cpu_model", "(self, n)", names=("cpu_saved_models",)),
 )
-"""Functions on which a trainer that keeps weights relies."""
+"""Functions on which a trainer that keeps snapshots of weights relies."""

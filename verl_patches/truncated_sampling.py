@@ -61,7 +61,7 @@ _notes: list[Callable[[Any], Any]] = []
 
 
 def note_clients(note: Callable[[Any], Any]) -> None:
-    """Make ``note(client)`` replace each rollout client created in this process; the last function given is used."""
+    """Make ``note(client)`` replace each rollout client created in this process; the function given last is used."""
     _notes[:] = [note]
     wrap(_GET_CLIENT, lambda original, *args, **kwargs: _notes[-1](original(*args, **kwargs)))
 

@@ -1,7 +1,7 @@
-"""Contracts on verl's vLLM server, which this package's server classes derive from.
+"""Contracts on verl's vLLM server, from which this package's server classes derive.
 
 They are not listed in any table, because the module can be imported only where vLLM is installed and verl supports its
-release. This is the case in the server's own process, which checks them.
+release. This is the case in the server's own process, which checks the contracts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 
 
 def build_seams(of: Callable[[str], Seams], key: str) -> tuple[Contract, ...]:
-    """Build the contracts of an option, whose server reads ``key`` in verl's ``generate``."""
+    """Build the contracts of an option whose server reads ``key`` in verl's ``generate``."""
     return (
         of(f"{SERVER}:vLLMReplica")("launch_servers", "(self)", name="server_class", names=("server_class",)),
         of(f"{SERVER}:vLLMHttpServer")(

@@ -15,11 +15,11 @@ _UPDATE = Seams("verl.checkpoint_engine.base:CheckpointEngineManager")(
     "update_weights", "(self, global_steps=None)", name="update_weights of the manager", names=("update_weights",)
 )
 SEAMS = (_UPDATE,)
-"""Functions that every run relies on."""
+"""Functions on which every run relies."""
 
 
 def build_vllm_seams() -> tuple[Contract, Contract, Contract]:
-    """Build the contracts on verl's extension of vLLM's workers and on its server, importable only there."""
+    """Build the contracts on verl's extension of vLLM's workers, and on its server; only importable there."""
     return (
         Seams(f"{_VLLM}.utils:vLLMColocateWorkerExtension")(
             "_update_weights", "(self, weights, peft_config, base_sync_done)", names=("load_weights", "add_lora")
@@ -39,13 +39,13 @@ _listeners: list[Callable[[Any], None]] = []
 
 
 def listen(heard: Callable[[Any], None]) -> None:
-    """Call ``heard(manager)`` after each synchronisation of this process; the last function given is used."""
+    """Call ``heard(manager)`` after each synchronisation of this process; the function given last is used."""
     _listeners[:] = [heard]
     wrap(_UPDATE, _tell)
 
 
 def _tell(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    # verl's auto_await returns a coroutine to a caller that is a coroutine, and runs it for any other caller.
+    # verl's auto_await returns a coroutine if its caller is a coroutine, and otherwise runs the coroutine.
     if sys._getframe(2).f_code.co_flags & inspect.CO_COROUTINE:
         return _tell_awaited(original, manager, *args, **kwargs)
     result = original(manager, *args, **kwargs)

@@ -98,7 +98,7 @@ def run_update() -> dict[str, float]:
 
 
 def _judge_parameters(model: torch.nn.Linear, tokens: list[Tensor]) -> float:
-    """Compute the relative error of the parameters' gradient against the formulas of the correction and of PPO."""
+    """Compute the relative error of the parameters' gradient compared with the correction's and PPO's formulas."""
     seen = model.weight.grad
     assert seen is not None
     (demanded,) = torch.autograd.grad(_by_the_formulas(model, tokens, corrected=True), model.weight)

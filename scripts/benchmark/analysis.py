@@ -1,4 +1,4 @@
-"""Time and memory of the analysis tools by size of the recording.
+"""Measures time and memory of the analysis tools for recordings of several sizes.
 
     python scripts/benchmark/analysis.py                              # 1e6 and 1e7 tokens, one process and all cores
     python scripts/benchmark/analysis.py --tokens 1e8 1e9 --jobs 1 8  # 12 GB of disk for 1e9
@@ -46,7 +46,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
 }
 COLUMNS = ("tool", "tokens", "jobs", "wall, s", "CPU, s", "tokens a second", "memory, MiB")
 PAUSE = 0.2
-"""Seconds between two samples of a tool's usage."""
+"""Seconds from one sample of a tool's usage to the next."""
 LEAST = 20
 """Smallest number of steps for which starting processes is worthwhile."""
 
@@ -56,7 +56,7 @@ def draw(directory: Path, tokens: int, step_tokens: int = STEP, *, ranks: int = 
 
     Args:
         ranks: number of files per step.
-        jobs: number of processes that draw.
+        jobs: number of processes that draw steps.
     """
     files = itertools.product(range(1, max(tokens // step_tokens, 1) + 1), range(ranks))
     missing = [place for place in files if not (directory / file_name(*place)).exists()]
@@ -79,7 +79,7 @@ def draw_file(directory: Path, rows: int, place: tuple[int, int]) -> None:
 
 
 def measure(tool: str, directory: Path, jobs: int) -> tuple[float, float, float]:
-    """Run one tool; return its seconds of wall time and of CPU time, and the MiB of all its processes."""
+    """Run one tool; return its wall time and CPU time in seconds, and the memory of all its processes in MiB."""
     command = [sys.executable, "-m", f"recipe.offpolicy.{tool}", str(directory), *TOOLS[tool], "--jobs", str(jobs)]
     # The page is written next to the recording, because it replaces any existing file, even /dev/null.
     command += ["--out", str(directory.with_suffix(".html"))] if tool == "report" else ["--json"]
@@ -94,7 +94,7 @@ def measure(tool: str, directory: Path, jobs: int) -> tuple[float, float, float]
                 held += each.memory_full_info().pss
             memory = max(memory, held)
         time.sleep(PAUSE)
-    # Status 1 means that a bound was not found or a replay differs, which is not a failure of the tool.
+    # Status 1 means that a bound was not found or that a replay differs; the tool has not failed.
     if process.returncode not in (0, 1):
         sys.exit(f"{' '.join(command)}: ended with {process.returncode}.")
     return time.perf_counter() - began, sum(seconds.values()), memory / 2**20

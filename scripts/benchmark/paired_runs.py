@@ -1,4 +1,4 @@
-"""Whole runs in pairs, corrected and verl's own: the ratio of their step times, and the additional start-up time.
+"""Whole runs in pairs, corrected and with verl's own programs: ratio of step times, and additional start-up time.
 
     python scripts/benchmark/paired_runs.py --out pairs.jsonl [--pairs 10] [--steps 20] [--preset forward] [overrides]
     python scripts/benchmark/run_share.py --pairs 10 --out pairs.jsonl        # the same
@@ -59,7 +59,7 @@ OUTPUTS = ROOT / "outputs"
 CACHE = OUTPUTS / "quickstart" / "cache"
 REWARD = ROOT / "scripts" / "quickstart" / "reward.py"
 LOOK = 0.1
-"""Seconds between two reads of a run's metrics."""
+"""Seconds from one read of a run's metrics to the next."""
 TIMED = "timing_s/"
 STEP = f"{TIMED}step"
 LARGE: dict[str, Any] = dict(
@@ -72,12 +72,12 @@ STUDENT_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
 )
-"""Quantile of Student's t at 0.975 for 1, 2, ... degrees of freedom; the value for 20 is used for more."""
+"""Quantile of Student's t at 0.975 for 1, 2, ... degrees of freedom; for more than 20, the value for 20 is used."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Two kinds of runs that are compared.
+    """Two kinds of runs to compare.
 
     Attributes:
         corrected: overrides of the corrected run alone.
@@ -109,11 +109,11 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended.
+    """A run that has finished.
 
     Attributes:
         settings: preset, steps and overrides.
-        pair: number of its pair.
+        pair: number of the pair to which the run belongs.
         side: one of ``SIDES``.
         start: seconds from the command to the end of the first step.
         seconds: ``timing_s/step`` of each step.
@@ -142,7 +142,7 @@ def build_command(
     Args:
         scratch: folder of the run.
         overrides: the user's overrides of both runs, which come last.
-        against: further overrides of the other run, which is then corrected as well; if empty, the other run is verl's
+        against: additional overrides of the other run, which is then also corrected; if empty, the other run is verl's
             own.
     """
     from verl_patches.contract import installed_release
@@ -159,7 +159,7 @@ def build_command(
         quote("hydra.run.dir", scratch / "hydra"),
         quote("reward.custom_reward_function.path", REWARD),
         *build_release_overrides("cpu", release),
-        # Held-out questions require the same work in both runs.
+        # Held-out questions are only comparable if both runs do the same work.
         *("trainer.val_before_train=false", "trainer.test_freq=-1"),
         *(f"data.seed={pair}", f"actor_rollout_ref.rollout.seed={pair}"),
         *preset.both,
@@ -170,7 +170,7 @@ def build_command(
 
 
 def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, list[dict[str, float]]]:
-    """Run a command until it ends; return the seconds until its first step ended, and each step's metrics.
+    """Run a command until it ends; return the seconds up to the end of its first step, and each step's metrics.
 
     Raises:
         RuntimeError: the command failed, or took longer than ``limit`` seconds; the message contains the end of its
@@ -210,7 +210,7 @@ def compute_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def prepare(preset: Preset) -> list[str]:
-    """Make data and model if they are missing; return their overrides."""
+    """Make data and model if they are missing; return the overrides that select them."""
     data, model = (find_made(CACHE, ["data", "model"]) or make_parts(CACHE, ["data", "model"])).values()
     if preset.large:
         source, model = model, OUTPUTS / "benchmark_pairs" / f"qwen2-50m-{model.name.removeprefix('model-')}"
@@ -243,7 +243,7 @@ def run_pairs(given: argparse.Namespace) -> list[Run]:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     for pair, side in missing:
         print(f"pair {pair} of {given.pairs}, {side}", file=sys.stderr, flush=True)
-        # Ray's sockets lie deep below this folder, and the path of a socket must be shorter than 108 characters.
+        # Ray's sockets are deep below this folder, and the path of a socket must be shorter than 108 characters.
         with tempfile.TemporaryDirectory(prefix="pr", dir="/tmp", ignore_cleanup_errors=True) as scratch:
             command = build_command(side, preset, pair, Path(scratch), overrides, given.against)
             start, logged = follow([*command, *files], Path(scratch), given.limit)
@@ -266,7 +266,7 @@ class Interval(NamedTuple):
 
 
 def compute_interval(values: Sequence[float]) -> Interval:
-    """Compute the mean of independent values and its interval by Student's t; the bounds are NaN for a single value.
+    """Compute the mean of independent values and its interval by Student's t; for a single value, the bounds are NaN.
 
     Example:
         >>> compute_interval([1.0, 3.0])  # 12.706 standard errors of 1
@@ -280,7 +280,7 @@ def compute_interval(values: Sequence[float]) -> Interval:
 
 
 def pair_up(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """List the pairs whose runs have both ended, in order of number, each with verl's run first."""
+    """List the pairs of which both runs have ended, in order of number; verl's run comes first in each pair."""
     verls, ours = ({run.pair: run for run in runs if run.side == side} for side in SIDES)
     return [(verls[pair], ours[pair]) for pair in sorted(verls.keys() & ours.keys())]
 
@@ -334,7 +334,7 @@ def format_result(runs: Sequence[Run]) -> str:
 
 
 def read_runs(out: Path, settings: Sequence[Any]) -> list[Run]:
-    """Read the finished runs with these settings; none if there is no file."""
+    """Read the finished runs with these settings; there are none if the file does not exist."""
     lines = out.read_text().splitlines() if out.exists() else []
     runs = [Run(**json.loads(line)) for line in lines]
     return [run for run in runs if run.settings == list(settings)]
@@ -354,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.pairs < 1 or given.steps < 2:
         parser.error("--pairs takes 1 or more, --steps 2 or more: the first step is left out.")
     become_subreaper()
-    # The signal is raised as an exception, so that the processes started by a run are ended.
+    # The signal is converted to an exception, so that the processes that a run has started are ended.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:

@@ -1,14 +1,14 @@
-"""Time and memory of ``verl_rollout_correction`` next to verl's own helper, on the same inputs.
+"""Compares time and memory of ``verl_rollout_correction`` with verl's own helper on the same inputs.
 
     python scripts/benchmark/rollout_stage.py                                            # a table for the terminal
     python scripts/benchmark/rollout_stage.py --markdown --first --curve docs/cost.png   # docs/evidence/cost.md
     python scripts/benchmark/rollout_stage.py --quick --json FILE                        # one small shape
 
 Inputs are right-padded float32 log-probs and an int64 mask in which 30 % of the tokens are valid. Times are CPU seconds
-of one thread; both helpers run in turn, and medians of the pairs are shown. Memory is the peak increase in a fresh
-process's resident set size during one call. ``--curve`` covers 2^18 to 2^27 tokens, but verl's helper only up to 2^23;
-the largest size takes about 5 GiB and a minute. ``--first`` adds the time of a process's first call, before and after
-the loops are compiled. ``--repeats`` is 7 by default.
+of one thread; the two helpers run in turn, and the medians are shown. Memory is the peak increase in a fresh process's
+resident set size during one call. ``--curve`` covers 2^18 to 2^27 tokens, but verl's helper only up to 2^23; the
+largest size takes about 5 GiB and a minute. ``--first`` adds the time of a process's first call, before and after the
+loops are compiled. ``--repeats`` is 7 by default.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def helper(name: str) -> Helper:
 
 
 def draw_inputs(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw pi_old, mu and mask; lengths are uniform up to 0.6 of the width, so that 30 % of the tokens are valid."""
+    """Draw pi_old, mu and mask; lengths are uniform up to 0.6 of the width, so 30 % of the tokens are valid."""
     generator = torch.Generator().manual_seed(0)
     lengths = (torch.rand(rows, generator=generator) * 0.6 * width).long().clamp(min=1)
     mask = (torch.arange(width) < lengths[:, None]).long()
@@ -100,7 +100,7 @@ def measure_seconds(call: Helper, tensors: Sequence[Tensor], options: dict[str, 
 
 
 def prepare(name: str, options: dict[str, Any]) -> Helper:
-    """Import a helper and call it once on a small input, so that compilation is not measured."""
+    """Import a helper and call it once on a small input, so that its compilation is not measured."""
     call = helper(name)
     call(*draw_inputs(2, 8), **options)
     return call
@@ -113,7 +113,7 @@ def _grown(name: str, shape: tuple[int, int], options: dict[str, Any]) -> int:
 
 
 def measure_memory(name: str, shape: tuple[int, int], options: dict[str, Any]) -> int:
-    """Measure by how many bytes a fresh process grows during one call."""
+    """Measure by how many bytes the memory of a fresh process grows during one call."""
     return run_in_fresh_process(_grown, name, shape, options, preload=PRELOAD)
 
 
@@ -171,7 +171,7 @@ def measure_curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[
 
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot time and memory over tokens, with a line of slope 1 through the last point of our helper."""
+    """Plot time and memory over the number of tokens, with a line of slope 1 through the last point of our helper."""
     from recipe.offpolicy.analysis.pages import plotting
 
     with plotting.apply_style():

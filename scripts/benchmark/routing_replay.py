@@ -3,10 +3,11 @@
     python scripts/benchmark/routing_replay.py [--hidden 128] [--experts 8] [--top-k 2] [--layers 4] [--tokens 2048]
         [--pairs 12] [--json FILE]
 
-Weights are random, in float32 on a CPU with one thread. With replay, the pass arms the routers, which checks the ids,
-and copies the counts of tokens that entered the experts to the host, as an update does for each micro-batch. The two
-passes take turns, and the pass that runs first alternates; the output shows medians of the CPU seconds, and the median
-of the pairs' ratios. The replayed routes are the model's own, so both passes compute the same result.
+Weights are random, in float32 on a CPU with one thread. With replay, the pass arms the routers, which includes a check
+of the ids, and copies the counts of tokens that entered the experts to the host, as an update does for each
+micro-batch. The two passes take turns, and the pass that runs first alternates; the output shows medians of the CPU
+seconds, and the median of the pairs' ratios. The replayed routes are the model's own, so both passes compute the same
+result.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Cost(NamedTuple):
 
     Attributes:
         native, replayed: medians.
-        ratio: median of the pairs' replayed / native.
+        ratio: median of the pairs' ratios of replayed to native.
         pairs: number of pairs of passes.
     """
 
@@ -81,7 +82,7 @@ def run_replayed(model: Any, ids: Tensor, routed: RoutedModel, routes: Tensor) -
 
 
 def measure(native: Callable[[], None], replayed: Callable[[], None], pairs: int) -> Cost:
-    """Measure both passes in turn, after one uncounted run of each."""
+    """Measure both passes in turn, after one run of each that is not counted."""
     sides = {"native": partial(time_call, native), "replayed": partial(time_call, replayed)}
     spent = {name: [one.cpu for one in each] for name, each in take_turns(sides, pairs).items()}
     ratio = find_median_ratio(spent["replayed"], spent["native"])

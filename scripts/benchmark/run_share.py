@@ -5,14 +5,15 @@
 
 The statistics' share is the wall time that the worker's training thread takes to measure and fetch them, and that the
 driver takes to merge them, including the checks that each batch arrived. The recorder's share is the time that it
-reports, ``offpolicy/record/seconds``. The seals' share is the time to make them, in worker and driver, and to compare
-them in the loss. All are relative to ``timing_s/step``, summed over all steps except the first. The first proof is
-relative to that step's ``timing_s/update_actor``. With ``+mode=separate_async_cpu offpolicy.staleness.eta=2``, the
-staleness limit is measured too: issue, buffer, checks, layout of chunks and metrics, over all steps.
+reports, ``offpolicy/record/seconds``. The seals' share is the time that it takes to make them, in worker and driver,
+and to compare them in the loss. All shares are relative to ``timing_s/step``, summed over all steps except the first.
+The first proof is relative to that step's ``timing_s/update_actor``. With ``+mode=separate_async_cpu
+offpolicy.staleness.eta=2``, the staleness limit is measured too: issue, buffer, checks, layout of chunks and metrics,
+over all steps.
 
 verl also imports this module in each process of the run, by VERL_USE_EXTERNAL_MODULES. There it times the calls in
-``CALLS`` and writes them under OFFPOLICY_CALL_TIMES, one file per process and one line per call; calls within a timed
-call are not recorded.
+``CALLS`` and writes the times under OFFPOLICY_CALL_TIMES, with one file per process and one line per call; calls within
+a timed call are not recorded.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ CALLS = {
     "seal.compare": "recipe.offpolicy.batch.micro_batch:check_seals",
     "driver.step_metrics": "recipe.offpolicy.trainer.supervision:Supervision.step_metrics",
     "proof.first": "recipe.offpolicy.worker.loss:prove",
-    # These are called with offpolicy.staleness.eta, and include the reads of TransferQueue that are not verl's own.
+    # These functions are called with offpolicy.staleness.eta; their times include the reads of TransferQueue that verl
+    # itself would not make.
     "staleness.issue": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer.count_prompts",
     "staleness.enough": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer._has_enough_samples",
     "staleness.evict": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer._terminal_eviction_reasons",
@@ -72,7 +74,7 @@ def run(steps: int, overrides: Sequence[str], seen: Path) -> list[dict[str, floa
     }
     own = [f"trainer.total_training_steps={steps}", f"offpolicy.record.dir='{seen / 'recording'}'"]
     ended = run_quickstart([*own, *overrides], seen / "quickstart.log", environment=environment)
-    # Status 3 means that the score has not risen, as may happen in so few steps.
+    # Status 3 means that the score has not risen, which may happen in so few steps.
     if ended.code not in (0, 3) or ended.folder is None:
         raise SystemExit(f"the quickstart failed:\n{ended.said[-6000:]}")
     return list_updates(ended.records)
@@ -84,12 +86,12 @@ def read_calls(seen: Path) -> list[dict[str, Any]]:
 
 
 def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Compute seconds per step and their shares of the step, ignoring the first step.
+    """Compute seconds per step, and their shares of the step's duration, ignoring the first step.
 
     Args:
         metrics: metrics of each step.
-        calls: ``name`` and ``seconds`` of each call, in the order of the calls; each name occurs equally often in every
-            step, except for the first proof and the limit of staleness.
+        calls: ``name`` and ``seconds`` of each call, in the order of the calls; except for the first proof and the
+            staleness limit, each name occurs equally often in every step.
     """
     steps, by_name = len(metrics), dict[str, list[float]]()
     for call in calls:
@@ -159,11 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_json(given.json, found)
 
 
-# --- in a process of the run
+# --- code that runs in a process of the run
 
 
 def note(name: str, function: Callable[..., Any], file: Path) -> Callable[..., Any]:
-    """Wrap ``function`` to append a line to ``file`` at each call."""
+    """Wrap ``function`` so that it appends a line to ``file`` at each call."""
 
     @functools.wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -181,7 +183,7 @@ def note(name: str, function: Callable[..., Any], file: Path) -> Callable[..., A
 
 
 def install(folder: Path) -> None:
-    """Time every call of ``CALLS`` in this process, once its module is imported."""
+    """Time every call of ``CALLS`` in this process, as soon as its module is imported."""
     file = folder / f"{os.getpid()}.jsonl"
     for name, target in CALLS.items():
         after_import(target.partition(":")[0], functools.partial(_replace, name, target, file))

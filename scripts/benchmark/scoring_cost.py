@@ -2,9 +2,9 @@
 
     python scripts/benchmark/scoring_cost.py [--positions 2200]
 
-Two forms of vLLM's log-probs of a prompt are measured. The first form is flat lists, of which ``process_reward`` reads
-the last entries. The second form is one object per position, as in verl's own requests, including verl's extraction and
-its pickling for Ray. Figures are medians of the repeats.
+Two forms of vLLM's log-probs of a prompt are measured. The first form consists of flat lists, of which
+``process_reward`` reads the last entries. The second form has one object per position, as in verl's own requests; its
+cost includes verl's extraction and the pickling for Ray. Figures are medians of the repeats.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ANSWER = 4
 
 
 def measure(positions: int, repeats: int) -> dict[str, float]:
-    """Measure "flat" and "by position", in microseconds per position."""
-    # Imported here, because they take seconds to import and --help does not need them.
+    """Measure "flat" and "by position", each in microseconds per position."""
+    # Imported here because these packages take seconds to import and --help does not need them.
     import torch
     from vllm.logprobs import create_prompt_logprobs
     from vllm.v1.engine.logprobs import LogprobsProcessor

@@ -1,6 +1,6 @@
-"""Parts of a step at any size on drawn inputs, as calls without arguments that ``simulated_scale.py`` measures.
+"""Parts of a step on drawn inputs of any size, as calls without arguments that ``simulated_scale.py`` measures.
 
-Columns of tokens are float32 log-probs and int64 ids and masks, as verl ships them. The length of a row is drawn at
+Columns of tokens are float32 log-probs and int64 ids and masks, in verl's layout. The length of a row is drawn at
 random, up to 4096 tokens and half of that on average, so half of a padded batch is padding.
 """
 
@@ -35,13 +35,13 @@ BATCH_WIDE: dict[str, Any] = {
     },
     "denominator": "kept",
 }
-"""A correction with every constant of a whole batch."""
+"""A correction that uses every constant of a whole batch."""
 ROWS_OF_A_RANK = 195
 """Number of rows per rank, so that 512 ranks have 100 000 rows."""
 TOKENS_OF_A_ROW = 64
 """Average number of tokens per row in a batch that the driver checks."""
 RANKS = 8
-"""Number of ranks over which a batch of rows is split for its plan."""
+"""Number of ranks over which a batch of rows is split when it is planned."""
 Call = Callable[[], Any]
 
 
@@ -50,11 +50,11 @@ class Part:
     """A part of a step.
 
     Attributes:
-        build: returns the measured call for a size.
-        unit: the unit in which its size is counted.
-        bytes: approximate bytes per unit, for the inputs and the call together; they decide which sizes are left out.
-        of_driver: whether the driver does this part in each step.
-        largest: number of units beyond which a call takes minutes.
+        build: returns the call to measure for a given size.
+        unit: the unit of its size.
+        bytes: approximate bytes per unit, for inputs and call together; they determine which sizes are left out.
+        of_driver: whether the driver performs this part in each step.
+        largest: number of units above which a call takes minutes.
     """
 
     build: Callable[[int], Call]
@@ -96,19 +96,19 @@ def draw_offsets(tokens: int, mean: int) -> Tensor:
 
 
 def nest(values: Tensor, offsets: Tensor) -> Tensor:
-    """Nest values that lie end to end by row."""
+    """Convert values that are stored end to end to tensors nested by row."""
     lengths = offsets.diff()
     least, most = int(lengths.amin()), int(lengths.amax())
     return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=least, max_seqlen=most)
 
 
 def draw_signs(rows: int) -> Tensor:
-    """Draw advantages of -1 and 1 in turn."""
+    """Draw advantages that alternate between -1 and 1."""
     return torch.arange(rows) % 2 * 2.0 - 1
 
 
 def draw_tokens(tokens: int, *, nested: bool) -> Tokens:
-    """Draw the columns of a batch of this many tokens, including padding."""
+    """Draw the columns of a batch that has this many tokens, including padding."""
     log_probs = draw_log_probs(tokens)
     if nested:
         offsets = draw_offsets(tokens, WIDTH // 2)
@@ -151,11 +151,11 @@ def build_step_stage(tokens: int, *, nested: bool) -> Call:
 
 
 def build_batch(columns: dict[str, Tensor], *, micro_batches: int = 1, last: bool = True) -> TensorDict:
-    """Build a micro-batch of nested columns as verl's engine passes it to its loss.
+    """Build a micro-batch of nested columns in the form in which verl's engine passes it to its loss.
 
     Args:
-        micro_batches: number of micro-batches in its mini-batch, all of the same size.
-        last: whether it belongs to the update's last mini-batch.
+        micro_batches: number of micro-batches in the mini-batch, all of the same size.
+        last: whether the micro-batch belongs to the update's last mini-batch.
     """
     from recipe.offpolicy.batch.micro_batch import LAST
     from recipe.offpolicy.batch.plan import PLAN, SharedPlan
@@ -182,7 +182,7 @@ def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "c
     starts = torch.arange(rows + 1) * PROMPT
     flat = torch.zeros(tokens + rows * PROMPT)
     places = torch.arange(tokens).add_((torch.arange(1, rows + 1) * PROMPT).repeat_interleave(offsets.diff()))
-    # A token's values are stored one position before the token.
+    # The values of a token are stored one position before the token.
     flat[places - 1] = pi
     responses, ids = torch.arange(tokens) % 997, torch.ones_like(flat, dtype=torch.int64)
     ids[places] = responses
@@ -207,7 +207,7 @@ def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "c
 
 
 def build_actor_config(rows: int) -> Any:
-    """Build verl's configuration of an actor with one mini-batch of this many rows."""
+    """Build verl's configuration of an actor whose mini-batch has this many rows."""
     from verl.workers.config import FSDPActorConfig
 
     sizes = {"ppo_mini_batch_size": rows, "ppo_micro_batch_size_per_gpu": rows}
@@ -235,7 +235,7 @@ def build_loss(tokens: int, *, corrected: bool) -> Call:
 
 
 def build_proof(tokens: int) -> Call:
-    """Build the call of the first update's additional work: verl's loss and ours, repeated on trials."""
+    """Build the call of the first update's additional work: verl's loss and ours, repeated on trial inputs."""
     from recipe.offpolicy.batch import micro_batch as mb
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.gradient import prove
@@ -250,7 +250,7 @@ def build_proof(tokens: int) -> Call:
 
 
 def draw_rollout(rows: int) -> TensorDict:
-    """Draw a batch as the driver reads it, nested by row."""
+    """Draw a batch, nested by row, in the form in which the driver reads it."""
     tokens = rows * TOKENS_OF_A_ROW
     offsets = draw_offsets(tokens, TOKENS_OF_A_ROW)
     mu, old, _ = draw_log_probs(tokens)
@@ -305,7 +305,7 @@ def build_plan_call(rows: int) -> Call:
 
 
 def build_regrouping(rows: int) -> Call:
-    """Build the call of ``baseline=exclude``: groups without rejected rows, and their advantages set to 0."""
+    """Build the call of ``baseline=exclude``: groups without rejected rows, and rejected rows' advantages set to 0."""
     from recipe.offpolicy.batch.plan import regroup_without_rejected
     from recipe.offpolicy.batch.queue_columns import zero_rows
     from recipe.offpolicy.correction import CorrectionSpec
@@ -322,7 +322,7 @@ def build_regrouping(rows: int) -> Call:
 
 
 def build_collection(ranks: int) -> Call:
-    """Build the call of the driver's work on the packets of an update: unpickling, checks, merging, metrics."""
+    """Build the call of the driver's work on the packets of an update: unpickling, checks, merging and metrics."""
     from omegaconf import OmegaConf
 
     from recipe.offpolicy.correction import CorrectionSpec
@@ -338,7 +338,7 @@ def build_collection(ranks: int) -> Call:
     packet.before_sending()
     sent, rows = [], iter(range(1, ranks * ROWS_OF_A_RANK + 1))
     for _ in range(ranks):
-        # Checksums have 64 bits, and are spread evenly.
+        # Checksums have 64 bits and are uniformly distributed.
         packet.rows = [row * 0x9E3779B97F4A7C15 % 2**63 for _, row in zip(range(ROWS_OF_A_RANK), rows, strict=False)]
         sent.append(pickle.dumps(packet))
     allowed = {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False}

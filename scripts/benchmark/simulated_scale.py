@@ -4,14 +4,14 @@
     python scripts/benchmark/simulated_scale.py --parts packets plan
     python scripts/benchmark/simulated_scale.py --quick                              # small sizes, to see that it runs
 
-Tokens range from 2^18 to 2^27, including padding, rows from 1 000 to 100 000, and ranks from 8 to 512. Times are the
-CPU seconds of one thread in a call. User time, which is spent on the computation, is reported separately from system
-time, which is spent on allocating pages again for each temporary array of more than 32 MiB; on a GPU, torch keeps these
-pages. Memory is the peak increase in a fresh process's resident set size during its first call, not counting the
-inputs. Sizes whose arrays would take more than ``--memory`` GiB (6) are left out, with a message. The exponent is the
-slope of log time, or log memory, over log size, for the larger half of the sizes, where caches and fixed costs no
-longer matter: 1 is linear. The last line adds up the driver's work in a step with the most rows and ranks; for
-comparison, 1 % of a step of 60 s is 0.6 s.
+The number of tokens, including padding, ranges from 2^18 to 2^27, that of rows from 1 000 to 100 000, and that of ranks
+from 8 to 512. Times are the CPU seconds of one thread in a call. User time, which is spent on the computation, is
+reported separately from system time, which is spent on allocating pages again for each temporary array of more than 32
+MiB; on a GPU, torch keeps these pages. Memory is the peak increase in a fresh process's resident set size during its
+first call, not counting the inputs. Sizes whose arrays would take more than ``--memory`` GiB (6) are left out, with a
+message. The exponent is the slope of log time, or log memory, over log size, for the larger half of the sizes, where
+caches and fixed costs no longer matter; an exponent of 1 means linear growth. The last line adds up the driver's work
+in a step with the most rows and ranks; for comparison, 1 % of a step of 60 s is 0.6 s.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ sys.path.insert(0, str(ROOT))  # also in the processes that measure
 from scripts.harness import build_parser, format_markdown, format_row, measure_growth, run_in_fresh_process, write_json
 
 LEAST_SECONDS = 0.5
-"""Minimum of a measurement's total CPU seconds, because the system counts in clock ticks."""
+"""Minimum total of CPU seconds in a measurement, because the system counts in clock ticks."""
 STEP = 60.0
 """Duration in seconds of the step to which the driver's share refers."""
 SIZES = {"row": (1_000, 10_000, 100_000), "rank": (8, 64, 512)}
 EXPONENTS = (18, 20, 22, 24, 25, 26, 27)
-"""Exponents of 2, for sizes in tokens."""
+"""Exponents of 2 for the sizes in tokens."""
 QUICK = {"token": (2**13, 2**14), "row": (64, 128), "rank": (2, 4)}
 LEAST_BYTES = 4 << 20
-"""Growth in bytes below which only the allocator's own steps are visible."""
+"""Growth in bytes below which only the allocator's own increments are visible."""
 PRELOAD = ("torch", "verl.workers.utils.losses", "recipe.offpolicy.trainer.supervision")
 COLUMNS = ("part", "size", "user, ms", "ns a unit", "system, ns a unit", "MiB", "bytes a unit")
 
 
 def list_sizes(unit: str, largest: int, *, quick: bool) -> tuple[int, ...]:
-    """List the sizes of a part; tokens up to 2^largest."""
+    """List the sizes of a part; sizes in tokens go up to 2^largest."""
     if quick:
         return QUICK[unit]
     return SIZES.get(unit) or tuple(2**exponent for exponent in EXPONENTS if exponent <= largest)
 
 
 def measure_part(name: str, size: int) -> dict[str, float]:
-    """Measure one part at one size, in this process: user and system seconds, and bytes."""
+    """Measure one part at one size, in this process: seconds of user time and of system time, and bytes."""
     import torch
 
     from scripts.benchmark.simulated_parts import PARTS
@@ -86,7 +86,7 @@ def fit_exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Fit the exponents of each part over its larger sizes: name -> exponents of its time and of its memory."""
+    """Fit the exponents of each part over its larger sizes: name -> exponents of its time and its memory."""
     found = {}
     for name in dict.fromkeys(row["part"] for row in rows):
         own = sorted((row for row in rows if row["part"] == name), key=lambda row: row["size"])
@@ -106,7 +106,7 @@ def add_up_driver(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def measure(names: Sequence[str], largest: int, memory: float, *, quick: bool) -> list[dict[str, Any]]:
-    """Measure the parts at all of their sizes; print each result at once."""
+    """Measure the parts at all of their sizes, printing each result at once."""
     from scripts.benchmark.simulated_parts import PARTS
 
     rows = []
@@ -151,7 +151,7 @@ def format_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def format_summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format the exponents, and the driver's work in a step."""
+    """Format the exponents and the driver's work in a step."""
     exponents = {name: [found["time"], found["memory"]] for name, found in summarise(rows).items()}
     cells = [[name, *("-" if math.isnan(x) else f"{x:.2f}" for x in found)] for name, found in exponents.items()]
     lines = ["", *format_markdown(("part", "exponent of time", "of memory"), cells)]

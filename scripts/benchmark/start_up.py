@@ -1,11 +1,11 @@
-"""Benchmark of start-up: doctor, ``--check`` and a launch until it starts Ray, for two checkouts in turn.
+"""Measures start-up: the doctor, ``--check``, and a launch until it starts Ray, for two checkouts in turn.
 
     python scripts/benchmark/start_up.py REVISION [--pairs 5] [--script FILE] [override ...]
 
-The other checkout is a worktree of REVISION, which is removed afterwards. For each tool it prints medians of CPU time
-(user and system, of the process and its children) and of wall time, the median of the pairs' ratios, and whether both
-checkouts printed the same. It also measures verl's own launch without a correction, until that starts Ray. Compiled
-modules are not kept, so that neither checkout benefits from earlier runs.
+The other checkout is a worktree of REVISION, which is removed afterwards. For each tool, this script prints medians of
+CPU time (user and system, of the process and its children) and of wall time, the median of the pairs' ratios, and
+whether both checkouts printed the same. It also measures verl's own launch, without a correction, until the launch
+starts Ray. Compiled modules are not kept, so that neither checkout benefits from earlier runs.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ ray.init = lambda *args, **given: sys.exit(0)
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
-"""Program that runs a launch, and ends it when it would start Ray."""
+"""Program that runs a launch and ends it when it is about to start Ray."""
 _LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d ")
-"""Lines that packages log during their import, which contain the time of day."""
+"""Lines that packages log while they are imported, and that contain the time of day."""
 
 
 class Run(NamedTuple):
@@ -76,8 +76,8 @@ def build_commands(overrides: Sequence[str], script: str | None, scratch: str) -
     """Build the arguments of Python for each tool, by its name.
 
     Args:
-        script: a launch script that the doctor reads as well.
-        scratch: folder for a launch's Hydra outputs.
+        script: a launch script that the doctor reads in addition.
+        scratch: folder for the Hydra outputs of a launch.
     """
     program, written = "recipe.offpolicy.main_offpolicy", f"hydra.run.dir='{scratch}'"
     verls = [each for each in overrides if "correction" not in each]

@@ -3,9 +3,9 @@
     bash scripts/teacher.sh MODEL --port 8100 &
     python scripts/benchmark/teacher_cost.py http://127.0.0.1:8100 --pid $!
 
-Rows of random ids are requested as ``opd`` requests them; figures are medians of the repeats that follow one uncounted
-repeat. The client's figure is the CPU time of this process; the server's is the CPU time of the process ``--pid`` and
-its descendants. The time that the answer took is shown too.
+Rows of random ids are requested in the same way as by ``opd``. Figures are medians over the repeats, except for the
+first, which is not counted. The client's figure is the CPU time of this process; the server's is the CPU time of the
+process ``--pid`` and its descendants. The time until the answer is also shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.harness import add_counts, build_parser, list_processes, read_seconds, take_turns
 
 LEAST_ID, MOST_ID = 3, 20
-"""Range of ids that every vocabulary contains."""
+"""A range of ids that exist in every vocabulary."""
 
 
 class Cost(NamedTuple):
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
 def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None = None) -> Cost:
     """Measure the cost of ``rows`` rows of ``tokens`` ids, half of which are the prompt's; median of the repeats."""
-    # Imported here, because they take seconds to import and --help does not need them.
+    # Imported here because these packages take seconds to import and --help does not need them.
     from recipe.offpolicy.extensions.opd.settings import TeacherSettings
     from recipe.offpolicy.extensions.opd.start_up import find_model
     from recipe.offpolicy.extensions.opd.teacher_client import Row, TeacherClient

@@ -1,18 +1,19 @@
-"""Cost of a correction in the worker: forward and backward passes of an update with verl's loss, and with ours.
+"""Measures a correction's cost in the worker: forward and backward passes of an update with verl's loss, and with ours.
 
     python scripts/benchmark/worker_stage.py [--model quickstart] [--mini-batches 2] [--micro-batches 1] [--json FILE]
         [--rows 64] [--prompt 13] [--response 10] [--pairs 25] [--device cpu] [--shadow]
         [--centering K] [--vocabulary V]
 
-Each micro-batch takes the model's forward pass, verl's ``ppo_loss`` (A) or the same loss with a correction (B), and the
-backward pass. The packets are pickled after each mini-batch, as verl gathers metrics, so B's statistics are measured
-and fetched after the last mini-batch. Optimizer steps, and the work of verl's engine around a forward pass, are left
-out. The quickstart's correction is on, with statistics and attribution; ``--shadow`` reports on a second correction as
-well; the proof of the first update is off. A and B take turns, and the side that runs first alternates. Figures are
-medians: of one thread's CPU seconds on a CPU, and of wall seconds between synchronisations on a GPU.
+Each micro-batch consists of the model's forward pass, verl's ``ppo_loss`` (A) or the same loss with a correction (B),
+and the backward pass. The packets are pickled after each mini-batch, as verl gathers metrics, so B's statistics are
+measured and fetched after the last mini-batch. Optimizer steps, and the work of verl's engine around a forward pass,
+are left out. The quickstart's correction is on, with statistics and attribution; ``--shadow`` also reports on a second
+correction; the proof of the first update is off. A and B take turns, and the side that runs first alternates. Figures
+are medians: of one thread's CPU seconds on a CPU, and of wall seconds between synchronisations on a GPU.
 
-With ``--centering K``, A is the correction alone and B the same with score centering over K tokens, including the notes
-and checks of each micro-batch; on a CPU the growth of the resident set in an update is measured too.
+With ``--centering K``, A is the correction alone, and B is the same correction with score centering over K tokens,
+including the notes and checks of each micro-batch. On a CPU, the growth of the resident set in an update is also
+measured.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ MODELS: dict[str, dict[str, Any]] = {
         pad_token_id=0,
     ),
 }
-"""Model -> its differences from the quickstart's model."""
+"""Model -> how it differs from the quickstart's model."""
 SHADOW = {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0}}
 OBJECTS = 18
-"""Number of columns of a row that are not tensors, which verl's V1 trainer ships in the quickstart."""
+"""Number of columns of a row that are not tensors, in the batches that verl's V1 trainer sends in the quickstart."""
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
@@ -74,7 +75,7 @@ class Sizes:
     Attributes:
         rows: number of rows in a micro-batch.
         prompt: number of tokens in each prompt.
-        response: tokens of the longest response; the other responses have at least half as many.
+        response: number of tokens of the longest response; the other responses have at least half as many.
         micro_batches: number of micro-batches in a mini-batch.
         mini_batches: number of mini-batches in the update.
     """
@@ -184,7 +185,7 @@ def build_micro_batch(
 def draw_note(
     tokens: Tensor, logits: Tensor, prompt: int, size: int, generator: torch.Generator
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Draw mu of a row's response about the model's logits; return it and the row's note of the likeliest tokens."""
+    """Draw mu of a row's response around the model's logits; return mu and the row's note of the likeliest tokens."""
     noise = 0.02 * torch.randn(logits.shape, generator=generator)
     log_q = (logits.float() + noise.to(logits.device)).log_softmax(-1)
     values, ids = log_q.topk(size)
@@ -213,7 +214,7 @@ def take_log_probs(logits: Tensor, ids: Any) -> Tensor:
 
 
 def update(engine: Engine, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss) -> Spent:
-    """Run one update: gradients of each mini-batch, and its metrics as they leave the worker."""
+    """Run one update; return the gradients of each mini-batch, and its metrics as they leave the worker."""
     from verl_patches.sent_metrics import complete
 
     clock = _clock(next(engine.model.parameters()).device)
@@ -247,7 +248,7 @@ def compare(
     centering: int | None = None,
     vocabulary: int | None = None,
 ) -> dict[str, Any]:
-    """Measure the figures, with their units in their names."""
+    """Measure the figures, whose names contain their units."""
     from recipe.offpolicy.centering.centering_engine import FLAG, CenteringEngine
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
@@ -294,7 +295,7 @@ def compare(
 
 
 def measure(sides: dict[str, Callable[[], Spent]], sizes: Sizes, pairs: int) -> dict[str, float]:
-    """Measure two sides in turn: seconds per micro-batch; the second side's figures have no prefix."""
+    """Measure two sides in turn, in seconds per micro-batch; names of the second side's figures have no prefix."""
     spent = take_turns(sides, pairs)
     each = sizes.micro_batches * sizes.mini_batches
     (base, in_base), (whole, in_loss) = (

@@ -1,11 +1,12 @@
-"""Corrections on a policy so small that every expectation over its sequences is a finite sum, in float64.
+"""Corrections applied to a policy so small that every expectation over its sequences is a finite sum, in float64.
 
-N = V^T sequences y of T tokens from a vocabulary of V.
+There are N = V^T sequences y of T tokens from a vocabulary of size V.
 
-* pi_old has the logits theta . phi(y_<t), with phi the one-hot of the last token and the one-hot of the position;
-* pi has theta moved by ``staleness`` x a fixed direction, like the moves of optimizer steps;
-* mu has pi_old's logits plus ``mismatch`` x fixed standard normal noise, drawn for each prefix and token, because
-  another engine's rounding is not a function of the parameters.
+* pi_old has the logits theta . phi(y_<t), where phi consists of the one-hot of the last token and the one-hot of the
+  position;
+* pi has theta moved by ``staleness`` times a fixed direction, as optimizer steps would move it;
+* mu has the logits of pi_old plus ``mismatch`` times fixed standard normal noise, drawn for each prefix and token,
+  because another engine's rounding is not a function of the parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from recipe.offpolicy.correction.centering import compute_coefficients, select_t
 
 OPTIONS = Path(__file__).resolve().parents[2] / "configs" / "correction"
 DELTA, AGE = 0.1, 2
-"""Delta for an option that sets none, and the age of all tokens, for parts that depend on age."""
+"""Delta for options that do not set one, and the age of all tokens, for parts that depend on age."""
 CHOICES = ("auto",)
 """Option files that choose among the other options at the start of a run."""
 Family = Literal["none", "token weight", "sequence weight", "mask", "both", "option"]
@@ -42,10 +43,10 @@ Family = Literal["none", "token weight", "sequence weight", "mask", "both", "opt
 
 @dataclass(frozen=True)
 class World:
-    """Constants of an enumeration, fixed while mismatch and staleness vary.
+    """Constants of an enumeration; they stay fixed while mismatch and staleness vary.
 
     Attributes:
-        tokens: (N, T) int64, every sequence once.
+        tokens: (N, T) int64, each sequence once.
         features: (N, T, F) float64, phi of each prefix.
         theta: (F, V) float64, the parameters of pi_old.
         direction: (F, V) float64, direction in which staleness moves theta.
@@ -63,13 +64,13 @@ class World:
 
 @dataclass(frozen=True)
 class Policies:
-    """The three policies at one mismatch and one staleness.
+    """The three policies for one mismatch and one staleness.
 
     Attributes:
         mu, old, pi: (N, T) float64, log-probs of the tokens.
         scores: (N, T, P) float64, grad log pi(y_t | y_<t).
         rewards: (N,) float64.
-        gradient: (P,) float64, grad J of J = sum_y pi(y) R(y).
+        gradient: (P,) float64, gradient of J = sum_y pi(y) R(y).
         features: (N, T, F) float64, phi of each prefix.
         all_mu, all_pi: (N, T, V) float64, log-probs of the whole vocabulary at each prefix.
     """
@@ -91,7 +92,7 @@ class Policies:
 
 
 def build(vocabulary: int, length: int, seed: int) -> World:
-    """Build the world of one seed; vocabulary >= 2, 1 <= length."""
+    """Build the world for one seed; requires vocabulary >= 2 and length >= 1."""
     generator = torch.Generator().manual_seed(seed)
     count = vocabulary**length
     number = torch.arange(count)
@@ -120,8 +121,8 @@ def policies(world: World, *, mismatch: float, staleness: float) -> Policies:
     """Build the three policies.
 
     Args:
-        mismatch: standard deviation of mu's logits about pi_old's, in nats.
-        staleness: standard deviation of pi's parameters about pi_old's; a logit is the sum of two parameters.
+        mismatch: standard deviation of mu's logits around pi_old's, in nats.
+        staleness: standard deviation of pi's parameters around pi_old's; a logit is the sum of two parameters.
     """
     theta = world.theta + staleness * world.direction
     old_logits = world.features @ world.theta
@@ -162,10 +163,10 @@ def _gradient(world: World, theta: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Estimator:
-    """A correction under its name in the tables, where numbers are its bounds; a shipped option has its Hydra name.
+    """A correction, with its name in the tables, where numbers are its bounds; a shipped option has its Hydra name.
 
-    The base loss is PPO's without its clip, (pi / pi_old) A grad log pi, or REINFORCE, A grad log pi, under weights on
-    pi / mu.
+    The base loss is PPO's without the clip, (pi / pi_old) A grad log pi; under weights on pi / mu, it is REINFORCE's, A
+    grad log pi.
     """
 
     name: str
@@ -179,12 +180,12 @@ class Measurement:
 
     Attributes:
         bias: |E_mu[g] - grad J| / |grad J|.
-        cosine: between E_mu[g] and grad J; NaN if E_mu[g] = 0.
-        variance: trace of the covariance of one row's g, not normalised.
+        cosine: cosine between E_mu[g] and grad J; NaN if E_mu[g] = 0.
+        variance: trace of the covariance of g for one row, not normalised.
         dropped: share of the tokens sampled by mu that the correction removes.
         score_mean: |E_mu[sum_t w_t grad log pi_t]|; a baseline b moves E_mu[g] by b times this.
-        break_even: number of rows in a batch whose standard error equals the bias, variance / |E_mu[g] - grad J|^2; inf
-            without bias.
+        break_even: number of rows in a batch for which the standard error equals the bias, variance / |E_mu[g] - grad
+            J|^2; inf without bias.
     """
 
     bias: float
@@ -196,7 +197,7 @@ class Measurement:
 
 
 def list_options() -> Iterator[Estimator]:
-    """List all options, with their files' values."""
+    """List all options, with the values in their files."""
     for path in sorted(OPTIONS.rglob("*.yaml")):
         name = path.relative_to(OPTIONS).with_suffix("").as_posix()
         if name in CHOICES:
@@ -261,7 +262,7 @@ def measure(estimator: Estimator, policies: Policies, *, turns: int = 1) -> Meas
 def decide(
     spec: CorrectionSpec, policies: Policies, old: Tensor, advantage: Tensor, turns: int = 1
 ) -> tuple[RolloutStage, StepStage]:
-    """Run both stages, with batch-wide constants at their large-batch limit."""
+    """Run both stages, where batch-wide constants have the values that they would have for a large batch."""
     columns: dict[str, Any] = dict(
         old_log_prob=old,
         rollout_log_prob=policies.mu,
@@ -285,7 +286,7 @@ def decide(
 
 
 def _find_cutoff(budget: float, policies: Policies, log_ratio: Tensor) -> float:
-    """Find the largest (log r)^2 up to which the mean of (log r)^2 is within the budget."""
+    """Find the largest (log r)^2 such that the mean of all (log r)^2 up to it is within the budget."""
     squares, order = log_ratio.square().flatten().sort()
     mass = (policies.probability[:, None].expand_as(log_ratio).flatten() / log_ratio.shape[1])[order]
     kept = (mass * squares).cumsum(0) / mass.cumsum(0) <= budget

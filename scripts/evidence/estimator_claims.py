@@ -1,6 +1,6 @@
-"""The compared estimators, the rows that masks keep by length, and the claims that must hold exactly.
+"""The estimators to compare, the rows that masks keep by length, and the claims that must hold exactly.
 
-Each claim is a function that returns a sentence with its figures.
+Each claim is a function that checks it and returns a sentence with its figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GSPO_CLIP = {
     "high": _mask(ratio="full", aggregate="geometric", lower=None, upper=1.2, when="positive"),
     "low": _mask(ratio="full", aggregate="geometric", lower=0.8, upper=None, when="negative"),
 }
-"""PPO's clip of the geometric mean ratio: no gradient where it binds, by the sign of the advantage.
+"""PPO's clip of the geometric mean ratio: where the clip binds, given the sign of the advantage, there is no gradient.
 
 GSPO's own gradient has a further factor 1 / T, which is the same for all rows here.
 """
@@ -47,7 +47,7 @@ PPO_CLIP: dict[str, dict[str, Any]] = {
     "high": {"level": "token", "aggregate": "any", "lower": None, "upper": 1.2, "when": "positive"},
     "low": {"level": "token", "aggregate": "any", "lower": 0.8, "upper": None, "when": "negative"},
 }
-"""The same per token; ``ratio`` still determines which ratio is clipped."""
+"""The same clip per token; ``ratio`` determines which ratio is clipped."""
 
 _VESPO = {
     when: {"level": "sequence", "kind": "gamma", "power": power, "rate": rate, "ratio": "full", "when": when}
@@ -99,13 +99,13 @@ ESTIMATORS: tuple[Estimator, ...] = (
 
 LENGTHS = (10, 100, 1000, 4000)
 MASKS = {"geometric": (0.99, 1.01), "product": (0.5, 2.0)}
-"""Aggregate and bounds on the ratio."""
+"""The aggregate, and the bounds on the ratio."""
 CHUNK = 1_000_000  # simulated tokens held at a time
 
 
 @dataclass(frozen=True)
 class LogRatio:
-    """Independent normal log pi_old - log mu per token, in nats."""
+    """log pi_old - log mu of each token, independent and normally distributed, in nats."""
 
     name: str
     mean: float
@@ -114,7 +114,7 @@ class LogRatio:
 
 CASES = (
     LogRatio("noise 0.03", 0.0, 0.03),
-    # Tokens that mu sampled have E[rho] = 1, so the mean of log rho is -s^2 / 2 instead of 0.
+    # For tokens sampled from mu, E[rho] = 1, so the mean of log rho is -s^2 / 2 instead of 0.
     LogRatio("noise 0.03, E[rho] = 1", -(0.03**2) / 2, 0.03),
     LogRatio("drift 0.001", 0.001, 0.0),
     LogRatio("drift 0.02", 0.02, 0.0),
@@ -157,11 +157,11 @@ def _normal_cdf(value: float) -> float:
 UNBIASED = (SEQUENCE_IS, SELF_NORMALISED, SEQUENCE_IS_FULL)
 BASELINE_SAFE = (*UNBIASED, TOKEN_IS, PREFIX_IS, MINPRO)
 Table = Mapping[float, Mapping[str, Measurement]]
-"""Mismatch or staleness -> estimator's name -> its measurement."""
+"""Mismatch or staleness -> name of the estimator -> its measurement."""
 
 
 def gradient_agrees(policies: Policies) -> str:
-    """Assert that scores and automatic differentiation give the same gradient."""
+    """Assert that the scores and automatic differentiation yield the same gradient."""
     by_scores = (policies.pi.sum(-1).exp() * policies.rewards) @ policies.scores.sum(1)
     error = float((by_scores - policies.gradient).norm() / policies.gradient.norm())
     require(error < 1e-12, f"sum pi R grad log pi differs from autograd's grad J by {error:.1e}, relative")
@@ -169,14 +169,14 @@ def gradient_agrees(policies: Policies) -> str:
 
 
 def on_policy_is_unbiased(policies: Policies) -> str:
-    """Assert that with mu = pi_old = pi every estimator is the policy gradient."""
+    """Assert that every estimator equals the policy gradient if mu = pi_old = pi."""
     worst = max(measure(estimator, policies).bias for estimator in ESTIMATORS)
     require(worst < 1e-12, f"with mu = pi_old = pi some estimator has a relative bias of {worst:.1e}")
     return f"mu = pi_old = pi: every correction leaves the policy gradient alone (bias {worst:.1e})."
 
 
 def sequence_is_unbiased(mismatches: Table, stalenesses: Table) -> str:
-    """Assert that untruncated sequence IS is unbiased with pi_old / mu at pi = pi_old, and with pi / mu everywhere."""
+    """Assert that untruncated sequence IS is unbiased: with pi_old / mu at pi = pi_old, and with pi / mu everywhere."""
     errors = [row[e.name].bias for row in mismatches.values() for e in UNBIASED]
     errors += [row[SEQUENCE_IS_FULL.name].bias for row in stalenesses.values()]
     require(max(errors) < 1e-10, f"untruncated sequence IS has a relative bias of {max(errors):.1e}")
@@ -206,7 +206,7 @@ def slope(mismatches: Table, estimator: Estimator) -> float:
 
 
 def token_is_is_first_order(mismatches: Table) -> str:
-    """Assert that the error of token IS is of the order of the mismatch, as it is without any weight."""
+    """Assert that the error of token IS is of first order in the mismatch, as it is without a weight."""
     token, none = slope(mismatches, TOKEN_IS), slope(mismatches, NONE)
     require(0.9 < token < 1.1, f"token IS: the bias grows as mismatch^{token:.3f}, expected an exponent of 1")
     return f"Token IS has a gradient error of first order: bias ~ mismatch^{token:.3f} (no correction: {none:.3f})."
@@ -245,7 +245,7 @@ def products() -> str:
 def keep_rates_agree(
     cases: Sequence[LogRatio], lengths: Sequence[int], rows: int, share: Callable[[str, LogRatio, int], float]
 ) -> str:
-    """Assert that shipped masks keep as many simulated rows as a normal model predicts, within 5 standard errors.
+    """Assert that shipped masks keep as many simulated rows as a normal model predicts, up to 5 standard errors.
 
     Args:
         share: (aggregate, case, length) -> share of ``rows`` simulated rows kept.

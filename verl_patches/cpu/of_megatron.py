@@ -16,14 +16,14 @@ _megatron = partial(build, of=("megatron-core", "==0.16.*"))
 _mbridge = partial(build, of=("mbridge", "==0.15.*"))
 _RANDOM, _OPTIMIZER = "megatron.core.tensor_parallel.random", "megatron.core.optimizer"
 
-# The part of `torch.cuda` that Megatron calls, if PyTorch was built without CUDA. Whatever device the run uses,
-# Megatron reads the allocation device from `torch.cuda`, synchronises it and seeds it. The stand-ins are installed when
-# a process sets up Megatron's process groups. Importing verl also imports Megatron; a process that only imports it
-# keeps PyTorch's own functions, which raise without CUDA.
+# Stand-ins for the part of `torch.cuda` that Megatron calls, for a PyTorch that was built without CUDA. Whatever device
+# the run uses, Megatron reads the allocation device from `torch.cuda`, synchronises it and seeds it. The stand-ins are
+# installed when a process sets up Megatron's process groups. Importing verl also imports Megatron; a process that only
+# imports Megatron keeps PyTorch's own functions, which raise an error without CUDA.
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing: a stand-in for calls without meaning on the CPU."""
+    """Do nothing: a stand-in for calls that have no meaning on the CPU."""
 
 
 STAND_INS: dict[str, Callable[..., Any]] = {
@@ -61,7 +61,7 @@ def _set_rng_state(original: Callable[..., Any], new_state: torch.Tensor, *_: An
 
 @contextmanager
 def _named_as_cuda() -> Iterator[None]:
-    """Let `Tensor.type()` return "torch.cuda.FloatTensor" for "torch.FloatTensor" inside the block."""
+    """Make `Tensor.type()` return "torch.cuda.FloatTensor" for "torch.FloatTensor" inside the block."""
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = inherited(self, *args, **kwargs)
@@ -78,8 +78,9 @@ def _named_as_cuda() -> Iterator[None]:
 def _while_named(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Let Megatron's optimizers accept parameters on the CPU.
 
-    The optimizers distinguish parameters by `param.type()`, accept only "torch.cuda.FloatTensor" and its 16-bit
-    variants, and raise at "torch.FloatTensor". During that check, `Tensor.type()` returns the name of CUDA's type.
+    The optimizers distinguish parameters by `param.type()`. They accept only "torch.cuda.FloatTensor" and its 16-bit
+    variants, and raise an error for "torch.FloatTensor". During that check, `Tensor.type()` returns the name of CUDA's
+    type.
     """
     with _named_as_cuda():
         return original(*args, **kwargs)
@@ -100,7 +101,7 @@ def _attend(
     Without Transformer Engine, Megatron uses its local layers. verl's padded batches have a mask of shape (batch,
     sequence). Transformer Engine ignores this mask for causal attention, whereas the local attention would broadcast it
     over the scores. In rows that are padded on the right, no token attends to padding, so the causal mask alone is
-    exact; the local attention creates the causal mask if it receives no mask.
+    exact. The local attention creates this mask if it receives none.
     """
     if attention_mask is not None and attention_mask.dim() == 2:
         if bool((~attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).any()):
@@ -113,7 +114,7 @@ def _attend(
 
 
 # mbridge requests Transformer Engine's layers and uses their weight names. In those layers, the norm before a linear
-# layer is part of that layer, whereas the local layers have a separate norm.
+# layer is part of the linear layer, whereas in the local layers it is separate.
 FUSED_NAMES = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
     ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
@@ -132,7 +133,7 @@ def _fused_name(original: Callable[..., list[str]], self: Any, mcore_weights_nam
 
 
 def _init_bridge(original: Callable[..., None], self: Any, hf_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Give mbridge the rotary embedding's base from the attribute that transformers 5 uses.
+    """Read the rotary embedding's base for mbridge from the attribute that transformers 5 uses.
 
     mbridge reads `config.rope_theta`, which transformers moved to `config.rope_parameters`; transformers 4 has no such
     attribute.

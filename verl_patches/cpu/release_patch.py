@@ -1,4 +1,4 @@
-"""A patch that wraps targets, now or when their module is imported, and that some releases may not need."""
+"""A patch that wraps its targets, at once or when their module is imported, and that some releases may not need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..deferred import after_import
 from ..releases import Release, attributes_of
 
 Row = tuple[str, str, Callable[..., Any]]
-"""A target, its signature, and the wrapper: called as `wrapper(original, *args, **kwargs)`."""
+"""A target, its signature, and the wrapper, which is called as `wrapper(original, *args, **kwargs)`."""
 
 
 def installed_has(attribute: Callable[[Release], bool]) -> bool:
@@ -32,8 +32,8 @@ class ReleasePatch:
     """Wrappers that are installed together.
 
     Attributes:
-        wrappers: the contract with each target, for every release that needs the patch, and its wrapper.
-        after: module after whose import the patch is installed; None if it is installed at once.
+        wrappers: the contract with each target and its wrapper, for every release that needs the patch.
+        after: module whose import triggers the installation of the patch; None if the patch is installed at once.
         cause: whether the installed releases need the patch.
     """
 
@@ -102,13 +102,14 @@ def build(
     at_once: bool = False,
     after: str = "",
 ) -> ReleasePatch:
-    """Build the patch of these rows.
+    """Build the patch from these rows.
 
     Args:
         name: name of the patch and of its contracts.
         of: the distribution, and the releases that were tested.
         cause: whether the installed releases need the patch.
-        at_once: install it at once instead of after the import of ``after``, by default the first target's module.
+        at_once: whether to install the patch at once, instead of after the import of ``after``, which is by default the
+            first target's module.
     """
     module = after or rows[0][0].partition(":")[0]
     wrappers = tuple((Contract(name, target, signature, *of), wrapper) for target, signature, wrapper in rows)

@@ -1,4 +1,4 @@
-"""Give `torch.cpu` the part of `torch.cuda`'s memory and random-number API that verl calls.
+"""Gives `torch.cpu` the part of `torch.cuda`'s memory and random-number API that verl calls.
 
 verl reaches its device through `get_torch_device()`, here `torch.cpu`, and calls functions that PyTorch defines for
 accelerators only. Only missing functions are added, so a future function of PyTorch takes precedence.
@@ -24,7 +24,7 @@ _added: set[str] = set()
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing: a stand-in for calls without meaning on the CPU."""
+    """Do nothing: a stand-in for calls that have no meaning on the CPU."""
 
 
 def _resident(*_: Any, **__: Any) -> int:

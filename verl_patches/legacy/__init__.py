@@ -3,7 +3,7 @@
     VERL_USE_EXTERNAL_MODULES=verl_patches.legacy
 
 An update is changed only if its batch carries a ``LegacyHandover``. A patch is a module with ``install()`` and
-``in_force()``; it is imported after its actor has been imported, which most processes never do.
+``in_force()``; it is imported after the actor that it patches, which most processes never import.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PATCHES = {
     "fsdp_actor": "verl.workers.actor.dp_actor",
     "megatron_actor": "verl.workers.actor.megatron_actor",
 }
-"""Module of the patch -> verl's module after whose import it is installed."""
+"""Module of the patch -> verl's module after whose import the patch is installed."""
 
 
 def install() -> None:
-    """Install the group in this process: each patch now, or when its actor is imported. Idempotent.
+    """Install the group in this process: each patch at once, or when its actor is imported. Idempotent.
 
     Raises:
         PatchError: the installed verl has no legacy actors, or a target has moved.

@@ -1,6 +1,6 @@
 """Wrappers of what verl's legacy actors call: ``core_algos``, the selected batch columns, and logged methods.
 
-Outside of such an update, and in every other module, the functions are verl's.
+Outside of such an update, and in every other module, verl's own functions are used.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .handover import HANDOVER, PREFIX, LegacyHandover, Update
 
 
 class Logged(Contract):
-    """Contract on the signature and keys of the method that the logger calls."""
+    """Contract on the signature and keys of the undecorated method, behind verl's logging decorator."""
 
     def _inspect(self, target: Any) -> Any:
         return behind(target, self.target.rpartition(".")[2])
 
 
 def behind(function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
-    """Return the function of that name behind a decorator without ``functools.wraps``, or the function itself."""
+    """Return the function with that name behind a decorator without ``functools.wraps``, or the function itself."""
     function = inspect.unwrap(function)
     # Such a decorator keeps the wrapped function only in its closure.
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -40,7 +40,7 @@ ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
 class Carried(DataProto):
-    """Batch whose ``select`` always keeps mu and this package's columns."""
+    """Batch whose ``select`` also keeps mu and this package's columns."""
 
     def select(
         self,
@@ -56,10 +56,10 @@ class Carried(DataProto):
 
 
 def handover_of(data: DataProto) -> LegacyHandover | None:
-    """Return the trainer's handover of this batch, or None.
+    """Return the handover that the trainer attached to this batch; None if there is none.
 
     Raises:
-        KeyError: mu is needed but missing in the batch.
+        KeyError: mu is needed, but the batch does not contain it.
     """
     handover: LegacyHandover | None = data.meta_info.get(HANDOVER)
     if handover is None:
@@ -73,7 +73,7 @@ def handover_of(data: DataProto) -> LegacyHandover | None:
 
 
 def carried(data: DataProto, **columns: Tensor) -> Carried:
-    """Return a shallow copy of the batch with further columns, without the handover."""
+    """Return a shallow copy of the batch with additional columns and without the handover."""
     batch = data.batch.copy()
     for key, column in columns.items():
         batch[key] = column
@@ -102,7 +102,7 @@ METRICS = Contract(
 
 
 def running() -> Update | None:
-    """Return the update under a handover that this process is running, or None."""
+    """Return the update with a handover that is running in this process; None if there is none."""
     return _RUNNING.get()
 
 
@@ -162,5 +162,5 @@ def _metrics(
     """Compute verl's mismatch metrics; NaN on a micro-batch without response tokens, for which verl raises an error."""
     if running() is None or response_mask.any():
         return original(log_prob, rollout_log_prob, response_mask)
-    # The keys are the same, so that the ranks' metrics still match.
+    # The keys are the same, so that the metrics of different ranks still match.
     return dict.fromkeys(original(log_prob, rollout_log_prob, response_mask.new_ones(response_mask.shape)), math.nan)

@@ -3,9 +3,9 @@
 ``update_policy`` selects only the columns in its own list, computes every mean over a micro-batch, and with one
 mini-batch and one epoch uses the current log-probs as pi_old. With this patch, the batch keeps this package's columns,
 the totals of the whole mini-batch are sent with it, and the handover's ``Update`` handles the calls made by
-``update_policy``. A batch without a handover is unchanged, except for the number of its dynamic micro-batches. The
-actor lets each rank choose its own number, and a rank with fewer micro-batches than the others hangs in the next FSDP
-collective. The patch always makes these numbers agree.
+``update_policy``. A batch without a handover is unchanged, except for the number of its dynamic micro-batches. In verl,
+each rank chooses its own number, and a rank with fewer micro-batches than the others hangs in the next FSDP collective.
+With the patch, all ranks always use the same number.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def _prepare_dynamic_batch(
     original: Callable[..., Any], data: Any, max_token_len: int, dp_group: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     if dp_group is None:
-        # All ranks: FSDP's collectives span them, and ranks that share a sequence hold the same rows. None if this
-        # process is in no group.
+        # The group contains all ranks, because FSDP's collectives span all of them, and ranks that share a sequence
+        # hold the same rows. None if this process is not in a group.
         dp_group = torch.distributed.group.WORLD
     return original(data, max_token_len, dp_group, *args, **kwargs)
 

@@ -22,10 +22,10 @@ class Update(Protocol):
     """One update of an actor, which replaces the functions of ``core_algos`` that ``update_policy`` calls."""
 
     def begin(self, rows: Mapping[str, Any], *, scale: float) -> None:
-        """Start a micro-batch, whose loss the actor multiplies by ``scale``, before its loss is computed."""
+        """Start a micro-batch before its loss is computed; the actor multiplies the loss by ``scale``."""
 
     def end(self, metrics: Mapping[str, Any]) -> None:
-        """Complete the update's reports among the actor's metrics, before they leave the process."""
+        """Complete the update's reports, which are among the actor's metrics, before they leave the process."""
 
     def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]: ...
 
@@ -37,7 +37,7 @@ class Update(Protocol):
 
 
 class LegacyHandover(Protocol):
-    """Replacement loss of a legacy actor, sent by value once per batch."""
+    """Loss that replaces the loss of a legacy actor; sent by value once per batch."""
 
     @property
     def reads_rollout_log_probs(self) -> bool:
@@ -47,9 +47,9 @@ class LegacyHandover(Protocol):
         """Begin an update of an actor.
 
         Args:
-            actor_config: verl's ActorConfig, as the actor holds it.
+            actor_config: verl's ActorConfig in the actor.
             dp_size: number of data-parallel ranks over which the actor averages gradients.
-            upstream: returns the gradient with which the actor starts its backward pass; called after that.
+            upstream: returns the gradient with which the actor starts its backward pass; it is called after the start.
         """
 
 
@@ -59,8 +59,8 @@ def mini_batch_columns(
     """Compute the denominators of each row's mini-batch, ``MINI_TOKENS`` and ``MINI_ROWS``, each (B,) int64.
 
     Args:
-        response_mask: (B, T) of this rank's rows, split in order into mini-batches.
-        mini_batch_rows: number of rows of a mini-batch on one rank; the last one may have fewer.
+        response_mask: (B, T), the mask of this rank's rows, which are split in order into mini-batches.
+        mini_batch_rows: number of rows of a mini-batch on one rank; the last mini-batch may have fewer.
         over_ranks: sums an int64 tensor over the data-parallel ranks.
     """
     pieces = response_mask.split(mini_batch_rows)

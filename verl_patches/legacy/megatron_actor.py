@@ -3,7 +3,7 @@
 ``make_minibatch_iterator`` selects only the columns in its own list, and the closure that computes the loss on the last
 pipeline stage passes neither mu nor its micro-batch to a policy loss. With this patch, the batch keeps this package's
 columns, the totals of each mini-batch are added before it is split, and each micro-batch is recorded when Megatron's
-schedule takes it. On the last stage, the loss of a micro-batch follows within the same forward step, even with
+schedule takes it. On the last stage, a micro-batch's loss is computed within the same forward step, even with
 interleaved virtual stages. A batch without a handover is unchanged.
 """
 
@@ -101,7 +101,7 @@ def in_force() -> bool:
 
 @dataclass(frozen=True)
 class Dealt:
-    """Mini-batches of one update, with the handover of the batch that they were split from."""
+    """Mini-batches of one update, with the handover of the batch from which they were split."""
 
     mini_batches: Iterable[Any]
     handover: LegacyHandover
@@ -136,7 +136,7 @@ def _upstream(grad_scale: Callable[[Tensor], Tensor] | None) -> float:
 
 
 def _refuse(actor: Any) -> None:
-    """Reject schedules in which a loss does not belong to the most recently taken micro-batch."""
+    """Reject schedules in which a loss need not belong to the micro-batch that was taken last."""
     key = "actor_rollout_ref.actor.megatron.override_transformer_config"
     if actor.tf_config.overlap_moe_expert_parallel_comm:
         raise ValueError(
@@ -147,7 +147,7 @@ def _refuse(actor: Any) -> None:
 
 def _forward_backward_batch(original: Callable[..., Any], actor: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
     if algorithms.running() is not None:
-        # Mini-batches are yielded one at a time, in the order of the split, shuffled or not.
+        # Mini-batches are yielded one at a time, in the order in which they were split, shuffled or not.
         for key, column in mini_batch_columns(data.batch["response_mask"], len(data), _over_ranks).items():
             data.batch[key] = column
     return original(actor, data, *args, **kwargs)
@@ -166,16 +166,16 @@ def _make_batch_generator(original: Callable[..., Any], batches: Sequence[Any], 
         return made
     # Megatron's schedules multiply by the number of context-parallel ranks and divide by the number of micro-batches.
     scale = mpu.get_context_parallel_world_size() / len(batches)
-    # This is one iterator, or one per virtual stage.
+    # There is one iterator, or one for each virtual stage.
     if vpp_size > 1:
         return [_noted(stage, current, scale) for stage in made]
     return _noted(made, current, scale)
 
 
 def _noted(micro_batches: Iterator[Any], current: Update, scale: float) -> Iterator[Any]:
-    """Yield the micro-batches; the update starts each one when it is requested."""
+    """Yield the micro-batches; each one is started in the update when it is requested."""
     for micro_batch in micro_batches:
-        # verl moves the micro-batch to the device next, which then has no effect.
+        # verl next moves the micro-batch to the device, which then has no effect.
         rows = micro_batch.to(get_device_id())
         current.begin(rows, scale=scale)
         yield rows

@@ -50,7 +50,7 @@ def _wrap(value: int) -> int:
 
 
 def sum_bits(tensor: Tensor, dtype: torch.dtype | None = None, device: str | None = None) -> Tensor:
-    """Sum the bit patterns of ``tensor`` after rounding it to ``dtype``; chunks are copied to ``device`` for the sum.
+    """Sum the bit patterns of ``tensor`` after rounding it to ``dtype``; chunks are copied to ``device`` first.
 
     Returns:
         (2,) int64 on that device (default: the tensor's own): sum of the patterns and of their squares, modulo 2^64.
@@ -192,7 +192,7 @@ def compare_adapter(
 
 
 def _name_fused(sources: Sequence[str]) -> tuple[str, ...]:
-    """Name Hugging Face's fused parameters of a layer's experts, from the tensors that verl sends for the experts."""
+    """Build Hugging Face's names of a layer's fused expert parameters from the tensors that verl sends for them."""
     layers = {source.partition(".experts.")[0] for source in sources if ".experts." in source}
     kinds = {source.rpartition(".")[0].rpartition(".")[2] for source in sources}
     if len(layers) != 1 or not kinds <= {"gate_proj", "up_proj", "down_proj"}:

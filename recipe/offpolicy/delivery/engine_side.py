@@ -236,7 +236,7 @@ def _is_quantised(utils: Any, worker: Any) -> bool:
 
 
 def extend_server() -> None:
-    """Make verl's vLLM server return its workers' answers to ``METHOD`` and keep why an update failed. Idempotent."""
+    """Make verl's vLLM server return its workers' answers to ``METHOD`` and store why an update failed. Idempotent."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     call = vLLMHttpServer.collective_rpc

@@ -175,7 +175,7 @@ class Probe:
         self._off = ""
 
     def ask(self, replicas: Sequence[Any]) -> None:
-        """Send the probe to each replica's server once it has new weights, before other requests, and do not wait."""
+        """Send the probe to each replica's server once it has new weights, before other requests, without waiting."""
         self._pending = []
         if not self._sequences or self._off:
             return

@@ -104,7 +104,7 @@ class WeightDelivery(AddOn):
         return {f"offpolicy/delivery/{name}": value for name, value in self._metrics.items()}
 
     def on_sync(self, manager: Any) -> None:
-        """Request checksums of the weights on ``manager``'s servers and of those sent by the trainer's workers.
+        """Request the checksums of the weights on ``manager``'s servers, and of those that the trainer's workers sent.
 
         The answers are compared later, before the next update or validation, because both sides compute the checksums
         while the servers start to sample.

@@ -312,7 +312,7 @@ def _choose_whole_step(folder: CheckpointFolder) -> int | None:
 
 
 def _keep_previous(config: DictConfig) -> None:
-    """Raise verl's limit of kept checkpoints from 1 to 2; verl deletes the old one before it names the new one."""
+    """Raise verl's limit of kept checkpoints from 1 to 2, as verl deletes the old one before naming the new one."""
     trainer = config.trainer
     single = [
         key for key in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep") if OmegaConf.select(trainer, key) == 1

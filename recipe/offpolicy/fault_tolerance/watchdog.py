@@ -123,7 +123,7 @@ class Phases:
         return self.limits.get(name, self.default)
 
     def list_current(self) -> list[tuple[str, float]]:
-        """List (phase, seconds spent in it), outermost first; outside of all phases, only ``BETWEEN`` is listed."""
+        """List (phase, seconds spent in it), outermost first; without a current phase, only ``BETWEEN`` is listed."""
         now = self.clock()
         with self._lock:
             stack = [(name, now - since) for name, since in self._stack]
@@ -196,7 +196,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Attribute the time inside the context to this phase; after a verdict, the verdict replaces its exceptions."""
+        """Attribute the time inside the context to this phase; a verdict replaces the exceptions raised inside."""
         with self.phases.enter(name), self.raise_verdict():
             yield
 

@@ -359,7 +359,7 @@ def _select(values: Any, path: Sequence[str]) -> Any:
 
 
 def _translate(value: Any, part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Put a number that was given for a whole part into the part; if it does not fit, return the part as shipped."""
+    """Insert a number that was given for a whole part into the part; if that is impossible, return the shipped part."""
     numbers = read_numbers(value)
     single = next((name for name in _NAMES if part.get(name) is not None), None)
     if len(numbers) == 1 and single is not None and part.get("lower") is None:

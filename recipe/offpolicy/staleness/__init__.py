@@ -1,1 +1,1 @@
-"""How far sampling may run ahead of training: the rate at which prompts are issued, and rows that are too old."""
+"""How far sampling may run ahead of training: how fast prompts are issued, and what happens to too-old rows."""

@@ -312,7 +312,7 @@ def count_refreshes(uid: str) -> int:
 
 
 def name_anew(uid: str) -> str:
-    """Build the uid for sampling a prompt again; it contains the count, which survives a checkpoint.
+    """Build the uid under which a prompt is sampled again; it contains the count, so that a checkpoint keeps the count.
 
     Example:
         >>> name_anew("6ba7b810"), name_anew("6ba7b810.1")

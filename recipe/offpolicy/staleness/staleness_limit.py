@@ -1,4 +1,4 @@
-"""The staleness limit of verl's asynchronous V1 trainers: limits the rate of issue and proves the ages.
+"""The staleness limit of verl's asynchronous V1 trainers: limits how fast prompts are issued, and proves the ages.
 
 Patched or read in verl 0.9.1, see ``verl_patches.replay_buffer``: ``_resolve_filter_groups_metric(self)``,
 ``_add_prompts_to_generate(self, num_prompts)`` and ``_restored_tq_prompt_count`` (set by ``_load_checkpoint``) of
@@ -162,7 +162,7 @@ class StalenessLimit(AddOn):
         return compute(batch)
 
     def _check_ages(self, batch: Any) -> tuple[list[RowTag], list[int], list[RowTag]]:
-        """Check that no row in the loss is too old; return all rows, positions of too-old rows, and the kept rows."""
+        """Check that no row in the loss is too old; return all rows, the positions of too-old rows, and kept rows."""
         rows = ages.read_tags(batch.keys, batch.tags)
         too_old = ages.find_too_old(rows, self._step, self.age_limit) if self.settings.masks else []
         kept = [row for i, row in enumerate(rows) if i not in too_old and not row.is_padding]

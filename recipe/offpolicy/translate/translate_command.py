@@ -109,7 +109,7 @@ def _switch_verls_off(document: Mapping[str, Any]) -> list[str]:
 
 
 def _needs_gpg(spec: CorrectionSpec) -> bool:
-    """Return True for a policy term that ignores the base loss's ratio: a weight on pi / mu, or Kimi k1.5's."""
+    """Return True for a policy term that ignores the base loss's ratio: a weight on pi / mu, or Kimi k1.5's term."""
     return spec.weighs_full_ratio or (spec.proximal == "bypass" and spec.penalty is not None)
 
 

@@ -4,9 +4,9 @@
     python scripts/evidence/centering/experiment.py [NAME ...] [--hours H]    # NAME: an arm, or a run: centred-3
     python scripts/evidence/centering/experiment.py --table                   # the committed results
 
-It runs verl's training worker and the recipe's loss, starting from the committed weights of the evidence on collapse;
-the sampler uses the current step's weights, rounded to a few bits of mantissa. The plan is in PLAN.md. Finished runs
-are not repeated.
+This script runs verl's training worker and the recipe's loss, starting from the committed weights of the evidence on
+collapse. The sampler uses the weights of the current step, rounded to a few bits of mantissa. The plan is in PLAN.md.
+Finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Run(Planned):
-    """One run: an arm, and the seed of the questions' order and of sampling."""
+    """One run: an arm, and the seed for the order of the questions and for sampling."""
 
     arm: str
     seed: int
@@ -70,7 +70,7 @@ def list_runs() -> Iterator[Run]:
 
 
 def build_note(prompt: Sequence[int], answer: Tensor, log_probs: Tensor) -> dict[str, Any]:
-    """Build the note of a row's likeliest tokens as the rollout servers' client does."""
+    """Build the note of a row's likeliest tokens in the same way as the rollout servers' client."""
     values, ids = log_probs.topk(SIZE)
     own = log_probs.gather(-1, answer[:, None])
     listed = torch.cat([answer[:, None], ids], 1).flatten().tolist()
@@ -103,13 +103,13 @@ def train(run: Run, model: Path, steps: int = STEPS) -> Records:
 
 
 def pivot_outcomes(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Pivot the exact matches after each run's last step: seed by arm, for seeds that all arms have finished."""
+    """Pivot the exact matches after the last step of each run: seed by arm, for seeds that all arms have finished."""
     last = table.sort_values("step").groupby(["seed", "arm"])["exact"].last()
     return last.unstack("arm").dropna()
 
 
 def format_table(table: pandas.DataFrame) -> str:
-    """Format outcomes by arm and the paired differences; p values once all seeds have finished."""
+    """Format outcomes by arm and the paired differences; p values are shown once all seeds have finished."""
     outcomes = pivot_outcomes(table)
     done = len(outcomes)
     steps = table[table["step"] > 0]

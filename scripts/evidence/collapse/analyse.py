@@ -23,12 +23,12 @@ from collapse.arms import ARMS, ETAS, FIRST_SEED, IN_PROCESS, RATES, SEEDS
 from seeds import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip
 
 MOST, RECOVERED, MARGIN = 6, 0.75, 0.05
-"""Number of the 8 seeds in which H1 and H2 must hold, share of `in_step` that counts as recovered, and control
-margin."""
+"""Number of the 8 seeds in which H1 and H2 must hold, share of `in_step` that counts as recovered, and margin for the
+control."""
 STRAY, ERROR = 1e-5, 1e-6
 """Largest deviation of the control's weights from 1, and of its first gradient from the expected gradient."""
 OFF_ETA = 0.5
-"""Steps by which a run's measured staleness may differ from its eta before the run is marked."""
+"""Number of steps by which a run's measured staleness may differ from its eta before the run is marked."""
 
 
 JUDGED = ("in_step", "late", "late_opsm", "control", "control_both")
@@ -40,7 +40,7 @@ class MissingRunsError(ValueError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A hypothesis and the finding on it.
+    """A hypothesis, and the verdict on it.
 
     Attributes:
         p: p value before Holm's correction; NaN if the verdict has none.
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def outcomes(table: pandas.DataFrame, setting: str) -> pandas.DataFrame:
-    """Collect a setting's exact matches before training and after the last step, for each seed.
+    """Collect the exact matches of a setting, before training and after the last step, for each seed.
 
     A run that died before its end has an outcome of 0.
     """
@@ -70,7 +70,7 @@ def outcomes(table: pandas.DataFrame, setting: str) -> pandas.DataFrame:
 
 
 def take(table: pandas.DataFrame, setting: str, seeds: int = SEEDS, program: str = "in_process") -> pandas.DataFrame:
-    """Take the outcomes of a setting, for all of its seeds.
+    """Return the outcomes of a setting for all of its seeds.
 
     Raises:
         MissingRunsError: seeds that PLAN.md names are missing.
@@ -90,7 +90,7 @@ def describe_apart(one: pandas.Series, other: pandas.Series) -> tuple[float, str
 
 
 def judge(table: pandas.DataFrame) -> list[Verdict]:
-    """Judge H1 to H4 on the whole runs.
+    """Judge H1 to H4 from the whole runs.
 
     Raises:
         MissingRunsError: a run is missing.
@@ -123,7 +123,7 @@ def judge(table: pandas.DataFrame) -> list[Verdict]:
 
 
 def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
-    """Judge H5 on the in-process runs at a learning rate: the trend of each arm, and ``opsm`` against ``random``.
+    """Judge H5 from the in-process runs at one learning rate: the trend of each arm, and ``opsm`` against ``random``.
 
     Raises:
         MissingRunsError: a run is missing.
@@ -141,7 +141,7 @@ def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
 
 
 def describe_in_process(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Describe the settings that were run in process: the median outcome over the finished seeds, by arm and eta."""
+    """Describe the settings that were run in process: the median outcome of the finished seeds, by arm and eta."""
     found = []
     for setting in table["arm"].unique():
         arm, eta, rate = setting.split("-", 2)
@@ -151,12 +151,12 @@ def describe_in_process(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def list_off_eta(staleness: pandas.Series, eta: int | None) -> list[int]:
-    """List the seeds whose run is further than ``OFF_ETA`` from the requested staleness."""
+    """List the seeds whose run differs by more than ``OFF_ETA`` from the requested staleness."""
     return [] if eta is None else [int(seed) for seed in staleness.index[(staleness - eta).abs() > OFF_ETA]]
 
 
 def describe(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Describe each arm: median outcome, the seeds' range, and the measurements of its steps."""
+    """Describe each arm: the median outcome, the range over the seeds, and the measurements of its steps."""
     lines = []
     for arm in ARMS:
         found = outcomes(table, arm.name)

@@ -14,7 +14,7 @@ _ACTOR = "actor_rollout_ref.actor"
 OPTIONS = Path(__file__).resolve().parents[3] / "configs" / "correction"
 LAG = 8
 FIRST_SEED = 2
-"""Seed 1 chose the settings."""
+"""Seed 1 was used to choose the settings."""
 
 _WHOLE = (
     "trainer.total_training_steps=80",
@@ -41,9 +41,9 @@ class Arm:
     Attributes:
         name: name of the arm.
         overrides: Hydra overrides, used together with ``data.seed``.
-        lag: number of synchronisations by which the engine's weights are late.
+        lag: number of synchronisations by which the engine's weights lag behind.
         eta: queue depth of an asynchronous arm; None for a synchronous arm.
-        seeds: number of seeds, from ``FIRST_SEED`` on.
+        seeds: number of seeds, starting with ``FIRST_SEED``.
         seconds: duration of a run on two idle cores.
     """
 
@@ -93,7 +93,7 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Run(Planned):
-    """One run: an arm and the seed of the data's order; vLLM's sampling has no seed."""
+    """One run: an arm, and the seed for the order of the data; vLLM's sampling has no seed."""
 
     arm: Arm
     seed: int
@@ -112,24 +112,25 @@ class Run(Planned):
 
 
 def list_runs() -> Iterator[Run]:
-    """List all runs seed by seed, so that the finished runs are balanced over the arms at any time."""
+    """List all runs seed by seed, so that finished runs are spread evenly over the arms at any time."""
     for seed in range(FIRST_SEED, FIRST_SEED + max(arm.seeds for arm in ARMS)):
         yield from (Run(arm, seed) for arm in ARMS if seed < FIRST_SEED + arm.seeds)
 
 
-# --- in one process
+# --- runs in one process
 
 STEPS, EVERY = 80, 20
 PROMPTS, ROLLOUTS, MINI_BATCHES, MAX_TOKENS = 16, 8, 4, 10
 ETAS, RATES, SEEDS = (0, 1, 2, 4, 8), (1e-3, 3e-4), 10
 MANTISSA, ROUNDED = 2, ("none", "decoupled", "opsm", "both")
-"""Bits to which the sampler's weights are rounded if only its backend differs, and the arms of such runs."""
+"""Number of bits to which the sampler's weights are rounded in runs where only its backend differs, and the arms of
+these runs."""
 SECONDS = 45
-"""Duration of a run, on one idle core."""
+"""Duration of a run on one idle core."""
 
 
 def _read(*names: str) -> dict[str, Any]:
-    """Read shipped corrections and merge them, with the delta of the whole runs."""
+    """Read shipped corrections and merge them, using the delta of the whole runs."""
     merged: dict[str, Any] = {}
     for name in names:
         merged |= yaml.safe_load((OPTIONS / f"{name}.yaml").read_text())
@@ -146,7 +147,7 @@ IN_PROCESS: dict[str, dict[str, Any]] = {
     "both": _read("decoupled_ppo", "opsm"),
     "random": _read("opsm"),
 }
-"""Arm -> its correction; ``random`` drops as many negative rows as OPSM would, but draws them at random."""
+"""Arm -> its correction; ``random`` drops as many negative rows as OPSM would, but chooses them at random."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +155,12 @@ class LateRun(Planned):
     """One run in one process.
 
     Attributes:
-        arm: one of ``IN_PROCESS``.
-        eta: number of steps by which the sampler's weights are late.
+        arm: one of the arms in ``IN_PROCESS``.
+        eta: number of steps by which the sampler's weights lag behind.
         rate: learning rate.
-        seed: seed of the questions, their order, and sampling.
-        rounded: whether the sampler rounds its weights to ``MANTISSA`` bits of mantissa, like an engine of another
-            precision.
+        seed: seed for the questions, for their order, and for sampling.
+        rounded: whether the sampler rounds its weights to ``MANTISSA`` bits of mantissa, as an engine with another
+            precision would.
     """
 
     arm: str
@@ -171,7 +172,7 @@ class LateRun(Planned):
 
     @property
     def setting(self) -> str:
-        """The name formed from arm, eta and rate."""
+        """The name of the setting, formed from arm, eta and rate."""
         return f"{self.arm}-{self.eta}-{self.rate:g}" + "-rounded" * self.rounded
 
     @property
@@ -180,7 +181,7 @@ class LateRun(Planned):
 
 
 def list_late_runs() -> Iterator[LateRun]:
-    """List all runs seed by seed; rounded samplers are not late."""
+    """List all runs seed by seed; samplers with rounded weights do not lag behind."""
     for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
         yield from (LateRun(arm, 0, RATES[0], seed, rounded=True) for arm in ROUNDED)
         for rate in RATES:

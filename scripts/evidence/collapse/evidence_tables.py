@@ -30,7 +30,7 @@ WHOLE = (
 
 
 def format_spread(values: pandas.Series) -> str:
-    """Format a median with the smallest and the largest value of a seed."""
+    """Format a median, with the smallest and the largest value over the seeds."""
     return f"{values.median():.3f} ({values.min():.3f} to {values.max():.3f})"
 
 
@@ -42,7 +42,7 @@ def format_difference(one: pandas.Series, other: pandas.Series) -> str:
 
 
 def build_whole_table(table: pandas.DataFrame) -> list[str]:
-    """Build the lines of the table of whole runs, for the arms that were run; empty if none was."""
+    """Build the lines of the table of whole runs, for the arms that were run; empty if no arm was run."""
     rows = []
     for arm in describe(table).to_dict("records"):
         off = ", ".join(map(str, arm["off eta"]))
@@ -65,7 +65,7 @@ def build_whole_table(table: pandas.DataFrame) -> list[str]:
 
 
 def build_verdict_table(find_verdicts: Callable[[], list[Verdict]]) -> list[str]:
-    """Build the lines of a table of verdicts; empty if a run that they need is missing."""
+    """Build the lines of a table of verdicts; empty if a run that the verdicts need is missing."""
     try:
         rows = [(each.name, "holds" if each.holds else "**fails**", each.found) for each in find_verdicts()]
     except MissingRunsError:
@@ -106,7 +106,7 @@ def build_rounded_table(table: pandas.DataFrame) -> list[str]:
 
 
 def build_tables() -> list[list[str]]:
-    """Build the tables for which the committed results have runs."""
+    """Build those tables for which the committed results contain runs."""
     whole, in_process = results.read(), results.read(results.IN_PROCESS)
     tables = [
         build_whole_table(whole),

@@ -40,12 +40,12 @@ LOOKS = {
     "clip around mu (bypass)": ("C6", ("bypass",)),
 }
 COLOURS = {arm: colour for colour, arms in LOOKS.values() for arm in arms}
-"""A correction has the same colour in all panels."""
+"""A correction has the same colour in all of the panels."""
 WORDS = {arm: words.rstrip() for words, (_, arms) in LOOKS.items() for arm in arms}
 
 
 def draw_by_step(axes: Axes, table: pandas.DataFrame, arms: Sequence[str]) -> None:
-    """Draw exact matches over the steps: the seeds' median as a thick line, each seed as a thin line."""
+    """Draw exact matches over the steps: the median of the seeds as a thick line, and each seed as a thin line."""
     for arm in arms:
         found = table[(table["arm"] == arm) & table["exact"].notna()]
         for _, of_seed in found.groupby("seed"):
@@ -58,7 +58,7 @@ def draw_by_step(axes: Axes, table: pandas.DataFrame, arms: Sequence[str]) -> No
 
 
 def draw_by_eta(axes: Axes, table: pandas.DataFrame, rate: float) -> None:
-    """Draw outcomes over the staleness of the sampler: medians as lines, seeds as points; only complete settings."""
+    """Draw outcomes over the sampler's staleness, for complete settings only: medians as lines, seeds as points."""
     for arm in IN_PROCESS:
         found = {eta: outcomes(table, f"{arm}-{eta}-{rate:g}")["outcome"] for eta in ETAS}
         found = {eta: each for eta, each in found.items() if len(each) == SEEDS}
@@ -70,7 +70,7 @@ def draw_by_eta(axes: Axes, table: pandas.DataFrame, rate: float) -> None:
 
 
 def draw(whole: pandas.DataFrame, in_process: pandas.DataFrame, path: Path) -> None:
-    """Write the figure as a PNG, with the numbers of seeds in brackets."""
+    """Write the figure as a PNG; the numbers of seeds are shown in brackets."""
 
     def panel(title: str, draw_lines: Callable[[Axes], None]) -> FigurePanel:
         def lines(axes: Axes) -> None:

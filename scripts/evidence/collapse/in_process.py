@@ -5,7 +5,7 @@
 
 Finished runs are not repeated; each run adds its steps to results_in_process.parquet, or to the file that --out names.
 This tests the loss and the correction under exact staleness. It does not test vLLM, Ray, TransferQueue, the transport
-of weights or the counting of their versions; the whole runs test those.
+of weights or the counting of their versions, which the whole runs test.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SampledRows:
     flags: Mapping[str, Any] = field(default_factory=dict)
 
     def to_tensordict(self) -> TensorDict:
-        """Lay the rows out as the V1 trainer does."""
+        """Convert the rows to the layout that the V1 trainer uses."""
         masks = [torch.ones(len(row), dtype=torch.int64) for row in self.responses]
         whole = [torch.cat(pair) for pair in zip(self.prompts, self.responses, strict=True)]
         columns = {
@@ -137,11 +137,11 @@ def build_actor_config(rate: float, *, prompts: int, rollouts: int) -> FSDPActor
 
 
 class Trainer:
-    """One model under training.
+    """A model that is being trained.
 
     Args:
         model: folder of the model.
-        actor: result of ``build_actor_config``.
+        actor: actor configuration from ``build_actor_config``.
     """
 
     def __init__(self, model: Path, actor: FSDPActorConfig) -> None:
@@ -166,7 +166,7 @@ class Trainer:
         self._worker.reset()
 
     def copy_weights(self) -> dict[str, Tensor]:
-        """Copy the weights, by their names in the model."""
+        """Copy the weights, keyed by their names in the model."""
         named = self._worker.engine.module.named_parameters()
         return {
             name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
@@ -202,10 +202,10 @@ class Trainer:
 
 
 class MeasuredLoss(OffPolicyLoss):
-    """The recipe's loss, which records the tokens that it kept.
+    """The recipe's loss, which also records which tokens it kept.
 
     Args:
-        at_random: reject the same number of negative rows in each micro-batch, drawn at random.
+        at_random: in each micro-batch, reject the same number of negative rows, but draw them at random.
     """
 
     def __init__(self, *args: Any, at_random: bool = False, seed: int = 0, **kwargs: Any) -> None:
@@ -248,7 +248,7 @@ class Spelling:
         return tokenize_prompts(self.tokenizer, [entry["question"] for entry in entries])
 
     def score(self, entries: Sequence[Entry], answers: Sequence[Tensor]) -> list[dict[str, float]]:
-        """Score answers by the quickstart's reward."""
+        """Score answers with the quickstart's reward."""
         texts = self.tokenizer.batch_decode([answer.tolist() for answer in answers], skip_special_tokens=True)
         return [grade(entry, text) for entry, text in zip(entries, texts, strict=True)]
 
@@ -260,7 +260,8 @@ def sample(
     """Sample an answer to each prompt at temperature 1.
 
     Returns:
-        Per row: (T,) token ids with the end of sequence, their log mu, (T,), and log mu of the whole vocabulary, (T,
+        Per row: (T,) token ids including the end of sequence, their log mu, (T,), and log mu of the whole vocabulary,
+            (T,
         V).
     """
     padded, attention = pad_left([list(each) for each in prompts], tokenizer.pad_token_id)
@@ -296,13 +297,13 @@ def train(
     build_trainer: Callable[[Path, FSDPActorConfig], Trainer] = Trainer,
     annotate: Callable[[SampledRows, Sequence[Tensor]], None] = lambda rows, log_probs: None,
 ) -> Records:
-    """Train once; return each step's measurements under verl's names; the measurements of step 0 precede training.
+    """Train once; return each step's measurements under verl's names. Those of step 0 are made before training.
 
     Args:
-        eta: number of steps by which the sampler's weights are late.
-        mantissa: bits to which the sampler's weights are rounded; None: they are not rounded.
+        eta: number of steps by which the sampler's weights lag behind.
+        mantissa: number of bits to which the sampler's weights are rounded; None if they are not rounded.
         at_random: see ``MeasuredLoss``.
-        annotate: function that adds notes to the rows, from each row's (T, V) log mu.
+        annotate: function that adds notes to the rows, based on each row's (T, V) log mu.
     """
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -374,13 +375,13 @@ def _measure(
 
 @cache
 def begin() -> Path:
-    """Set the variables that Ray sets for a single worker; return the folder of the model that runs start from."""
+    """Set the variables that Ray sets for a single worker; return the folder of the model from which runs start."""
     join_process_group()
     return find_start_model()
 
 
 def make(run: Planned, train_from: Callable[[Path], Records], out: Path) -> str:
-    """Make one run and add its steps to ``out``; return how it ended."""
+    """Make one run and add its steps to ``out``; return how the run ended."""
     model, began = begin(), time.time()
     records = train_from(model)
     seconds = time.time() - began

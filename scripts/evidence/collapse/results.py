@@ -1,4 +1,4 @@
-"""The committed results: Parquet files with one row per step of each run."""
+"""The committed results: Parquet files with one row for each step of each run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DATA = Path(__file__).resolve().parent / "results.parquet"
 """Results of the whole runs."""
 IN_PROCESS = DATA.with_name("results_in_process.parquet")
 OTHER_START = DATA.with_name("results_in_process_other_start.parquet")
-"""In-process results from the weights of another warm start; no verdict uses them."""
+"""In-process results that start from the weights of another warm start; no verdict uses them."""
 START_WEIGHTS = DATA.with_name("start_weights.safetensors")
 MACHINE_FAILURES = DATA.with_name("machine_failures.csv")
-"""Runs that the machine ended and that were repeated once, one per line."""
+"""Runs that the machine ended and that were therefore repeated once, one per line."""
 
 COLUMNS = {
     "exact": "val-aux/reasoning_gym/spell_backward/exact/mean@1",
@@ -35,7 +35,7 @@ COLUMNS = {
     "proved": "offpolicy/live/proved",
     "seconds": "timing_s/step",
 }
-"""Column -> verl's metric; NaN if a step did not log it."""
+"""Column -> verl's metric; NaN in steps that did not log the metric."""
 
 
 def build_rows(
@@ -43,11 +43,11 @@ def build_rows(
     records: Sequence[tuple[int, Mapping[str, Any]]],
     columns: Mapping[str, str] = COLUMNS,
 ) -> list[dict[str, Any]]:
-    """Build a run's rows from its metrics, pairs of a step and the line that verl's file logger wrote.
+    """Build a run's rows from its metrics, which are pairs of a step and the line that verl's file logger wrote.
 
     Args:
         run: columns that are equal in all rows: ``arm``, ``seed``, ``outcome`` ("finished", or how it died), ...
-        columns: column -> verl's metric.
+        columns: column of the results -> verl's metric.
     """
     return [
         {**run, "step": step, **{name: _number(data.get(key)) for name, key in columns.items()}}
@@ -56,12 +56,12 @@ def build_rows(
 
 
 def _number(value: float | None) -> float:
-    """Convert a metric, which verl's file logger writes as null if it is NaN."""
+    """Convert a metric to a number; verl's file logger writes NaN as null."""
     return math.nan if value is None else float(value)
 
 
 def read(path: Path | None = None) -> pandas.DataFrame:
-    """Read the results, by default those of the whole runs; an empty table if nothing has been run."""
+    """Read the results, by default those of the whole runs; the table is empty if nothing has been run."""
     path = path or DATA
     if path.exists():
         return pandas.read_parquet(path)
@@ -94,7 +94,7 @@ def note_machine_failure(run: Mapping[str, Any], path: Path | None = None) -> bo
 
 
 def describe_finished(path: Path | None = None) -> dict[tuple[str, int], str]:
-    """Describe, by arm and seed, how the runs that need no repetition ended, and how long they took."""
+    """Describe, by arm and seed, how each run that need not be repeated ended, and how long it took."""
     found = read(path)
     if found.empty:
         return {}

