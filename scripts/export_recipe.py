@@ -1,9 +1,9 @@
-"""Write the part of this project that verl's collection of recipes could take: one folder, at most 2 000 lines.
+"""Writes the part of this project that verl's collection of recipes could include: one folder of at most 2 000 lines.
 
     python scripts/export_recipe.py DIR     # writes DIR/offpolicy_correction
 
-DIR is a checkout of verl-recipe, or any folder. The options are the files of configs/correction, and ratios.py holds
-functions of recipe/offpolicy/correction/ratios.py; the rest is the compact implementation in scripts/export. An
+DIR is a checkout of verl-recipe, or any folder. The options are the files in configs/correction, and ratios.py contains
+functions from recipe/offpolicy/correction/ratios.py. The rest is the compact implementation in scripts/export. An
 existing export is updated in place; a folder with other files is not changed.
 """
 
@@ -31,7 +31,7 @@ def find_imported(source: str, module: str) -> set[str]:
 
 
 def select_functions(source: str, names: set[str]) -> str:
-    """Leave out a module's top-level functions that are neither in ``names`` nor used by a function that is kept."""
+    """Leave out a module's top-level functions, except those in ``names`` and those that a kept function uses."""
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     kept, todo = set(), names & functions.keys()
     while todo:
@@ -46,7 +46,7 @@ def select_functions(source: str, names: set[str]) -> str:
 
 
 def build_files() -> dict[str, str]:
-    """Build the recipe: path in its folder -> content."""
+    """Build the recipe's files: path in the recipe's folder -> content."""
     version = runpy.run_path(str(ROOT / "recipe" / "offpolicy" / "version.py"))["VERSION"]
     files = {
         path.relative_to(TEMPLATE).as_posix(): path.read_text()

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 UPDATED = "actor/grad_norm"
 """Key that a step's metrics contain, but a validation's metrics do not."""
 Records = list[tuple[int, dict[str, Any]]]
-"""(step, metrics) as verl's logger ``file`` writes them."""
+"""(step, metrics), as written by verl's logger ``file``."""
 T = TypeVar("T")
 
 
@@ -38,10 +38,10 @@ class Ended:
     """A run that has ended.
 
     Attributes:
-        code: its exit status; None if the time limit ended it.
-        said: what it printed.
-        folder: folder of its metrics and logs; None if it ended before creating one.
-        records: metrics by step; those of step 0 come from the validation before training.
+        code: exit status of the run; None if the run was ended because of its time limit.
+        said: what the run printed.
+        folder: folder with the run's metrics and logs; None if the run ended before creating one.
+        records: metrics by step; those of step 0 are from the validation before training.
     """
 
     code: int | None
@@ -55,7 +55,7 @@ def run_quickstart(
 ) -> Ended:
     """Run scripts/quickstart.sh until it ends, this process ends, or its time limit is reached.
 
-    It uses VENV, by default the environment that runs this process, and the given variables.
+    The run uses VENV, by default the environment that runs this process, and the given variables.
     """
     command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *overrides]
     environment = {**os.environ, "VENV": os.environ.get("VENV") or sys.prefix, **environment}
@@ -116,10 +116,10 @@ def time_call(call: Callable[[], Any]) -> Seconds:
 
 
 def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, uncounted: int = 1) -> dict[str, list[T]]:
-    """Call each side once per round, so that all sides run under the same machine load; the order alternates.
+    """Call each side once per round, in alternating order, so that all sides run under the same machine load.
 
     Args:
-        uncounted: number of rounds before the counted ones, in which sides import and compile.
+        uncounted: number of rounds before the rounds that count; in these, sides import and compile.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(-uncounted, rounds):
@@ -136,14 +136,14 @@ def find_median_ratio(ours: Sequence[float], others: Sequence[float]) -> float:
 
 
 def run_in_fresh_process(work: Callable[..., T], *arguments: Any, preload: Sequence[str] | None = None) -> T:
-    """Run ``work`` in a separate process and return its result, so that a measurement does not affect the next one.
+    """Run ``work`` in a separate process and return its result, so that measurements do not affect each other.
 
     Args:
-        preload: modules that are imported by a server, which computes nothing and from which the process is forked;
-            None to start a new Python.
+        preload: modules that a server process imports without computing anything; the process is forked from this
+            server. None to start a new Python.
 
     Raises:
-        RuntimeError: the process ended without an answer, for example because it was killed for its memory.
+        RuntimeError: the process ended without an answer, for example because it was killed for using too much memory.
     """
     context: Any = multiprocessing.get_context("spawn" if preload is None else "forkserver")
     if preload is not None:
@@ -182,12 +182,12 @@ def read_seconds(process: psutil.Process) -> float:
 
 
 def build_parser(about: str | None) -> argparse.ArgumentParser:
-    """Build a parser whose help is a module's docstring."""
+    """Build a parser that shows a module's docstring as its help."""
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_counts(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """Add options that take a number of 1 or more."""
+    """Add options whose value is a number of 1 or more."""
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=_read_count, default=value)
 

@@ -1,6 +1,7 @@
-"""Submit a job to a Ray cluster and exit with its status; scripts/launch_ray.sh documents arguments and variables.
+"""Submits a job to a Ray cluster and exits with the job's status; scripts/launch_ray.sh documents the arguments.
 
-Ray's own command joins words in a way that a POSIX shell parses differently, and ends with 0 if a job was stopped.
+Ray's own command joins words in such a way that a POSIX shell would parse them differently, and exits with 0 if a job
+was stopped.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
 class JobError(ValueError):
-    """The requested job is not possible; the message names the variable and the fix."""
+    """The job cannot be run as requested; the message names the variable and the fix."""
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Parsed command line of the launcher.
+    """The parsed command line of the launcher.
 
     Attributes:
         wait: whether to show the log and wait for the end.
-        variables: environment of the command and its workers.
+        variables: environment variables for the command and its workers.
         command: program and arguments.
     """
 
@@ -83,14 +84,14 @@ def parse(words: Sequence[str]) -> JobRequest:
 def runtime_env(
     base: str, working_dir: str, excludes: str, variables: Mapping[str, str], environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Build Ray's runtime environment of the job.
+    """Build Ray's runtime environment for the job.
 
     Args:
-        base: the user's fields: a JSON or YAML file, JSON itself, or empty.
-        working_dir: a folder, a URI, "none", or empty if ``base`` contains one.
+        base: the user's fields, as a JSON or YAML file, or as JSON itself; may be empty.
+        working_dir: a folder, a URI, or "none"; empty if ``base`` contains one.
         excludes: further patterns, separated by commas.
         variables: variables given for this job.
-        environ: environment of this process; the variables that workers of a corrected run need are taken from it.
+        environ: environment of this process, from which the variables that workers of a corrected run need are taken.
 
     Raises:
         JobError: a file or folder is missing, or two settings contradict each other.
@@ -131,7 +132,7 @@ def connect(address: str) -> Any:
     """Connect to the cluster's job server.
 
     Raises:
-        JobError: nothing answers there, or Ray is not installed here.
+        JobError: nothing answers at the address, or Ray is not installed here.
     """
     try:
         from ray.exceptions import RayError
@@ -164,7 +165,7 @@ def follow(client: Any, job: str) -> int:
         asyncio.run(tail())
     except (OSError, RuntimeError, aiohttp.ClientError) as error:
         print(f"launch: the log of job {job} is lost ({error}); the job continues.", file=sys.stderr)
-    # The log may end before the job does.
+    # The log may end before the job ends.
     while not client.get_job_status(job).is_terminal():
         time.sleep(_POLL_SECONDS)
     info = client.get_job_info(job)
@@ -176,7 +177,7 @@ def follow(client: Any, job: str) -> int:
 
 
 def launch(request: JobRequest) -> int:
-    """Submit the job, and follow it if requested; return the launcher's exit status."""
+    """Submit the job, and follow it if this is requested; return the launcher's exit status."""
     environment = runtime_env(
         os.environ.get("RUNTIME_ENV", ""),
         os.environ.get("WORKING_DIR", ""),
@@ -186,7 +187,8 @@ def launch(request: JobRequest) -> int:
     )
     address = os.environ.get("RAY_ADDRESS") or DEFAULT_ADDRESS
     client = connect(address)
-    # Every word is quoted, because the shell would interpret brackets, quotes and dollars in Hydra's overrides.
+    # Every word is quoted, because the shell would otherwise interpret brackets, quotes and dollar signs in Hydra's
+    # overrides.
     entrypoint = shlex.join(request.command)
     job = client.submit_job(
         entrypoint=entrypoint,

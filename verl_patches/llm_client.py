@@ -59,7 +59,7 @@ _OF_FULLY_ASYNC = _of("verl.experimental.fully_async_policy.fully_async_rolloute
 
 
 def note_by(note: Callable[[Any], Any]) -> None:
-    """Make ``note(client)`` replace each client that fully_async_policy's rollouter passes to its agent loops; once."""
+    """Make ``note(client)`` replace the clients that fully_async_policy's rollouter gives its agent loops; once."""
     release = installed_release("verl")
     if release is not None and attributes_of(release).token_versions:
         wrap(_OF_FULLY_ASYNC, lambda original, *args, **kwargs: note(original(*args, **kwargs)))

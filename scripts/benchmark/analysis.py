@@ -52,7 +52,7 @@ LEAST = 20
 
 
 def draw(directory: Path, tokens: int, step_tokens: int = STEP, *, ranks: int = 1, jobs: int = 1) -> None:
-    """Draw the missing steps of a recording of this many tokens: rows of 500, groups of 8, a quarter of the rows stale.
+    """Draw the missing steps of a recording of this many tokens: rows of 500, in groups of 8, a quarter of them stale.
 
     Args:
         ranks: number of files per step.

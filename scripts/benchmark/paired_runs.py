@@ -159,7 +159,7 @@ def build_command(
         quote("hydra.run.dir", scratch / "hydra"),
         quote("reward.custom_reward_function.path", REWARD),
         *build_release_overrides("cpu", release),
-        # Held-out questions are only comparable if both runs do the same work.
+        # Held-out questions are left out, because answering them is the same work in both runs.
         *("trainer.val_before_train=false", "trainer.test_freq=-1"),
         *(f"data.seed={pair}", f"actor_rollout_ref.rollout.seed={pair}"),
         *preset.both,

@@ -1,4 +1,4 @@
-"""Cost of scoring prefixes in the server's front end, without the model's own work, in microseconds per position.
+"""Measures the cost of scoring prefixes in the server's front end, in microseconds per position, without the model.
 
     python scripts/benchmark/scoring_cost.py [--positions 2200]
 

@@ -84,7 +84,7 @@ def draw_log_probs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw_offsets(tokens: int, mean: int) -> Tensor:
-    """Draw rows that lie end to end: their starts, and ``tokens``. Lengths are uniform up to twice their mean."""
+    """Draw rows that are stored end to end: their starts, and ``tokens``. Lengths are uniform up to twice the mean."""
     rows = max(tokens // mean, 1)
     lengths = torch.full((rows,), mean)
     # Lengths are drawn in pairs, so that they add up to the requested number.

@@ -1,4 +1,4 @@
-"""Cost of a teacher's log-probs, in microseconds per prompt position, for the server and for the client in training.
+"""Measures the cost of a teacher's log-probs for the server and the client, in microseconds per prompt position.
 
     bash scripts/teacher.sh MODEL --port 8100 &
     python scripts/benchmark/teacher_cost.py http://127.0.0.1:8100 --pid $!
@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 
 
 def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None = None) -> Cost:
-    """Measure the cost of ``rows`` rows of ``tokens`` ids, half of which are the prompt's; median of the repeats."""
+    """Measure the cost of ``rows`` rows of ``tokens`` ids, half of which belong to the prompt; the repeats' medians."""
     # Imported here because these packages take seconds to import and --help does not need them.
     from recipe.offpolicy.extensions.opd.settings import TeacherSettings
     from recipe.offpolicy.extensions.opd.start_up import find_model

@@ -95,7 +95,7 @@ class Spent(NamedTuple):
 
 
 def build_model(name: str, device: str, vocabulary: int | None = None) -> Any:
-    """Build a model with random weights, float32 on a CPU and bfloat16 on a GPU; ``vocabulary``: None for its own."""
+    """Build a model with random weights, float32 on a CPU, bfloat16 on a GPU; with the given ``vocabulary``, if any."""
     from scripts.quickstart.model import build_model, build_tokenizer
 
     changes = MODELS[name] | ({} if vocabulary is None else {"vocab_size": vocabulary})
@@ -104,7 +104,7 @@ def build_model(name: str, device: str, vocabulary: int | None = None) -> Any:
 
 
 class Engine:
-    """Methods of verl's engine that score centering wraps, around a model for which a micro-batch is a mini-batch."""
+    """The methods of verl's engine that score centering wraps, for a model whose micro-batches are mini-batches."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -132,7 +132,7 @@ class Engine:
 def build_micro_batch(
     model: Any, sizes: Sizes, seed: int, *, last: bool = True, centering: int | None = None
 ) -> TensorDict:
-    """Build rows as verl's V1 trainer ships them, with pi_old from the model and mu slightly different.
+    """Build rows in the form that verl's V1 trainer sends, with pi_old from the model and a slightly different mu.
 
     Args:
         last: whether the rows belong to the update's last mini-batch.
@@ -205,7 +205,7 @@ def compute_logits(model: Any, ids: Any) -> Tensor:
 
 
 def take_log_probs(logits: Tensor, ids: Any) -> Tensor:
-    """Compute the log-prob of each next token, nested and shifted left by one as verl's engine returns them."""
+    """Compute the log-prob of each next token, nested and shifted left by one, in the form of verl's engine."""
     logits, padded = logits.float(), ids.to_padded_tensor(0)
     labels = padded.roll(-1, dims=-1)
     flat = logits.gather(-1, labels[..., None])[..., 0] - logits.logsumexp(-1)

@@ -184,7 +184,7 @@ def sequence_is_unbiased(mismatches: Table, stalenesses: Table) -> str:
 
 
 def baselines_stay_unbiased(mismatches: Table) -> str:
-    """Assert E_mu[w_t grad log pi_t] = 0 for untruncated IS at every level and for MinPRO, but for no other."""
+    """Assert E_mu[w_t grad log pi_t] = 0 for untruncated IS at every level and for MinPRO, but for no others."""
     held = max(row[e.name].score_mean for row in mismatches.values() for e in BASELINE_SAFE)
     require(held < 1e-12, f"untruncated IS has a score mean of {held:.1e}: a baseline would bias it")
     others = {
@@ -248,7 +248,7 @@ def keep_rates_agree(
     """Assert that shipped masks keep as many simulated rows as a normal model predicts, up to 5 standard errors.
 
     Args:
-        share: (aggregate, case, length) -> share of ``rows`` simulated rows kept.
+        share: (aggregate, case, length) -> share of the ``rows`` simulated rows that is kept.
     """
     worst = 0.0
     for aggregate in MASKS:

@@ -2,9 +2,10 @@
 
     python scripts/evidence/estimators.py [--seed 0] [--out outputs/estimators.png]
 
-Prints bias, cosine and variance of every estimator's gradient against the true gradient at several mismatches, the bias
-under staleness, and keep-rates by length. Asserts the claims that should hold exactly, and exits with 1 if a claim does
-not hold. The corrections are those of ``recipe.offpolicy.correction``. Only the simulated keep-rates are sampled.
+Prints bias, cosine and variance of every estimator's gradient, compared with the true gradient, at several mismatches;
+the bias under staleness; and keep-rates by length. Asserts the claims that should hold exactly, and exits with 1 if a
+claim does not hold. The corrections are those of ``recipe.offpolicy.correction``. Only the simulated keep-rates are
+sampled.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from recipe.offpolicy.analysis.pages.plotting import INK, MARKERS, MUTED, apply_
 
 WIDTH = 120
 Shares = dict[tuple[str, claims.LogRatio, int], float]
-"""(aggregate, case, length) -> share of simulated rows kept."""
+"""(aggregate, case, length) -> share of simulated rows that is kept."""
 
 
 @dataclass(frozen=True)
 class EvidenceSettings:
-    """Settings of one run; 4^6 sequences take a few seconds.
+    """Settings of one run; with 4^6 sequences, a run takes a few seconds.
 
     Attributes:
-        mismatches: standard deviations of mu's logits, ascending; slopes are computed from the two smallest.
-        plane: the mismatch of the bias-variance figure, one of ``mismatches``.
-        stalenesses: standard deviations of pi's parameters, at mismatch ``stale_mismatch``.
-        stale: the staleness at which options are measured, at mismatch ``plane``.
-        worlds: number of other policies and mismatches, with the seeds after ``seed``, measured at ``plane``.
+        mismatches: standard deviations of mu's logits, ascending; slopes are computed from the two smallest ones.
+        plane: the mismatch for the bias-variance figure, one of ``mismatches``.
+        stalenesses: standard deviations of pi's parameters; the mismatch is ``stale_mismatch``.
+        stale: the staleness at which options are measured; the mismatch is ``plane``.
+        worlds: number of further policies and mismatches, with the seeds that follow ``seed``, measured at ``plane``.
         rows: number of simulated rows for each keep-rate.
     """
 
@@ -67,12 +68,12 @@ class Evidence:
     """Results of one run.
 
     Attributes:
-        on_policy_variance: variance of one row's gradient at mu = pi_old = pi, the unit of variances.
+        on_policy_variance: variance of one row's gradient at mu = pi_old = pi, which is the unit of variances.
         mismatches, stalenesses: level -> estimator's name -> measurement.
-        biases: estimator's name -> its bias in each world, first the world of ``seed``.
-        sentences: the claims that were asserted, with figures.
-        options, stale_options: every option of the group ``correction`` at mismatch ``plane``, with pi = pi_old, and
-            with pi stale.
+        biases: estimator's name -> its bias in each world, starting with the world of ``seed``.
+        sentences: the claims that were asserted, with their figures.
+        options, stale_options: every option of the group ``correction`` at mismatch ``plane``: with pi = pi_old, and
+            with stale pi.
     """
 
     settings: EvidenceSettings
@@ -87,7 +88,7 @@ class Evidence:
 
 
 def collect(settings: EvidenceSettings) -> Evidence:
-    """Measure everything and assert the claims that hold exactly.
+    """Measure everything, and assert the claims that must hold exactly.
 
     Raises:
         claims.ClaimError: a claim does not hold.
@@ -134,7 +135,7 @@ def collect(settings: EvidenceSettings) -> Evidence:
 
 def _measurements(world: World, mismatch: float, staleness: float, *, options: bool = False) -> dict[str, Measurement]:
     setting = policies(world, mismatch=mismatch, staleness=staleness)
-    # Some options are for answers of several turns.
+    # Some options are meant for answers of several turns.
     return {
         each.name: measure(each, setting, turns=1 + options) for each in (list_options() if options else ESTIMATORS)
     }
@@ -206,7 +207,7 @@ def report(evidence: Evidence, console: Console) -> None:
 
 
 def number(value: float) -> str:
-    """Format a number with two digits; rounding errors become 0."""
+    """Format a number with two digits; rounding errors are shown as 0."""
     return "0" if value < 1e-10 else f"{value:.2g}"
 
 
@@ -221,10 +222,10 @@ COLOURS: dict[Family, str] = {
 }
 DASHES = ("-", "--", ":", "-.")
 FLOOR = 1e-3  # biases below this are not drawn
-# At pi = pi_old these two coincide with sequence IS.
+# At pi = pi_old, these two estimators coincide with sequence IS.
 DRAWN = tuple(estimator for estimator in ESTIMATORS if estimator not in (SELF_NORMALISED, SEQUENCE_IS_FULL))
-# Token weights share a line, and masks that remove nothing lie on the line of no correction, so it is enough to draw
-# one or two of them.
+# Token weights share a line, and masks that remove nothing lie on the line of no correction, so only one or two of each
+# are drawn.
 GROWING = (
     "none", "token TIS, cap 2", "sequence TIS, cap 5", "geometric weight", "geometric mask [0.99, 1.01]",
     "product mask [0.5, 2]", "OPSM, delta=0.1",
@@ -232,7 +233,7 @@ GROWING = (
 
 
 def draw(evidence: Evidence, path: Path) -> None:
-    """Write a PNG; create its folder."""
+    """Write a PNG, and create its folder if necessary."""
     with apply_style():
         figure, (growth, plane, kept, names) = create_axes(2, 2, width=10, height=9)
         _growth(evidence, growth)
@@ -243,7 +244,7 @@ def draw(evidence: Evidence, path: Path) -> None:
 
 
 def _names(axes: Any, *, above: Any, alongside: Any) -> None:
-    """Draw the other panels' legend in a separate panel, where it hides nothing."""
+    """Draw the legend of the other panels in a separate panel, where it does not hide anything."""
     axes.set_axis_off()
     for panel, title, place, columns in (
         (above, "Above", "upper left", 2),
@@ -253,7 +254,7 @@ def _names(axes: Any, *, above: Any, alongside: Any) -> None:
             *panel.get_legend_handles_labels(), loc=place, bbox_to_anchor=(0, 1.08 if place == "upper left" else -0.08),
             title=title, alignment="left", frameon=False, ncols=columns, fontsize=8.5, columnspacing=1.0,
         )  # fmt: skip
-        # The panels keep their widths.
+        # The widths of the panels do not change.
         legend.set_in_layout(False)
         axes.add_artist(legend)
 
@@ -322,7 +323,7 @@ def _kept(evidence: Evidence, axes: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, settings: EvidenceSettings | None = None) -> int:
-    """Run the command; return 0, or 1 if a claim that should hold exactly does not.
+    """Run the command; return 0, or 1 if a claim that must hold exactly does not hold.
 
     Args:
         settings: a smaller world for tests; ``--seed`` overrides its seed.

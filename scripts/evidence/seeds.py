@@ -1,4 +1,4 @@
-"""Shared code of all evidence: claims, resumable plans of runs, and statistics and curves over seeds."""
+"""Code that all evidence shares: claims, plans of runs that can be resumed, and statistics and curves over seeds."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ DRAWS = 10_000
 
 
 class ClaimError(AssertionError):
-    """A claim does not hold; the message has its figures."""
+    """A claim does not hold; the message contains the claim's figures."""
 
 
 def require(holds: bool, sentence: str) -> None:
-    """Raise ClaimError with the sentence unless the claim holds."""
+    """Raise ClaimError with this sentence unless the claim holds."""
     if not holds:
         raise ClaimError(sentence)
 
 
 class Planned:
-    """A run of a plan: named settings, a seed, its ``seconds`` on an idle machine, and perhaps ``details``."""
+    """A run of a plan: named settings, a seed, its ``seconds`` on an idle machine, and optionally ``details``."""
 
     seed: int
 
     @property
     def setting(self) -> str:
-        """Name of all settings except the seed; together with the seed it is the key of the run's results."""
+        """Name made of all settings except the seed; together with the seed, it is the key of the run's results."""
         raise NotImplementedError
 
     @property
     def name(self) -> str:
-        """Name of the run, unique in the plan."""
+        """Name of the run, which is unique in the plan."""
         return f"{self.setting}-{self.seed}"
 
     @property
     def names(self) -> set[str]:
-        """Names that select the run."""
+        """Names by which the run can be selected."""
         return {self.setting, self.name}
 
 
 def build_parser(about: str | None) -> argparse.ArgumentParser:
-    """Build the options of a command that makes a plan's runs."""
+    """Build the options of a command that makes the runs of a plan."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of runs, or of what several have in common")
     parser.add_argument("--list", action="store_true", help="every run, whether it has finished, and its time")
@@ -67,12 +67,12 @@ def make_runs(
     options: argparse.Namespace,
     cores: str,
 ) -> None:
-    """List the runs that the options name, or make the unfinished ones, one after another.
+    """List the runs that the options select, or make those that are unfinished, one after another.
 
     Args:
         plan: runs, each a ``Planned``.
         finished: (setting, seed) -> how the run ended.
-        make: makes a run, keeps its results, and returns how it ended.
+        make: makes a run, stores its results, and returns how the run ended.
         cores: number of cores that a run uses.
 
     Raises:
@@ -98,7 +98,7 @@ def make_runs(
 
 
 def draw_means(rng: np.random.Generator, values: ArrayLike) -> np.ndarray:
-    """Resample the seeds with replacement, as many as there are, and take their mean, ``DRAWS`` times."""
+    """Resample the seeds with replacement, as many as there are, and compute their mean, ``DRAWS`` times."""
     found = np.asarray(values, dtype=float)
     means: np.ndarray = found[rng.integers(len(found), size=(DRAWS, len(found)))].mean(1)
     return means
@@ -110,17 +110,17 @@ def bootstrap(differences: ArrayLike, confidence: float = 0.95) -> tuple[float, 
 
 
 def find_percentiles(drawn: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Find the central interval that holds ``confidence`` of the drawn values, with as many below it as above it."""
+    """Find the central interval with ``confidence`` of the drawn values, and as many values below it as above it."""
     edge = 50 * (1 - confidence)
     low, high = np.percentile(drawn, [edge, 100 - edge])
     return float(low), float(high)
 
 
 def sign_flip(differences: ArrayLike, *, two_sided: bool = True) -> float:
-    """Compute the p value of the exact paired sign-flip test: the share of sign patterns with at least as large a mean.
+    """Compute p of the exact paired sign-flip test: the share of sign patterns whose mean is at least as large.
 
-    In the one-sided test, only positive means count as large. With n pairs, no p is below 2 / 2^n, or 1 / 2^n
-    one-sided.
+    In the one-sided test, only positive means count as large. With n pairs, p is at least 2 / 2^n in the two-sided
+    test, and 1 / 2^n in the one-sided test.
     """
     found = np.asarray(differences, dtype=float)
     signs = 1.0 - 2.0 * (np.arange(2 ** len(found))[:, None] >> np.arange(len(found)) & 1)
@@ -143,14 +143,14 @@ def cliffs_delta(one: ArrayLike, other: ArrayLike) -> float:
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Adjust p values by Holm's step-down rule (Holm 1979): each times the number of p values >= it, made monotone."""
+    """Adjust p values by Holm's step-down rule (Holm 1979): each p times the number of p values >= p, made monotone."""
     ordered = pandas.Series(p_values).sort_values(kind="stable")
     adjusted = (ordered * np.arange(len(ordered), 0, -1)).clip(upper=1.0).cummax()
     return {name: float(adjusted[name]) for name in p_values}
 
 
 def page(scores: ArrayLike) -> float:
-    """Compute the p value of a falling trend: Page's L (Page 1963) against ``DRAWS`` permutations within seeds.
+    """Compute p of a falling trend: Page's L (Page 1963) is compared with ``DRAWS`` permutations within seeds.
 
     Args:
         scores: (seeds, levels), outcomes that are expected to fall with the level.
@@ -169,8 +169,8 @@ def draw_levels(
 
     Args:
         levels: level -> value of each seed.
-        ordered: all levels; levels missing in ``levels`` are left out of the line.
-        middle: numpy's mean or median.
+        ordered: all levels in order; levels that ``levels`` lacks are left out of the line.
+        middle: function that computes the mean or the median, from numpy.
         look: colour and label of the line.
     """
     places = [ordered.index(level) for level in levels]

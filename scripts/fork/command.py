@@ -1,4 +1,4 @@
-"""Command of copy_into_fork.sh: arguments, order of the steps, messages, and the smoke test of a copy in place.
+"""The command of copy_into_fork.sh: arguments, order of the steps, messages, and the smoke test of a copy in its place.
 
 The smoke test runs from the checkout's root, with the checkout's verl, in the user's environment.
 """
@@ -46,7 +46,7 @@ LAUNCH = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
 )
-"""A correction, and the settings that verl requires of every launch."""
+"""A correction, and the settings that verl requires in every launch."""
 ORIGINS = """
 import sys, verl, recipe.offpolicy, verl_patches
 from pathlib import Path
@@ -77,7 +77,7 @@ STEPS = (
         "compare verl/workers/utils/losses.py with that of the release: the correction goes through its ppo_loss",
     ),
 )
-"""Name, arguments of Python, and the fix to show if the program itself names none."""
+"""Name, arguments of Python, and the fix to show if the program itself does not name one."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     except Refused as error:
         return _refuse(str(error))
     except BrokenPipeError:
-        # The reader has closed the pipe. At exit Python would write the rest, and fail again.
+        # The reader has closed the pipe. At exit, Python would try to write the rest, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE if options.dry_run else _stop("no one reads the output any more")
     except (OSError, KeyboardInterrupt) as error:
@@ -200,14 +200,14 @@ def _say(message: str) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason and fix of a step that failed."""
+    """Reason for the failure of a step, and its fix."""
 
     reason: str
     fix: str
 
 
 def smoke_test(fork: Fork, python: str) -> Failure | None:
-    """Run the steps one after another, up to the first that fails; print each step's name before it starts."""
+    """Run the steps one after another, up to the first that fails; each step's name is printed before it starts."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [fork.python_path, os.environ.get("PYTHONPATH")])),
@@ -237,10 +237,10 @@ def smoke_test(fork: Fork, python: str) -> Failure | None:
 
 
 def explain(done: subprocess.CompletedProcess[str], fix: str) -> Failure | None:
-    """Build the failure of a program that ended with a nonzero status; `fix` is used if its output names no fix."""
+    """Build the failure of a program with a nonzero exit status; `fix` is used if the program's output names no fix."""
     if done.returncode == 0:
         return None
-    # Only the last line counts, because warnings name packages that are not needed.
+    # Only the last line counts, because warnings may name packages that are not needed.
     if missing := re.search(r"^ModuleNotFoundError: No module named '([\w.]+)'\s*\Z", done.stderr, re.M):
         package = missing[1].partition(".")[0]
         if package not in ("verl", "recipe", "verl_patches"):

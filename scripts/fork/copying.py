@@ -1,6 +1,6 @@
-"""Copy files into a verl checkout in one commit, and remove them in another commit.
+"""Copies files into a verl checkout in one commit, and removes them in another commit.
 
-git protects the checkout's uncommitted changes.
+Uncommitted changes in the checkout are protected by git.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 _RELEASES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "verl_patches" / "releases.py"))
-"""This module is loaded as a file, because its package needs other packages, but any Python must be able to make a
-copy."""
+"""This module is loaded as a file. Its package needs other packages, but it must be possible to make a copy with any
+Python."""
 SUPPORTED: tuple[str, ...] = _RELEASES["TESTED"]
 release_of: Callable[[str], str] = _RELEASES["release_of"]
 ALLOW_UNTESTED = "OFFPOLICY_ALLOW_UNTESTED_VERL"
 ASIDE = "offpolicy_correction"
-"""Folder of the copy in a checkout whose `recipe` folder does not belong to the checkout itself."""
+"""Folder for the copy in a checkout whose `recipe` folder is not part of the checkout itself."""
 PACKAGES = ("recipe/offpolicy", "verl_patches")
 MANIFEST = ".offpolicy-manifest.json"
 ABOUT = "Copied by copy_into_fork.sh of verl-offpolicy, which updates these files and removes them with --undo."
@@ -34,7 +34,7 @@ _COMPILED = frozenset({".pyc", ".nbi", ".nbc"})
 
 
 class Refused(Exception):
-    """The operation is refused, for a reason in the checkout; nothing was written."""
+    """The operation is refused because of something in the checkout; nothing was written."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Fork:
     """A verl checkout.
 
     Attributes:
-        root: absolute path, with links resolved.
-        release: release of verl that the checkout's version denotes.
-        place: folder of the copy with a slash, "" for the root.
-        reason: why the copy is there.
+        root: absolute path with links resolved.
+        release: release of verl that the checkout's version stands for.
+        place: folder of the copy, with a trailing slash; "" for the root.
+        reason: why the copy is in this folder.
     """
 
     root: Path
@@ -63,7 +63,8 @@ def open_fork(path: Path) -> Fork:
     """Open the checkout at `path`.
 
     Raises:
-        Refused: there is no checkout, the recipe was not tested with its release, or Python would not find a copy.
+        Refused: there is no checkout, the recipe was not tested with the checkout's release, or Python would not find a
+            copy.
     """
     root = path.resolve()
     if not root.is_dir():
@@ -110,7 +111,7 @@ def require_repository(root: Path) -> None:
 
 
 def _why_not_its_own(root: Path, recipe: Path) -> str:
-    """Explain why files under recipe/ would not belong to the checkout; "" if they do."""
+    """Explain why files under recipe/ would not be part of the checkout; "" if they would."""
     if recipe.is_symlink():
         return f"recipe/ is a link to {os.readlink(recipe)}"
     if recipe.exists() and not recipe.is_dir():
@@ -126,17 +127,17 @@ def _why_not_its_own(root: Path, recipe: Path) -> str:
 
 
 def git(root: Path, *arguments: str, given: str = "", **variables: str) -> str:
-    """Run git and return its output; "" if it printed or found nothing.
+    """Run git and return its output; "" if git printed or found nothing.
 
     Raises:
-        Refused: git fails, with its reason.
+        Refused: git fails; the message contains git's reason.
     """
-    # A hook's GIT_DIR would make git use another repository.
+    # A hook's GIT_DIR would make git use a different repository.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {"LC_ALL": "C"}
     settings = ("-c", "safe.directory=*", "-c", "core.hooksPath=/dev/null")
     command = ["git", "--no-optional-locks", *settings, "-C", str(root), *arguments]
     try:
-        # git runs in its own process session, so that an interrupt does not end it halfway.
+        # git runs in a process session of its own, so that an interrupt does not end it halfway.
         done = subprocess.run(
             command, input=given, env=environment | variables, capture_output=True, text=True, start_new_session=True
         )
@@ -154,10 +155,10 @@ class Plan:
     Attributes:
         message: message of the commit.
         manifest: the manifest that the commit adds; None if the commit removes the existing manifest.
-        write: path in the checkout -> the file that is copied to it, for files that change.
+        write: path in the checkout -> the file that is copied to this path, for files that change.
         remove: copied files that are no longer wanted.
-        edited: copied files with edits. An update replaces them, and git's history keeps the edits; otherwise these
-            files stay.
+        edited: copied files that were edited. An update replaces them, and the edits remain in git's history; an undo
+            leaves these files in place.
     """
 
     message: str
@@ -168,7 +169,7 @@ class Plan:
 
 
 def find_shipped(source: Path) -> dict[str, Path]:
-    """Find every file to copy, by path; `recipe/offpolicy/config` is read through its link."""
+    """Find all files to copy, by path; for `recipe/offpolicy/config`, the link is followed."""
     files = {}
     for package in PACKAGES:
         for folder, folders, names in os.walk(source / package, followlinks=True):
@@ -190,7 +191,7 @@ def read_origin(source: Path) -> tuple[str, str | None]:
 
 
 def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
-    """Plan to copy, or to update an earlier copy.
+    """Plan to make a copy, or to update an earlier one.
 
     Raises:
         Refused: a user's file is in the way, a copied file was edited (without `force`) or has uncommitted changes, or
@@ -219,7 +220,8 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
         fix = "--force, which replaces them; what they held stays in git's history"
         raise Refused(_list("these were edited since they were copied", replaced, fix))
     version, commit = read_origin(source)
-    # A file of the same content that no copy has created belongs to the user and has no entry, so an undo keeps it.
+    # A file with the same content that was not created by a copy belongs to the user. It has no entry, so an undo keeps
+    # it.
     files = {path: blob for path, blob in wanted.items() if path in known or path not in head}
     about = {"about": ABOUT, "format": FORMAT, "version": version, "commit": commit, "verl": fork.release}
     manifest = {**about, "place": place, "files": files}
@@ -233,7 +235,7 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
 
 
 def plan_undo(root: Path, manifest: Mapping[str, Any]) -> Plan:
-    """Plan to remove a copy."""
+    """Plan the removal of a copy."""
     known, head = manifest["files"], list_blobs(root)
     edited = {path for path in known.keys() & head.keys() if head[path] != known[path]}
     edited |= {*find_uncommitted(root, known)} & head.keys()
@@ -243,10 +245,10 @@ def plan_undo(root: Path, manifest: Mapping[str, Any]) -> Plan:
 
 
 def apply(root: Path, plan: Plan) -> None:
-    """Commit a plan on top of the checked-out commit; git updates the whole work tree, or refuses and changes nothing.
+    """Commit a plan on top of the checked-out commit; git updates the whole work tree, or refuses without any change.
 
     Raises:
-        Refused: git refuses, with its reason.
+        Refused: git refuses; the message contains git's reason.
     """
     if not (plan.write or plan.remove or plan.manifest):
         return
@@ -302,7 +304,7 @@ def hash_files(root: Path, files: Iterable[Path], *, write: bool = False) -> lis
 
 
 def find_uncommitted(root: Path, paths: Iterable[str]) -> list[str]:
-    """Find the paths whose content in work tree or index differs from the commit."""
+    """Find the paths whose content in the work tree or in the index differs from the commit."""
     changed = {path for path in git(root, "diff", "--name-only", "-z", "HEAD").split("\0") if path}
     return sorted(changed.intersection(paths))
 
@@ -318,7 +320,7 @@ def check_writable(root: Path, paths: Iterable[str]) -> None:
 
 
 def _find_author(root: Path) -> dict[str, str]:
-    """Find the author of the commit: the author configured in git, otherwise this script."""
+    """Find the author of the commit: the author configured in git; if there is none, this script."""
     if git(root, "config", "--get", "user.email"):
         return {}
     roles = itertools.product(("AUTHOR", "COMMITTER"), ("NAME", "EMAIL"))
@@ -326,7 +328,7 @@ def _find_author(root: Path) -> dict[str, str]:
 
 
 def _remove_compiled(root: Path, path: str) -> None:
-    """Remove the files that Python and numba compiled from a removed file, and then the empty folders."""
+    """Remove the files that Python and numba compiled from a removed file, and then any empty folders."""
     target = root / path
     for compiled in target.parent.glob(f"__pycache__/{target.stem}.*"):
         if target.suffix == ".py" and compiled.suffix in _COMPILED:

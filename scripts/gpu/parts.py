@@ -1,6 +1,6 @@
 """Parts of the GPU report, each run by ``kit.py`` in a separate process: python -m scripts.gpu.parts NAME OUT.
 
-A part returns lines for the page, and figures; it fails by raising an exception. With ``--dry-run`` sizes are smaller,
+A part returns lines for the page, and figures; it fails by raising an exception. With ``--dry-run``, sizes are smaller,
 the device is the CPU, and figures that need a GPU are reported as not measured.
 """
 
@@ -27,19 +27,20 @@ NOT_MEASURED = "not measured on a CPU"
 SYNCHRONISES = "called a synchronizing CUDA operation"
 """PyTorch's warning in its debug mode."""
 LARGE = 40e9
-"""GPU memory, in bytes, that suffices to train the model of half a billion parameters on 8 sequences of 1280 tokens."""
+"""GPU memory, in bytes, that is sufficient to train the model of half a billion parameters on 8 sequences of 1280
+tokens."""
 Found = tuple[list[str], dict[str, Any]]
 
 
 class SkippedPart(Exception):
-    """The part has nothing to measure here; the message says why."""
+    """The part cannot measure anything here; the message says why."""
 
 
 def demand(condition: bool, reason: str) -> None:
-    """Fail a part.
+    """Fail a part unless a condition holds.
 
     Raises:
-        RuntimeError: with the reason.
+        RuntimeError: the part fails; the message is the reason.
     """
     if not condition:
         raise RuntimeError(reason)
@@ -90,7 +91,7 @@ def read_driver() -> str:
 
 
 def train(dry_run: bool) -> Found:
-    """Train the quickstart's model for a few steps with vLLM, and read the trainer's proof."""
+    """Train the quickstart's model for a few steps with vLLM, and read the trainer's liveness proof."""
     needed = "torch verl vllm ray transformers hydra reasoning_gym pandas pyarrow matplotlib psutil rich xxhash"
     missing = [name for name in needed.split() if importlib.util.find_spec(name) is None]
     fix = "pip install " + " ".join(missing).replace("_", "-")
@@ -220,8 +221,8 @@ PARTS: dict[str, Callable[[bool], Found]] = {
 
 
 def main(parts: Mapping[str, Callable[[bool], Found]], name: str, out: str, *flags: str) -> None:
-    """Run one part and write what it found."""
-    # Raise the signal as an exception, so that a part's processes are ended on the way out. If the kit is killed, the
+    """Run one part, and write its results."""
+    # The signal is raised as an exception, so that the processes of a part are also ended. If the kit is killed, the
     # kernel sends this signal.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

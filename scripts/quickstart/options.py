@@ -1,4 +1,4 @@
-"""Options of a run, from the caller's environment and overrides, and the trainer's settings that follow from them."""
+"""Options of a run, from the caller's environment and overrides, and the trainer settings that result from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CPU_ENVIRONMENT = {
 
 ANY_MODEL_OVERRIDES = (
     # Another tokenizer and chat template need more tokens, another vocabulary needs more memory, and a model that was
-    # trained for months needs a smaller step.
+    # trained for months needs a smaller learning rate.
     "data.max_prompt_length=512",
     "data.max_response_length=64",
     "actor_rollout_ref.rollout.max_model_len=1024",
@@ -51,12 +51,12 @@ ANY_MODEL_OVERRIDES = (
 )
 """Settings for a model other than the quickstart's own, before the user's overrides."""
 SUMS_OVERRIDES = (
-    # A chain of three steps, which needs 27 tokens; force prompt and answer follow the prefixes.
+    # A chain of three steps needs 27 tokens; forced prompts and answers follow the prefixes.
     "data.max_response_length=40",
     "actor_rollout_ref.rollout.max_model_len=160",
-    # vLLM's block on a CPU is 128 tokens, so nothing of these rows would be cached.
+    # On a CPU, vLLM's block is 128 tokens, so no part of these rows would be cached.
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
-    # Demonstrations err at random, so that the likeliest answer is correct from the start.
+    # Demonstrations contain random errors, so that the likeliest answer is correct from the start.
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
     # The first step, for which the values of correct and wrong steps are reported.
@@ -65,15 +65,15 @@ SUMS_OVERRIDES = (
 FREE_LENGTH_OVERRIDES = (
     "reward.custom_reward_function.name=score_last_word",
     f"data.max_response_length={MOST_TOKENS}",
-    # The likeliest answer has one length.
+    # The likeliest answer always has the same length.
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
 )
-"""Settings of the task free_length, together with those of its length penalty."""
+"""Settings of the task free_length, including those of its length penalty."""
 ARITHMETIC_OVERRIDES = (
     "data.train_batch_size=8",
     "data.max_response_length=20",
-    # At temperature 1, the 4-bit weights sample text on another topic every other time.
+    # At temperature 1, half of the samples with 4-bit weights are text on another topic.
     "actor_rollout_ref.rollout.temperature=0.7",
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     "actor_rollout_ref.rollout.val_kwargs.temperature=0.7",
@@ -95,8 +95,8 @@ class Task:
 
     Attributes:
         title: title of the figure.
-        data, model: parts of the cache that hold the questions and the quickstart's own model.
-        overrides: settings that the task needs, before the user's.
+        data, model: parts of the cache that contain the questions and the quickstart's own model.
+        overrides: settings that the task needs; they precede the user's.
     """
 
     title: str
@@ -116,14 +116,14 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Options:
-    """One run's options.
+    """The options of one run.
 
     Attributes:
-        model: folder of a Hugging Face model to train; None for the quickstart's own.
+        model: folder of the Hugging Face model to train; None for the quickstart's own model.
         platform: one of PLATFORMS.
         task: one of TASKS.
-        mixture: train the quickstart's mixture of experts.
-        model_overrides: settings that `model` needs, before the user's overrides.
+        mixture: whether to train the quickstart's mixture of experts.
+        model_overrides: settings that `model` needs; they precede the user's overrides.
     """
 
     model: Path | None
@@ -134,7 +134,7 @@ class Options:
 
     @classmethod
     def read(cls, env: Mapping[str, str], overrides: Sequence[str]) -> Options:
-        """Read MODEL, TASK and the overrides `platform=`, `model=` and verl's own path of the model.
+        """Read MODEL and TASK, and the overrides `platform=`, `model=` and the path of the model under verl's own key.
 
         Raises:
             ValueError: a value is invalid; the message names the variable, its value and the fix.
@@ -181,32 +181,33 @@ class Options:
 def build_child_environment(
     base: Mapping[str, str], platform: str, root: Path, *, large: bool = False
 ) -> dict[str, str]:
-    """Build the children's environment: the caller's variables stay, and lists are joined.
+    """Build the environment of child processes: the caller's variables are kept, and lists are joined.
 
     Args:
-        large: the model is large enough for its matrix products to be shared by all cores.
+        large: whether the model is large enough for its matrix products to be shared by all cores.
     """
     added = {**COMMON_ENVIRONMENT, **base, PYTHONPATH: joined(PYTHONPATH, str(root), base.get(PYTHONPATH, ""))}
     if platform.startswith("cpu"):
-        # This comes first, because a caller's module that imports verl's workers reads the platform.
+        # This comes first, because a module of the caller that imports verl's workers reads the platform.
         modules = joined(EXTERNAL_MODULES, CPU_PATCHES, base.get(EXTERNAL_MODULES, ""))
-        # Freed memory in the allocator's arenas, one per thread by default, would add up over the processes.
+        # By default, the allocator has one arena per thread; freed memory in these arenas would add up over the
+        # processes.
         threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "MALLOC_ARENA_MAX": "2"} if large else {}
         added = {**CPU_ENVIRONMENT, **threads, **added, EXTERNAL_MODULES: modules}
     return added
 
 
 def build_release_overrides(platform: str, release: str, overrides: Sequence[str] = ()) -> list[str]:
-    """Build the overrides of this release of verl: the option of the group `platform`, and the release's own keys.
+    """Build the overrides for this release of verl: the option of the group `platform`, and the release's own keys.
 
     Args:
-        overrides: the user's overrides, which follow these.
+        overrides: the user's overrides, which come after these.
     """
     of = attributes_of(release)
     chosen = [f"platform={'cpu_before_0_9' if platform == 'cpu' and not of.platforms else platform}"]
     if of.v1_modes and (mode := find_trainer_mode(overrides)) != "sync":
         if is_set("offpolicy.staleness.eta", overrides):
-            # Keys that eta replaces, and that an option of the group `mode` may have set.
+            # Keys that eta replaces and that an option of the group `mode` may have set.
             replaced = f"trainer.v1.{mode}.num_warmup_batches", "trainer.v1.sampler.max_off_policy_threshold"
             chosen += [f"{key}=null" for key in replaced]
     elif of.v1_modes:
@@ -216,58 +217,58 @@ def build_release_overrides(platform: str, release: str, overrides: Sequence[str
 
 
 def find_trainer_mode(overrides: Sequence[str]) -> str:
-    """Find verl's `trainer.v1.trainer_mode`, as set by overrides or an option of the group `mode`; sync by default."""
+    """Find verl's `trainer.v1.trainer_mode`, set by overrides or an option of the group `mode`; the default is sync."""
     mode = find_last("trainer.v1.trainer_mode", overrides)
     if mode is None and (option := find_last("mode", overrides)):
         file = CONFIGS / "mode" / f"{option}.yaml"
-        # Hydra rejects a missing option.
+        # A missing option is rejected by Hydra.
         mode = yaml.safe_load(file.read_text())["trainer"]["v1"]["trainer_mode"] if file.is_file() else None
     return mode or "sync"
 
 
 def find_last(key: str, overrides: Sequence[str]) -> str | None:
-    """Find the value that the last override of a key sets; None if there is none."""
+    """Find the value to which the last override of a key sets it; None if there is no override."""
     given = [override.lstrip("+").partition("=") for override in overrides]
     return next((value for name, _, value in reversed(given) if name == key), None)
 
 
 def is_set(key: str, overrides: Sequence[str]) -> bool:
-    """Return True if an override sets a key, or a section of it, to a value other than null."""
+    """Return True if an override sets a key, or a section of it, to a value that is not null."""
     return find_last(key, overrides) not in (None, "null")
 
 
 def needs_teacher(overrides: Sequence[str]) -> bool:
-    """Return True if on-policy distillation is on and no teacher is named."""
+    """Return True if on-policy distillation is on but no teacher is named."""
     return is_set("opd", overrides) and find_last("opd.teacher.url", overrides) is None
 
 
 def build_task_overrides(
     task: str, overrides: Sequence[str], *, pretrained: bool = False, platform: str = "cpu"
 ) -> list[str]:
-    """Build the overrides that the task, the model and the user's overrides require.
+    """Build the overrides that the task, the model and the user's overrides make necessary.
 
     Args:
-        pretrained: the model is not one of the quickstart's own.
+        pretrained: whether the model is not one of the quickstart's own.
     """
     found = [*TASKS[task].overrides, *(build_length_overrides(overrides) if task == "free_length" else ())]
     if find_last("actor_rollout_ref.actor.fsdp_config.router_replay.mode", overrides) == "R3":
         found.append("actor_rollout_ref.rollout.enable_rollout_routing_replay=true")
     if pretrained or task == "arithmetic":
-        # The evidence for both is in docs/evidence/real_model.md. gsm's default band, which is part of the quickstart's
-        # own choice, drops most of a pretrained model's short answers. bfloat16 rounds away most of each update of such
-        # a model; on a GPU, a float32 engine may be too large or too slow.
+        # The evidence for both settings is in docs/evidence/real_model.md. The default band of gsm, which is part of
+        # the quickstart's own choice, drops most of a pretrained model's short answers. bfloat16 rounds away most of
+        # each update of such a model; on a GPU, a float32 engine may be too large or too slow.
         if find_last("correction", overrides) is None:
             found.append("correction=tis_token")
         if platform != "cuda" and find_last(DTYPE, overrides) is None:
             found.append(f"{DTYPE}=float32")
     if is_set("opd", overrides):
-        # The task gives partial credit, and 1 for a correct word.
+        # The task gives partial credit, and a reward of 1 for a correct word.
         found.append("opd.eligible.passed_above=0.99")
     return found
 
 
 def build_length_overrides(overrides: Sequence[str]) -> list[str]:
-    """Build the overrides of a length penalty: lengths are measured unless the user's overrides differ."""
+    """Build the overrides of a length penalty: lengths are measured, unless the user's overrides say otherwise."""
     kind = find_last("length_penalty", overrides)
     found = ["length_penalty=none"] if kind is None else []
     if kind in COEFFICIENTS:
@@ -278,6 +279,6 @@ def build_length_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def quote(key: str, path: str | Path) -> str:
-    """Build a Hydra override of a path, quoted, because paths may contain spaces, commas or brackets."""
+    """Build a Hydra override that sets a path, which is quoted, because it may contain spaces, commas or brackets."""
     quoted = str(path).replace("'", "\\'")
     return f"{key}='{quoted}'"

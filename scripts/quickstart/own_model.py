@@ -1,4 +1,4 @@
-"""A user's model: the requirements on its folder, and the settings that follow from it."""
+"""A user's model: the requirements that its folder must meet, and the settings that result from it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_mega
 LEAST_BUCKET = {"cpu": 16, "cpu_megatron": 16, "cuda": 256}
 """Platform -> size of the bucket in MiB, as in configs/platform/ for the quickstart's own models."""
 BYTES = 4
-"""Bytes of an element: the trainer holds and sends its weights in float32."""
+"""Bytes per element, because the trainer stores and sends its weights in float32."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def find_unusable(folder: Path, *, has_template: bool = False) -> str | None:
-    """Explain, before anything is started, why the model in a folder cannot be trained as a causal language model.
+    """Explain, before anything starts, why the model in a folder cannot be trained as a causal language model.
 
     Args:
-        has_template: a chat template is configured, so the tokenizer needs none.
+        has_template: whether a chat template is configured, so that the tokenizer need not have one.
 
     Returns:
-        The problem and its fix; None if there is none.
+        The problem and its fix; None if there is no problem.
     """
     return next(_list_obstacles(folder, has_template), None)
 
@@ -106,7 +106,7 @@ def _has_template(folder: Path) -> bool:
 
 
 def _list_causal_models() -> set[str]:
-    """List the causal language models of transformers from its source; importing it takes seconds and 300 MB."""
+    """List transformers' causal language models by reading its source, because its import takes seconds and 300 MB."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None, "quickstart.sh looks for transformers before"
     assert spec.submodule_search_locations is not None
@@ -116,16 +116,15 @@ def _list_causal_models() -> set[str]:
 
 
 def build_bucket_override(folder: Path, platform: str, overrides: Sequence[str]) -> list[str]:
-    """Build the override of the bucket size with which weights are sent to the rollout engine.
+    """Build the override of the bucket size for sending weights to the rollout engine.
 
-    verl sends each tensor whole. On a CPU, and in verl 0.7.1 on any device, a tensor larger than the bucket ends the
-    run.
+    verl never splits a tensor. On a CPU, and in verl 0.7.1 on any device, a tensor larger than the bucket ends the run.
 
     Args:
-        overrides: the user's overrides; a bucket among them is kept.
+        overrides: the user's overrides; if they contain a bucket size, it is kept.
 
     Raises:
-        ValueError: /dev/shm, which holds the bucket on a CPU, is smaller.
+        ValueError: /dev/shm, which contains the bucket on a CPU, is smaller than the bucket.
     """
     if any(override.lstrip("+").partition("=")[0] == BUCKET for override in overrides):
         return []

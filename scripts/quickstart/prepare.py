@@ -1,4 +1,4 @@
-"""Cache of data and model, with one folder for each version of the code and packages that make it.
+"""Cache of data and models, with one folder for each version of the code and the packages that make it.
 
 python -m scripts.quickstart.prepare --cache DIR data [model] [mixture] [teacher]
 python -m scripts.quickstart.prepare --cache DIR sums sums_model
@@ -36,12 +36,12 @@ INGREDIENTS = {
         (_MODEL, ["torch", "transformers", "reasoning-gym"]),
     ),
 }
-"""Part -> the files that make it, settings included, and the packages that they need."""
+"""Part -> the files that make it, including settings, and the packages that these files need."""
 DATA = ("data", "arithmetic", "sums")
 
 
 def folder(cache: Path, part: str) -> Path:
-    """Return the folder of a part, such as "data" or "model", of this version, made or still to be made."""
+    """Return the folder of a part, such as "data" or "model", for this version, whether it already exists or not."""
     sources, packages = INGREDIENTS[part]
     digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in sources))
     digest.update("".join(f"{name}=={importlib.metadata.version(name)}" for name in packages).encode())
@@ -58,7 +58,7 @@ def make_once(path: Path, build: Callable[[Path], None]) -> bool:
     """Make the folder `path` unless it exists; return True if it existed.
 
     It is built under another name and renamed, so that an interrupted build never looks complete. If two processes
-    build the folder at once, the folder of the first to finish is used.
+    build the folder at the same time, the result of the first to finish is used.
     """
     if path.exists():
         return True
@@ -83,7 +83,7 @@ def make_once(path: Path, build: Callable[[Path], None]) -> bool:
 
 
 def prepare_data(path: Path, part: str = "data") -> None:
-    """Make the folder with train.parquet and heldout.parquet of words, arithmetic or sums."""
+    """Make the folder with train.parquet and heldout.parquet for words, arithmetic or sums."""
     questions, sums = ARITHMETIC if part == "arithmetic" else TaskSettings(), SumsSettings()
 
     def build(draft: Path) -> None:
@@ -102,7 +102,7 @@ def prepare_data(path: Path, part: str = "data") -> None:
 
 
 def prepare_model(path: Path, part: str = "model") -> None:
-    """Make the folder with a warm-started model and its tokenizer, as Hugging Face saves them.
+    """Make the folder with a warm-started model and its tokenizer, in the form in which Hugging Face saves them.
 
     Args:
         part: model, mixture, teacher, free_length_model or sums_model.
@@ -129,13 +129,14 @@ def prepare_model(path: Path, part: str = "model") -> None:
         say(f"step {step} (at most {settings.max_steps}), loss {loss:.2f}, {aim}, {time.monotonic() - start:.0f} s")
 
     def build(draft: Path) -> None:
-        # A batch is too small to split, because on busy cores two threads wait for each other longer than they work.
+        # A batch is too small to be split: on busy cores, two threads would spend more time waiting for each other than
+        # working.
         torch.set_num_threads(1)
         transformers.utils.logging.disable_progress_bar()
         entries = splits(TaskSettings())["warm_start"] if part != "sums_model" else []
         tokenizer = build_tokenizer(get_instruction(entries)) if entries else build_sums_tokenizer()
         if part == "mixture":
-            # verl uses this token to find Qwen3's turns, and expects it in every tokenizer of a model of that type.
+            # verl uses this token to find Qwen3's turns, and expects it in the tokenizer of every model of that type.
             tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
         spread = 0.02 if entries else warm_start.SPREAD_OF_SUMS
         model = build_model(tokenizer, mixture=part == "mixture", spread=spread)

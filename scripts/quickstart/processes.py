@@ -1,4 +1,4 @@
-"""Processes of a run: started with a log, followed, and ended with all of their descendants."""
+"""Processes of a run: they are started with a log, followed, and ended together with all of their descendants."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SHM = Path("/dev/shm")
 Identity = tuple[int, int]
 """Device and inode of a file."""
 TICK = 0.25
-"""Seconds between two checks of a child."""
+"""Seconds from one check of a child to the next."""
 SERVER = Path(__file__).resolve().parents[1] / "teacher.sh"
 SERVES_WITHIN = 300.0
-"""Seconds within which a teacher must start to serve; starting takes about 40 s on two idle cores."""
+"""Seconds within which a teacher must start to serve; on two idle cores, this takes about 40 s."""
 LENGTH = 128
-"""Longest sequence of a teacher; prompt and response have 74 tokens, and one is decoded."""
+"""Longest sequence of a teacher; prompt and response have 74 tokens together, and one more is decoded."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GUARD = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from scripts.quickstart import processes; processes.guard()"
@@ -36,11 +36,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class StageFailed(RuntimeError):
-    """The child ended with a nonzero status; its log shows why."""
+    """The child ended with a nonzero status; the log shows why."""
 
 
 class Tail:
-    """Reads a growing file in instalments of whole lines."""
+    """Reads a growing file in steps, in whole lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,9 +58,9 @@ class Tail:
 
 
 class Child:
-    """A process in its own session, whose output goes to a log, because daemons would keep a pipe open after its end.
+    """A process in a session of its own; its output goes to a log, because daemons would keep a pipe open after it.
 
-    It ends with this process, however this process ends: see ``guard``.
+    The child ends together with this process, however this process ends: see ``guard``.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> None:
@@ -96,12 +96,12 @@ class Child:
 
 
 class Teacher:
-    """A vLLM server for the quickstart's own, better model; it ends with the quickstart's other processes.
+    """A vLLM server for the quickstart's own, better model, which ends together with the quickstart's other processes.
 
     Args:
         model: folder of the model.
-        env: the trainer's environment.
-        log: file for its output.
+        env: environment of the trainer.
+        log: file to which the server's output is written.
         root: root of the checkout.
     """
 
@@ -114,10 +114,10 @@ class Teacher:
         self.child = Child(["bash", str(SERVER), *arguments], env, log, root)
 
     def wait(self, on_tick: Callable[[], None]) -> Iterator[float]:
-        """Wait until the teacher serves; every ten seconds, yield the number of seconds so far.
+        """Wait until the teacher serves; every ten seconds, yield the number of seconds since the start.
 
         Raises:
-            StageFailed: it ended, or does not serve in time.
+            StageFailed: the teacher ended, or does not serve in time.
         """
         start = told = time.monotonic()
         while not _answers(f"{self.url}/health"):
@@ -140,10 +140,10 @@ def _answers(url: str) -> bool:
 
 
 def guard() -> NoReturn:
-    """Run a command as its parent; end it and all of its descendants when the supervisor dies.
+    """Run a command as its parent process; end it and all of its descendants when the supervisor dies.
 
-    A supervisor that is killed (SIGKILL) cannot clean up; the kernel then signals this process, whose arguments are the
-    supervisor's pid, the command and its arguments.
+    A supervisor that is killed (SIGKILL) cannot clean up. The kernel then signals this process, whose arguments are the
+    supervisor's pid, the command, and the command's arguments.
     """
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -163,12 +163,12 @@ def guard() -> NoReturn:
 
 
 def become_subreaper() -> None:
-    """Make orphaned descendants this process's children, so that `setsid` cannot hide them (Linux)."""
+    """Make orphaned descendants children of this process, so that `setsid` does not hide them (Linux)."""
     _control(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies, or at once if it is dead already (Linux)."""
+    """Make the kernel send SIGTERM to this process when its parent dies, or at once if it has already died (Linux)."""
     _control(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -181,7 +181,7 @@ def _control(option: int, value: int) -> None:
 
 
 def find_descendants() -> list[psutil.Process]:
-    """Find this process's living descendants; a subreaper's include those whose own parents have ended."""
+    """Find this process's living descendants; for a subreaper, they include those whose own parents have ended."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -191,18 +191,18 @@ def find_descendants() -> list[psutil.Process]:
 
 
 def end_descendants(patience: float = 5.0, limit: float = 20.0) -> list[int]:
-    """Ask all descendants to end, then kill them.
+    """Ask all descendants to end, and then kill those that remain.
 
     Args:
-        patience: seconds between SIGTERM and SIGKILL, for processes that unlink their files on the way out.
-        limit: seconds after which the survivors are given up.
+        patience: seconds between SIGTERM and SIGKILL, for processes that delete their files before they end.
+        limit: seconds after which processes that have not ended are left alone.
 
     Returns:
-        The pids that survive, normally none.
+        The pids of processes that have not ended, normally none.
     """
     start = time.monotonic()
     asked: set[int] = set()
-    # Daemons may start other processes while they end, so each round looks again.
+    # Daemons may start other processes while they end, so each round searches again.
     while (remaining := find_descendants()) and (elapsed := time.monotonic() - start) <= limit:
         for process in remaining:
             with contextlib.suppress(psutil.Error):  # psutil checks that the pid still belongs to this process
@@ -216,7 +216,7 @@ def end_descendants(patience: float = 5.0, limit: float = 20.0) -> list[int]:
 
 
 class SharedMemoryWatch:
-    """The segments in /dev/shm that this process's descendants were observed to use, and no others.
+    """Those segments in /dev/shm that descendants of this process were observed to use.
 
     Segments are identified by device and inode, because a semaphore is mapped under a name other than its final one.
     """
@@ -228,7 +228,7 @@ class SharedMemoryWatch:
         self._looked = -math.inf
 
     def observe(self, every: float = 0.0) -> None:
-        """Find the users of newly appeared segments, at most once per interval; must be called often."""
+        """Find the users of segments that have appeared, at most once per interval; this must be called often."""
         if time.monotonic() - self._looked < every:
             return
         self._looked = time.monotonic()
@@ -258,12 +258,12 @@ class SharedMemoryWatch:
 
 
 def read_used_files(pid: int, folder: Path = SHM) -> set[Identity]:
-    """Read device and inode of files that a process has mapped or open under `folder`; empty if it cannot be read."""
+    """Read device and inode of files under `folder` that a process has mapped or open; empty if that is impossible."""
     identities: set[Identity] = set()
     prefix = f"{folder}/"
     with contextlib.suppress(OSError):  # the process has ended, or we may not inspect it
         for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-            # address, permissions, offset, device as major:minor in hex, inode, path
+            # A line consists of: address, permissions, offset, device as major:minor in hex, inode, path
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[5].startswith(prefix):
                 major, minor = (int(part, 16) for part in fields[3].split(":"))

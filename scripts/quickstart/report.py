@@ -1,4 +1,4 @@
-"""Metrics of a run as verl's file logger wrote them, and reports on them: lines, a verdict, a table, a figure."""
+"""Metrics of a run as verl's file logger wrote them, and reports on them: lines, a verdict, a table and a figure."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 REWARD = "critic/rewards/mean|critic/score/mean"
-"""If a key has alternatives, the first that is present counts."""
+"""If a key has alternatives, the first alternative that is present is used."""
 KL, KEPT = "offpolicy/kl/k3", "offpolicy/keep/token_share"
 ESS, RATIO_ESS = "offpolicy/weight/ess", "offpolicy/rollout_ratio/ess"
 PROVED, SECONDS = "offpolicy/live/proved", "timing_s/step"
 FIRST_VALUE = "process_reward/value/first/mean"
 
 OK, FAILED, REFUSED, NOT_RISEN, NOT_LIVE = range(5)
-"""Exit codes of scripts/quickstart.sh; an interrupted run ends with 128 + the signal's number."""
+"""Exit codes of scripts/quickstart.sh; if a run is interrupted, the code is 128 + the number of the signal."""
 REQUIRED_RISE = 0.1
 HEARTBEAT = 15.0
 """Seconds between heartbeat lines when the output is not a terminal."""
@@ -45,7 +45,7 @@ OPTIONAL = (
         "seconds of scoring a step": "process_reward/cost/seconds",
     },
 )
-"""Rows of the summary that are shown if one of them has a value."""
+"""Rows of the summary that are shown only if one of them has a value."""
 
 
 def pick(data: dict[str, Any], key: str) -> float:
@@ -56,15 +56,16 @@ def pick(data: dict[str, Any], key: str) -> float:
 def read_heldout_score(data: dict[str, Any]) -> float | None:
     """Return verl's own validation score; None if the step was not validated.
 
-    The spelling task grades answers: correct letters earn credit, so its score is above the share of exact matches.
+    The spelling task grades answers: correct letters earn credit, so the score is higher than the share of exact
+    matches.
 
-    It is `val-core/<source>/<name>/mean@N` of N answers to each question.
+    The key is `val-core/<source>/<name>/mean@N`, for N answers to each question.
     """
     return _read_validation(data, r"val-core/.+/mean@\d+")
 
 
 def read_exact_share(data: dict[str, Any]) -> float | None:
-    """Return the share of held-out answers that match to the letter; None if the reward does not report it."""
+    """Return the share of held-out answers that match exactly; None if the reward does not report it."""
     return _read_validation(data, r"val-aux/.+/exact/mean@\d+")
 
 
@@ -74,12 +75,12 @@ def _read_validation(data: dict[str, Any], pattern: str) -> float | None:
 
 @dataclass
 class History:
-    """(step, metrics) in the order in which they were written."""
+    """(step, metrics), in the order in which they were written."""
 
     records: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     def add(self, lines: Iterable[str]) -> list[tuple[int, dict[str, Any]]]:
-        """Append lines of the file logger, and return their contents."""
+        """Append lines of the file logger, and return the records in them."""
         new = [(line["step"], line["data"]) for line in map(json.loads, lines)]
         self.records += new
         return new
@@ -90,12 +91,12 @@ class History:
         return [step for step, data in self.records if not math.isnan(pick(data, REWARD))]
 
     def series(self, key: str) -> list[float]:
-        """Return one value for each of `steps`, NaN where it was not logged."""
+        """Return one value for each of `steps`, with NaN where it was not logged."""
         return [pick(data, key) for _, data in self.records if not math.isnan(pick(data, REWARD))]
 
     @property
     def heldout(self) -> dict[str, list[tuple[int, float]]]:
-        """(step, value) of each validation by its measure, exact match first; a second measure is a graded score."""
+        """(step, value) of each validation, by measure; exact match comes first, followed by a graded score, if any."""
         found: dict[str, list[tuple[int, float]]] = {}
         for name, read in (("exact match", read_exact_share), ("score", read_heldout_score)):
             values = [(step, value) for step, data in self.records if (value := read(data)) is not None]
@@ -105,7 +106,7 @@ class History:
 
     @property
     def ess(self) -> str:
-        """Key of the effective sample size: of the weights, or of the ratio if all weights are 1."""
+        """Key of the effective sample size: that of the weights, or that of the ratio if all weights are 1."""
         weights = [value for value in self.series(ESS) if not math.isnan(value)]
         return RATIO_ESS if all(value == 1.0 for value in weights) else ESS
 
@@ -116,12 +117,12 @@ class History:
 
 
 def judge(history: History, *, corrected: bool, judged: bool, scored: bool = True) -> tuple[int, str]:
-    """Judge a run that ended on its own; return exit code and sentence.
+    """Judge a run that ended on its own; return its exit code and a sentence.
 
     Args:
-        corrected: a correction is configured, so its liveness proof must exist.
-        judged: the score must have risen by REQUIRED_RISE; False for fewer steps, or for another model or task.
-        scored: the held-out score was requested, before and after training.
+        corrected: whether a correction is configured, so that its liveness proof must exist.
+        judged: whether the score must have risen by REQUIRED_RISE; False for fewer steps, or for another model or task.
+        scored: whether the held-out score was requested, before and after training.
     """
     *_, (judged_by, scores) = history.heldout.items()
     if not history.steps:
@@ -142,7 +143,7 @@ def judge(history: History, *, corrected: bool, judged: bool, scored: bool = Tru
 
 
 class Progress:
-    """Printer of timed lines; between them, a terminal shows a spinner and a log shows a heartbeat."""
+    """Prints lines with the time; between lines, a terminal shows a spinner, and a log shows a heartbeat."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console or Console(highlight=False)
@@ -160,19 +161,19 @@ class Progress:
         self._status.stop()
 
     def line(self, text: str, style: str = "") -> None:
-        """Print a line that stays."""
+        """Print a line that is not overwritten."""
         self._last_line = self._clock()
         elapsed = self._last_line - self._start
         self.console.print(f"[{elapsed:4.0f} s] {text}", style=style or None, markup=False, soft_wrap=True)
 
     def stage(self, name: str, detail: str = "") -> None:
-        """Begin a stage; repeating the same name changes nothing."""
+        """Begin a stage; if the stage has the same name as the current one, nothing changes."""
         if name != self._stage:
             self._stage, self._stage_start = name, self._clock()
             self.line(f"{name}{f' ({detail})' if detail else ''}", style="bold")
 
     def tick(self) -> None:
-        """Show the time in this stage; must be called several times a second."""
+        """Show the time spent in this stage; call this several times a second."""
         waited = f"{self._stage}, {self._clock() - self._stage_start:.0f} s"
         if self.console.is_terminal:
             self._status.update(waited)
@@ -181,12 +182,12 @@ class Progress:
 
 
 class TrainingView:
-    """Converter of verl's log into stages and lines.
+    """Converts verl's log to stages and lines.
 
     Args:
-        steps: length of the training, 0 if unknown.
-        corrected: a liveness proof must be reported.
-        scored: the held-out score is requested, before and after training.
+        steps: number of training steps; 0 if unknown.
+        corrected: whether a liveness proof must be reported.
+        scored: whether the held-out score is requested, before and after training.
     """
 
     def __init__(self, progress: Progress, history: History, steps: int, corrected: bool, scored: bool) -> None:
@@ -195,7 +196,7 @@ class TrainingView:
         progress.stage("starting Ray and vLLM", "about a minute on two cores")
 
     def log_line(self, text: str) -> None:
-        """Show progress from a line of the training's log."""
+        """Show the progress that a line of the training's log indicates."""
         if "Creating file logger at" in text:
             self._progress.stage("held-out questions before training" if self._scored else "first step")
 
@@ -247,7 +248,7 @@ def _name_reward(history: History) -> str:
 
 
 def build_summary_table(history: History, *, corrected: bool) -> Table:
-    """Build the table of first and last values."""
+    """Build the table of the first and the last values."""
     named = {f"held-out {name}": [value for _, value in each] for name, each in history.heldout.items()}
     keys = {_name_reward(history): REWARD, "mismatch KL (k3)": KL, _name_ess(history): history.ess}
     named |= {
@@ -276,7 +277,7 @@ def draw(history: History, path: Path, title: str) -> None:
     def reward(axes: Axes) -> None:
         values = history.series(REWARD)
         axes.plot(steps, values, color="C0", alpha=0.35, label=_name_reward(history))
-        # NaN does not count.
+        # NaN is ignored.
         smooth = pandas.Series(values, dtype=float).rolling(5, min_periods=1).mean()
         axes.plot(steps, smooth, color="C0", label="mean of 5 steps")
         looks = (("o", "C1", -15), ("s", "C0", 8))

@@ -1,7 +1,7 @@
 """Supervisor of the quickstart: prepares, trains, reports, and cleans up.
 
-scripts/quickstart.sh runs it with the environment's Python; its arguments are Hydra overrides. See options.py for
-the environment variables it reads and report.py for its exit codes.
+scripts/quickstart.sh runs it with the environment's Python; its arguments are Hydra overrides. See options.py for the
+environment variables that it reads, and report.py for its exit codes.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ OUTPUTS = ROOT / "outputs" / "quickstart"
 CACHE = OUTPUTS / "cache"
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 CHECKED = "offpolicy: all checks passed; "
-"""The trainer's first line, before it starts anything; the correction follows, as JSON."""
+"""The first line that the trainer prints, before it starts anything; the correction follows as JSON."""
 SPLITS = (("train", "train"), ("val", "heldout"))
 """verl's key -> name of the file."""
 WATCH_EVERY = 2.0
-"""Seconds between two checks of /dev/shm."""
+"""Seconds from one check of /dev/shm to the next."""
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end."""
+    """A signal has asked the run to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -79,7 +79,8 @@ class Quickstart:
     def __init__(self, options: Options, overrides: Sequence[str], progress: Progress) -> None:
         self.options = options
         self.task = TASKS[options.task]
-        # Platform and model are among the options; Hydra takes a group's choice once, and has no such group.
+        # Platform and model are among the options. Hydra accepts the choice of a group only once, and has no group for
+        # the model.
         self.overrides = [override for override in overrides if not override.startswith(("platform=", "model="))]
         self.taught = needs_teacher(self.overrides)
         self.own = "mixture" if options.mixture else self.task.model
@@ -92,7 +93,7 @@ class Quickstart:
         self._shared_memory = SharedMemoryWatch()
         self._folder = OUTPUTS / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._folder.mkdir(parents=True)
-        # Ray's sockets lie deep under this folder, and the path of a socket must be shorter than 108 characters.
+        # Ray's sockets are deep below this folder, and the path of a socket must be shorter than 108 characters.
         self._scratch = tempfile.mkdtemp(prefix="qs", dir="/tmp")
         large = options.model is not None or options.task == "arithmetic"
         self._env = build_child_environment(os.environ, options.platform, ROOT, large=large) | {
@@ -102,7 +103,7 @@ class Quickstart:
         }
 
     def run(self) -> tuple[int, str]:
-        """Prepare, train and report; return exit code and sentence.
+        """Prepare, train and report; return the exit code and a sentence.
 
         Raises:
             StageFailed, Interrupted.
@@ -120,7 +121,7 @@ class Quickstart:
         files = [quote(f"data.{key}_files", folders[self.task.data] / f"{name}.parquet") for key, name in SPLITS]
         command += [*files, quote(MODEL_PATH, model), *self.overrides]
         lines = self._follow(self._start(command, "train.log"))
-        # Only the trainer, which resolves correction=auto, knows the correction.
+        # Only the trainer knows the correction, because it resolves correction=auto.
         correction, _ = json.JSONDecoder().raw_decode(self._await_checks(lines))
         self.progress.line(f"  all checks passed: {describe(correction)}")
         return self._train(lines, correction)
@@ -129,14 +130,14 @@ class Quickstart:
         """End every process of the run, remove its shared memory and temporary files, and print nothing.
 
         Returns:
-            The pids that could not be ended, normally none, and the segments that had to be removed.
+            The pids of processes that could not be ended, normally none, and the segments that had to be removed.
         """
         left = clean_up(self._shared_memory)
         shutil.rmtree(self._scratch, ignore_errors=True)
         return left
 
     def _check_and_prepare(self, command: list[str]) -> dict[str, Path]:
-        """Make data and models; meanwhile, the checks run, and fail within seconds if an override is wrong."""
+        """Make data and models. Meanwhile, run the checks, which fail within seconds if an override is wrong."""
         self.progress.stage("checking the configuration")
         make = [sys.executable, "-m", "scripts.quickstart.prepare", "--cache", str(CACHE), *self.parts]
         preparation = self._start(make, "prepare.log")
@@ -148,7 +149,7 @@ class Quickstart:
         return {part: folder(CACHE, part) for part in self.parts}
 
     def _start_teacher(self, model: Path) -> None:
-        """Start a server for the teacher, and continue when it serves."""
+        """Start a server for the teacher, and continue once it serves."""
         self.progress.stage("starting the teacher")
         env = self._env | ({"PLATFORM": "cpu"} if self.options.platform.startswith("cpu") else {})
         teacher = Teacher(model, env | {"VENV": sys.prefix}, self._folder / "teacher.log", ROOT)
@@ -198,7 +199,7 @@ class Quickstart:
         self.progress.line(f"picture: {os.path.relpath(picture)}")
 
     def _report_lengths(self) -> None:
-        """Report the length of answers at the start and at the end, and draw length by correctness."""
+        """Report the length of answers at the start and at the end, and draw the length by correctness."""
         from recipe.offpolicy.analysis.lengths.curves import draw_curves, read_curves
         from recipe.offpolicy.analysis.pages.plotting import save
 
@@ -210,7 +211,7 @@ class Quickstart:
         self.progress.line(f"picture: {os.path.relpath(picture)}")
 
     def _build_command(self, release: str) -> list[str]:
-        """Build the training command, without data, model and the user's overrides."""
+        """Build the training command without data, model and the user's overrides."""
         recorded = quote("offpolicy.record.dir", self._folder / "recorded")
         return [
             *(sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem),
@@ -228,7 +229,7 @@ class Quickstart:
         ]
 
     def _await_checks(self, lines: Iterator[str]) -> str:
-        """Wait for the start-up checks; return the trainer's line on its correction."""
+        """Wait for the start-up checks; return the line in which the trainer describes its correction."""
         self.checking = True
         said = next((line for line in lines if line.startswith(CHECKED)), None)
         if said is None:
@@ -254,11 +255,11 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _explain(error: StageFailed | Interrupted, quickstart: Quickstart) -> tuple[int, str]:
-    """Explain a run that did not end on its own; return exit code and sentence, and show the end of the log."""
+    """Explain why a run did not end on its own, and show the end of the log; return the exit code and a sentence."""
     if isinstance(error, Interrupted):
         return 128 + error.number, f"interrupted by {error}"
     if quickstart.current:
-        # Hydra lists every existing correction; a traceback is shorter.
+        # Hydra's message lists all existing corrections, so it needs more lines than a traceback.
         lines = 120 if quickstart.checking else 40
         quickstart.progress.line(f"the end of {quickstart.current.log}:")
         quickstart.progress.console.print(quickstart.current.end_of_log(lines), markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""verl's replay buffer with a shorter poll, for `trainer.v1.sampler.custom_sampler`."""
+"""verl's replay buffer with more frequent polling, for `trainer.v1.sampler.custom_sampler`."""
 
 from typing import Any
 

@@ -63,7 +63,7 @@ class ReleasePatch:
         return any(getattr(finder, "action", None) == self.apply for finder in sys.meta_path)
 
     def in_force(self) -> bool:
-        """Return True if the patch is applied in this process. Imports no module that waits for `after`."""
+        """Return True if the patch is applied in this process. Does not import modules that wait for ``after``."""
         return (self.after is None or self.after in sys.modules) and self.is_applied()
 
     def apply(self) -> None:
@@ -78,7 +78,7 @@ class ReleasePatch:
 
 @dataclass(frozen=True)
 class Addition(ReleasePatch):
-    """A patch that adds something instead of wrapping: its wrappers are functions without arguments that add it.
+    """A patch that adds something instead of wrapping; its wrappers are functions without arguments that do so.
 
     Attributes:
         added: function that returns whether the addition is present.

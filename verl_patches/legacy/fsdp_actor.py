@@ -141,7 +141,7 @@ def _forward_micro_batch(
 
 
 def _scale(actor: Any, micro_batch: Mapping[str, Any]) -> float:
-    """Return the factor by which ``update_policy`` scales a micro-batch's loss; the proof checks it in the gradient."""
+    """Return the factor by which ``update_policy`` scales a micro-batch's loss; the proof finds it in the gradient."""
     if actor.config.use_dynamic_bsz:
         return len(micro_batch["response_mask"]) / actor.config.ppo_mini_batch_size
     return 1 / actor.gradient_accumulation

@@ -1,4 +1,4 @@
-"""The runs of the plan: whole runs, each the quickstart with only the given keys changed, and runs in one process."""
+"""The runs of the plan: whole runs, which differ from the quickstart only in the given keys, and in-process runs."""
 
 from __future__ import annotations
 

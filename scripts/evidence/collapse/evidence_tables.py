@@ -74,7 +74,7 @@ def build_verdict_table(find_verdicts: Callable[[], list[Verdict]]) -> list[str]
 
 
 def build_in_process_table(table: pandas.DataFrame, rate: float) -> list[str]:
-    """Build the lines of the table of in-process runs at a learning rate: arms by steps late, for complete settings.
+    """Build the lines of the table of in-process runs at one learning rate: arms by lag, for complete settings.
 
     The table is empty if no setting has all of its seeds, and shows a dash for a setting that lacks some of its seeds.
     """

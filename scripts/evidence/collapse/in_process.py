@@ -1,4 +1,4 @@
-"""Training in one process: verl's training worker and loss, and a sampler whose weights are exactly eta steps late.
+"""Trains in one process: verl's training worker and loss, and a sampler whose weights lag exactly eta steps behind.
 
     python scripts/evidence/collapse/in_process.py --list
     python scripts/evidence/collapse/in_process.py [NAME ...] [--hours H]    # NAME: an arm, or a run: opsm-8-0.001-3
@@ -71,7 +71,7 @@ from verl.workers.utils.padding import response_from_nested
 
 @dataclass
 class SampledRows:
-    """Rows as they were sampled: lists of (length,) tensors, one per row, with notes on rows and flags of the batch."""
+    """Rows as they were sampled: lists with one (length,) tensor per row, notes on rows, and flags of the batch."""
 
     prompts: Sequence[Tensor]
     responses: Sequence[Tensor]

@@ -66,7 +66,7 @@ def build_run(run: Run) -> tuple[list[str], dict[str, str]]:
 
 
 def add_lag(lag: int, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Add overrides and environment so that the engine samples with the weights from ``lag`` synchronisations ago."""
+    """Add overrides and environment variables so that the engine samples with weights from ``lag`` syncs ago."""
     if not lag:
         return list(overrides), {}
     return [*overrides, "offpolicy.delivery.sums=null", "offpolicy.delivery.probe=null"], {

@@ -1,15 +1,15 @@
-"""Length over steps without and with each kind of penalty, before and after normalisation, on a task with free length.
+"""Measures length over steps, without and with each kind of penalty, before and after normalisation.
 
     python scripts/evidence/free_length/free_length.py run MODEL [--seeds 8] [--steps 30] [--out OUT] [--seconds S]
     python scripts/evidence/free_length/free_length.py show MEASURED.csv [--png FILE]
     python scripts/evidence/free_length/free_length.py collect FOLDER [--out measured_verl.csv]
 
 `python -m scripts.quickstart.prepare --cache DIR free_length_model` makes MODEL. `run` skips the runs that OUT
-(default: outputs/free_length) already holds, and starts no run after S seconds; a second call continues. It writes the
-figures of all runs to OUT/measured.csv. `show` prints them as a table and checks whether they meet the expectations
-fixed beforehand; docs/evidence/length.md presents this folder's measured.csv. `collect` does the same with
-metrics.jsonl of full runs on verl, `TASK=free_length bash scripts/quickstart.sh`, copied to FOLDER as none-1.jsonl and
-uniform-after-1.jsonl.
+(default: outputs/free_length) already contains, and does not start another run after S seconds; a second call
+continues. It writes the figures of all runs to OUT/measured.csv. `show` prints them as a table and checks whether they
+meet the expectations fixed beforehand; docs/evidence/length.md presents the measured.csv in this script's folder.
+`collect` does the same with metrics.jsonl of full runs on verl, `TASK=free_length bash scripts/quickstart.sh`, copied
+to FOLDER as none-1.jsonl and uniform-after-1.jsonl.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ BLOCK, VERL_BLOCK = 5, 4
 LAST, VERL_LAST = 2, 1
 """Number of blocks over which the start and the end are averaged, and the same for runs on verl itself."""
 SHARE, SEEDS = 1 / 3, 0.75
-"""A collapse is expected to shorten answers below ``SHARE`` of the length of ``none`` in at least ``SEEDS`` of the
-seeds."""
+"""A collapse is expected to shorten answers to less than ``SHARE`` of the length of ``none`` in at least ``SEEDS`` of
+the seeds."""
 WITHIN = 0.05
 """Expected of an anchor: the largest difference between its share of correct answers and that of ``none``."""
 COLUMNS = {"response_length/mean": "tokens", "critic/score/mean": "right", "length/anchor/mean": "anchor"}
-"""Metric -> raw figure; the anchor is NaN if there is none."""
+"""Metric -> raw figure; the anchor is NaN in arms without an anchor."""
 RUN = ["arm", "seed"]
 PROMPTS, ROWS, RATE = 8, 8, 3e-4
-"""Prompts per in-process training step, answers per prompt, and the learning rate."""
+"""Number of prompts per in-process training step, number of answers per prompt, and learning rate."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Sampled:
 
 
 def build_penalty(arm: str) -> LengthPenalty:
-    """Build the extension of an arm, with anchors by source, because no prompt is repeated here."""
+    """Build the extension of an arm; anchors are kept by source, because no prompt is repeated here."""
     kind, _, place = arm.partition("/")
     settings = {"kind": kind, "place": place or "after", "coefficient": COEFFICIENTS.get(kind)}
     penalty = LengthPenalty("length_penalty", settings | {"anchor": ANCHOR})
@@ -125,7 +125,7 @@ def score_tokens(model: Qwen2ForCausalLM, found: Sampled, rows: Sequence[int], p
 
 
 def estimate(found: Sampled, scores: Tensor, penalty: LengthPenalty, step: int) -> Tensor:
-    """Compute verl's GRPO with the penalty around it, (B, T)."""
+    """Compute verl's GRPO advantages with the penalty applied around it, (B, T)."""
     mask, count = found.mask, len(scores)
     rewards = torch.zeros(mask.shape)
     rewards[torch.arange(count), mask.sum(-1) - 1] = scores
@@ -167,7 +167,7 @@ def train(arm: str, seed: int, folder: Path, entries: Sequence[Entry], steps: in
         ]
         scores = torch.tensor([score_last_word("", text, e["answer"]) for text, e in zip(texts, chosen, strict=True)])
         advantages = estimate(found, scores, penalty, step)
-        # Two gradient steps on each batch, as in the quickstart.
+        # There are two gradient steps on each batch, as in the quickstart.
         for rows in torch.arange(len(chosen)).tensor_split(2):
             log_prob = score_tokens(model, found, rows.tolist(), pad)
             loss, _ = compute_policy_loss_vanilla(
@@ -191,14 +191,14 @@ def train(arm: str, seed: int, folder: Path, entries: Sequence[Entry], steps: in
     return history
 
 
-# --- what came of it
+# --- evaluation of the runs
 
 
 def read_runs(folder: Path, block: int = BLOCK) -> pandas.DataFrame:
-    """Read the metrics of a folder's runs, such as ``uniform-before-1.jsonl``, as means over blocks of this many steps.
+    """Read the metrics of a folder's runs, such as ``uniform-before-1.jsonl``, as means over blocks of steps.
 
     Returns:
-        The columns arm, seed, step (the last of its block), tokens, right and anchor.
+        The columns arm, seed, step (the last step of the block), tokens, right and anchor.
     """
     found = []
     for arm in ARMS:
@@ -220,7 +220,7 @@ def write_measured(measured: pandas.DataFrame, path: Path) -> None:
 
 
 def compute_ends(measured: pandas.DataFrame, last: int = LAST) -> pandas.DataFrame:
-    """Compute each (arm, seed)'s tokens and share of correct answers, as means over its first and its last blocks."""
+    """For each (arm, seed), compute tokens and share of correct answers: means over the first and last blocks."""
     runs = measured.groupby(RUN, sort=False)
     first, final = (
         part.groupby(RUN, sort=False)[["tokens", "right"]].mean() for part in (runs.head(last), runs.tail(last))
@@ -229,12 +229,12 @@ def compute_ends(measured: pandas.DataFrame, last: int = LAST) -> pandas.DataFra
 
 
 def judge(ends: pandas.DataFrame) -> list[tuple[str, bool, str]]:
-    """Judge the expectations that were fixed before any run: (expectation, whether it came true, the figures).
+    """Judge the expectations that were fixed before any run: (expectation, whether it was met, the figures).
 
-    Expected before normalisation: ``uniform`` and ``group`` collapse, so in at least ``SEEDS`` of all seeds their
-    answers end shorter than ``SHARE`` of the length of ``none``, and are correct less often than at the start. Expected
-    before and after normalisation: an anchor does not collapse, so on average over seeds, its answers are shorter than
-    those of ``none``, and are correct as often, within ``WITHIN``.
+    Expected before normalisation: ``uniform`` and ``group`` collapse, so in at least ``SEEDS`` of all seeds, the
+    answers at the end are shorter than ``SHARE`` of the length of ``none``, and are correct less often than at the
+    start. Expected before and after normalisation: an anchor does not collapse, so on average over the seeds, its
+    answers are shorter than those of ``none``, and the share of correct answers differs by at most ``WITHIN``.
     """
     found = []
     none = ends.loc["none"].add_suffix("_none")
@@ -255,7 +255,7 @@ def judge(ends: pandas.DataFrame) -> list[tuple[str, bool, str]]:
 
 
 def format_arms(ends: pandas.DataFrame) -> dict[str, list[str]]:
-    """Format each arm's seeds, their means, and the range of the last length."""
+    """Format the seeds of each arm, their means, and the range of the last length."""
     found = {}
     for arm in (arm for arm in ARMS if arm in ends.index):
         each = ends.loc[arm]
@@ -295,7 +295,7 @@ def draw(measured: pandas.DataFrame, path: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Make the remaining runs, and write the raw figures."""
+    """Make the runs that are still missing, and write the raw figures."""
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     entries, start = splits(TaskSettings())["train"], time.monotonic()
@@ -313,7 +313,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print the table of measured figures and which expectations came true, and draw them."""
+    """Print the table of measured figures, and which expectations were met; draw the figures."""
     measured = pandas.read_csv(options.measured)
     ends = compute_ends(measured)
     print_table(Console(width=120), ends)

@@ -1,4 +1,4 @@
-"""Training runs with a known injected fault, on which the cause finder is tuned and tested."""
+"""Training runs with a known injected fault, with which the search for causes is tuned and tested."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class FaultCase:
 
     Attributes:
         name: name of its recording.
-        part: ``tuning`` or ``held_out``. Thresholds were chosen on tuning; held_out was examined only after they were
-            fixed.
-        seed: seed of the data; no two runs share one.
-        causes: causes to be found, from ``recipe.offpolicy.analysis.attribution.causes.NAMES``; empty for a healthy
-            run.
+        part: ``tuning`` or ``held_out``. Thresholds were chosen on ``tuning``; ``held_out`` was examined only after
+            they had been fixed.
+        seed: seed of the data; every run has a different seed.
+        causes: causes that should be found, from ``recipe.offpolicy.analysis.attribution.causes.NAMES``; empty for a
+            healthy run.
         steps: number of training steps.
         overrides: Hydra overrides; {models} and {here} stand for the models' folder and this file's folder.
-        environment: environment for ``inject`` and ``conversation``.
-        needs: a model or questions from ``make.make_needed`` that replace the quickstart's own.
+        environment: environment variables for ``inject`` and ``conversation``.
+        needs: a model or questions, made by ``make.make_needed``, that replace the quickstart's own.
     """
 
     name: str
@@ -55,7 +55,7 @@ def _padded(extra: int) -> tuple[str, ...]:
 
 
 def _asked(questions: str, rate: float) -> tuple[str, ...]:
-    """Build repeated questions that fill the blocks of 16 tokens in vLLM's cache."""
+    """Build repeated questions that fill the blocks of vLLM's cache, which have 16 tokens."""
     return (
         f"data.train_files={{models}}/{questions}/train.parquet",
         f"+{_ROLLOUT}.engine_kwargs.vllm.block_size=16",

@@ -1,4 +1,4 @@
-"""Agent loops of several turns, with or without a re-tokenisation fault.
+"""Agent loops of several turns, with or without a fault in re-tokenisation.
 
     actor_rollout_ref.rollout.agent.default_agent_loop=conversation
 
@@ -26,7 +26,7 @@ AGAIN = "again"
 
 
 def fitted(log_probs: list[float], length: int) -> list[float]:
-    """Cut or extend log-probs to ``length``: keep the first values, or repeat the last value."""
+    """Cut or extend log-probs to ``length``: keep only the first values, or repeat the last value."""
     return (log_probs + log_probs[-1:] * length)[:length]
 
 

@@ -1,4 +1,4 @@
-"""Precision and recall of the cause finder on the recordings of ``cases``, with its verdicts.
+"""Precision and recall of the search for causes on the recordings of ``cases``, together with its verdicts.
 
 python scripts/evidence/injected_faults/evaluate.py [tuning|held_out]
 """
@@ -26,7 +26,7 @@ DATA = ROOT / "tests" / "data" / "faults"
 
 @dataclass(frozen=True)
 class Judged:
-    """A case with the causes found in its recording."""
+    """A case, and the causes that were found in its recording."""
 
     case: FaultCase
     causes: Sequence[Cause]
@@ -41,7 +41,7 @@ class Score:
     """Counts of one cause over several cases; precision and recall are NaN if there is nothing to count.
 
     Attributes:
-        right, false, missed: numbers of cases in which the cause was found and present, found but absent, or present
+        right, false, missed: numbers of cases in which the cause was present and found, absent but found, and present
             but not found.
     """
 
@@ -59,13 +59,13 @@ class Score:
 
 
 def judged(part: Part) -> list[Judged]:
-    """Judge every case of ``part`` by its rows alone; the finder does not read the card."""
+    """Judge every case of ``part`` from its rows alone; the search does not read the card."""
     cases = [case for case in CASES if case.part == part]
     return [Judged(case, find_causes(Recording(DATA / part / f"{case.name}-{case.seed}").rows())) for case in cases]
 
 
 def scores(results: Sequence[Judged]) -> dict[str, Score]:
-    """Score by cause, and "all" together."""
+    """Compute the score of each cause, and of "all" causes together."""
 
     def count(*names: str) -> Score:
         known = set(names)

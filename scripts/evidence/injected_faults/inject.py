@@ -1,4 +1,4 @@
-"""An external module for verl that makes rollouts and trainer disagree on purpose, one cause at a time.
+"""An external module for verl that deliberately makes rollouts and trainer disagree, by one cause at a time.
 
     OFFPOLICY_INJECT=name:strength    one of FAULTS, in VERL_USE_EXTERNAL_MODULES next to verl_patches.cpu
 
@@ -11,8 +11,8 @@
     cache:3            of every three synchronisations, one clears the engine's prefix cache; with 1, all do, as in verl
 
 Each fault acts in the process where the real fault would occur: the agent loop, the sender of the weights, or the
-rollout server. OFFPOLICY_INJECT_CACHE=path: ``cache`` writes what came from the prefix cache to this file, one line of
-JSON per synchronisation.
+rollout server. With OFFPOLICY_INJECT_CACHE=path, ``cache`` writes to this file what came from the prefix cache, as one
+line of JSON per synchronisation.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
-    """Round ``weight`` to ``bits`` of mantissa next to the leading one, as an engine of lower precision holds it."""
+    """Round ``weight`` to ``bits`` of mantissa after the leading bit, as an engine of lower precision stores it."""
     mantissa, exponent = torch.frexp(weight.float())
     scale = 2.0 ** (bits + 1)
     return torch.ldexp(torch.round(mantissa * scale) / scale, exponent).to(weight.dtype)
 
 
 def moved(log_probs: list[float], by: int) -> list[float]:
-    """Rotate log-probs by ``by`` tokens; values moved out at one end reappear at the other."""
+    """Rotate log-probs by ``by`` tokens; values that leave at one end reappear at the other."""
     by %= max(len(log_probs), 1)
     return log_probs[-by:] + log_probs[:-by] if by else list(log_probs)
 
@@ -51,12 +51,12 @@ def moved(log_probs: list[float], by: int) -> list[float]:
 def _agent_loop() -> Any:
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-    # Ray wraps a class into an actor class; the class itself is kept in its metadata.
+    # Ray wraps a class in an actor class, and keeps the class itself in the actor class's metadata.
     return AgentLoopWorkerTQ.__ray_metadata__.modified_class
 
 
 def _wrap(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method with the result of ``wrap`` on it."""
+    """Replace a method with the result of calling ``wrap`` on it."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(wrap(original)))
 
@@ -89,13 +89,14 @@ def _shift() -> None:
 
 
 def _send(begin: Callable[[], Callable[[Weights], Weights]]) -> None:
-    """Wrap the sender so that it sends changed weights; ``begin`` makes each sender's function that changes them."""
+    """Wrap the sender so that it sends changed weights; ``begin`` makes the function that changes each sender's."""
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         async def update_weights(self: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
             self._injected = getattr(self, "_injected", None) or begin()
-            # All weights are copied at once, from either kind of iterator, because the model is small.
+            # All weights are copied at once, which works for both kinds of iterators and is possible because the model
+            # is small.
             if isinstance(weights, AsyncIterator):
                 pairs = [(name, weight.clone()) async for name, weight in weights]
             else:
@@ -121,7 +122,7 @@ def _round(named: str = "") -> None:
 
 
 class StaleWeights:
-    """Weights by call: within each group of ``period`` calls, every call returns the first call's weights."""
+    """Weights by call: within each group of ``period`` calls, every call returns the weights of the first call."""
 
     def __init__(self, period: int) -> None:
         self._period, self._calls = period, 0
@@ -135,7 +136,7 @@ class StaleWeights:
 
 
 class LateWeights:
-    """A ring of weights: each call returns the weights passed ``behind`` calls ago or, until then, the first."""
+    """A ring buffer of weights: each call returns those of ``behind`` calls ago; until then, the first ones."""
 
     def __init__(self, behind: int) -> None:
         self._ring: deque[list[tuple[str, Tensor]]] = deque(maxlen=behind + 1)
@@ -149,7 +150,7 @@ class CacheAges:
     """Ages of the cached keys and values that requests took from the prefix cache.
 
     A prefix is as old as the last request that computed it. Requests of one synchronisation are sorted when the next
-    one begins, because requests that compute a prefix may end after requests that use it.
+    synchronisation begins, because requests that compute a prefix may end after requests that use it.
     """
 
     def __init__(self) -> None:
@@ -158,13 +159,13 @@ class CacheAges:
         self._requests: list[tuple[tuple[int, ...], int]] = []
 
     def served(self, prompt: Sequence[int], cached: int) -> None:
-        """Record the end of a request with this prompt, whose first ``cached`` tokens came from the cache."""
+        """Record that a request with this prompt has ended; its first ``cached`` tokens came from the cache."""
         self._requests.append((tuple(prompt), cached))
 
     def synchronised(self) -> dict[str, Any]:
-        """Record new weights; return what was served since the previous ones, and tokens from the cache by their age.
+        """Record that there are new weights; return what was served since the previous ones, and cached tokens by age.
 
-        The age is in synchronisations; 0 means that the weights of that time computed the tokens.
+        The age is counted in synchronisations; 0 means that the tokens were computed with the weights of that time.
         """
         for prompt, cached in self._requests:
             for length in range(cached + 1, len(prompt) + 1):
@@ -227,7 +228,7 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
     "routers": (_SENDER, functools.partial(_round, ".mlp.gate.weight")),
     "cache": (_ENGINE, _cache),
 }
-"""Name -> the module for which it waits, and its action there."""
+"""Name -> the module for which the fault waits, and the action that the fault then takes in this module."""
 
 if NAME in FAULTS:
     after_import(*FAULTS[NAME])

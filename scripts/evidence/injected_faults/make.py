@@ -1,4 +1,4 @@
-"""Generator of test data: runs the cases with real verl, Ray and vLLM, and keeps their recordings.
+"""Generates test data: runs the cases with real verl, Ray and vLLM, and keeps their recordings.
 
     python scripts/evidence/injected_faults/make.py WORK [NAME ...]
 
@@ -44,12 +44,13 @@ from scripts.quickstart.warm_start import warm_start
 DATA = ROOT / "tests" / "data" / "faults"
 ROWS = 128
 TOKENS = 1000
-"""Number of valid tokens per step that is enough; if rows are longer, fewer prompts are kept."""
+"""Number of valid tokens per step that is sufficient; if rows are longer, fewer prompts are kept."""
 LIMIT = 600.0
 MERGES = 60
-"""Number of most frequent letter pairs that are tokens, in addition to the quickstart's single bytes."""
+"""Number of most frequent letter pairs that become tokens, in addition to the quickstart's single bytes."""
 DROPOUT = 0.4
-"""Share of merges left out at random in the demonstrations, so that the model spells with long and short tokens."""
+"""Share of merges that are randomly left out in the demonstrations, so that the model spells with long and with short
+tokens."""
 
 
 def main(work: Path, names: list[str]) -> int:
@@ -79,10 +80,10 @@ def make_needed(models: Path, name: str) -> None:
 
 
 def pad_vocabulary(source: Path, target: Path, extra: int) -> None:
-    """Copy a model with ``extra`` vocabulary rows beyond its tokenizer, as in real checkpoints.
+    """Copy a model, adding ``extra`` rows of vocabulary beyond its tokenizer, as in real checkpoints.
 
-    The extra rows hold the values that the model's initialisation would have put there. verl's rollout server masks
-    their logits; the trainer does not.
+    The extra rows contain the values that the model's initialisation would have given them. verl's rollout server masks
+    their logits, but the trainer does not.
     """
     model = Qwen2ForCausalLM.from_pretrained(source, dtype=torch.float32)
     size, deviation = model.config.vocab_size, model.config.initializer_range
@@ -114,9 +115,9 @@ def questions(name: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, An
     """Draw questions that are repeated.
 
     Args:
-        name: "again-N": N questions, once each. "again-N-new-M": M questions once each, and N other questions M times
-            in total, so that about half of a batch has occurred before.
-        entries: entries to choose from, in their order.
+        name: "again-N": N questions, once each. "again-N-new-M": M questions, once each, and N other questions, M times
+            in total, so that about half of each batch has occurred before.
+        entries: entries from which to choose, in their order.
     """
     again, _, new = name.removeprefix("again-").partition("-new-")
     count, others = int(again), int(new or 0)
@@ -125,17 +126,17 @@ def questions(name: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, An
 
 
 def of_one_length(entry: dict[str, Any], letters: int = 13) -> dict[str, Any]:
-    """Pad a question with repetitions of its word, to ``letters`` letters including the word itself.
+    """Pad a question by repeating its word, up to ``letters`` letters, which include the word itself.
 
     With the quickstart's tokens for the instruction and the turns, 13 letters make a prompt of 17 tokens: a block of 16
-    with the whole word, which can be taken from vLLM's cache, and a last token, which is always computed.
+    tokens that contains the whole word and can be taken from vLLM's cache, and a last token that is always computed.
     """
     word = entry["metadata"]["word"]
     return {**entry, "question": (word * letters)[: letters - len(word)] + entry["question"]}
 
 
 def run(case: FaultCase, work: Path, recording: Path) -> None:
-    """Train with the fault.
+    """Train once with the fault.
 
     Raises:
         RuntimeError: not every step was recorded; the log is next to the recording.
@@ -143,7 +144,7 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
     overrides = [
         "correction=none",
         f"offpolicy.record.dir={recording}",
-        # The run must record the fault instead of stopping at it.
+        # The run must record the fault rather than stop because of it.
         "offpolicy.allow_unrelated_log_probs=true",
         "offpolicy.delivery.sums=null",
         "offpolicy.delivery.probe=null",

@@ -24,13 +24,13 @@ PAIRS = (
 )
 SEEDS = 3
 LENGTH = "length_"
-"""Prefix of the names of the arms that compare length penalties."""
+"""Prefix of the names of arms that compare length penalties."""
 LAST = 3
 """Number of final steps over which lengths are averaged."""
 
 
 def pivot_outcomes(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Pivot the correct answers after the last step: seed by arm; 0 for a run that did not finish."""
+    """Pivot the share of correct answers after the last step: seed by arm; 0 for a run that did not finish."""
     ordered = table.sort_values("step")
     last = ordered.groupby(["seed", "arm"])["right"].last()
     finished = ordered.groupby(["seed", "arm"])["outcome"].last() == "finished"
@@ -59,7 +59,7 @@ def format_lengths(table: pandas.DataFrame) -> str:
 
 
 def format_table(table: pandas.DataFrame) -> str:
-    """Format each arm's outcomes and mismatch, and the paired differences of the hypotheses."""
+    """Format outcomes and mismatch of each arm, and the paired differences that the hypotheses are about."""
     table = table[~table["arm"].str.startswith(LENGTH)]
     outcomes = pivot_outcomes(table)
     before = table[table["step"] == 0]["right"].mean()

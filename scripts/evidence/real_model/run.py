@@ -46,7 +46,7 @@ COLUMNS = {
     "proved": "offpolicy/live/proved",
     "seconds": "timing_s/step",
 }
-"""Column -> verl's metric; NaN if a step did not log it."""
+"""Column -> verl's metric; NaN in steps that did not log the metric."""
 
 _QUIET = "offpolicy.alarms.mismatch_growth.action=off"
 _UNSCORED = "trainer.val_before_train=false"
@@ -84,7 +84,7 @@ The anchor is frozen at the first batch in which more than 20 % of the answers a
 
 
 def _build_length_arm(kind: str, *chosen: str) -> Arm:
-    """Build an arm of the comparison of length penalties; correct answers before training are known from `none`."""
+    """Build an arm of the comparison of length penalties; the score before training is already known from `none`."""
     place = () if kind == "none" else ("length_penalty.place=before",)
     steps = ("data.max_response_length=48", "trainer.total_training_steps=14", _QUIET)
     scored = () if kind == "none" else (_UNSCORED,)
@@ -93,7 +93,7 @@ def _build_length_arm(kind: str, *chosen: str) -> Arm:
 
 
 def _build_arm(name: str, *chosen: str, lag: int = 0) -> Arm:
-    """Build an arm; correct answers before training are known from `none`."""
+    """Build an arm; the share of correct answers before training is already known from `none`."""
     return Arm(name, (*chosen, *_STEPS, _UNSCORED), lag, seeds=3, seconds=SECONDS)
 
 
@@ -109,13 +109,13 @@ ARMS = (
 
 
 def list_runs() -> Iterator[Run]:
-    """List all runs seed by seed, so that the finished runs are balanced over the arms at any time."""
+    """List all runs seed by seed, so that finished runs are spread evenly over the arms at any time."""
     for seed in range(2, 5):
         yield from (Run(arm, seed) for arm in ARMS if seed < 2 + arm.seeds)
 
 
 def make(run: Run) -> str:
-    """Make one run and keep its steps; return how it ended."""
+    """Make one run and store its steps; return how the run ended."""
     chosen = run.arm.overrides if _FLOAT32 in run.arm.overrides else (*run.arm.overrides, _BFLOAT16)
     overrides, environment = add_lag(run.arm.lag, [*chosen, f"data.seed={run.seed}"])
     if run.setting in UNROUNDED:

@@ -1,14 +1,15 @@
-"""Cost of staleness, with and without a correction: a small policy is trained on samples that are eta steps old.
+"""Measures the cost of staleness, with and without a correction, for a small policy trained on samples eta steps old.
 
     python scripts/evidence/staleness/harness.py [--seeds 5] [--processes 2] [--out outputs/staleness.png]
 
-Eight prompts have answers of eight tokens; stages are the project's own, and advantages and loss are verl's. A queue
-holds the batches by which the sampler is ahead: the batch on which step i trains was sampled by the weights before step
-i - eta, or by the first weights. With eta unbounded, the sampler keeps its first weights.
+There are eight prompts, with answers of eight tokens. The stages are the project's own; advantages and loss are verl's.
+A queue contains the batches by which the sampler is ahead. The batch on which step i trains was therefore sampled with
+the weights from before step i - eta, or with the first weights if there was no such step. With eta unbounded, the
+sampler keeps its first weights.
 
 Trains with each of three shipped corrections at eta 0, 1, 2, 4, 8, 16 and without a bound, at two learning rates. This
-takes about ten minutes on two cores. Prints scores with intervals, draws them, and exits with 1 unless training at eta
-8 collapses when clipping around mu but not with decoupled PPO.
+takes about ten minutes on two cores. Prints scores with intervals, draws them, and exits with 1 unless, at eta 8,
+training collapses with clipping around mu but not with decoupled PPO.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ from verl.workers.config import ActorConfig
 VOCABULARY, LENGTH, PROMPTS = 8, 8, 8
 WIDTH = 48
 ARMS = ("bypass", "resampling", "decoupled_ppo")
-"""Options of ``configs/correction/``: pi_old is mu; pi_old is recomputed without a correction, or with one."""
+"""Options in ``configs/correction/``: pi_old is mu; pi_old is recomputed, without a correction; pi_old is recomputed,
+with a correction."""
 ETAS = (0, 1, 2, 4, 8, 16, math.inf)
 RATES = (1e-2, 3e-2)
 STEPS, MINI_BATCHES, ROLLOUTS = 90, 2, 8
 EVALUATIONS = 3
-"""Number of a run's evaluations, at its end and every tenth step before it; their mean is its score."""
+"""Number of evaluations of a run, at its end and at every tenth step before it; the run's score is their mean."""
 _EVALUATED = 16
 _LARGEST_GRADIENT = 1.0
 
@@ -72,7 +74,7 @@ class ToyPolicy(nn.Module):
 
     @torch.no_grad()
     def sample(self, prompts: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample an answer to each of B prompts: its tokens and their log mu, (B, LENGTH) each."""
+        """Sample an answer to each of B prompts; return tokens and log mu, (B, LENGTH) each."""
         return self._answer(prompts, lambda place, log_probs: torch.multinomial(log_probs.exp(), 1)[:, 0])
 
     def forward(self, prompts: Tensor, tokens: Tensor) -> Tensor:
@@ -110,7 +112,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """A batch as it was sampled: prompts (B,), tokens and log mu (B, LENGTH), and the mean reward of each answer."""
+    """A batch as it was sampled: prompts (B,), tokens and log mu (B, LENGTH), and each answer's mean reward."""
 
     prompts: Tensor
     tokens: Tensor
@@ -187,7 +189,7 @@ def _actor_config() -> Any:
     return ActorConfig(strategy="fsdp2", rollout_n=ROLLOUTS, ppo_micro_batch_size_per_gpu=1)
 
 
-# --- what came of it
+# --- evaluation of the runs
 
 Scores = Mapping[tuple[str, float, float], Sequence[float]]
 """(arm, eta, rate) -> the score of each seed."""
@@ -198,11 +200,11 @@ LOOKS = {
     "resampling": ("#7b8794", "resampling: pi_old recomputed, no weight"),
     "decoupled_ppo": ("#2563eb", "decoupled_ppo: pi_old recomputed, weight of cap 5"),
 }
-"""Arm -> its colour and label."""
+"""Arm -> colour and label of its line."""
 
 
 class Ratio(NamedTuple):
-    """Mean score of one setting divided by that of synchronous training at the same rate, with its interval."""
+    """Mean score of one setting, divided by that of synchronous training at the same rate, with an interval."""
 
     value: float
     low: float
@@ -213,7 +215,7 @@ class Ratio(NamedTuple):
 
 
 def list_runs(seeds: int) -> Iterator[Run]:
-    """List all runs; at eta 0, mu is pi_old and all arms are the same."""
+    """List all runs; at eta 0, mu equals pi_old and all arms are equal."""
     for seed in range(seeds):
         for rate in RATES:
             yield Run(ARMS[0], 0, rate, seed)
@@ -232,14 +234,14 @@ def measure(seeds: int, processes: int, steps: int = STEPS) -> Scores:
 
 
 def compute_ratio(scores: Sequence[float], synchronous: Sequence[float]) -> Ratio:
-    """Compute the ratio of means with a percentile bootstrap over the seeds of both settings."""
+    """Compute the ratio of means, with a percentile bootstrap over the seeds of both settings."""
     rng = np.random.default_rng(0)
     drawn = draw_means(rng, scores) / draw_means(rng, synchronous)
     return Ratio(float(np.mean(scores) / np.mean(synchronous)), *find_percentiles(drawn, CONFIDENCE))
 
 
 def check_claims(scores: Scores, rates: Sequence[float]) -> list[str]:
-    """Check that at eta 8 training collapses when clipping around mu, but not with decoupled PPO; return sentences.
+    """Check that, at eta 8, training collapses with clipping around mu but not with decoupled PPO; return sentences.
 
     Raises:
         ClaimError: a claim does not hold over its whole interval.
@@ -259,7 +261,7 @@ def check_claims(scores: Scores, rates: Sequence[float]) -> list[str]:
 
 
 def describe_one_step_behind(scores: Scores, rates: Sequence[float]) -> list[str]:
-    """Report whether "naive eta = 1 degraded" reproduces, which requires that the whole interval lies below 1."""
+    """Report whether "naive eta = 1 degraded" is reproduced, which requires that the whole interval lies below 1."""
     sentences = []
     for rate in rates:
         found = compute_ratio(scores["bypass", 1, rate], scores["bypass", 0, rate])
@@ -269,7 +271,7 @@ def describe_one_step_behind(scores: Scores, rates: Sequence[float]) -> list[str
 
 
 def report(scores: Scores, console: Console) -> None:
-    """Print one table per rate: mean score, and in brackets its ratio to synchronous training with the interval."""
+    """Print one table per rate: mean scores, with the ratio to synchronous training and its interval in brackets."""
     for rate in RATES:
         table = Table(title=f"Mean reward after {STEPS} steps, learning rate {rate:g}", title_justify="left")
         table.add_column("correction")
@@ -283,7 +285,7 @@ def report(scores: Scores, console: Console) -> None:
 
 
 def draw(scores: Scores, rates: Sequence[float], path: Path) -> None:
-    """Write a PNG with one panel per rate. Lines are means over seeds; points are the seeds."""
+    """Write a PNG with one panel per rate. Lines show means over seeds; points show the seeds."""
     figure, panels = create_axes(1, len(rates), width=5 * len(rates), height=4.4, sharey=True)
     for axes, rate in zip(panels, rates, strict=True):
         for arm, (colour, label) in LOOKS.items():

@@ -1,8 +1,8 @@
-"""Check at every update that the correction reaches the gradient, and before the first update that each bound acts.
+"""Checks at every update that the correction reaches the gradient, and before the first update that each bound acts.
 
 ``watch`` compares the gradient that arrives at the log-probs in the engine's backward pass with weight * keep * verl's
-own gradient. If mu equals pi_old, a correction that does nothing also passes this check. Therefore, ``try_parts`` moves
-mu across each bound, where the expected factor follows from the bound alone.
+own gradient. If mu equals pi_old, a correction that does nothing also passes this check. Therefore, ``try_parts`` also
+moves mu across each bound, where the expected factor can be computed from the bound alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Largest relative error of a gradient, by the dtype of the log-probs."""
 MARGIN = 0.02
-"""Distance from a bound, as a share of its log."""
+"""Distance of a trial value from a bound, as a share of the bound's log."""
 
 
 class NotLive(RuntimeError):
@@ -43,13 +43,13 @@ def watch(
     factor: Tensor,
     loss: Tensor,
 ) -> Metric:
-    """Compare the gradient of the coming backward pass with the expected gradient.
+    """Compare the gradient in the next backward pass with the expected gradient.
 
     Returns:
-        Number of tokens with a gradient of the policy term that were compared, filled in by the backward pass.
+        Number of tokens whose policy-term gradient was compared; filled in during the backward pass.
 
     Raises:
-        NotLive: in the backward pass, before the optimizer steps.
+        NotLive: the gradients differ; raised in the backward pass, before the optimizer steps.
     """
     expected, policy = _expect(loss_fn, model_output, data, batch, factor)
     scale = torch.maximum(expected.abs().max(), policy.abs().max())
@@ -109,7 +109,7 @@ def try_parts(loss_fn: CorrectedLoss, model_output: Mapping[str, Any], data: Ten
 
 
 def list_trials(part: Weight | Mask) -> Iterator[tuple[float, float, float]]:
-    """List trials: log-ratio of each unit, advantage of all tokens, and the factor that the bound requires."""
+    """List the trials: log-ratio of each unit, advantage of all tokens, and the factor that the bound requires."""
     rejects = isinstance(part, Mask) or part.kind == "reject"
     when = part.when if isinstance(part, Mask) else "any"
     advantage = -1.0 if when == "negative" else 1.0
@@ -121,7 +121,7 @@ def list_trials(part: Weight | Mask) -> Iterator[tuple[float, float, float]]:
         margin = MARGIN * max(abs(bound), 1e-3)
         inside, beyond = bound - outward * margin, bound + outward * margin
         weight = isinstance(part, Weight)
-        # With narrow bounds, a value just inside one bound could be beyond the other.
+        # If bounds are narrow, a value just inside one bound could lie beyond the other.
         if part.log_bounds[0] <= inside <= part.log_bounds[1]:
             yield inside, advantage, math.exp(inside) if weight else 1.0
         yield beyond, advantage, 0.0 if rejects else math.exp(bound)
@@ -132,7 +132,7 @@ def list_trials(part: Weight | Mask) -> Iterator[tuple[float, float, float]]:
 def _expect(
     loss_fn: CorrectedLoss, model_output: Mapping[str, Any], data: TensorDict, batch: Batch, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient that ``factor`` requires, and the uncorrected policy term's gradient, each flat.
+    """Compute the gradient that ``factor`` requires, and the gradient of the uncorrected policy term, each flat.
 
     The factor multiplies only the policy term, so the gradient is factor * (g(1) - g(0)) + g(0), where g(c) is verl's
     gradient under constant weights c, and g(0) is the gradient of the KL and entropy terms.
@@ -151,7 +151,7 @@ def _expect(
 
 
 def _leaf(model_output: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """Copy the model output, detached, with its log-probs on a new flat leaf."""
+    """Copy the model output, detached, with the log-probs as a new flat leaf."""
     log_probs = model_output["log_probs"]
     leaf = _flat(log_probs).detach().clone().requires_grad_()
     output = {key: each.detach() if isinstance(each, Tensor) else each for key, each in model_output.items()}

@@ -1,7 +1,7 @@
 """Corrections of the mismatch between rollout engine and trainer: a weight and a keep mask per token.
 
-mu, pi_old and pi are the log-probs of the rollout engine, of the trainer at the start of the step, and of the current
-policy. The policy term of the loss is multiplied by weight * keep.
+mu, pi_old and pi are the policies of the rollout engine, of the trainer at the start of the step, and of the current
+weights. The policy term of the loss is multiplied by weight * keep.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Weight:
-    """Importance weight pi_old / mu of a token, or of a sequence.
+    """Importance weight pi_old / mu, of a token or of a sequence.
 
     Attributes:
-        level: ``token``, or ``sequence``: one weight for all tokens of a sequence.
+        level: ``token``, or ``sequence`` for one weight that all tokens of a sequence share.
         kind: ``truncate`` bounds one side, ``clip`` bounds both, and ``reject`` drops weights outside the bounds.
         lower, upper: inclusive bounds on the weight; None if open.
         aggregate: for a sequence, the ``product`` of its ratios, or their ``geometric`` mean.
@@ -61,11 +61,11 @@ class Mask:
     Attributes:
         ratio: ``rollout``: pi_old / mu; ``full``: pi / mu.
         level: ``token`` or ``sequence``.
-        aggregate: for a sequence, the ``product``, the ``geometric`` mean, or ``any``, which checks each ratio by
-            itself.
+        aggregate: for a sequence, the ``product``, the ``geometric`` mean, or ``any``, which checks each ratio on its
+            own.
         lower, upper: inclusive bounds on the aggregate; None if open.
-        delta: short for lower = exp(-delta).
-        when: ``any``, or the sign of the sequence's mean advantage: ``negative`` or ``positive``.
+        delta: short form of lower = exp(-delta).
+        when: ``any``; or ``negative`` or ``positive``, the required sign of the sequence's mean advantage.
     """
 
     ratio: str
@@ -86,7 +86,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Correction:
-    """A weight (None for weight 1), and masks by name; a token is kept if all masks keep it."""
+    """A weight (None if all weights are 1), and masks by name; a token is kept if all masks keep it."""
 
     weight: Weight | None = None
     masks: dict[str, Mask] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Correction:
         """Read the section ``correction``.
 
         Raises:
-            ValueError: an unknown key or value, a missing bound, or a bound that is not a positive number.
+            ValueError: a key or value is unknown, a bound is missing, or a bound is not a positive number.
         """
         if unknown := set(config) - {"weight", "masks"}:
             raise ValueError(f"correction.{sorted(unknown)[0]} is unknown. Use correction.weight and correction.masks.")
@@ -150,7 +150,7 @@ def compute_factor(
     mask = response_mask.bool()
     valid, log_rho = compute_finite_log_ratio(old_log_prob, rollout_log_prob, mask)
     log_full = log_rho + compute_log_ratio(log_prob, old_log_prob, valid)
-    # If no part reads mu, a token for which only mu is not finite is trained as usual.
+    # If no part reads mu, tokens for which only mu is not finite are trained on as usual.
     keep = valid if correction.weight or correction.masks else mask & torch.isfinite(old_log_prob)
     dtype = promote_weight_dtype(old_log_prob, rollout_log_prob)
     weight = keep.to(dtype)
@@ -180,7 +180,7 @@ def compute_factor(
 
 
 def _aggregate(level: str, aggregate: str, log_ratio: Tensor, valid: Tensor) -> Tensor:
-    """Aggregate log-ratios, which are 0 outside ``valid``: (B, T) per token, (B, 1) per sequence, float64."""
+    """Aggregate log-ratios, which are 0 outside ``valid``, in float64: (B, T) per token, (B, 1) per sequence."""
     if level == "token":
         return log_ratio
     total = log_ratio.sum(-1, keepdim=True)
@@ -192,7 +192,7 @@ def _take_logs(lower: float | None, upper: float | None) -> tuple[float, float]:
 
 
 def _applies(when: str, advantages: Tensor, valid: Tensor) -> Tensor:
-    """Find the sequences that a mask applies to, by the sign of their mean advantage: (B, 1) bool."""
+    """Find the sequences to which a mask applies, by the sign of their mean advantage: (B, 1) bool."""
     if when == "any":
         return torch.ones_like(valid[:, :1])
     total = torch.where(valid, advantages.detach(), 0.0).double().sum(-1, keepdim=True)

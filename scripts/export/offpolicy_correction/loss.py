@@ -1,6 +1,6 @@
-"""Loss of the actor: verl's ``ppo_loss`` with weight * keep as its weights, and the check that they reach the gradient.
+"""Loss of the actor: verl's ``ppo_loss`` with the weights weight * keep, and the check that they reach the gradient.
 
-``TrainingWorker.set_loss_fn`` sends it to the workers by value.
+``TrainingWorker.set_loss_fn`` sends the loss to the workers by value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PREFIX = "offpolicy"
 
 @dataclass
 class Batch:
-    """A micro-batch, each tensor (B, T) and padded on the right."""
+    """A micro-batch; each tensor is (B, T) and padded on the right."""
 
     log_prob: Tensor
     response_mask: Tensor
@@ -60,11 +60,11 @@ class CorrectedLoss:
 
     Args:
         correction: the correction to apply.
-        actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
+        actor_config: verl's ActorConfig, in the form that ``ppo_loss`` requires.
 
     Attributes:
         tried: whether the parts have been tried in this process.
-        random_state: the CPU generator's state before the last loss, because clip_cov draws the tokens that it clips.
+        random_state: state of the CPU generator before the last loss; clip_cov draws at random which tokens it clips.
     """
 
     def __init__(self, correction: Correction, actor_config: Any) -> None:
@@ -79,8 +79,8 @@ class CorrectedLoss:
         """Compute loss and metrics of a micro-batch.
 
         Raises:
-            NotLive: the correction does not reach the gradient as its formulas require; raised here, or in the backward
-                pass.
+            NotLive: the correction does not reach the gradient as its formulas require; this is raised here, or in the
+                backward pass.
         """
         batch = read(model_output, data)
         factor, sums = self.compute_factor(batch)
@@ -108,7 +108,7 @@ class CorrectedLoss:
         self, model_output: Mapping[str, Any], data: TensorDict, batch: Batch, factor: Tensor, dp_group: Any = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute verl's loss under the weights ``factor``, (B, T)."""
-        # A token without a finite pi_old has factor 0; NaN times 0 would still be NaN.
+        # A token without a finite pi_old has factor 0, but NaN times 0 would still be NaN.
         finite = torch.isfinite(batch.old_log_probs)
         given = data.select(*data.keys())
         given["response_mask"] = batch.response_mask
@@ -120,7 +120,7 @@ class CorrectedLoss:
     def repeat_loss(
         self, model_output: Mapping[str, Any], data: TensorDict, batch: Batch, factor: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute a loss with the random numbers of the last loss, and leave the generator as it was."""
+        """Compute a loss with the random numbers of the last loss, leaving the generator's state unchanged."""
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.random_state)
             return self.compute_loss(model_output, data, batch, factor)

@@ -1,7 +1,7 @@
 """verl's PPO training with a correction: ``python3 -m recipe.offpolicy_correction.main_offpolicy_correction ...``.
 
-It takes every override of ``verl.trainer.main_ppo``, and the group ``correction``: ``correction=gsm``, or several
-options, ``'correction=[tis_token,gsm]'``.
+This program accepts every override of ``verl.trainer.main_ppo``, and the group ``correction``: ``correction=gsm``, or
+several options, ``'correction=[tis_token,gsm]'``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .loss import PREFIX, CorrectedLoss
 
 
 class CorrectedTrainer:
-    """Mixin for a V1 trainer: it sets the loss of the actor's workers, and stops if an update did not use that loss."""
+    """Mixin for a V1 trainer: sets the loss of the actor's workers, and stops if an update did not use this loss."""
 
     def _setup(self) -> None:
         super()._setup()
@@ -46,7 +46,7 @@ class CorrectedTrainer:
 
 @ray.remote
 class CorrectedTaskRunner(TaskRunnerV1.__ray_actor_class__):
-    """verl's task runner with a corrected trainer."""
+    """verl's task runner, with a corrected trainer."""
 
     def run(self, config: DictConfig) -> None:
         mode = config.trainer.v1.trainer_mode
@@ -56,7 +56,7 @@ class CorrectedTaskRunner(TaskRunnerV1.__ray_actor_class__):
 
 
 def read_correction(config: DictConfig) -> Correction:
-    """Read the correction of a config.
+    """Read the correction of a configuration.
 
     Raises:
         ValueError: the correction is invalid, or another option would make it ineffective.

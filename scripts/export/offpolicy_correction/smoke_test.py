@@ -1,8 +1,8 @@
 """Smoke test on the CPU, in seconds, without Ray: ``python3 -m recipe.offpolicy_correction.smoke_test``.
 
-It makes one update of a bigram model through verl's ``ppo_loss``, with a truncated weight, a geometric mask and
-off-policy sequence masking. The gradient of the parameters must equal the gradient computed from the formulas, and a
-loss that ignores the correction must stop the update.
+The test makes one update of a bigram model through verl's ``ppo_loss``, with a truncated weight, a geometric mask and
+off-policy sequence masking. The parameters' gradient must equal the gradient computed from the formulas, and a loss
+that ignores the correction must stop the update.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ CONFIG = {
         "opsm": {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": DELTA, "when": "negative"},
     },
 }
-# log pi_old - log mu, one case per row: a token beyond the cap; beyond gsm; within all bounds; beyond opsm, A < 0.
+# log pi_old - log mu, with one case per row: a token beyond the cap; a row beyond gsm; a row within all bounds; a row
+# beyond opsm, with A < 0.
 LOG_RATIOS = ((0.9, -0.2, -0.1, -0.3), (0.3, 0.4, 0.3), (0.1, -0.1, 0.2, 0.0, -0.1), (-0.2, -0.1))
 ADVANTAGES = (1.0, -0.5, -1.5, -0.8)
 KEPT = (1.0, 0.0, 1.0, 0.0)
@@ -91,7 +92,7 @@ def _pad(rows: list[Tensor]) -> Tensor:
 
 
 class Uncorrected(CorrectedLoss):
-    """Ignores the correction, as a bug would."""
+    """A loss that ignores the correction, as a bug would."""
 
     def compute_factor(self, batch):
         factor, sums = super().compute_factor(batch)
