@@ -73,7 +73,8 @@ class CorrectionParts:
     support_min_p: float | None = None
     centering: int | None = None
 
-    __post_init__ = compute_derived
+    def __post_init__(self) -> None:
+        compute_derived(self)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""

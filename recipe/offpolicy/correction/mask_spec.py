@@ -76,7 +76,8 @@ class MaskSpec:
     by_staleness: tuple[float, ...] | None = None
     by_position: float | None = None
 
-    __post_init__ = compute_derived
+    def __post_init__(self) -> None:
+        compute_derived(self)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, key: str) -> MaskSpec:

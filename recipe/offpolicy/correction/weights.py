@@ -72,7 +72,8 @@ class WeightSpec:
     power: float | None = None
     rate: float | None = None
 
-    __post_init__ = compute_derived
+    def __post_init__(self) -> None:
+        compute_derived(self)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, key: str = "correction.weight") -> WeightSpec:
