@@ -42,7 +42,7 @@ class Configured:
         alongside: Mapping[str, Any] | Iterable[str] = (),
         **more: Any,
     ) -> Problem:
-        """Build the problem of a key with its present value.
+        """Build a problem that reports a key with its present value.
 
         Args:
             sets: the overrides that fix the problem, or keys and their values.
@@ -127,7 +127,7 @@ class Section:
         yield from self.check(self.read(config))
 
     def check(self, given: Any) -> Iterator[Problem]:
-        """Find the same problems in plain values."""
+        """Find the problems that ``find_problems`` finds, in plain values."""
         if given is None:
             return
         if not isinstance(given, Mapping):
@@ -201,7 +201,7 @@ class Section:
 
 
 def build_unknown(key: str, value: Any, fix: str, *overrides: str) -> Problem:
-    """Build the problem of an unknown key."""
+    """Build the problem that reports an unknown key."""
     return Problem(key, value, "unknown key.", fix, parts=(), overrides=overrides)
 
 

@@ -1,4 +1,4 @@
-"""Seals: per-row hashes of each column that the loss reads, computed where the column is made, checked in the loss.
+"""Seals: per-row hashes of the columns that the loss reads, computed where a column is made, checked in the loss.
 
 The hash is the sum over a row's tokens of mix(mix(2^32 place + token) + seed + bits of the value), where place is the
 number of response tokens in the row up to this token, and the seed depends on the precision. ``mix`` is the finaliser

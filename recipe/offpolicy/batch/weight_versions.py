@@ -164,7 +164,7 @@ Chunk = tuple[int, int]
 CHUNKS = "offpolicy_chunks"
 """Key of a row's turns in its extra fields."""
 CHUNK_SEALS = "offpolicy_chunk_seals"
-"""Key, in a row's extra fields, of the hash of each turn, computed by the client that recorded the turn's chunks."""
+"""Key, in a row's extra fields, of the turns' hashes, which the client that recorded the chunks computes."""
 UNKNOWN = -1
 """Value for tokens of unknown version, and outside the response mask."""
 

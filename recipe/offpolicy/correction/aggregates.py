@@ -38,8 +38,8 @@ class Aggregate:
         usual: commonly used bounds, lower and upper; None for an open side.
         at: returns the compared value of a unit whose log-ratios all equal the given number of nats.
         widest: greatest distance from agreement that a moving bound may reach.
-        single: name of the aggregate to use instead on single tokens, where both aggregates have the same value; empty
-            if this aggregate is also used on single tokens.
+        single: name of the aggregate to use for single tokens instead, because both have the same value there; empty if
+            this aggregate is also used for single tokens.
     """
 
     name: str
@@ -80,7 +80,7 @@ BINARY_EPS: Final = 1e-6
 
 
 def _binary_divergences(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute KL(p, q) and KL(q, p) of the sampled token against all others, in float64; p and q are its probabilities.
+    """Compute KL(p, q) and KL(q, p) of the sampled token, whose probabilities are p and q, against all others; float64.
 
     KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
     """

@@ -54,7 +54,7 @@ def _format_number(value: float) -> str:
 Bounds = Mapping[str, float | None]
 """Maps each bound key of a part to its value: ``lower`` and ``upper``, or ``delta``; a weight has only ``upper``."""
 Side = Literal["both", "upper", "lower"]
-"""Which bounds of a band move."""
+"""Which of a part's bounds move."""
 WEIGHT: Final = "correction.weight"
 """Name that stands for the weight in a list of mask names, which never contain a dot."""
 MOVES = "moves"
@@ -62,7 +62,7 @@ MOVES = "moves"
 
 
 def read_bounds(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[str, float | None]]:
-    """Read the bounds of the named masks, and the weight's cap under ``WEIGHT``, if the spec has them.
+    """Read the bounds of those masks in ``names`` that the spec contains, and likewise the weight's cap as ``WEIGHT``.
 
     Example:
         >>> from .weights import WeightSpec

@@ -1,4 +1,4 @@
-"""Parts of a correction, and properties that follow from them."""
+"""The parts of a correction, and properties that can be derived from these parts."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ _OF_WEIGHT = ("ratio", "level", "aggregate", "kind")
 
 
 def check_together(spec: CorrectionParts) -> None:
-    """Refuse parts that together count something twice, that never act, or that depend on themselves.
+    """Refuse combinations of parts that count something twice, that never act, or that depend on themselves.
 
     Raises:
         SpecError: names the keys, their values and the fix.

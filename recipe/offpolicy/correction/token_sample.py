@@ -15,7 +15,7 @@ from .statistics import BUCKETS, STALENESS, TURNS
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Groups of rows.
+    """Groups of rows over which statistics are computed.
 
     Attributes:
         names: names of the groups; the group "" contains all rows with a response token.

@@ -1,4 +1,4 @@
-"""Units: the tokens of a row that share one weight or decision; and checks of the tokens to which parts apply."""
+"""Units (the tokens of a row that share one weight or decision), and checks of the tokens to which parts apply."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ Level = Literal["token", "sequence", "turn", "version", "prefix"]
 
 @dataclass(frozen=True)
 class Units:
-    """A partition of each row's tokens; at level ``prefix``, each token with all valid tokens before it in its row.
+    """A partition of each row's tokens; at level ``prefix``, a unit is a token with all valid tokens before it.
 
     Values per unit are a column for level ``sequence`` (see ``RowLayout``), otherwise a tensor of tokens: a row of T
     tokens has at most T units, and the host would have to wait for the device to read the exact number. Units without a
@@ -112,7 +112,8 @@ class Units:
         return sums.scatter_add_(-1, self.index, values.double())
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average over each unit's tokens in float64, 0 without any; per-token ``values`` are 0 outside ``valid``."""
+        """Average over each unit's tokens in float64, 0 if it has none; per-token ``values`` are 0 outside
+        ``valid``."""
         if self.level == "token":
             return values.double()
         return self.total(values) / self.tokens.clamp(min=1)

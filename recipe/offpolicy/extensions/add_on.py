@@ -83,7 +83,7 @@ class AddOn:
         return loader
 
     def on_resumed(self) -> None:
-        """Continue after verl has loaded a checkpoint, or found none."""
+        """Continue after verl has loaded a checkpoint, or has found no checkpoint."""
 
     def end(self) -> None:
         """Release resources, such as threads; also called after a failure."""
@@ -304,7 +304,7 @@ class Extension(AddOn):
 
     @property
     def resumes(self) -> str | None:
-        """The key because of which a resumed run needs ``state``; None if ``state`` is optional."""
+        """The key that makes a resumed run depend on ``state``; None if ``state`` is optional."""
         return None
 
     @property
@@ -320,7 +320,7 @@ def write_state(folder: Path, name: str, state: Any) -> None:
 
 
 def read_state(folder: Path, name: str, section: str, content: str, schema: Any) -> Any:
-    """Read a state.
+    """Read a state that ``write_state`` wrote.
 
     Args:
         section, content: name of the extension and content of the file, for the error.

@@ -75,7 +75,7 @@ class AddOns:
         return cls(load_extensions(config), own)
 
     def begin(self, config: DictConfig, phase: Phase = nullcontext) -> None:
-        """Start all add-ons; ``phase`` is the watchdog's function."""
+        """Start all add-ons; ``phase`` opens a phase of the watchdog."""
         self._phase = phase
         self._each("begin", config)
 
@@ -164,7 +164,7 @@ class AddOns:
             add_on.on_update(metrics, batch)
 
     def _each(self, hook: str, *args: Any) -> list[Any]:
-        """Call this hook of all add-ons, each in its watchdog phase."""
+        """Call ``hook`` of each add-on, in the add-on's own watchdog phase."""
         found = []
         for add_on in self._users(hook):
             with self._within(add_on):

@@ -65,8 +65,7 @@ class BatchView(Protocol):
         """
 
     def rows(self, *names: str) -> dict[str, Any]:
-        """Read columns by verl's names: per token (n, T), right-padded; per row (n, ...); all other columns as
-        lists."""
+        """Read columns by verl's names: per token (n, T), right-padded; per row (n, ...); other columns as lists."""
 
     def put(self, **columns: Tensor) -> None:
         """Send columns to the workers' loss, (n, T) or (n,), named ``offpolicy_...``.
@@ -97,7 +96,8 @@ def last_outputs(batch: BatchView) -> list[int]:
 
 
 def read_agent_fields(batch: BatchView, *names: str) -> list[Mapping[str, Any]]:
-    """Read what the agent loop returned in ``extra_fields`` for each row: one column on V1, one per field on V0."""
+    """Read what the agent loop returned in ``extra_fields`` for each row (one column on V1, a column per field on
+    V0)."""
     try:
         return read_plain(batch, "extra_fields")
     except KeyError:

@@ -32,7 +32,7 @@ _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 @dataclass(frozen=True)
 class EssLrSettings:
-    """Settings of one run: the factor is the ESS or its square root, but at least ``floor``."""
+    """Settings of the scaling: the factor is the ESS or its square root, but at least ``floor``."""
 
     rule: Literal["sqrt", "linear"]
     floor: float

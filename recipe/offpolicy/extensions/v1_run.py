@@ -15,7 +15,7 @@ from .batch_view import BatchView
 
 
 class V1Run(Protocol):
-    """Interface of the run.
+    """Interface of a V1 trainer's run.
 
     Attributes:
         trainer: verl's trainer.

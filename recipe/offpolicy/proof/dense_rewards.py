@@ -86,7 +86,7 @@ def _build_problem(estimator: str, row: int, token: int, reward: float) -> Probl
 
 
 def find_dense_reward(scores: Tensor, response_mask: Tensor) -> tuple[int, int] | None:
-    """Find the first reward before its sequence's last response token; (row, token), or None.
+    """Find the first reward that precedes its sequence's last response token: (row, token), or None.
 
     Args:
         scores: (B, T) float.

@@ -206,7 +206,7 @@ def _demanded(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> tup
 
 
 def _without_gradient(base_loss: BoundLoss) -> BoundLoss:
-    """Return the base loss with the same value and metrics, but zero gradient."""
+    """Wrap the base loss so that value and metrics stay the same, but the gradient is zero."""
 
     def constant(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
         loss, metrics = base_loss(*args, **kwargs)

@@ -68,7 +68,7 @@ def place_gap(at: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def invert_binary_kl(aggregate: str, value: float, up: bool) -> float:
-    """Find the probability below ``HIGH`` whose binary KL divergence is ``value``.
+    """Find the probability below ``HIGH`` at which the binary KL divergence between the two is ``value``.
 
     Args:
         up: True if the numerator is ``HIGH`` and the denominator is the probability to find; False for the reverse.

@@ -45,7 +45,7 @@ error."""
 
 
 class RolloutChecker:
-    """Checker of each batch of one run, in the trainer's process.
+    """Checker of a run's batches, in the trainer's process.
 
     Args:
         allow_unrelated: measure alignment, but never raise an error because of it.

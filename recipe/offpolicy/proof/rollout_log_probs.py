@@ -33,7 +33,7 @@ class RolloutLogProbError(RuntimeError):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of log-probs that a server returned, and the texts of its errors.
+    """A column of log-probs that a server returned, and the texts of the errors that concern this column.
 
     Attributes:
         most_nonfinite: largest accepted share of non-finite values.

@@ -205,7 +205,7 @@ def _step_from_bound(spec: MaskSpec, bound: float, side: float, beyond: bool) ->
 
 
 def measure_step(spec: MaskSpec, bound: float) -> float:
-    """Compute the step beyond a bound, in its own unit; at most half the remaining range for a probability gap."""
+    """Compute the step beyond a bound, in the bound's unit; at most half the remaining range for a probability gap."""
     if spec.aggregate in _ON_RATIO:
         return BEYOND
     step = min(BEYOND, 0.1 * abs(bound) + 1e-4)

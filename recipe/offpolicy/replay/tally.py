@@ -67,7 +67,7 @@ class RoutingReport:
 
 @dataclass
 class RoutingTally:
-    """Sums over micro-batches.
+    """Counts of replayed routes, summed over micro-batches.
 
     Args:
         layers: absolute numbers of the layers with experts.
@@ -81,7 +81,7 @@ class RoutingTally:
     _sums: list[Tensor] = field(default_factory=list)
 
     def add(self, tokens: int, routes: BatchRoutes, counts: Tensor, records: Mapping[int, ChoiceRecord]) -> None:
-        """Add one forward.
+        """Add the counts of one forward.
 
         Args:
             tokens: number of tokens, without padding.

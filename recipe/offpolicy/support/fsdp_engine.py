@@ -61,7 +61,7 @@ class SupportReport:
 
 @dataclass
 class SupportTally:
-    """Sums over micro-batches."""
+    """Counts of replayed supports, summed over micro-batches."""
 
     bytes: int = 0
     least_mass: float = 1.0
@@ -80,7 +80,7 @@ class SupportTally:
         full: Tensor,
         mu: Tensor | None,
     ) -> None:
-        """Add one forward.
+        """Add the counts of one forward.
 
         Args:
             tokens: (n,) int64, at the supports' positions.

@@ -46,7 +46,7 @@ def _shape_positions(positions: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def count_rows(rows: int, batch: int, ranks: int, config: DictConfig) -> int:
-    """Compute the number of rows to send for ``rows`` rows: the smallest that the workers can split.
+    """Compute how many rows to send in a pass over ``rows`` rows: the smallest number that the workers can split.
 
     An engine with pipeline stages can require a certain number of micro-batches, so it receives ``batch`` rows.
     """

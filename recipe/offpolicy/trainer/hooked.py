@@ -1,4 +1,4 @@
-"""Hooks on verl's trainers, in every process of a corrected run; the launch sets this module for verl to import.
+"""Hooks on verl's trainers, in every process of a corrected run; the launch makes verl import this module.
 
 The trainer of every supported program derives from ``RayPPOTrainer`` (V0: main_ppo, one_step_off_policy,
 fully_async_policy, recipes) or from the V1 ``PPOTrainer``. The hook is on instance creation, so it also works for

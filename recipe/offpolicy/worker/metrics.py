@@ -282,7 +282,7 @@ class Packet:
 
 
 class Ledger:
-    """Unsettled packets of one loss. It never leaves its process.
+    """Unsettled packets of one loss. A ledger never leaves its process.
 
     It keeps alive only packets that were sent before the last mini-batch of their update.
     """

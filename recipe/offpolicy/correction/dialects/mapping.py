@@ -29,7 +29,7 @@ def read_options(
 
 
 def read_choice(value: Any, options: Iterable[str], key: str, *, optional: bool = True) -> str | None:
-    """Read a choice among ``options``, or None if it is optional.
+    """Read one of ``options``; null is read as None if the choice is optional.
 
     Example:
         >>> read_choice("token", ("token", "sequence"), "tis.level")
@@ -45,7 +45,7 @@ def read_choice(value: Any, options: Iterable[str], key: str, *, optional: bool 
 
 
 def read_ratio_bound(value: Any, key: str, *, zero_opens: bool = False) -> float | None:
-    """Read a bound on a ratio, which must be within the reach of a log-ratio clamped to +-20 nats.
+    """Read a bound on a ratio; it must be a value that a log-ratio clamped to +-20 nats can reach.
 
     Args:
         zero_opens: 0 leaves the side open, as null does.

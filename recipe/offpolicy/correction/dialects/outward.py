@@ -219,7 +219,7 @@ def _get_upper(weight: WeightSpec, name: str) -> float:
 
 
 def _list_masks(spec: CorrectionParts, name: str, *, ratio: str) -> list[tuple[str, MaskSpec]]:
-    """List the masks on this ratio that act whatever the advantage, by their keys; raise if there is any other mask."""
+    """List, with their keys, the masks on this ratio that act for any advantage; raise an error for any other mask."""
     found = []
     for own, mask in spec.masks:
         key = f"masks.{own}"

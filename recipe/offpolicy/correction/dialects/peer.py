@@ -80,7 +80,7 @@ class Reading:
 
 
 def words(text: str, under: str = "") -> frozenset[str]:
-    """Split names, and prefix each with a section.
+    """Split a text into names, and prefix each name with a section.
 
     Example:
         >>> sorted(words("lr dtype", "actor"))

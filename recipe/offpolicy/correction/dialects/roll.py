@@ -51,7 +51,7 @@ _RECOMPUTE: Final = "enable_old_logprobs_recompute"
 _FORCED: Final = "force_disable_old_logprobs_recompute"
 _VARIANT: Final = "actor_train.pg_variant"
 _LEVELS: Final = ("importance_sampling", "ratio_type")
-"""Keys that set the ratio in PPO's clip to that of a row (seq) or of a turn (segment)."""
+"""Keys that set the ratio in PPO's clip to the ratio of a row (seq) or of a turn (segment)."""
 
 
 def _convert(options: Options) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def _rejection_bounds(option: str, threshold: Any, key: str) -> tuple[float | No
 
 
 def _pair(threshold: Any, key: str) -> tuple[float | None, float]:
-    """Read a number, or a string "upper" or "lower_upper", all positive."""
+    """Read bounds from a number, or from a string "upper" or "lower_upper"; all numbers must be positive."""
     if not isinstance(threshold, str):
         return None, _positive(_finite(read_number(threshold, key)), threshold, key)
     try:

@@ -10,7 +10,7 @@ from .settings import LengthSettings
 RESOLUTION = 2.0**-23
 """Rounding of float32, in which verl subtracts means."""
 SMALLEST = 2.0**-126
-"""Smallest normal number of float32, below which its resolution is no longer relative."""
+"""Smallest normal number of float32, below which float32's resolution is no longer relative."""
 EQUAL = 8 * RESOLUTION
 """Standard deviation up to which rewards count as equal, relative to the largest reward."""
 
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 
 def state_penalties(rows: Sequence[Row], settings: LengthSettings, weight: float) -> list[float]:
-    """Compute each row's penalty in one group before normalisation."""
+    """Compute the penalty of each row of one group, before normalisation."""
     if settings.zero_variance == "skip":
         weight *= _state_difference([row.score for row in rows])
     shortest, longest = min(row.tokens for row in rows), max(row.tokens for row in rows)
@@ -83,7 +83,7 @@ def bound_error(rewards: Sequence[float], *, by_std: bool) -> float:
 
 
 def _state_difference(rewards: Sequence[float]) -> float:
-    """Return how certainly rewards differ: 0 if rounding explains the difference, 1 if it cannot."""
+    """Return how certainly rewards differ, from 0 (rounding explains the difference) to 1 (rounding cannot)."""
     rounding = EQUAL * max(SMALLEST, *map(abs, rewards))
     return min(1.0, max(0.0, _spread(rewards) / rounding - 1)) if len(rewards) > 1 else 0.0
 

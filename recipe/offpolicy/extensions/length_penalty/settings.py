@@ -44,7 +44,7 @@ class WarmupSettings:
 
 @dataclass(frozen=True)
 class ClassSettings:
-    """Settings of ``fixed_classes``; the first validation at or after ``from_step`` fixes classes; None: no classes."""
+    """Settings of ``fixed_classes``; the first validation at or after ``from_step`` fixes the classes, if it is set."""
 
     from_step: int | None
     samples: int
@@ -62,7 +62,7 @@ class LeaveOutSettings:
 
 @dataclass(frozen=True)
 class LengthSettings:
-    """Settings of one run.
+    """Settings of the length penalty.
 
     Attributes:
         kind: see ``penalties.penalties``; none: lengths are only measured.
@@ -93,7 +93,7 @@ class LengthSettings:
 
     @classmethod
     def from_mapping(cls, section: str, values: Mapping[str, Any]) -> LengthSettings:
-        """Read the section.
+        """Read the settings from the values of the section.
 
         Raises:
             CheckError, SpecError: unknown keys, or invalid values.

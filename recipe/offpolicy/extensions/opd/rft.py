@@ -39,8 +39,8 @@ class Sampling:
     """Settings for sampling the student.
 
     Attributes:
-        n: answers per prompt.
-        max_tokens: tokens per answer; longer answers are dropped.
+        n: number of answers per prompt.
+        max_tokens: maximum number of tokens per answer; longer answers are dropped.
         stop: texts at which an answer ends; they are not part of the answer.
     """
 

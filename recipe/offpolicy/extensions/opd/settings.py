@@ -30,7 +30,7 @@ class TeacherSettings:
         tokenizer: folder or hub name of the tokenizer whose whole vocabulary is compared; None: the server's tokenizer
             is probed.
         concurrency: number of requests in flight.
-        timeout: seconds for the rows of one step.
+        timeout: seconds allowed for scoring the rows of one step.
         probe_every: number of steps after which rows are scored again and must receive the same scores; None: never.
         retries: number of times that a request is sent again, to another address if there is one.
         other_template: True if the teacher's chat template intentionally differs from the student's.
@@ -78,7 +78,7 @@ class ScheduleSettings:
 
 @dataclass(frozen=True)
 class OpdSettings:
-    """Settings of one run.
+    """Settings of on-policy distillation.
 
     Attributes:
         teachers: the teacher of each data source; the key "" stands for all other sources.
@@ -111,7 +111,7 @@ class OpdSettings:
 
     @classmethod
     def from_mapping(cls, section: str, values: Mapping[str, Any]) -> OpdSettings:
-        """Read the section.
+        """Read the settings from the values of the section.
 
         Raises:
             CheckError, SpecError: unknown keys, or invalid values.

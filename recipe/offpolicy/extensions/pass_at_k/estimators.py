@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def unbiased(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of pass@k from c correct of n samples, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+    """Estimate pass@k without bias from c correct of n samples, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
 
     n must be fixed before sampling. If sampling may end early because of the results, use ``unbiased_dynamic``.
 
@@ -37,7 +37,7 @@ def unbiased(n: int, c: int, k: int) -> float:
 
 
 def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes: int) -> float:
-    """Unbiased estimate of pass@k if sampling ends at the first look with enough successes.
+    """Estimate pass@k without bias if sampling ends at the first look with enough successes.
 
     (1 - p)^k is estimated by the share of possible sample orders that begin with k failures. This is the number of
     paths from k failures to (n, c), divided by the number of paths from the start. The paths avoid all points at which

@@ -46,7 +46,7 @@ class BudgetSettings:
 
 @dataclass(frozen=True)
 class PassAtKSettings:
-    """Settings of one run.
+    """Settings of pass@k training and validation.
 
     Attributes:
         objective: see ``estimators.advantages``; ``none`` keeps verl's advantages.
@@ -68,7 +68,7 @@ class PassAtKSettings:
 
     @classmethod
     def from_mapping(cls, section: str, values: Mapping[str, Any]) -> PassAtKSettings:
-        """Read the section.
+        """Read the settings from the values of the section.
 
         Raises:
             CheckError, SpecError: unknown keys, or invalid values.

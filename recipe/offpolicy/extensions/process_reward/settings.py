@@ -21,7 +21,7 @@ class WasteSettings:
 
 @dataclass(frozen=True)
 class MonteCarloSettings:
-    """Monte-Carlo checks of values.
+    """Settings of the Monte-Carlo checks of values.
 
     Attributes:
         every: number of weight versions between two checks; None: never.
@@ -36,7 +36,7 @@ class MonteCarloSettings:
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of one run.
+    """Settings of process rewards.
 
     Attributes:
         force_prompt: text between a prefix and the answer.
@@ -74,7 +74,7 @@ class ProcessSettings:
 
     @classmethod
     def from_mapping(cls, section: str, values: Mapping[str, Any]) -> ProcessSettings:
-        """Read the section.
+        """Read the settings from the values of the section.
 
         Raises:
             CheckError: unknown keys, or invalid values.

@@ -174,7 +174,7 @@ GAMMA = "algorithm.gamma"
 
 @dataclass(frozen=True)
 class TurnSettings:
-    """Settings of one run.
+    """Settings of turn-level credit.
 
     Attributes:
         normalize: how turns are compared, see ``turn_credit``.
