@@ -96,8 +96,8 @@ def last_outputs(batch: BatchView) -> list[int]:
 
 
 def read_agent_fields(batch: BatchView, *names: str) -> list[Mapping[str, Any]]:
-    """Read what the agent loop returned in ``extra_fields`` for each row (one column on V1, a column per field on
-    V0)."""
+    """Read what the agent loop returned in ``extra_fields`` for each row: one column on V1, a column per field on
+    V0."""
     try:
         return read_plain(batch, "extra_fields")
     except KeyError:

@@ -89,7 +89,7 @@ def hash_tokens(routes: Tensor, places: Tensor) -> Tensor:
 
 
 def _spread(number: Tensor) -> Tensor:
-    """Spread small numbers over 64 bits; the results are odd."""
+    """Spread small numbers over 64 bits; the results are odd numbers."""
     mixed = number * _ODD
     return ((mixed ^ (mixed >> 29)) * _FIRST) | 1
 

@@ -75,7 +75,7 @@ class WatchedEngine:
         self._forwards: dict[Any, list[Tensor]] = {}
         """Per router, (tokens,) checksums of the forwards that will be recomputed."""
         self._counts: dict[int, list[Tensor]] = {}
-        """Per layer, the (5,) counts of each forward, also if recomputed, see ``count_replayed``."""
+        """Per layer, the (5,) counts of each forward, including recomputed forwards, see ``count_replayed``."""
         for chunk in engine.module:
             for module in chunk.modules():
                 if getattr(module, "router_replay", None) is not None:

@@ -135,7 +135,7 @@ class RoutingReplay(AddOn):
         return settings is not None and settings.without_replay and settings.records(self._run.global_steps)
 
     def _put_native(self, batch: Any) -> Any:
-        """Store log pi_old under the trainer's own routes next to the batch, from a forward pass without replay."""
+        """Compute log pi_old under the trainer's own routes, without replay, and store it next to the batch."""
         temperature = self._run.config.actor_rollout_ref.rollout.temperature
         step = batch.extra_info.pop(REPLAY_STEP)
         batch.extra_info.update(FORWARD | {"temperature": temperature})

@@ -37,7 +37,7 @@ class FirstLook:
 
 @dataclass(frozen=True)
 class RoutingReport:
-    """Report of one rank on one mini-batch, in plain Python.
+    """Report of one rank on the routes of one mini-batch, in plain Python.
 
     Attributes:
         layers: absolute numbers of the layers with experts.
@@ -118,7 +118,7 @@ class RoutingTally:
 
 
 def _count_by_age(routes: BatchRoutes, records: Mapping[int, ChoiceRecord]) -> Tensor:
-    """Count the choices replayed at each age, and those of them that equal the router's own choice: (2 * AGES,)."""
+    """Count the choices replayed at each age, and how many of these equal the router's own choice: (2 * AGES,)."""
     replayed = torch.stack([record.replayed for record in records.values()])
     equal = torch.stack([equal_sets(record.ids, record.own) for record in records.values()]) & replayed
     pairs = torch.stack([replayed.sum(0), equal.sum(0)], -1)

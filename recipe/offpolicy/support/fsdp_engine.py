@@ -29,7 +29,7 @@ _FIX = "Fix: find the code that changes them between rollout server and trainer,
 
 @dataclass(frozen=True)
 class SupportReport:
-    """Report of one rank on one mini-batch, in plain Python.
+    """Report of one rank on the supports of one mini-batch, in plain Python.
 
     Attributes:
         tokens: number of response tokens in the loss.

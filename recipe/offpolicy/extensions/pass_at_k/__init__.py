@@ -1,4 +1,4 @@
-"""pass@k: unbiased estimates, a fit that extrapolates, and advantages that train it."""
+"""pass@k: unbiased estimates, extrapolation by a fit, and advantages that train pass@k."""
 
 from .estimators import advantages, unbiased, unbiased_dynamic
 from .summary import NotIdentified, fit

@@ -88,7 +88,7 @@ class Extrapolation:
 def extrapolate_with_intervals(
     n: Tensor | Sequence[int], c: Tensor | Sequence[int], ks: Sequence[int], *, draws: int = 400, seed: int = 0
 ) -> Extrapolation:
-    """Fit and extrapolate, with intervals by the bootstrap over prompts.
+    """Fit Beta(a, b) and extrapolate, with bootstrap intervals over prompts.
 
     Raises:
         NotIdentified, ValueError: as ``fit``.

@@ -1,4 +1,4 @@
-"""Agent loops that score each row between its last token and its reward, on verl's V0 and V1 trainers.
+"""Agent loops that score each row after sampling and before its reward, on verl's V0 and V1 trainers.
 
 Patched or overridden in verl 0.9.1: ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``, the attribute
 ``agent_loop_workers_class`` of managers, and ``AgentLoopWorkerTQ._agent_loop_postprocess(self, output, validate,

@@ -83,7 +83,7 @@ def compute_rank_correlation(one: Tensor, other: Tensor) -> float:
 
 
 def summarize_continuations(rows: Sequence[RowValues]) -> dict[str, float]:
-    """Compute the metrics of a check; empty for a batch without a check."""
+    """Compute the metrics of a Monte-Carlo check; empty for a batch without a check."""
     chosen = [row for row in rows if row.monte_carlo is not None]
     if not chosen:
         return {}

@@ -320,7 +320,7 @@ class PrefixScorer:
         self._eos = frozenset(eos if isinstance(eos, list) else [eos])
 
     async def score(self, row: Row) -> dict[str, Any]:
-        """Score a row; returns plain Python, with ``error`` set if it cannot be scored."""
+        """Score a row; return plain Python, with ``error`` set if the row cannot be scored."""
         result = RowValues(began=time.time())
         try:
             await self._score(row, result)
