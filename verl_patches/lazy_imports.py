@@ -108,7 +108,7 @@ class _Names(dict[str, Any]):
 
 
 def _register_imports(body: list[ast.stmt], statements: list[ast.stmt]) -> None:
-    """Replace, in place, each import that can be delayed by a call that registers it among ``statements``."""
+    """Replace, in place, each import that can be delayed with a call that registers it among ``statements``."""
     changed: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.If):

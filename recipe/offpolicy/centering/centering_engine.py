@@ -38,7 +38,7 @@ class CenteringReport:
 
     Attributes:
         tokens: number of response tokens in the loss.
-        members: total number of likeliest tokens of these tokens.
+        members: total number of likeliest tokens, over all of these tokens.
         compared: number of rows whose checksums were compared.
         checked: number of sampled tokens that are also in their position's top-k list; their mu was compared.
         bytes: number of bytes of ids and log-probs, as received.

@@ -132,7 +132,8 @@ SEQUENCES, BEFORE, TOKENS = 32, 8, 16
 """Number of sequences in the probe; for each sequence, number of prompt tokens at its start, and maximum number of
 tokens."""
 CACHED = 600
-"""Length of a request that ensures that the probe's tokens are not in a prefix cache."""
+"""Largest number of tokens in the request that shows whether the prefix cache was cleared; none of them may be in
+it."""
 PATIENCE = 60.0
 """Seconds to wait for missing answers once the trainer is about to update."""
 KEPT_IN_A_ROW = 2

@@ -79,8 +79,7 @@ def summarize_death(error: RayError) -> str:
 
     Returns:
         The exceptions of the actor's constructor, with the root cause first; for Ray's memory report, its first line
-            and the largest
-        process; otherwise Ray's whole message.
+        and the largest process; otherwise Ray's whole message.
     """
     text = str(error)
     if users := re.search(r"^Top \d+ memory users:.*\n\S+\t(\S+)\t(.*)$", text, re.MULTILINE):

@@ -107,7 +107,7 @@ def redact_text(text: str) -> str:
 
 
 def show_variable(name: str) -> str:
-    """Show the name of an environment variable, unless it may itself be a secret that was given by mistake."""
+    """Show the name of an environment variable, unless the name may itself be a secret that was given by mistake."""
     return name if re.fullmatch(_NAME, name) else HIDDEN
 
 

@@ -59,7 +59,7 @@ NAMES = tuple(sorted({*PHASES.values(), BETWEEN}))
 
 SECTION = "offpolicy.watchdog"
 SIGNAL = signal.SIGUSR2
-"""Signal that interrupts the main thread, whose handler then raises an exception."""
+"""Signal that interrupts the main thread; the signal's handler raises an exception."""
 PATIENCE = 5.0
 """Seconds after the signal until the actors that the main thread may be waiting for are killed, if it does not
 react."""

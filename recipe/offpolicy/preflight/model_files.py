@@ -53,7 +53,7 @@ def _find_expert_counts(values: Any) -> Iterator[tuple[str, int]]:
 
 
 def find_local(name: str) -> Path | None:
-    """Find the ``config.json`` of a model in a local folder, or in this machine's copy of the hub's cache."""
+    """Find the ``config.json`` of a model in a local folder, or in the hub's cache on this machine."""
     folder = Path(os.path.expanduser(name))
     if (folder / CONFIG).is_file():
         return folder / CONFIG

@@ -1,4 +1,4 @@
-"""Resolves a composed configuration before the checks: makes ``auto`` choices, and replaces names by corrections."""
+"""Resolves a composed configuration before the checks: makes ``auto`` choices, and replaces names with corrections."""
 
 from __future__ import annotations
 

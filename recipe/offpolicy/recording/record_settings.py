@@ -35,7 +35,7 @@ class RecordSettings:
         prompts: whether to record the prompts' token ids.
         max_bytes: size limit of the directory; each data-parallel rank may use an equal share.
         max_waiting_bytes: size limit of the rows that wait to be written on each rank; further rows are dropped.
-        without_replay: whether to record also log pi_old under the trainer's own expert routes, in addition to log
+        without_replay: whether to also record log pi_old under the trainer's own expert routes, in addition to log
             pi_old under replayed routes.
     """
 

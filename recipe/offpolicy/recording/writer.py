@@ -60,7 +60,7 @@ class Packed:
     """Rows that are being transferred to the host: columns concatenated in ``buffer``, in the order of ``layout``.
 
     Attributes:
-        buffer: (bytes,) uint8 on the host; complete once ``ready`` is reached.
+        buffer: (bytes,) uint8 on the host; complete as soon as ``ready`` has occurred.
         layout: column -> (dtype on the host, elements).
         uids: uids of all rows of the micro-batch, if they are strings.
         ready: a CUDA event, or None.

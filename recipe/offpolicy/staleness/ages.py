@@ -243,7 +243,7 @@ def check_seen(seen: float | None, entered: Sequence[RowTag], step: int, eta: st
     Args:
         seen: age of the oldest row in the loss, by the versions sent with the rows; None if the loss received no
             versions.
-        entered: rows of which a token is in the loss.
+        entered: rows of which at least one token is in the loss.
 
     Raises:
         StalenessError: the loss received a row older than all of these rows, or it received no versions.

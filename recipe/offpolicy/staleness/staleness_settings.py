@@ -3,7 +3,7 @@
 Raising eta helps only if the trainer waits for rows. A change takes effect after a number of steps that equals the age
 of the rows at that time, so the steps until then are ignored. After a decrease, eta stays the same until the ESS has
 improved by the amount that was missing. Otherwise, eta would be raised again at once, because the trainer still waits
-for rows.
+for rows although eta was too large.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ the newest of these releases. --to hydra prints overrides for verl's own program
 verl's own correction off. In a fork, write correction= instead of +correction@correction=. The other targets are skyrl,
 trl (from 1.6.0 on) and verl; they print that framework's section in YAML.
 
-A correction that the target cannot express, or an unknown key that may belong to one, lead to an error that names the
+A correction that the target cannot express, or an unknown key that may belong to one, leads to an error that names the
 key. Keys that belong to the loss or have similar names, but correct nothing, are listed on standard error. --ignore
 KEY, which may be repeated, declares that an unknown key corrects nothing.
 

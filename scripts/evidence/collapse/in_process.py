@@ -261,8 +261,7 @@ def sample(
 
     Returns:
         Per row: (T,) token ids including the end of sequence, their log mu, (T,), and log mu of the whole vocabulary,
-            (T,
-        V).
+        (T, V).
     """
     padded, attention = pad_left([list(each) for each in prompts], tokenizer.pad_token_id)
     found = model.generate(

@@ -106,7 +106,7 @@ _MOST_CELLS: Final = 1 << 16
 """Largest number of bucket combinations that are counted in a table; if large gaps lead to more combinations, the
 tokens are sorted instead."""
 SIZES: Final = (1, 4, 16, 64, 256, 1024, 4096)
-"""Upper ends of the buckets for positions and lengths, without the first bucket."""
+"""Upper ends of the buckets for positions and lengths; the last bucket has no upper end."""
 
 
 def sum_cells(rows: Rows) -> tuple[pl.DataFrame, Array]:

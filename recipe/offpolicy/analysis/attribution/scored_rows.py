@@ -16,7 +16,8 @@ from ...recording.recording import find_scored_rows, get_trainers_pi_old
 STEPS: Final = 64
 """Largest number of steps in a sample that does not contain all rows; these steps are evenly spread."""
 BYTES_A_TOKEN: Final = 12
-"""Compressed size of a token in a recorded file, in bytes; most of it is the log-probs, which hardly compress."""
+"""Compressed size of a token in a recorded file, in bytes; of the token's nine columns, the log-probs hardly
+compress."""
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: i
         if len(places) == most or least <= 0:
             break
         count *= _BLOCK
-    # A first pass over all values compares only a few bits of each.
+    # A first pass over all contexts compares only a few bits of each.
     bits, known = context.astype(np.uint16), np.zeros(2**16, dtype=bool)
     known[bits[places]] = True
     near = np.flatnonzero(known[bits])

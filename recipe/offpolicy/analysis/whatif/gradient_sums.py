@@ -133,7 +133,7 @@ class ReferenceBlock:
         advantages: (B, W) float64, 0 wherever ``counted`` is 0.
         base_loss: base loss of the run.
         base_factor: (B, W) float64, factor of the base loss with the recorded pi_old.
-        references: the factor rho: pi / mu of the token, (B, W), or of all the row's tokens together, (B, 1).
+        references: the factor rho of each reference: pi / mu of the token, (B, W), or of all the row's tokens, (B, 1).
         mismatch: (B, W) float64, k3 = rho - 1 - log rho by token, whose sum estimates KL(mu, pi); never below 0.
     """
 

@@ -55,8 +55,7 @@ def defer_histograms(
 
     Returns:
         When the result is read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; if
-            ``WEIGHT`` is in
-        ``sides``, also the sums of weights.
+        ``WEIGHT`` is in ``sides``, also the sums of weights.
     """
     valid = find_valid_tokens(response_mask, old_log_prob, rollout_log_prob)
     log_rho = compute_log_ratio(old_log_prob, rollout_log_prob, valid)
