@@ -205,8 +205,7 @@ def find_applicable(
     log_ratio: Tensor | None = None,
     turns: Tensor | None = None,
 ) -> Tensor:
-    """Find the tokens that a mask or weight applies to, by the sign of the row's mean advantage, by the sign of each
-    token's own advantage, or by their turn.
+    """Find the tokens to which a mask or weight applies, by the sign of row-mean or token advantages, or by turn.
 
     Args:
         advantages, valid: (B, T), or (N,) packed.

@@ -112,8 +112,7 @@ class Units:
         return sums.scatter_add_(-1, self.index, values.double())
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average over each unit's tokens in float64, 0 if it has none; per-token ``values`` are 0 outside
-        ``valid``."""
+        """Average over each unit's tokens in float64, 0 if there are none; ``values`` must be 0 outside ``valid``."""
         if self.level == "token":
             return values.double()
         return self.total(values) / self.tokens.clamp(min=1)
@@ -192,8 +191,7 @@ class Units:
         return self.tokens.clamp(min=1).pow(power)
 
     def choose_by_age(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """Choose one of ``values`` for each unit by its age of 0, 1, ... versions; the last also applies to older
-        units."""
+        """Choose one of ``values`` per unit by age (0, 1, ... versions); the last value also applies to older units."""
         table = torch.tensor(values, dtype=dtype, device=self.valid.device)
         return table[self.oldest.clamp(0, len(values) - 1).long()]
 

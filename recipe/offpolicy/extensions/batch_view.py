@@ -96,8 +96,7 @@ def last_outputs(batch: BatchView) -> list[int]:
 
 
 def read_agent_fields(batch: BatchView, *names: str) -> list[Mapping[str, Any]]:
-    """Read what the agent loop returned in ``extra_fields`` for each row: one column on V1, a column per field on
-    V0."""
+    """Read what the agent loop returned in ``extra_fields`` for each row (V1: one column, V0: a column per field)."""
     try:
         return read_plain(batch, "extra_fields")
     except KeyError:

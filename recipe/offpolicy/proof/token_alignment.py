@@ -57,8 +57,7 @@ class PairCounts:
         return PairCounts(pairs, agreeing, self.rows + other.rows)
 
     def concordance(self, lag: int = 0) -> float:
-        """Compute (agreeing - disagreeing) / pairs: 1 if all agree, about 0 by chance, and 0.0 if there are no
-        pairs."""
+        """Compute (agreeing - disagreeing) / pairs: 1 if all agree, about 0 by chance, 0.0 if there are no pairs."""
         place = LAGS.index(lag)
         return 2.0 * self.agreeing[place] / self.pairs[place] - 1.0 if self.pairs[place] else 0.0
 

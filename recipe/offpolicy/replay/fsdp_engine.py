@@ -259,7 +259,6 @@ def _flatten(nested: Tensor) -> Tensor:
 
 
 def install_in_worker(worker: Any, settings: ReplaySettings) -> None:
-    """Make the actor's engine replay routes; flag batches in the actor's calls, but not in the reference policy's
-    calls."""
+    """Make the actor's engine replay routes; flag batches in the actor's calls, but not in the reference policy's."""
     worker.enable_routing_replay = True
     install_in_engine(worker.actor.engine, settings.mode, settings.oldest)

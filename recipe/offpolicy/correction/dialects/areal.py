@@ -59,8 +59,7 @@ def _convert(options: Options) -> dict[str, Any]:
 
 
 def _list_corrections(options: Options) -> dict[str, dict[str, Any]]:
-    """List the configured rejections as values of ``rejection_sampling``; AReaL's keys for them have had three
-    names."""
+    """List the configured rejections as values of ``rejection_sampling``, whose keys have had three names in AReaL."""
     found: dict[str, dict[str, Any]] = {}
     if options.has_section(_SECTION):
         if options[f"{_SECTION}.upper"] is None:
