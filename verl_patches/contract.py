@@ -274,7 +274,7 @@ def is_needed(error: ModuleNotFoundError) -> bool:
 
 
 def bare_signature(function: Callable[..., Any]) -> str:
-    """Return the signature without annotations, because upstream changes annotations without changing how to call.
+    """Return the signature without annotations, because upstream may change annotations without changing the call.
 
     Wrappers are looked through, so a patched target still shows its own signature.
     """
@@ -391,7 +391,7 @@ def _in_front_of(original: Callable[..., Any], wrapper: Callable[..., Any]) -> C
 def is_wrapped(function: Any, name: str) -> bool:
     """Return True if one of the wrappers of `function` is the patch `name`."""
     while function is not None:
-        # Builtins have no __dict__; other wrappers of the same target may be further out or further in than this one.
+        # Builtins have no __dict__; other wrappers of the same target may be outside or inside this one.
         if getattr(function, "__dict__", {}).get(_MARK) == name:
             return True
         function = getattr(function, "__wrapped__", None)

@@ -46,7 +46,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
 }
 COLUMNS = ("tool", "tokens", "jobs", "wall, s", "CPU, s", "tokens a second", "memory, MiB")
 PAUSE = 0.2
-"""Seconds from one sample of a tool's usage to the next."""
+"""Seconds between samples of a tool's usage."""
 LEAST = 20
 """Smallest number of steps for which starting processes is worthwhile."""
 

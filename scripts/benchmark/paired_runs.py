@@ -59,7 +59,7 @@ OUTPUTS = ROOT / "outputs"
 CACHE = OUTPUTS / "quickstart" / "cache"
 REWARD = ROOT / "scripts" / "quickstart" / "reward.py"
 LOOK = 0.1
-"""Seconds from one read of a run's metrics to the next."""
+"""Seconds between reads of a run's metrics."""
 TIMED = "timing_s/"
 STEP = f"{TIMED}step"
 LARGE: dict[str, Any] = dict(

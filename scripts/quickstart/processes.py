@@ -23,7 +23,7 @@ SHM = Path("/dev/shm")
 Identity = tuple[int, int]
 """Device and inode of a file."""
 TICK = 0.25
-"""Seconds from one check of a child to the next."""
+"""Seconds between checks of a child."""
 SERVER = Path(__file__).resolve().parents[1] / "teacher.sh"
 SERVES_WITHIN = 300.0
 """Seconds within which a teacher must start to serve; on two idle cores, this takes about 40 s."""

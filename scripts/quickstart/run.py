@@ -62,7 +62,7 @@ CHECKED = "offpolicy: all checks passed; "
 SPLITS = (("train", "train"), ("val", "heldout"))
 """verl's key -> name of the file."""
 WATCH_EVERY = 2.0
-"""Seconds from one check of /dev/shm to the next."""
+"""Seconds between checks of /dev/shm."""
 
 
 class Interrupted(BaseException):

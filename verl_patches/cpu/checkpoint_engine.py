@@ -36,7 +36,7 @@ from ..releases import specifiers
 NAME = "cpu_files"
 TIMEOUT = 300.0
 POLL = 0.01
-"""Seconds from one check for the next bucket to another."""
+"""Seconds between checks for the next bucket."""
 
 _KEY = "actor_rollout_ref.rollout.checkpoint_engine"
 _BASE = "verl.checkpoint_engine:CheckpointEngine"
