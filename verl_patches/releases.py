@@ -134,7 +134,7 @@ RELEASES = (
 """Oldest first."""
 TESTED = tuple(release.name for release in RELEASES)
 VLLM = ("0.24.0", "0.28.0", "0.31.0")
-"""Releases of vLLM with a file in requirements/; 0.24.0, which verl 0.9.1 requires, was only checked by contracts."""
+"""Releases of vLLM with a file in requirements/; 0.24.0, which verl 0.9.1 requires, was checked only by contracts."""
 FLASH_ATTN = "2.8.3"
 """Release of flash-attn that verl 0.9.1 pins; it has not been used in any run yet."""
 _CALLED_OTHERWISE = {"0.8.0.dev": "0.8.0", "0.8.0.dev0": "0.8.0"}

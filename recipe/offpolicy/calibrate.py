@@ -1,4 +1,4 @@
-"""Propose bounds for a target kept share or effective sample size, from a recording.
+"""Propose bounds from a recording, for a target kept share or a target effective sample size.
 
 python -m recipe.offpolicy.calibrate DIR --spec 'correction=[tis_token,gsm]' --target-kept 0.98 --target-ess 0.9
 

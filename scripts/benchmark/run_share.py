@@ -4,7 +4,7 @@
     python scripts/benchmark/run_share.py --pairs 10 --out FILE [--preset no_forward]     # see paired_runs.py
 
 The statistics' share is the wall time that the worker's training thread takes to measure and fetch them, and that the
-driver takes to merge them, including the checks that each batch arrived. The recorder's share is the time that it
+driver takes to merge them, including the checks that each batch has arrived. The recorder's share is the time that it
 reports, ``offpolicy/record/seconds``. The seals' share is the time that it takes to make them, in worker and driver,
 and to compare them in the loss. All shares are relative to ``timing_s/step``, summed over all steps except the first.
 The first proof is relative to that step's ``timing_s/update_actor``. With ``+mode=separate_async_cpu

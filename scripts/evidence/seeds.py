@@ -127,7 +127,8 @@ def sign_flip(differences: ArrayLike, *, two_sided: bool = True) -> float:
     means, own = signs @ found / len(found), found.mean()
     if two_sided:
         means, own = np.abs(means), abs(own)
-    # Patterns that tie with the observed pattern are counted, even if the order of summation changed the rounding.
+    # Patterns that tie with the observed pattern are counted, even if they differ by rounding because of the order of
+    # summation.
     return float((means >= own - 1e-12).mean())
 
 

@@ -183,7 +183,7 @@ def find_shipped(source: Path) -> dict[str, Path]:
 
 
 def read_origin(source: Path) -> tuple[str, str | None]:
-    """Read this project's version and commit; the commit ends in "-modified" if there are changes on top of it."""
+    """Read this project's version and commit; the commit ends in "-modified" if there are uncommitted changes."""
     version = str(runpy.run_path(str(source / "recipe/offpolicy/version.py"))["VERSION"])
     if not (source / ".git").exists() or not (head := git(source, "rev-parse", "--verify", "--quiet", "HEAD").strip()):
         return version, None

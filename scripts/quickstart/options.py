@@ -59,7 +59,7 @@ SUMS_OVERRIDES = (
     # Demonstrations contain random errors, so that the likeliest answer is correct from the start.
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
-    # The first step, for which the values of correct and wrong steps are reported.
+    # The first step of the chain, for which the values of correct and of wrong steps are reported.
     "offpolicy.record.every=1000000",
 )
 FREE_LENGTH_OVERRIDES = (

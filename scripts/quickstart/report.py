@@ -49,7 +49,7 @@ OPTIONAL = (
 
 
 def pick(data: dict[str, Any], key: str) -> float:
-    """Return the value of a key; NaN if it is missing."""
+    """Return the value of a key; NaN if the key is missing."""
     return next((float(data[each]) for each in key.split("|") if data.get(each) is not None), math.nan)
 
 

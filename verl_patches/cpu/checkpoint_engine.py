@@ -270,7 +270,7 @@ def install() -> None:
     """Register the engine, once.
 
     Raises:
-        PatchError: verl's base class is not what this engine was written for.
+        PatchError: verl's base class is not the one for which this engine was written.
     """
     for contract in CONTRACTS:
         contract.check()

@@ -35,8 +35,8 @@ def _unpinned(original: Callable[..., None], self: Any, pin_memory: bool = True)
 def _check_module_states(original: Callable[..., None], module_states: Any) -> None:
     """Let FSDP1 broadcast a model on the CPU from rank 0.
 
-    verl configures FSDP1 to synchronise module states. PyTorch rejects that for parameters on the CPU, because it
-    expects an NCCL process group; over gloo the broadcast itself works.
+    verl configures FSDP1 to synchronise module states. PyTorch rejects this for parameters on the CPU, because it
+    expects an NCCL process group. Over gloo, the broadcast itself works.
     """
     if torch.accelerator.is_available():
         original(module_states)

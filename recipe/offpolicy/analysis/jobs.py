@@ -41,7 +41,7 @@ class Jobs:
     """The processes that work on a recording's steps.
 
     Attributes:
-        count: number of processes on this machine; 1 means only this process.
+        count: number of processes on this machine; with 1, only this process is used.
         ray: address of a running Ray cluster whose tasks do the work instead; None for no cluster. The cluster's nodes
             need this package, and the recording under the same path. The first ``map`` connects this process to the
             cluster, unless it is already connected, until the process ends.
@@ -53,7 +53,7 @@ class Jobs:
     def map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
         """Yield ``work(item)`` for each of ``items``, in their order, with few results in memory at a time.
 
-        If a process dies, its items are started again.
+        If a process dies, the items that it was processing are started again.
 
         Args:
             work: a module-level function, or a partial of one.
@@ -101,7 +101,7 @@ def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], cou
 def _prepare_forks(work: Callable[[Item], Result]) -> BaseContext:
     """Return a context in which processes are forked from a server that only does the imports, once for all of them.
 
-    A fork of this process would copy torch's threads in whatever state they are in.
+    A fork of this process would copy torch's threads in the state in which they happen to be.
     """
     context = multiprocessing.get_context("forkserver")
     module = (work.func if isinstance(work, partial) else work).__module__
@@ -189,7 +189,7 @@ def map_steps(
     Args:
         work: a module-level function, or a partial of one, that receives one step, once for each correction that acted
             in it.
-        steps: a recording, or separate steps in memory, which only this process works on.
+        steps: a recording, or separate steps in memory; the latter are processed only in this process.
         what: name of the work, for the progress bar.
         in_pieces: whether to pass a large step of a recording to ``work`` piece by piece; see ``Recording.pieces``.
     """

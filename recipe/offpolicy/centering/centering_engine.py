@@ -40,7 +40,8 @@ class CenteringReport:
         tokens: number of response tokens in the loss.
         members: total number of likeliest tokens, over all of these tokens.
         compared: number of rows whose checksums were compared.
-        checked: number of sampled tokens that are also in their position's top-k list; their mu was compared.
+        checked: number of sampled tokens that are also in their position's top-k list, so that their mu could be
+            compared.
         bytes: number of bytes of ids and log-probs, as received.
         mass: sum over tokens of mu's total probability on the likeliest tokens.
     """

@@ -26,7 +26,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 class ScoreCentering(AddOn):
-    """Request and transport of the likeliest tokens, for both trainers.
+    """Feature that requests and transports the likeliest tokens, for both trainers.
 
     Args:
         settings: settings of the request.

@@ -24,7 +24,7 @@ def describe_overrides(unknowns: Sequence[Unknown], script: Path) -> str:
 
 
 def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
-    """Describe why values are unknown, naming each cause once, and how to fix this."""
+    """Describe why values are unknown, naming each cause only once, and how to determine the values."""
     lines: dict[str, int] = {}
     for each in unknowns:
         lines.setdefault(each.why, each.line)

@@ -121,7 +121,7 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
 
 
 def _format_launch(diagnosis: Diagnosis) -> str:
-    """Format program, trainer, mode and worker, and where the launch was read."""
+    """Format program, trainer, mode and worker, and the place from which the launch was read."""
     launch, path = diagnosis.launch, diagnosis.path
     what = ", ".join(str(each) for each in (launch.module, path) if each)
     return ": ".join(filter(None, (launch.origin, what)))

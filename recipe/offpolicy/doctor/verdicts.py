@@ -42,7 +42,7 @@ class Diagnosis:
     """The result of the doctor on one launch.
 
     Attributes:
-        path: release, trainer and worker; None if the keys that determine them have no values.
+        path: release, trainer and worker; None if the keys from which they are determined have no values.
         notes: remarks that change no verdict.
         said: messages that the launch itself would print, such as the choice of ``correction=auto``.
         fingerprint: fingerprint of this package's correction.

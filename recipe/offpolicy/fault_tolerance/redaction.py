@@ -3,8 +3,8 @@
 A secret is recognised by its key (``wandb_token``, ``api-key``), by its shape (``Bearer ...``, user and password in a
 URL, a web hook, the prefix of a known issuer), or as the value of an environment variable with such a name.
 
-40 hexadecimal digits are a Weights & Biases key or a git revision, so they are hidden unless the preceding text says
-revision, commit, sha or similar, or ends in / or @.
+40 hexadecimal digits are a Weights & Biases key or a git revision, so they are hidden unless the preceding text
+contains revision, commit, sha or a similar word, or ends in / or @.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _TUPLE = re.compile(
 )
 """A header printed as a Python pair; levels and kinds, such as token, also occur in pairs."""
 _VARIABLE = re.compile(r"[A-Z]+(?:_[A-Z\d]+)+")
-"""Name of an environment variable, in which ``opd.teacher.headers`` holds a secret."""
+"""Name of an environment variable that contains a secret, such as those that ``opd.teacher.headers`` names."""
 _NAME = r"[A-Z][A-Z\d_]*"
 """The usual form of a variable's name; a key or password rarely has this form."""
 _NAMED_HEADERS = re.compile(r"(?P<before>\bheaders\\*['\"]?\s*[=:]\s*)(?P<value>\{[^{}]*\})")

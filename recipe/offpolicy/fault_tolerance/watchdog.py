@@ -269,7 +269,7 @@ def watch(
     Args:
         trainer: ``RayPPOTrainer`` or a V1 ``PPOTrainer``; methods of ``PHASES`` are wrapped on the instance; methods of
             parts that the trainer creates later are wrapped as soon as they exist.
-        config: holds ``offpolicy.watchdog``.
+        config: configuration that contains ``offpolicy.watchdog``.
         clock: returns seconds.
         options: further arguments of the Watchdog.
 
@@ -377,7 +377,7 @@ def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
 
 @contextlib.contextmanager
 def _failing(watchdog: Watchdog) -> Iterator[None]:
-    """Raise the verdict if there is one, and limit the time for unwinding after a failure."""
+    """Raise the verdict if there is one; after a failure, limit the time for unwinding."""
     try:
         with watchdog.raise_verdict():
             yield

@@ -131,7 +131,7 @@ def find_differences(config: DictConfig, state: Mapping[str, Any] | None) -> lis
 
 
 def list_dependents(config: DictConfig) -> list[str]:
-    """List the keys whose features continue from a checkpoint's state: moving bounds, and alarms with a fallback."""
+    """List the keys of features that continue from a checkpoint's state: moving bounds, and alarms with a fallback."""
     moves = bound_settings.read_noted_keys(config) != {"target_kept": None}
     alarms = [name for name, rule in alarm_settings.read_settings(config).items() if rule.fallback is not None]
     return [bound_settings.SECTION] * moves + [f"{alarm_settings.SECTION}.{name}.fallback" for name in alarms]

@@ -116,7 +116,7 @@ class Composed(Configured):
 
     @cached_property
     def path(self) -> LivePath:
-        """The release, trainer and worker that the run goes through."""
+        """The path of the run: the release, the trainer and the worker."""
         return live_path(self.config)
 
     @cached_property

@@ -25,8 +25,8 @@ def find_experts(config: DictConfig) -> tuple[bool, str] | None:
     """Find out whether the actor is a mixture of experts, without loading it and without a network.
 
     Returns:
-        Whether it is one, and a sentence that names the file with the evidence; None if this machine has no
-        ``config.json``.
+        Whether the actor is a mixture of experts, and a sentence that names the file with the evidence; None if this
+        machine has no ``config.json``.
     """
     for name in (OmegaConf.select(config, f"{_MODEL}.{key}") for key in ("hf_config_path", "path")):
         if not isinstance(name, str) or (file := find_local(name)) is None:
@@ -41,7 +41,7 @@ def find_experts(config: DictConfig) -> tuple[bool, str] | None:
 
 
 def _find_expert_counts(values: Any) -> Iterator[tuple[str, int]]:
-    """Find keys that count more than one expert, at any depth: num_experts, num_local_experts, n_routed_experts ..."""
+    """Find keys, at any depth, that count more than one expert: num_experts, num_local_experts, n_routed_experts ..."""
     if not isinstance(values, Mapping):
         return
     for key, value in values.items():

@@ -150,7 +150,7 @@ def _find_outputs(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _hands_on(node: ast.AST) -> bool:
-    """Return True if the log-prob field is passed, set or named anywhere."""
+    """Return True if the log-prob field is passed on, set or named anywhere."""
     for each in ast.walk(node):
         match each:
             case ast.keyword(arg=field) if field == _FIELD:

@@ -47,7 +47,7 @@ class RunRecord:
         settings: settings of the recording; None if it is off.
 
     Raises:
-        RecordingError: the directory holds another run's recording, or is not writable.
+        RecordingError: the directory contains another run's recording, or is not writable.
     """
 
     def __init__(

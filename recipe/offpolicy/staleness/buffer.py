@@ -153,7 +153,7 @@ def keeps_deadlines(due: Iterable[float], *, step: int, batch: int, left: int) -
 logger = logging.getLogger("verl.offpolicy")
 
 TRAIN = "train"
-"""Partition of TransferQueue that holds the training rows."""
+"""Partition of TransferQueue that contains the training rows."""
 _ANEW = "."
 """Separator, in a uid, before the number of times that the prompt was sampled again."""
 

@@ -37,7 +37,7 @@ _vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)
 def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
     """Compile on the first call with new dtypes and cache the result on disk, for all processes that share it.
 
-    A warning says how long the compilation took.
+    A warning reports how long the compilation took.
     """
     settings: dict[str, Any] = {"fastmath": {"contract"}, "nogil": True}
     try:

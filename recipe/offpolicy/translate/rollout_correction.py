@@ -1,4 +1,4 @@
-"""Replacement for verl's rollout-correction helper and its metrics, for a fork of verl that swaps it in.
+"""Replacement for verl's rollout-correction helper and its metrics, for forks of verl that use it instead.
 
 All sums are over rows with tokens; the caller excludes rows without tokens, because these have no statistic. Sums are
 float64, and values near 1 are summed as differences from 1.

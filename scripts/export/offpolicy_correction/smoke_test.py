@@ -54,7 +54,7 @@ def run_update(loss_class: type[CorrectedLoss] = CorrectedLoss) -> float:
         raise NotLive("no token with a gradient was compared.")
     expected = torch.zeros(())
     for row, ratios, advantage, keep in zip(scored, LOG_RATIOS, ADVANTAGES, KEPT, strict=True):
-        # At pi = pi_old, the gradient of PPO's term is that of -A log pi.
+        # At pi = pi_old, the gradient of PPO's term equals that of -A log pi.
         expected = expected - (torch.tensor(ratios).exp().clamp(max=CAP) * keep * advantage * row).sum()
     (gradient,) = torch.autograd.grad(expected / sum(map(len, LOG_RATIOS)), model.weight)
     return float((model.weight.grad - gradient).abs().max() / gradient.abs().max())

@@ -61,7 +61,7 @@ def has_unnoticed_staleness(causes: Iterable[Cause], *, stale: bool) -> bool:
 def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
     """Name the faults among ``causes`` in a sentence; empty if there are none.
 
-    Numerics and older weights with a recorded age are not faults, because a correction handles them.
+    Numerics, and older weights with a recorded age, are not faults, because a correction can handle them.
 
     Args:
         stale: whether a token is recorded as stale.
@@ -290,7 +290,7 @@ def _read_step(worst: int, sample: RowSample, recording: Recording) -> Part:
 def _add_up(
     parts: Iterable[tuple[int, Part]], card: Mapping[str, Any], *, worst: int, sampled: bool = False
 ) -> Attribution:
-    """Add up the parts of the steps one after another, and search the rows of their samples for causes."""
+    """Add up the parts of the steps one after another, and search the sampled rows for causes."""
     by_step: dict[int, Decomposition] = {}
     total = join_parts(_decompose_steps(parts, by_step), worst)
     if left_out := total.left_out:

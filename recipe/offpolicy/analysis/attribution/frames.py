@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ValidTokens:
-    """Valid tokens of rows, which have finite log-probs, concatenated: (n,) each.
+    """The valid tokens of rows, that is, those with finite log-probs, concatenated: (n,) each.
 
     Attributes:
         row, place: number of the row, and the token's position in the response, from 0.
@@ -223,8 +223,8 @@ def compute_routing_sums(rows: Rows) -> dict[str, Array]:
 
     In both results, the whole is log pi/mu + R, as it would be without replay. R = log n - log a is the routing part of
     a token: log pi_old under the trainer's own expert routes minus log pi_old under the replayed routes. ``replayed``
-    uses log a as log pi_old, so the remainder of the whole is R + drift. ``native`` uses log n, so the remainder is the
-    drift alone.
+    uses log a as log pi_old, so that the remainder of the whole is R + drift. ``native`` uses log n, so that the
+    remainder is the drift alone.
     """
     native = rows.extensions.get(WITHOUT_REPLAY)
     if native is None or not np.isfinite(native[rows.response_mask]).any():

@@ -115,7 +115,7 @@ def compute_least_count(share: float, confidence: float) -> int:
 
 
 def resample_totals(totals: NDArray[np.float64], *, draws: int, seed: int) -> NDArray[np.float64]:
-    """Sum over groups drawn with replacement, the cluster bootstrap (Davison and Hinkley 1997).
+    """Sum over groups drawn with replacement; this is the cluster bootstrap (Davison and Hinkley 1997).
 
     Args:
         totals: (G, ...) with one entry per group.
@@ -181,7 +181,7 @@ class NoiseFloor:
         delta: the bound, in nats; at least 0.
         quantile: measured quantile of the noise.
         share: the order of this quantile, between 0 and 1.
-        rows, groups: numbers of rows and prompt groups on which it is based.
+        rows, groups: numbers of rows and prompt groups from which the bound was computed.
         unknown_versions: number of these rows whose weight versions were not recorded; such rows count as fresh.
     """
 
@@ -198,7 +198,7 @@ def estimate_noise_floor(
 ) -> NoiseFloor:
     """Estimate the floor of a delta from rows sampled by fresh weights, before their batch's first gradient step.
 
-    Every such row counts, whatever the sign of its advantage, because noise does not depend on the sign. If the
+    Every such row counts, regardless of the sign of its advantage, because noise does not depend on this sign. If the
     recorded pi_old is the trainer's, a row counts only if pi equals pi_old up to ``ROUNDING``. Under another
     ``proximal``, pi is used as pi_old, so this condition always holds.
 

@@ -120,7 +120,7 @@ def find_bound_for_kept_share(
         floor: lower limit of the radius in nats, such as the size of the backend noise.
 
     Returns:
-        The bound, with only as many digits as the recording can distinguish.
+        The bound, with no more digits than the recording can distinguish.
     """
     if not len(scores):
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")

@@ -39,7 +39,7 @@ from .parts import BoundedPart, list_parts, set_values
 from .scores import EVERY_PROMPT, PromptSample, RowState, Scores, compute_scores
 
 LEAST_ROWS = 20
-"""Minimum number of rows for a bucket to enter the test."""
+"""Minimum number of rows for a bucket to be included in the test."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class CurveError(ValueError):
 
 @dataclass(frozen=True)
 class LengthStep:
-    """Mean length for each of ``NAMES`` at one step (NaN if there is no such answer), and the mean reward."""
+    """Mean length for each of ``NAMES`` at one step (NaN if no answer belongs to the name), and the mean reward."""
 
     step: int
     lengths: Mapping[str, float]

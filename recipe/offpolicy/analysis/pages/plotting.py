@@ -58,7 +58,7 @@ black."""
 MARKERS: Final = "osD^vPX"
 DASHES: Final = ("-", "--", "-.", ":")
 PANEL_WIDTH: Final = 5.2
-"""Width in inches; with two panels side by side on a page, the font size then matches the surrounding text."""
+"""Width in inches; if a page shows two panels side by side, the font size then matches the surrounding text."""
 
 _LEGEND = 60
 """Number of characters of legend text that fit into the width of a panel."""

@@ -19,7 +19,7 @@ from ..jobs import ALONE, Jobs, map_steps
 
 Floats = NDArray[np.float64]
 RIGHT = 1.0
-"""Smallest reward at which an answer counts as correct."""
+"""Smallest reward with which an answer counts as correct."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StepNumbers:
         kept_tokens, kept_rows: shares of tokens and rows that the recorded correction kept.
         ess: (sum w)^2 / (n sum w^2), where w is the recorded weight times keep.
         nonfinite: number of response tokens whose mu, pi_old or pi is not finite.
-        extensions: column of an extension -> its mean over the response tokens at which it is finite.
+        extensions: column of an extension -> its mean over the response tokens at which the column is finite.
     """
 
     step: int
@@ -244,7 +244,7 @@ def _of_lengths(rows: Rows) -> Floats:
     ).astype(np.float64)
     edges = [most for most in BUCKETS.values() if most is not None]
     sums = np.zeros((len(BUCKETS), columns.shape[1]))
-    # ``add.at`` accumulates rows of one bucket, whereas an indexed += would keep only the last row.
+    # ``add.at`` adds up all rows of a bucket, whereas an indexed += would keep only the last row.
     np.add.at(sums, np.searchsorted(np.asarray(edges), length[there], side="left"), columns[there])
     return sums
 

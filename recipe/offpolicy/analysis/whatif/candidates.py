@@ -158,7 +158,7 @@ _OPEN = "???"
 def build_overrides(spec: CorrectionSpec) -> list[str]:
     """Build the overrides of a correction: names of shipped options that match its parts, then single keys.
 
-    If pi_old comes from the trainer's weights, the launch decides in which of two ways it is computed.
+    If pi_old comes from the trainer's weights, the launch decides how it is computed; there are two ways.
     """
     wanted = _plain(spec)
     compose_correction([f"{GROUP}=none"])  # the application in which options are looked up

@@ -283,7 +283,7 @@ class Grouping:
     """Groups of a step's N rows, G of them, each split by length into L buckets.
 
     Attributes:
-        names: names of the groups; "" holds all rows.
+        names: names of the groups; the group "" contains all rows.
         member: (G L, N) float64 of 0 and 1.
     """
 

@@ -8,7 +8,7 @@ Keys:
   comparison), ``tolerance``, and the fields of ``fidelity.Fidelity``.
 * ``corrections``: a list of
     * ``label``, ``base`` and ``point`` (the values of the grid keys);
-    * ``spec``: plain values; null if it depends on the correction recorded at each step;
+    * ``spec``: plain values; null if the correction is the one recorded at each step;
     * ``overall``, ``groups`` (``length/le64``, ``advantage/negative``, ``staleness/is1``) and ``steps`` (by number):
       the fields of ``measures.CorrectionMeasures``; null where a measure is not possible;
     * ``turns`` (``turn/is0``): the fields of ``measures.TurnShare``.
@@ -118,8 +118,8 @@ class Fidelity:
     Attributes:
         tokens: number of compared response tokens, whose mu and pi_old are finite; a correction does not act on other
             tokens.
-        weights: number of these tokens whose weight differs by more than ``TOLERANCE``.
-        rejections: number of these tokens for which the rejecting parts differ from the record; decisions must match
+        weights: number of compared tokens whose weight differs by more than ``TOLERANCE``.
+        rejections: number of compared tokens for which the rejecting parts differ from the record; decisions must match
             exactly.
         weight_error: largest relative difference of a weight.
     """

@@ -222,7 +222,7 @@ def decide(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block, constant
 
     Args:
         recorded: the correction that acted when the rows were recorded.
-        constants: constants of the step that the rows belong to.
+        constants: constants of the step to which the rows belong.
     """
     old = compute_pi_old(spec, recorded, rows)
     stage = rollout_stage(spec, old_log_prob=old, constants=constants, measure="nothing", **_rollout(rows))

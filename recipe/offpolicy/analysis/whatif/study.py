@@ -122,7 +122,7 @@ _NAMED = 5
 
 @dataclass
 class _ReplayNotes:
-    """Counts for the notes on the figures' limitations, collected during the replay."""
+    """Counts that are collected during the replay, for notes on the limitations of the figures."""
 
     fidelity: Fidelity = field(default_factory=Fidelity)
     rows: int = 0

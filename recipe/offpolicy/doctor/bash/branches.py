@@ -15,7 +15,7 @@ _LONGEST = 80
 
 
 def format_command(command: Command) -> str:
-    """Format a condition in one line, shortened if long; "..." if it is not a simple condition."""
+    """Format a condition in one line, shortened if it is long; return "..." if it is not a simple condition."""
     text = _format(command).replace("\n", " ")
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 

@@ -32,7 +32,7 @@ DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
 def _do_echo(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Collect the output of echo or printf, inside a substitution or pipe."""
+    """Collect the output of echo or printf inside a substitution or a pipe."""
     if shell.printed is None:
         return True
     end = "\n"

@@ -371,7 +371,7 @@ def _mark_lost(command: Command) -> None:
     """Mark commands that were meant as overrides but are separated from a launch by an operator.
 
     Raises:
-        ScriptError: an override stands before the launch, where bash treats it as a variable.
+        ScriptError: an override precedes the launch, so bash treats it as a variable.
     """
     joined = [("", command)]
     if isinstance(command, Chain):

@@ -121,7 +121,7 @@ class Unknown:
         variable: the variable whose default value this is; if the environment sets the variable, the default is not
             used.
         unset: the unset variable that is the only cause; "" otherwise.
-        required: whether an empty value is not allowed, as in ${X:?}.
+        required: whether an empty value would be an error, as in ${X:?}.
     """
 
     why: str
@@ -142,7 +142,7 @@ class FileTests:
     """The file tests in a script, whose results may differ on the launch machine.
 
     Attributes:
-        missing: paths that were tested and do not exist here.
+        missing: paths that were tested but do not exist here.
         all_exist: answer as if every file existed.
         assumed: assumptions made while reading, as sentences without the full stop.
     """

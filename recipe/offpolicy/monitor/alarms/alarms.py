@@ -198,7 +198,7 @@ class Alarms:
                 self._states[name] = AlarmState(**known | {"values": tuple(known["values"])})
 
     def get_fallback(self, name: str) -> CorrectionSpec | None:
-        """Return the correction that alarm ``name`` falls back to; None if there is no such alarm."""
+        """Return the correction to which alarm ``name`` falls back; None if there is no such alarm."""
         alarm = self._alarms.get(name)
         return None if alarm is None else alarm.fallback
 

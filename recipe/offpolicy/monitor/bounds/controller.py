@@ -1,4 +1,4 @@
-"""Trainer side of moving bounds, which decides the bounds of the next update for every rank."""
+"""Trainer's part of moving bounds: decides the bounds of the next update for every rank."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Calibration:
                 )
 
     def _explain(self, name: str, outcome: Statistic) -> str:
-        """Explain a change of bounds by the effect of the previous bounds over the window."""
+        """Explain a change of bounds by the effect that the previous bounds had over the window."""
         updates, target = f"{len(self._window)} update(s)", f"{self.settings.schedules[name].target:g}"
         if name == WEIGHT:
             return (

@@ -28,11 +28,12 @@ from ...correction.ratios import EXP_CLAMP
 
 _PER_DECADE: Final = 64
 EDGES: Final = tuple(10 ** (i / _PER_DECADE) for i in range(-7 * _PER_DECADE, 3 * _PER_DECADE + 1))
-"""Upper edge of each bin of a mask except the last, 1e-7 to 1e3, 3.7 % apart; the last bin holds larger distances."""
+"""Upper edge of each bin of a mask except the last, 1e-7 to 1e3, 3.7 % apart; the last bin contains larger
+distances."""
 CAPS: Final = tuple(
     10 ** (i / _PER_DECADE) for i in range(-5 * _PER_DECADE, math.floor(_PER_DECADE * math.log10(EXP_CLAMP)) + 1)
 )
-"""Log of the largest weight of each bin except the last, in nats, 1e-5 to 19.8; the first bin also holds smaller
+"""Log of the largest weight of each bin except the last, in nats, 1e-5 to 19.8; the first bin also contains smaller
 weights."""
 
 DISTANCE, NOISE, KEPT = "distance", "noise", "kept"

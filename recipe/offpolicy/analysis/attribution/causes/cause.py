@@ -32,7 +32,7 @@ class Cause:
 
     Attributes:
         name: one of ``NAMES``.
-        verdict: "present", "absent", or "not testable" if the recording lacks the data to judge the cause.
+        verdict: "present", "absent", or "not testable" if the recording lacks the data that the test needs.
         evidence: the measurements by name: effects, interval ends, counts.
         sentence: the finding with its numbers, or what is missing for a test.
         fix: a Hydra override, or another remedy; empty unless the cause is present.
