@@ -64,7 +64,7 @@ def load_observed(
     weights: Iterable[tuple[str, Tensor]],
     dtype_of: Callable[[str], torch.dtype | None] = lambda target: None,
 ) -> Any:
-    """Load weights with the model's own ``load``, and record which parameters each new name was loaded into.
+    """Load weights with the model's own ``load``, and record the parameters into which each new name was loaded.
 
     When a name first occurs, its tensor is loaded alone; the experts of a layer count as one name. A tied tensor that
     vLLM refuses to load alone is left out. vLLM loads the tensor to which it is tied instead, and verl may send that

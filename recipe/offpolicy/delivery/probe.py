@@ -189,7 +189,7 @@ class Probe:
         """Compare the answers with the trainer's own log-probs; returns metrics.
 
         Args:
-            batch: the next batch, before any update; its view computes log-probs.
+            batch: the next batch, before any update; its view is used to compute log-probs.
             synchronisation: number of the synchronisation, counted from 1.
             update_seen: share of the last update that survives the engine's rounding; NaN if unknown.
 

@@ -1,1 +1,1 @@
-"""Bounded hangs, detection of lost workers, and checkpoints that stay loadable."""
+"""Limits on hangs, detection of lost workers, and checkpoints that stay loadable."""

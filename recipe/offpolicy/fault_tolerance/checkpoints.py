@@ -282,7 +282,7 @@ def _find_resumed(config: DictConfig) -> Path | None:
 
 
 def _choose_whole_step(folder: CheckpointFolder) -> int | None:
-    """Choose the step to resume, and repoint verl's tracker if it names an incomplete checkpoint."""
+    """Choose the step to resume; if verl's tracker names an incomplete checkpoint, change the tracker to this step."""
     mark = folder.read_unfinished()
     try:
         tracked = folder.read_tracked_step()

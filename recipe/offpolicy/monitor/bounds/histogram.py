@@ -206,7 +206,7 @@ def compute_next_bounds(
     seen: Histogram,
     noise: Histogram | None = None,
 ) -> dict[str, float | None]:
-    """Compute the next bounds of a part, by key; the current bounds if there are too few units."""
+    """Compute the next bounds of a part, by key; return the current bounds if there are too few units."""
     distances, start = compute_distances(current), compute_distances(configured)
     goal, reach = _find_goal(schedule, seen), _find_reach(schedule, noise)
     # A cap without a goal is not moved, even if it is out of range after a resume.

@@ -138,8 +138,8 @@ class BackendFloor:
 
     Attributes:
         tokens: number of fresh tokens.
-        mean, variance, k3: of log pi_old - log mu per token; from the nearest known bin if there are fewer than
-            ``LEAST_TOKENS``, they are undefined if no bin is known.
+        mean, variance, k3: those of log pi_old - log mu, per token; if there are fewer than ``LEAST_TOKENS``, they are
+            taken from the nearest known bin, and are undefined if no bin is known.
         known: bool.
     """
 
@@ -198,7 +198,7 @@ def compute_shares(sums: Array | Sequence[float], floor: BackendFloor | None = N
 
     Args:
         sums: result of ``sums.compute_sums_by_row``, summed over rows; SHAPE, or flat.
-        floor: the backend's floor; default: from the fresh tokens of ``sums``.
+        floor: the backend's floor; by default, it is estimated from the fresh tokens of ``sums``.
     """
     of_variance, of_kl = compute_many_shares(np.asarray(sums, dtype=np.float64).reshape(SHAPE), floor)
     return of_variance.get_shares(), of_kl.get_shares()
@@ -236,7 +236,7 @@ def compute_many_shares(tables: Array, floor: BackendFloor | None = None) -> tup
 
     Args:
         tables: (..., *SHAPE), see ``compute_shares``.
-        floor: the backend's floor, the same for all; default: from the fresh tokens of each table.
+        floor: the backend's floor, the same for all tables; by default, it is estimated from each table's fresh tokens.
     """
     floor = floor or _measure_floor(tables)
     whole, fresh = tables.sum((-3, -2)), tables[..., _FRESH, :, :].sum(-2)
