@@ -48,9 +48,9 @@ class Setup:
         mode: whether rollouts overlap with training.
         model: ``moe`` for a mixture of experts.
         trajectory: ``tools`` if tool outputs occur between the model's own tokens.
-        minibatches: gradient steps per batch: global batch size / mini-batch size, times epochs.
+        minibatches: gradient steps per batch: global batch size divided by mini-batch size, times epochs.
         strategy: verl's name for the training backend, which decides whether routes can be replayed.
-        objective: verl's name for the base loss; GSPO replaces routing replay.
+        objective: verl's name for the base loss; GSPO is used instead of routing replay.
         bounded: whether ``offpolicy.staleness.eta`` limits staleness.
         adaptive: whether the staleness limit moves, up to a ceiling.
         program: the verl program that has its own staleness, fully_async or one_step_off; None for main_ppo.
@@ -223,7 +223,7 @@ class Requirement:
         value: the required value, or the largest allowed number.
         why: the reason, as a sentence.
         at_most: whether ``value`` is an upper bound.
-        instead: another key and value that make the requirement unnecessary.
+        instead: another key and its value that make the requirement unnecessary.
     """
 
     key: str
@@ -239,7 +239,7 @@ class Selection:
 
     Attributes:
         options: the chosen options of the group ``correction``.
-        reasons: one line per decision, with the set-up value behind it.
+        reasons: one line per decision, with the property of the set-up on which the decision is based.
         requires: requirements on keys outside the correction.
         advice: changes that may help but are not required.
         values: values for keys that the options leave open; the user's own values take precedence.
@@ -402,7 +402,7 @@ def _check_requirement(run: Composed, one: Requirement) -> Problem | None:
     if one.instead is not None and run.get(one.instead[0]) == one.instead[1]:
         return None
     value = run.get(one.key)
-    # Routing replay is off if verl's configuration lacks its keys.
+    # If verl's configuration lacks the keys of routing replay, replay is off.
     met = value == one.value or (value is None and one.value == "disabled")
     if one.at_most:
         met = isinstance(value, int | float) and value <= one.value
@@ -415,7 +415,7 @@ def _check_requirement(run: Composed, one: Requirement) -> Problem | None:
 
 
 def format_selection(selection: Selection) -> Iterator[str]:
-    """Format the lines that start-up prints about a selection."""
+    """Format the lines that are printed about a selection at start-up."""
     values = "".join(f" {set_to(key, value)}" for key, value in selection.values.items())
     yield f"correction=auto selects correction=[{','.join(selection.options)}]{values}:"
     yield from (f"  {reason}" for reason in selection.reasons)

@@ -1,8 +1,8 @@
 """Probe of verl's configured policy loss: checks that it applies weight x keep as a correction requires.
 
-A correction multiplies the policy term of each token, so with f = weight x keep the loss must satisfy
-dL/dlog_prob = f x dL_uncorrected/dlog_prob, and neither loss nor gradient may depend on how a mini-batch is split
-into micro-batches. Both conditions are tested on a small synthetic batch before Ray starts.
+A correction multiplies the policy term of each token, so with f = weight x keep, the loss must satisfy dL/dlog_prob = f
+x dL_uncorrected/dlog_prob, and neither loss nor gradient may depend on how a mini-batch is split into micro-batches.
+Both conditions are tested on a small synthetic batch before Ray starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def probe(actor_config: Any, *, split: bool = True) -> str | None:
     """Test the policy loss of ``actor_config`` (verl's ActorConfig) on a small synthetic batch.
 
     Args:
-        split: also test that the loss does not depend on the split into micro-batches.
+        split: whether to also test that the loss does not depend on the split into micro-batches.
 
     Returns:
         None if the loss applies weights as intended; otherwise a sentence that describes what it does instead.
@@ -74,7 +74,7 @@ def _build_batch(generator: torch.Generator) -> tuple[TensorDict, Tensor]:
             "log_prob": log_prob,
             # Some ratios pi / pi_old lie inside PPO's clip range and some outside it.
             "old_log_probs": log_prob + 0.2 * normal(),
-            # Some losses select tokens by covariance with the advantage; these values are large enough for that.
+            # Some losses select tokens by their covariance with the advantage; these values are large enough for that.
             "advantages": 3.0 * normal()[:, :1].expand(rows, width).contiguous(),
             "ref_log_prob": log_prob + 0.1 * normal(),
         },

@@ -267,7 +267,7 @@ def examine(
 
 
 def _read_as_written(problem: Problem, overrides: Sequence[str]) -> Problem:
-    """Report a number as it was written, such as 0.5_5, because Hydra drops the underscore."""
+    """Report a number as it was written, for example 0.5_5, because Hydra drops the underscore."""
     written = dict(each.lstrip("+").split("=", 1) for each in overrides if "=" in each).get(problem.key, "")
     return replace(problem, value=written.strip()) if "_" in written and not isinstance(problem.value, str) else problem
 

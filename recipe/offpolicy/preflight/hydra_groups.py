@@ -1,4 +1,4 @@
-"""The Hydra group ``correction``: look up options, refuse conflicting or deleted options, restore their values."""
+"""The Hydra group ``correction``: looks up options, refuses conflicting or deleted options, restores their values."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def compose_without(left_out: Sequence[str]) -> DictConfig:
 def recompose(options: Sequence[str], values: Mapping[str, float] | None = None) -> DictConfig:
     """Compose the node ``correction`` as if these options and values had been chosen.
 
-    All other overrides still apply, also to the options' own values.
+    All other overrides still apply, including those of the options' own values.
     """
     chosen = [f"{key}={value}" for key, value in (values or {}).items()]
     given = _read_overrides()

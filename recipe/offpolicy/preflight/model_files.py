@@ -137,8 +137,8 @@ def count_largest_tensor(folder: Path, *, stacked: bool = False) -> int | None:
 
     Args:
         folder: folder with ``config.json`` and, if available, safetensors or PyTorch files, sharded or not.
-        stacked: count the experts of one layer as one tensor, which is at least as large as transformers' stacked
-            tensors.
+        stacked: whether to count the experts of one layer as one tensor, which is at least as large as transformers'
+            stacked tensors.
 
     Returns:
         The number of elements; if no weight file can be read, the size of the embedding, vocab_size x hidden_size; None

@@ -37,7 +37,8 @@ def find_source(module: str) -> Path | None:
     """Find the file of a module by its dotted name, as ``python -m`` would; None if there is none."""
     top, *below = module.split(".")
     try:
-        # The launch's own directory comes first; it is not on the path of every process that runs the checks.
+        # The launch's own directory is searched first; it is given here, because it is not on the path of every process
+        # that runs the checks.
         spec = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) or importlib.util.find_spec(top)
     except (ValueError, ImportError):
         return None
@@ -65,7 +66,7 @@ class LogProbEvidence:
     """Evidence in an agent loop's source on whether the loop returns log-probs.
 
     Attributes:
-        log_probs: ``unknown`` if the source does not show whether they are returned.
+        log_probs: ``unknown`` if the source does not show whether log-probs are returned.
         where: file and line at which an output is created without log-probs; "" if there is none.
     """
 

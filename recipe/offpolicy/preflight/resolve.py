@@ -147,7 +147,7 @@ def parse_shadows(
             run must set delta.
 
     Returns:
-        Name -> correction, and a sentence for each delta that was filled in.
+        Name -> correction; and, for each delta that was filled in, a sentence.
 
     Raises:
         SpecError: an option cannot be reported on, or has malformed values.

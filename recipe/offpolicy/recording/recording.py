@@ -36,7 +36,7 @@ _NAME = re.compile(r"step_(\d{8})(?:\.update_(\d{4}))?\.rank_(\d{5})\.parquet")
 
 
 def file_name(step: int, rank: int, update: int | None = None) -> str:
-    """Return the name of a rank's file for ``step``, or for one ``update`` of the step (from 0) if it makes several."""
+    """Return the name of a rank's file for ``step`` or, if a step has several updates, for one ``update`` (from 0)."""
     part = "" if update is None else f".update_{update:04d}"
     return f"step_{step:08d}{part}.rank_{rank:05d}.parquet"
 
@@ -266,7 +266,7 @@ def read_config(card: Mapping[str, Any], key: str) -> Any:
 def read_extensions(card: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Read a card's description of each extension: ``meaning``, ``replay``, and the meaning of its ``columns``.
 
-    Empty for a run without extensions, and for older recordings.
+    The result is empty for a run without extensions, and for older recordings.
     """
     found = card.get("extensions")
     sections = found.items() if isinstance(found, Mapping) else ()

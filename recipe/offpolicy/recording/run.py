@@ -126,7 +126,7 @@ class RunRecord:
         """Wait until the last step's files are visible on this machine, because workers are ended without notice.
 
         Args:
-            patience: total seconds of pauses, not counting the time of the checks.
+            patience: total number of seconds to pause, not counting the time that the checks take.
             pause: sleeps for the given seconds.
         """
         if self.settings is None or self._step is None or not self.settings.records(self._step):
@@ -167,7 +167,7 @@ class RunRecord:
             for path in gone:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            # Otherwise, rows that are recorded again would count twice.
+            # Otherwise, rows that are recorded again would be counted twice.
             logger.warning(
                 "%s.dir=%s: the recording of step %d and later cannot be removed (%s). Fix: move the recording "
                 "elsewhere, or set another directory. Nothing is recorded; training continues.",

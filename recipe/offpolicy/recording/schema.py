@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 VERSION = 3
-"""Increased whenever a column is added or removed, the meaning of a column changes, or the digest changes."""
+"""This number increases whenever a column is added or removed, the meaning of a column changes, or the digest
+changes."""
 ADDED = {"version": 2}
 """Columns that are missing in older files -> the version that added them."""
 
@@ -71,7 +72,8 @@ TOKEN_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
 EXTENSION_PREFIX = "offpolicy_"
 """Prefix of additional token columns that extensions record: lists of float32, after all other columns."""
 WITHOUT_REPLAY = "offpolicy_old_log_prob_without_replay"
-"""Additional column: log pi_old under the trainer's own expert routes, with ``offpolicy.record.without_replay``."""
+"""Additional column: log pi_old under the trainer's own expert routes, recorded with
+``offpolicy.record.without_replay``."""
 PROMPT_COLUMN = "prompt_ids"
 _PROMPT = "token ids of the prompt; empty where prompts were not recorded"
 
@@ -152,7 +154,7 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        """M, the number of tokens of all rows, tool outputs included."""
+        """M, the number of tokens of all rows, including tool outputs."""
         return int(self.offsets[-1])
 
     @property
@@ -167,13 +169,13 @@ class Rows:
 
     @property
     def staleness(self) -> NDArray[np.int64]:
-        """(N,) steps from the weights that sampled a row to those at the start of its step; -1 if unknown."""
+        """(N,) steps from the weights that sampled a row to the weights at the start of its step; -1 if unknown."""
         known = self.oldest_version >= 0
         return np.where(known, np.maximum(self.step - 1 - self.oldest_version, 0), -1)
 
     @cached_property
     def token_staleness(self) -> NDArray[np.int64]:
-        """(M,) steps from the weights that sampled a token to those at the start of its step.
+        """(M,) steps from the weights that sampled a token to the weights at the start of the token's step.
 
         A token of unknown version is treated as if it were as old as the first token of its row; -1 if that age is
         unknown too.
@@ -197,7 +199,7 @@ class Rows:
         return Rows(**values)
 
     def between(self, start: int, stop: int) -> Rows:
-        """Return the rows from ``start`` to before ``stop``, without a copy of their tokens."""
+        """Return the rows from ``start`` up to, but not including, ``stop``, without a copy of their tokens."""
         tokens, prompts = (
             slice(int(offsets[start]), int(offsets[stop])) for offsets in (self.offsets, self.prompt_offsets)
         )

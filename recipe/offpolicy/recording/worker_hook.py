@@ -35,7 +35,8 @@ class Place:
 
     Attributes:
         rank: data-parallel rank.
-        writes: True on the one process per data-parallel rank that records, whose metrics verl collects.
+        writes: True in the one process of each data-parallel rank that records, which is the one whose metrics verl
+            collects.
     """
 
     rank: int = 0
@@ -155,7 +156,7 @@ def _blank(batch: mb.MicroBatch) -> Tensor:
 
 
 def _of_extension(name: str, batch: mb.MicroBatch) -> Tensor:
-    """Expand a per-token or per-row column to (B, T); a column of the model output is per token."""
+    """Expand a column per token or per row to (B, T); a column of the model output is per token."""
     if (found := batch.model_output.get(name)) is not None:
         return (batch.layout or Layout.of(batch.data)).responses_of(flatten(found))
     column = batch.data[name] if batch.layout is None else pad_column(batch.data[name], batch.layout, name)

@@ -172,7 +172,7 @@ def number_turns(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray
 
     Args:
         mask: (M,) bool, the tokens of all rows.
-        offsets: (N + 1,), each row has at least one token.
+        offsets: (N + 1,); each row has at least one token.
     """
     opens = mask.copy()
     opens[1:] &= ~mask[:-1]
@@ -282,7 +282,7 @@ class StepWriter:
         ranks: number of ranks that share the directory.
 
     Attributes:
-        outcome: accumulated results; the reader of this attribute replaces it with an empty ``Outcome``.
+        outcome: accumulated results; whoever reads this attribute replaces it with an empty ``Outcome``.
     """
 
     def __init__(self, settings: RecordSettings, *, rank: int, ranks: int) -> None:
@@ -318,7 +318,7 @@ class StepWriter:
             self.outcome.dropped_rows += item.packed.rows
 
     def close(self) -> None:
-        """Write the open update, if any, complete or not; see ``add``."""
+        """Write the open update, if there is one, whether it is complete or not; see ``add``."""
         opened, self._open = self._open, None
         if opened is None:
             return

@@ -34,7 +34,7 @@ class RateLimit:
         batch: number of prompts per batch.
 
     Attributes:
-        account: number of prompts issued, minus those that left without being trained on.
+        account: number of prompts issued, not counting those that left without being trained on.
     """
 
     def __init__(self, eta: float, batch: int) -> None:
@@ -286,7 +286,7 @@ def list_turns(data: TensorDict) -> list[Turns | None]:
 
 
 def need_runs(rows: Sequence[RowTag], turns: Sequence[Turns | None]) -> bool:
-    """Return True if detecting a lost chunk needs the response mask.
+    """Return True if the response mask is needed to detect a lost chunk.
 
     If a single turn is as long as the whole response, every token has a version.
     """

@@ -8,11 +8,11 @@ partition_id, sampleable_keys, batch_size)``, ``_terminal_eviction_reasons(self,
 eviction_reasons)``, ``_wait_for_next_poll(self, partition_id, last_debug_time)``, and the prompt metadata of
 ``_sync_metadata_from_transfer_queue``.
 
-verl hands out finished groups in the order of their issue. With a limited rate, a group becomes too old only if other
-groups are trained on while it is still being sampled. verl's own ``wait`` does not prevent this, because it checks
-unfinished prompts only at their last step, when more of them may be due than fit into a batch. Here, ``wait`` skips an
-unfinished prompt only if all remaining prompts can still be trained on in time. ``drop`` is verl's own strategy, with a
-threshold of eta + 1; ``mask`` and ``refresh`` are implemented here and in the trainer.
+verl hands out finished groups in the order in which they were issued. With a limited rate, a group becomes too old only
+if other groups are trained on while it is still being sampled. verl's own ``wait`` does not prevent this, because it
+checks unfinished prompts only at their last step, when more of them may be due than fit into a batch. Here, ``wait``
+skips an unfinished prompt only if all remaining prompts can still be trained on in time. ``drop`` is verl's own
+strategy, with a threshold of eta + 1; ``mask`` and ``refresh`` are implemented here and in the trainer.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Tally:
     """Counts of the current step, and lengths since the start of the run.
 
     Attributes:
-        issued, refreshed, lost: prompts that were issued, sampled again, and lost (not trained on, failed, filtered or
-            replaced).
+        issued, refreshed, lost: numbers of prompts that were issued, sampled again, and lost (not trained on, failed,
+            filtered or replaced).
         room: number of prompts that could be issued when the step began.
         waited: seconds for which the trainer waited for rows.
         tokens, masked_tokens: number of tokens in the rows taken for training, and in those of these rows that were
@@ -142,7 +142,7 @@ def keeps_deadlines(due: Iterable[float], *, step: int, batch: int, left: int) -
     """Return True if all waiting prompts can still be trained on in time when they are handed out in this order.
 
     Args:
-        due: last step in which each prompt may be trained on, in the order of issue.
+        due: last step in which each prompt may be trained on, in the order in which the prompts were issued.
         step: the current step.
         batch: number of prompts that are trained on in each further step.
         left: number of prompts that are still to be trained on in this step.
@@ -201,7 +201,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return len(self.prompt_global_steps[TRAIN])
 
     def check_versions(self, step: int) -> None:
-        """Check the rows that finished by the end of ``step``, before the step's weights are sent to the servers.
+        """Check the rows that were finished by the end of ``step``, before the step's weights are sent to the servers.
 
         Raises:
             StalenessError: a rollout server reports a version newer than the one with which it samples.

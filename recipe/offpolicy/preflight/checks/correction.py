@@ -50,7 +50,7 @@ def list_masks(run: Composed) -> list[tuple[str, MaskSpec]]:
 
 
 def check_bounds(run: Composed) -> Iterator[Problem]:
-    """Check that bounds contain the value for equal policies, and that they can be exceeded."""
+    """Check that bounds contain the value for equal policies, and that values can exceed the bounds."""
     banded: list[tuple[str, MaskSpec | WeightSpec]] = [*list_masks(run), *list_weights(run)]
     for name, part in banded:
         neutral = 1 if not isinstance(part, MaskSpec) or part.entry.on_ratio else 0
@@ -88,7 +88,7 @@ def _find_closed(run: Composed, name: str, mask: MaskSpec) -> Iterator[Problem]:
 
 
 def warn_bounds_never_seen(run: Composed) -> Iterator[Problem]:
-    """Warn of bounds that no recorded run has reached."""
+    """Warn of bounds that were not reached in any recorded run."""
     for name, mask in list_masks(run):
         for bound, value, distance in _measure_distances(mask):
             if compute_proposal_limit(mask) < distance <= compute_arithmetic_limit(mask):
@@ -119,7 +119,7 @@ def _get_usual(mask: MaskSpec, bound: str) -> float | None:
 
 
 def check_parts(run: Composed) -> Iterator[Problem]:
-    """Refuse aggregates over one token, weights that are always 1, and ratios that count twice."""
+    """Refuse aggregates over a single token, weights that are always 1, and ratios that are counted twice."""
     single = "level=token acts on single tokens, so there is nothing to aggregate."
     mode = run.actor.policy_loss.loss_mode
     for name, weight in list_weights(run):
@@ -212,7 +212,7 @@ def build_two_steps(run: Composed) -> Mapping[str, Any]:
 
 
 def check_kl(run: Composed) -> Iterator[Problem]:
-    """Check that a KL loss exists if it is clipped or weighted."""
+    """If a KL loss is clipped or weighted, check that it exists."""
     kind, spec = run.actor.kl_loss_type, run.spec
     if spec.kl_clip is not None:
         found = list(_find_no_kl_loss(run, "kl_clip", "there is no KL loss to clip.", "clipped"))

@@ -65,7 +65,7 @@ def demand_seams(config: DictConfig) -> None:
     """Import and check every patched function of the active path; the training process imports them anyway.
 
     Raises:
-        CheckError: a contract does not hold, e.g. because a plugin has replaced what verl's source shows.
+        CheckError: a contract does not hold, e.g. because a plugin has replaced a function that verl's source shows.
     """
     if problems := list(check_seams_by(engine_loss.check, Composed(config))):
         raise CheckError(problems)

@@ -144,7 +144,7 @@ def _find_unresolved(config: DictConfig) -> Iterator[tuple[Problem, str, bool]]:
 
 
 def _list_interpolations(node: DictConfig | ListConfig, path: str = "") -> Iterator[tuple[str, str]]:
-    """List the keys that hold an interpolation, with its text."""
+    """List the keys that contain an interpolation, with the text of the interpolation."""
     if node._is_none() or node._is_missing():
         return
     names = range(len(node)) if isinstance(node, ListConfig) else list(node)

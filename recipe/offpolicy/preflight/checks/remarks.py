@@ -133,7 +133,7 @@ def warn_short_answers(run: Composed) -> Iterator[Problem]:
 def warn_no_staleness(run: Composed) -> Iterator[Problem]:
     """Warn of masks on pi / mu if pi is pi_old.
 
-    In asynchronous training, pi_old / mu contains the staleness, so these masks still measure it.
+    In asynchronous training, pi_old / mu contains the staleness, so these masks still measure the staleness.
     """
     trainers = run.spec.proximal in ("recompute", "reuse", "same_engine")
     if not trainers or run.steps != 1 or run.asynchronous:
