@@ -80,7 +80,7 @@ def run_quickstart(
 
 
 def read_records(path: Path) -> Records:
-    """Read the metrics of a run; empty if there is no file."""
+    """Read the metrics of a run; empty if there is no such file."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [(line["step"], line["data"]) for line in map(json.loads, lines)]
 

@@ -50,7 +50,7 @@ class Contract:
     """What a patch expects of its target.
 
     Attributes:
-        name: short name of the patch, unique; shown in logs and by `verl_patches.status()`.
+        name: short, unique name of the patch, which is shown in logs and by `verl_patches.status()`.
         target: "module:attribute.path" of the callable that is wrapped or the object that is extended.
         signature: parameters with defaults and without annotations, as printed by `bare_signature`, quoted from
             upstream's source; None if Python cannot read one from the target. "(self, data, ...)" quotes only the first
@@ -288,7 +288,7 @@ def bare_signature(function: Callable[..., Any]) -> str:
 def literals(target: Any) -> frozenset[Key]:
     """Collect the strings, and tuples and lists of strings, in the code of a function or of a class's methods.
 
-    A list literal of one or two strings is not a constant in Python's bytecode, so it is not found as a whole.
+    A list literal of one or two strings is not a constant in Python's bytecode, so it is not found as a list.
     """
     return frozenset(constant for code in _codes(target) for constant in _constants(code))
 

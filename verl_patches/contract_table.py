@@ -50,7 +50,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Build the row of every contract of this package, group by group, ungrouped contracts first."""
+    """Build a row for every contract of this package, group by group; ungrouped contracts come first."""
     names = sorted(_modules(_HERE) - set(GROUPS) - _INFRASTRUCTURE)
     seams = {name: importlib.import_module(f"{_HERE}.{name}") for name in names}
     contracts = {name: _contracts_of(module) for name, module in seams.items()}

@@ -28,7 +28,7 @@ FULLY_ASYNC, ONE_STEP_OFF = "fully_async", "one_step_off"
 
 @dataclass(frozen=True)
 class LivePath:
-    """Path of a run from the rollout to the gradient.
+    """The path of a run from the rollout to the gradient.
 
     Attributes:
         release: installed release of verl.

@@ -17,7 +17,7 @@ def load() -> None:
     """Install the groups that the environment names.
 
     Raises:
-        PatchError: a group is unknown, or a target is not what its patch was written for.
+        PatchError: a group is unknown, or a target is not the one for which its patch was written.
     """
     for name in named(os.environ):
         try:

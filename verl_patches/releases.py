@@ -142,7 +142,7 @@ _CALLED_OTHERWISE = {"0.8.0.dev": "0.8.0", "0.8.0.dev0": "0.8.0"}
 
 
 def release_of(version: str) -> str:
-    """Return the release of a version, without its local part: "0.8.0" for "0.8.0.dev" and "0.8.0+cpu"."""
+    """Return the release to which a version belongs: "0.8.0" for "0.8.0.dev" and "0.8.0+cpu"."""
     public = version.strip().partition("+")[0]
     return _CALLED_OTHERWISE.get(public, public)
 

@@ -66,7 +66,7 @@ SEAMS_OF_PROGRAMS = (
     _separate("_fit_compute_advantage", "(self, batch)", names=("compute_advantage",)),
     _separate("_fit_update_actor", "(self, batch)", names=("_update_actor",)),
 )
-"""Functions that the trainers of fully_async_policy and one_step_off_policy rely on."""
+"""Functions on which the trainers of fully_async_policy and one_step_off_policy rely."""
 
 _around: list[Callable[..., Any]] = []
 

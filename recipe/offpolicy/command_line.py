@@ -66,7 +66,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_score(text: str) -> float:
-    """Parse a finite number; with NaN, no answer would be correct."""
+    """Parse a finite number; if NaN were allowed, no answer would be correct."""
     try:
         found = float(text)
     except ValueError:

@@ -37,7 +37,7 @@ def prepare(config: DictConfig, program: str = OURS) -> tuple[CorrectionSpec, Pr
         program: the program, as ``python -m`` names it.
 
     Returns:
-        The correction to train with, and the result of the checks.
+        The correction to train with, and the result of the start-up checks.
 
     Raises:
         CheckError: problems stop the launch; all of them are reported at once.

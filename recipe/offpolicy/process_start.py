@@ -7,7 +7,7 @@ import gc
 from verl_patches import compiler_imports, lazy_imports
 
 CHECK_FLAG = "--check"
-"""The argument that checks a launch without starting it."""
+"""The argument that requests a check of a launch without starting it."""
 
 
 def hasten_start() -> None:

@@ -141,7 +141,7 @@ def build_command(
 
     Args:
         scratch: folder of the run.
-        overrides: the user's overrides of both runs, which come last.
+        overrides: the user's overrides for both runs; they come last.
         against: additional overrides of the other run, which is then also corrected; if empty, the other run is verl's
             own.
     """

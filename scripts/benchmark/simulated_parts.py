@@ -124,7 +124,7 @@ def draw_tokens(tokens: int, *, nested: bool) -> Tokens:
 
 
 def run_rollout_stage(given: Tokens) -> Any:
-    """Run the rollout stage with all statistics, including turns."""
+    """Run the rollout stage with all of its statistics, including those on turns."""
     from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, turns
 
     return rollout_stage(
@@ -142,7 +142,7 @@ def build_rollout_stage(tokens: int, *, nested: bool) -> Call:
 
 
 def build_step_stage(tokens: int, *, nested: bool) -> Call:
-    """Build the call of a step stage, on an existing rollout stage."""
+    """Build the call of a step stage that uses an existing rollout stage."""
     from recipe.offpolicy.correction import step_stage
 
     given = draw_tokens(tokens, nested=nested)
@@ -275,7 +275,7 @@ def build_aligned_check(rows: int) -> Call:
 
 
 def build_versions_call(rows: int) -> Call:
-    """Build the call that reads which weights sampled each token; every fourth row was sampled by two versions."""
+    """Build the call that reads the versions that sampled each token; every fourth row was sampled by two versions."""
     from recipe.offpolicy.batch.weight_versions import (
         CHUNKS,
         EXTRA_FIELDS,

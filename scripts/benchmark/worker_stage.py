@@ -136,8 +136,8 @@ def build_micro_batch(
 
     Args:
         last: whether the rows belong to the update's last mini-batch.
-        centering: K; each token comes with the K likeliest tokens of a mu over the whole vocabulary. None: without
-            them.
+        centering: K; each token is accompanied by the K likeliest tokens of a mu over the whole vocabulary. None to
+            leave them out.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)

@@ -132,7 +132,7 @@ def expected(aggregate: str, case: LogRatio, length: int) -> float:
 
 
 def simulated(aggregate: str, case: LogRatio, length: int, *, rows: int, seed: int) -> float:
-    """Compute the share of ``rows`` random rows that the shipped mask keeps."""
+    """Compute the share of ``rows`` random rows that the shipped mask would keep."""
     lower, upper = MASKS[aggregate]
     mask = {"ratio": "rollout", "level": "sequence", "aggregate": aggregate, "when": "any"}
     spec = CorrectionSpec.from_mapping({"masks": {"mask": mask | {"lower": lower, "upper": upper}}})
@@ -213,7 +213,7 @@ def token_is_is_first_order(mismatches: Table) -> str:
 
 
 def clip_fractions(policies: Policies) -> str:
-    """Assert that on pi / pi_old PPO's clip ignores the mismatch, and that on pi / mu it acts before the first step."""
+    """Assert that PPO's clip ignores the mismatch on pi / pi_old, and that on pi / mu it acts before the first step."""
 
     def fraction(ratio: str) -> float:
         masks = {name: mask | {"ratio": ratio} for name, mask in PPO_CLIP.items()}

@@ -249,7 +249,7 @@ def explain(done: subprocess.CompletedProcess[str], fix: str) -> Failure | None:
     lines = (done.stderr + done.stdout).strip().splitlines()
     if own := [line for line in lines if "Fix: " in line]:
         return Failure("\n".join(dict.fromkeys(own)), "as each line says, in the checkout")
-    # The last line of a traceback names the error.
+    # The last line of a traceback contains the error.
     traceback = "Traceback (most recent call last):" in done.stderr
     said = done.stderr.strip().splitlines()[-1:] if traceback else lines[-20:]
     return Failure("\n".join(said) or f"exit {done.returncode}", fix)

@@ -54,7 +54,7 @@ def pick(data: dict[str, Any], key: str) -> float:
 
 
 def read_heldout_score(data: dict[str, Any]) -> float | None:
-    """Return verl's own validation score; None if the step was not validated.
+    """Return verl's own validation score; None if there was no validation at the step.
 
     The spelling task grades answers: correct letters earn credit, so the score is higher than the share of exact
     matches.
@@ -112,7 +112,7 @@ class History:
 
     @property
     def proved(self) -> bool:
-        """True if the worker's gradient was proved to carry the correction."""
+        """True if it was proved that the worker's gradient carries the correction."""
         return any(data.get(PROVED) == 1.0 for _, data in self.records)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint engine for verl's separate trainer and rollouts on one machine without an accelerator.
+"""A checkpoint engine that connects verl's separate trainer and rollouts on one machine without an accelerator.
 
 verl's own engines need the transport of a GPU or an RDMA card. This engine transfers the weights in files: the
 trainer's first rank writes buckets into a new folder for each synchronisation, and every rollout worker reads them. In
@@ -274,7 +274,7 @@ def install() -> None:
     """
     for contract in CONTRACTS:
         contract.check()
-    # A release with a further abstract method would fail at the first synchronisation, minutes into the run.
+    # A release with an additional abstract method would fail at the first synchronisation, minutes into the run.
     if missing := sorted(getattr(FileCheckpointEngine, "__abstractmethods__", ())):
         raise PatchError(REGISTRY.moved(f"a CheckpointEngine that also requires {', '.join(missing)}"))
     if not in_force():

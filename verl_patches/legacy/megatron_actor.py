@@ -131,7 +131,7 @@ def _update_policy(original: Callable[..., Any], actor: Any, dataloader: Any, en
 
 
 def _upstream(grad_scale: Callable[[Tensor], Tensor] | None) -> float:
-    """Return the gradient at the start of the backward pass: the loss scale of fp16 training, otherwise 1."""
+    """Return the gradient at the start of the backward pass: in fp16 training the loss scale, otherwise 1."""
     return 1.0 if grad_scale is None else float(grad_scale(torch.ones(())))
 
 

@@ -191,7 +191,7 @@ class Watchdog:
             self._before = None
 
     def start_grace_period(self) -> None:
-        """Record that the run has failed on its own; its process has ``grace`` seconds left to exit."""
+        """Record that the run has failed on its own; its process then has ``grace`` seconds left to exit."""
         self._deadline = self.phases.clock() + self.grace
 
     @contextlib.contextmanager

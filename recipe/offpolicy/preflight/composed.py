@@ -225,7 +225,7 @@ class Composed(Configured):
 
     @cached_property
     def needs_mu(self) -> bool:
-        """True if any part of this package needs the rollout engine's log-probs."""
+        """True if any part of this package reads the rollout engine's log-probs."""
         return not self.spec.is_none or self.spec.support is not None or bool(self.get(SHADOW))
 
 

@@ -80,7 +80,7 @@ def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
 
 
 def _find_parts(key: str) -> tuple[str, ...]:
-    """Return the part of a correction that a key belongs to, as a tuple; empty if it belongs to none."""
+    """Return the part of a correction to which a key belongs, as a tuple; empty if it belongs to none."""
     if key.startswith("offpolicy."):
         return ()
     if key.startswith("correction."):

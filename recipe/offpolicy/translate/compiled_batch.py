@@ -92,7 +92,7 @@ class CompiledBatch:
         return self._rows.to_given_layout(tokens.view(self._tensors[0].shape))
 
     def _zeros(self, dtype: torch.dtype) -> NDArray[Any]:
-        """Allocate (N,) zeros; pages that are never written (mostly padding) use no memory."""
+        """Allocate (N,) zeros; pages that are never written, which are mostly padding, do not use memory."""
         return np.zeros(self._tensors[0].numel(), dtype=torch.empty(0, dtype=dtype).numpy().dtype)
 
     def _parts(self) -> Iterator[tuple[slice, slice, tuple[NDArray[Any], ...]]]:

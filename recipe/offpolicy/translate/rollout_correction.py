@@ -208,7 +208,8 @@ def verl_rollout_correction(
         old_log_prob: log pi_old, any float dtype; in bypass mode, these are the log-probs of the current policy.
         rollout_log_prob: log mu.
         response_mask: bool, integer or float 0/1.
-        rollout_is: None, "token" or "sequence": min(rho, upper), or 0 outside a pair of bounds.
+        rollout_is: None, "token" or "sequence"; the weight is min(rho, upper), or rho within a pair of bounds and 0
+            outside.
         rollout_is_threshold: a cap, or "lower_upper".
         rollout_is_batch_normalize: divide the weights by their mean over tokens or rows, over all ranks if
             torch.distributed is initialised; in that case, all ranks must call this function together.
@@ -230,7 +231,7 @@ def verl_rollout_correction(
     options = read_verl_rejections(rollout_rs, rollout_rs_threshold, "")
     limits = {option: _limits(option, *bounds) for option, bounds in options.items()}
     of_tokens = {option: _of_token(option, *limits[option]) for option in options if option.startswith("token")}
-    # verl reports raw weights next to the applied weights.
+    # verl reports the raw weights in addition to the applied weights.
     of_weight = [Quantity("raw", weight.lower, weight.upper), weight] if weight and rollout_is == "token" else []
 
     batch = _batch(rows, *tensors)
@@ -299,7 +300,7 @@ def _can_compile() -> bool:
 def _weight(threshold: str | float | None) -> Quantity:
     """Parse the threshold into the applied weight.
 
-    A cap has no lower bound; verl's metrics compare raw weights with its inverse.
+    A cap has no lower bound; verl's metrics compare raw weights with the inverse of the cap.
     """
     lower, upper = read_verl_weight_bounds(threshold, "rollout_is_threshold")
     floor = 1 / upper if lower is None else lower

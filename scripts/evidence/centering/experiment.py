@@ -1,4 +1,4 @@
-"""Does score centering help with a sampler of lower precision? Training in one process, as in collapse/in_process.py.
+"""Does score centering help if the sampler has lower precision? Trains in one process, as in collapse/in_process.py.
 
     python scripts/evidence/centering/experiment.py --list
     python scripts/evidence/centering/experiment.py [NAME ...] [--hours H]    # NAME: an arm, or a run: centred-3

@@ -93,7 +93,7 @@ def format_setting(table: pandas.DataFrame, setting: str) -> str:
 
 
 def build_rounded_table(table: pandas.DataFrame) -> list[str]:
-    """Build the lines of the in-process table for backend noise alone; empty if nothing was run."""
+    """Build the lines of the table of in-process runs with backend noise alone; empty if nothing was run."""
     rows = []
     for arm in ROUNDED:
         setting = f"{arm}-0-{RATES[0]:g}"

@@ -205,7 +205,7 @@ class MeasuredLoss(OffPolicyLoss):
     """The recipe's loss, which also records which tokens it kept.
 
     Args:
-        at_random: in each micro-batch, reject the same number of negative rows, but draw them at random.
+        at_random: whether to reject, in each micro-batch, the same number of negative rows but draw them at random.
     """
 
     def __init__(self, *args: Any, at_random: bool = False, seed: int = 0, **kwargs: Any) -> None:

@@ -163,7 +163,7 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
     cache_log(recording).unlink(missing_ok=True)
     log = recording.with_suffix(".log")
     print(f"{recording.name}: {' '.join(overrides)}", flush=True)
-    # The quickstart's verdict depends on the held-out score, which these short runs do not measure.
+    # The quickstart's verdict depends on the held-out score, which is not measured in these short runs.
     run_quickstart(overrides, log, limit=LIMIT, environment=environment)
     made = Recording(recording).steps if recording.is_dir() else []
     if len(made) < case.steps:

@@ -151,7 +151,7 @@ def _sample(policy: ToyPolicy, each: int) -> Rollouts:
 
 
 def _update(policy: ToyPolicy, optimizer: torch.optim.Optimizer, batch: Rollouts, spec: CorrectionSpec) -> None:
-    """Take an optimizer step for each mini-batch, with pi_old, weight and masks from the correction."""
+    """Make an optimizer step for each mini-batch, with pi_old, weight and masks from the correction."""
     mask = torch.ones_like(batch.tokens, dtype=torch.bool)
     rewards = torch.zeros(len(mask), LENGTH)
     rewards[:, -1] = batch.rewards

@@ -63,7 +63,7 @@ class CorrectedLoss:
         actor_config: verl's ActorConfig, in the form that ``ppo_loss`` requires.
 
     Attributes:
-        tried: whether the parts have been tried in this process.
+        tried: whether the parts have already been tried in this process.
         random_state: state of the CPU generator before the last loss; clip_cov draws at random which tokens it clips.
     """
 

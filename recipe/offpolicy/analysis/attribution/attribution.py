@@ -125,8 +125,8 @@ class Part:
     Attributes:
         rows: number of rows that are attributed.
         left_out: number of rows without pi_old, see ``scored_rows.ScoredRows``.
-        sums: the result of ``resample``, in the form that ``decompose`` takes.
-        cells: sums by the buckets of all ``PROFILES``; see ``merge``.
+        sums: the result of ``resample``, in the form that ``decompose`` requires.
+        cells: sums over the buckets of all ``PROFILES``; see ``merge``.
         ages: for each staleness, the number of rows with a token of that staleness.
         tokens, worst: the worst examples (see ``find_worst``), with row numbers that start at the part's first row.
         stale: whether any token is recorded as stale.
@@ -148,9 +148,9 @@ def summarize_rows(rows: Rows, seed: tuple[int, ...], *, worst: int, left_out: i
     """Summarize rows of one step; the sample consists of all these rows.
 
     Args:
-        rows: rows with log pi_old by the trainer's own weights.
+        rows: rows with log pi_old under the trainer's own weights.
         seed: seed of the bootstrap draws.
-        worst: number of tokens and of rows to list.
+        worst: number of tokens, and number of rows, to list.
         left_out: number of further rows whose pi_old is unknown.
     """
     cells, loss = sum_cells(rows)
@@ -253,7 +253,7 @@ def attribute(
 
     Args:
         steps: first and last step to read; a last step of None means the last recorded step, and None means all steps.
-        worst: number of tokens and of rows to list.
+        worst: number of tokens, and number of rows, to list.
         jobs: the processes that read the steps.
         tokenizer: folder of the tokenizer that converts token ids to text; if empty, the recorded model's tokenizer.
 
@@ -331,7 +331,7 @@ def _add_up(
 
 
 def _decompose_steps(parts: Iterable[tuple[int, Part]], by_step: dict[int, Decomposition]) -> Iterator[Part]:
-    """Yield the parts, and record the decomposition of each step that has a row."""
+    """Yield the parts, and record the decomposition of each step that contains any rows."""
     decomposer = StepDecomposer()
     for step, part in parts:
         if part.rows:

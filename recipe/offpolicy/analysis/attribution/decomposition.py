@@ -89,10 +89,11 @@ class VersionMismatch:
     """Mismatch of all tokens with the same staleness.
 
     Attributes:
-        staleness: steps between the weights that sampled the tokens and those at the start of the step; -1 if unknown.
+        staleness: number of steps from the weights that sampled the tokens to the weights at the start of the step; -1
+            if unknown.
         mean, std: mean and standard deviation of log pi_old - log mu, nats.
         k3: KL(mu, pi_old), nats per token.
-        backend: part of ``k3`` that also occurs in fresh tokens of the same probability; None if not identified.
+        backend: part of ``k3`` that also occurs in fresh tokens with the same probability; None if not identified.
     """
 
     staleness: int
@@ -147,7 +148,7 @@ def decompose(found: Mapping[str, Array], earlier: Array | None = None) -> Decom
 
 
 def _compute_shares(sums: Array, floor: BackendFloor | None, native: Array | None) -> tuple[Shares, Shares]:
-    """Compute the shares of variance and of KL, including routing's share if there are ``native`` sums."""
+    """Compute the shares of variance and of KL; if there are ``native`` sums, they include routing's share."""
     found = compute_shares(sums, floor)
     if native is None:
         return found
@@ -201,7 +202,7 @@ class StepDecomposer:
 
 
 def summarize_by_version(cells: pl.DataFrame, ages: Mapping[int, int], sums: Array) -> list[VersionMismatch]:
-    """Summarise the tokens of each staleness, with the backend's floor from the fresh tokens.
+    """Summarise the tokens of each staleness; the backend's floor is estimated from the fresh tokens.
 
     Args:
         cells, ages: fields of ``Part``.

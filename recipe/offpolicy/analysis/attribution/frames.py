@@ -62,7 +62,7 @@ def select_valid_tokens(rows: Rows) -> ValidTokens:
     """Select the response tokens whose three log-probs are finite."""
     columns = (rows.rollout_log_prob, rows.old_log_prob, rows.log_prob)
     index = np.flatnonzero(np.logical_and.reduce([rows.response_mask, *map(np.isfinite, columns)]))
-    # Usually all tokens are valid, and a slice avoids a copy.
+    # Usually, all tokens are valid, and a slice avoids a copy.
     chosen = index if len(index) < rows.tokens else slice(None)
     mu, old, pi = (column[chosen].astype(np.float64) for column in columns)
     turn = rows.turn[chosen].astype(np.int64)
@@ -70,7 +70,7 @@ def select_valid_tokens(rows: Rows) -> ValidTokens:
 
 
 def compute_k3(log_ratio: Array) -> Array:
-    """Compute exp(x) - 1 - x, with x clamped to +-20 in the exponential (Schulman 2020)."""
+    """Compute exp(x) - 1 - x; inside the exponential, x is clamped to +-20 (Schulman 2020)."""
     return np.expm1(np.clip(log_ratio, -20.0, 20.0)) - log_ratio
 
 
@@ -229,7 +229,7 @@ def compute_routing_sums(rows: Rows) -> dict[str, Array]:
     native = rows.extensions.get(WITHOUT_REPLAY)
     if native is None or not np.isfinite(native[rows.response_mask]).any():
         return {}
-    # NaN if log n or log a is unknown, so that the token is counted in neither result.
+    # The value is NaN if log n or log a is unknown, so that the token does not count in either result.
     whole = rows.log_prob + (native - rows.old_log_prob)
     return {
         "replayed": compute_row_sums(replace(rows, log_prob=whole)),

@@ -25,7 +25,7 @@ class RowSample:
     """Which rows to read from a recording.
 
     Attributes:
-        steps: steps from which rows are taken; None for all rows of all steps.
+        steps: steps from which rows are taken; None to take all rows of all steps.
         tokens: largest number of tokens from each step; at least one prompt is taken.
     """
 
@@ -60,7 +60,7 @@ class RowSample:
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Rows to attribute, and the number of rows that are left out.
+    """The rows to attribute, and the number of rows that are left out.
 
     Attributes:
         rows: rows whose ``old_log_prob`` is log pi_old under the trainer's own weights.

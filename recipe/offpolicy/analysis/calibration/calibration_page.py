@@ -38,7 +38,7 @@ class JointShares:
     Attributes:
         tokens: share of response tokens kept.
         rows: share of rows with a kept token.
-        ess: (sum w)^2 / (n sum w^2) of weight times keep over valid tokens.
+        ess: (sum w)^2 / (n sum w^2) over valid tokens, where w is weight times keep.
     """
 
     tokens: float
@@ -87,7 +87,7 @@ def _sum_step(specs: Sequence[CorrectionSpec], steps: Iterable[Step]) -> NDArray
 
 
 def _sum_decision(tokens: int, rows: int, decided: Decision) -> NDArray[np.float64]:
-    # Rejected tokens count as weight 0, as in the loss.
+    # Rejected tokens count as tokens of weight 0, as in the loss.
     weight = decided.weight.double() * decided.keep
     kept, valid = decided.keep, int(decided.valid.sum())
     total, square = float(weight.sum()), float(weight.square().sum())
@@ -172,7 +172,7 @@ def build_length_tables(result: CalibrationResult, confidence: float) -> list[Ta
 
 
 def build_joint_table(now: JointShares | None, then: JointShares) -> Table:
-    """Build the table of the whole correction, before and after."""
+    """Build the table of the whole correction, with its shares before and after the proposals."""
     columns = (Column(""), Column("now", digits=4), Column("then", digits=4))
     named = {"response tokens kept": "tokens", "rows with a token kept": "rows", "ESS of weight x keep": "ess"}
     rows = [(text, None if now is None else getattr(now, key), getattr(then, key)) for text, key in named.items()]
@@ -318,7 +318,7 @@ def _floor(proposal: Proposal, confidence: float) -> str:
 _LEAST_SHARE = 0.5
 """Smallest kept share to show in a figure; bounds that keep less are not of interest."""
 _FAR = 30
-"""Multiple of the last unit's position beyond which a bound is not drawn."""
+"""A bound is not drawn if it lies beyond this multiple of the last unit's position."""
 _ALIKE = 1.05
 _HEIGHT = 4.3
 """Height of a panel in inches; some panels have nine lines to label."""

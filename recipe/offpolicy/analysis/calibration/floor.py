@@ -89,7 +89,7 @@ def compute_quantile_interval(
     Args:
         ordered: (U,) ascending.
         effective: see ``ClusteredShare``.
-        one_sided: compute only the upper end, at ``confidence``; the lower end is -inf.
+        one_sided: whether to compute only the upper end, at ``confidence``; the lower end is then -inf.
 
     Returns:
         The two ends; infinite if there are too few units to bound that side, NaN if ``effective`` is NaN.
@@ -180,9 +180,10 @@ class NoiseFloor:
     Attributes:
         delta: the bound, in nats; at least 0.
         quantile: measured quantile of the noise.
-        share: the order of this quantile, between 0 and 1.
+        share: the order of the quantile, between 0 and 1.
         rows, groups: numbers of rows and prompt groups from which the bound was computed.
-        unknown_versions: number of these rows whose weight versions were not recorded; such rows count as fresh.
+        unknown_versions: number of rows, among these, whose weight versions were not recorded; such rows count as
+            fresh.
     """
 
     delta: float
@@ -207,7 +208,7 @@ def estimate_noise_floor(
         confidence: confidence level of the one-sided upper bound.
 
     Raises:
-        NotIdentifiedError: there are no such rows, or too few.
+        NotIdentifiedError: there are no rows that count, or too few.
     """
     key = f"{part.key}.delta"
     first = state.mini_batch == 0

@@ -32,7 +32,7 @@ two policies have nothing in common."""
 def find_largest_radius(part: BoundedPart) -> float:
     """Return the largest radius worth proposing, on the scale on which the part compares values.
 
-    For a mask, this is preflight's limit, beyond which a bound is inert.
+    For a mask, this is the limit that preflight uses, beyond which a bound has no effect.
     """
     spec = part.spec
     if not isinstance(spec, MaskSpec):
@@ -216,7 +216,7 @@ class KeptCurve:
     """Kept share by radius of the moving bound, (K,) each.
 
     Attributes:
-        radius: ascending, in the units that the part compares.
+        radius: radii in ascending order, on the scale on which the part compares values.
         share: kept share.
         low, high: ends of the interval of the kept share; NaN (unknown) if there is only one prompt.
         count: number of units on which the curve is based.
@@ -251,7 +251,7 @@ def compute_kept_curve(part: BoundedPart, scores: Scores, radius: Floats, confid
 
 DRAWS = 500
 _CAPS = 96
-"""Number of caps at which the curve is computed; the interval is read from the curve."""
+"""Number of caps at which the curve is computed; the interval is determined from the curve."""
 _EXACT = 50  # halvings, which reach the precision of float64
 _CLOSE = 0.02
 """Fraction of 1 - target by which the ESS may exceed the target so that the cap needs fewer digits."""
@@ -262,7 +262,7 @@ class EssCurve:
     """ESS by cap, with bootstrap draws.
 
     Attributes:
-        radius: (K,) ascending, log of the cap, or of the lower bound if only the lower bound moves.
+        radius: (K,) ascending: log of the cap, or log of the lower bound if only the lower bound moves.
         ess: (K,) ESS of the recording.
         resampled: (draws, K) ESS of resampled prompt groups; no draws if there is only one group.
     """

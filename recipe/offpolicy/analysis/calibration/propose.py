@@ -75,7 +75,7 @@ def find_length_bucket(length: NDArray[np.int64]) -> NDArray[np.int64]:
 def measure_length_dependence(scores: Scores, confidence: float) -> LengthTest:
     """Test if size and spread depend on length, each at half the error rate (Bonferroni); return the clearer result.
 
-    Values per token or turn are first averaged over their row, so that a row counts once.
+    Values per token or turn are first averaged over their row, so that each row counts once.
     """
     # The two tests detect different faults: a shift of the mean, and a change of the scatter around it.
     size, row_length, group = _by_row(np.maximum(np.abs(scores.low), np.abs(scores.high)), scores)
@@ -136,8 +136,8 @@ class CalibrationRequest:
     """Targets and options of a calibration.
 
     Attributes:
-        target_kept: share of the units to which it applies that each mask, and a weight that rejects, must keep on its
-            own (for OPSM: of rows with a negative advantage); None for no target.
+        target_kept: share that each mask, and a weight that rejects, must keep on its own, among the units to which it
+            applies (for OPSM: of rows with a negative advantage); None for no target.
         target_ess: effective sample size that the weight must have; None for no target.
         confidence: confidence level of every interval.
         floor_quantile: see ``estimate_noise_floor``.

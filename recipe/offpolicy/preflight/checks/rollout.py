@@ -183,7 +183,7 @@ _GENERATION, _TEMPERATURE = f"{ENGINE}.override_generation_config", f"{ROLLOUT}.
 _MODES = (f"{ROLLOUT}.logprobs_mode", f"{ENGINE}.logprobs_mode", f"{ENGINE}.logprobs-mode")
 _PROCESSED = "processed_logprobs"
 _WITHOUT_LOG_PROBS = ("hf", "naive")
-"""Rollout engines in verl's releases that return no log-probs."""
+"""Rollout engines in verl's releases that do not return log-probs."""
 _VARIABLES = {"sglang": "SGLANG_RETURN_ORIGINAL_LOGPROB", "trtllm": "TLLM_USE_TORCHSAMPLER"}
 """Variables that make an engine return raw log-probs, as TorchSampler does by default unless a request overrides it."""
 _SAMPLER, _SAMPLER_OF_VERL = f"{ROLLOUT}.engine_kwargs.trtllm.sampler_type", "TRTLLMSampler"
@@ -198,7 +198,7 @@ _NEEDED = "it must return AgentLoopOutput(response_logprobs=...), or no mu arriv
 
 
 def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
-    """Check that the rollout engine returns the log-probs that it sampled with."""
+    """Check that the rollout engine returns the log-probs with which it sampled."""
     if run.spec.allow_truncated_sampling and not (run.needs_mu or run.active):
         key = "correction.allow_truncated_sampling"
         yield run.problem(key, "no correction uses mu, so there is nothing to allow.", "", {key: False}, ())

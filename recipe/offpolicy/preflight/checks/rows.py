@@ -21,7 +21,7 @@ class Row:
         key: the key that is reported.
         wrong: takes the composed configuration and the key's value; returns whether the value is wrong.
         reason, fix: format strings with the fields ``{run...}`` and ``{value}``.
-        to: the value that fixes the problem; ``...`` if no single value does.
+        to: the value that fixes the problem; ``...`` if there is no single such value.
         alongside: other keys whose values make the reported value wrong.
     """
 

@@ -101,7 +101,7 @@ def check_not_both(run: Composed) -> Iterator[Problem]:
 
 
 def check_dead_keys(run: Composed) -> Iterator[Problem]:
-    """Find keys of verl's own correction that are misspelled, misplaced, or ignored on this path."""
+    """Find keys of verl's own correction that are misspelled or misplaced, or that this path ignores."""
     for check in (
         check_trainer_mode,
         check_former_names,
@@ -240,7 +240,7 @@ def _check_keys_beside(run: Composed, loss: object, asked_of: dict[str, Any]) ->
 
 
 def _find_owner(key: str) -> str:
-    """Return the part that a key belongs to: bounds and normalisation belong to the weight or the rejection."""
+    """Return the part to which a key belongs; bounds and normalisation belong to the weight or the rejection."""
     return next((name for name in ("rollout_is", "rollout_rs") if key.startswith(name)), key)
 
 

@@ -68,14 +68,15 @@ class Thresholds:
         growth: KL of a step divided by the KL of the freshest steps.
         slope: distance of the slope of log mu on log pi_old, within a context, from 1.
         slope_explains: share of the variance of log pi_old - log mu within contexts that the slope has to explain.
-        slope_fits: share of the variance of log mu within contexts that is linear in log pi_old.
-        missing: probability under pi_old of the tokens that mu excludes.
+        slope_fits: share of the variance of log mu within contexts that is a linear function of log pi_old.
+        missing: total probability, under pi_old, of the tokens that mu excludes.
         one_sided: share of the sum of (log mu - log pi_old)^2 that comes from tokens where mu is larger.
         above: deviation, in nats, of log pi_old - log mu at tokens where pi_old is larger; beyond this deviation, the
             mean ratio does not show that mass was cut off.
         exhausted: number of contexts whose sampled tokens are all that mu allows.
         noise: standard deviation of log pi_old - log mu, in nats, over tokens with a probability of 0.1 to 0.9.
-        tail: the same deviation for probabilities below 0.1, divided by that for probabilities above 0.5.
+        tail: the standard deviation for probabilities below 0.1, divided by the standard deviation for probabilities
+            above 0.5.
     """
 
     shift: float = 0.1

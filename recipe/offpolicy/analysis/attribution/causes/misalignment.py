@@ -12,7 +12,7 @@ from .sampled_tokens import Array, Integers, SampledTokens, estimate, sum_by_clu
 
 NAME = "misalignment"
 LOWEST = -15.0
-"""Log-probs are clamped at this value, so that no single token decides."""
+"""Log-probs are clamped at this value, so that no single token determines the result."""
 
 
 def find(sampled: SampledTokens) -> Cause:
@@ -68,7 +68,7 @@ def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause |
         return None
     columns = _columns(sampled, *_pairs(sampled, 0))
     gap = sampled.tokens.gap
-    # An offset that all tokens share does not show which token a log-prob belongs to.
+    # An offset that all tokens share does not show to which token a log-prob belongs.
     loss = (np.ones(count), compute_k3(gap - gap.mean()))
     here = estimate(sum_by_cluster(columns, sampled.cluster), _correlation)
     mismatch = estimate(sum_by_cluster(loss, sampled.cluster), lambda sums: float(sums[1] / sums[0]))

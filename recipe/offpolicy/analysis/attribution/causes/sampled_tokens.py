@@ -30,8 +30,8 @@ class SampledTokens:
         tokens: log-probs and positions, (n,) each.
         step: (n,) step of each token.
         staleness: (n,) staleness of each token, -1 if unknown.
-        cluster: (n,) number of the group that is resampled together: the rows of one prompt in one step.
-        context: (n,) number of the context, which consists of prompt, step, versions and all previous tokens and
+        cluster: (n,) number of the cluster that is resampled as a whole: the rows of one prompt in one step.
+        context: (n,) number of the context. A context consists of prompt, step, versions and all previous tokens, and
             therefore has one distribution.
         token_id: (n,).
         again: (n,) steps since the prompt of each token's row first occurred; 0 if the prompt is new, -1 if it was not

@@ -79,9 +79,9 @@ def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> 
 def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping[str, float]]:
     """Estimate KL of rows with repeated prompts divided by KL of rows with new prompts; also return the evidence.
 
-    The rows are compared in the same step, at the same staleness and at the same probability under mu. Therefore,
-    neither the age of a step nor the certainty of its tokens affects the result. A prompt that occurred before but was
-    not recorded counts as new, which makes the factor smaller. The result is None if the repeated or the new rows have
+    Only rows of the same step are compared, at the same staleness and the same probability under mu. Therefore, neither
+    the age of a step nor the certainty of its tokens affects the result. A prompt that occurred before but was not
+    recorded counts as new, which makes the factor smaller. The result is None if the repeated or the new rows have
     fewer than ``LEAST_TOKENS`` tokens to compare.
     """
     new = sampled.again == 0

@@ -77,7 +77,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
 
 
 def _same_temperature(sampled_at: Any) -> str:
-    """Format the override that makes the trainer score at the sampling temperature of the run."""
+    """Format the override with which the trainer scores at the sampling temperature of the run."""
     known = isinstance(sampled_at, int | float) and not isinstance(sampled_at, bool)
     if known and math.isfinite(sampled_at) and sampled_at > 0:
         return f"actor_rollout_ref.rollout.temperature={float(sampled_at)!r}"

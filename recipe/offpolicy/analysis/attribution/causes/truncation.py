@@ -35,7 +35,7 @@ class Offset:
     """Estimates of the constant by which log mu lies above log pi_old.
 
     Attributes:
-        missing: mass under pi_old of the tokens that mu excludes.
+        missing: total probability, under pi_old, of the tokens that mu excludes.
         one_sided: share of the squared gap that comes from tokens where mu is larger.
         above: root mean squared gap, in nats, over the tokens where pi_old is larger; None if there are no such tokens.
         exhausted: among the contexts whose sampled tokens leave out at least ``SHORT`` of pi_old's mass, share of those
@@ -158,7 +158,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
 
 
 def _restricted(sampling: Mapping[str, Any]) -> str:
-    """Format the sampling settings that leave tokens out; empty if there are none."""
+    """Format the sampling settings that exclude tokens; empty if there are none."""
     found = []
     for key, whole in (("top_p", lambda v: v >= 1), ("top_k", lambda v: v <= 0), ("min_p", lambda v: v <= 0)):
         value = sampling.get(key)
