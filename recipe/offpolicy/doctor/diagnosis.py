@@ -1,4 +1,4 @@
-"""The verdicts on each configured correction of one launch."""
+"""The verdicts on each configured correction of a launch."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _try_with(hydra: Hydra, name: str | None, overrides: list[str]) -> DictConfi
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse arguments as Hydra does: flags come before or after all overrides.
+    """Parse arguments as Hydra does: flags may precede or follow all overrides.
 
     Returns:
         The flags of Hydra; ``overrides``; and ``shows``, which is True if Hydra only prints something and runs nothing.

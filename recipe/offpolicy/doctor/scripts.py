@@ -80,7 +80,7 @@ _FREE_TEXT = re.compile(
 _NOUNSET = re.compile(r"^\s*set\s.*(-\w*u|nounset)|^#!.*\s-\w*u", re.M)
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
-"""Largest number of different launches of one script that are checked; each takes a second or more."""
+"""Largest number of different launches of one script that are checked; each check takes a second or more."""
 _LONGEST = 2**13
 """Largest length in characters of a launch of one word, or of several words with the same sum of squares; this limits
 the time that Hydra spends on parsing."""

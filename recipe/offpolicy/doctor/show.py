@@ -59,7 +59,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "notes": [_problem_to_json(problem) for problem in diagnosis.notes],
         "said": list(diagnosis.said),
     }
-    # Arguments may contain secrets, and this output is often logged.
+    # Arguments may contain secrets, and this output is often written to logs.
     return cast(dict[str, Any], redact(plain))
 
 

@@ -107,7 +107,7 @@ def find_unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *,
         compose: composes the same program with other overrides.
         overrides: overrides with which the configuration cannot be composed.
         owner: name of the configuration's owner, such as "verl 0.9.1".
-        verls: whether the program belongs to the installed verl or was written for it, like this package's program.
+        verls: whether the program belongs to the installed verl, or was written for it, as this package's program was.
     """
     plain = [found for each in overrides if (found := _PLAIN.fullmatch(each)) and not each.startswith("hydra.")]
     if not plain:

@@ -1,4 +1,4 @@
-"""Counterfactual replay: the stages of training are run with another correction over recorded steps.
+"""Counterfactual replay: runs the stages of training over recorded steps, but with another correction.
 
     python -m recipe.offpolicy.whatif DIR \\
         --spec 'correction=[tis_token,gsm]' --grid correction.masks.gsm.upper=1.001,1.01,1.05

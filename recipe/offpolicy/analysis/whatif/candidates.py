@@ -1,4 +1,4 @@
-"""Corrections to replay: the recorded correction, corrections composed from Hydra overrides, and grids over either."""
+"""Corrections to replay: the recorded correction, corrections composed from Hydra overrides, and grids over these."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ...preflight.own_keys import list_groups
 _CONFIGS = Path(__file__).resolve().parents[2] / "config"
 _PRIMARY = "offpolicy_replay"
 _NEAR = 0.7
-"""Smallest similarity, as measured by difflib, at which a name counts as misspelt."""
+"""Smallest similarity, as measured by difflib, for a name to count as misspelt."""
 _EXAMPLE = f"Examples: {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.upper=1.02."
 
 
@@ -101,7 +101,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
     if not isinstance(mapping, dict):
         raise SpecError(f"{GROUP}={mapping}: this is not a correction. {_EXAMPLE}")
     if mapping.get("proximal") == AUTO_PROXIMAL:
-        # This is the recorded pi_old, regardless of whether a forward pass or the gradient step itself computed it.
+        # This is the recorded pi_old, whether a forward pass or the gradient step itself computed it.
         mapping["proximal"] = "recompute"
     return cast(dict[str, Any], mapping)
 

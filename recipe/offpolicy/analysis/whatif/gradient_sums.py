@@ -60,8 +60,8 @@ class BaseLoss:
     def compute_factor(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Compute r = pi / pi_old, 0 where the clip stops the gradient; 1 under ``gpg``, whose loss contains no ratio.
 
-        PPO's clip stops the gradient at r > 1 + high if A > 0, and at r < 1 - low if A < 0 (Schulman et al. 2017).
-        The dual clip stops it at r > dual if A < 0.
+        PPO's clip stops the gradient at r > 1 + high if A > 0, and at r < 1 - low if A < 0 (Schulman et al. 2017). The
+        dual clip stops the gradient at r > dual if A < 0.
 
         Args:
             log_ratio: (B, W) float64, log(pi / pi_old).
@@ -81,7 +81,7 @@ class BaseLoss:
 
     @property
     def note(self) -> str:
-        """A sentence about an unknown or unmodelled base loss; empty otherwise."""
+        """A sentence about a base loss that is unknown or not modelled; empty otherwise."""
         if self.name in ("vanilla", "gpg"):
             return ""
         if not self.name:
@@ -134,7 +134,8 @@ class ReferenceBlock:
         base_loss: base loss of the run.
         base_factor: (B, W) float64, factor of the base loss with the recorded pi_old.
         references: the factor rho of each reference: pi / mu of the token, (B, W), or of all the row's tokens, (B, 1).
-        mismatch: (B, W) float64, k3 = rho - 1 - log rho by token, whose sum estimates KL(mu, pi); never below 0.
+        mismatch: (B, W) float64, k3 = rho - 1 - log rho of each token, the sum of which estimates KL(mu, pi); never
+            below 0.
     """
 
     block: Block
@@ -190,7 +191,7 @@ class ReferenceBlock:
 
 
 def build_reference_block(block: Block, base_loss: BaseLoss) -> ReferenceBlock:
-    """Build the quantities against which a block's corrections are compared."""
+    """Build the quantities with which a block's corrections are compared."""
     log_probs = (block.rollout_log_prob, block.old_log_prob, block.log_prob)
     counted = find_valid_tokens(block.mask, *log_probs, block.advantages)
     full = compute_log_ratio(block.log_prob, block.rollout_log_prob, counted)
@@ -280,7 +281,7 @@ def compute_row_sums(by: Decision, of: ReferenceBlock, weighed: Tensor) -> NDArr
 
 @dataclass(frozen=True)
 class Grouping:
-    """Groups of a step's N rows, G of them, each split by length into L buckets.
+    """Groups of a step's N rows; there are G groups, and each is split by length into L buckets.
 
     Attributes:
         names: names of the groups; the group "" contains all rows.
@@ -316,7 +317,7 @@ def build_grouping(rows: Rows) -> Grouping:
     age = rows.staleness
     for index, name in enumerate(STALENESS):
         groups[f"staleness/{name}"] = age >= index if name.startswith("ge") else age == index
-    # Group sums are one matrix product with the (N, columns) table.
+    # All sums over groups are computed by one matrix product with the (N, columns) table.
     cells = bucket[None, :] == np.arange(len(BUCKETS) + 1)[:, None]
     member = np.stack(list(groups.values()))[:, None, :] & cells[None, :, :]
     return Grouping(tuple(groups), member.reshape(-1, len(rows)).astype(np.float64))

@@ -186,7 +186,8 @@ class CorrectionMeasures:
 
     Attributes:
         tokens, rows: number of response tokens, and of rows with a response token.
-        kept_tokens, kept_rows: the kept shares; a row is kept if at least one of its tokens is kept.
+        kept_tokens, kept_rows: the shares of tokens and rows that are kept; a row is kept if at least one of its tokens
+            is kept.
         ess: effective sample size of w k, (sum w k)^2 / (n sum (w k)^2), at most ``kept_tokens``.
         mismatch_left: share of the mismatch that lies on kept tokens, sum k3 k / sum k3, where k3 = rho - 1 - log rho
             with the token's rho = pi / mu (Schulman 2020); the sum of k3 estimates KL(mu, pi). A mask should reduce
@@ -194,8 +195,8 @@ class CorrectionMeasures:
         lr_scale: norm of the corrected gradient weights relative to the uncorrected ones, sqrt(sum (f A)^2 / sum (r
             A)^2): the factor by which the correction would change the learning rate if the tokens' gradients had equal
             size and were unrelated.
-        reference_rows: effective number of rows whose pi / mu determine the reference of ``bias_sequence``, (sum rho)^2
-            / sum rho^2.
+        reference_rows: effective number of rows that determine, by their pi / mu, the reference of ``bias_sequence``,
+            (sum rho)^2 / sum rho^2.
         bias_token, bias_sequence: distance of the gradient weights from those of an unbiased estimator, relative to the
             latter's norm, sqrt(sum ((f - rho) A)^2 / sum (rho A)^2). The reference rho is the untruncated pi / mu of
             the token (unbiased for PPO's surrogate, which leaves the distribution of prefixes as it is) or of the whole

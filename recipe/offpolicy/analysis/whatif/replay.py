@@ -34,12 +34,12 @@ class Block:
     """B rows of at most W tokens; padding is 0 or False, and -1 for ``turn``.
 
     Attributes:
-        rows: (B,) int64, numbers of these rows in the step.
+        rows: (B,) int64, numbers of the block's rows within the step.
         place: (B, W) bool, whether a token was recorded at this position.
         mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, W), as recorded.
-        rejected_by, turn: (B, W) int32 with the recorded bits, and int16.
+        rejected_by, turn: (B, W), the recorded bits as int32, and the turn as int16.
         version: (B, W) int32, version of the weights with which the token was sampled; -1 if unknown.
-        staleness: (B, W) int64, age of these weights, see ``Rows.token_staleness``; -1 if unknown.
+        staleness: (B, W) int64, age of the weights in ``version``, see ``Rows.token_staleness``; -1 if unknown.
     """
 
     rows: NDArray[np.int64]

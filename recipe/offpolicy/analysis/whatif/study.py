@@ -149,7 +149,7 @@ class _ReplayNotes:
         self.other_advantages |= other.other_advantages
 
     def format_notes(self, *, sampled: bool, needs_batch: bool) -> Iterator[str]:
-        """Yield the limitations of the figures, one sentence each."""
+        """Yield sentences about the limitations of the figures, one at a time."""
         if self.uncounted:
             yield (
                 f"{self.uncounted} response tokens have a log-prob or an advantage that is not finite: their gradient "
@@ -206,7 +206,7 @@ def run_study(
     size: int = SIZE,
     jobs: Jobs = ALONE,
 ) -> Study:
-    """Replay ``candidates`` over ``steps``, and compare the recorded correction's replay with the record.
+    """Replay ``candidates`` over ``steps``, and compare the replay of the recorded correction with the recording.
 
     Args:
         size: positions in a padded block, see ``iterate_blocks``.

@@ -43,7 +43,7 @@ def shorten_label(label: str) -> str:
 
 
 def build_overall_table(study: Study) -> Table:
-    """Build the table of measures by correction, leaving out measures that no correction has."""
+    """Build the table of measures by correction; measures that no correction has are left out."""
     keys = _grid_keys(study)
     columns = [Column("#"), Column("correction"), *(Column(shorten_label(key), align="right") for key in keys)]
     fields = [name for name in OVERALL if any(getattr(one.overall, name) is not None for one in study.outcomes)]

@@ -50,7 +50,7 @@ _ROUNDS = 1000  # rounds after which a loop counts as endless
 
 
 class Branches:
-    """The commands that decide which other commands run; ``interpreter.Interpreter`` runs all other commands.
+    """Commands that decide which other commands run; ``interpreter.Interpreter`` runs all other commands.
 
     Attributes:
         state: the shell's state.
@@ -64,7 +64,7 @@ class Branches:
         self._broken: Unknown | None = None  # why the loop may have been left in this round
 
     def run(self, commands: list[Command]) -> Truth:
-        """Run commands in order, and return the status of the last."""
+        """Run commands in order, and return the status of the last one."""
         status: Truth = True
         for command in commands:
             status = self._run_command(command)

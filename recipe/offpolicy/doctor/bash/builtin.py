@@ -69,7 +69,7 @@ def _do_break(shell: Shell, name: str, arguments: list[Field], line: int) -> Tru
 
 
 def _do_shift(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Drop leading positional arguments; False if there are fewer."""
+    """Drop leading positional arguments; return False if there are fewer."""
     count = int(arguments[0]) if arguments and isinstance(arguments[0], str) else 1
     enough = count <= len(shell.state.arguments)
     if enough:
@@ -93,7 +93,7 @@ def _do_unset(shell: Shell, name: str, arguments: list[Field], line: int) -> Tru
 
 
 def _do_cd(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Change the directory; if the directory is unknown, reading ends."""
+    """Change the directory; if the new directory is unknown, reading of the script ends."""
     target = next((each for each in arguments if each != "--"), str(shell.state.variables.get("HOME", "")))
     if isinstance(target, Unknown):
         raise ScriptError(f"line {target.line}: {target.why}, but the script changes to this directory")

@@ -354,7 +354,7 @@ class _Parser:
 
 
 def _find_first(command: Command) -> Simple | None:
-    """Find the simple command that a chain or pipeline starts with."""
+    """Find the simple command with which a chain or pipeline starts."""
     match command:
         case Chain():
             return _find_first(command.first)

@@ -140,7 +140,7 @@ class Lexer:
         return self.source[start : self.place]
 
     def find_piece_end(self, start: int) -> int:
-        """Return the place after one character, or after a quoted or bracketed piece that starts at ``start``."""
+        """Return the position after one character, or after a quoted or bracketed piece, that starts at ``start``."""
         self.place = start
         self._skip_piece()
         return self.place

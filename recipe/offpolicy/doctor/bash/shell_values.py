@@ -112,11 +112,11 @@ class LoopBreak(Exception):
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that only running the script would determine.
+    """A value that is known only when the script runs.
 
     Attributes:
         why: a sentence without its full stop, such as "$NODES is not set".
-        line: line of the script where the value comes from.
+        line: line of the script from which the value comes.
         prefix: known text before the value in the same word, such as ``trainer.nnodes=``.
         variable: the variable whose default value this is; if the environment sets the variable, the default is not
             used.
