@@ -47,7 +47,7 @@ class ActiveCorrection:
 
     @property
     def moving(self) -> dict[str, Side]:
-        """The sides that move, for each mask and ``WEIGHT``, and are sent with each update; empty during a fallback."""
+        """Moving sides of masks and of ``WEIGHT``, whose bounds are sent with each update; empty during a fallback."""
         if self._calibration is None or self._alarms.fallback is not None:
             return {}
         return self._calibration.settings.moving

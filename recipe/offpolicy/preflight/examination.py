@@ -297,7 +297,7 @@ def describe_verls_loss(run: Composed) -> str:
 
 
 def _check_around(run: Composed, options: Sequence[str]) -> Iterator[Problem]:
-    """Find problems that do not concern the correction itself, which is well formed."""
+    """Find the problems of a configuration whose correction is well formed."""
     found = list(_find_stopping(run))
     found += _collect_raised(lambda: check_beside(run.spec, run.shadows))
     found += _collect_raised(lambda: check_fallbacks(run, run_checks))

@@ -200,7 +200,7 @@ def list_options() -> list[str]:
 
 
 def refuse_moved(key: str, options: Sequence[Any]) -> None:
-    """Refuse former option names in the list given for a key, unless the user has own options with these names.
+    """Refuse former option names in the list given for a key, unless the user's own options have these names.
 
     Raises:
         SpecError: a former name was used; the message gives the current name.

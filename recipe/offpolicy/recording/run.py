@@ -150,7 +150,7 @@ class RunRecord:
         return Path(self.settings.dir)
 
     def _written(self) -> int:
-        """List the files of the last update that have been written."""
+        """Count the files of the last update that have been written."""
         assert self._step is not None
         return sum(parse_update(path.name) == self._last for path in self._files(self._step, self._step))
 

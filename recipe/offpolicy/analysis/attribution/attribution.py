@@ -79,7 +79,7 @@ def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
 
 
 def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs: Jobs = ALONE) -> str:
-    """Name the faults found in rows of a recording, in the form of ``describe_faults``; empty if there are none.
+    """Name the faults in a sample of a recording's rows, in the form of ``describe_faults``; empty if there are none.
 
     Args:
         card: the recording's card.

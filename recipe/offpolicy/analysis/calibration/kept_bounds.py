@@ -302,13 +302,14 @@ def find_cap_for_ess(
     """
     if not len(scores):
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
-    # A cap beyond the largest value changes nothing.
+    # A cap beyond the farthest unit changes nothing.
     widest = float(np.abs(scores.low).max())
     if (most := compute_ess(part, scores, part.compute_limits_at(widest))) >= target:
         return build_not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
     curve = compute_ess_curve(part, scores, seed=seed)
     if part.rejects:
-        # The ESS of a weight that rejects is not monotonic in its bound, so the search starts from the widest bound.
+        # The ESS of a weight that rejects is not monotonic in its bound, so the search starts from the widest bound
+        # of the curve that reaches the target.
         fit = np.nonzero(curve.ess >= target)[0]
         start = float(curve.radius[fit[-1]]) if len(fit) else math.nan
     else:

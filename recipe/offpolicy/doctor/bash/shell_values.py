@@ -30,7 +30,7 @@ class Budget:
     """The remaining budget for reading one script, shared by all of its states.
 
     Attributes:
-        commands: number of commands that may still be read.
+        commands: number of commands that may still be run.
         bytes: number of bytes that may still be used for words, values and documents together.
         line: line of the latest command.
     """
@@ -96,7 +96,7 @@ class ScriptEnd(Exception):
 
     Attributes:
         because: the condition under which the command runs, as written; "" if there is none.
-        unset: the unset variables in the condition; "1" stands for the script's first argument.
+        unset: the unset variables in the condition; "1" stands for any argument of the script.
     """
 
     def __init__(self, name: str, line: int, status: str = "") -> None:

@@ -56,7 +56,7 @@ class Choice:
         within: pattern of the parts of the source that contain the names.
         name: pattern of a single name in such a part.
         read: returns whether a run reads the key.
-        find_registrar: returns the user's code that may register further names; None if users cannot register names.
+        find_registrar: returns the code that may register further names, usually the user's; "" if there is none.
         null: whether null is allowed.
         default: the name to propose for a value that resembles no name.
     """

@@ -207,7 +207,7 @@ def _find_nearest_mode(mode: object, covered: Sequence[str]) -> str:
     if "sync" in covered and "a" not in given and difflib.get_close_matches(given, ["sync"], 1):
         return "sync"
     others = [each for each in covered if each != "sync"]
-    # Modes of other programs, such as fully_async, in which sampling is separate from training.
+    # Modes of other programs, such as fully_async, separate sampling from training.
     return (difflib.get_close_matches(given, others, 1, 0.65) or others[-1:] or covered[:1])[0]
 
 

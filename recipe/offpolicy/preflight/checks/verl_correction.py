@@ -161,7 +161,7 @@ def _build_ours(key: str, value: object, spec: CorrectionSpec) -> tuple[tuple[st
 
 
 def _build_move(key: str, value: object, instead: str) -> tuple[str, ...]:
-    """Build overrides that remove a key and set another one instead, if exactly one other key accepts the value."""
+    """Build overrides that remove a key and, if exactly one other key accepts the same value, set that key."""
     if key.endswith("tis_imp_ratio_cap"):
         return (f"~{key}", set_to(f"{VERL}.rollout_is", "token"), set_to(instead, value))
     if key == "algorithm.rollout_is" and value is True:  # the level was a separate key

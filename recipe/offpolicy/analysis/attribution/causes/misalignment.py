@@ -31,7 +31,7 @@ def _beside(sampled: SampledTokens) -> Cause:
     columns = {lag: _columns(sampled, *pair) for lag, pair in pairs.items()}
     values = {lag: _correlation(of_lag.sum(-1)) for lag, of_lag in columns.items()}
     best = max((-1, 1), key=lambda lag: values[lag])
-    # All correlations are computed from one table, so that each bootstrap draw resamples them together.
+    # Both correlations are computed from one table, so that each bootstrap draw resamples them together.
     alongside = np.zeros_like(columns[0])
     alongside[:, pairs[best][0]] = columns[best]
     sums = sum_by_cluster((*columns[0], *alongside), sampled.cluster)
