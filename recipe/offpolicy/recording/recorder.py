@@ -1,4 +1,4 @@
-"""Asynchronous recorder that never blocks the training; instead, it drops rows and finally disables itself."""
+"""Asynchronous recorder that does not block the training; instead, it drops rows, and after an error it stops."""
 
 from __future__ import annotations
 
