@@ -21,7 +21,7 @@ from .engine_loss import Seams
 from .releases import specifiers
 
 _V0_PROGRAM = "verl.trainer.main_ppo_v0"
-"""Module of the V0 task runner, if it is not main_ppo's only one."""
+"""Module of the V0 task runner in releases whose main_ppo contains a different task runner."""
 _TRAINER = "verl.trainer.ppo.ray_trainer"
 _ADVANTAGE = Seams(_TRAINER)(
     "compute_advantage",

@@ -69,7 +69,7 @@ def run_update() -> dict[str, float]:
     """Run forward, backward, both checks and an optimizer step.
 
     Returns:
-        The metrics of ``liveness.verify``, and the relative ``parameter_error``.
+        The metrics of ``proof.verify.verify``, and the relative ``parameter_error``.
 
     Raises:
         LivenessError: the correction did not reach the gradient, or the gradient differs from the formulas.

@@ -1,6 +1,6 @@
 """Parts of a step on drawn inputs of any size, as calls without arguments that ``simulated_scale.py`` measures.
 
-Columns of tokens are float32 log-probs and int64 ids and masks, in verl's layout. The length of a row is drawn at
+Columns of tokens are float32 log-probs and int64 ids and masks, as verl sends them. The length of a row is drawn at
 random, up to 4096 tokens and half of that on average, so half of a padded batch is padding.
 """
 
@@ -305,7 +305,7 @@ def build_plan_call(rows: int) -> Call:
 
 
 def build_regrouping(rows: int) -> Call:
-    """Build the call of ``baseline=exclude``: groups without rejected rows, and rejected rows' advantages set to 0."""
+    """Build the call of ``baseline=exclude``: groups without rejected rows, and silent rows' advantages set to 0."""
     from recipe.offpolicy.batch.plan import regroup_without_rejected
     from recipe.offpolicy.batch.queue_columns import zero_rows
     from recipe.offpolicy.correction import CorrectionSpec

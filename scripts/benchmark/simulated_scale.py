@@ -1,4 +1,4 @@
-"""Measures time and memory of both stages, loss, proof, plan and packets by size, on drawn inputs, without Ray.
+"""Measures time and memory of stages, loss, proof, plan and packets by size, on drawn inputs, without Ray or a model.
 
     python scripts/benchmark/simulated_scale.py [--largest 27] [--memory 20] [--json FILE]
     python scripts/benchmark/simulated_scale.py --parts packets plan

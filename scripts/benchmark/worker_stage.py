@@ -214,7 +214,7 @@ def take_log_probs(logits: Tensor, ids: Any) -> Tensor:
 
 
 def update(engine: Engine, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss) -> Spent:
-    """Run one update; return the gradients of each mini-batch, and its metrics as they leave the worker."""
+    """Run one update: each mini-batch's gradients, and its metrics as they leave the worker; return the times."""
     from verl_patches.sent_metrics import complete
 
     clock = _clock(next(engine.model.parameters()).device)

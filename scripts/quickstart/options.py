@@ -51,7 +51,7 @@ ANY_MODEL_OVERRIDES = (
 )
 """Settings for a model other than the quickstart's own, before the user's overrides."""
 SUMS_OVERRIDES = (
-    # A chain of three steps needs 27 tokens; forced prompts and answers follow the prefixes.
+    # A chain of three steps needs 27 tokens; the force prompt and the answer follow each prefix.
     "data.max_response_length=40",
     "actor_rollout_ref.rollout.max_model_len=160",
     # On a CPU, vLLM's block is 128 tokens, so no part of these rows would be cached.
@@ -59,7 +59,7 @@ SUMS_OVERRIDES = (
     # Demonstrations contain random errors, so that the likeliest answer is correct from the start.
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
-    # The first step of the chain, for which the values of correct and of wrong steps are reported.
+    # Only the first training step is recorded; the values of correct and of wrong chain steps are reported for it.
     "offpolicy.record.every=1000000",
 )
 FREE_LENGTH_OVERRIDES = (

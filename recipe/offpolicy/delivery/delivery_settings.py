@@ -12,7 +12,7 @@ from ..correction import Problem
 
 SECTION = "offpolicy.delivery"
 LEAST_SEEN = 0.5
-"""An update counts as rounded away if less than this share of it survives rounding to the engine's dtype."""
+"""Updates count as rounded away if less than this share of them survives rounding to the engine's dtype."""
 FIX_ROUNDED = "actor_rollout_ref.rollout.dtype=float32, or a larger actor_rollout_ref.actor.optim.lr"
 
 

@@ -44,7 +44,7 @@ NAMED = 6
 FEWEST = 64
 """Number of updates without a synchronisation after which a run stops, as long as its own interval is not known."""
 SEEN_OVER = 3
-"""Number of most recent updates, of which at least the share ``LEAST_SEEN`` must survive the engine's rounding."""
+"""Number of most recent updates of whose total at least the share ``LEAST_SEEN`` must survive the engine's rounding."""
 KEPT = 4
 """Number of past synchronisations whose checksums are kept, so that late weights are recognised."""
 

@@ -28,7 +28,7 @@ _ALWAYS = re.compile(
     r"shared_access_signatures?|"
     r"(?:api|access|priv|private|auth|bearer|signing|encryption)_?(?:keys?|tokens?|toks?))(?:_|$)"
 )
-"""Names that are hidden, at any position in a dotted name, together with the values under them."""
+"""Names whose values are hidden, at any position in a dotted name, together with everything under these names."""
 _LAST = re.compile(r"(?:^|_)(?:(?P<before>[a-z0-9]+)_)?(?P<kind>token|tok|key|auth|pass|pat|jwt|bearer)$")
 """Names of secrets in text; the word before such a name distinguishes it from tokens of a vocabulary and columns of a
 table."""

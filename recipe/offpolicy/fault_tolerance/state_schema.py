@@ -32,7 +32,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Keys:
-    """A mapping with exactly these keys."""
+    """A mapping with the needed keys and any of the optional keys; other keys are rejected."""
 
     needed: Mapping[str, Any]
     optional: Mapping[str, Any] = field(default_factory=dict)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Handover(LegacySettings):
-    """The settings in the form in which they are sent: an implementation of ``verl_patches.legacy.LegacyHandover``."""
+    """The settings in the form in which they are sent; implements ``verl_patches.legacy.handover.LegacyHandover``."""
 
     @property
     def reads_rollout_log_probs(self) -> bool:

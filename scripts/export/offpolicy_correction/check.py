@@ -46,7 +46,7 @@ def watch(
     """Compare the gradient in the next backward pass with the expected gradient.
 
     Returns:
-        Number of tokens whose policy-term gradient was compared; filled in during the backward pass.
+        Number of compared tokens at which the policy term has a gradient; filled in during the backward pass.
 
     Raises:
         NotLive: the gradients differ; raised in the backward pass, before the optimizer steps.

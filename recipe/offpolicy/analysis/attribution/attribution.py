@@ -221,7 +221,7 @@ class Attribution:
         tokens, worst: tokens and rows with the largest mismatch, with their text.
         without_text: the reason why ids are shown instead of text; empty if text is shown.
         causes: the verdict on each possible cause.
-        mend_first: sentence on the faults to fix before setting a bound, see ``faults.describe_faults``; empty if there
+        mend_first: sentence on the faults to fix before setting a bound, see ``describe_faults``; empty if there
             are none.
         searched: number of tokens in the sample that was searched for causes; 0 if all tokens were searched.
     """

@@ -197,7 +197,7 @@ def compute_shares(sums: Array | Sequence[float], floor: BackendFloor | None = N
     """Compute the shares of variance and of KL.
 
     Args:
-        sums: result of ``sums.compute_sums_by_row``, summed over rows; SHAPE, or flat.
+        sums: result of ``compute_sums_by_row``, summed over rows; SHAPE, or flat.
         floor: the backend's floor; by default, it is estimated from the fresh tokens of ``sums``.
     """
     of_variance, of_kl = compute_many_shares(np.asarray(sums, dtype=np.float64).reshape(SHAPE), floor)
@@ -287,7 +287,7 @@ WHOLES: Final = ("variance", "kl")
 
 @dataclass(frozen=True)
 class ShareStatistic(Statistic):
-    """Share of the variance or of the KL, computed from the flattened results of ``sums.compute_sums_by_row``.
+    """Share of the variance or of the KL, computed from the flattened results of ``compute_sums_by_row``.
 
     Attributes:
         whole: the quantity that is split.
@@ -308,7 +308,7 @@ def build_share_statistics(sums: Sequence[float]) -> dict[str, Statistic]:
     """Build ``attribution/{variance,kl}_share/{rollout,backend,staleness,drift}``.
 
     Args:
-        sums: result of ``sums.compute_sums_by_row``, summed over rows, flat, already on the host.
+        sums: result of ``compute_sums_by_row``, summed over rows, flat, already on the host.
     """
     parts = tuple(sums)
     return {
@@ -326,7 +326,7 @@ def defer_share_statistics(
     response_mask: Tensor,
     staleness: Tensor | None,
 ) -> DeferredValue[dict[str, Statistic]]:
-    """Compute the share statistics of some rows on the device; arguments as in ``sums.compute_sums_by_row``.
+    """Compute the share statistics of some rows on the device; arguments as in ``compute_sums_by_row``.
 
     Staleness must be None if pi_old was not computed by a forward pass with the weights at the start of the step. In
     that case, the backend cannot be separated from the rest.

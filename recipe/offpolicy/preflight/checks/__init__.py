@@ -2,7 +2,7 @@
 
 Each check reads the composed configuration and yields problems that name the key, its value and the fix. ``CHECKS``
 stop a launch; ``REMARKS`` report settings that are probably unintended but are not a reason to stop.
-``preflight.examine`` runs both.
+``preflight.examination.examine`` runs both.
 """
 
 from __future__ import annotations
