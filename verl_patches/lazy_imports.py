@@ -56,7 +56,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Names(dict[str, Any]):
-    """The builtins of one module, where Python looks up a name last; such a lookup runs the import that binds the name.
+    """A module's builtins, the last place where Python looks up a name; the lookup runs the import that binds the name.
 
     Attributes:
         statements: the module's lazy imports.

@@ -105,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _count(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 12")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens. Give a number such as 12.")
     return int(text)
 
 

@@ -38,9 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.png is not None:
             check_target("--png", options.png, "pass_at_k.png")
         if (options.looks is None) != (options.successes is None):
-            raise ValueError(
-                "--looks and --successes belong together: sampling ended at a look with that many correct samples."
-            )
+            raise ValueError("--looks and --successes belong together: give both, or neither.")
         stopping = None if options.looks is None else Stopping(tuple(options.looks), options.successes)
         steps = read_dumps(options.dumps, correct_at_least=options.correct_at_least)
         found = [

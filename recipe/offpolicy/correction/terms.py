@@ -79,7 +79,7 @@ class PenaltySpec:
         coefficient = read_number(mapping["coefficient"], f"{key}.coefficient", nullable=False)
         if coefficient is None or coefficient <= 0:
             raise SpecError(
-                "expected a factor of the mean of (log r)^2, a number > 0.",
+                "expected a number > 0, by which the mean of (log r)^2 is multiplied.",
                 f"Set {key}.coefficient=0.001 for example, or {key}=null.",
                 key=f"{key}.coefficient",
                 value=mapping["coefficient"],

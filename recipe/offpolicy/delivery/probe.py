@@ -37,8 +37,8 @@ LEAST_SLOPE = 0.5
 RESOLVED = 0.2
 """Largest standard error of the slope at which a synchronisation is judged; if it is larger, changes accumulate."""
 IN_A_ROW = 3
-"""Number of consecutive failures that stop a run. If weights are delivered, each failure has a probability of at most
-``LEVEL``; over 1 000 synchronisations, this amounts to 1 000 * 1e-9 = 1e-6."""
+"""Number of consecutive failures that stop a run. If the weights are delivered, a check fails with a probability of at
+most ``LEVEL``, so over 1 000 synchronisations, a false alarm has a probability of at most 1 000 * 1e-9 = 1e-6."""
 
 
 @dataclass(frozen=True)

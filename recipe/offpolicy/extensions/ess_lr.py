@@ -173,7 +173,7 @@ class EssLr(Extension):
         self._rate = rates[0] if rates else math.nan
         if not self._proved and self._factor < 1 and any(rates):
             self._proved = True
-            logger.info("learning rate by ESS LIVE: factor %.4g at an ESS of %.4g", self._factor, self._ess)
+            logger.info("learning rate scaled by ESS: LIVE, factor %.4g at an ESS of %.4g", self._factor, self._ess)
 
     def unproved(self) -> str | None:
         return (

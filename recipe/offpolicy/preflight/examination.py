@@ -364,7 +364,7 @@ def find_stray_overrides(config: DictConfig, overrides: Sequence[str]) -> Iterat
 
 
 def _find_removals_of_nothing(overrides: Sequence[str]) -> Iterator[Problem]:
-    """Find ``correction.masks.NAME=null`` for parts that do not exist; Hydra would also reject ``~`` for such keys."""
+    """Find overrides that set a mask or weight to null that does not exist; Hydra would also reject ``~`` for it."""
     null = [each for each in parse_overrides(overrides) if not each.is_delete() and each.value() is None]
     for each in null:
         owner, _, name = each.key_or_group.rpartition(".")

@@ -124,7 +124,7 @@ _LEAST_TAIL = 1e-6
 
 
 def expect_coefficients(spec: CorrectionSpec, log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
-    """Compute the expected gradient of C at log p of the likeliest tokens, m(v) - a p(v): (..., K) float64.
+    """Compute the expected gradient of C with respect to the likeliest tokens' log p, m(v) - a p(v): (..., K) float64.
 
     Args:
         log_prob, rollout_log_prob: (..., K) log p and log q; log q is -inf where there is no token.

@@ -223,10 +223,12 @@ class AlignmentChecker:
     def _judge(self, kind: str, count: PairCounts) -> None:
         shift, column = find_shift(count), self.column
         here, there = count.concordance(), count.concordance(shift)
-        numbers = f"{self.short} agrees with the trainer's policy by {here:.2f} in {count.pairs[1]} pairs of {kind}"
+        numbers = (
+            f"{self.short}'s concordance with the trainer's policy is {here:.2f} for {count.pairs[1]} pairs of {kind}"
+        )
         if shift:
             raise AlignmentError(
-                f"{column} are off by one token: {numbers}, and by {there:.2f} with {self.short} of the token "
+                f"{column} are off by one token: {numbers}, but {there:.2f} with {self.short} of the token "
                 f"{'after' if shift == 1 else 'before'} (1: always, 0: by chance). The component that produces "
                 f"{column} drops or repeats a token."
             )

@@ -206,7 +206,7 @@ class ReplayingEngine:
         return RoutingTally(self.model.layout.layers, self.model.layout.top_k)
 
     def _compute_native(self, micro_batch: TensorDict) -> Tensor:
-        """Compute log-probs with the routers' own choice, nested by row; every rank takes part."""
+        """Compute log-probs, nested by row, with the experts that the routers choose; every rank must call this."""
         plain = with_tensors(micro_batch)
         tu.assign_non_tensor(plain, calculate_entropy=False, distillation_use_topk=False, distillation_only=False)
         self._suspended = True

@@ -68,7 +68,9 @@ def find_routers(
             name, f"layer(s) {silent} make no choice of {top_k} among {experts} experts by torch.topk on 2-D scores"
         )
     if layout.layers[-1] >= layout.depth:
-        raise _refuse(name, f"layer {layout.layers[-1]} chooses experts but num_hidden_layers={layout.depth}")
+        raise _refuse(
+            name, f"layer {layout.layers[-1]} chooses experts, but the model has num_hidden_layers={layout.depth}"
+        )
     if search.met_masked and _search(model, experts, top_k, inputs, poison=True).reached_output:
         raise _refuse(name, "it weights experts by masked scores, which belong to groups that it did not choose")
     return layout, {layer: found[layer] for layer in layout.layers}

@@ -45,7 +45,7 @@ WORDS = {arm: words.rstrip() for words, (_, arms) in LOOKS.items() for arm in ar
 
 
 def draw_by_step(axes: Axes, table: pandas.DataFrame, arms: Sequence[str]) -> None:
-    """Draw exact matches over the steps: the median of the seeds as a thick line, and each seed as a thin line."""
+    """Plot exact match against the step: a thick line for the median over seeds, and a thin line for each seed."""
     for arm in arms:
         found = table[(table["arm"] == arm) & table["exact"].notna()]
         for _, of_seed in found.groupby("seed"):

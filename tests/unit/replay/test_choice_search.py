@@ -102,7 +102,7 @@ def test_a_model_with_another_kind_of_choice_is_refused_by_name() -> None:
         (Tiny(Gate(0)), r"layer\(s\) \[0\] make no choice"),
         (Tiny(Gate(), num_experts=None), "config has none of num_experts, num_local_experts"),
         (Tiny(Gate(), num_experts=[4, 8]), r"num_experts=\[4, 8\] differs by layer"),
-        (Tiny(Gate(), Gate(), num_hidden_layers=1), "layer 1 chooses experts but num_hidden_layers=1"),
+        (Tiny(Gate(), Gate(), num_hidden_layers=1), "layer 1 chooses experts, but the model has num_hidden_layers=1"),
         (Tiny(Gate(), MaskedGate(0.0, True)), "weights experts by masked scores"),
         (Tiny(MaskedGate(float("-inf"), True)), "weights experts by masked scores"),
     ],

@@ -190,7 +190,7 @@ class Peer:
         return sorted(set(found), key=len)
 
     def _judge_unknown(self, path: str, full: str, value: Any, section: str) -> dict[str, Any]:
-        """Return the key if it corrects nothing and must be listed; refuse it if it may concern a correction."""
+        """Return the key, to be listed, if it concerns no correction; raise ``SpecError`` if it may concern one."""
         inside = bool(section) and section not in self.mixed
         if not inside and not self.elsewhere.isdisjoint(path.split(".")):
             return {path: value}

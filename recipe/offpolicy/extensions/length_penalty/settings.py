@@ -252,7 +252,7 @@ def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> 
 
 
 def _find_idle(section: str, settings: LengthSettings, run: Configured) -> Iterator[Problem]:
-    """Find settings that would never act in this run."""
+    """Find settings that would have no effect in this run."""
     warmup, steps = settings.warmup, run.get(total := "trainer.total_training_steps")
     if steps and warmup.from_step + warmup.steps > steps:
         key = f"{section}.warmup.steps"

@@ -188,7 +188,7 @@ class Calibration:
         )
 
     def _warn(self, name: str, found: Mapping[str, str]) -> None:
-        """Warn about an obstacle to a part's bounds, only once for as long as the obstacle lasts."""
+        """Warn if something keeps a part's bounds from being updated; do not repeat the warning while this lasts."""
         for kind in sorted(set(found) - self._hindered.get(name, set())):
             logger.warning("correction.%s: %s", format_part_path(name), found[kind])
         self._hindered[name] = set(found)

@@ -260,7 +260,10 @@ def warn_not_shown(run: Composed) -> Iterator[Problem]:
 
 
 def _has_run_lora(run: Composed) -> bool:
-    """Return True if LoRA on FSDP was tested here (docs/paths.md): with V1; merged, with V0 and one_step_off_policy."""
+    """Return True if this set-up of LoRA on FSDP was tested: any on V1, only merged LoRA on V0 and one_step_off_policy.
+
+    docs/paths.md lists them.
+    """
     merged = run.path.worker == "engine" and run.get(f"{MODEL}.lora.merge") and run.program != FULLY_ASYNC
     return run.path.trainer == "v1" or bool(merged)
 
