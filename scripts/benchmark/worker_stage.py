@@ -185,7 +185,7 @@ def build_micro_batch(
 def draw_note(
     tokens: Tensor, logits: Tensor, prompt: int, size: int, generator: torch.Generator
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Draw mu of a row's response around the model's logits; return mu and the row's note of the likeliest tokens."""
+    """Sample mu of a row's response by perturbing the model's logits; return mu and the row's likeliest tokens."""
     noise = 0.02 * torch.randn(logits.shape, generator=generator)
     log_q = (logits.float() + noise.to(logits.device)).log_softmax(-1)
     values, ids = log_q.topk(size)

@@ -388,7 +388,7 @@ def open_second_turn(batch: MicroBatch) -> MicroBatch:
 
 
 def _choose_units(units: Tensor, aged: bool, spec: MaskSpec | WeightSpec) -> Tensor:
-    """Choose the units on which a trial acts: every other unit, or each row's first unit if only this unit is aged.
+    """Choose the units on which a trial acts: every other unit or, with ``aged``, each row's first unit.
 
     If the part applies only after a tool's result, the turns after it are chosen.
     """

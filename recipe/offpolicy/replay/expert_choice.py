@@ -277,7 +277,7 @@ def check_shape(routes: Tensor, to: RoutedLayers) -> None:
     if routes.dim() != 3 or routes.shape[1:] != (to.depth, to.top_k):
         raise ReplayError(
             f"routes have the shape {tuple(routes.shape)}, but {to.model} has {to.depth} decoder layers and "
-            f"{to.top_k} experts per token. Fix: give (tokens, {to.depth}, {to.top_k}), dense layers included."
+            f"{to.top_k} experts per token. Fix: give (tokens, {to.depth}, {to.top_k}); count dense layers too."
         )
 
 

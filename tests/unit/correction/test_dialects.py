@@ -72,7 +72,11 @@ SK, TR, VE = "off_policy_correction.", "vllm_importance_sampling_", "algorithm.r
         (from_verl, {"rollout_is": "token", "rollout_is_threshold": 0.52}, VE + "rollout_is_threshold=0.52: a cap"),
         (from_verl, {"rollout_is": "token", "rollout_is_threshold": True}, VE + "rollout_is_threshold=true"),
         (from_verl, {"rollout_is": "token", "rollout_is_threshold": "2_0.5"}, "'2_0.5': nothing lies between"),
-        (from_verl, {"rollout_is": "token", "rollout_is_threshold": "1_0_2"}, "'1_0_2': no number. Set one such as"),
+        (
+            from_verl,
+            {"rollout_is": "token", "rollout_is_threshold": "1_0_2"},
+            "'1_0_2': no number. Set one bound such as",
+        ),
         (from_verl, {"rollout_is": "token", "rollout_is_threshold": "nan"}, VE + "rollout_is_threshold='nan'"),
         (from_verl, {"rollout_is": "token", "rollout_is_threshold": "-1_2"}, "'-1_2': bounds are positive"),
         (from_verl, {"rollout_is": "token", "rollout_is_threshold": "1e-10_2"}, "=1e-10: log-ratios are clamped"),

@@ -38,7 +38,7 @@ def test_a_row_that_is_zero_in_all_layers_has_no_routes() -> None:
         (routes().float(), "routes are torch.float32"),
         (routes().bool(), "routes are torch.bool"),
         (routes()[0], r"shape \(4, 2\), but Tiny has 4 decoder layers and 2 experts"),
-        (routes()[:, 1:], r"shape \(3, 3, 2\).*dense layers included"),
+        (routes()[:, 1:], r"shape \(3, 3, 2\).*count dense layers too"),
         (routes()[..., :1], r"shape \(3, 4, 1\)"),
         (routes().transpose(0, 1), r"shape \(4, 3, 2\)"),
     ],

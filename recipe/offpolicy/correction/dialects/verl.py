@@ -224,7 +224,7 @@ def _pair(threshold: Any, key: str) -> tuple[float | None, float]:
     except ValueError:
         bounds = []
     if len(bounds) not in (1, 2) or not all(map(math.isfinite, bounds)):
-        raise SpecError("no number.", "Set one such as 2.0, or two as '0.5_2.0'.", key=key, value=threshold)
+        raise SpecError("no number.", "Set one bound such as 2.0, or two such as '0.5_2.0'.", key=key, value=threshold)
     for bound in bounds:
         _positive(bound, threshold, key)
     if bounds[0] > bounds[-1]:
