@@ -61,6 +61,7 @@ CALLS = {
     "staleness.metrics": "recipe.offpolicy.staleness.buffer:Tally.metrics",
     "staleness.client": "recipe.offpolicy.staleness.client:VersionedClient._find_row",
     "staleness.lay_out": "recipe.offpolicy.batch.micro_batch:read_versions",
+    "staleness.find": "recipe.offpolicy.trainer.corrected_v1:find_token_versions",
 }
 _within = threading.local()
 

@@ -111,7 +111,7 @@ def test_weights_by_advantage(engine: Any, sign: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "level", "aggregate"),
-    each_nth_by_default(5, product(["truncate", "clip", "reject"], LEVELS, ["product", "geometric"])),
+    each_nth_by_default(7, product(["truncate", "clip", "reject"], LEVELS, ["product", "geometric"])),
 )
 def test_weights(engine: Any, kind: str, level: str, aggregate: str) -> None:
     lower = None if kind == "truncate" else 0.5

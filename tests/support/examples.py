@@ -12,7 +12,7 @@ import pytest
 VARIABLE = "OFFPOLICY_ALL_EXAMPLES"
 """Set, also by scripts/test.sh --release: every test draws all of its examples, and not a quarter of them."""
 FEW = "OFFPOLICY_FEW_EXAMPLES"
-"""Set, also by scripts/test.sh --quick: no test draws more than these."""
+"""Set, also by scripts/test.sh --quick: no test draws more examples, and each takes at most ``PARAMETERS`` cases."""
 PARAMETERS = 3
 """How many cases of a parametrised test a quick run takes."""
 

@@ -121,7 +121,19 @@ def test_what_is_said_at_all_is_the_same_correction(name: str, correction: Corre
     assert {key: left[key] for key in left if key != "masks"} == {key: right[key] for key in right if key != "masks"}
 
 
-@pytest.mark.parametrize("option", [name for name in PRESETS if name.startswith("verl_")])
+@pytest.mark.parametrize("name", ["skyrl", "trl", "verl"])
+def test_every_option_is_said_or_refused(name: str) -> None:
+    said = []
+    for option, correction in PRESETS.items():
+        try:
+            getattr(correction, f"to_{name}")()
+            said.append(option)
+        except SpecError as error:
+            assert error.problem.key.startswith("correction."), option
+    assert "tis_token" in said
+
+
+@pytest.mark.parametrize("option", [name for name in PRESETS if name.startswith("verl/")])
 def test_verls_own_presets_can_be_said_to_verl(option: str) -> None:
     ours = PRESETS[option]
     assert nearly(CorrectionSpec.from_verl(ours.to_verl()).to_mapping()) | {"masks": 0} == nearly(ours.to_mapping()) | {
