@@ -312,13 +312,14 @@ def test_where_time_is_short_the_logger_gets_what_is_left_out(
 
 def test_a_recording_that_has_stopped_says_so_and_trains_on(worker: Any, tmp_path: Path) -> None:
     loss, rows = Watched(tmp_path / "rec", max_bytes=100), rollout(worker)
-    tw.update(worker, loss, shipped(rows, step=1))
+    first = statistics(tw.update(worker, loss, shipped(rows, step=1)))
     flush_all()
     metrics = tw.update(worker, loss, shipped(rows, step=2))
     assert metrics["grad_norm"][0] > 0
-    found = statistics(metrics)
-    assert found["record/stopped"].value() == 1.0
-    assert found["record/dropped_rows"].value() == 2 * ROWS
+    second = statistics(metrics)
+    assert second["record/stopped"].value() == 1.0
+    # The writer's thread may drop the first step's rows before or after that step is counted.
+    assert sum(found["record/dropped_rows"].value() for found in (first, second)) == 2 * ROWS
     assert list((tmp_path / "rec").iterdir()) == []
 
 
