@@ -116,8 +116,9 @@ def build_trl(spec: CorrectionParts) -> dict[str, Any]:
         values[f"{stem}_mode"] = f"{weight.level}_{action}"
         values |= {f"{stem}_clip_max": weight.upper, f"{stem}_clip_min": weight.lower}
     for key, mask in spec.masks:
-        opsm = ("full", "sequence", "geometric", mask.lower, None, "negative")
-        if mask.delta is None or mask != MaskSpec(*opsm, delta=mask.delta):
+        if mask.delta is None or mask != MaskSpec(
+            "full", "sequence", "geometric", mask.lower, None, "negative", delta=mask.delta
+        ):
             _fail(f"masks.{key}", mask.to_mapping(), name, "has only off-policy sequence masking, by pi / mu and delta")
         if threshold is not None:
             _fail(f"masks.{key}", mask.to_mapping(), name, "has one such mask")
