@@ -1,16 +1,19 @@
-"""Judges the hypotheses in PLAN.md from the committed results alone.
+"""Tables, verdicts and figure of docs/evidence/collapse.md, from the committed results alone.
 
-python scripts/evidence/collapse/analyse.py        # tables and verdicts; a missing seed is an error
-python scripts/evidence/collapse/analyse.py --partial    # the available results, without verdicts
+    python scripts/evidence/collapse/analyse.py                   # tables and verdicts; a missing seed is an error
+    python scripts/evidence/collapse/analyse.py --figure [PNG]    # docs/collapse.png by default
+
+Tables leave out arms without runs, and panels without runs say so. PLAN.md has the hypotheses.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas
@@ -19,8 +22,14 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 from collapse import results
-from collapse.arms import ARMS, ETAS, FIRST_SEED, IN_PROCESS, RATES, SEEDS
-from seeds import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip
+from collapse.arms import ARMS, ETAS, FIRST_SEED, IN_PROCESS, RATES, ROUNDED, SEEDS
+from seeds import bootstrap, cliffs_delta, draw_levels, equivalence, holm, page, sign_flip
+
+from recipe.offpolicy.analysis.pages.plotting import FigurePanel, add_legend, draw_panels, save
+from scripts.harness import format_markdown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MOST, RECOVERED, MARGIN = 6, 0.75, 0.05
 """Number of the 8 seeds in which H1 and H2 must hold, share of `in_step` that counts as recovered, and margin for the
@@ -29,9 +38,28 @@ STRAY, ERROR = 1e-5, 1e-6
 """Largest deviation of the control's weights from 1, and of its first gradient from the expected gradient."""
 OFF_ETA = 0.5
 """Number of steps by which a run's measured staleness may differ from its eta before the run is marked."""
-
-
 JUDGED = ("in_step", "late", "late_opsm", "control", "control_both")
+NOT_RUN = "–"
+HEADINGS = (
+    *("arm", "seeds", "exact matches", "below their start", "mean of validations", "graded score", "k3"),
+    *("ESS of the ratio", "kept", "length", "staleness by verl's versions"),
+)
+PICTURE = ROOT / "docs" / "collapse.png"
+BY_STEP = ("in_step", "late", "late_opsm", "late_decoupled", "late_both")
+CONTROL = ("control", "control_both")
+LOOKS = {
+    "uncorrected": ("C1", ("late", "none")),
+    "in step, uncorrected": ("C0", ("in_step",)),
+    "uncorrected ": ("C0", ("control",)),
+    "OPSM": ("C2", ("late_opsm", "opsm")),
+    "decoupled PPO": ("C3", ("late_decoupled", "decoupled")),
+    "decoupled PPO and OPSM": ("C4", ("late_both", "control_both", "both")),
+    "random rows, as many as OPSM": ("C5", ("random",)),
+    "clip around mu (bypass)": ("C6", ("bypass",)),
+}
+COLOURS = {arm: colour for colour, arms in LOOKS.values() for arm in arms}
+"""A correction has the same colour in all of the panels."""
+WORDS = {arm: words.rstrip() for words, (_, arms) in LOOKS.items() for arm in arms}
 
 
 class MissingRunsError(ValueError):
@@ -140,16 +168,6 @@ def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
     return [*verdicts, Verdict(f"H5 opsm over random {rate:g}", bool(p <= 0.05 and low > 0), said, p)]
 
 
-def describe_in_process(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Describe the settings that were run in process: the median outcome of the finished seeds, by arm and eta."""
-    found = []
-    for setting in table["arm"].unique():
-        arm, eta, rate = setting.split("-", 2)
-        each = outcomes(table, setting)["outcome"]
-        found.append({"rate": rate, "arm": arm, "eta": int(eta), "exact": each.median(), "seeds": len(each)})
-    return pandas.DataFrame(found).pivot_table(index=["rate", "arm"], columns="eta", values=["exact", "seeds"])
-
-
 def list_off_eta(staleness: pandas.Series, eta: int | None) -> list[int]:
     """List the seeds whose run differs by more than ``OFF_ETA`` from the requested staleness."""
     return [] if eta is None else [int(seed) for seed in staleness.index[(staleness - eta).abs() > OFF_ETA]]
@@ -191,26 +209,163 @@ def count_below(found: pandas.DataFrame) -> int:
     return int((found["outcome"] < found["start"]).sum())
 
 
+# --- tables
+
+
+def format_spread(values: pandas.Series) -> str:
+    """Format a median, with the smallest and the largest value over the seeds."""
+    return f"{values.median():.3f} ({values.min():.3f} to {values.max():.3f})"
+
+
+def format_difference(one: pandas.Series, other: pandas.Series) -> str:
+    """Format the mean difference of outcomes paired by seed, its interval, and p of the sign-flip test."""
+    apart = (one - other).dropna()
+    low, high = bootstrap(apart)
+    return f"{apart.mean():+.3f} [{low:+.3f}, {high:+.3f}], p = {sign_flip(apart):.2g}"
+
+
+def build_whole_table(table: pandas.DataFrame) -> list[str]:
+    """Build the lines of the table of whole runs, for the arms that were run; empty if no arm was run."""
+    rows = []
+    for arm in describe(table).to_dict("records"):
+        off = ", ".join(map(str, arm["off eta"]))
+        rows.append(
+            (
+                f"`{arm['arm']}`",
+                arm["seeds"],
+                f"{arm['exact']:.3f} ({arm['least']:.3f} to {arm['most']:.3f})",
+                arm["below"],
+                f"{arm['mean']:.3f}",
+                f"{arm['graded']:.3f}",
+                f"{arm['k3']:.2g}",
+                f"{arm['ratio ESS']:.2f}",
+                f"{arm['kept']:.2f}",
+                f"{arm['length']:.1f}",
+                f"{arm['staleness']:.2f}{f' (off its eta: seed {off})' if off else ''}",
+            )
+        )
+    return format_markdown(HEADINGS, rows) if rows else []
+
+
+def build_verdict_table(find_verdicts: Callable[[], list[Verdict]]) -> list[str]:
+    """Build the lines of a table of verdicts; empty if a run that the verdicts need is missing."""
+    try:
+        rows = [(each.name, "holds" if each.holds else "**fails**", each.found) for each in find_verdicts()]
+    except MissingRunsError:
+        return []
+    return format_markdown(("hypothesis", "verdict", "found"), rows)
+
+
+def build_in_process_table(table: pandas.DataFrame, rate: float) -> list[str]:
+    """Build the lines of the table of in-process runs at one learning rate: arms by lag, for complete settings.
+
+    The table is empty if no setting has all of its seeds, and shows a dash for a setting that lacks some of its seeds.
+    """
+    cells = {arm: [format_setting(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS] for arm in IN_PROCESS}
+    rows = [(f"`{arm}`", *found) for arm, found in cells.items() if set(found) != {NOT_RUN}]
+    return format_markdown((f"arm, rate {rate:g}", *(f"eta {eta}" for eta in ETAS)), rows) if rows else []
+
+
+def format_setting(table: pandas.DataFrame, setting: str) -> str:
+    """Format the outcome of a setting, and how many seeds ended below their start; a dash if seeds are missing."""
+    found = outcomes(table, setting)
+    if len(found) < SEEDS:
+        return NOT_RUN
+    below = count_below(found)
+    return format_spread(found["outcome"]) + (f", {below} below" if below else "")
+
+
+def build_rounded_table(table: pandas.DataFrame) -> list[str]:
+    """Build the lines of the table of in-process runs with backend noise alone; empty if nothing was run."""
+    rows = []
+    for arm in ROUNDED:
+        setting = f"{arm}-0-{RATES[0]:g}"
+        k3 = table.loc[table["arm"] == f"{setting}-rounded", "k3"].median()
+        cells = [format_setting(table, each) for each in (setting, f"{setting}-rounded")]
+        if cells[1] != NOT_RUN:
+            rows.append((f"`{arm}`", *cells, f"{k3:.2g}"))
+    headings = ("arm, in step", "engine as the trainer", "its weights rounded", "k3, rounded")
+    return format_markdown(headings, rows) if rows else []
+
+
+def build_tables(whole: pandas.DataFrame, in_process: pandas.DataFrame) -> list[list[str]]:
+    """Build those tables for which the results contain runs."""
+    tables = [
+        build_whole_table(whole),
+        build_verdict_table(partial(judge, whole)),
+        *(build_in_process_table(in_process, rate) for rate in RATES),
+        *(build_verdict_table(partial(judge_in_process, in_process, rate)) for rate in RATES),
+        build_rounded_table(in_process),
+    ]
+    return [table for table in tables if table]
+
+
+# --- figure
+
+
+def draw_by_step(axes: Axes, table: pandas.DataFrame, arms: Sequence[str]) -> None:
+    """Plot exact match against the step: a thick line for the median over seeds, and a thin line for each seed."""
+    for arm in arms:
+        found = table[(table["arm"] == arm) & table["exact"].notna()]
+        for _, of_seed in found.groupby("seed"):
+            axes.plot(of_seed["step"], of_seed["exact"], color=COLOURS[arm], alpha=0.25, linewidth=0.8)
+        if not found.empty:
+            medians = found.groupby("step")["exact"].median()
+            label = f"{WORDS[arm]} ({found['seed'].nunique()})"
+            axes.plot(medians.index, medians, color=COLOURS[arm], marker="o", label=label)
+    axes.set(xlabel="step", ylabel="exact matches, held out", ylim=(0, 1))
+
+
+def draw_by_eta(axes: Axes, table: pandas.DataFrame, rate: float) -> None:
+    """Draw outcomes over the sampler's staleness, for complete settings only: medians as lines, seeds as points."""
+    for arm in IN_PROCESS:
+        found = {eta: outcomes(table, f"{arm}-{eta}-{rate:g}")["outcome"] for eta in ETAS}
+        found = {eta: each for eta, each in found.items() if len(each) == SEEDS}
+        if not found:
+            continue
+        draw_levels(axes, found, ETAS, np.median, color=COLOURS[arm], label=f"{WORDS[arm]} ({SEEDS})")
+    axes.set_xticks(range(len(ETAS)), [str(eta) for eta in ETAS])
+    axes.set(xlabel="eta: steps by which the sampler is late", ylabel="exact matches, held out", ylim=(0, 1))
+
+
+def draw(whole: pandas.DataFrame, in_process: pandas.DataFrame, path: Path) -> None:
+    """Write the figure as a PNG; the numbers of seeds are shown in brackets."""
+
+    def panel(title: str, draw_lines: Callable[[Axes], None]) -> FigurePanel:
+        def lines(axes: Axes) -> None:
+            axes.set_title(title)
+            draw_lines(axes)
+            if axes.get_legend_handles_labels()[0]:
+                add_legend(axes, columns=2)
+            else:
+                axes.text(0.5, 0.5, "not run yet", ha="center", transform=axes.transAxes)
+
+        return FigurePanel(lines, "")
+
+    panels = [
+        panel("Whole runs, engine 8 updates late", lambda axes: draw_by_step(axes, whole, BY_STEP)),
+        panel("Control: nothing to correct", lambda axes: draw_by_step(axes, whole, CONTROL)),
+        panel("In process, sampler eta steps late", lambda axes: draw_by_eta(axes, in_process, RATES[0])),
+    ]
+    save(draw_panels(panels, columns=3, title="Collapse and recovery"), path, dpi=110)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit status, 1 if runs are missing."""
-    status, without_verdicts = 0, "--partial" in arguments
-    at_rates = [partial(judge_in_process, rate=rate) for rate in RATES]
-    for path, show, judges in (
-        (results.DATA, lambda table: describe(table).drop(columns="below"), [judge]),
-        (results.IN_PROCESS, describe_in_process, at_rates),
-    ):
-        table = results.read(path)
-        print(f"{path.name}: {table[['arm', 'seed']].drop_duplicates().shape[0]} runs")
-        if not table.empty:
-            with pandas.option_context("display.width", 160, "display.max_columns", 20):
-                print(show(table).to_string(float_format=lambda value: f"{value:.3f}"))
-        for verdicts_on in judges if not without_verdicts else ():
-            try:
-                for verdict in verdicts_on(table):
-                    print(f"{verdict.name} {'holds' if verdict.holds else 'FAILS'}: {verdict.found}")
-            except MissingRunsError as error:
-                print(f"no verdict: {error}")
-                status = 1
+    whole, in_process = results.read(), results.read(results.IN_PROCESS)
+    if arguments[:1] == ["--figure"]:
+        path = Path(arguments[1]) if arguments[1:] else PICTURE
+        draw(whole, in_process, path)
+        print(f"picture: {path.name}")
+        return 0
+    print("\n\n".join("\n".join(table) for table in build_tables(whole, in_process)))
+    status = 0
+    for find_verdicts in (partial(judge, whole), *(partial(judge_in_process, in_process, rate) for rate in RATES)):
+        try:
+            find_verdicts()
+        except MissingRunsError as error:
+            print(f"no verdict: {error}")
+            status = 1
     return status
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from collapse import analyse, arms, evidence_tables, figure, results
+from collapse import analyse, arms, results
 
 from tests.support.collapse_results import AS_EXPECTED, build_late_table, build_table
 from tests.support.paths import ROOT
@@ -49,7 +49,11 @@ def test_runs_that_are_compared_started_from_the_same_weights(path: Path) -> Non
     assert table.loc[table["step"] == 0, "exact"].nunique() == 1
 
 
-@pytest.mark.parametrize("table", evidence_tables.build_tables(), ids=lambda table: table[0].split("|")[1].strip())
+@pytest.mark.parametrize(
+    "table",
+    analyse.build_tables(results.read(), results.read(results.IN_PROCESS)),
+    ids=lambda table: table[0].split("|")[1].strip(),
+)
 def test_the_page_shows_the_committed_outcomes(table: list[str]) -> None:
     assert "\n".join(table) in PAGE.read_text()
 
@@ -88,7 +92,7 @@ def test_the_page_shows_committed_differences(path: Path, one: str, other: str) 
     """A mean difference paired by seed, its interval and its p value, as they are computed from the results."""
     table = results.read(path)
     ends = [analyse.outcomes(table, setting)["outcome"] for setting in (one, other)]
-    assert evidence_tables.format_difference(*ends) in " ".join(PAGE.read_text().split())
+    assert analyse.format_difference(*ends) in " ".join(PAGE.read_text().split())
 
 
 @pytest.mark.parametrize("eta", [2, 8])
@@ -187,31 +191,30 @@ def test_the_page_says_what_the_results_say() -> None:
 
 def test_a_difference_is_paired_by_seed() -> None:
     one, other = pandas.Series({2: 0.5, 3: 0.7, 4: 0.9}), pandas.Series({3: 0.4, 2: 0.2})
-    assert evidence_tables.format_difference(one, other) == "+0.300 [+0.300, +0.300], p = 0.5"
+    assert analyse.format_difference(one, other) == "+0.300 [+0.300, +0.300], p = 0.5"
 
 
 def test_tables_show_medians_ranges_and_the_seeds_below_their_start() -> None:
     whole = build_table(lambda arm, seed: AS_EXPECTED.get(arm, 0.0) + 0.01 * (seed - 2))
-    rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_whole_table(whole)}
+    rows = {line.split("|")[1].strip(): line for line in analyse.build_whole_table(whole)}
     assert rows["`late`"].startswith("| `late` | 8 of 8 | 0.035 (0.000 to 0.070) | 8 |")
     assert rows["`async_both_2`"].startswith("| `async_both_2` | 3 of 3 | 0.010 (0.000 to 0.020) | 3 |")
-    verdicts = evidence_tables.build_verdict_table(partial(analyse.judge, whole))
+    verdicts = analyse.build_verdict_table(partial(analyse.judge, whole))
     assert verdicts[2].startswith("| H1 | holds | late collapsed in 8 of 8 |")
-    assert evidence_tables.build_verdict_table(partial(analyse.judge, whole[whole["arm"] != "control"])) == []
+    assert analyse.build_verdict_table(partial(analyse.judge, whole[whole["arm"] != "control"])) == []
     late = build_late_table(lambda arm, eta, seed: 0.2 if eta == 8 else 0.6)
-    rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_in_process_table(late, 1e-3)}
+    rows = {line.split("|")[1].strip(): line for line in analyse.build_in_process_table(late, 1e-3)}
     assert rows["`none`"] == "| `none` |" + " 0.600 (0.600 to 0.600) |" * 4 + " 0.200 (0.200 to 0.200), 10 below |"
     without = late[late["arm"] != "random-0-0.001"]
-    rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_in_process_table(without, 1e-3)}
+    rows = {line.split("|")[1].strip(): line for line in analyse.build_in_process_table(without, 1e-3)}
     assert rows["`random`"].startswith("| `random` | – | 0.600")
-    assert evidence_tables.build_in_process_table(late[late["seed"] != 5], 1e-3) == []
+    assert analyse.build_in_process_table(late[late["seed"] != 5], 1e-3) == []
 
 
 def test_the_figure_shows_what_was_run_and_says_what_was_not(tmp_path: Path) -> None:
     table = build_late_table(lambda arm, eta, seed: 0.7 - eta / 16)
-    figure.draw(build_table(lambda arm, seed: 0.5), table, tmp_path / "whole.png")
+    analyse.draw(build_table(lambda arm, seed: 0.5), table, tmp_path / "whole.png")
     nothing = results.read(tmp_path / "none.parquet")
-    figure.draw(nothing, nothing, tmp_path / "empty.png")
+    analyse.draw(nothing, nothing, tmp_path / "empty.png")
     whole, empty = ((tmp_path / f"{name}.png").stat().st_size for name in ("whole", "empty"))
     assert whole > 1.2 * empty > 0
-    assert "seeds" in analyse.describe_in_process(table).to_string()
