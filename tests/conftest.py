@@ -89,9 +89,9 @@ def _loggers_of_verl() -> Iterator[None]:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Panels are not drawn, which takes most of a page's time: for what only the text shows."""
-    from recipe.offpolicy.analysis.pages import panels
+    from recipe.offpolicy.analysis import page
 
-    monkeypatch.setattr(panels, "serialize", lambda panel: "{}")
+    monkeypatch.setattr(page, "serialize", lambda panel: "{}")
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_modules("attribute", "torch", "pyarrow", "polars", "xxhash", "hydra", *shown)
     from .analysis.attribution.attribution import attribute
     from .analysis.jobs import JobsError, prepare_process, read_arguments
-    from .analysis.pages import PageError, check_target, to_plain
+    from .analysis.plotting import PageError, check_target
+    from .analysis.table import to_plain
     from .recording import Recording, RecordingError
 
     prepare_process()
@@ -40,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = read_arguments(options, recording, recording.choose_steps(options.steps))
         found = attribute(recording, steps=options.steps, worst=options.worst, jobs=jobs, tokenizer=options.tokenizer)
         if options.png:
+            from .analysis import plotting
             from .analysis.attribution.attribution_page import draw_overview
-            from .analysis.pages import plotting
 
             plotting.save(draw_overview(found), options.png)
         if options.html:
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(found: Any) -> None:
     """Print the tables, the verdict and the fixes."""
     from .analysis.attribution import attribution_page as tables
-    from .analysis.pages import open_console, print_blocks
+    from .analysis.table import open_console, print_blocks
 
     print_blocks(
         open_console(),

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .analysis.calibration.propose import CalibrationRequest, propose_bounds
     from .analysis.calibration.scores import PromptSample
     from .analysis.jobs import JobsError, prepare_process, read_arguments
-    from .analysis.pages import PageError, check_target
+    from .analysis.plotting import PageError, check_target
     from .correction import SpecError
     from .recording import Recording, RecordingError
 
@@ -112,7 +112,7 @@ def _show(
     confidence = options.confidence
     if options.png is not None:
         from .analysis.calibration.calibration_page import draw_curves
-        from .analysis.pages.plotting import save
+        from .analysis.plotting import save
 
         save(draw_curves(result.proposals, confidence), options.png)
     if options.html is not None:
@@ -120,7 +120,7 @@ def _show(
     if options.json:
         print(json.dumps(tables.build_json(result, now, then, confidence) | {"mend_first": faults or None}, indent=2))  # noqa: T201
         return
-    from .analysis.pages import open_console, print_blocks
+    from .analysis.table import open_console, print_blocks
 
     console = open_console()
     print_blocks(
@@ -141,7 +141,7 @@ def _page(
 ) -> Any:
     from .analysis.calibration import calibration_page as tables
     from .analysis.calibration.calibration_page import build_panels
-    from .analysis.pages import Code, Page
+    from .analysis.page import Code, Page
 
     confidence = options.confidence
     page = Page("Calibration", str(options.directory))

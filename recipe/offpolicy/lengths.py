@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_modules("lengths", "torch", "numpy", "pyarrow", "xxhash", *shown)
     from .analysis.lengths.by_length import NoClassError, read_ends
     from .analysis.lengths.curves import CurveError, build_table, draw_curves, read_curves
-    from .analysis.pages import PageError, check_target, to_plain
+    from .analysis.plotting import PageError, check_target
+    from .analysis.table import to_plain
     from .extensions.sessions import DumpError, is_dump
     from .recording import RecordingError
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _follow(options)
         curves = {str(path): read_curves(path, correct_at_least=options.correct_at_least) for path in options.sources}
         if options.png is not None:
-            from .analysis.pages.plotting import save
+            from .analysis.plotting import save
 
             recordings = {str(path): read_ends(path) for path in options.sources if path.is_dir()}
             save(draw_curves(curves, recordings), options.png)
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(to_plain(curves), indent=2))  # noqa: T201
         return 0
-    from .analysis.pages import open_console, print_blocks
+    from .analysis.table import open_console, print_blocks
 
     print_blocks(open_console(), *(build_table(found, name) for name, found in curves.items()))
     return 0
@@ -68,7 +69,7 @@ def _follow(options: argparse.Namespace) -> int:
     """Show prompt classes over the checkpoints of the dumps."""
     from .analysis.lengths.by_length import assign, build_rows, build_table, draw_classes, read_checkpoints
     from .analysis.lengths.curves import CurveError
-    from .analysis.pages import open_console, print_blocks
+    from .analysis.table import open_console, print_blocks
     from .extensions.setting_checks import load_tokenizer
 
     if (tokenizer := load_tokenizer(options.tokenizer)) is None:
@@ -77,7 +78,7 @@ def _follow(options: argparse.Namespace) -> int:
     early, least = checkpoints[0], options.correct_at_least
     classes = assign(early, samples=options.samples, correct_at_least=least)
     if options.png is not None:
-        from .analysis.pages.plotting import save
+        from .analysis.plotting import save
 
         save(draw_classes(checkpoints, classes), options.png)
     rows = build_rows(checkpoints, classes, least)

@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = build_parser().parse_args(arguments)
     require_modules("pass_at_k", "torch", *list_output_modules(json=options.json, png=bool(options.png), html=False))
-    from .analysis.pages import PageError, check_target
     from .analysis.pass_at_k.dumps import build_json, build_table, draw_curves, estimate, read_dumps
     from .analysis.pass_at_k.ranking import RankingError, build_places, build_ranking, list_notes, rank_checkpoints
+    from .analysis.plotting import PageError, check_target
     from .extensions.pass_at_k.summary import Stopping
     from .extensions.sessions import DumpError
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.rank and len(steps) > 1:
             ranking = rank_checkpoints(steps, max((*options.k, *options.extrapolate)), stopping=stopping)
         if options.png is not None:
-            from .analysis.pages.plotting import save
+            from .analysis.plotting import save
 
             save(draw_curves(found), options.png)
     except (DumpError, PageError, RankingError, ValueError, OSError) as error:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shown = [build_json(each) | ({"ranking": places[each.name]} if ranking else {}) for each in found]
         print(json.dumps(shown, indent=2))  # noqa: T201
         return 0
-    from .analysis.pages import open_console, print_blocks
+    from .analysis.table import open_console, print_blocks
 
     console = open_console()
     for each in found:

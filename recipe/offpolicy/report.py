@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_modules("report", "torch", "pyarrow", "polars", "xxhash", "hydra", "rich", "bokeh", "jinja2")
     from .analysis.calibration.scores import read_recorded_spec
     from .analysis.jobs import JobsError, prepare_process, read_arguments
-    from .analysis.pages import PageError, check_target
+    from .analysis.plotting import PageError, check_target
     from .analysis.report.report_page import ReportContents, build_page, follow
     from .analysis.report.timeline import build_timeline
     from .analysis.report.verdict import run_studies

@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = list_output_modules(json=given.json, png=bool(given.png), html=bool(given.html))
     require_modules("whatif", "numpy", "torch", "pyarrow", "xxhash", "hydra", *shown)
     from .analysis.jobs import JobsError, prepare_process
-    from .analysis.pages import PageError, check_target
+    from .analysis.plotting import PageError, check_target
     from .analysis.whatif.candidates import UNCORRECTED
     from .analysis.whatif.whatif_command import run_from_arguments, write_result
     from .correction import SpecError

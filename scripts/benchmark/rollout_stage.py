@@ -172,7 +172,7 @@ def measure_curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot time and memory over the number of tokens, with a line of slope 1 through the last point of our helper."""
-    from recipe.offpolicy.analysis.pages import plotting
+    from recipe.offpolicy.analysis import plotting
 
     with plotting.apply_style():
         drawing, panels = plotting.create_axes(1, 2)
@@ -181,7 +181,9 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
         ):
             for index, (who, name) in enumerate((("ours", "this package"), ("verl", "verl's helper"))):
                 line = [(point["tokens"], point[key] * scale) for point in points if point["helper"] == who]
-                axes.loglog(*zip(*line, strict=True), label=name, **plotting.get_line_style(index))
+                axes.loglog(
+                    *zip(*line, strict=True), label=name, color=plotting.PALETTE[index], marker=plotting.MARKERS[index]
+                )
                 if who == "ours":
                     last = line[-1][1] / line[-1][0]
                     proportional = [count * last for count, _ in line]
@@ -233,7 +235,7 @@ def format_tables(result: Mapping[str, Any]) -> str:
 def main(arguments: Sequence[str]) -> None:
     from rich.console import Console
 
-    from recipe.offpolicy.analysis.pages.table import Column, Table, to_rich
+    from recipe.offpolicy.analysis.table import Column, Table, to_rich
 
     parser = build_parser(__doc__)
     parser.add_argument("--json", type=Path)

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from seeds import ClaimError
 
-from recipe.offpolicy.analysis.pages.plotting import INK, MARKERS, MUTED, apply_style, create_axes, save
+from recipe.offpolicy.analysis.plotting import INK, MARKERS, MUTED, apply_style, create_axes, save
 
 WIDTH = 120
 Shares = dict[tuple[str, claims.LogRatio, int], float]

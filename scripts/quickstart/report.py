@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from recipe.offpolicy.analysis.pages.plotting import FigurePanel, add_legend, draw_panels, save
-from recipe.offpolicy.analysis.pages.table import Column, Table, format_cell
+from recipe.offpolicy.analysis.plotting import FigurePanel, add_legend, draw_panels, save
+from recipe.offpolicy.analysis.table import Column, Table, format_cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -305,6 +305,6 @@ def draw(history: History, path: Path, title: str) -> None:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             add_legend(axes, columns=3)
 
-        return FigurePanel(draw_all, "")
+        return FigurePanel(draw_all)
 
     save(draw_panels([panel(lines) for lines in (reward, mismatch, kept)], columns=3, title=title), path, dpi=150)

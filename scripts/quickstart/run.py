@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from recipe.offpolicy.analysis.pages.table import to_rich
+from recipe.offpolicy.analysis.table import to_rich
 from verl_patches.contract import installed_release
 
 from .options import (
@@ -201,7 +201,7 @@ class Quickstart:
     def _report_lengths(self) -> None:
         """Report the length of answers at the start and at the end, and draw the length by correctness."""
         from recipe.offpolicy.analysis.lengths.curves import draw_curves, read_curves
-        from recipe.offpolicy.analysis.pages.plotting import save
+        from recipe.offpolicy.analysis.plotting import save
 
         steps = read_curves(self._folder / "metrics.jsonl", correct_at_least=1.0)
         first, last = (each.lengths["all"] for each in (steps[0], steps[-1]))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe.offpolicy.analysis.pages.page import LARGEST
+from recipe.offpolicy.analysis.page import LARGEST
 from recipe.offpolicy.report import main
 from tests.support.recordings import drawn_rows, record
 

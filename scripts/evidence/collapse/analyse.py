@@ -25,7 +25,7 @@ from collapse import results
 from collapse.arms import ARMS, ETAS, FIRST_SEED, IN_PROCESS, RATES, ROUNDED, SEEDS
 from seeds import bootstrap, cliffs_delta, draw_levels, equivalence, holm, page, sign_flip
 
-from recipe.offpolicy.analysis.pages.plotting import FigurePanel, add_legend, draw_panels, save
+from recipe.offpolicy.analysis.plotting import FigurePanel, add_legend, draw_panels, save
 from scripts.harness import format_markdown
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ def draw(whole: pandas.DataFrame, in_process: pandas.DataFrame, path: Path) -> N
             else:
                 axes.text(0.5, 0.5, "not run yet", ha="center", transform=axes.transAxes)
 
-        return FigurePanel(lines, "")
+        return FigurePanel(lines)
 
     panels = [
         panel("Whole runs, engine 8 updates late", lambda axes: draw_by_step(axes, whole, BY_STEP)),

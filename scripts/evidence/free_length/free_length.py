@@ -39,7 +39,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
-from recipe.offpolicy.analysis.pages.plotting import apply_style, create_axes, save
+from recipe.offpolicy.analysis.plotting import apply_style, create_axes, save
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch

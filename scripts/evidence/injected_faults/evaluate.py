@@ -18,7 +18,7 @@ from injected_faults.cases import CASES, FaultCase, Part
 from rich.console import Console
 
 from recipe.offpolicy.analysis.attribution.causes import NAMES, Cause, find_causes
-from recipe.offpolicy.analysis.pages import Column, Table, to_rich
+from recipe.offpolicy.analysis.table import Column, Table, to_rich
 from recipe.offpolicy.recording import Recording
 
 DATA = ROOT / "tests" / "data" / "faults"

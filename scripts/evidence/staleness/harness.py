@@ -42,7 +42,7 @@ from rich.table import Table
 from seeds import ClaimError, draw_levels, draw_means, find_percentiles
 from torch import Tensor, nn
 
-from recipe.offpolicy.analysis.pages.plotting import create_axes, save
+from recipe.offpolicy.analysis.plotting import create_axes, save
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_policy_loss_fn
 from verl.workers.config import ActorConfig

@@ -17,7 +17,7 @@ from recipe.offpolicy.analysis.lengths.by_length import (
     find_edges,
     read_ends,
 )
-from recipe.offpolicy.analysis.pages.plotting import draw_panels, save
+from recipe.offpolicy.analysis.plotting import draw_panels, save
 from recipe.offpolicy.lengths import main
 from scripts.quickstart.model import build_tokenizer
 from tests.support.recordings import drawn_rows, record

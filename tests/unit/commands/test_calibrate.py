@@ -12,7 +12,7 @@ import pytest
 from recipe.offpolicy.analysis.calibration import scores
 from recipe.offpolicy.analysis.calibration.calibration_page import draw_curves, format_caption
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
-from recipe.offpolicy.analysis.pages.template import PANEL
+from recipe.offpolicy.analysis.page import PANEL
 from recipe.offpolicy.analysis.whatif.candidates import compose_correction, initialize_composer
 from recipe.offpolicy.calibrate import main
 from recipe.offpolicy.correction import CorrectionSpec

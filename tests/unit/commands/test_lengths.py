@@ -17,7 +17,7 @@ from recipe.offpolicy.analysis.lengths.curves import (
     measure_rows,
     read_curves,
 )
-from recipe.offpolicy.analysis.pages import to_plain
+from recipe.offpolicy.analysis.table import to_plain
 from recipe.offpolicy.lengths import main
 from tests.support.recordings import drawn_rows, record
 

@@ -132,7 +132,7 @@ def test_bad_input_is_one_sentence(
 def test_a_page_that_is_too_large_loses_no_table(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipe.offpolicy.analysis.pages.page.LARGEST", 1000)
+    monkeypatch.setattr("recipe.offpolicy.analysis.page.LARGEST", 1000)
     for form, words in (("--json", '"schema": 1'), ("--steps=5:", "What each correction would have done")):
         assert main([str(directory), *GRID, form, "--html", str(tmp_path / "a.html")]) == 2
         said = capsys.readouterr()

@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from ..pages import Column, Details, Page, Table, plotting
-from ..pages.panels import Axis, Mark, Panel, Rule
+from .. import plotting
+from ..page import Details, Page
+from ..plotting import Axis, Mark, Panel, Rule
+from ..table import Column, Table
 from .attribution import Attribution
 from .causes import misalignment
 from .causes.cause import THRESHOLDS

@@ -17,9 +17,8 @@ from ...correction.bounds import format_bounds
 from ...correction.statistics import BUCKETS
 from ...recording import Step
 from ..jobs import ALONE, Jobs, map_steps
-from ..pages import Column, Table, to_plain
-from ..pages.panels import Axis, Mark, Panel, Rule, style_line
-from ..pages.plotting import INK, draw_panels
+from ..plotting import INK, Axis, Mark, Panel, Rule, draw_panels, style_line
+from ..table import Column, Table, to_plain
 from ..whatif.candidates import build_overrides, initialize_composer
 from ..whatif.replay import Decision, compute_constants, decide, iterate_blocks
 from .kept_bounds import EssCurve, KeptCurve, Threshold

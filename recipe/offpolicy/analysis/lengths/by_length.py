@@ -15,9 +15,8 @@ from ...extensions.length_penalty.fixed_classes import CLASSES, Answer, count_to
 from ...extensions.sessions import drop_repeated, find_run, name_runs, read_answers, round_threshold
 from ...recording import Recording
 from ...recording.schema import concatenate
-from ..pages import Column, Table
-from ..pages.panels import Axis, Mark, Panel
-from ..pages.plotting import PALETTE, draw_panels
+from ..plotting import PALETTE, Axis, Mark, Panel, draw_panels
+from ..table import Column, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

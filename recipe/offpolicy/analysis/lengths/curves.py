@@ -14,9 +14,8 @@ from ...extensions.length_penalty.penalties import CLASSES, summarize_lengths
 from ...extensions.sessions import read_lines, round_threshold
 from ...recording import Recording, Rows
 from ...recording.schema import concatenate
-from ..pages import Column, Table
-from ..pages.panels import Axis, Mark, Panel
-from ..pages.plotting import PALETTE, draw_panels
+from ..plotting import PALETTE, Axis, Mark, Panel, draw_panels
+from ..table import Column, Table
 from .by_length import Answers, build_panels
 
 if TYPE_CHECKING:

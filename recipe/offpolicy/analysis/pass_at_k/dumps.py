@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ...extensions.pass_at_k.estimators import RankingOnly, rank
 from ...extensions.pass_at_k.summary import Stopping, Summary, summarize
 from ...extensions.sessions import DumpError, drop_repeated, find_run, name_runs, read_dump, round_threshold
-from ..pages import Column, Table, to_plain
-from ..pages.panels import Axis, Mark, Panel
-from ..pages.plotting import PALETTE, draw_panels
+from ..plotting import PALETTE, Axis, Mark, Panel, draw_panels
+from ..table import Column, Table, to_plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

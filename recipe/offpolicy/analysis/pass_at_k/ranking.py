@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...extensions.pass_at_k.estimators import rank, unbiased, unbiased_dynamic
 from ...extensions.pass_at_k.summary import NotIdentified, Stopping, extrapolate, fit, maximise_likelihood
-from ..pages import Column, Table, to_plain
+from ..table import Column, Table, to_plain
 from .dumps import Counts, name_interval
 
 DRAWS, LEVEL, LEAST_PROMPTS = 2000, 0.95, 10

@@ -25,9 +25,9 @@ from ..attribution.scored_rows import describe_left_out
 from ..attribution.worst_examples import escape
 from ..calibration import calibration_page
 from ..calibration.calibration_page import format_bucket
-from ..pages import Block, Code, Column, Details, Page, Table
-from ..pages.panels import Axis, Mark, Panel, limit_shares, style_line
-from ..pages.plotting import MUTED, Series, merge_equal_series
+from ..page import Block, Code, Details, Page
+from ..plotting import MUTED, Axis, Mark, Panel, Series, limit_shares, merge_equal_series, style_line
+from ..table import Column, Table
 from ..whatif import whatif_page
 from ..whatif.whatif_page import MEANINGS
 from .timeline import Part, StepNumbers, Timeline, merge_parts, summarize_steps

@@ -23,7 +23,7 @@ from ..calibration.parts import fill_placeholders
 from ..calibration.propose import CalibrationRequest, CalibrationResult, Proposal, propose_bounds
 from ..calibration.scores import PromptSample
 from ..jobs import ALONE, Jobs
-from ..pages import Column, Table
+from ..table import Column, Table
 from ..whatif.candidates import RECORDED, UNCORRECTED, Candidate, compose_correction, initialize_composer
 from ..whatif.study import run_study
 from .timeline import Floats, Timeline

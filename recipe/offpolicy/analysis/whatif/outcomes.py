@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...correction.statistics import SIGNS
-from ..pages import to_plain
+from ..table import to_plain
 from .candidates import Candidate
 from .gradient_sums import INDEX, REFERENCES, TURN_GROUPS
 from .replay import Block, Decision

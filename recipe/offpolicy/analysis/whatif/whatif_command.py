@@ -10,7 +10,7 @@ import sys
 
 from ...recording import Recording
 from ..jobs import read_arguments
-from ..pages import open_console, print_table
+from ..table import open_console, print_blocks
 from . import whatif_page
 from .candidates import RECORDED, UNCORRECTED, Candidate, build_candidates
 from .outcomes import Study, build_document
@@ -50,7 +50,7 @@ def write_result(result: Study, given: argparse.Namespace) -> None:
 
 def _write(result: Study, given: argparse.Namespace) -> None:
     if given.png:
-        from ..pages.plotting import save
+        from ..plotting import save
         from .whatif_page import draw_study
 
         save(draw_study(result), given.png)
@@ -73,7 +73,7 @@ def _tables(result: Study) -> str:
     style = None if result.fidelity.agrees else "bold red"
     with console.capture() as captured:
         for table in shown:
-            print_table(console, table)
+            print_blocks(console, table)
         console.print(whatif_page.describe_fidelity(result.fidelity), style=style, markup=False, highlight=False)
         for note in [*result.notes, *whatif_page.describe_left_out(len(result.outcomes))]:
             console.print(note, style="yellow", markup=False, highlight=False)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...correction.statistics import BUCKETS
-from ..pages import Column, Details, Page, Table, plotting
-from ..pages.panels import Axis, Mark, Panel, Rule, style_line
+from .. import plotting
+from ..page import Details, Page
+from ..plotting import Axis, Mark, Panel, Rule, style_line
+from ..table import Column, Table
 from .candidates import RECORDED, UNCORRECTED
 from .outcomes import TOLERANCE, CorrectionOutcome, Fidelity, Matrix, Study
 

@@ -23,7 +23,7 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
     resample,
 )
 from recipe.offpolicy.analysis.attribution.frames import compute_routing_sums, compute_row_sums
-from recipe.offpolicy.analysis.pages import to_rich
+from recipe.offpolicy.analysis.table import to_rich
 from recipe.offpolicy.monitor.mismatch.shares import compute_sums_by_row
 from recipe.offpolicy.recording import Rows, concatenate
 from recipe.offpolicy.recording.schema import WITHOUT_REPLAY

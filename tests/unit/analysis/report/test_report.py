@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recipe.offpolicy.analysis import page as page_module
 from recipe.offpolicy.analysis.attribution import attribution
 from recipe.offpolicy.analysis.attribution.worst_examples import TokenDecoder
 from recipe.offpolicy.analysis.calibration import scores
 from recipe.offpolicy.analysis.calibration.propose import CalibrationResult
-from recipe.offpolicy.analysis.pages import panels
-from recipe.offpolicy.analysis.pages.plotting import draw_panels
-from recipe.offpolicy.analysis.pages.template import PANEL
+from recipe.offpolicy.analysis.page import PANEL
+from recipe.offpolicy.analysis.plotting import draw_panels
 from recipe.offpolicy.analysis.report import report_page
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.analysis.report.verdict import (
@@ -74,7 +74,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tags]:
     """A report with all that can be recorded, all of it hostile, its pictures not rendered."""
     tmp_path = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(panels, "serialize", lambda panel: "{}")
+        patch.setattr(page_module, "serialize", lambda panel: "{}")
         patch.setattr(attribution, "load_decoder", lambda card: (TokenDecoder(Tokenizer()), ""))
         return report(made(tmp_path, card=CARD, proof=PROOF), tmp_path)
 

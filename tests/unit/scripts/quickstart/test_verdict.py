@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from recipe.offpolicy.analysis.pages.table import to_rich
+from recipe.offpolicy.analysis.table import to_rich
 from scripts.quickstart.report import (
     ESS,
     FAILED,

@@ -1,4 +1,7 @@
-"""A table as a value that can be shown on a terminal or converted to HTML."""
+"""A table as a value that can be shown on a terminal or converted to HTML.
+
+Rich is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from markupsafe import Markup
     from rich.console import Console
     from rich.table import Table as RichTable
 
@@ -24,6 +26,8 @@ _READABLE = 24
 """Smallest column width, in characters, at which text that is broken between words is easy to read."""
 _BORDER = 3
 """Number of characters that a terminal table adds per column; the table as a whole adds one more."""
+PIPE_WIDTH = 100
+"""Width in characters of a table that is written to a file or a pipe."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,8 @@ class Table:
 
     def get_alignment(self, column: int) -> Align:
         """Return the alignment of a column."""
-        given = self.columns[column].align
-        if given is not None:
-            return given
-        return "right" if all(_is_number(row[column]) or row[column] is None for row in self.rows) else "left"
+        numeric = all(_is_number(row[column]) or row[column] is None for row in self.rows)
+        return self.columns[column].align or ("right" if numeric else "left")
 
 
 def format_cell(value: Any, digits: int = 3) -> str:
@@ -85,21 +87,24 @@ def format_cell(value: Any, digits: int = 3) -> str:
     Digits of integers are grouped. Floats have ``digits`` decimals, or are in scientific notation if they would
     otherwise appear as 0 or with more than six digits before the point. None and NaN become ``MISSING``.
     """
-    if value is None:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or (_is_number(value) and math.isnan(value)):
         return MISSING
     if not _is_number(value):
-        return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+        return str(value)
     if isinstance(value, numbers.Integral):
         return f"{int(value):,}"
     number = float(value)
-    if math.isnan(number):
-        return MISSING
-    if math.isinf(number):
-        return "inf" if number > 0 else "-inf"
     # A small value would be rounded to 0.000, which looks like exactly 0.
-    if number and not 0.5 * 10**-digits <= abs(number) < _LARGE:
+    if math.isfinite(number) and number and not 0.5 * 10**-digits <= abs(number) < _LARGE:
         return f"{number:.{min(digits, 2)}e}"
     return f"{number:.{digits}f}"
+
+
+def format_rows(table: Table) -> list[list[str]]:
+    """Format all cells of a table."""
+    return [[format_cell(value, c.digits) for value, c in zip(row, table.columns, strict=True)] for row in table.rows]
 
 
 def to_plain(value: Any) -> Any:
@@ -129,8 +134,8 @@ def to_rich(table: Table, width: int | None = None) -> RichTable:
     )
     for index, column in enumerate(table.columns):
         rich.add_column(Text(column.heading), justify=table.get_alignment(index), overflow="fold")
-    for row in table.rows:
-        rich.add_row(*(Text(text) for text in _texts(table, row)))
+    for row in format_rows(table):
+        rich.add_row(*map(Text, row))
     return rich
 
 
@@ -139,74 +144,40 @@ def fit_to_width(table: Table, width: int) -> list[RichTable]:
 
     Each part repeats the first column to identify the rows; a table that fits is not split.
     """
-    least = [_least_width(table, index) for index in range(len(table.columns))]
+    cells = format_rows(table)
+    longest = [max((len(row[at]) for row in cells), default=0) for at in range(len(table.columns))]
+    headings = [column.heading for column in table.columns]
+    # Below its least width, a column would break a number, a heading's word, or text every few characters.
+    least = [
+        max(*map(len, heading.split()), 0, most if table.get_alignment(at) == "right" else min(most, _READABLE))
+        for at, (heading, most) in enumerate(zip(headings, longest, strict=True))
+    ]
+
+    def spare(group: Sequence[int]) -> int:
+        return width - 1 - sum(least[at] + _BORDER for at in group)
+
     groups: list[list[int]] = [[0]]
     for index in range(1, len(least)):
-        if _needed([least[at] for at in [*groups[-1], index]]) > width and len(groups[-1]) > 1:
+        if spare([*groups[-1], index]) < 0 and len(groups[-1]) > 1:
             groups.append([0])
         groups[-1].append(index)
     parts = []
     for place, group in enumerate(groups):
-        part = _part(table, group, first=place == 0)
-        widths = [least[at] for at in group]
-        spare = width - _needed(widths)
-        rich = to_rich(part, width)
-        for at, column in enumerate(rich.columns):
-            more = max(0, min(_whole_width(part, at) - widths[at], spare))
-            spare -= more
-            column.width = widths[at] + more
+        title = f"{table.title}, continued" if table.title and place else table.title
+        rich = to_rich(
+            Table([table.columns[a] for a in group], [[r[a] for a in group] for r in table.rows], title), width
+        )
+        left = spare(group)
+        for at, column in zip(group, rich.columns, strict=True):
+            more = max(0, min(max(len(headings[at]), longest[at]) - least[at], left))
+            left -= more
+            column.width = least[at] + more
         parts.append(rich)
     return parts
 
 
-def to_html(table: Table) -> Markup:
-    """Convert to HTML; every cell is escaped."""
-    from .template import render_template
-
-    return render_template(
-        "table",
-        title=table.title,
-        headings=[column.heading for column in table.columns],
-        aligned=[table.get_alignment(index) for index in range(len(table.columns))],
-        rows=[_texts(table, row) for row in table.rows],
-    )
-
-
-def _part(table: Table, columns: Sequence[int], *, first: bool) -> Table:
-    """Return a table with only these columns of this table."""
-    title = f"{table.title}, continued" if table.title and not first else table.title
-    return Table([table.columns[at] for at in columns], [[row[at] for at in columns] for row in table.rows], title)
-
-
-def _needed(widths: Sequence[int]) -> int:
-    """Compute the width, in characters, of a terminal table whose columns have these widths."""
-    return 1 + sum(width + _BORDER for width in widths)
-
-
-def _least_width(table: Table, index: int) -> int:
-    """Compute the width below which a column would break a number, a heading's word, or text every few characters."""
-    column = table.columns[index]
-    heading = max(map(len, column.heading.split()), default=0)
-    longest = max((len(format_cell(row[index], column.digits)) for row in table.rows), default=0)
-    return max(heading, longest if table.get_alignment(index) == "right" else min(longest, _READABLE))
-
-
-def _whole_width(table: Table, index: int) -> int:
-    """Compute the width at which nothing in a column is broken."""
-    column = table.columns[index]
-    return max(len(column.heading), *(len(format_cell(row[index], column.digits)) for row in table.rows), 0)
-
-
-def _texts(table: Table, row: Sequence[Any]) -> list[str]:
-    return [format_cell(value, column.digits) for value, column in zip(row, table.columns, strict=True)]
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-PIPE_WIDTH = 100
-"""Width in characters of a table that is written to a file or a pipe."""
 
 
 def open_console() -> Console:
@@ -216,14 +187,8 @@ def open_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print a table, split between columns if it is wider than the console; no number is cut."""
-    for part in fit_to_width(table, console.width):
-        console.print(part)
-
-
 def print_blocks(console: Console, *blocks: Table | str, wrap: bool = False) -> None:
-    """Print tables and lines of text; empty tables and lines are left out.
+    """Print tables, split between columns if they are wider than the console, and lines of text; skip empty ones.
 
     Args:
         wrap: whether to break lines between words on a terminal, for text that need not be pasted.
@@ -232,6 +197,6 @@ def print_blocks(console: Console, *blocks: Table | str, wrap: bool = False) -> 
 
     for block in filter(None, blocks):
         if isinstance(block, Table):
-            print_table(console, block)
+            console.print(*fit_to_width(block, console.width), sep="\n")
         else:
             console.print(Text(block), soft_wrap=not (wrap and console.is_terminal))

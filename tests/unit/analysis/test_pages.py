@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -18,29 +19,28 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from recipe.offpolicy.analysis import pages
-from recipe.offpolicy.analysis.pages import (
-    Code,
-    Column,
-    Details,
-    Page,
-    PageError,
-    Table,
-    open_console,
-    plotting,
-    print_blocks,
-)
-from recipe.offpolicy.analysis.pages.panels import (
+from recipe.offpolicy.analysis import plotting
+from recipe.offpolicy.analysis.page import Code, Details, Page, render_block
+from recipe.offpolicy.analysis.plotting import (
     Axis,
     Mark,
+    PageError,
     Panel,
     Rule,
+    check_target,
     limit_shares,
-    render_panels,
     serialize,
     style_line,
 )
-from recipe.offpolicy.analysis.pages.table import format_cell
+from recipe.offpolicy.analysis.table import (
+    Column,
+    Table,
+    fit_to_width,
+    format_cell,
+    open_console,
+    print_blocks,
+    to_rich,
+)
 
 HOSTILE = "<script>alert('x')</script>&\"[bold]"
 
@@ -81,7 +81,7 @@ def test_a_row_of_another_width_is_refused() -> None:
 
 def test_rich_shows_brackets_as_text() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(pages.to_rich(Table([Column("correction[bold]"), Column("kept", "%")], [["[gsm,opsm]", 1.0]], "T")))
+    console.print(to_rich(Table([Column("correction[bold]"), Column("kept", "%")], [["[gsm,opsm]", 1.0]], "T")))
     text = console.export_text()
     assert "correction[bold]" in text
     assert "[gsm,opsm]" in text
@@ -93,14 +93,14 @@ def test_a_table_is_cut_between_columns_to_fit_a_terminal() -> None:
     text = "words " * 10
     columns = [Column("#"), Column("text"), Column("small part"), Column("projection")]
     table = Table(columns, [["#1", text, 0.5, 1234567], ["#222", "", 1.25, 2]], "T")
-    assert [[column.header.plain for column in part.columns] for part in pages.fit_to_width(table, 55)] == [
+    assert [[column.header.plain for column in part.columns] for part in fit_to_width(table, 55)] == [
         ["#", "text", "small part"], ["#", "projection"],
     ]  # fmt: skip
-    (whole,) = pages.fit_to_width(table, 56)
+    (whole,) = fit_to_width(table, 56)
     assert [column.width for column in whole.columns] == [4, 24, 5, 10]
     for width in (40, 55, 56, 200):
         console = Console(width=width, record=True, file=io.StringIO())
-        console.print(*pages.fit_to_width(table, width), sep="\n")
+        console.print(*fit_to_width(table, width), sep="\n")
         shown_text = console.export_text()
         assert max(map(len, shown_text.splitlines())) <= width
         for word in ("#222", "0.500", "1.250", "1,234,567", "projection", "small"):
@@ -180,7 +180,7 @@ def test_the_policy_names_the_scripts_of_panels_and_no_other() -> None:
 def test_panels_stand_in_rows_in_a_picture() -> None:
     """On a page they stack where a screen is narrow."""
     panels = [a_panel(name, height) for name, height in (("a", 2.0), ("b", 3.0), ("c", 4.0))]
-    assert str(render_panels(panels)).count('role="img"') == 3
+    assert str(render_block(panels)).count('role="img"') == 3
     whole = plotting.draw_panels(panels, columns=2, title="t")
     assert tuple(whole.get_size_inches()) == (2 * plotting.PANEL_WIDTH, 3.0 + 4.0)
     assert [axes.get_title(loc="left") for axes in whole.axes] == ["a", "b", "c"]
@@ -252,8 +252,8 @@ def test_series_that_are_equal_are_one_line() -> None:
 
 def test_tables_of_text_are_told_from_tables_of_numbers() -> None:
     text = Table([Column("question"), Column("because")], [["q", "b"]])
-    assert 'class="prose"' in pages.to_html(text)
-    assert 'class="prose"' not in pages.to_html(Table([Column("question"), Column("share")], [["q", 0.5]]))
+    assert 'class="prose"' in render_block(text)
+    assert 'class="prose"' not in render_block(Table([Column("question"), Column("share")], [["q", 0.5]]))
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_the_style_stays_inside() -> None:
     before = dict(matplotlib.rcParams)
     drawn()
     assert dict(matplotlib.rcParams) == before
-    assert len({tuple(sorted(plotting.get_line_style(index).items())) for index in range(28)}) == 28
+    assert len({tuple(sorted(style_line(index).items())) for index in range(28)}) == 28
 
 
 def test_a_page_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_empty_blocks_and_sections_are_left_out() -> None:
 
 def test_importing_it_imports_nothing_heavy() -> None:
     heavy = {"bokeh", "matplotlib", "jinja2", "rich", "torch"}
-    code = f"import sys, recipe.offpolicy.analysis.pages; print({heavy} & set(sys.modules))"
+    code = f"import sys, recipe.offpolicy.analysis.page; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -315,3 +315,25 @@ def test_blocks_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_suffix_that_is_no_picture(tmp_path: Path) -> None:
     with pytest.raises(PageError, match=r"a\.nonsense: \.nonsense is not a picture format"):
         plotting.save(drawn(), tmp_path / "a.nonsense")
+
+
+@pytest.mark.parametrize(
+    ("name", "example", "said"),
+    [
+        ("a.txt", "out.png", "not a picture format"),
+        ("a", "out.png", "no suffix"),
+        (".", "out.png", "it is a directory"),
+        ("file/below.html", "out.html", "no file can be written under"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named(name: str, example: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PageError, match=f"--option.*{said}"):
+        check_target("--option", tmp_path / name, example)
+
+
+def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(PageError, match=r"pipe: it is not a regular file\. Name a file, such as --out report.html"):
+        check_target("--out", pipe, "report.html")
