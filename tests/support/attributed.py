@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe.offpolicy.analysis.attribution.attribution import WORST, Attribution, _add_up, summarize_rows
+from recipe.offpolicy.analysis.attribution.attribution import WORST, Attribution, attribute_parts, summarize_rows
 from recipe.offpolicy.recording import Rows
 
 
@@ -17,4 +17,4 @@ def attribute_rows(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST) -
     for step in np.unique(rows.step).tolist() or [0]:
         of_step = rows.take(np.flatnonzero(rows.step == step))
         parts.append((step, summarize_rows(of_step, (0, step, 0), worst=worst)))
-    return _add_up(parts, card, worst=worst)
+    return attribute_parts(parts, card, worst=worst)

@@ -27,7 +27,7 @@ class FaultCase:
         part: ``tuning`` or ``held_out``. Thresholds were chosen on ``tuning``; ``held_out`` was examined only after
             they had been fixed.
         seed: seed of the data; every run has a different seed.
-        causes: causes that should be found, from ``recipe.offpolicy.analysis.attribution.causes.NAMES``; empty for a
+        causes: causes that should be found, from ``recipe.offpolicy.analysis.attribution.cause.NAMES``; empty for a
             healthy run.
         steps: number of training steps.
         overrides: Hydra overrides; {models} and {here} stand for the models' folder and this file's folder.

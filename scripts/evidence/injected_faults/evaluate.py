@@ -17,7 +17,8 @@ sys.path[:0] = [str(ROOT), str(HERE.parent)]
 from injected_faults.cases import CASES, FaultCase, Part
 from rich.console import Console
 
-from recipe.offpolicy.analysis.attribution.causes import NAMES, Cause, find_causes
+from recipe.offpolicy.analysis.attribution.cause import NAMES, Cause
+from recipe.offpolicy.analysis.attribution.causes import find_causes
 from recipe.offpolicy.analysis.table import Column, Table, to_rich
 from recipe.offpolicy.recording import Recording
 
@@ -60,8 +61,11 @@ class Score:
 
 def judged(part: Part) -> list[Judged]:
     """Judge every case of ``part`` from its rows alone; the search does not read the card."""
-    cases = [case for case in CASES if case.part == part]
-    return [Judged(case, find_causes(Recording(DATA / part / f"{case.name}-{case.seed}").rows())) for case in cases]
+
+    def search(case: FaultCase) -> Judged:
+        return Judged(case, find_causes(Recording(DATA / part / f"{case.name}-{case.seed}").rows(), {}))
+
+    return [search(case) for case in CASES if case.part == part]
 
 
 def scores(results: Sequence[Judged]) -> dict[str, Score]:

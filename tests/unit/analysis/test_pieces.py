@@ -77,7 +77,7 @@ def test_a_search_for_faults(recorded: Recording, monkeypatch: pytest.MonkeyPatc
     """Of a sample of the step: the rows that are searched are the same."""
     searched = []
     monkeypatch.setattr(attribution, "TOKENS", 100)
-    monkeypatch.setattr(attribution, "find_causes_in_rows", lambda rows, card: searched.append(rows) or [])
+    monkeypatch.setattr(attribution, "find_causes", lambda rows, card: searched.append(rows) or [])
     attribution.describe_recorded_faults(recorded, {})
     read_whole(monkeypatch)
     attribution.describe_recorded_faults(recorded, {})

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from recipe.offpolicy import attribute
 from recipe.offpolicy.analysis.attribution.attribution import summarize_rows
 from recipe.offpolicy.analysis.attribution.decomposition import (
-    StepDecomposer,
     VersionMismatch,
+    compute_row_sums,
     decompose,
     resample,
     summarize_by_version,
 )
-from recipe.offpolicy.analysis.attribution.frames import compute_row_sums
-from recipe.offpolicy.recording import Rows
+from recipe.offpolicy.recording import Rows, concatenate
+from tests.support.attributed import attribute_rows
 from tests.support.recordings import drawn_rows, record
 
 
@@ -170,8 +170,7 @@ def test_a_step_without_fresh_rows_takes_the_floor_from_those_before() -> None:
     lengths = [16] * 32
     fresh = drawn_rows(lengths, step=1, backend=0.02)
     stale = drawn_rows(lengths, step=2, backend=0.1, seed=1, oldest_version=np.zeros(32, dtype=np.int64))
-    decomposer = StepDecomposer()
-    parts = {step: decomposer.decompose(sum_rows(rows)) for step, rows in ((1, fresh), (2, stale))}
+    parts = attribute_rows(concatenate([fresh, stale]), {}).by_step
     assert parts[1].floor_from == "own rows"
     assert parts[2].floor_from == "earlier steps"
     # Variances of 0.0004 and 0.01 in stale rows: 4 % is the backend's.

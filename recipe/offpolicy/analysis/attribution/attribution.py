@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from ...monitor.mismatch.shares import COLUMNS
-from ...recording import Recording, RecordingError, Rows, Step, concatenate
-from ...recording.recording import join_alike
-from ..jobs import ALONE, Jobs, map_steps, show_progress
-from .causes import Cause, find_causes_in_rows, numerics, stale_weights
-from .causes.find import judge_delivery, withdraw_staleness
+from ...monitor.mismatch.shares import COLUMNS, RECENT
+from ...recording import Recording, RecordingError, Rows, concatenate
+from ..jobs import ALONE, Jobs, show_progress
+from .cause import NUMERICS, STALE, Cause
+from .causes import find_causes
 from .decomposition import (
-    Array,
-    Decomposition,
-    StepDecomposer,
-    VersionMismatch,
-    decompose,
-    drop_drift,
-    merge_backend_and_staleness,
-    resample,
-    summarize_by_version,
-)
-from .frames import (
     PROFILES,
     Bucket,
+    Decomposition,
+    VersionMismatch,
     build_profiles,
-    clear_drift_std,
     compute_routing_sums,
     count_by_age,
+    decompose,
+    drop_shares,
     merge,
     place_cells,
+    resample,
     sum_cells,
+    summarize_by_version,
 )
-from .scored_rows import BYTES_A_TOKEN, RowSample, describe_none_scored, select_scored_rows
+from .partial_causes import judge_delivery, withdraw_staleness
+from .recorded_tokens import BYTES_A_TOKEN, Array, RowSample, describe_none_scored, select_scored_rows
 from .worst_examples import WorstRow, WorstToken, build_examples, find_worst, load_decoder, merge_copies
-
-TOKENS = 400_000
-"""Largest number of tokens in the sample that is searched for causes."""
 
 
 def has_stale_tokens(rows: Rows) -> bool:
@@ -54,11 +44,10 @@ def has_stale_tokens(rows: Rows) -> bool:
 
 def has_unnoticed_staleness(causes: Iterable[Cause], *, stale: bool) -> bool:
     """Check whether stale weights were found even though no token is recorded as ``stale``."""
-    found = any(cause.name == stale_weights.NAME and cause.verdict == "present" for cause in causes)
-    return found and not stale
+    return not stale and any(cause.name == STALE and cause.verdict == "present" for cause in causes)
 
 
-def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
+def describe_faults(causes: Sequence[Cause], *, stale: bool) -> str:
     """Name the faults among ``causes`` in a sentence; empty if there are none.
 
     Numerics, and older weights with a recorded age, are not faults, because a correction can handle them.
@@ -66,8 +55,7 @@ def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
     Args:
         stale: whether a token is recorded as stale.
     """
-    causes = list(causes)
-    meant = {numerics.NAME} if has_unnoticed_staleness(causes, stale=stale) else {numerics.NAME, stale_weights.NAME}
+    meant = {NUMERICS} if has_unnoticed_staleness(causes, stale=stale) else {NUMERICS, STALE}
     faults = [cause for cause in causes if cause.verdict == "present" and cause.name not in meant]
     if not faults:
         return ""
@@ -78,6 +66,16 @@ def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
     )
 
 
+def _add_delivery(causes: Sequence[Cause], lines: Sequence[Mapping[str, Any]], *, stale: bool) -> list[Cause]:
+    """Add the verdicts on a run's synchronisations, with which the others must be consistent."""
+    delivery = judge_delivery(lines)
+    return [*delivery, *withdraw_staleness(delivery, causes, stale=stale)]
+
+
+TOKENS = 400_000
+"""Largest number of tokens in the sample that ``describe_recorded_faults`` searches for causes."""
+
+
 def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs: Jobs = ALONE) -> str:
     """Name the faults in a sample of a recording's rows, in the form of ``describe_faults``; empty if there are none.
 
@@ -86,36 +84,16 @@ def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs
         jobs: the processes that read the steps of the sample.
     """
     sample = RowSample.of_steps(recording.steps, TOKENS)
-    assert sample.steps is not None, "of some steps"
-    some = recording.only(*sorted(sample.steps))
-    kept = [
-        part
-        for parts in map_steps(partial(_take_sample, sample), some, jobs, "sampling", in_pieces=True)
-        for part in parts
-    ]
-    if not kept:
-        return ""
-    rows = select_scored_rows(kept).rows
-    causes = find_causes_in_rows(rows, card) if len(rows) else []
-    delivery, stale = judge_delivery(recording.delivery), has_stale_tokens(rows)
-    return describe_faults([*delivery, *withdraw_staleness(delivery, causes, stale=stale)], stale=stale)
+    steps = [recording.only(step) for step in recording.steps if step in (sample.steps or ())]
+    rows = concatenate(list(show_progress(jobs.map(partial(_sample_step, sample), steps), len(steps), "sampling")))
+    stale = has_stale_tokens(rows)
+    return describe_faults(_add_delivery(find_causes(rows, card), recording.delivery, stale=stale), stale=stale)
 
 
-def _take_sample(sample: RowSample, steps: Iterable[Step]) -> list[Step]:
-    """Choose the sampled rows of a step, which arrives in pieces, once for each correction that acted in it."""
-    kept: list[Step] = []
-    for piece in steps:
-        kept = [_take(step, sample.choose(step.rows, spare=True)) for step in join_alike([*kept, piece])]
-    chosen = (_take(step, sample.choose(step.rows)) for step in kept)
-    return [step for step in chosen if len(step.rows)]
-
-
-def _take(step: Step, rows: NDArray[np.int64]) -> Step:
-    return Step(step.rows.take(rows), step.spec, step.reasons)
-
-
-_TOGETHER: Final = 64
-"""Number of parts whose frames are added up together; a compromise between few group-bys and few parts in memory."""
+def _sample_step(sample: RowSample, recording: Recording) -> Rows:
+    (step,) = recording.steps
+    pieces = recording.in_pieces().pieces(step)
+    return sample.take(concatenate([sample.take(select_scored_rows(piece)[0], spare=True) for piece in pieces]))
 
 
 @dataclass(frozen=True)
@@ -124,13 +102,13 @@ class Part:
 
     Attributes:
         rows: number of rows that are attributed.
-        left_out: number of rows without pi_old, see ``scored_rows.ScoredRows``.
+        left_out: number of rows without pi_old, see ``select_scored_rows``.
         sums: the result of ``resample``, in the form that ``decompose`` requires.
         cells: sums over the buckets of all ``PROFILES``; see ``merge``.
         ages: for each staleness, the number of rows with a token of that staleness.
         tokens, worst: the worst examples (see ``find_worst``), with row numbers that start at the part's first row.
         stale: whether any token is recorded as stale.
-        sample: rows that are searched for causes.
+        samples: rows that are searched for causes.
     """
 
     rows: int
@@ -141,7 +119,7 @@ class Part:
     tokens: pl.DataFrame
     worst: pl.DataFrame
     stale: bool
-    sample: Rows
+    samples: tuple[Rows, ...]
 
 
 def summarize_rows(rows: Rows, seed: tuple[int, ...], *, worst: int, left_out: int = 0) -> Part:
@@ -165,7 +143,7 @@ def summarize_rows(rows: Rows, seed: tuple[int, ...], *, worst: int, left_out: i
         tokens=worst_tokens,
         worst=worst_rows,
         stale=has_stale_tokens(rows),
-        sample=rows,
+        samples=(rows,),
     )
 
 
@@ -177,26 +155,19 @@ def join_parts(parts: Iterable[Part], worst: int) -> Part:
     for part in parts:
         sums |= {name: each + sums.get(name, 0.0) for name, each in part.sums.items()}
         later = pl.col("row") + rows
-        moved = {name: getattr(part, name).with_columns(later) for name in ("tokens", "worst")}
-        joined.append(replace(part, sums={}, **moved))
+        tokens, worst_rows = part.tokens.with_columns(later), part.worst.with_columns(later)
+        joined.append(replace(part, sums={}, tokens=tokens, worst=worst_rows))
         rows += part.rows
-        if len(joined) == _TOGETHER:
-            joined = [_join_frames(joined, worst)]
-    return replace(_join_frames(joined, worst), sums=sums)
-
-
-def _join_frames(parts: list[Part], worst: int) -> Part:
-    samples = [part.sample for part in parts if len(part.sample)]
     return Part(
-        rows=sum(part.rows for part in parts),
-        left_out=sum(part.left_out for part in parts),
-        sums={},
-        cells=merge(pl.concat([part.cells for part in parts]), *PROFILES),
-        ages=sum((part.ages for part in parts), Counter()),
-        tokens=merge_copies(pl.concat([part.tokens for part in parts]), worst),
-        worst=merge_copies(pl.concat([part.worst for part in parts]), worst),
-        stale=any(part.stale for part in parts),
-        sample=concatenate(samples or [parts[0].sample]),
+        rows=rows,
+        left_out=sum(part.left_out for part in joined),
+        sums=sums,
+        cells=merge(pl.concat([part.cells for part in joined]), *PROFILES),
+        ages=sum((part.ages for part in joined), Counter()),
+        tokens=merge_copies(pl.concat([part.tokens for part in joined]), worst),
+        worst=merge_copies(pl.concat([part.worst for part in joined]), worst),
+        stale=any(part.stale for part in joined),
+        samples=tuple(rows for part in joined for rows in part.samples),
     )
 
 
@@ -213,7 +184,7 @@ class Attribution:
     Attributes:
         steps: recorded steps that were read.
         rows: number of rows that are attributed.
-        left_out: number of rows without pi_old, see ``scored_rows.ScoredRows``.
+        left_out: number of rows without pi_old, see ``select_scored_rows``.
         whole: decomposition over all rows.
         by_step: decomposition of each step.
         versions: mismatch by the age of the weights that sampled a token.
@@ -263,77 +234,78 @@ def attribute(
     """
     chosen = recording.choose_steps(steps)
     size = sum(path.stat().st_size for step in chosen for path in recording.files[step])
-    sample = RowSample.of_steps(chosen, SEARCHED) if size > SEARCHED * BYTES_A_TOKEN else None
+    sample = RowSample.of_steps(chosen, SEARCHED) if size > SEARCHED * BYTES_A_TOKEN else RowSample()
     card = {**recording.card, **({"tokenizer": tokenizer} if tokenizer else {})}
-    read = partial(_read_step, worst, sample or RowSample())
+    read = partial(_read_step, worst, sample)
     parts = show_progress(jobs.map(read, [recording.only(step) for step in chosen]), len(chosen), "attributing")
-    found = _add_up(zip(chosen, parts, strict=True), card, worst=worst, sampled=sample is not None)
-    delivery = judge_delivery(recording.delivery)
-    if not delivery:
-        return found
-    stale = any(version.staleness > 0 for version in found.versions)
-    causes = [*delivery, *withdraw_staleness(delivery, found.causes, stale=stale)]
-    return replace(found, causes=causes, mend_first=describe_faults(causes, stale=stale))
+    return attribute_parts(
+        zip(chosen, parts, strict=True), card, recording.delivery, worst=worst, sampled=sample.steps is not None
+    )
 
 
 def _read_step(worst: int, sample: RowSample, recording: Recording) -> Part:
     (step,) = recording.steps
     parts = []
     for place, steps in enumerate(recording.in_pieces().pieces(step)):
-        found = select_scored_rows(steps)
-        part = summarize_rows(found.rows, (0, step, place), worst=worst, left_out=found.left_out)
-        parts.append(replace(part, sample=part.sample.take(sample.choose(part.sample, spare=True))))
+        rows, left_out = select_scored_rows(steps)
+        part = summarize_rows(rows, (0, step, place), worst=worst, left_out=left_out)
+        parts.append(replace(part, samples=(sample.take(rows, spare=True),)))
     whole = join_parts(parts, worst)
-    return replace(whole, sample=whole.sample.take(sample.choose(whole.sample)))
+    return replace(whole, samples=(sample.take(concatenate(whole.samples)),))
 
 
-def _add_up(
-    parts: Iterable[tuple[int, Part]], card: Mapping[str, Any], *, worst: int, sampled: bool = False
+def attribute_parts(
+    parts: Iterable[tuple[int, Part]],
+    card: Mapping[str, Any],
+    delivery: Sequence[Mapping[str, Any]] = (),
+    *,
+    worst: int = WORST,
+    sampled: bool = False,
 ) -> Attribution:
-    """Add up the parts of the steps one after another, and search the sampled rows for causes."""
+    """Add up the parts of the steps one after another, and search their samples for causes.
+
+    Args:
+        delivery: the run's synchronisation records, see ``judge_delivery``.
+        sampled: whether the samples do not contain all rows.
+    """
     by_step: dict[int, Decomposition] = {}
-    total = join_parts(_decompose_steps(parts, by_step), worst)
-    if left_out := total.left_out:
-        by_step = {step: drop_drift(found) for step, found in by_step.items()}
-    if left_out and not total.rows:
-        raise RecordingError(f"{describe_none_scored(left_out)}.")
-    whole, buckets = decompose(total.sums), build_profiles(total.cells)
+    total: Part | None = None
+    # Later steps are never used, because the shares of a step must not depend on later steps.
+    before: deque[Array] = deque(maxlen=RECENT)
+    for step, part in parts:
+        if part.rows:
+            by_step[step] = decompose(part.sums, np.sum(before, axis=0) if before else None)
+            before.append(part.sums["recorded"][0])
+        total = part if total is None else join_parts([total, part], worst)
+    assert total is not None, "of some steps"
+    if total.left_out and not total.rows:
+        raise RecordingError(f"{describe_none_scored(total.left_out)}.")
     recorded = total.sums["recorded"][0]
     if not recorded.any():
         raise RecordingError(
             f"{total.rows} rows are recorded, but none has a token with finite log-probs. Record other steps."
         )
-    if left_out:
-        whole = drop_drift(whole)
-        buckets = {name: clear_drift_std(of_name) for name, of_name in buckets.items()}
-    causes = find_causes_in_rows(total.sample, card)
+    sample = concatenate(total.samples)
+    causes = find_causes(sample, card)
     versions = summarize_by_version(total.cells, total.ages, recorded)
+    unknown = ["drift"] if total.left_out else []
     if has_unnoticed_staleness(causes, stale=total.stale):
-        whole = merge_backend_and_staleness(whole)
-        by_step = {step: merge_backend_and_staleness(found) for step, found in by_step.items()}
+        unknown += ["backend", "staleness"]
         versions = [replace(version, backend=None) for version in versions]
+    causes = _add_delivery(causes, delivery, stale=total.stale)
     (reader, without_text), k3 = load_decoder(card), float(recorded[..., COLUMNS.index("total_k3")].sum())
     return Attribution(
         steps=list(by_step),
         rows=total.rows,
-        left_out=left_out,
-        whole=whole,
-        by_step=by_step,
+        left_out=total.left_out,
+        whole=drop_shares(decompose(total.sums), *unknown),
+        by_step={step: drop_shares(found, *unknown) for step, found in by_step.items()},
         versions=versions,
-        profiles=buckets,
+        profiles=build_profiles(total.cells, drift=not total.left_out),
         tokens=build_examples(WorstToken, total.tokens, k3, reader),
         worst=build_examples(WorstRow, total.worst, k3, reader),
         without_text=without_text,
         causes=causes,
         mend_first=describe_faults(causes, stale=total.stale),
-        searched=total.sample.tokens if sampled else 0,
+        searched=sample.tokens if sampled else 0,
     )
-
-
-def _decompose_steps(parts: Iterable[tuple[int, Part]], by_step: dict[int, Decomposition]) -> Iterator[Part]:
-    """Yield the parts, and record the decomposition of each step that contains any rows."""
-    decomposer = StepDecomposer()
-    for step, part in parts:
-        if part.rows:
-            by_step[step] = decomposer.decompose(part.sums)
-        yield part

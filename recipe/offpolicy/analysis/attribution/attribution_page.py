@@ -11,11 +11,9 @@ from ..page import Details, Page
 from ..plotting import Axis, Mark, Panel, Rule
 from ..table import Column, Table
 from .attribution import Attribution
-from .causes import misalignment
-from .causes.cause import THRESHOLDS
-from .decomposition import Decomposition
-from .frames import Bucket
-from .scored_rows import describe_left_out
+from .cause import MISALIGNMENT, THRESHOLDS
+from .decomposition import Bucket, Decomposition
+from .recorded_tokens import describe_left_out
 from .worst_examples import escape
 
 if TYPE_CHECKING:
@@ -44,8 +42,9 @@ def describe_unexplained(attribution: Attribution) -> str:
     if all(cause.verdict == "not testable" for cause in attribution.causes):
         why = list(dict.fromkeys(cause.sentence for cause in attribution.causes))
         return f"No cause can be tested: {'; '.join(why)}."
-    correlation = _correlation(attribution)
-    if correlation < THRESHOLDS.related:
+    measured = (cause.evidence.get("correlation_0") for cause in attribution.causes if cause.name == MISALIGNMENT)
+    correlation = next(measured, None)
+    if correlation is not None and correlation < THRESHOLDS.related:
         return (
             f"KL(mu, pi_old) is small, {kl:.2g} nats per token, but the correlation of log pi_old and log mu is only "
             f"{correlation:.2f}: the recorded log-probs vary too little to identify a cause."
@@ -66,12 +65,8 @@ def _only_stale(attribution: Attribution) -> str:
     return f" All rows were sampled by weights up to {age} old and none is fresh, so age alone may be the cause."
 
 
-def _correlation(attribution: Attribution) -> float:
-    """Return the measured correlation of log mu and log pi_old at the same token; NaN if there is no measurement."""
-    found = (cause for cause in attribution.causes if cause.name == misalignment.NAME)
-    return next((cause.evidence.get("correlation_0", math.nan) for cause in found), math.nan)
-
-
+_MEAN, _STD, _KL = Column("mean", "log pi_old/mu", digits=4), Column("std", digits=4), Column("KL", "nats", digits=6)
+_OF_KL, _INTERVAL = Column("of KL", align="right"), Column("90 %", align="right")
 OPEN, CLOSE = "«", "»"
 """Marks around a token."""
 PARTS: Final = {
@@ -89,17 +84,11 @@ def build_shares_table(whole: Decomposition) -> Table:
         row: list[object] = [label, meaning]
         for key, split in (("variance", whole.variance), ("kl", whole.kl)):
             share = getattr(split, name)
-            low, high = whole.intervals.get(f"{key}.{name}", (None, None))
-            row += ["not identified", ""] if share is None else [_percent(share), _interval(low, high)]
+            ends = whole.intervals.get(f"{key}.{name}")
+            interval = "" if ends is None else f"{_percent(ends[0])} to {_percent(ends[1])}"
+            row += ["not identified", ""] if share is None else [_percent(share), interval]
         rows.append(row)
-    columns = [
-        Column("part"),
-        Column("what"),
-        Column("of variance", align="right"),
-        Column("90 %", align="right"),
-        Column("of KL", align="right"),
-        Column("90 %", align="right"),
-    ]
+    columns = [Column("part"), Column("what"), Column("of variance", align="right"), _INTERVAL, _OF_KL, _INTERVAL]
     title = "log pi_old/mu" if whole.kl.drift is None else "log pi/mu"
     return Table(columns, rows, title=f"{title}{_without_replay(whole)}, split")
 
@@ -108,15 +97,20 @@ def _without_replay(found: Decomposition) -> str:
     return "" if found.kl.routing is None else " without replay"
 
 
-def _parts(found: Decomposition) -> dict[str, tuple[str, str]]:
-    """Map the name of a share to its label and meaning; backend and staleness are merged if unidentified."""
-    named = {name: (name, meaning) for name, meaning in PARTS.items()}
-    if found.kl.routing is None:
-        del named["routing"]
-    if found.kl.backend is not None:
+def _parts(found: Decomposition, *, apart: bool | None = None) -> dict[str, tuple[str, str]]:
+    """Map the name of a share to its label and meaning.
+
+    Args:
+        apart: whether backend and staleness are both identified; otherwise they are merged. By default, it is
+            determined from ``found``.
+    """
+    named = {
+        name: (name, meaning) for name, meaning in PARTS.items() if name != "routing" or found.kl.routing is not None
+    }
+    if found.kl.backend is not None if apart is None else apart:
         return named
-    together = (found.together, "other engine, older weights")
-    return {"rollout": together, **{name: part for name, part in named.items() if name in ("routing", "drift")}}
+    rest = {name: part for name, part in named.items() if name in ("routing", "drift")}
+    return {"rollout": (found.together, "other engine, older weights"), **rest}
 
 
 def format_shares(whole: Decomposition) -> str:
@@ -153,15 +147,8 @@ def build_steps_table(by_step: dict[int, Decomposition]) -> Table:
 
 def build_versions_table(attribution: Attribution) -> Table:
     """Build the table of the mismatch by staleness."""
-    columns = [
-        Column("staleness", "steps"),
-        Column("rows"),
-        Column("tokens"),
-        Column("mean", "log pi_old/mu", digits=4),
-        Column("std", digits=4),
-        Column("KL", "nats", digits=6),
-        Column("backend's part", digits=6),
-    ]
+    columns = [Column("staleness", "steps"), Column("rows"), Column("tokens"), _MEAN, _STD, _KL]
+    columns.append(Column("backend's part", digits=6))
     rows = [
         ["not known" if v.staleness < 0 else v.staleness, v.rows, v.tokens, v.mean, v.std, v.k3, v.backend]
         for v in attribution.versions
@@ -171,37 +158,32 @@ def build_versions_table(attribution: Attribution) -> Table:
 
 def build_profile_tables(attribution: Attribution, least: int = 0) -> list[Table]:
     """Build the table of each profile that has more than ``least`` buckets."""
-    numbers = [
-        Column("tokens"),
-        Column("mean", "log pi_old/mu", digits=4),
-        Column("std", digits=4),
-        Column("KL", "nats", digits=6),
-        Column("of KL", align="right"),
-        Column("drift", "std", digits=4),
+    numbers = [Column("tokens"), _MEAN, _STD, _KL, _OF_KL, Column("drift", "std", digits=4)]
+    return [
+        Table(
+            [Column(name, align="left"), *numbers],
+            [[b.name, b.tokens, b.mean, b.std, b.k3, _percent(b.share), b.drift_std] for b in buckets],
+            title=f"by {name}",
+        )
+        for name, buckets in attribution.profiles.items()
+        if len(buckets) > least
     ]
-    found = []
-    for name, buckets in attribution.profiles.items():
-        rows = [[b.name, b.tokens, b.mean, b.std, b.k3, _percent(b.share), b.drift_std] for b in buckets]
-        if len(buckets) > least:
-            found.append(Table([Column(name, align="left"), *numbers], rows, title=f"by {name}"))
-    return found
 
 
 def build_tokens_table(attribution: Attribution) -> Table:
     """Build the table of the worst tokens, marking each in its context, with the number of rows that contain it."""
-    columns = [
-        Column("step"),
-        Column("place"),
-        Column("rows"),
-        Column("log mu", digits=2),
-        Column("pi_old", digits=2),
-        Column("pi", digits=2),
-        Column("of KL", align="right"),
-        Column("in its context", align="left"),
-    ]
+    columns = [Column(name) for name in ("step", "place", "rows")]
+    columns += [Column(name, digits=2) for name in ("log mu", "pi_old", "pi")]
+    columns += [_OF_KL, Column("in its context", align="left")]
     rows = [
         [
-            *(t.step, t.position, t.count, t.mu, t.old, t.pi, _percent(t.share)),
+            t.step,
+            t.position,
+            t.count,
+            t.mu,
+            t.old,
+            t.pi,
+            _percent(t.share),
             f"{t.before} {OPEN}{t.token}{CLOSE} {t.after}",
         ]
         for t in attribution.tokens
@@ -211,22 +193,12 @@ def build_tokens_table(attribution: Attribution) -> Table:
 
 def build_rows_table(attribution: Attribution) -> Table:
     """Build the table of the worst rows, listing each text once, with the number of rows that have this text."""
-    columns = [
-        Column("step"),
-        Column("rows"),
-        Column("tokens"),
-        Column("age"),
-        Column("KL", "nats", digits=4),
-        Column("log pi/mu", digits=2),
-        Column("of KL", align="right"),
-        Column("text", align="left"),
-    ]
+    columns = [Column(name) for name in ("step", "rows", "tokens", "age")]
+    columns += [Column("KL", "nats", digits=4), Column("log pi/mu", digits=2), _OF_KL, Column("text", align="left")]
+    ages = [None if r.staleness < 0 else r.staleness for r in attribution.worst]
     rows = [
-        [
-            *(r.step, r.count, r.length, r.staleness if r.staleness >= 0 else None, r.k3, r.log_ratio),
-            *(_percent(r.share), r.text),
-        ]
-        for r in attribution.worst
+        [r.step, r.count, r.length, age, r.k3, r.log_ratio, _percent(r.share), r.text]
+        for r, age in zip(attribution.worst, ages, strict=True)
     ]
     return Table(columns, rows, title="worst rows")
 
@@ -259,10 +231,6 @@ def _percent(share: float) -> str:
     return f"{round(share, 3) + 0.0:.1%}" if share == share else "-"  # + 0.0: no "-0.0%"
 
 
-def _interval(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f"{_percent(low)} to {_percent(high)}"
-
-
 _COLOURS: Final = {"backend": 0, "staleness": 1, "routing": 4, "drift": 2, "rollout": 6}
 _SHOWN: Final = {
     "position": "position in the response, tokens",
@@ -292,9 +260,9 @@ def build_panels(attribution: Attribution) -> list[Panel]:
 def _build_steps(attribution: Attribution) -> Panel:
     steps, parts = list(attribution.by_step), list(attribution.by_step.values())
     base, marks = [0.0] * len(steps), []
-    for name in _names(all(part.kl.backend is not None for part in parts), attribution.whole):
+    labels = _label_parts(attribution.whole, apart=all(part.kl.backend is not None for part in parts))
+    for name, label in labels.items():
         heights = [_height(part, name) for part in parts]
-        label = attribution.whole.together if name == "rollout" else name
         marks.append(Mark(steps, heights, label, plotting.PALETTE[_COLOURS[name]], bar=0.7, base=base))
         base = [below + height for below, height in zip(base, heights, strict=True)]
     y = Axis("nats per token", limits=(0.0, 1.05 * max(base) or 1.0))
@@ -303,21 +271,20 @@ def _build_steps(attribution: Attribution) -> Panel:
 
 
 def _build_shares(whole: Decomposition) -> Panel:
-    names = _names(whole.kl.backend is not None, whole)
+    labels = _label_parts(whole, apart=whole.kl.backend is not None)
     marks: list[Mark | Rule] = []
     for offset, alpha, key, split in ((-0.18, 1.0, "variance", whole.variance), (0.18, 0.5, "kl", whole.kl)):
-        for place, name in enumerate(names):
+        for place, name in enumerate(labels):
             if math.isfinite(share := getattr(split, name)):
                 low, high = whole.intervals.get(f"{key}.{name}", (share, share))
                 band = ([min(low, share)], [max(high, share)])
                 colour = plotting.PALETTE[_COLOURS[name]]
                 marks.append(Mark([place + offset], [share], colour=colour, band=band, bar=0.32, alpha=alpha))
     said = "mu and pi agree exactly" if whole.kl.whole == 0 else "no variance to divide"
-    ticks = {place: whole.together if name == "rollout" else name for place, name in enumerate(names)}
     return Panel(
         "Shares of all steps",
         "Shares of backend, staleness, routing and drift",
-        Axis("share of variance (dark) and of KL (light), 90 % intervals", ticks=ticks),
+        Axis("share of variance (dark) and of KL (light), 90 % intervals", ticks=dict(enumerate(labels.values()))),
         Axis("share", form="percent"),
         [*marks, Rule(0.0, "y", dash="-")] if marks else [],
         "" if marks else said,
@@ -325,16 +292,10 @@ def _build_shares(whole: Decomposition) -> Panel:
     )
 
 
-def _names(apart: bool, whole: Decomposition) -> list[str]:
-    """List the parts of the mismatch to draw.
-
-    Args:
-        apart: whether backend and staleness are both identified.
-    """
-    parts = ["backend", "staleness"] if apart else ["rollout"]
-    if whole.kl.routing is not None:
-        parts.append("routing")
-    return parts if whole.kl.drift is None else [*parts, "drift"]
+def _label_parts(whole: Decomposition, *, apart: bool) -> dict[str, str]:
+    """Map the name of each share to draw to its label; see ``_parts``."""
+    parts = _parts(whole, apart=apart)
+    return {name: label for name, (label, _) in parts.items() if name != "drift" or whole.kl.drift is not None}
 
 
 def _build_profile(name: str, buckets: Sequence[Bucket]) -> Panel:

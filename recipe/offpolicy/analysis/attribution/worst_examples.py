@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import polars as pl
@@ -16,18 +16,12 @@ from numpy.typing import NDArray
 from ...fault_tolerance.redaction import redact_text
 from ...monitor.mismatch.shares import COLUMNS
 from ...recording import Rows
-from .frames import Array, hash_ids, hash_prompts
+from .recorded_tokens import Array, hash_ids, hash_prompts
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode categories of control, format, surrogate, private, unassigned and line-separator characters."""
 
 _OPTION = "Pass --tokenizer FOLDER, the folder of the model's tokenizer, to see text"
-
-
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> str: ...
 
 
 def escape(text: str) -> str:
@@ -38,22 +32,22 @@ def escape(text: str) -> str:
     )
 
 
+@dataclass(frozen=True)
 class TokenDecoder:
     """Decoder of recorded token ids to escaped text.
 
-    Args:
-        tokenizer: the tokenizer, or None to show ids.
+    Attributes:
+        tokenizer: a transformers tokenizer, or None to show ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
-        self._tokenizer = tokenizer
+    tokenizer: Any = None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to one line; show the ids if the tokenizer does not contain them."""
         ids = [int(token) for token in ids]
-        if self._tokenizer is not None and ids:
+        if self.tokenizer is not None and ids:
             try:
-                return escape(self._tokenizer.decode(ids, skip_special_tokens=False))
+                return escape(self.tokenizer.decode(ids, skip_special_tokens=False))
             # Tokenizers raise one of these exceptions for ids beyond their vocabulary.
             except (IndexError, KeyError, OverflowError, TypeError, ValueError):
                 pass
@@ -99,9 +93,6 @@ _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log
 _SEARCHED: Final = 8
 """Number of largest values to examine first for each example wanted; more than one, because rows of a prompt share
 their first tokens."""
-_BLOCK: Final = 64
-"""Number of values in a block; the search for the largest values first compares only the largest value of each
-block."""
 Example = TypeVar("Example", "WorstToken", "WorstRow")
 
 
@@ -210,24 +201,17 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
 
 def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: int) -> pl.DataFrame:
     """Find the ``most`` largest sizes above 0, one per context, with ``count`` and ``loss`` over its copies."""
-    # The largest value of each block is enough to find a lower limit for the values to return.
-    tops = np.maximum.reduceat(size, np.arange(0, len(size), _BLOCK)) if len(size) else size
     count = _SEARCHED * most
     while True:
-        least = np.partition(tops, -count)[-count] if 0 < count < len(tops) else 0.0
+        least = np.partition(size, -count)[-count] if 0 < count < len(size) else 0.0
         places = np.flatnonzero((size >= least) & (size > 0))
         places = places[np.argsort(-size[places], kind="stable")]
         _, first = np.unique(context[places], return_index=True)
         places = places[np.sort(first)[:most]]
         if len(places) == most or least <= 0:
             break
-        count *= _BLOCK
-    # A first pass over all contexts compares only a few bits of each.
-    bits, known = context.astype(np.uint16), np.zeros(2**16, dtype=bool)
-    known[bits[places]] = True
-    near = np.flatnonzero(known[bits])
-    near = near[loss[near] >= 0]
-    copies = [near[context[near] == context[place]] for place in places]
+        count *= _SEARCHED
+    copies = [np.flatnonzero((context == context[place]) & (loss >= 0)) for place in places]
     return pl.DataFrame(
         {
             "place": places,

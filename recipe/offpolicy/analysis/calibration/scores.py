@@ -24,7 +24,7 @@ from ...correction.units import partition_units
 from ...correction.weights import compute_log_weight
 from ...recording import Recording, RecordingError, Rows, Step
 from ...recording.recording import get_trainers_pi_old
-from ..attribution.scored_rows import BYTES_A_TOKEN
+from ..attribution.recorded_tokens import BYTES_A_TOKEN
 from ..jobs import ALONE, Jobs, map_steps
 from ..whatif.replay import Block, check_replayable, compute_pi_old, iterate_blocks
 from .parts import BoundedPart

@@ -21,7 +21,7 @@ from ...recording.recording import read_extensions
 from ..attribution import attribution_page
 from ..attribution.attribution import Attribution
 from ..attribution.attribution_page import METHOD
-from ..attribution.scored_rows import describe_left_out
+from ..attribution.recorded_tokens import describe_left_out
 from ..attribution.worst_examples import escape
 from ..calibration import calibration_page
 from ..calibration.calibration_page import format_bucket

@@ -14,8 +14,8 @@ from ...correction.bounds import format_bounds
 from ...recording import Recording, RecordingError
 from ..attribution.attribution import Attribution, attribute
 from ..attribution.attribution_page import describe_unexplained, format_shares, is_healthy
-from ..attribution.causes.stale_weights import NAME as STALE
-from ..attribution.scored_rows import describe_left_out, describe_none_scored
+from ..attribution.cause import STALE
+from ..attribution.recorded_tokens import describe_left_out, describe_none_scored
 from ..attribution.worst_examples import escape
 from ..calibration.calibration_page import format_bucket
 from ..calibration.defaults import QUANTILE

@@ -12,8 +12,8 @@ from recipe.offpolicy.analysis.attribution.attribution_page import (
     format_verdict,
     list_fixes,
 )
-from recipe.offpolicy.analysis.attribution.causes.cause import Cause
-from recipe.offpolicy.analysis.attribution.frames import Bucket
+from recipe.offpolicy.analysis.attribution.cause import Cause
+from recipe.offpolicy.analysis.attribution.decomposition import Bucket
 from tests.support.attributed import attribute_rows
 from tests.support.recordings import drawn_rows
 

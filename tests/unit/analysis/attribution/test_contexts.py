@@ -7,16 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import (
-    SampledTokens,
-    center_within_contexts,
-)
-from recipe.offpolicy.analysis.attribution.frames import ValidTokens
+from recipe.offpolicy.analysis.attribution.recorded_tokens import SampledTokens, center_within_contexts
 
 COUNT = np.arange(4)
 MU = np.log([0.5, 0.25, 0.5, 0.125])
 SAMPLED = SampledTokens(
-    tokens=ValidTokens(row=COUNT, place=0 * COUNT, mu=MU, old=MU + 0.1, pi=MU, turn=0 * COUNT, index=COUNT),
+    row=COUNT,
+    place=0 * COUNT,
+    mu=MU,
+    old=MU + 0.1,
+    pi=MU,
+    turn=0 * COUNT,
+    index=COUNT,
     step=0 * COUNT,
     staleness=0 * COUNT,
     cluster=np.array([0, 0, 0, 3]),
@@ -24,7 +26,6 @@ SAMPLED = SampledTokens(
     context=np.array([0, 0, 0, 1]),
     token_id=np.array([5, 6, 5, 7]),
     again=0 * COUNT,
-    turns=1,
 )
 
 

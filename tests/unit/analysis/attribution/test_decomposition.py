@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import has_stale_tokens, has_unnoticed_staleness
-from recipe.offpolicy.analysis.attribution.causes.cause import Cause
+from recipe.offpolicy.analysis.attribution.cause import Cause
 from recipe.offpolicy.analysis.attribution.decomposition import BOUNDS, draw_poisson
 from tests.support.recordings import drawn_rows, sampled_by
 

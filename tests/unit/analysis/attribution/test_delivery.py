@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import attribute, describe_recorded_faults
-from recipe.offpolicy.analysis.attribution.causes.find import ROUNDED, UNDELIVERED, judge_delivery
+from recipe.offpolicy.analysis.attribution.partial_causes import ROUNDED, UNDELIVERED, judge_delivery
 from recipe.offpolicy.recording import Recording, RecordingError
 from tests.support.paths import ROOT
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.attribution import attribution, scored_rows
+from recipe.offpolicy.analysis.attribution import attribution, recorded_tokens
 from recipe.offpolicy.analysis.attribution.attribution import attribute as attributed
 from recipe.offpolicy.analysis.attribution.attribution import describe_faults, describe_recorded_faults
 from recipe.offpolicy.analysis.attribution.attribution_page import (
@@ -18,7 +18,7 @@ from recipe.offpolicy.analysis.attribution.attribution_page import (
     build_steps_table,
     format_shares,
 )
-from recipe.offpolicy.analysis.attribution.causes import Cause
+from recipe.offpolicy.analysis.attribution.cause import Cause
 from recipe.offpolicy.attribute import main as attribute
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.recording import Recording, Rows
@@ -92,7 +92,7 @@ def test_faults_are_named_with_their_fix_and_numerics_are_none() -> None:
 
 def test_a_long_recording_is_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 of 5 steps, the ends, and of each the same prompt: 10 tokens are not enough for two, of 2 rows of 3 each."""
-    monkeypatch.setattr(scored_rows, "STEPS", 2)
+    monkeypatch.setattr(recorded_tokens, "STEPS", 2)
     monkeypatch.setattr(attribution, "TOKENS", 2 * 10)
     prompts = np.repeat([11, 12, 13, 14], 2).astype(np.int32)
     for step in range(1, 6):
@@ -104,7 +104,7 @@ def test_a_long_recording_is_looked_at_in_part(tmp_path: Path, monkeypatch: pyte
         looked_at.append(rows)
         return []
 
-    monkeypatch.setattr(attribution, "find_causes_in_rows", find_none)
+    monkeypatch.setattr(attribution, "find_causes", find_none)
     assert describe_recorded_faults(Recording(tmp_path), {}) == ""
     (rows,) = looked_at
     assert rows.step.tolist() == [1, 1, 5, 5]

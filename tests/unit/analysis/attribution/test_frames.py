@@ -18,11 +18,12 @@ from recipe.offpolicy.analysis.attribution.attribution_page import (
 )
 from recipe.offpolicy.analysis.attribution.decomposition import (
     Decomposition,
+    compute_routing_sums,
+    compute_row_sums,
     decompose,
-    merge_backend_and_staleness,
+    drop_shares,
     resample,
 )
-from recipe.offpolicy.analysis.attribution.frames import compute_routing_sums, compute_row_sums
 from recipe.offpolicy.analysis.table import to_rich
 from recipe.offpolicy.monitor.mismatch.shares import compute_sums_by_row
 from recipe.offpolicy.recording import Rows, concatenate
@@ -108,7 +109,7 @@ def test_parts_add_up_to_the_whole_by_step_and_in_all() -> None:
         assert found.kl.routing > 0.5
         low, high = found.intervals["kl.routing"]
         assert low < found.kl.routing < high
-        merged = merge_backend_and_staleness(found).kl
+        merged = drop_shares(found, "backend", "staleness").kl
         assert merged.rollout + merged.routing + merged.drift == pytest.approx(1.0, abs=1e-9)
 
 

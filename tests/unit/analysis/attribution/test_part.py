@@ -15,14 +15,8 @@ from recipe.offpolicy.analysis.attribution.attribution import (
     join_parts,
     summarize_rows,
 )
-from recipe.offpolicy.analysis.attribution.decomposition import resample
-from recipe.offpolicy.analysis.attribution.frames import (
-    build_profiles,
-    compute_row_sums,
-    hash_ids,
-    mix,
-)
-from recipe.offpolicy.analysis.attribution.scored_rows import RowSample
+from recipe.offpolicy.analysis.attribution.decomposition import build_profiles, compute_row_sums, resample
+from recipe.offpolicy.analysis.attribution.recorded_tokens import RowSample, hash_ids, mix
 from recipe.offpolicy.recording import Recording, RecordingError, Rows, concatenate
 from tests.support.attributed import attribute_rows
 from tests.support.recordings import drawn_rows, record, same
@@ -57,10 +51,8 @@ def assert_alike(found: Part, expected: Part) -> None:
         ]
 
 
-@pytest.mark.parametrize("together", [1, 64])
-def test_parts_of_steps_add_up(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_steps_add_up() -> None:
     """Rows of both at once differ in their step alone, which tells contexts apart."""
-    monkeypatch.setattr(attribution, "_TOGETHER", together)
     first, second = draw(5), draw(6, rows=7)
     found = join_parts(
         [summarize_rows(first, (0,), worst=4), summarize_rows(second, (1,), worst=4, left_out=3)], worst=4
@@ -69,7 +61,7 @@ def test_parts_of_steps_add_up(together: int, monkeypatch: pytest.MonkeyPatch) -
     assert_alike(found, summarize_rows(both, (0,), worst=4))
     assert (found.left_out, found.ages) == (3, {0: 7, 1: 6, 2: 6})
     assert len(found.tokens) == len(found.worst) == 4
-    assert same(found.sample, both)
+    assert same(concatenate(found.samples), both)
 
 
 def test_pieces_of_a_step_add_up_to_the_step() -> None:
@@ -83,9 +75,9 @@ def test_pieces_of_a_step_add_up_to_the_step() -> None:
     assert_alike(found, join_parts([whole], 4))
     assert not np.array_equal(one.sums["recorded"][1:], other.sums["recorded"][1:])
     assert found.worst["count"].to_list() == [2] * 4
-    spare = concatenate([first.take(sample.choose(first, spare=True)), second.take(sample.choose(second, spare=True))])
-    assert 0 < len(sample.choose(both)) < len(both)
-    assert same(spare.take(sample.choose(spare)), both.take(sample.choose(both)))
+    spare = concatenate([sample.take(first, spare=True), sample.take(second, spare=True)])
+    assert 0 < len(sample.take(both)) < len(both)
+    assert same(sample.take(spare), sample.take(both))
 
 
 def test_a_large_step_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,12 +131,12 @@ def test_rows_of_a_sample_are_those_of_some_prompts() -> None:
     rows = drawn_rows(
         [3] * 8, step=4, group=2, prompt_offsets=np.zeros(9, dtype=np.int64), prompt_ids=np.zeros(0, np.int32)
     )
-    assert RowSample().choose(rows).tolist() == list(range(8))
-    chosen = RowSample.of_steps([4], 12).choose(rows)
+    assert RowSample().take(rows) is rows
+    chosen = RowSample.of_steps([4], 12).take(rows)
     assert len(chosen) == 4
-    assert len(set(rows.uid[chosen])) == 2
-    assert len(RowSample.of_steps([4], 1).choose(rows)) == 2  # one prompt at least
-    assert len(RowSample.of_steps([5], 12).choose(rows)) == 0
+    assert len(set(chosen.uid)) == 2
+    assert len(RowSample.of_steps([4], 1).take(rows)) == 2  # one prompt at least
+    assert len(RowSample.of_steps([5], 12).take(rows)) == 0
 
 
 def test_steps_are_chosen_by_their_numbers(tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from recipe.offpolicy.analysis.attribution import frames
-from recipe.offpolicy.analysis.attribution.frames import (
+from recipe.offpolicy.analysis.attribution import decomposition
+from recipe.offpolicy.analysis.attribution.decomposition import (
     PROFILES,
     Bucket,
     build_profiles,
     merge,
     place_cells,
-    select_valid_tokens,
     sum_cells,
 )
+from recipe.offpolicy.analysis.attribution.recorded_tokens import select_valid_tokens
 from recipe.offpolicy.analysis.attribution.worst_examples import (
     TokenDecoder,
     WorstRow,
@@ -187,14 +187,14 @@ def test_buckets_far_apart_are_those_of_a_table(monkeypatch: pytest.MonkeyPatch)
     rows = drawn_rows([3, 50, 7, 20], step=9, drift=0.1, oldest_version=np.array([8, 8, 1, 5]))
     found = profile(rows)
     assert {bucket.name for bucket in found["staleness"]} == {"0", "3", "7"}
-    monkeypatch.setattr(frames, "_MOST_CELLS", 1)
+    monkeypatch.setattr(decomposition, "_MOST_CELLS", 1)
     assert profile(rows) == found
 
 
-@pytest.mark.parametrize("block", [frames.BLOCK, 20])
+@pytest.mark.parametrize("block", [decomposition.BLOCK, 20])
 def test_sums_of_buckets_are_those_of_their_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of a few rows as in one of all."""
-    monkeypatch.setattr(frames.iterate_bounds, "__defaults__", (block,))
+    monkeypatch.setattr(decomposition.iterate_bounds, "__defaults__", (block,))
     rows = drawn_rows([3, 50, 7, 20], backend=0.3, drift=0.1)
     tokens = select_valid_tokens(rows)
     whole = (np.exp(tokens.gap) - 1 - tokens.gap).sum()

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 from injected_faults.cases import CASES, FaultCase, Part
 from injected_faults.evaluate import DATA, Judged, judged, scores
 
-from recipe.offpolicy.analysis.attribution.causes import NAMES
+from recipe.offpolicy.analysis.attribution.cause import NAMES
 from recipe.offpolicy.recording import Recording
 
 

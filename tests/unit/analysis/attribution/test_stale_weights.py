@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from recipe.offpolicy.analysis.attribution.causes import Cause, find_causes, stale_weights
-from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import SampledTokens, collect_tokens
-from recipe.offpolicy.analysis.attribution.frames import ValidTokens, compute_k3
+from recipe.offpolicy.analysis.attribution.cause import Cause
+from recipe.offpolicy.analysis.attribution.causes import find_causes
+from recipe.offpolicy.analysis.attribution.partial_causes import find_stale_weights
+from recipe.offpolicy.analysis.attribution.recorded_tokens import SampledTokens, collect_tokens, compute_k3
 from recipe.offpolicy.recording import Rows, concatenate
 from tests.support.simulated_policies import Size, noisy, simulated
 
@@ -46,7 +47,7 @@ def without_prompts(rows: Rows) -> Rows:
 
 
 def verdict(rows: Rows) -> Cause:
-    causes = find_causes(rows)
+    causes = find_causes(rows, {})
     assert {cause.name for cause in causes if cause.verdict == "present"} <= {"stale weights"}
     return next(cause for cause in causes if cause.name == "stale weights")
 
@@ -128,7 +129,7 @@ def test_prompts_that_come_again_are_healthy_by_themselves() -> None:
 def test_how_long_ago_a_prompt_first_came() -> None:
     rows = asked(2, lambda step, prompt: 0.0 * step)
     sampled = collect_tokens(rows)
-    again = rows.prompt_ids[sampled.tokens.row] < 2
+    again = rows.prompt_ids[sampled.row] < 2
     assert set(sampled.again[again] - sampled.step[again]) == {-1}
     assert set(sampled.again[~again]) == {0}
     assert set(sampled.take(again).again) == {0, 1, 2, 3}
@@ -144,18 +145,22 @@ def test_the_factor_compares_within_a_step() -> None:
     count = len(step)
     mu = np.full(count, -1.0)
     zero = np.zeros(count, dtype=np.int64)
-    tokens = ValidTokens(row=zero, place=zero, mu=mu, old=mu + gap, pi=mu + gap, turn=zero, index=np.arange(count))
     sampled = SampledTokens(
-        tokens=tokens,
+        row=zero,
+        place=zero,
+        mu=mu,
+        old=mu + gap,
+        pi=mu + gap,
+        turn=zero,
+        index=np.arange(count),
         step=step.astype(np.int64),
         staleness=zero,
         cluster=np.arange(count) // 10,
         context=np.arange(count),
         token_id=zero,
         again=again.astype(np.int64),
-        turns=1,
     )
-    found, _ = stale_weights.find(sampled)
+    found, _ = find_stale_weights(sampled)
     a, b, c, d = (float(compute_k3(np.array(value))) for value in (0.3, 0.1, 0.8, 0.2))
     assert found.evidence["again"] == pytest.approx((100 * a + 200 * c) / (100 * b + 200 * d), rel=1e-9)
     assert found.evidence["kl_again"] == pytest.approx((100 * a + 200 * c) / 300, rel=1e-9)

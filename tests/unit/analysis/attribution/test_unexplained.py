@@ -12,8 +12,8 @@ from recipe.offpolicy.analysis.attribution.attribution_page import (
     format_verdict,
     is_healthy,
 )
-from recipe.offpolicy.analysis.attribution.causes import truncation
-from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import collect_tokens
+from recipe.offpolicy.analysis.attribution.causes import find_truncation
+from recipe.offpolicy.analysis.attribution.recorded_tokens import collect_tokens
 from recipe.offpolicy.recording import Rows
 from tests.support.attributed import attribute_rows
 from tests.support.recordings import drawn_rows
@@ -75,11 +75,11 @@ def test_log_probs_that_are_too_alike() -> None:
 
 def test_a_missing_mass_is_a_mass() -> None:
     """Noise of 3 nats: pi_old/mu averages e^4.5 = 90 or so, and 1 - 90 is no probability."""
-    for cause in truncation.find(collect_tokens(drawn_rows(LENGTHS, backend=3.0)), {}):
+    for cause in find_truncation(collect_tokens(drawn_rows(LENGTHS, backend=3.0)), {}):
         assert cause.verdict == "absent"
         assert "the mean of pi_old/mu" in cause.sentence
         assert "missing" not in cause.evidence
         assert cause.evidence["mean_ratio"] > 2
-    for cause in truncation.find(collect_tokens(drawn_rows(LENGTHS, backend=0.1)), {}):
+    for cause in find_truncation(collect_tokens(drawn_rows(LENGTHS, backend=0.1)), {}):
         assert "cut off" in cause.sentence
         assert abs(cause.evidence["missing"]) < 0.05

@@ -24,7 +24,7 @@ from injected_faults import make  # noqa: E402
 from injected_faults.cases import CASES, FaultCase  # noqa: E402
 from injected_faults.evaluate import DATA  # noqa: E402
 
-from recipe.offpolicy.analysis.attribution.frames import compute_k3  # noqa: E402
+from recipe.offpolicy.analysis.attribution.recorded_tokens import compute_k3  # noqa: E402
 from recipe.offpolicy.recording import Recording  # noqa: E402
 
 

@@ -1,4 +1,4 @@
-"""Verdict on one possible cause of a mismatch, and the thresholds on which the verdict is based.
+"""Verdict on one possible cause of a mismatch, and the estimates and thresholds on which the verdict is based.
 
 The thresholds were chosen only on the recordings in tests/data/faults/tuning. The exception is ``above``, which was
 chosen on simulated noise, because in those recordings the mass that is cut off is far from this threshold.
@@ -6,23 +6,21 @@ chosen on simulated noise, because in those recordings the mass that is cut off 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ....monitor.alarms.alarms import HEALTHY_KL
+import numpy as np
+from numpy.typing import NDArray
 
+from ...monitor.alarms.alarms import HEALTHY_KL
+
+Array = NDArray[np.float64]
 Verdict = Literal["present", "absent", "not testable"]
 
-NAMES: Final = (
-    "misalignment",
-    "re-tokenisation",
-    "stale weights",
-    "temperature",
-    "truncated sampling",
-    "extra vocabulary",
-    "numerics",
-)
+MISALIGNMENT, RETOKENISATION, STALE = "misalignment", "re-tokenisation", "stale weights"
+TEMPERATURE, TRUNCATED, EXTRA, NUMERICS = "temperature", "truncated sampling", "extra vocabulary", "numerics"
+NAMES: Final = (MISALIGNMENT, RETOKENISATION, STALE, TEMPERATURE, TRUNCATED, EXTRA, NUMERICS)
 """Every cause, in the order of the tests."""
 
 
@@ -31,7 +29,7 @@ class Cause:
     """One possible cause and the verdict on it.
 
     Attributes:
-        name: one of ``NAMES``.
+        name: one of ``NAMES``, or a cause in the delivery of weights.
         verdict: "present", "absent", or "not testable" if the recording lacks the data that the test needs.
         evidence: the measurements by name: effects, interval ends, counts.
         sentence: the finding with its numbers, or what is missing for a test.
@@ -45,14 +43,9 @@ class Cause:
     fix: str = ""
 
 
-def report_absent(name: str, sentence: str, **evidence: float) -> Cause:
-    """Build the verdict "absent"."""
-    return Cause(name, "absent", evidence, sentence)
-
-
-def report_untestable(name: str, sentence: str, **evidence: float) -> Cause:
-    """Build the verdict "not testable"; ``sentence`` states what is missing."""
-    return Cause(name, "not testable", evidence, sentence)
+def report_untestable(names: Iterable[str], sentence: str) -> list[Cause]:
+    """Build the verdict "not testable" for several causes; ``sentence`` states what is missing."""
+    return [Cause(name, "not testable", {}, sentence) for name in names]
 
 
 @dataclass(frozen=True)
@@ -101,3 +94,52 @@ LEAST_TOKENS = 200
 LEAST_CONTEXTS = 20
 """Minimum number of contexts, each with at least two different sampled tokens, for a slope test to run."""
 THRESHOLDS = Thresholds()
+REPLICATES = 400
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An estimate with its 98 % interval, computed by resampling prompts."""
+
+    value: float
+    low: float
+    high: float
+
+    def name(self, name: str, *ends: str) -> dict[str, float]:
+        """Return the value, and these ends of its interval, as evidence: ``name``, ``name_low``, ``name_high``."""
+        return {name: self.value, **{f"{name}_{end}": getattr(self, end) for end in ends}}
+
+
+def estimate(
+    columns: Iterable[NDArray[np.generic]], cluster: NDArray[np.int64], statistic: Callable[[Array], float]
+) -> Estimate | None:
+    """Estimate a statistic of sums over all tokens, with a cluster-bootstrap interval; None if it is not finite.
+
+    Args:
+        columns: k columns, (n,) each.
+        cluster: (n,), see ``SampledTokens``.
+        statistic: computes the statistic from the k totals.
+    """
+    there = np.bincount(cluster) > 0
+    sums = np.stack([np.bincount(cluster, weights=column)[there] for column in columns], axis=-1)
+    count = len(sums)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = statistic(sums.sum(0)) if count else np.nan
+        if not np.isfinite(value):
+            return None
+        # Drawing clusters with replacement is the same as drawing multinomial counts, and sums of columns need only
+        # these counts.
+        weights = np.random.default_rng(0).multinomial(count, np.full(count, 1.0 / count), size=REPLICATES)
+        drawn = np.array([statistic(row) for row in weights @ sums])
+    drawn = drawn[np.isfinite(drawn)]
+    # If draws that are not finite were left out, the interval would have a selection bias.
+    if len(drawn) < REPLICATES / 2:
+        return None
+    return Estimate(float(value), float(np.percentile(drawn, 1)), float(np.percentile(drawn, 99)))
+
+
+def estimate_ratio(
+    part: NDArray[np.generic], whole: NDArray[np.generic], cluster: NDArray[np.int64]
+) -> Estimate | None:
+    """Estimate the sum of one column divided by the sum of another; see ``estimate``."""
+    return estimate((part, whole), cluster, lambda sums: float(sums[0] / sums[1]))
