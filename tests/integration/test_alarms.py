@@ -13,8 +13,8 @@ from tensordict import TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.bounds import compute_fingerprint, read_bounds, replace_bounds
-from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS
-from recipe.offpolicy.monitor.alarms.alarms import AlarmError
+from recipe.offpolicy.monitor.alarm_settings import DEFAULTS as ALARMS
+from recipe.offpolicy.monitor.alarms import AlarmError
 from tests.support import training_worker as tw
 from tests.support.specs import GSM, OPSM, TIS_TOKEN
 

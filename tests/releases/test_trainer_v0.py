@@ -181,7 +181,7 @@ ESS = {"action": "fallback", "patience": 1, "fallback": {"options": ["safer"], "
 def test_a_resume_hands_over_what_was_in_force(legacy: bool, fell_back: bool, tmp_path: Path) -> None:
     """The fallback of an alarm that had fired, or the bounds that had moved."""
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS
+    from recipe.offpolicy.monitor.alarm_settings import DEFAULTS
     from tests.support.histograms import histogram
 
     def made() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from recipe.offpolicy.correction import Reduction, Statistic
-from recipe.offpolicy.monitor.bounds.histogram import EDGES, sum_by_bin
+from recipe.offpolicy.monitor.moving_bounds import EDGES, sum_by_bin
 
 
 def histogram(distance: Tensor, counted: Tensor) -> Statistic:

@@ -21,13 +21,11 @@ from recipe.offpolicy.extensions.opd import settings as opd
 from recipe.offpolicy.extensions.pass_at_k import settings as pass_at_k
 from recipe.offpolicy.extensions.process_reward import settings as process_reward
 from recipe.offpolicy.extensions.turn_credit import turn_credit
-from recipe.offpolicy.monitor.alarms import alarm_settings
-from recipe.offpolicy.monitor.bounds import bound_settings
-from recipe.offpolicy.monitor.mismatch import snapshot_settings
+from recipe.offpolicy.monitor import alarm_settings, bound_settings
 from recipe.offpolicy.preflight import auto_choice
 from recipe.offpolicy.recording import record_settings
 from recipe.offpolicy.replay import replay_settings
-from recipe.offpolicy.staleness import staleness_settings
+from recipe.offpolicy.staleness import staleness_settings, weight_snapshots
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "keys.md"
@@ -38,7 +36,7 @@ TABLES: dict[str, tuple[str, Mapping[str, Key]]] = {
         staleness_settings.KEYS,
         replay_settings.KEYS,
         delivery_settings.KEYS,
-        snapshot_settings.KEYS,
+        weight_snapshots.KEYS,
         record_settings.KEYS,
         *alarm_settings.KEYS.values(),
         bound_settings.KEYS,

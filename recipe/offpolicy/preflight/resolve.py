@@ -13,7 +13,7 @@ from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.correction_parts import KEYS as SUPPORT_KEYS
 from ..correction.problem import CheckError, format_value
 from ..correction.validation import rename_for_metrics
-from ..monitor.alarms.alarm_settings import DEFAULTS, SECTION
+from ..monitor.alarm_settings import DEFAULTS, SECTION
 from ..recording.record_settings import resolve_dir
 from .auto_choice import Requirement, check_requirements, format_selection, read_setup, refuse_setup, select
 from .composed import AUTO as AUTO_PROXIMAL

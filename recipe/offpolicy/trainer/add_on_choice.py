@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from ..delivery.delivery_settings import DeliverySettings
 from ..extensions.add_on import AddOn
-from ..monitor.mismatch.snapshot_settings import SnapshotSettings
 from ..replay.replay_settings import ReplaySettings, read_megatron_mode
 from ..staleness.staleness_settings import StalenessSettings
+from ..staleness.weight_snapshots import SnapshotSettings
 from ..support.support_settings import SupportSettings
 
 if TYPE_CHECKING:

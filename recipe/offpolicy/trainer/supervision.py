@@ -23,9 +23,8 @@ from ..correction.statistics import Statistic, merge_all
 from ..delivery.delivery_settings import SECTION
 from ..extensions.add_ons import AddOns
 from ..monitor.active_correction import ActiveCorrection
-from ..monitor.alarms.alarms import format_watched
-from ..monitor.mismatch.shares import RecentFloor
-from ..monitor.mismatch.stale_kept import StaleRowsWatch
+from ..monitor.alarms import StaleRowsWatch, format_watched
+from ..monitor.mismatch_shares import RecentFloor
 from ..proof.drawn_rows import PROVE_EVERY, draw_rows
 from ..proof.rollout_checks import RolloutChecker, SameEngineCheck
 from ..proof.verify import LivenessError, describe_proof, describe_rest, verify, verify_update

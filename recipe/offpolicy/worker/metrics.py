@@ -43,8 +43,8 @@ from ..correction.bounds import Side
 from ..correction.deferred_value import DeferredValue, defer_statistics, fetch
 from ..correction.proximal import OF_THE_TRAINER
 from ..correction.statistics import flatten, merge_all
-from ..monitor.bounds.bound_measurement import defer_histograms
-from ..monitor.mismatch.shares import defer_share_statistics
+from ..monitor.mismatch_shares import defer_share_statistics
+from ..monitor.moving_bounds import defer_histograms
 from ..proof.gradient import Proof
 from ..proof.token_alignment import AlignmentTally, count_agreements
 
@@ -192,7 +192,7 @@ class Packet:
         rows: checksums of mu and its tokens, see ``seals.compute_row_checksums``.
         plan: fingerprint of the plan that arrived; 0 for none.
         bounds: part -> the bounds that were used, for parts whose bounds move.
-        histograms: histograms of the parts whose bounds move, see ``monitor.bounds.bound_measurement``.
+        histograms: histograms of the parts whose bounds move, see ``monitor.moving_bounds``.
         alignment: agreement of mu and pi; set if there is no pi_old with which to compare mu.
         proof: completed by the engine's own backward pass if a proof was requested.
         reports: reports of extensions, by section.

@@ -10,9 +10,8 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.batch import declared_keys
 from recipe.offpolicy.batch.declared_keys import Rule, Section, build_unknown, choice, count, flag, number
-from recipe.offpolicy.monitor.alarms import alarm_settings
-from recipe.offpolicy.monitor.bounds import bound_settings
-from recipe.offpolicy.monitor.bounds.histogram import Schedule
+from recipe.offpolicy.monitor import alarm_settings, bound_settings
+from recipe.offpolicy.monitor.moving_bounds import Schedule
 from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.staleness.staleness_settings import StalenessSettings
 

@@ -15,9 +15,8 @@ import torch  # noqa: F401  # before TensorBoard, which would look for TensorFlo
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.statistics import ENTRIES
-from recipe.offpolicy.monitor.alarms.alarms import list_watched
-from recipe.offpolicy.monitor.panels import PANELS
-from recipe.offpolicy.panels import main
+from recipe.offpolicy.monitor.alarms import list_watched
+from recipe.offpolicy.panels import PANELS, main
 from tests.support.corrections import GSM, TIS
 from tests.support.paths import ROOT
 

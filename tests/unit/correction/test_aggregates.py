@@ -14,7 +14,7 @@ from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.correction import CorrectionSpec, MaskSpec, SpecError
 from recipe.offpolicy.correction.aggregates import AGGREGATES, Aggregate
-from recipe.offpolicy.monitor.bounds.histogram import (
+from recipe.offpolicy.monitor.moving_bounds import (
     EDGES,
     Histogram,
     Schedule,

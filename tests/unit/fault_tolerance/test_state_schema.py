@@ -47,7 +47,7 @@ from recipe.offpolicy.fault_tolerance.state_schema import (
     whole,
 )
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences, list_dependents
-from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS
+from recipe.offpolicy.monitor.alarm_settings import DEFAULTS as ALARMS
 from recipe.offpolicy.staleness.ages import AgeLimit
 from recipe.offpolicy.staleness.staleness_settings import AdaptSettings, EtaController
 from tests.support.corrections import TIS, band, spec

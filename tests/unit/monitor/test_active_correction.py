@@ -16,8 +16,8 @@ from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
 from recipe.offpolicy.correction.bounds import WEIGHT
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences, list_dependents
-from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS
-from recipe.offpolicy.monitor.bounds.bound_settings import read_noted_keys
+from recipe.offpolicy.monitor.alarm_settings import DEFAULTS as ALARMS
+from recipe.offpolicy.monitor.bound_settings import read_noted_keys
 from tests.support import cap_cases
 from tests.support.cap_cases import CAPPED
 from tests.support.corrections import GSM, TIS, band, spec

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.monitor.alarms.alarm_settings import read_settings
+from recipe.offpolicy.monitor.alarm_settings import read_settings
 from recipe.offpolicy.preflight.composed import Composed, read_correction
 from recipe.offpolicy.preflight.resolve import _resolve_fallbacks as resolve
 from recipe.offpolicy.preflight.resolve import check_fallbacks as check

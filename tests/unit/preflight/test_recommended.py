@@ -13,7 +13,7 @@ from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.analysis.report.verdict import COMPARED, build_answers, run_studies
 from recipe.offpolicy.correction import CorrectionSpec, recommended
-from recipe.offpolicy.monitor.mismatch.stale_kept import StaleRowsWatch
+from recipe.offpolicy.monitor.alarms import StaleRowsWatch
 from recipe.offpolicy.preflight.auto_choice import Setup, select
 from recipe.offpolicy.preflight.checks.staleness import warn_asynchronous
 from recipe.offpolicy.preflight.composed import Composed
@@ -124,10 +124,14 @@ def test_a_run_that_keeps_no_stale_token_says_so_once(caplog: pytest.LogCaptureF
 
     watch = StaleRowsWatch()
     with caplog.at_level(logging.WARNING, "verl.offpolicy"):
-        seen = [watch.see(one) for one in (update(0.0), update(0.5), update(0.01), update(0.0), update(0.0))]
-    assert seen == [False, False, False, True, False]
+        warned = []
+        for one in (update(0.0), update(0.5), update(0.01), update(0.0), update(0.0)):
+            watch.see(one)
+            warned.append(len(caplog.records))
+    assert warned == [0, 0, 0, 1, 1]
     assert "keeps 0.000 of the tokens that older weights sampled, 1000 in this update" in caplog.text
     assert LINE in caplog.text
     young = StaleRowsWatch()
-    assert not any(young.see(update(0.0, tokens=50.0)) for _ in range(5))
-    assert not any(young.see({}) for _ in range(5))
+    for values in [update(0.0, tokens=50.0)] * 5 + [{}] * 5:
+        young.see(values)
+    assert len(caplog.records) == 1

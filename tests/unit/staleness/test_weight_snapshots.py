@@ -47,8 +47,7 @@ class View:
 
 def run(snapshots: int) -> tuple[Any, Any, Workers]:
     """A run and its add-on."""
-    from recipe.offpolicy.monitor.mismatch.snapshot_settings import SnapshotSettings
-    from recipe.offpolicy.staleness.weight_snapshots import WeightSnapshots
+    from recipe.offpolicy.staleness.weight_snapshots import SnapshotSettings, WeightSnapshots
 
     workers = Workers()
     made: Any = SimpleNamespace(workers=workers, view=lambda batch: batch)

@@ -23,7 +23,7 @@ from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPl
 from recipe.offpolicy.batch.weight_versions import CHUNKS
 from recipe.offpolicy.correction import CorrectionSpec, deferred_value
 from recipe.offpolicy.correction.bounds import WEIGHT, Side, read_bounds
-from recipe.offpolicy.monitor.bounds.histogram import UNITS
+from recipe.offpolicy.monitor.moving_bounds import UNITS
 from recipe.offpolicy.worker import loss as worker_loss
 from recipe.offpolicy.worker import metrics as packets
 from recipe.offpolicy.worker.loss import OffPolicyLoss

@@ -13,7 +13,7 @@ import torch
 
 from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.correction import Reduction, Statistic
-from recipe.offpolicy.monitor.mismatch.shares import build_share_statistics
+from recipe.offpolicy.monitor.mismatch_shares import build_share_statistics
 from recipe.offpolicy.worker import metrics as measurement
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Ledger, Observation, Packet, merge_metrics, take_packets
 from tests.support.corrections import TIS, spec

@@ -2,5 +2,5 @@
 
 ``attribution.attribute_rows`` explains recorded rows, ``causes.find_causes`` only looks for causes, and
 ``attribution_page.add_sections`` displays both results. The sums that training reports at every step are in
-``monitor.mismatch``.
+``monitor.mismatch_shares``.
 """

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from ...monitor.mismatch.shares import COLUMNS, RECENT
+from ...monitor.mismatch_shares import COLUMNS, RECENT
 from ...recording import Recording, RecordingError, Rows, concatenate
 from ..jobs import ALONE, Jobs, show_progress
 from .cause import NUMERICS, STALE, Cause

@@ -13,7 +13,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ...monitor.alarms.alarms import HEALTHY_KL
+from ...monitor.alarms import HEALTHY_KL
 
 Array = NDArray[np.float64]
 Verdict = Literal["present", "absent", "not testable"]

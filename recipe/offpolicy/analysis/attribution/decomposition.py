@@ -14,7 +14,7 @@ import polars as pl
 import torch
 from numpy.typing import NDArray
 
-from ...monitor.mismatch.shares import (
+from ...monitor.mismatch_shares import (
     AGES,
     BINS,
     COLUMNS,
@@ -136,7 +136,7 @@ def count_by_age(cells: pl.DataFrame, rows: Rows) -> Counter[int]:
 
 
 def place_cells(cells: pl.DataFrame, rows: int) -> Array:
-    """Add up cells as ``mismatch.shares.compute_sums_by_row`` adds up the tokens of padded rows: (rows, *SHAPE)."""
+    """Add up cells as ``mismatch_shares.compute_sums_by_row`` adds up the tokens of padded rows: (rows, *SHAPE)."""
     age = cells["staleness"].to_numpy()
     kind = np.where(age < 0, AGES.index("unknown"), age > 0)
     sums = np.zeros((rows, *SHAPE))
@@ -145,7 +145,7 @@ def place_cells(cells: pl.DataFrame, rows: int) -> Array:
 
 
 def compute_row_sums(rows: Rows) -> Array:
-    """Compute ``mismatch.shares.compute_sums_by_row`` of recorded rows, without padding them: (N, *SHAPE)."""
+    """Compute ``mismatch_shares.compute_sums_by_row`` of recorded rows, without padding them: (N, *SHAPE)."""
     return place_cells(sum_cells(rows)[0], len(rows))
 
 

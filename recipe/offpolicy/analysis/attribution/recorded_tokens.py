@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from ...monitor.mismatch.shares import EDGES
+from ...monitor.mismatch_shares import EDGES
 from ...recording import Rows, Step, concatenate
 from ...recording.recording import find_scored_rows, get_trainers_pi_old
 

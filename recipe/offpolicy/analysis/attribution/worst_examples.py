@@ -14,7 +14,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from ...fault_tolerance.redaction import redact_text
-from ...monitor.mismatch.shares import COLUMNS
+from ...monitor.mismatch_shares import COLUMNS
 from ...recording import Rows
 from .recorded_tokens import Array, hash_ids, hash_prompts
 

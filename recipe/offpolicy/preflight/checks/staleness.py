@@ -18,15 +18,15 @@ from ...correction.proximal import BY_AGE
 from ...delivery.delivery_settings import find_problems as delivery_problems
 from ...extensions.add_on import find_problems as extension_problems
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
-from ...monitor.alarms.alarm_settings import find_problems as alarm_problems
-from ...monitor.bounds.bound_settings import find_problems as calibrate_problems
-from ...monitor.mismatch.snapshot_settings import find_problems as snapshot_problems
+from ...monitor.alarm_settings import find_problems as alarm_problems
+from ...monitor.bound_settings import find_problems as calibrate_problems
 from ...proof.drawn_rows import PROVE_EVERY
 from ...recording.record_settings import find_problems as record_problems
 from ...recording.record_settings import find_too_many_parts
 from ...replay.replay_settings import find_problems as replay_problems
 from ...staleness.staleness_settings import ETA, TARGET
 from ...staleness.staleness_settings import find_problems as staleness_problems
+from ...staleness.weight_snapshots import find_problems as snapshot_problems
 from ..composed import ASYNC_MODES, MODE, MU_KEY, SHADOW, Composed
 from .correction import list_masks
 

@@ -25,7 +25,7 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
     resample,
 )
 from recipe.offpolicy.analysis.table import to_rich
-from recipe.offpolicy.monitor.mismatch.shares import compute_sums_by_row
+from recipe.offpolicy.monitor.mismatch_shares import compute_sums_by_row
 from recipe.offpolicy.recording import Rows, concatenate
 from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
 from tests.support.attributed import attribute_rows

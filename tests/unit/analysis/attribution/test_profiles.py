@@ -33,7 +33,7 @@ from recipe.offpolicy.analysis.attribution.worst_examples import (
     find_worst,
     load_decoder,
 )
-from recipe.offpolicy.monitor.mismatch.shares import EDGES
+from recipe.offpolicy.monitor.mismatch_shares import EDGES
 from recipe.offpolicy.recording import Rows
 from tests.support.recordings import drawn_rows
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
-from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS
-from recipe.offpolicy.monitor.alarms.alarms import AlarmError, Alarms
+from recipe.offpolicy.monitor.alarm_settings import DEFAULTS
+from recipe.offpolicy.monitor.alarms import AlarmError, Alarms
 from tests.support import small_policies as sp
 from tests.support.fake_teacher import FakeTeacher, serving
 
@@ -131,7 +131,7 @@ def extreme_shares(teacher: str) -> list[float]:
 
 def alarms(**changes: Any) -> Alarms:
     values = {name: {"action": "off"} for name in DEFAULTS} | {"opd_overlap": changes}
-    return Alarms.from_config(OmegaConf.create({"offpolicy": {"alarms": values}, "opd": {"mode": "loss"}}))
+    return Alarms(OmegaConf.create({"offpolicy": {"alarms": values}, "opd": {"mode": "loss"}}))
 
 
 @pytest.mark.parametrize("teacher", TEACHERS)

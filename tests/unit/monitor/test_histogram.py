@@ -21,8 +21,7 @@ from recipe.offpolicy.correction.masks import compute_extremes, find_outside
 from recipe.offpolicy.correction.ratios import compute_log_ratio, find_valid_tokens
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.correction.units import partition_units
-from recipe.offpolicy.monitor.bounds.bound_measurement import defer_histograms
-from recipe.offpolicy.monitor.bounds.histogram import EDGES, Histogram, compute_quantile
+from recipe.offpolicy.monitor.moving_bounds import EDGES, Histogram, compute_quantile, defer_histograms
 from recipe.offpolicy.recording import Step
 from tests.support.acted import varied_rows
 from tests.support.corrections import band, opsm, spec, tensor

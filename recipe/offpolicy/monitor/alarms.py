@@ -5,27 +5,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...correction import CorrectionSpec, recommended
-from ...correction.bounds import format_bounds
-from .alarm_settings import (
-    DEFAULTS,
-    GROWTH,
-    OF_EXTENSIONS,
-    SECTION,
-    AlarmSettings,
-    AlarmState,
-    compute_growth,
-    find_statistic,
-    read_settings,
-    read_value,
-)
+from ..correction import CorrectionSpec, recommended
+from ..correction.bounds import format_bounds
+from ..correction.proximal import OF_THE_TRAINER
+from .alarm_settings import DEFAULTS, OF_EXTENSIONS, SECTION, AlarmSettings, read_settings
 
+logger = logging.getLogger("verl.offpolicy")
+
+GROWTH: Final = "mismatch_growth"
 HEALTHY_KL: Final = 2e-3
 """Largest KL(mu, pi_old), in nats per token, between two healthy engines. Typical values for dense models are 1e-4 to
 5e-4 in 16 bits, and 0.0013 to 0.0016 with one engine in bfloat16 and the other in float32
@@ -40,6 +34,48 @@ WATCHED: Final[Mapping[str, str]] = {
     "nonfinite": "a log-prob or an advantage is NaN or infinite: find it in nonfinite/*, and fix its source",
 }
 """Alarm on the metric -> what to do if the alarm fires."""
+_COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
+_SHOWN = 5  # largest number of values in a message
+
+
+def find_statistic(name: str, spec: CorrectionSpec) -> str:
+    """Return the name of the statistic that an alarm reads: a name under ``offpolicy/``, or an extension's.
+
+    Without a weight, the alarm reads the statistic of the ratio that a weight would use. This is pi_old / mu, or pi /
+    mu if pi_old does not come from the trainer's weights, because pi_old / mu then shows no mismatch.
+    """
+    trainers_own = spec.proximal in OF_THE_TRAINER
+    ratio = "rollout_ratio" if trainers_own else "full_ratio"
+    # Self-normalised weights always have mean 1.
+    mean = "raw_weight/mean" if spec.normalized is not None else "weight/mean"
+    statistics = {
+        "ess": "weight/ess" if spec.all_weights else f"{ratio}/ess",
+        "mean_weight": mean if spec.all_weights else f"{ratio}/mean",
+        "kept_share": "keep/token_share",
+        "nonfinite": "nonfinite",
+        GROWTH: "kl/k3" if trainers_own else f"{ratio}/chi2",
+    }
+    return statistics[name] if name in statistics else OF_EXTENSIONS[name][1]
+
+
+def read_value(name: str, spec: CorrectionSpec, values: Mapping[str, float]) -> float:
+    """Read an alarm's value from the statistics of an update; NaN if it is missing."""
+    if name == "nonfinite":
+        found = [values[key] for what in _COUNTED if (key := f"nonfinite/{what}") in values]
+        return sum(found) if found else math.nan
+    return values.get(find_statistic(name, spec), math.nan)
+
+
+def compute_growth(past: Sequence[float], value: float, *, history: int, least: float) -> float | None:
+    """Compute ``value`` divided by the median of ``past``; None while fewer than ``history`` values are known.
+
+    Args:
+        past: mismatch of the previous updates, finite.
+        least: lower limit that is applied to both the value and the median, so that growth from near zero is ignored.
+    """
+    if math.isnan(value):
+        return math.nan
+    return None if len(past) < history else max(value, least) / max(median(past), least)
 
 
 def list_watched(spec: CorrectionSpec, alarms: Mapping[str, Any] = DEFAULTS) -> Iterator[tuple[str, str, str]]:
@@ -66,7 +102,37 @@ def format_watched(spec: CorrectionSpec, config: DictConfig) -> Iterator[str]:
         yield f"  {metric}: {bounds}; else {advice}"
 
 
-logger = logging.getLogger("verl.offpolicy")
+@dataclass(frozen=True)
+class AlarmState:
+    """The counters of one alarm.
+
+    Attributes:
+        firing: the alarm has fired and has not re-armed.
+        beyond: number of consecutive updates outside the band, up to and including the last update.
+        calm: number of consecutive updates inside the recovery band, up to and including the last update.
+        values: values of the most recent updates that ``beyond`` counts.
+    """
+
+    firing: bool = False
+    beyond: int = 0
+    calm: int = 0
+    values: tuple[float, ...] = ()
+
+    def advance(self, alarm: AlarmSettings, value: float) -> tuple[AlarmState, Literal["none", "fired", "recovered"]]:
+        """Return the state after an update with ``value``, and the event that occurred."""
+        inside = alarm.band.contains(value)
+        state = replace(
+            self,
+            beyond=0 if inside else self.beyond + 1,
+            calm=self.calm + 1 if alarm.recovery.contains(value) else 0,
+            values=() if inside else (*self.values, value)[-_SHOWN:],
+        )
+        if not state.firing and state.beyond >= alarm.patience:
+            return replace(state, firing=True), "fired"
+        if state.firing and state.calm >= alarm.recovery_patience:
+            return replace(state, firing=False), "recovered"
+        return state, "none"
+
 
 CONFIGURED = "configured"
 _MEANINGS = {
@@ -74,7 +140,7 @@ _MEANINGS = {
     "mean_weight": "mu and the trainer's policy have drifted apart",
     "kept_share": "most of the batch is rejected",
     "nonfinite": "some log-probs are NaN or infinite",
-    "mismatch_growth": "the mismatch of the two engines has grown, for example because of stale weights or caches",
+    GROWTH: "the mismatch of the two engines has grown, for example because of stale weights or caches",
     "opd_overlap": "the teacher considers most sampled tokens nearly impossible, for example because its vocabulary, "
     "chat template or task differs",
 }
@@ -88,29 +154,23 @@ class Alarms:
     """The alarms of one run, and the correction that is active because of them.
 
     Args:
-        alarms: settings of the alarms that are not off, by name, in the order of their evaluation.
+        config: composed configuration of the run.
 
     Attributes:
         in_force: ``configured``, or the name of the alarm whose fallback the next update uses.
     """
 
-    def __init__(self, alarms: Mapping[str, AlarmSettings]) -> None:
-        self._alarms = dict(alarms)
-        self._states = {name: AlarmState() for name in alarms}
+    def __init__(self, config: DictConfig) -> None:
+        self._alarms = read_settings(config)
+        self._states = {name: AlarmState() for name in self._alarms}
         self._past: list[float] = []
         self._updates = 0
         self.in_force = self._ran = CONFIGURED
 
-    @classmethod
-    def from_config(cls, config: DictConfig) -> Alarms:
-        """Build the alarms of a composed configuration."""
-        return cls(read_settings(config))
-
     @property
     def fallback(self) -> CorrectionSpec | None:
         """The active fallback correction; None if the configured correction is active."""
-        alarm = self._alarms.get(self.in_force)
-        return None if alarm is None else alarm.fallback
+        return self.get_fallback(self.in_force)
 
     def judge(
         self, spec: CorrectionSpec, values: Mapping[str, float], extensions: Mapping[str, float] = MappingProxyType({})
@@ -137,10 +197,9 @@ class Alarms:
             value = self._read_value(alarm, spec, found) if found else None
             if value is None:
                 continue
-            state, event = self._states[name].advance(alarm.rule, value)
-            self._states[name] = state
+            self._states[name], event = self._states[name].advance(alarm, value)
             if event == "fired":
-                self._announce(alarm, state, spec)
+                self._announce(alarm, spec)
                 fired.append(name)
             elif event == "recovered":
                 logger.info("alarm %s: %s is back at %.4g.", name, find_statistic(name, spec), value)
@@ -188,10 +247,7 @@ class Alarms:
             if not same or unheard:
                 self._states[name] = AlarmState()
                 if known is not None and known["firing"]:
-                    logger.warning(
-                        "alarm %s: it was firing at the checkpoint, and is reset because its settings have changed.",
-                        name,
-                    )
+                    logger.warning("alarm %s: it was firing at the checkpoint, but its settings have changed.", name)
             elif switched:
                 self._states[name] = AlarmState(firing=known["firing"])
             else:
@@ -210,28 +266,29 @@ class Alarms:
             return value
         grown = compute_growth(self._past, value, history=alarm.window, least=alarm.least)
         # Values of a lasting fault are not added to the history, because they would become the normal level.
-        healthy = grown is None or (alarm.rule.band.contains(grown) and not self._states[alarm.name].firing)
+        healthy = grown is None or (alarm.band.contains(grown) and not self._states[alarm.name].firing)
         if healthy and math.isfinite(value):
             self._past = [*self._past, value][-alarm.window :]
         return grown
 
     def _choose(self) -> str:
         """Choose the next correction: the active fallback, otherwise the fallback of the first firing alarm."""
-        holder = self._alarms.get(self.in_force)
-        if holder is not None and not self._is_over(holder):
-            return self.in_force
+        if (holder := self._alarms.get(self.in_force)) is not None:
+            state = self._states[holder.name]
+            if holder.return_after is None or state.firing or state.calm < holder.return_after:
+                return self.in_force
         firing = (n for n, alarm in self._alarms.items() if alarm.action == "fallback" and self._states[n].firing)
         return next(firing, CONFIGURED)
 
     def _log_change(self, before: str, fired: Sequence[str]) -> None:
         """Log which correction is active next, if any alarm ``fired`` or if the correction has changed."""
         if before not in (CONFIGURED, self.in_force):
-            quiet = f"alarm {before}: quiet for {self._states[before].calm} updates"
-            if self.in_force == CONFIGURED:
-                back = "the configured correction is active again from the next update, which must prove it."
-                logger.warning("%s, %s", quiet, back)
-            else:
-                logger.warning("%s, but alarm %s fires.", quiet, self.in_force)
+            follows = (
+                "the configured correction is active again from the next update, which must prove it"
+                if self.in_force == CONFIGURED
+                else f"but alarm {self.in_force} fires"
+            )
+            logger.warning("alarm %s: quiet for %d updates, %s.", before, self._states[before].calm, follows)
         if self.in_force not in (CONFIGURED, before):
             alarm = self._alarms[self.in_force]
             forever = alarm.return_after is None
@@ -242,39 +299,63 @@ class Alarms:
                 "for the rest of the run" if forever else f"until {alarm.return_after} quiet updates",
             )
         for name in fired:
-            taken = self.in_force == name != before
-            if self._alarms[name].action == "fallback" and not taken:
+            if self._alarms[name].action == "fallback" and not self.in_force == name != before:
                 logger.warning(
                     "alarm %s: the fallback of alarm %s is already active, and stays active.", name, self.in_force
                 )
 
-    def _announce(self, alarm: AlarmSettings, state: AlarmState, spec: CorrectionSpec) -> None:
-        sentence = _describe(alarm, state, spec, self._updates)
-        if alarm.action == "stop":
-            other = (
-                ""
-                if alarm.name in OF_EXTENSIONS
-                else f", with a safer correction and offpolicy.resume_changed_correction=true, or with "
-                f"{SECTION}.{alarm.name}.action=fallback"
-            )
-            raise AlarmError(
-                f"{sentence} {SECTION}.{alarm.name}.action=stop ends the run. The optimizer has already stepped on "
-                f"these updates, and no checkpoint was written since the last of them: fix the cause and resume a "
-                f"checkpoint from before they began{other}. If such values are expected, widen the alarm's bounds."
-            )
-        logger.warning("%s", sentence)
-
-    def _is_over(self, alarm: AlarmSettings) -> bool:
+    def _announce(self, alarm: AlarmSettings, spec: CorrectionSpec) -> None:
         state = self._states[alarm.name]
-        return alarm.return_after is not None and not state.firing and state.calm >= alarm.return_after
+        shown = ", ".join(f"{value:.4g}" for value in state.values)
+        more = "..., " if state.beyond > len(state.values) else ""
+        over = f"{alarm.patience} consecutive updates" if alarm.patience > 1 else "an update"
+        what = find_statistic(alarm.name, spec) + (" over its median" if alarm.name == GROWTH else "")
+        sentence = (
+            f"alarm {alarm.name}: {what} was {more}{shown} in {over}, up to update {self._updates} of the run, but "
+            f"must be {alarm.band}: {_MEANINGS[alarm.name]}."
+        )
+        if alarm.action != "stop":
+            logger.warning("%s", sentence)
+            return
+        other = (
+            ""
+            if alarm.name in OF_EXTENSIONS
+            else f", with a safer correction and offpolicy.resume_changed_correction=true, or with "
+            f"{SECTION}.{alarm.name}.action=fallback"
+        )
+        raise AlarmError(
+            f"{sentence} {SECTION}.{alarm.name}.action=stop ends the run. The optimizer has already stepped on "
+            f"these updates, and no checkpoint was written since the last of them: fix the cause and resume a "
+            f"checkpoint from before they began{other}. If such values are expected, widen the alarm's bounds."
+        )
 
 
-def _describe(alarm: AlarmSettings, state: AlarmState, spec: CorrectionSpec, updates: int) -> str:
-    shown = ", ".join(f"{value:.4g}" for value in state.values)
-    more = "..., " if state.beyond > len(state.values) else ""
-    over = f"{alarm.rule.patience} consecutive updates" if alarm.rule.patience > 1 else "an update"
-    what = find_statistic(alarm.name, spec) + (" over its median" if alarm.name == GROWTH else "")
-    return (
-        f"alarm {alarm.name}: {what} was {more}{shown} in {over}, up to update {updates} of the run, but must be "
-        f"{alarm.rule.band}: {_MEANINGS[alarm.name]}."
-    )
+LEAST_KEPT = 0.1
+LEAST_TOKENS = 100
+"""Minimum number of stale tokens in an update for the check of ``StaleRowsWatch`` to apply."""
+IN_A_ROW = 2
+_AGES = ("is1", "is2", "ge3")
+
+
+class StaleRowsWatch:
+    """Warns, at most once, if a correction keeps almost none of the tokens that older weights sampled."""
+
+    def __init__(self) -> None:
+        self._low = 0
+
+    def see(self, values: Mapping[str, float]) -> None:
+        """Check the statistics of an update, under ``offpolicy/``."""
+        counts = {age: values.get(f"staleness/{age}/token_count", 0.0) for age in _AGES}
+        stale = sum(counts.values())
+        if self._low >= IN_A_ROW or not stale >= LEAST_TOKENS:
+            return
+        shares = {age: values.get(f"staleness/{age}/keep_token_share", math.nan) for age in _AGES}
+        kept = sum(count * shares[age] for age, count in counts.items() if count) / stale
+        self._low = self._low + 1 if kept < LEAST_KEPT else 0
+        if self._low == IN_A_ROW:
+            logger.warning(
+                "the correction keeps %.3f of the tokens that older weights sampled, %d in this update: bounds made "
+                "for two engines at equal weights reject stale sequences. Use %s instead, or calibrate the bounds on "
+                "a recording.",
+                *(kept, stale, recommended.LINE),
+            )

@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import MaskSpec
-from recipe.offpolicy.monitor.bounds.histogram import (
+from recipe.offpolicy.monitor.moving_bounds import (
     EDGES,
+    Evidence,
     Histogram,
     Schedule,
     compute_distances,
-    compute_next_bounds,
     compute_quantile,
     find_keeping_distance,
-    find_obstacles,
 )
 from tests.support.corrections import band, opsm, spec
 from tests.support.drawn import examples
@@ -51,7 +50,7 @@ def after(
     configured = current = mask_of(values)
     evidence = (counts(*distances), None if noise is None else counts(*noise))
     for _ in range(times):
-        current = moved(current, compute_next_bounds(schedule, configured, current, *evidence))
+        current = moved(current, Evidence(schedule, configured, current, *evidence).compute_next_bounds())
     return compute_distances(current)
 
 
@@ -62,7 +61,7 @@ def hindered(values: dict[str, Any], distances: list[float], noise: list[float] 
     """Kinds of what is in the way of bounds that are as configured."""
     mask, schedule = mask_of(values), replace(SCHEDULE, **changes)
     evidence = (counts(*distances), None if noise is None else counts(*noise))
-    return " ".join(sorted(find_obstacles(schedule, mask, mask, *evidence)))
+    return " ".join(sorted(Evidence(schedule, mask, mask, *evidence).find_obstacles()))
 
 
 def test_a_share_that_no_bound_keeps_leaves_it_where_it_is() -> None:
@@ -134,7 +133,7 @@ def test_bounds_stay_in_order_in_range_and_near_the_last_ones(
     start = compute_distances(configured)
     for update, fresh in updates:
         noise = counts(*(10**d for d in fresh)) if configured.ratio == "full" else None
-        bounds = compute_next_bounds(schedule, configured, current, counts(*(10**d for d in update)), noise)
+        bounds = Evidence(schedule, configured, current, counts(*(10**d for d in update)), noise).compute_next_bounds()
         following = moved(current, bounds)
         before, now = compute_distances(current), compute_distances(following)
         for side, distance in now.items():
@@ -171,7 +170,7 @@ def test_no_noise_moves_a_bound_faster_than_the_rate_or_past_the_ceiling(
     start = compute_distances(configured)
     for goal, noise in updates:
         evidence = (counts(*[10**goal] * 10), counts(*[10**noise] * 10))
-        following = moved(current, compute_next_bounds(schedule, configured, current, *evidence))
+        following = moved(current, Evidence(schedule, configured, current, *evidence).compute_next_bounds())
         before, now = compute_distances(current), compute_distances(following)
         for name in ("lower", "upper"):
             if math.isfinite(start[name]):
@@ -192,7 +191,7 @@ def test_on_a_stationary_distribution_it_converges_to_the_quantile_monotonously(
     evidence = (counts(*sample.tolist()),)
     course = [0.1]
     for _ in range(60):
-        current = moved(current, compute_next_bounds(schedule, configured, current, *evidence))
+        current = moved(current, Evidence(schedule, configured, current, *evidence).compute_next_bounds())
         course.append(compute_distances(current)["upper"])
     assert course in (sorted(course), sorted(course, reverse=True))
     exact = float(sample.sort().values[math.ceil(target * 500 - 1e-9) - 1])

@@ -25,17 +25,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...batch.safe_values import ROUNDING
-from ...correction.deferred_value import DeferredValue
-from ...correction.ratios import compute_divergence
-from ...correction.statistics import Reduction, Statistic
+from ..batch.safe_values import ROUNDING
+from ..correction.deferred_value import DeferredValue
+from ..correction.ratios import compute_divergence
+from ..correction.statistics import Reduction, Statistic
 
 EDGES: Final = (-6.907755278982137, -4.605170185988091, -2.302585092994046, -0.6931471805599453, -0.10536051565782628)
 """Upper edges of the bins of probability, as log mu: 0.001, 0.01, 0.1, 0.5, 0.9."""
@@ -183,12 +183,12 @@ def choose_floor(sums: Array, earlier: Array | None) -> tuple[BackendFloor | Non
     Returns:
         The floor, and its source: "own rows", "earlier steps", or "" if there is none.
     """
-    own = estimate_floor(sums)
     stale = sums[_STALE, :, _N]
-    if not stale.any() or (own is not None and bool(own.covered(stale))):
-        return own, "own rows" if own is not None else ""
-    before = estimate_floor(earlier) if earlier is not None else None
-    if before is not None and bool(before.covered(stale)):
+    own = estimate_floor(sums)
+    if own is not None and (not stale.any() or own.covered(stale)):
+        return own, "own rows"
+    before = None if earlier is None else estimate_floor(earlier)
+    if before is not None and stale.any() and before.covered(stale):
         return before, "earlier steps"
     return None, ""
 
@@ -221,14 +221,8 @@ class ManyShares:
 
     def get_shares(self) -> Shares:
         """Return the shares of the only table."""
-        known = bool(self.identified)
-        return Shares(
-            whole=float(self.whole),
-            rollout=float(self.rollout),
-            backend=float(self.backend) if known else None,
-            staleness=float(self.staleness) if known else None,
-            drift=float(self.drift),
-        )
+        backend, staleness = (float(each) if self.identified else None for each in (self.backend, self.staleness))
+        return Shares(float(self.whole), float(self.rollout), backend, staleness, float(self.drift))
 
 
 def compute_many_shares(tables: Array, floor: BackendFloor | None = None) -> tuple[ManyShares, ManyShares]:
@@ -271,18 +265,20 @@ def _estimate_stale(stale: Array, floor: BackendFloor) -> Array:
 
 def _split(whole: Array, rollout: Array, backend: Array, identified: NDArray[np.bool_]) -> ManyShares:
     scale = np.divide(1.0, whole, out=np.full_like(whole, np.nan), where=whole > 0)
-    return ManyShares(
-        whole=whole,
-        rollout=rollout * scale,
-        backend=backend * scale,
-        staleness=(rollout - backend) * scale,
-        drift=(whole - rollout) * scale,
-        identified=identified,
-    )
+    parts = [part * scale for part in (rollout, backend, rollout - backend, whole - rollout)]
+    return ManyShares(whole, parts[0], parts[1], parts[2], parts[3], identified)
 
 
 PARTS: Final = ("rollout", "backend", "staleness", "drift")
-WHOLES: Final = ("variance", "kl")
+
+
+def _name_shares(of_variance: Shares, of_kl: Shares) -> dict[str, float]:
+    """Name ``attribution/{variance,kl}_share/{rollout,backend,staleness,drift}``; NaN for a share that is None."""
+    splits = {"variance": of_variance, "kl": of_kl}
+    values = {
+        f"attribution/{whole}_share/{part}": getattr(split, part) for whole, split in splits.items() for part in PARTS
+    }
+    return {name: math.nan if share is None else share for name, share in values.items()}
 
 
 @dataclass(frozen=True)
@@ -290,32 +286,24 @@ class ShareStatistic(Statistic):
     """Share of the variance or of the KL, computed from the flattened results of ``compute_sums_by_row``.
 
     Attributes:
-        whole: the quantity that is split.
-        part: name of the share.
+        name: name of the share.
     """
 
-    whole: Literal["variance", "kl"] = "variance"
-    part: str = "rollout"
+    name: str = ""
 
     def value(self) -> float:
         """Compute the share; NaN if it is not identified or if the whole is 0."""
-        of_variance, of_kl = compute_shares([float(part) for part in self.parts])
-        share = getattr(of_variance if self.whole == "variance" else of_kl, self.part)
-        return math.nan if share is None else float(share)
+        return _name_shares(*compute_shares([float(part) for part in self.parts]))[self.name]
 
 
 def build_share_statistics(sums: Sequence[float]) -> dict[str, Statistic]:
-    """Build ``attribution/{variance,kl}_share/{rollout,backend,staleness,drift}``.
+    """Build the statistics that ``_name_shares`` names.
 
     Args:
         sums: result of ``compute_sums_by_row``, summed over rows, flat, already on the host.
     """
-    parts = tuple(sums)
-    return {
-        f"attribution/{whole}_share/{part}": ShareStatistic(Reduction.SUM, parts, whole=whole, part=part)
-        for whole in WHOLES
-        for part in PARTS
-    }
+    names = (f"attribution/{whole}_share/{part}" for whole in ("variance", "kl") for part in PARTS)
+    return {name: ShareStatistic(Reduction.SUM, tuple(sums), name=name) for name in names}
 
 
 def defer_share_statistics(
@@ -339,30 +327,21 @@ class RecentFloor:
     """Sums of the last ``RECENT`` updates, one small table each."""
 
     def __init__(self) -> None:
-        self._tables: deque[NDArray[np.float64]] = deque(maxlen=RECENT)
+        self._tables: deque[Array] = deque(maxlen=RECENT)
 
     def add(self, statistics: Mapping[str, Statistic]) -> None:
         """Add the sums of one update."""
-        table = _read_sums(statistics)
-        if table is not None:
-            self._tables.append(table)
+        self._tables.extend(_read_sums(statistics))
 
     def compute_shares(self, statistics: Mapping[str, Statistic]) -> dict[str, float]:
         """Compute the values of ``build_share_statistics``; NaN for a share that earlier updates do not identify."""
-        table = _read_sums(statistics)
-        if table is None:
-            return {}
-        floor, _ = choose_floor(table, np.sum(self._tables, axis=0) if self._tables else None)
-        values = {}
-        for whole, split in zip(WHOLES, compute_shares(table, floor), strict=True):
-            for part in PARTS:
-                share = getattr(split, part)
-                values[f"attribution/{whole}_share/{part}"] = math.nan if share is None else float(share)
-        return values
+        for table in _read_sums(statistics):
+            floor, _ = choose_floor(table, np.sum(self._tables, axis=0) if self._tables else None)
+            return _name_shares(*compute_shares(table, floor))
+        return {}
 
 
-def _read_sums(statistics: Mapping[str, Statistic]) -> NDArray[np.float64] | None:
-    for statistic in statistics.values():
-        if isinstance(statistic, ShareStatistic):
-            return np.array([float(part) for part in statistic.parts]).reshape(SHAPE)
-    return None
+def _read_sums(statistics: Mapping[str, Statistic]) -> list[Array]:
+    """Read the table of sums, which all share statistics have in common; empty if there are none."""
+    shares = [each for each in statistics.values() if isinstance(each, ShareStatistic)]
+    return [np.array([float(part) for part in each.parts]).reshape(SHAPE) for each in shares[:1]]

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.monitor.mismatch import snapshot_settings
-from recipe.offpolicy.monitor.mismatch.snapshot_settings import SnapshotSettings, find_lag, find_problems
+from recipe.offpolicy.staleness import weight_snapshots
+from recipe.offpolicy.staleness.weight_snapshots import SnapshotSettings, find_lag, find_problems
 from verl_patches.execution_path import live_path
 
 
 @pytest.fixture(autouse=True)
 def release(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks are asked of 0.9.1, whichever is installed."""
-    monkeypatch.setattr(snapshot_settings, "live_path", lambda config: live_path(config, "0.9.1"))
+    monkeypatch.setattr(weight_snapshots, "live_path", lambda config: live_path(config, "0.9.1"))
 
 
 def config(*changes: str, **keys: Any) -> DictConfig:

@@ -13,14 +13,13 @@ from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import CorrectionSpec, WeightSpec
 from recipe.offpolicy.correction.bounds import WEIGHT, compute_fingerprint, read_bounds, replace_bounds
-from recipe.offpolicy.monitor.bounds.bound_settings import find_problems
-from recipe.offpolicy.monitor.bounds.controller import Calibration
-from recipe.offpolicy.monitor.bounds.histogram import (
+from recipe.offpolicy.monitor.active_correction import Calibration
+from recipe.offpolicy.monitor.bound_settings import find_problems
+from recipe.offpolicy.monitor.moving_bounds import (
     CAPS,
+    Evidence,
     Histogram,
     Schedule,
-    compute_next_bounds,
-    find_obstacles,
     find_widest_cap,
     read_histogram,
 )
@@ -35,9 +34,7 @@ SMALL = [0.0, -3.0] * 10
 
 
 def calibration(correction: CorrectionSpec = CAPPED, **values: Any) -> Calibration:
-    made = Calibration.from_config(config(correction, **values), correction)
-    assert made is not None
-    return made
+    return Calibration(config(correction, **values), correction)
 
 
 def cap(made: Calibration) -> float:
@@ -53,7 +50,7 @@ def after(log_rho: list[float], times: int = 1, upper: float = 2.0, **changes: A
     sums = sums_of(log_rho)
     for _ in range(times):
         current = WeightSpec.from_mapping(
-            current.to_mapping() | compute_next_bounds(schedule, configured, current, sums)
+            current.to_mapping() | Evidence(schedule, configured, current, sums).compute_next_bounds()
         )
     return math.log(current.upper or math.nan)
 
@@ -67,7 +64,7 @@ def sums_of(log_rho: list[float], correction: CorrectionSpec = CAPPED) -> Histog
 def obstacles(log_rho: list[float]) -> dict[str, str]:
     """What is in the way of a cap that is as configured."""
     weight = WeightSpec.from_mapping(TIS)
-    return find_obstacles(SCHEDULE, weight, weight, sums_of(log_rho))
+    return Evidence(SCHEDULE, weight, weight, sums_of(log_rho)).find_obstacles()
 
 
 # The schedule -----------------------------------------------------------------------------------------------
@@ -117,7 +114,7 @@ def test_a_cap_stays_in_range_and_near_the_last_one(
         sums = sums_of(update)
         before = math.log(current.upper or math.nan)
         current = WeightSpec.from_mapping(
-            current.to_mapping() | compute_next_bounds(schedule, configured, current, sums)
+            current.to_mapping() | Evidence(schedule, configured, current, sums).compute_next_bounds()
         )
         now = math.log(current.upper or math.nan)
         assert abs(math.log(now / before)) <= math.log1p(rate) + 1e-9

@@ -15,13 +15,13 @@ from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.bounds import WEIGHT
 from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.statistics import merge_all
-from recipe.offpolicy.monitor.bounds.bound_measurement import defer_histograms
-from recipe.offpolicy.monitor.bounds.histogram import (
+from recipe.offpolicy.monitor.moving_bounds import (
     CAPS,
     ESS,
     WEIGHT_SUMS,
     Histogram,
     compute_ess_by_cap,
+    defer_histograms,
     find_widest_cap,
     read_histogram,
 )

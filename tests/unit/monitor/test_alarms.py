@@ -11,8 +11,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS
-from recipe.offpolicy.monitor.alarms.alarms import CONFIGURED, AlarmError, Alarms
+from recipe.offpolicy.monitor.alarm_settings import DEFAULTS
+from recipe.offpolicy.monitor.alarms import CONFIGURED, AlarmError, Alarms
 from tests.support.corrections import GSM, TIS
 
 SPEC = CorrectionSpec.from_mapping({"weight": TIS})
@@ -32,7 +32,7 @@ HEALTHY = {
 def panel(**alarms: dict[str, Any]) -> Alarms:
     """All alarms off but those given, with their keys."""
     values = {name: {"action": "off"} for name in DEFAULTS} | alarms
-    return Alarms.from_config(OmegaConf.create({"offpolicy": {"alarms": values}}))
+    return Alarms(OmegaConf.create({"offpolicy": {"alarms": values}}))
 
 
 def judged(made: Alarms, *ess: float, **others: float) -> list[bool]:
@@ -45,7 +45,7 @@ def judged(made: Alarms, *ess: float, **others: float) -> list[bool]:
 
 
 def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    made = Alarms.from_config(OmegaConf.create({"offpolicy": {"alarms": {name: {} for name in DEFAULTS}}}))
+    made = Alarms(OmegaConf.create({"offpolicy": {"alarms": {name: {} for name in DEFAULTS}}}))
     with caplog.at_level(logging.INFO):
         for _ in range(40):
             assert not made.judge(SPEC, HEALTHY)
@@ -73,7 +73,7 @@ def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_by_default_each_warns(name: str, beyond: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
-    made = Alarms.from_config(OmegaConf.create({"offpolicy": {"alarms": {alarm: {} for alarm in DEFAULTS}}}))
+    made = Alarms(OmegaConf.create({"offpolicy": {"alarms": {alarm: {} for alarm in DEFAULTS}}}))
     for _ in range(16):  # what growth is seen against
         made.judge(SPEC, HEALTHY)
     with caplog.at_level(logging.WARNING):
@@ -222,7 +222,7 @@ def test_an_alarm_that_is_configured_otherwise_begins_anew(name: str, caplog: py
     assert before.metrics()["alarm/ess"] == 1.0
     with caplog.at_level(logging.WARNING):
         after.restore(json.loads(json.dumps(before.state())), in_force=CONFIGURED)
-    assert "alarm ess: it was firing at the checkpoint, and is reset because its settings have changed." in caplog.text
+    assert "alarm ess: it was firing at the checkpoint, but its settings have changed." in caplog.text
     assert after.metrics()["alarm/ess"] == 0.0
     switched = judged(after, 0.1, 0.1)
     assert after.metrics()["alarm/ess"] == 1.0

@@ -8,12 +8,12 @@ from typing import Any, Final, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...batch.declared_keys import Key, Rule, Section, choice, count, number, read_shipped_defaults
-from ...correction import CorrectionSpec, MaskSpec, Problem
-from ...correction.bounds import WEIGHT, Side
-from ...correction.problem import format_value, set_to
-from ...correction.proximal import MU_ITSELF
-from .histogram import Schedule, compute_distances, find_keeping_distance, find_moving_sides, find_widest_cap
+from ..batch.declared_keys import Key, Rule, Section, choice, count, number, read_shipped_defaults
+from ..correction import CorrectionSpec, MaskSpec, Problem
+from ..correction.bounds import WEIGHT, Side
+from ..correction.problem import format_value, set_to
+from ..correction.proximal import MU_ITSELF
+from .moving_bounds import Schedule, compute_distances, find_keeping_distance, find_moving_sides, find_widest_cap
 
 SECTION = "offpolicy.calibrate"
 DEFAULTS: Final = read_shipped_defaults("calibrate")
@@ -45,11 +45,9 @@ class Settings:
         return {name: schedule.side for name, schedule in self.schedules.items()}
 
 
-def read_settings(config: DictConfig, spec: CorrectionSpec) -> Settings | None:
-    """Read the settings of a configuration without problems; None if nothing is calibrated."""
+def read_settings(config: DictConfig, spec: CorrectionSpec) -> Settings:
+    """Read the settings of a configuration without problems; there is no schedule if nothing is calibrated."""
     values = _read_values(config)
-    if not _is_on(values):
-        return None
     pace = {name: float(values[name]) for name in _PACE}
     schedules = {}
     for name in _choose_masks(values, spec):
@@ -73,13 +71,10 @@ def read_noted_keys(config: DictConfig) -> dict[str, Any]:
 def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Find the problems of the keys ``offpolicy.calibrate`` together with the correction ``spec``."""
     if OmegaConf.select(config, SECTION) is None:
-        yield Problem(
-            SECTION, None, "the section is null, so its keys have no values.", "Remove this override.", parts=()
-        )
+        yield _problem("", None, "the section is null, so its keys have no values.", "Remove this override.")
         return
-    found = list(KEYS.find_problems(config))
-    yield from found
-    if found:
+    if found := list(KEYS.find_problems(config)):
+        yield from found
         return
     values = _read_values(config)
     if values["target_kept"] is not None:
@@ -87,7 +82,11 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     if values["target_ess"] is not None:
         for reason, fix in _find_immovable_cap(spec, _choose_masks(values, spec)):
             fix = f"Set {SECTION}.target_ess=null, or {fix}."
-            yield Problem(f"{SECTION}.target_ess", values["target_ess"], reason, fix, parts=())
+            yield _problem(".target_ess", values["target_ess"], reason, fix)
+
+
+def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
+    return Problem(f"{SECTION}{key}", value, reason, fix, parts=(), overrides=overrides)
 
 
 _MASKS = ("target_kept", ...)
@@ -131,40 +130,30 @@ KEYS = Section(
 
 
 def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> Iterator[Problem]:
-    of, target, kept = f"{SECTION}.of", f"{SECTION}.target_kept", values["target_kept"]
-    masks, movable = dict(spec.masks), _list_movable(spec, values["side"])
-    names = _list_names(values["of"])
-
-    def refuse(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
-        return Problem(key, value, reason, fix, parts=(), overrides=overrides)
-
+    masks, movable, names = dict(spec.masks), _list_movable(spec, values["side"]), _list_names(values["of"])
+    of, off = f"{SECTION}.of", f"Set {SECTION}.target_kept=null"
     if not masks:
-        fix = f"Set {target}=null; {SECTION}.target_ess moves the cap of a weight."
-        yield refuse(target, kept, "the correction has no mask whose bounds could move.", fix)
+        reason = "the correction has no mask whose bounds could move."
+        yield _problem(".target_kept", values["target_kept"], reason, f"{off}; {SECTION}.target_ess moves a cap.")
         return
     if spec.skyrl_compat:
         reason = "correction.skyrl_compat=true applies masks one after another, so no mask has a share of its own."
-        yield refuse(target, kept, reason, f"Set {target}=null, or correction.skyrl_compat=false.")
+        yield _problem(".target_kept", values["target_kept"], reason, f"{off}, or correction.skyrl_compat=false.")
     first = (set_to(of, movable),) if len(movable) == 1 else ()
     if not names and len(movable) != 1:
         reason = f"{len(movable)} masks have bounds that could move: {', '.join(movable) or 'none'}."
-        fix = f"Set {of}=[{movable[0]}] for example." if movable else f"Set {target}=null."
-        yield refuse(of, None, reason, fix, *first)
+        yield _problem(".of", None, reason, f"Set {of}=[{movable[0]}] for example." if movable else f"{off}.")
     for name in names or movable:
-        if name not in masks:
-            yield refuse(
-                of, name, "the correction has no mask of this name.", f"Choose one of {', '.join(masks)}.", *first
-            )
-        elif name not in movable:
-            fix = f"Choose one of {', '.join(movable)}." if movable else f"Set {target}=null."
-            yield refuse(of, name, _explain_immovable(masks[name], values["side"]), fix, *first)
+        if name not in movable:
+            mask, fix = masks.get(name), f"Choose one of {', '.join(movable)}." if movable else f"{off}."
+            reason = _explain_immovable(mask, values["side"]) if mask else "the correction has no mask of this name."
+            yield _problem(".of", name, reason, fix, *first)
         elif masks[name].ratio == "full" and spec.proximal in (*MU_ITSELF, "loglinear"):
             reason = (
                 f"with correction.proximal={spec.proximal} backend noise cannot be distinguished from drift, but the "
                 "bound must not fall below the noise."
             )
-            fix = f"Set {target}=null, or correction.proximal=recompute."
-            yield refuse(of, name, reason, fix)
+            yield _problem(".of", name, reason, f"{off}, or correction.proximal=recompute.")
 
 
 def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tuple[str, str]]:
@@ -174,21 +163,17 @@ def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tupl
     """
     weight, key = spec.weight, "correction.weight"
     if spec.weights:
-        yield (
-            "each of correction.weights has its own cap, but an ESS belongs to a single weight.",
-            "set a single correction.weight",
-        )
+        reason = "each of correction.weights has its own cap, but an ESS belongs to a single weight."
+        yield reason, "set a single correction.weight"
         return
     if weight is None:
         option = "stack a weight that truncates, such as correction=[tis_token,gsm]"
         yield f"{key}=null: there is no cap that could move.", option
         return
-    if weight.by_staleness is not None:
-        reason = f"{key}.by_staleness={format_value(list(weight.by_staleness))} gives each age its own cap."
-        yield reason, f"{key}.by_staleness=null"
-    if weight.by_position is not None:
-        reason = f"{key}.by_position={weight.by_position:g} gives each position its own cap."
-        yield reason, f"{key}.by_position=null"
+    for name, each in {"by_staleness": "age", "by_position": "position"}.items():
+        if (given := getattr(weight, name)) is not None:
+            shown = format_value(list(given) if isinstance(given, tuple) else given)
+            yield f"{key}.{name}={shown} gives each {each} its own cap.", f"{key}.{name}=null"
     if weight.kind == "reject":
         yield f"{key}.kind=reject drops values beyond its bounds, and has no cap.", f"{key}.kind=truncate"
     elif weight.upper is None:
@@ -197,19 +182,14 @@ def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tupl
         reason = "a cap moves by factors of its distance from 1, and must be above 1."
         yield f"{key}.upper={weight.upper:g}: {reason}", f"{key}.upper=2.0"
     if weight.kind != "reject" and weight.lower is not None and weight.lower >= 1:
-        yield (
-            f"{key}.lower={weight.lower:g}: the cap comes close to 1, and would cross this lower bound.",
-            f"{key}.lower=0.5",
-        )
+        reason = "the cap comes close to 1, and would cross this lower bound."
+        yield f"{key}.lower={weight.lower:g}: {reason}", f"{key}.lower=0.5"
     if spec.skyrl_compat and weight.level != "token":
         reason = f"correction.skyrl_compat=true applies masks before a weight of level {weight.level}."
         yield reason, "correction.skyrl_compat=false"
     if "weight" in masks:
-        reason = (
-            "the bounds of correction.masks.weight move too, and both metrics would be named "
-            "offpolicy/calibrate/weight."
-        )
-        yield reason, "rename the mask"
+        reason = "the bounds of correction.masks.weight move too, and both metrics would be named "
+        yield f"{reason}offpolicy/calibrate/weight.", "rename the mask"
 
 
 def _explain_immovable(mask: MaskSpec, side: Side) -> str:
@@ -217,22 +197,20 @@ def _explain_immovable(mask: MaskSpec, side: Side) -> str:
         return "budget computes a cutoff per batch, so there is no fixed bound to move."
     if mask.entry.of_age:
         return "an age is a whole number of versions, so it cannot be moved by a factor."
-    if mask.by_staleness is not None:
-        return "by_staleness gives each age its own bound, but distances are measured from a single bound."
-    if mask.by_position is not None:
-        return "by_position gives each position its own bound, but distances are measured from a single bound."
+    for name, each in {"by_staleness": "age", "by_position": "position"}.items():
+        if getattr(mask, name) is not None:
+            return f"{name} gives each {each} its own bound, but distances are measured from a single bound."
     zero = [name for name, distance in compute_distances(mask).items() if distance == 0]
     at = f" ({' and '.join(zero)} is at agreement, and moves by factors)" if zero else ""
     return f"the mask has no bound that could move with side={side}{at}."
 
 
 def _list_movable(spec: CorrectionSpec, side: Side) -> list[str]:
-    movable = [
-        (name, mask)
-        for name, mask in spec.masks
-        if mask.budget is None and mask.by_position is None and f"masks.{name}" not in spec.age_parts
-    ]
-    return [name for name, mask in movable if find_moving_sides(mask, side)]
+    def moves(name: str, mask: MaskSpec) -> bool:
+        of_one_bound = mask.budget is None and mask.by_position is None and f"masks.{name}" not in spec.age_parts
+        return of_one_bound and bool(find_moving_sides(mask, side))
+
+    return [name for name, mask in spec.masks if moves(name, mask)]
 
 
 def _choose_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> list[str]:

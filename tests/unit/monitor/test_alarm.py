@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
+from omegaconf import OmegaConf
 
-from recipe.offpolicy.monitor.alarms.alarm_settings import AlarmRule, AlarmState, Band, compute_growth
+from recipe.offpolicy.monitor.alarm_settings import AlarmSettings, Band, read_settings
+from recipe.offpolicy.monitor.alarms import AlarmState, compute_growth
 from tests.support.drawn import examples
 
-ESS = AlarmRule(Band(0.3, None), Band(0.4, None), patience=2, recovery_patience=2)
+SHIPPED = read_settings(OmegaConf.create({"offpolicy": {"alarms": {"ess": {}}}}))["ess"]
 
 
-def course(rule: AlarmRule, *values: float) -> list[str]:
+def rule(band: Band, recovery: Band, patience: int, recovery_patience: int) -> AlarmSettings:
+    return replace(SHIPPED, band=band, recovery=recovery, patience=patience, recovery_patience=recovery_patience)
+
+
+ESS = rule(Band(0.3, None), Band(0.4, None), 2, 2)
+
+
+def course(alarm: AlarmSettings, *values: float) -> list[str]:
     """What happened at each value, a letter each: f fired, r recovered, - nothing."""
     state, seen = AlarmState(), []
     for value in values:
-        state, event = state.advance(rule, value)
+        state, event = state.advance(alarm, value)
         seen.append({"none": "-", "fired": "f", "recovered": "r"}[event])
     return ["".join(seen), "firing" if state.firing else "armed"]
 
@@ -28,7 +38,7 @@ def test_a_value_at_the_bound_is_in_order() -> None:
 
 
 def test_two_sides() -> None:
-    both = AlarmRule(Band(0.5, 2.0), Band(0.6, 1.7), patience=1, recovery_patience=1)
+    both = rule(Band(0.5, 2.0), Band(0.6, 1.7), 1, 1)
     assert course(both, 1.0, 2.5, 1.9, 1.5, 0.4, 0.55, 0.6) == ["-f-rf-r", "armed"]
     assert str(both.band) == "[0.5, 2]"
     assert str(Band(None, 0.0)) == "<= 0"
@@ -47,10 +57,10 @@ def test_the_values_that_it_counted_are_remembered() -> None:
 @examples
 @given(draw.lists(draw.sampled_from([0.1, 0.35, 0.5, math.nan]), max_size=40), draw.integers(1, 4), draw.integers(1, 4))
 def test_firing_and_re_arming_take_turns_and_their_time(values: list[float], patience: int, recovery: int) -> None:
-    rule = AlarmRule(Band(0.3, None), Band(0.4, None), patience, recovery)
+    alarm = rule(Band(0.3, None), Band(0.4, None), patience, recovery)
     state, events = AlarmState(), []
     for place, value in enumerate(values):
-        state, event = state.advance(rule, value)
+        state, event = state.advance(alarm, value)
         if event != "none":
             events.append(event)
         if event == "fired":

@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
 from recipe.offpolicy.correction.bounds import compute_fingerprint, replace_bounds
-from recipe.offpolicy.monitor.bounds.bound_settings import DEFAULTS, find_problems, read_noted_keys
-from recipe.offpolicy.monitor.bounds.controller import Calibration
-from recipe.offpolicy.monitor.bounds.histogram import EDGES
+from recipe.offpolicy.monitor.active_correction import Calibration
+from recipe.offpolicy.monitor.bound_settings import DEFAULTS, find_problems, read_noted_keys
+from recipe.offpolicy.monitor.moving_bounds import EDGES
 from recipe.offpolicy.preflight.composed import Composed
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
@@ -31,9 +31,7 @@ def config(correction: CorrectionSpec, **values: Any) -> DictConfig:
 
 
 def calibration(correction: CorrectionSpec, **values: Any) -> Calibration:
-    made = Calibration.from_config(config(correction, **({"target_kept": 0.9, "warmup": 1} | values)), correction)
-    assert made is not None
-    return made
+    return Calibration(config(correction, **({"target_kept": 0.9, "warmup": 1} | values)), correction)
 
 
 def seen(*distances: float, name: str = "gsm", kept: float = 0.0) -> dict[str, Statistic]:

@@ -1,1 +1,0 @@
-"""Bounds of masks and caps of weights that follow a target while a run trains."""
