@@ -16,6 +16,7 @@ from recipe.offpolicy.correction.bounds import compute_fingerprint, read_bounds,
 from recipe.offpolicy.monitor.alarm_settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.alarms import AlarmError
 from tests.support import training_worker as tw
+from tests.support.examples import each_nth_by_default
 from tests.support.specs import GSM, OPSM, TIS_TOKEN
 
 BANDED = CorrectionSpec.from_mapping({"masks": {"gsm": GSM, "opsm": OPSM}})
@@ -324,7 +325,7 @@ def test_a_rank_with_another_cap_stops_the_run(engine: Any) -> None:
         of_ranks(CAP, {})
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", each_nth_by_default(2, [False, True]))
 def test_a_run_finds_the_ess_that_it_was_asked_for(
     normalize: bool, engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
