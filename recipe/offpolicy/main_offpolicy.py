@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import sys
 
-from .process_start import CHECK_FLAG, end_start, hasten_check, hasten_start
-from .usage import answer_help
+from .process_start import CHECK_FLAG, answer_help, end_start, hasten_check, hasten_start
 
 if __name__ == "__main__":  # before imports that take seconds
     answer_help(__doc__)

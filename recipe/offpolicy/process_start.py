@@ -1,8 +1,9 @@
-"""Settings that make this package's processes start fast, for training and for checking a launch."""
+"""How this package's programs start: ``--help`` before slow imports, and settings that make the imports fast."""
 
 from __future__ import annotations
 
 import gc
+import sys
 
 from verl_patches import compiler_imports, lazy_imports
 
@@ -34,3 +35,10 @@ def end_start() -> None:
     """Enable garbage collection again, but exclude objects that have been imported."""
     gc.freeze()
     gc.enable()
+
+
+def answer_help(usage: str | None) -> None:
+    """Print the usage and exit with 0 if the command line asks for help; call it before other imports."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print((usage or "").strip())  # noqa: T201
+        sys.exit(0)

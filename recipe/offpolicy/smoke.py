@@ -13,7 +13,7 @@ import sys
 
 from verl_patches.contract import PatchError, demand_release, installed_release
 
-from .usage import answer_help
+from .process_start import answer_help
 
 if __name__ == "__main__":  # before imports that take seconds, or that fail in other releases of verl
     answer_help(__doc__)

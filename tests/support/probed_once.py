@@ -17,11 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 def each_actor_is_probed_once() -> Iterator[None]:
     """Remember, by their arguments, the probe of the base loss, verl's dataclasses and the installed releases."""
     import verl.utils.config
-    from recipe.offpolicy.preflight import base_loss_probe
+    from recipe.offpolicy.preflight.checks import base_loss
     from verl_patches import contract
 
     verdicts: dict[tuple[str, bool], str | None] = {}
-    probe = base_loss_probe.probe
+    probe = base_loss.probe
 
     def remembered(actor: Any, *, split: bool = True) -> str | None:
         if (key := (repr(actor), split)) not in verdicts:
@@ -43,7 +43,7 @@ def each_actor_is_probed_once() -> Iterator[None]:
         return copy.deepcopy(built[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base_loss_probe, "probe", remembered)
+        patch.setattr(base_loss, "probe", remembered)
         patch.setattr(verl.utils.config, "omega_conf_to_dataclass", built_once)
         patch.setattr(importlib.metadata, "version", functools.cache(importlib.metadata.version))
         patch.setattr(contract, "_release_beside", functools.cache(contract._release_beside))

@@ -4,7 +4,7 @@ verl's ``no_padding_2_padding`` slices row by row, reads the lengths from the de
 nested column. Here one index table serves every column, without a host transfer.
 
 verl's loss uses the denominators of the whole mini-batch, so the losses of the parts add up to the loss of the
-micro-batch. ``preflight.base_loss_probe`` checks this for the configured loss.
+micro-batch. ``preflight.checks.base_loss`` checks this for the configured loss.
 """
 
 from __future__ import annotations

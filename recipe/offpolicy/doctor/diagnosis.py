@@ -20,6 +20,7 @@ from ..preflight.checks.readable import (
     find_former_actor,
     find_missing_actor,
     find_null_sections,
+    find_pairs,
     find_unreadable_values,
     find_unresolved_interpolations,
 )
@@ -31,14 +32,12 @@ from ..preflight.examination import (
     collect_problems,
     describe_verls_loss,
     examine,
-    find_pairs,
     find_stray_overrides,
     list_parts,
 )
 from ..preflight.hydra_groups import brought_sections, read_task_overrides
-from ..preflight.own_keys import list_groups, list_sections
+from ..preflight.own_keys import find_similar_keys, list_groups, list_sections
 from ..preflight.python_source import VERLS, check_program_trains, is_own
-from ..preflight.similar_keys import find_similar_keys
 from .launch import compose
 from .program import Launch, LaunchError
 from .verdicts import Diagnosis, VerdictRow

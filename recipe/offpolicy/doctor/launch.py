@@ -26,8 +26,8 @@ from verl_patches.contract import demand_release, installed_release
 from verl_patches.hydra_sections import bring_sections
 
 from ..preflight.hydra_groups import force_own_keys
-from ..preflight.hydra_refusals import NO_DEFAULT, explain_refusal, list_nested, parse
-from ..preflight.primary_config import CONFIG_DIR, check_primary, keep_search_path
+from ..preflight.hydra_refusals import NO_DEFAULT, check_primary, explain_refusal, keep_search_path, list_nested, parse
+from ..preflight.own_keys import CONFIG_DIR
 from ..preflight.python_source import VERLS
 from .program import HydraMain, Launch, LaunchError, find_program
 from .unknown_keys import find_unknown_keys

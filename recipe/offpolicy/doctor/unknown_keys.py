@@ -18,9 +18,8 @@ from verl_patches.releases import TESTED
 from ..correction import Problem
 from ..correction.problem import find_closest
 from ..preflight.checks.verl_correction import FREE, OBSOLETE, find_meant
-from ..preflight.own_keys import list_groups, list_sections
+from ..preflight.own_keys import TARGET, explain_misplaced, list_fields, list_groups, list_sections
 from ..preflight.python_source import find_source
-from ..preflight.similar_keys import TARGET, explain_misplaced, list_fields
 
 _REWARD_MODEL = (
     *("forward_max_token_len_per_gpu", "launch_reward_fn_async", "load_weight", "max_length", "megatron"),

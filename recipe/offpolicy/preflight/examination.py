@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,19 +12,18 @@ from verl_patches.contract import PatchError
 
 from ..correction import CorrectionSpec, MaskSpec, Problem, SpecError, WeightSpec
 from ..correction.bounds import format_bounds
-from ..correction.problem import CheckError, format_value, set_to
+from ..correction.problem import CheckError, format_value
 from ..extensions.add_on import list_registered
-from .checks import CHECKS, REMARKS
+from .checks import CHECKS, REMARKS, Check
 from .checks.readable import (
     find_null_sections,
+    find_pairs,
     find_unreadable_values,
     find_unresolved_interpolations,
     substitute_usual_values,
 )
-from .checks.rows import Check
 from .checks.run_keys import check_by_verl
-from .checks.verl_correction import WORKERS
-from .composed import REPLAY_PART, SHADOW, SUPPORT_PART, VERL, Composed, name_part
+from .composed import REPLAY_PART, SHADOW, SUPPORT_PART, Composed, name_part
 from .hydra_groups import (
     compose_without,
     filter_added,
@@ -34,62 +32,8 @@ from .hydra_groups import (
     parse_overrides,
     restore_defaults,
 )
-from .own_keys import list_sections
+from .own_keys import find_stray_keys, list_sections
 from .resolve import Say, check_beside, check_fallbacks, refuse_emptied, resolve
-from .similar_keys import find_stray_keys
-
-_OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>[+-]?[\d.]+(?:_[\d.]+)+)\s*")
-_BOUND = re.compile(r"(?P<which>recovery_)?(?:lower|upper)|(?:\w+_)?(?:delta|budget|threshold|threshold_lower)")
-"""Names of keys that may have a pair of bounds; in other keys, an underscore groups digits."""
-_SECTIONS = (f"{VERL}.", f"{WORKERS}.", "correction.", "offpolicy.")
-
-
-def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
-    """Find bounds that Hydra reads as one number unless they are quoted, such as 0.5_2 (0.52) and 1_01 (101)."""
-    last = {override.partition("=")[0].lstrip("+~"): override for override in overrides}
-    for override in last.values():
-        found = _OVERRIDE.fullmatch(override)
-        if found is None or not found["key"].startswith(_SECTIONS):
-            continue
-        key, value = found["key"], found["value"]
-        owner, _, name = key.rpartition(".")
-        bound = _BOUND.fullmatch(name)
-        if bound is None:
-            continue
-        try:
-            number = float(value)
-        except ValueError:  # 0.5_2.0, which stays a string
-            continue
-        reason = f"Hydra reads {value} as this number, because it ignores underscores in numbers."
-        if key.endswith(("_threshold", "_threshold_lower")):
-            fix = f"Set it to '{value}', and protect these quotes from the shell."
-            yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=(set_to(key, value),))
-            continue
-        lower, upper, *_ = value.split("_")
-        pair = name.endswith(("lower", "upper")) and float(lower) < float(upper)
-        bounds = (f"{owner}.{bound['which'] or ''}lower={lower}", f"{owner}.{bound['which'] or ''}upper={upper}")
-        if "." in value:
-            fixes = bounds if pair else (f"{key}={lower}",)
-        else:  # probably a decimal comma, not two bounds
-            fixes = (f"{key}={value.replace('_', '.', 1).replace('_', '')}",)
-        # No one writes a bound as 02, so 1_02 means 1.02.
-        two = pair and fixes != bounds and upper == (upper.lstrip("0") or "0")
-        other = f", or {bounds[0]} and {bounds[1]} if two bounds are meant" if two else ""
-        fix = f"Set {' and '.join(fixes)}{other}."
-        yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=fixes)
-
-
-def _find_parts(key: str) -> tuple[str, ...]:
-    """Return the part of a correction to which a key belongs, as a tuple; empty if it belongs to none."""
-    if key.startswith("offpolicy."):
-        return ()
-    if key.startswith("correction."):
-        names = key.split(".")
-        return (".".join(names[1:3]) if names[1] in ("masks", "weights") else names[1],)
-    name = key.rpartition(".")[2]
-    owner = next((owner for owner in ("rollout_is", "rollout_rs") if name.startswith(owner)), name)
-    return (f"rollout_correction.{owner}",)
-
 
 _RATIOS = {"rollout": "pi_old / mu", "full": "pi / mu", "ppo": "pi / pi_old"}
 

@@ -26,8 +26,7 @@ from ..correction.problem import CheckError, format_value, set_to
 from ..correction.validation import read_numbers
 from ..extensions.add_on import SHIPPED
 from .hydra_refusals import find_malformed_choices, find_nearest, list_nested
-from .own_keys import CONFIG_DIR, list_groups, list_sections
-from .similar_keys import find_similar_keys
+from .own_keys import CONFIG_DIR, find_similar_keys, list_groups, list_sections
 
 GROUP = "correction"
 AUTO = "auto"

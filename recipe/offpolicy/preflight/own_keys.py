@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.hydra_sections import PROVIDER
+from verl_patches.moved_options import MOVED, rename
 
-from ..correction.problem import find_closest
+from ..correction import Problem
+from ..correction.problem import Verdict, find_closest
 from ..extensions.add_on import SHIPPED
+from .checks.verl_correction import FREE
+from .checks.verl_correction import find_meant as find_verls_meant
+from .composed import VERL
 from .python_source import find_source
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
@@ -135,3 +145,255 @@ def _flatten(values: Mapping[str, Any], prefix: Path_) -> Iterator[tuple[Path_, 
         yield (*prefix, str(name)), isinstance(value, Mapping)
         if isinstance(value, Mapping):
             yield from _flatten(value, (*prefix, str(name)))
+
+
+_COMMON = frozenset({"none", "auto", "bypass", "reuse"})
+"""Options whose names are also values of other keys."""
+_OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/:-]+)\s*=\s*(?P<value>.*)", re.S)
+_CORRECTION = "correction"
+_CORRECTS = re.compile(
+    r"importance_(?:samp|weight|ratio)|(?:^|_)tis(?:_|$)|truncated_is|ice_?pop|off_?policy_(?:corr|mask)"
+)
+"""Names that other frameworks use for corrections."""
+TARGET = "_target_"
+_MADE = ("actor_rollout_ref.rollout", "actor_rollout_ref.model")
+"""Sections that each launch converts to verl's dataclasses, which accept no other keys; the actor has a check of its
+own."""
+
+
+def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
+    """Before Hydra composes, find overrides whose first name resembles a section or group of ours but is not one.
+
+    For ``corection=gsm``, Hydra suggests appending the key, after which the run would train uncorrected.
+    """
+    for sign, key, value in _parse_overrides(arguments):
+        if (meant := _find_resembled_section(key, value)) is not None:
+            yield _build(sign, key, value, meant, "not a key of this package, so it would be unused")
+
+
+def find_stray_keys(
+    arguments: Iterable[str],
+    base: DictConfig,
+    options: Iterable[str],
+    registered: Collection[str] = (),
+) -> Iterator[Problem]:
+    """Find added keys that are unused in their place: ours but misplaced, a correction's name, or unknown to verl.
+
+    Args:
+        arguments: overrides on the command line.
+        base: the configuration without the overrides that add keys.
+        options: options of the group ``correction``.
+        registered: sections of extensions, including the user's.
+    """
+    names = {*options, *MOVED} - _COMMON
+    for sign, key, value in _parse_overrides(arguments):
+        top = re.split("[./@]", key)[0]
+        known = {*list_sections(), *list_groups(), *registered}
+        if sign not in ("+", "++") or top in known or has_key(base, key) or any(map(FREE.search, key.split("."))):
+            continue
+        problem = explain_misplaced(sign, key, value, base)
+        problem = problem or _explain_extension(sign, key, value, set(registered) - list_sections())
+        if problem is not None:
+            yield problem
+        elif _is_option(value, names):
+            reason = "an added key with the name of a correction; this package does not read the key."
+            yield Problem(
+                f"{sign}{key}", _parse_value(value), reason, f"Write {_CORRECTION}={rename(value)} instead.", parts=()
+            )
+        elif option := next((each for each in key.split(".") if each in names - list_verls_names()), None):
+            reason = f"an added and unused key, below the name of the correction {option}."
+            keys = f"{_CORRECTION}.weight or {_CORRECTION}.masks"
+            fix = f"Choose {_CORRECTION}={rename(option)}, and set its keys below {keys}."
+            yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
+        elif not set("@/") & set(key):
+            yield from _find_unread(sign, key, value, base)
+
+
+def _explain_extension(sign: str, key: str, value: str, sections: Collection[str]) -> Problem | None:
+    """Explain a misplaced or misspelled key that names a section of a user's own extension."""
+    names = key.split(".")
+    for place, name in enumerate(names):
+        near = None if name in list_verls_names() else find_closest(name, sections, 0.85)
+        if near is not None:
+            meant = ".".join([near, *names[place + 1 :]])
+            reason = f"an added key that is unused there; it resembles {meant}."
+            fix = f"Write +{meant}={value}, or rename the key if it is your own."
+            return Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
+    return None
+
+
+def has_key(config: DictConfig, key: str) -> bool:
+    """Return True if a configuration has a key, even if the key's value is null or still missing."""
+    try:
+        return OmegaConf.select(config, key, default=..., throw_on_missing=False) is not ...
+    except OmegaConfBaseException:  # an interpolation that cannot be resolved, or no key at all
+        return False
+
+
+def list_fields(section: Any) -> frozenset[str] | None:
+    """List the fields of a section's verl dataclass; None if there is no dataclass or it cannot be imported."""
+    target = section.get(TARGET) if isinstance(section, DictConfig) and TARGET in section else None
+    if target is None:
+        return None
+    try:
+        return frozenset(field.name for field in dataclasses.fields(get_class(str(target))))
+    except Exception:  # of any type: the training machine may have other packages
+        return None
+
+
+def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[Problem]:
+    """Find an added key that verl refuses or that it does not have."""
+    names = key.split(".")
+    if find_verls_meant(names) is not None or key.startswith(f"{VERL}."):
+        return  # a check of the whole configuration reports it
+    depth = next(depth for depth in range(len(names)) if not has_key(base, ".".join(names[: depth + 1])))
+    section: Any = OmegaConf.select(base, ".".join(names[:depth])) if depth else base
+    if depth and _takes_any_name(section):
+        return
+    fields = list_fields(section)
+    if fields is not None and ".".join(names[:2]) in _MADE:
+        if names[depth] not in fields:
+            near = find_closest(names[depth], fields)
+            reason = f"verl refuses it: {section[TARGET].rpartition('.')[2]} has no field {names[depth]}."
+            fix = f"Did you mean {'.'.join([*names[:depth], near, *names[depth + 1 :]])}?" if near else ""
+            yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
+    elif not depth or names[depth] not in {*list_verls_names(), *(fields or ())}:
+        reason = "an added key: neither verl nor this recipe reads it; only your own code may read it."
+        near = find_closest(names[depth], map(str, section), 0.85)
+        fix = f"Did you mean {'.'.join([*names[:depth], near, *names[depth + 1 :]])}?" if near else ""
+        corrects = any(map(_CORRECTS.search, names[depth:]))
+        if corrects and not fix:
+            reason = "an added key that names a correction, and neither verl nor this recipe reads it."
+            fix = f"Choose one with {_CORRECTION}=NAME (docs/corrections.md), or rename the key if it is your own."
+        yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, "ERROR" if corrects else "NOTE", ())
+
+
+def _takes_any_name(section: Any) -> bool:
+    """Return True for a section without keys, or for one whose subsections the user names, such as teachers."""
+    return not isinstance(section, DictConfig) or all(
+        isinstance(section._get_node(name), DictConfig) for name in section
+    )
+
+
+def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Problem | None:
+    """Explain a missing key that is a misplaced or misspelled key of ours; None if it is not."""
+    segments = tuple(key.partition("@")[0].replace("/", ".").split("."))
+    at_top = not has_key(base, segments[0])
+    for start in range(1 if at_top else len(segments)):
+        if any(map(FREE.search, segments[:start])):
+            break
+        tail = segments[start:]
+        group = _find_group(tail, value) if start else None
+        meant = group or _find_verls(segments, start) or find_meant(tail) or _find_section(tail, start)
+        if meant is None or (not group and meant[0] in list_sections() and not _is_distinct(tail, meant, start)):
+            continue
+        reason = f"{'an added' if sign else 'a'} key that is unused {'at the top' if start == 0 else 'there'}"
+        plain = start > 0 and not group and len(tail) == 1 and "_" not in meant[-1] and not list_paths().get(meant)
+        return _build(sign, key, value, meant, reason, "NOTE" if plain else "ERROR")
+    return None
+
+
+def _find_group(tail: Path_, value: str) -> Path_ | None:
+    """Find the group that resembles a single name, if the value is one of the group's options."""
+    near = find_closest(tail[0], list_groups(), 0.85) if len(tail) == 1 else None
+    return (near,) if near and _is_option(value, set(list_groups()[near]) - _COMMON) else None
+
+
+def _find_verls(segments: Path_, start: int) -> Path_ | None:
+    """Find the verl key that a wrong key stands for, among those that our groups set, such as router_replay.mode."""
+    meant = find_meant(segments[start:], verls=True) if len(segments) - start > 1 else None
+    return meant if meant and meant != segments and not list_paths()[meant] else None
+
+
+def _is_distinct(tail: Path_, meant: Path_, start: int) -> bool:
+    """Return True if the names, some of which verl also uses, cannot be meant for verl."""
+    verls = list_verls_names()
+    if start == 0:
+        return tail[0] not in verls or (len(tail) > 1 and not verls.issuperset(tail))
+    # Under a verl section, a single leaf must be almost identical to our key to count as meant for us.
+    leaf = len(tail) == 1 and not list_paths().get(meant)
+    return tail[0] not in verls and (not leaf or find_closest(tail[0], meant[-1:], 0.9) is not None)
+
+
+def _find_section(tail: Sequence[str], start: int) -> Path_ | None:
+    """Find our section that the first name resembles or, at the top level, starts with; append the names under it."""
+    first, *rest = tail
+    sections = {path[-1]: path for path, holds_keys in reversed(list(list_paths().items())) if holds_keys}
+    for name in sorted(sections, key=len, reverse=True) if start == 0 else ():
+        if alongside := re.match(rf"{name}[_-](.+)", first.lower()):
+            whole = complete(sections[name], [alongside[1], *rest])
+            return whole if whole in list_paths() else None
+    section = find_meant([first], sections=True)
+    return complete(section, rest) if section else None
+
+
+def _find_resembled_section(key: str, value: str) -> Path_ | None:
+    """Find our section or group that a key's first name resembles; None if it is already one, or resembles none."""
+    named, _, package = key.partition("@")
+    first, *rest = re.split("[./]", named)
+    sections, groups = list_sections(), list_groups()
+    if first in sections:
+        # A group under one of ours, or our group in another package, is not one of ours.
+        return (first,) if "/" in named or package not in ("", first) else None
+    if first in groups:
+        if "/" in named or package:
+            return (first,)  # the group's own file determines where its keys go
+        # Hydra ignores an option that an optional group does not have.
+        return _find_key_of_verl(first, rest) if value not in groups[first] and "$" not in value else None
+    for section in sorted(sections, key=len, reverse=True):
+        if alongside := re.match(rf"{section}[_-](.+)", first.lower()):
+            return complete((section,), [alongside[1], *rest])
+    near = find_closest(first, {*sections, *groups}, 0.85)
+    if near is None or near in sections:
+        return complete((near,), rest) if near else None
+    return (near,) if value in groups[near] else _find_key_of_verl(near, rest)
+
+
+def _find_key_of_verl(group: str, rest: Sequence[str]) -> Path_ | None:
+    """Find the verl key that a group of ours sets, such as router_replay; None if it sets more than a section."""
+    return find_meant((group, *rest), verls=True) if find_meant((group,), verls=True, sections=True) else None
+
+
+def _parse_overrides(arguments: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Parse overrides into (sign, key, value)."""
+    for argument in arguments:
+        found = _OVERRIDE.fullmatch(argument.strip())
+        if found and not argument.startswith("--") and not found["key"].startswith("hydra."):
+            yield found["sign"], found["key"], found["value"].strip()
+
+
+def _parse_value(value: str) -> Any:
+    """Parse a value as Hydra does."""
+    try:
+        return OverridesParser.create().parse_override(f"key={value}").value()
+    except HydraException:
+        return value
+
+
+def _is_option(value: str, options: set[str]) -> bool:
+    """Return True if a value is one of the options, or a list that contains one."""
+    return bool({word.strip(" '\"") for word in value.strip("[] '\"").split(",")} & options)
+
+
+def _build(sign: str, key: str, value: str, meant: Path_, reason: str, verdict: Verdict = "ERROR") -> Problem:
+    children = list_children(meant)
+    if len(children) == 1 and not value.startswith("{"):
+        meant = (*meant, *children)
+    reason = f"{reason}; it resembles {'.'.join(meant)}."
+    plus = sign if meant[0] not in list_sections() and len(meant) == 1 else ""
+    fix = f"{plus}{_spell(meant, value)}, or rename the key if it is your own."
+    return Problem(f"{sign}{key}", _parse_value(value), reason, f"Write {fix}", verdict, ())
+
+
+def _spell(meant: Path_, value: str) -> str:
+    """Format the override as the user would write it."""
+    key, (top, *below) = ".".join(meant), meant
+    options = list_groups().get(top, ())
+    if _is_option(value, {*options, *(MOVED if top == _CORRECTION else ())} - (_COMMON if below else set())):
+        return f"{top}={rename(value) if top == _CORRECTION else value}"
+    if options and not below:
+        near = find_closest(value, options)
+        return f"{top}={near}" if near else f"{top}= with one of {', '.join(options)}"
+    if list_paths().get(meant) and not value.startswith("{"):
+        return f"a key below {key}: {', '.join(list_children(meant))}"
+    return f"{key}={value}"

@@ -24,7 +24,7 @@ KEY, which may be repeated, declares that an unknown key corrects nothing.
 Exit status: 0, or 2 if a file or an argument is invalid, or something cannot be expressed.
 """
 
-from ..usage import answer_help
+from ..process_start import answer_help
 
 if __name__ == "__main__":
     answer_help(__doc__)

@@ -370,7 +370,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    from recipe.offpolicy.usage import answer_help
+    from recipe.offpolicy.process_start import answer_help
 
     answer_help(__doc__)
     sys.exit(main(sys.argv[1:]))

@@ -108,7 +108,7 @@ def main(part: Part) -> int:
 
 
 if __name__ == "__main__":
-    from recipe.offpolicy.usage import answer_help
+    from recipe.offpolicy.process_start import answer_help
 
     answer_help(__doc__)
     parts: dict[tuple[str, ...], Part] = {(): "held_out", ("held_out",): "held_out", ("tuning",): "tuning"}

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from recipe.offpolicy.command_line import list_output_modules
-from recipe.offpolicy.usage import answer_help
+from recipe.offpolicy.process_start import answer_help
 
 
 def test_modules_by_output() -> None:

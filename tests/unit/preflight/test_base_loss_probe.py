@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.preflight.base_loss_probe import probe
+from recipe.offpolicy.preflight.checks.base_loss import probe
 from tests.support.training_worker import actor_config
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig

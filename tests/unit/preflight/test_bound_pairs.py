@@ -8,8 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.preflight.checks.readable import find_unreadable_values, substitute_usual_values
-from recipe.offpolicy.preflight.examination import find_pairs
+from recipe.offpolicy.preflight.checks.readable import find_pairs, find_unreadable_values, substitute_usual_values
 from recipe.offpolicy.preflight.hydra_groups import filter_added, parse_overrides
 from recipe.offpolicy.preflight.resolve import refuse_emptied
 from tests.support.corrections import TIS, spec

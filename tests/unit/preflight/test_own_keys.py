@@ -13,14 +13,16 @@ from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys, restore_defaults
 from recipe.offpolicy.preflight.own_keys import (
     complete,
+    explain_misplaced,
     find_meant,
+    has_key,
     list_children,
+    list_fields,
     list_groups,
     list_paths,
     list_sections,
     list_verls_names,
 )
-from recipe.offpolicy.preflight.similar_keys import explain_misplaced, has_key, list_fields
 from tests.support.applications import DELTAS, OPTIONS, application, without_verl
 from tests.support.examples import each_nth_by_default
 

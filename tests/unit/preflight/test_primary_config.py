@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.correction import SpecError
-from recipe.offpolicy.preflight.primary_config import CONFIG_DIR, check_primary, keep_search_path
+from recipe.offpolicy.preflight.hydra_refusals import check_primary, keep_search_path
+from recipe.offpolicy.preflight.own_keys import CONFIG_DIR
 
 GIVE_OURS = "Give --config-name=offpolicy_trainer, and no --config-path"
 GIVE_MEGATRON = "Give --config-name=offpolicy_megatron_trainer, and no --config-path"

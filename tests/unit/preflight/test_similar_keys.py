@@ -14,8 +14,13 @@ from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.extensions.add_on import SHIPPED
 from recipe.offpolicy.preflight.examination import examine, find_stray_overrides
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
-from recipe.offpolicy.preflight.own_keys import list_paths, list_sections, list_verls_names
-from recipe.offpolicy.preflight.similar_keys import find_similar_keys, find_stray_keys
+from recipe.offpolicy.preflight.own_keys import (
+    find_similar_keys,
+    find_stray_keys,
+    list_paths,
+    list_sections,
+    list_verls_names,
+)
 from tests.support.applications import NEEDED, OPTIONS, application
 
 ROUTER_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"

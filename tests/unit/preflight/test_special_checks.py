@@ -21,7 +21,6 @@ from recipe.offpolicy.preflight.checks.readable import (
     find_unresolved_interpolations,
 )
 from recipe.offpolicy.preflight.checks.rollout import check_bucket, check_routing_replay
-from recipe.offpolicy.preflight.checks.rows import Row, run_rows
 from recipe.offpolicy.preflight.checks.run_keys import check_micro_batches, count_data_parallel_ranks
 from recipe.offpolicy.preflight.checks.staleness import REPLACED, check_extensions, warn_extensions
 from recipe.offpolicy.preflight.checks.verl_correction import find_meant
@@ -257,15 +256,6 @@ def test_problems_of_extensions_that_stop_nothing_are_remarks() -> None:
 
 
 # The engine of rows, and what checks share ----------------------------------------------------------------------
-
-
-def test_rows_are_asked_of_the_value_and_report_what_fixes_it() -> None:
-    row = Row("a.b", lambda run, value: value > 1, "{value} is too many.", "Set one.", 1, "NO-OP", ("a.c",))
-    (problem,) = run_rows(Composed(OmegaConf.create({"a": {"b": 3, "c": 4}})), (row,), ("part",))
-    assert (problem.key, problem.value, problem.reason, problem.fix) == ("a.b", 3, "3 is too many.", "Set one.")
-    assert (problem.verdict, problem.parts, problem.overrides) == ("NO-OP", ("part",), ("a.b=1",))
-    assert problem.alongside == {"a.c": 4}
-    assert list(run_rows(Composed(OmegaConf.create({"a": {"b": 1}})), (row,))) == []
 
 
 def test_a_check_that_cannot_read_a_value_is_a_problem(base: DictConfig) -> None:

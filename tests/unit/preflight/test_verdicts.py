@@ -10,8 +10,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.preflight import checks
-from recipe.offpolicy.preflight.checks import CHECKS, REMARKS, path, rollout, run_keys, staleness, verl_correction
-from recipe.offpolicy.preflight.checks.rows import Check
+from recipe.offpolicy.preflight.checks import (
+    CHECKS,
+    REMARKS,
+    Check,
+    path,
+    rollout,
+    run_keys,
+    staleness,
+    verl_correction,
+)
 from recipe.offpolicy.preflight.composed import SHADOW, Composed, copy_config
 from tests.support.applications import NEEDED, application
 from tests.support.examples import each_nth_by_default

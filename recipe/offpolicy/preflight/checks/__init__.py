@@ -7,12 +7,17 @@ stop a launch; ``REMARKS`` report settings that are probably unintended but are 
 
 from __future__ import annotations
 
-from . import base_loss, choices, correction, path, remarks, rollout, run_keys, staleness, verl_correction
-from .rows import Check
+from collections.abc import Callable, Iterator
 
+from ...correction import Problem
+from ..composed import Composed
+from . import base_loss, correction, path, rollout, run_keys, staleness, verl_correction
+
+Check = Callable[[Composed], Iterator[Problem]]
+"""A function that yields the problems of a composed configuration."""
 VERL_CHECKS: tuple[Check, ...] = (
     run_keys.check_engine_is_named,
-    choices.check_choices,
+    run_keys.check_choices,
     run_keys.check_resume,
     run_keys.check_folders,
     run_keys.check_numbers,
@@ -57,17 +62,17 @@ CHECKS: tuple[Check, ...] = (
 )
 REMARKS: tuple[Check, ...] = (
     correction.warn_bounds_never_seen,
-    remarks.warn_level_version,
-    remarks.warn_wide_caps,
-    remarks.warn_short_answers,
-    remarks.warn_no_staleness,
+    correction.warn_level_version,
+    correction.warn_wide_caps,
+    correction.warn_short_answers,
+    correction.warn_no_staleness,
     staleness.warn_verls_limit,
     staleness.warn_asynchronous,
     staleness.warn_ages,
-    remarks.warn_unlike_micro_batches,
-    remarks.warn_one_seed,
-    remarks.warn_kl_left_out,
-    remarks.warn_collapsed_rewards,
+    run_keys.warn_unlike_micro_batches,
+    rollout.warn_one_seed,
+    correction.warn_kl_left_out,
+    correction.warn_collapsed_rewards,
     staleness.warn_extensions,
-    remarks.warn_not_shown,
+    path.warn_not_shown,
 )

@@ -1,47 +1,54 @@
-"""Checks of verl's base loss, by a probe on a small batch."""
+"""Checks of verl's base loss, by a probe on a small batch.
+
+A correction multiplies the policy term of each token, so with f = weight x keep, the loss must satisfy dL/dlog_prob = f
+x dL_uncorrected/dlog_prob, and neither loss nor gradient may depend on how a mini-batch is split into micro-batches.
+Both conditions are tested on a small synthetic batch before Ray starts.
+"""
 
 from __future__ import annotations
 
-import ast
+import copy
 import dataclasses
-import inspect
-import logging
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from hydra.utils import get_class
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from torch import Tensor
 
+from ...batch import micro_batch as mb
+from ...batch.padding import with_tensors
 from ...correction.problem import EVERYTHING, Problem, find_closest, remove, set_to
-from ..composed import ACTOR, BYPASS, LOSS_MODE, Composed, copy_config, name_part
-
-logger = logging.getLogger("verl.offpolicy")
+from ..composed import ACTOR, BYPASS, LOSS_MODE, Composed, name_part
+from .run_keys import CHOICES
 
 _DEMANDED = "ppo_micro_batch_size_per_gpu"
 _AGGREGATION, _SCALE = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor"
 _SECTION = re.compile(r"full_key: ([\w.]+)")
 """Matches the section that verl failed to instantiate, at the end of Hydra's message."""
+_TOLERANCE = 1e-6  # relative, in float64
+_LENGTHS = (7, 3, 5, 1, 6, 4)  # rows of different lengths, because a split must not change the result
 
 
 def check_base_loss(run: Composed) -> Iterator[Problem]:
     """Check that the base loss applies this package's weights."""
     if not run.spec.is_none:
-        yield from _probe(run, EVERYTHING)
+        yield from _check(run, EVERYTHING)
 
 
 def check_base_loss_of_verl(run: Composed) -> Iterator[Problem]:
     """Check that the base loss applies the weights of verl's own correction."""
     if run.spec.is_none and "rollout_is" in run.active and BYPASS not in run.active:
         # verl's own correction need not be independent of how a mini-batch is split.
-        yield from _probe(run, (name_part("rollout_is"),), split=False)
+        yield from _check(run, (name_part("rollout_is"),), split=False)
 
 
-def _probe(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iterator[Problem]:
+def _check(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iterator[Problem]:
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
     from verl.utils.config import omega_conf_to_dataclass
-
-    from ..base_loss_probe import probe
 
     actor = run.actor
     try:
@@ -110,68 +117,19 @@ def _build_refusal(run: Composed, said: str, parts: tuple[str, ...]) -> Problem:
     """Build the problem for an actor that verl's dataclasses refuse, under the key that the message names, if any."""
     reason = f"verl rejects it: {' '.join(said.split()).rstrip('.?')}."
     named = [key for word in re.findall(r"\w+_\w+", said) if (key := next(_find_keys(run, word), None)) is not None]
+    named += [key for key, choice in CHOICES.items() if key.startswith(ACTOR) and choice.rejects(run.get(key, ...))]
     name = next((key for key in named if key.endswith(_DEMANDED)), named[0] if named else "")
-    if name.endswith(_DEMANDED):
-        whole = f"{ACTOR}.ppo_micro_batch_size"
-        override = set_to(whole, None) if run.get(whole) is not None else set_to(f"{ACTOR}.{_DEMANDED}", 1)
-    elif (default := _find_default_that_works(run.config, name)) is not None:
-        name, usual = default
-        choices = _list_choices(run.get(name.rpartition(".")[0])._target_, usual)
-        if choices:  # the default is a different algorithm from the misspelled choice
-            near = find_closest(str(run.get(name)), choices)
-            return run.problem(name, reason, f"Set one of {', '.join(choices)}.", {name: near} if near else (), parts)
-        if isinstance(usual, bool):  # the default would switch off the requested feature
-            return run.problem(name, reason, "Change it, or the key that verl's message is about.", (), parts)
-        override = set_to(name, usual)
-    elif name:
-        return run.problem(name, reason, f"Set {name} to a value that verl accepts.", (), parts)
-    else:
+    if not name:
         fix = f"Change the key of {ACTOR} that verl's message is about."
         return run.problem("", f"{ACTOR}: {reason}", fix, (), parts, value=None)
-    return run.problem(name, reason, f"Set {override}.", (override,), parts)
-
-
-def _list_choices(target: str, usual: Any) -> list[str]:
-    """List the choices, including ``usual``, with which the code of a verl dataclass compares a value."""
-    for owner in get_class(target).__mro__ if isinstance(usual, str) else ():
-        for node in ast.walk(ast.parse(inspect.getsource(owner))) if owner.__module__.startswith("verl.") else ():
-            words = (
-                [each.value for each in node.elts if isinstance(each, ast.Constant)]
-                if isinstance(node, ast.List)
-                else []
-            )
-            if usual in words:
-                return [str(word) for word in words]
-    return []
-
-
-def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, Any] | None:
-    """Find a key whose default makes verl accept the actor, trying the named key first; return it and the default."""
-    from verl.utils.config import omega_conf_to_dataclass
-
-    # The key that verl's message names is the likeliest cause.
-    for key, default in sorted(_list_defaults(config), key=lambda each: each[0] != name):
-        if OmegaConf.select(config, key) == default:
-            continue
-        changed = copy_config(config)
-        OmegaConf.update(changed, key, default, merge=False)
-        try:
-            omega_conf_to_dataclass(changed.actor_rollout_ref.actor)
-        except Exception as error:  # of any type: this key is not the cause
-            logger.debug("%s=%s: %s", key, default, error)
-            continue
-        return key, default
-    return None
-
-
-def _list_defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
-    """List keys of the actor and its sections, with their defaults in verl's dataclasses if these are plain values."""
-    for path, node in _list_sections(config.actor_rollout_ref.actor, ACTOR):
-        target = node.get("_target_")
-        for field in dataclasses.fields(get_class(target)) if target else ():
-            plain = field.default is None or isinstance(field.default, bool | int | float | str)
-            if field.name in node and plain and field.default != MISSING:
-                yield f"{path}.{field.name}", field.default
+    if name.endswith(_DEMANDED):
+        whole = f"{ACTOR}.ppo_micro_batch_size"
+        return run.problem(name, reason, "", {whole: None} if run.get(whole) is not None else {name: 1}, parts)
+    if name in CHOICES:
+        names = CHOICES[name].list_names()
+        near = find_closest(str(run.get(name)), names)
+        return run.problem(name, reason, f"Set one of {', '.join(names)}.", {name: near} if near else (), parts)
+    return run.problem(name, reason, f"Set {name} to a value that verl accepts.", (), parts)
 
 
 def _find_keys(run: Composed, name: str) -> Iterator[str]:
@@ -185,3 +143,104 @@ def _list_sections(node: DictConfig, path: str) -> Iterator[tuple[str, DictConfi
     for name in map(str, node):
         if isinstance(below := OmegaConf.select(node, name), DictConfig):
             yield from _list_sections(below, f"{path}.{name}")
+
+
+def probe(actor_config: Any, *, split: bool = True) -> str | None:
+    """Test the policy loss of ``actor_config`` (verl's ActorConfig) on a small synthetic batch.
+
+    Args:
+        split: whether to also test that the loss does not depend on the split into micro-batches.
+
+    Returns:
+        None if the loss applies weights as intended; otherwise a sentence that describes what it does instead.
+    """
+    actor_config = copy.deepcopy(actor_config)
+    batch, factor = _build_batch(torch.Generator().manual_seed(0))
+    ones = torch.ones_like(factor)
+    # devices=[]: by default, fork_rng saves the state of every GPU, which would initialise CUDA in the launcher.
+    with torch.random.fork_rng(devices=[]):
+        plain_loss, plain = _run(actor_config, batch, ones)
+        _, weighted = _run(actor_config, batch, factor)
+        # The contribution of terms that weights must not change, such as KL.
+        _, rest = _run(actor_config, batch, torch.zeros_like(factor))
+        if _is_close(plain, rest):
+            return "it ignores the weights that it is given"
+        if not _is_close(weighted - rest, factor * (plain - rest)):
+            return "its gradient under weights w is not w times its gradient without weights"
+        if split:
+            split_loss, gradient = _run(actor_config, batch, ones, pieces=(2, 3, 1))
+            if not (_is_close(gradient, plain) and _is_close(split_loss, plain_loss)):
+                return "its loss or gradient changes with the split into micro-batches"
+    return None
+
+
+def _build_batch(generator: torch.Generator) -> tuple[TensorDict, Tensor]:
+    rows, width = len(_LENGTHS), max(_LENGTHS)
+    mask = torch.arange(width)[None, :] < torch.tensor(_LENGTHS)[:, None]
+    prompt = torch.ones(rows, 1, dtype=torch.int64)
+
+    def normal() -> Tensor:
+        return torch.randn(rows, width, generator=generator, dtype=torch.float64)
+
+    log_prob = -normal().abs() - 0.5  # a log-prob is negative
+    batch = TensorDict(
+        {
+            "prompts": prompt,
+            "responses": torch.ones(rows, width, dtype=torch.int64),
+            "attention_mask": torch.cat([prompt, mask.long()], dim=-1),
+            "response_mask": mask.long(),
+            "log_prob": log_prob,
+            # Some ratios pi / pi_old lie inside PPO's clip range and some outside it.
+            "old_log_probs": log_prob + 0.2 * normal(),
+            # Some losses select tokens by their covariance with the advantage; these values are large enough for that.
+            "advantages": 3.0 * normal()[:, :1].expand(rows, width).contiguous(),
+            "ref_log_prob": log_prob + 0.1 * normal(),
+        },
+        batch_size=rows,
+    )
+    factor = 2.0 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
+    factor[1] = 0.0  # a masked row
+    return batch, factor * mask
+
+
+def _run(
+    actor_config: Any, batch: TensorDict, factor: Tensor, pieces: tuple[int, ...] = (len(_LENGTHS),)
+) -> tuple[Tensor, Tensor]:
+    """Compute the summed loss, and the (B, T) gradient of the policy term at log_prob, with these micro-batches."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.losses import ppo_loss
+
+    log_prob = batch["log_prob"].clone().requires_grad_()
+    loss = torch.zeros((), dtype=torch.float64)
+    start = 0
+    for size in pieces:
+        torch.manual_seed(0)  # some losses select tokens at random
+        rows = slice(start, start + size)
+        piece = with_tensors(batch[rows], **{mb.WEIGHTS: factor[rows]})
+        tu.assign_non_tensor(
+            piece,
+            dp_size=1,
+            batch_num_tokens=int(batch["response_mask"].sum()),
+            global_batch_size=len(_LENGTHS),
+        )
+        mask = piece["response_mask"].bool()
+        # verl's layout: log-probs flat over prompt and response, shifted left by one token.
+        shifted = [torch.cat([r[m], r.new_zeros(1)]) for r, m in zip(log_prob[rows], mask, strict=True)]
+        # Each piece is padded to its longest row, as in a run.
+        loss = loss + ppo_loss(actor_config, {"log_probs": torch.cat(shifted)}, _trim(piece))[0]
+        start += size
+    return loss.detach(), torch.autograd.grad(loss, log_prob)[0]
+
+
+def _trim(piece: TensorDict) -> TensorDict:
+    width = int(piece["response_mask"].sum(-1).max())
+    trimmed = piece.copy()
+    for key, value in piece.items():
+        if isinstance(value, Tensor) and key not in {"prompts", "attention_mask"}:
+            trimmed[key] = value[:, :width]
+    trimmed["attention_mask"] = piece["attention_mask"][:, : width + 1]
+    return trimmed
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= _TOLERANCE * b.abs().max())

@@ -19,15 +19,19 @@ from ...correction.validation import get_usual_bounds
 from ..composed import (
     ACTOR,
     BATCH,
+    BYPASS,
     ESTIMATOR,
     KL_IN_REWARD,
     KL_LOSS,
     LOSS_MODE,
     MINI_BATCH,
     MODE,
+    OUTCOME,
     PROXIMAL,
     ROLLOUT,
+    VERL,
     Composed,
+    name_part,
 )
 
 _KL_TYPE, _KL_COEF = f"{ACTOR}.kl_loss_type", f"{ACTOR}.kl_loss_coef"
@@ -283,3 +287,151 @@ def check_distillation(run: Composed) -> Iterator[Problem]:
             "the policy term and the distillation term, so the correction's loss would replace both."
         )
         yield run.problem(key, reason, "No override keeps both: distil without a correction, or correct without it.")
+
+
+WIDE_CAP = 10.0
+_SHORT = 256
+"""Largest ``max_response_length`` for which answers count as short."""
+_NOISE = 0.04
+"""Standard deviation of a token's log(pi_old / mu), in nats. With this noise, [0.99, 1.01] keeps 0.65 of 14-token
+answers; with a bfloat16 engine, it kept 0.61 and 0.64 (docs/evidence/real_model.md)."""
+_TO_KL_LOSS = {KL_IN_REWARD: False, KL_LOSS: True}
+
+
+def warn_level_version(run: Composed) -> Iterator[Problem]:
+    """Warn that ``level=version`` equals ``level=sequence`` in synchronous training."""
+    if "version" in run.spec.levels and not run.asynchronous:
+        reason = "in synchronous training each row has one version, so this equals level=sequence."
+        yield run.problem("level", reason, verdict="NOTE", value="version")
+
+
+def warn_wide_caps(run: Composed) -> Iterator[Problem]:
+    """Warn of caps so high that single tokens or sequences may dominate the gradient."""
+    why = f"above {WIDE_CAP:g}, single tokens or rows can dominate the gradient; usual: 2 per token, 5 per sequence."
+    for part, weight in list_weights(run):
+        if weight.power is not None and weight.rate is not None:
+            greatest = math.exp(weight.rate - weight.power) * (weight.power / weight.rate) ** weight.power
+            if greatest > WIDE_CAP:
+                reason, key = f"the greatest weight is {greatest:.3g}; {why}", f"correction.{part}.rate"
+                yield run.problem(key, reason, "", {key: weight.power}, (part,), "NOTE", value=weight.rate)
+        elif weight.upper is None or weight.upper > WIDE_CAP:
+            key, cap = f"correction.{part}.upper", 2.0 if weight.level == "token" else 5.0
+            yield run.problem(key, why, "", {key: cap}, (part,), "NOTE", value=weight.upper)
+    bound = run.verls.get("rollout_is_threshold")
+    if run.verls.get("rollout_is") and isinstance(bound, int | float) and bound > WIDE_CAP:
+        key = f"{VERL}.rollout_is_threshold"
+        yaml = " YAML and Hydra read an unquoted 2_5 as 25." if isinstance(bound, int) else ""
+        yield run.problem(key, f"{why}{yaml}", "", {key: 2.0}, (name_part("rollout_is"),), "NOTE")
+
+
+def warn_short_answers(run: Composed) -> Iterator[Problem]:
+    """Warn of geometric bands so narrow that the noise of a 16-bit engine rejects short answers.
+
+    Independent noise per token moves the mean over T tokens by ``_NOISE / sqrt(T)``.
+    """
+    key = "data.max_response_length"
+    longest, dtype = run.get(key), str(run.get(f"{ROLLOUT}.dtype"))
+    if not isinstance(longest, int) or not 0 < longest <= _SHORT or dtype in ("float32", "float") or run.asynchronous:
+        return
+    tokens = max(1, longest // 4)
+    for name, mask in list_masks(run):
+        if mask.aggregate != "geometric" or mask.ratio == "ppo" or mask.lower is None or mask.upper is None:
+            continue
+        band = min(-math.log(mask.lower), math.log(mask.upper))
+        kept = math.erf(band * math.sqrt(tokens / 2) / _NOISE)
+        if 0 < kept < 0.98:
+            reason = (
+                "noise averages out over long answers only, and this band may reject many short ones: [0.99, 1.01] "
+                "kept 0.61 of the tokens of a 135 M model with a bfloat16 engine, in answers of 14 tokens "
+                "(docs/evidence/real_model.md)."
+            )
+            fix = "Record some steps (offpolicy.record.dir), and set the bounds with offpolicy calibrate."
+            at = f"correction.{name}.upper"
+            yield run.problem(at, reason, fix, (), (name,), "NOTE", (key,))
+
+
+def warn_no_staleness(run: Composed) -> Iterator[Problem]:
+    """Warn of masks on pi / mu if pi is pi_old.
+
+    In asynchronous training, pi_old / mu contains the staleness, so these masks still measure the staleness.
+    """
+    trainers = run.spec.proximal in ("recompute", "reuse", "same_engine")
+    if not trainers or run.steps != 1 or run.asynchronous:
+        return
+    reason = (
+        "a batch gets one gradient step, at which pi is pi_old: the staleness term pi / pi_old is always 1, "
+        "and only pi_old / mu is measured."
+    )
+    for name, mask in list_masks(run):
+        if mask.ratio == "full":
+            key, parts = f"correction.{name}.ratio", (f"{name}.staleness",)
+            fix = (
+                f"Set {key}=rollout, which states this explicitly; or {MINI_BATCH} below {BATCH}, which changes "
+                "training."
+            )
+            yield run.problem(key, reason, fix, {key: "rollout"}, parts, "NO-OP", value="full")
+
+
+def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
+    """Warn of KL terms that are not corrected."""
+    spec, parts = run.spec, ("kl_loss",)
+    loses_kl = bool(run.actor.use_kl_loss) and run.actor.kl_loss_coef != 0
+    fix = f"Set {KL_LOSS}=false if this is unintended."
+    if loses_kl and (why := _explain_kl_left_out(run)):
+        yield run.problem(KL_LOSS, why, fix, (), parts, "NOTE", value=True)
+    if spec.masks and spec.kl_clip is None and spec.kl_weight is None and loses_kl:
+        reason = "masks act only on the policy term, so rejected tokens keep the gradient of the KL loss."
+        overrides: tuple[str, ...] = ()
+        if run.steps != 1:
+            fix = "Usually fine. correction.kl_clip bounds the ratio of the KL loss:"
+            overrides = ("++correction.kl_clip={lower: 0.8, upper: 1.2}",)
+        yield run.problem(KL_LOSS, reason, fix, overrides, parts, "NOTE", value=True)
+    bypassed = spec.proximal == "bypass" or (spec.is_none and run.verls.get(BYPASS))
+    if run.get(KL_IN_REWARD) and bypassed:
+        reason = (
+            "pi_old is mu here, so the reward is charged for the rollout engine's distance from the reference, "
+            "including the mismatch."
+        )
+        fix = f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true, which changes training."
+        yield run.problem(KL_IN_REWARD, reason, fix, _TO_KL_LOSS, ("kl_in_reward",), "NOTE", value=True)
+
+
+def _explain_kl_left_out(run: Composed) -> str | None:
+    """Explain why verl's own correction leaves the KL loss unchanged; None if it changes the KL loss.
+
+    verl's weights multiply only the policy term. Its rejections change the mask, which the KL loss also reads. In
+    bypass mode, however, only the policy term uses the changed mask.
+    """
+    if "rollout_rs" in run.active and BYPASS in run.active:
+        said = (
+            "verl's rollout_rs acts only on the policy term in bypass mode, so rejected tokens keep the gradient of "
+            "the KL"
+        )
+        return f"{said} loss."
+    return (
+        "verl's rollout_is acts only on the policy term, so the KL loss is not weighted."
+        if "rollout_is" in run.active
+        else None
+    )
+
+
+def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
+    """Warn of token-level rewards or discounts if the estimator sums each sequence first."""
+    estimator, parts = str(run.get(ESTIMATOR)), ("dense_reward",)
+    if estimator not in OUTCOME:
+        return
+    if run.get(KL_IN_REWARD) and run.get("algorithm.kl_ctrl.kl_coef") != 0:
+        reason = (
+            f"the penalty is given per token, but {ESTIMATOR}={estimator} sums a row to one outcome before its "
+            "baseline, so the row is charged for the KL of all of its tokens, and no token for its own KL."
+        )
+        fix = (
+            f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true to charge each token for its own KL, which changes training."
+        )
+        yield run.problem(KL_IN_REWARD, reason, fix, _TO_KL_LOSS, parts, "NOTE", value=True)
+    for key, reader in (("algorithm.gamma", "reinforce_plus_plus"), ("algorithm.lam", "gae")):
+        by_turn = key == "algorithm.gamma" and run.get("turn_credit") is not None
+        if run.get(key) not in (None, 1, 1.0) and not by_turn:
+            reason = f"{ESTIMATOR}={estimator} sums a row to one outcome and discounts nothing."
+            fix = f"Set {key}=1.0, or {ESTIMATOR}={reader}, which changes training."
+            yield run.problem(key, reason, fix, {key: 1.0}, parts, "NOTE")

@@ -30,6 +30,9 @@ from ...support.support_settings import CENTERING, SUPPORT
 from ..composed import (
     ACTOR,
     BACKEND,
+    ENGINE,
+    ESTIMATOR,
+    FSDP,
     MEGATRON,
     MODE,
     MODEL,
@@ -38,12 +41,13 @@ from ..composed import (
     ROLLOUT,
     SHADOW,
     SUPPORT_PART,
+    UNTESTED_ENGINES,
     VERLS_LOOPS,
+    WITHOUT_PI_OLD,
     Composed,
 )
 from ..python_source import check_contracts
 from .correction import list_masks, list_weights
-from .rows import Row, run_rows
 
 Hold = Callable[[Iterable[Contract]], None]
 """Checks contracts against the installed verl; raises PatchError if a contract does not hold."""
@@ -112,62 +116,44 @@ def check_version_level(run: Composed) -> Iterator[Problem]:
             yield run.problem(SHADOW, said, f"Set {set_to(SHADOW, left)}.", sets, (f"shadow.{name}",), value=name)
 
 
-_COVERED = (
-    Row(
-        LEGACY,
-        lambda run, value: value not in (None, "auto", "enable", "disable"),
-        *("verl supports auto, enable and disable.", "Set one of them.", "auto"),
-    ),
-    Row(
-        LEGACY,
-        lambda run, value: value in ("auto", "enable") and not run.path.attributes.legacy_actors,
-        "verl {run.path.release} has no legacy actors and does not read this key.",
-        *("Set it to disable.", "disable"),
-    ),
-    Row(
-        USE_V1,
-        lambda run, value: value and not run.path.attributes.v1_modes,
-        *("verl {run.path.release} has no V1 trainer and does not read this key.", "Set it to false.", False),
-    ),
-)
-_COVERED_ENGINES = (
-    Row(
-        STRATEGY,
-        lambda run, value: run.path.strategy not in STRATEGIES,
-        "the correction supports only the FSDP and Megatron engines.",
-        "No override corrects {run.path.strategy}: train with fsdp2 or megatron, or without a correction.",
-    ),
-    Row(
-        f"{ACTOR}.use_prefix_grouper",
-        lambda run, value: value and run.path.worker == "legacy",
-        *("the legacy actor's update cannot read what its forward pass returns.", "Set it to false.", False),
-    ),
-    Row(
-        f"{MEGATRON}.dynamic_context_parallel",
-        lambda run, value: value and run.path.strategy == "megatron" and run.path.worker == "engine",
-        *("the correction is not tested with this way of gathering metrics.", "Set it to false.", False),
-    ),
-    Row(
-        f"{MEGATRON}.override_transformer_config.overlap_moe_expert_parallel_comm",
-        lambda run, value: value and run.path.strategy == "megatron" and run.path.worker == "legacy",
-        *("this schedule fetches a micro-batch while the loss of another is computed.", "Set it to false.", False),
-    ),
-    Row(
-        _REMOVE_PADDING,
-        lambda run, value: (
-            not value and run.path.attributes.engine_attends_by_loss_mask and run.path.worker == "engine"
-        ),
-        "verl {run.path.release}'s engine masks attention by the loss mask, so its log-probs differ from the model's.",
-        *(f"Set it to true, or {LEGACY}=enable.", True),
-    ),
-)
-
-
 def check_path(run: Composed) -> Iterator[Problem]:
     """Check that this path of verl is supported."""
-    yield from run_rows(run, _COVERED)
+    path, release = run.path, run.path.attributes
+    legacy_worker, megatron = path.worker == "legacy", path.strategy == "megatron"
+    of_worker = run.get(LEGACY)
+    if of_worker not in (None, "auto", "enable", "disable"):
+        yield run.problem(LEGACY, "verl supports auto, enable and disable.", "", {LEGACY: "auto"})
+    elif of_worker in ("auto", "enable") and not release.legacy_actors:
+        reason = f"verl {path.release} has no legacy actors and does not read this key."
+        yield run.problem(LEGACY, reason, "", {LEGACY: "disable"})
+    if run.get(USE_V1) and not release.v1_modes:
+        reason = f"verl {path.release} has no V1 trainer and does not read this key."
+        yield run.problem(USE_V1, reason, "", {USE_V1: False})
     yield from _check_mode(run)
-    yield from run_rows(run, _COVERED_ENGINES)
+    if path.strategy not in STRATEGIES:
+        fix = f"No override corrects {path.strategy}: train with fsdp2 or megatron, or without a correction."
+        yield run.problem(STRATEGY, "the correction supports only the FSDP and Megatron engines.", fix)
+    overlap = f"{MEGATRON}.override_transformer_config.overlap_moe_expert_parallel_comm"
+    for key, read, reason in (
+        (
+            *(f"{ACTOR}.use_prefix_grouper", legacy_worker),
+            "the legacy actor's update cannot read what its forward pass returns.",
+        ),
+        (
+            *(f"{MEGATRON}.dynamic_context_parallel", megatron and not legacy_worker),
+            "the correction is not tested with this way of gathering metrics.",
+        ),
+        (
+            *(overlap, megatron and legacy_worker),
+            "this schedule fetches a micro-batch while the loss of another is computed.",
+        ),
+    ):
+        if read and run.get(key):
+            yield run.problem(key, reason, "", {key: False})
+    if not run.get(_REMOVE_PADDING) and release.engine_attends_by_loss_mask and not legacy_worker:
+        who = f"verl {path.release}'s engine masks attention by the loss mask"
+        reason, fix = f"{who}, so its log-probs differ from the model's.", f"Set it to true, or {LEGACY}=enable."
+        yield run.problem(_REMOVE_PADDING, reason, fix, {_REMOVE_PADDING: True})
 
 
 def _check_mode(run: Composed) -> Iterator[Problem]:
@@ -320,3 +306,80 @@ def check_workers_env(run: Composed) -> Iterator[Problem]:
     except ContradictionError as error:
         said = (error.reason, error.fix) if error.key else (str(error),)
         yield run.problem(error.key or "", *said, value=error.value if error.key else None)
+
+
+_LORA_RANK = f"{MODEL}.lora_rank"
+_ABOVE_ONE = {
+    f"{ACTOR}.ulysses_sequence_parallel_size": "sequences split over ranks (Ulysses)",
+    f"{FSDP}.ulysses_sequence_parallel_size": "sequences split over ranks (Ulysses)",
+    f"{MEGATRON}.context_parallel_size": "sequences split over ranks (context parallelism)",
+    f"{MEGATRON}.virtual_pipeline_model_parallel_size": "interleaved pipelines",
+    f"{ROLLOUT}.data_parallel_size": "data parallelism within a rollout server",
+    f"{ROLLOUT}.expert_parallel_size": "expert parallelism within a rollout server",
+    f"{ROLLOUT}.pipeline_model_parallel_size": "pipelines within a rollout server",
+    _LORA_RANK: "LoRA with this trainer",
+    f"{MODEL}.lora.rank": "LoRA on Megatron",
+}
+_TRUE = {
+    f"{MODEL}.use_fused_kernels": "fused kernels of the log-probs",
+    f"{MODEL}.use_liger": "Liger's kernels",
+    f"{MODEL}.tiled_mlp.enabled": "a tiled MLP",
+    f"{MODEL}.mtp.enable": "multi-token prediction",
+    f"{ACTOR}.use_prefix_grouper": "grouped prefixes",
+    f"{ROLLOUT}.disaggregation.enabled": "prefill separate from decoding",
+    "async_training.use_trainer_do_validate": "validation on the trainer's devices",
+    "async_training.use_dynamic_resource_scheduling": "rollouts on the trainer's devices",
+    f"{FSDP}.qat.enable": "training for quantised weights",
+    f"{MEGATRON}.qat.enable": "training for quantised weights",
+    f"{ACTOR}.freeze_vision_tower": "models with images",
+}
+_SET = {
+    f"{ROLLOUT}.quantization": "a quantised rollout engine",
+    f"{ENGINE}.quantization": "a quantised rollout engine",
+    f"{ROLLOUT}.limit_images": "models with images",
+    f"{MODEL}.lora_adapter_path": "LoRA that starts from an adapter",
+    f"{MODEL}.lora.adapter_path": "LoRA that starts from an adapter",
+    f"{ENGINE}.speculative_config": "speculative decoding",
+}
+_DTYPES = (f"{ROLLOUT}.dtype", f"{ENGINE}.kv_cache_dtype", f"{ENGINE}.kv-cache-dtype")
+
+
+def warn_not_shown(run: Composed) -> Iterator[Problem]:
+    """Warn of devices, estimators, kernels and layouts that have not been tested with a correction."""
+    for key, value, what in () if run.spec.is_none and not run.active else _find_not_shown(run):
+        reason = f"corrections are not tested with {what}: the first update proves this one, or stops the run."
+        if key in _DTYPES or key.endswith(".quantization"):
+            reason += (
+                " Quantised weights cannot be compared with the trainer's; offpolicy.delivery.probe=1 compares answers."
+            )
+        yield run.problem(key, reason, "", (), (), "NOTE", value=value)
+
+
+def _has_run_lora(run: Composed) -> bool:
+    """Return True if this set-up of LoRA on FSDP was tested: any on V1, only merged LoRA on V0 and one_step_off_policy.
+
+    docs/paths.md lists them.
+    """
+    merged = run.path.worker == "engine" and run.get(f"{MODEL}.lora.merge") and run.program != FULLY_ASYNC
+    return run.path.trainer == "v1" or bool(merged)
+
+
+def _find_not_shown(run: Composed) -> Iterator[tuple[str, Any, str]]:
+    if (engine := run.get(NAME)) not in (None, "vllm"):
+        owner = "this" if engine in UNTESTED_ENGINES else "a program's own"
+        condition = "which must return the log-probs of the sampled tokens at the run's temperature"
+        yield NAME, engine, f"{owner} rollout engine, {condition}"
+    if (device := run.get("trainer.device")) not in (None, "cuda", "cpu"):
+        yield "trainer.device", device, f"{device} devices"
+    if (estimator := run.get(ESTIMATOR)) is not None and estimator not in WITHOUT_PI_OLD:
+        yield ESTIMATOR, estimator, "estimators that read pi_old, or that are the user's own"
+    for key in _DTYPES:
+        if "fp8" in str(value := run.get(key)) or "int8" in str(value):
+            yield key, value, f"rollouts in {value}"
+    for key, what in _ABOVE_ONE.items():
+        was_run = (run.path.worker == "legacy" and "ulysses" in key) or (key == _LORA_RANK and _has_run_lora(run))
+        least = 0 if "lora" in key else 1
+        if not was_run and isinstance(value := run.get(key), int) and value > least:
+            yield key, value, what
+    yield from ((key, True, what) for key, what in _TRUE.items() if run.get(key) is True)
+    yield from ((key, value, what) for key, what in _SET.items() if (value := run.get(key)) not in (None, ""))

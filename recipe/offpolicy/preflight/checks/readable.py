@@ -15,7 +15,8 @@ from verl_patches.execution_path import FULLY_ASYNC, find_program_mode
 
 from ...batch.declared_keys import Key, count, flag, number
 from ...correction.problem import Problem, set_to
-from ..composed import ACTOR, BATCH, ESTIMATOR, MEGATRON, MINI_BATCH, ROLLOUT, copy_config
+from ..composed import ACTOR, BATCH, ESTIMATOR, MEGATRON, MINI_BATCH, ROLLOUT, VERL, copy_config
+from .verl_correction import WORKERS
 
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
 _MISSING = re.compile(r"'([^']+)' not found")
@@ -155,3 +156,56 @@ def _list_interpolations(node: DictConfig | ListConfig, path: str = "") -> Itera
             yield key, str(below._value())  # type: ignore[union-attr]
         elif isinstance(below, DictConfig | ListConfig):
             yield from _list_interpolations(below, key)
+
+
+_OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>[+-]?[\d.]+(?:_[\d.]+)+)\s*")
+_BOUND = re.compile(r"(?P<which>recovery_)?(?:lower|upper)|(?:\w+_)?(?:delta|budget|threshold|threshold_lower)")
+"""Names of keys that may have a pair of bounds; in other keys, an underscore groups digits."""
+_BOUNDED = (f"{VERL}.", f"{WORKERS}.", "correction.", "offpolicy.")
+
+
+def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
+    """Find bounds that Hydra reads as one number unless they are quoted, such as 0.5_2 (0.52) and 1_01 (101)."""
+    last = {override.partition("=")[0].lstrip("+~"): override for override in overrides}
+    for override in last.values():
+        found = _OVERRIDE.fullmatch(override)
+        if found is None or not found["key"].startswith(_BOUNDED):
+            continue
+        key, value = found["key"], found["value"]
+        owner, _, name = key.rpartition(".")
+        bound = _BOUND.fullmatch(name)
+        if bound is None:
+            continue
+        try:
+            number = float(value)
+        except ValueError:  # 0.5_2.0, which stays a string
+            continue
+        reason = f"Hydra reads {value} as this number, because it ignores underscores in numbers."
+        if key.endswith(("_threshold", "_threshold_lower")):
+            fix = f"Set it to '{value}', and protect these quotes from the shell."
+            yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=(set_to(key, value),))
+            continue
+        lower, upper, *_ = value.split("_")
+        pair = name.endswith(("lower", "upper")) and float(lower) < float(upper)
+        bounds = (f"{owner}.{bound['which'] or ''}lower={lower}", f"{owner}.{bound['which'] or ''}upper={upper}")
+        if "." in value:
+            fixes = bounds if pair else (f"{key}={lower}",)
+        else:  # probably a decimal comma, not two bounds
+            fixes = (f"{key}={value.replace('_', '.', 1).replace('_', '')}",)
+        # No one writes a bound as 02, so 1_02 means 1.02.
+        two = pair and fixes != bounds and upper == (upper.lstrip("0") or "0")
+        other = f", or {bounds[0]} and {bounds[1]} if two bounds are meant" if two else ""
+        fix = f"Set {' and '.join(fixes)}{other}."
+        yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=fixes)
+
+
+def _find_parts(key: str) -> tuple[str, ...]:
+    """Return the part of a correction to which a key belongs, as a tuple; empty if it belongs to none."""
+    if key.startswith("offpolicy."):
+        return ()
+    if key.startswith("correction."):
+        names = key.split(".")
+        return (".".join(names[1:3]) if names[1] in ("masks", "weights") else names[1],)
+    name = key.rpartition(".")[2]
+    owner = next((owner for owner in ("rollout_is", "rollout_rs") if name.startswith(owner)), name)
+    return (f"rollout_correction.{owner}",)

@@ -19,6 +19,7 @@ from verl_patches.runtime_env import MODEL_RUNNER
 
 from ...correction.problem import MU, Problem, Requirement, find_closest, find_unmet, set_to
 from ...correction.proximal import WITHOUT_FORWARD
+from ...correction.recommended import BATCH_INVARIANT
 from ...replay.replay_settings import (
     MEGATRON_ROUTER_REPLAY,
     RECORDED,
@@ -414,3 +415,15 @@ def _check_loop(run: Composed, loop: str, found: LogProbEvidence, *, sure: bool)
     elif found.log_probs == "unknown":
         reason = f"the source of {loop} does not show whether it returns log-probs: {_NEEDED}"
         yield run.problem(_FILE, reason, "", (), MU, "NOTE")
+
+
+def warn_one_seed(run: Composed) -> Iterator[Problem]:
+    """Warn of verl's deterministic rollouts, in which all requests to one server have the same seed."""
+    key, samples = f"{ROLLOUT}.full_determinism", f"{ROLLOUT}.n"
+    if run.get(key) and run.get(NAME) == "vllm" and run.get(samples, 1) > 1:
+        reason = (
+            "verl gives every request to a server the same seed, so a prompt's rollouts on that server are "
+            "identical, and their advantages are 0."
+        )
+        fix = f"Use this setting only for debugging. For training, {BATCH_INVARIANT}."
+        yield run.problem(key, reason, fix, {key: False}, (), "NOTE", (samples,), value=True)

@@ -1,37 +1,49 @@
-"""Checks of keys that verl reads late: after loading models, or at the first checkpoint or update."""
+"""Checks of verl's keys that verl itself reads late, and of keys that accept one of a fixed set of names."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_patches.execution_path import FULLY_ASYNC, count_prompts
+from verl_patches.execution_path import FULLY_ASYNC, USE_V1, count_prompts
 
-from ...correction.problem import Problem, format_value, set_to
+from ...correction.problem import Problem, find_closest, format_value, set_to
 from ...correction.proximal import WITHOUT_FORWARD
 from ..composed import (
     ACTOR,
+    BACKEND,
     BATCH,
     BYPASS,
+    ESTIMATOR,
+    FSDP,
     KL_IN_REWARD,
+    LOSS_MODE,
+    MEGATRON,
     MINI_BATCH,
+    MODE,
     MODEL,
     NAME,
     ROLLOUT,
+    VERL,
     Composed,
     copy_config,
+    list_micro_batch_keys,
 )
+from ..python_source import find_source
 
 _RESUME, _FROM = "trainer.resume_mode", "trainer.resume_from_path"
 _FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
@@ -68,25 +80,18 @@ def check_resume(run: Composed) -> Iterator[Problem]:
 
 def check_folders(run: Composed) -> Iterator[Problem]:
     """Check that the folders of the run are writable."""
-    for key in _FOLDERS:
-        value = run.get(key)
-        if value is not None or key == _FOLDERS[0]:
-            yield from _check_folder(run, key, value, f"Set {key}=PATH.", local=_is_local)
+    folders = {key: run.get(key) for key in _FOLDERS if run.get(key) is not None or key == _FOLDERS[0]}
     if (application := HydraConfig.instance().cfg) is not None:
         key = "hydra.run.dir"
         try:
-            value = OmegaConf.select(cast(DictConfig, application), key)
+            folders[key] = OmegaConf.select(cast(DictConfig, application), key)
         except OmegaConfBaseException as error:
             yield run.problem(key, f"{str(error).splitlines()[0]}.", "Set it to a folder.", (), (), value="")
-            return
-        yield from _check_folder(run, key, value, f"Leave it out, or set {key}=PATH.")
-
-
-def _check_folder(run: Composed, key: str, value: Any, fix: str, local: Any = None) -> Iterator[Problem]:
-    if not isinstance(value, str) or not value.strip():
-        yield run.problem(key, "not a folder.", fix, (), (), value=value)
-    elif (local is None or local(run, value)) and (why := _explain_unwritable(value)):
-        yield run.problem(key, f"{why}.", "Set a writable folder.", (), (), value=value)
+    for key, value in folders.items():
+        if not isinstance(value, str) or not value.strip():
+            yield run.problem(key, "not a folder.", f"Set {key}=PATH.", (), (), value=value)
+        elif (key not in _FOLDERS or _is_local(run, value)) and (why := _explain_unwritable(value)):
+            yield run.problem(key, f"{why}.", "Set a writable folder.", (), (), value=value)
 
 
 def _is_local(run: Composed, path: str) -> bool:
@@ -203,6 +208,25 @@ def _check_divides(run: Composed, key: str, rows: int, said: str) -> Iterator[Pr
         yield run.problem(key, reason, "", {key: fits})
 
 
+def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
+    """Warn of unequal micro-batches for pi_old and pi, whose kernels round differently (verl issue 6280)."""
+    bypassed = run.spec.proximal in WITHOUT_FORWARD or run.verls.get(BYPASS)
+    if bypassed or (run.spec.is_none and not run.active):
+        return
+    (ours, theirs), sizes = list_micro_batch_keys(run)
+    if bool(run.actor.use_dynamic_bsz) == bool(run.rollout.log_prob_use_dynamic_bsz):
+        ours, theirs = sizes
+    elif run.path.worker == "engine":
+        return  # check_micro_batches stops it
+    trained, scored, key = run.actor.get(ours), run.rollout.get(theirs), f"{ROLLOUT}.{theirs}"
+    if trained is not None and scored is not None and trained != scored:
+        reason = (
+            f"pi_old and pi are computed in different micro-batches ({ACTOR}.{ours}={format_value(trained)}). "
+            f"Kernels may round differently, so pi / pi_old may not be exactly 1 at the first step."
+        )
+        yield run.problem(key, reason, "", {key: trained}, ("pi_old",), "NOTE")
+
+
 def check_by_verl(run: Composed) -> Iterator[Problem]:
     """Run verl's ``validate_config`` on a copy and report what verl refuses.
 
@@ -246,3 +270,146 @@ def _build_refusal(run: Composed, said: str) -> Problem:
     else:
         return run.problem("", reason, value=None)
     return run.problem(key, reason, f"Set {set_to(key, value)}.", {key: value})
+
+
+_LOGGER, _MANAGER = "trainer.logger", "reward.reward_manager"
+_BACKENDS = f"{ROLLOUT}.checkpoint_engine.custom_backend_module"
+_KL = tuple(f"{name}{sign}" for sign in ("", "+") for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"))
+_OWNERS = {"vllm": "vLLM", "torch": "torch.optim"}
+"""First part of a module's name -> the owner of the names in that module, if the owner is not verl."""
+
+
+def _is_uncorrected(run: Composed) -> bool:
+    """Return True if the key is checked here; with a correction, that correction's checks report more about it."""
+    return run.spec.is_none
+
+
+def _is_vllm(run: Composed) -> bool:
+    return run.get(NAME) == "vllm"
+
+
+def _is_plain_vllm(run: Composed) -> bool:
+    """Return True if no plugin of vLLM may register further names."""
+    return _is_vllm(run) and all(each.value.startswith("vllm.") for each in entry_points(group="vllm.general_plugins"))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The names that a key of verl accepts.
+
+    Attributes:
+        names: the names known here.
+        module: if ``names`` is empty, the module (or package, as ``NAME.*``) whose source contains the names; if it
+            contains none either, the key is not checked.
+        within: pattern of the parts of the source that contain the names.
+        name: pattern of a single name in such a part.
+        read: returns whether a run reads the key.
+        extensible: whether the user's own code may register further names.
+        null: whether null is allowed.
+    """
+
+    names: tuple[str, ...] = ()
+    module: str = ""
+    within: str = ""
+    name: str = r'"([\w-]+)"'
+    read: Callable[[Composed], bool] = lambda run: True
+    extensible: bool = False
+    null: bool = False
+
+    def list_names(self) -> tuple[str, ...]:
+        """List the names that the installed release has."""
+        return self.names or _read_names(self.module, self.within, self.name)
+
+    def rejects(self, value: Any) -> bool:
+        """Return True if the value is not one of the names; False if the names or the key (``...``) are unknown."""
+        names = self.list_names()
+        return value is not ... and bool(names) and str(value) not in names and not (value is None and self.null)
+
+
+@functools.cache
+def _read_names(module: str, within: str, name: str) -> tuple[str, ...]:
+    source = find_source(module.removesuffix(".*"))
+    if source is None:
+        return ()
+    files = sorted(source.parent.rglob("*.py")) if module.endswith(".*") else [source]
+    parts = (part for file in files for part in re.findall(within, file.read_text(encoding="utf-8"), re.S))
+    return tuple(dict.fromkeys(found for part in parts for found in re.findall(name, part)))
+
+
+def _read_from(module: str, within: str, name: str = Choice.name, **more: Any) -> Choice:
+    return Choice((), module, within, name, **more)
+
+
+_CORE, _CONFIGS = "verl.trainer.ppo.core_algos", "verl.workers.config"
+_DTYPE = _read_from("verl.utils.torch_dtypes", r"_LIST = \[(.*?)\]")
+_LOGGERS = _read_from("verl.utils.tracking", r"supported_backend = \[(.*?)\]")
+_ENGINES = r'EngineRegistry\.register\([^)]*?backend=(\[.*?\]|"\w+")'
+CHOICES: dict[str, Choice] = {
+    "trainer.resume_mode": Choice(("auto", "disable", "resume_path")),
+    "data.truncation": Choice(("error", "left", "right", "middle")),
+    ESTIMATOR: _read_from(_CORE, r"class AdvantageEstimator\(.*?\n\n\n", r' = "(\w+)"', extensible=True),
+    "algorithm.kl_penalty": Choice(_KL),
+    "algorithm.kl_ctrl.type": Choice(("fixed", "adaptive")),
+    f"{VERL}.rollout_is": Choice(("token", "sequence"), read=_is_uncorrected, null=True),
+    f"{ACTOR}.kl_loss_type": Choice(_KL),
+    LOSS_MODE: _read_from(_CORE, r'@register_policy_loss\(\s*"\w+"', read=_is_uncorrected, extensible=True),
+    f"{ACTOR}.loss_agg_mode": _read_from(
+        f"{_CONFIGS}.actor", r"valid_loss_agg_modes = \[(.*?)\]", read=_is_uncorrected
+    ),
+    f"{ACTOR}.strategy": _read_from("verl.workers.engine.*", _ENGINES, read=_is_uncorrected),
+    f"{ACTOR}.optim.lr_scheduler_type": Choice(("constant", "cosine"), read=_is_uncorrected),
+    f"{ACTOR}.optim.optimizer": _read_from(
+        *("torch.optim", r"__all__ = \[(.*?)\]", r'"([A-Z]\w*)"'),
+        read=lambda run: run.get(f"{ACTOR}.optim.optimizer_impl") == "torch.optim",
+    ),
+    f"{FSDP}.dtype": _DTYPE,
+    f"{FSDP}.model_dtype": replace(_DTYPE, null=True),
+    f"{MEGATRON}.dtype": _read_from(f"{_CONFIGS}.engine", r"self\.dtype in \[(.*?)\]"),
+    NAME: _read_from(
+        "verl.workers.rollout.replica", r'Registry\.register\("\w+"', read=_is_uncorrected, extensible=True
+    ),
+    f"{ROLLOUT}.mode": _read_from(f"{_CONFIGS}.rollout", r'self\.mode != "\w+"'),
+    f"{ROLLOUT}.dtype": _read_from("vllm.config.model", r"\nModelDType = Literal\[(.*?)\]", read=_is_vllm),
+    f"{ROLLOUT}.load_format": _read_from(
+        "vllm.model_executor.model_loader", r"\nLoadFormats = Literal\[(.*?)\]", read=_is_plain_vllm, extensible=True
+    ),
+    BACKEND: _read_from(
+        *("verl.checkpoint_engine.*", r'EngineRegistry\.register\("[\w-]+"\)'),
+        read=lambda run: not run.get(_BACKENDS),
+        extensible=True,
+    ),
+    MODE: _read_from(
+        *("verl.trainer.ppo.v1.*", r'@register_trainer\("\w+"\)'),
+        read=lambda run: run.spec.is_none and bool(run.get(USE_V1)),
+        extensible=True,
+    ),
+    f"{_MANAGER}.name": _read_from(
+        *("verl.experimental.reward_loop.reward_manager.*", r'@register\("\w+"\)'),
+        read=lambda run: run.get(f"{_MANAGER}.source") == "register",
+        extensible=True,
+    ),
+}
+"""Keys that decide what is trained -> the names that they accept."""
+
+
+def check_choices(run: Composed) -> Iterator[Problem]:
+    """Check keys with a fixed set of names, and the names of loggers."""
+    for key, choice in CHOICES.items():
+        value, names = run.get(key, ...), choice.list_names()
+        # find_unreadable_values reports an estimator that is not a name.
+        if not choice.rejects(value) or not choice.read(run) or (key == ESTIMATOR and not isinstance(value, str)):
+            continue
+        reason = f"{_OWNERS.get(choice.module.partition('.')[0], 'verl')} has no such choice"
+        if choice.extensible and run.registrar:
+            reason = f"{reason}; {run.registrar} may register it, but this is not checked."
+            yield run.problem(key, reason, "", (), (), "NOTE")
+            continue
+        near = find_closest(value, names, 0.7) if isinstance(value, str) else None
+        sets = {key: near} if near else {}  # any other choice would be a different algorithm
+        yield run.problem(key, f"{reason}.", f"Set one of {', '.join(names)}.", sets, ())
+    known, given = (*_LOGGERS.list_names(), "tracking"), run.get(_LOGGER)
+    loggers: list[Any] = list(given) if isinstance(given, ListConfig) else [] if given is None else [given]
+    if wrong := [name for name in loggers if name not in known]:
+        fixed = [find_closest(str(name), known) or "console" for name in loggers]
+        reason, fix = f"verl has no logger {', '.join(map(str, wrong))}.", f"Set one or more of {', '.join(known)}."
+        yield run.problem(_LOGGER, reason, fix, {_LOGGER: list(dict.fromkeys(fixed))}, (), value=loggers)
