@@ -46,7 +46,7 @@ CALLS = {
     "driver.collect": "recipe.offpolicy.trainer.supervision:Supervision.collect",
     "seal.columns": "recipe.offpolicy.trainer.corrected_v1:CorrectedV1.seal",
     "seal.stored": "recipe.offpolicy.trainer.corrected_v1:CorrectedV1._seal_stored",
-    "seal.scores": "recipe.offpolicy.worker.scored_seals:_seal",
+    "seal.scores": "recipe.offpolicy.worker.verl_workers:_seal",
     "seal.compare": "recipe.offpolicy.batch.micro_batch:check_seals",
     "driver.step_metrics": "recipe.offpolicy.trainer.supervision:Supervision.step_metrics",
     "proof.first": "recipe.offpolicy.worker.loss:prove",

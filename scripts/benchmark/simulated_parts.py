@@ -261,14 +261,14 @@ def draw_rollout(rows: int) -> TensorDict:
 
 def build_sampled_check(rows: int) -> Call:
     """Build the call of the driver's checks of a rollout."""
-    from recipe.offpolicy.proof.rollout_checks import RolloutChecker
+    from recipe.offpolicy.proof.rollout_log_probs import RolloutChecker
 
     return partial(RolloutChecker().check_sampled, draw_rollout(rows))
 
 
 def build_aligned_check(rows: int) -> Call:
     """Build the call of the driver's checks of mu against pi_old, in groups of 8 rows."""
-    from recipe.offpolicy.proof.rollout_checks import RolloutChecker
+    from recipe.offpolicy.proof.rollout_log_probs import RolloutChecker
 
     groups = [str(row // 8) for row in range(rows)]
     return partial(RolloutChecker().check_aligned, draw_rollout(rows), groups)
@@ -306,8 +306,8 @@ def build_plan_call(rows: int) -> Call:
 
 def build_regrouping(rows: int) -> Call:
     """Build the call of ``baseline=exclude``: groups without rejected rows, and silent rows' advantages set to 0."""
+    from recipe.offpolicy.batch.padding import zero_rows
     from recipe.offpolicy.batch.plan import regroup_without_rejected
-    from recipe.offpolicy.batch.queue_columns import zero_rows
     from recipe.offpolicy.correction import CorrectionSpec
 
     batch, spec = draw_rollout(rows), CorrectionSpec.from_mapping(CORRECTION)

@@ -19,7 +19,7 @@ from torch import Tensor
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.dialects import PEERS
 from recipe.offpolicy.correction.dialects.peer import words
-from recipe.offpolicy.worker.kl_loss import choose_surrogate
+from recipe.offpolicy.worker.terms import choose_surrogate
 from tests.support.conformance import (
     Loss,
     Options,

@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.dialects import PEERS
-from recipe.offpolicy.worker.kl_loss import choose_surrogate
+from recipe.offpolicy.worker.terms import choose_surrogate
 from tests.support.conformance import (
     Loss,
     Options,

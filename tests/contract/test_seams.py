@@ -192,7 +192,7 @@ def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by the whole vocabulary."""
     from recipe.offpolicy.staleness.client import Attempts, VersionedClient
     from recipe.offpolicy.support.fsdp_engine import SupportEngine
-    from recipe.offpolicy.support.support_server import SupportAttempts, SupportResumingClient, SupportVersionedClient
+    from recipe.offpolicy.support.support_replay import SupportAttempts, SupportResumingClient, SupportVersionedClient
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 

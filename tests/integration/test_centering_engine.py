@@ -212,9 +212,9 @@ SABOTAGES = {
 def test_a_term_that_is_lost_or_changed_fails_the_proof(
     worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    from recipe.offpolicy.batch.likeliest_tokens import compute_centering_term
     from recipe.offpolicy.proof.verify import LivenessError, verify
     from recipe.offpolicy.worker.metrics import take_packets
+    from recipe.offpolicy.worker.terms import compute_centering_term
 
     changed = "recipe.offpolicy.worker.loss.compute_centering_term"
     monkeypatch.setattr(changed, lambda *given: SABOTAGES[what](compute_centering_term(*given)))
@@ -323,7 +323,7 @@ def train(worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch, **colu
 
 def test_a_policy_without_a_tail_is_no_fault(worker: Any, sampler: Sampler) -> None:
     """rho of thousands: rounding of C is relative to its coefficients."""
-    from recipe.offpolicy.batch.likeliest_tokens import LOG_PROBS
+    from recipe.offpolicy.batch.micro_batch import LIKELIEST_LOG_PROBS as LOG_PROBS
     from recipe.offpolicy.batch.padding import flatten
     from recipe.offpolicy.worker.metrics import take_packets
 

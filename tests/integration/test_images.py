@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.batch import micro_batch as mb
-from recipe.offpolicy.batch.model_input import hash_model_input
+from recipe.offpolicy.batch.seals import hash_model_input
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.worker.loss import OffPolicyLoss

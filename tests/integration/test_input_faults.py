@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipe.offpolicy.batch.mini_batch_mean import add_shares, check_shares
+from recipe.offpolicy.batch.plan import add_shares, check_shares
 from recipe.offpolicy.batch.seals import LivenessError, SealError
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.worker.metrics import take_packets

@@ -94,7 +94,7 @@ def report_of(metrics: dict[str, Any]) -> Any:
 
 
 def reports_of(metrics: dict[str, Any]) -> list[Any]:
-    from recipe.offpolicy.batch.reports import take_reports
+    from recipe.offpolicy.batch.plan import take_reports
     from recipe.offpolicy.replay.fsdp_engine import REPORT
 
     return take_reports(metrics, REPORT)

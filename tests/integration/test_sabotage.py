@@ -277,13 +277,11 @@ WEIGHTS: dict[str, Any] = {
     ],
 )
 def test_a_penalty_that_is_another(engine: Any, monkeypatch: pytest.MonkeyPatch, tamper: Any) -> None:
-    from recipe.offpolicy.batch import micro_batch
+    from recipe.offpolicy.worker import loss, terms
 
-    true = micro_batch.compute_penalty
+    true = terms.compute_penalty
     assert first_update(engine, mapping=PENALTY)["proved"] == 1.0
-    monkeypatch.setattr(
-        micro_batch, "compute_penalty", lambda spec, batch, whole: tamper(true(spec, batch, whole), batch)
-    )
+    monkeypatch.setattr(loss, "compute_penalty", lambda spec, batch, whole: tamper(true(spec, batch, whole), batch))
     stops("penalty does not act|gradient", engine, mapping=PENALTY)
 
 

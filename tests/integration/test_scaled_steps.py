@@ -45,7 +45,7 @@ def start(model: Path, *, scaled: bool = True) -> Any:
 
 
 def update(worker: Any, rows: tw.Rollout, factor: float | None) -> list[Any]:
-    from recipe.offpolicy.batch.reports import take_reports
+    from recipe.offpolicy.batch.plan import take_reports
     from recipe.offpolicy.extensions.ess_lr import FLAG, REPORT
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.losses import ppo_loss

@@ -99,7 +99,7 @@ def responses(output: TensorDict, data: TensorDict, name: str = "log_probs") -> 
 
 
 def report_of(metrics: dict[str, Any]) -> Any:
-    from recipe.offpolicy.batch.reports import take_reports
+    from recipe.offpolicy.batch.plan import take_reports
     from recipe.offpolicy.support.fsdp_engine import REPORT
 
     (report,) = take_reports(metrics, REPORT)

@@ -76,7 +76,7 @@ def test_a_fallback_comes_with_the_next_batch_and_is_proved() -> None:
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.monitor.alarm_settings import DEFAULTS
     from recipe.offpolicy.trainer.supervision import Supervision
-    from recipe.offpolicy.worker.legacy_handover import Handover
+    from recipe.offpolicy.worker.legacy_loss import Handover
     from verl_patches.legacy.handover import HANDOVER
 
     safer = CorrectionSpec.from_mapping({"weight": TIS_TOKEN})

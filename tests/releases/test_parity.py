@@ -252,7 +252,7 @@ def update_by_legacy_actor(
     """What verl 0.7.1's actor does with the batch of the witness's case."""
     import verl_patches
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.worker.legacy_handover import build_handover
+    from recipe.offpolicy.worker.legacy_loss import Handover
     from recipe.offpolicy.worker.metrics import take_packets
     from verl import DataProto
     from verl_patches.legacy.handover import HANDOVER
@@ -269,7 +269,7 @@ def update_by_legacy_actor(
     actor = legacy_actor(folder, kind, packed, **actor_settings(mode), **sizes)
     spec = CorrectionSpec.from_mapping(CORRECTIONS[name])
     plan, columns = build_case_plan(witness.case, spec, mode, ROWS)
-    handover = build_handover(spec, plan, extensions=witness.case.extensions)
+    handover = Handover(spec, plan, extensions=witness.case.extensions)
     meta = {"temperature": TEMPERATURE, "pad_token_id": 2, HANDOVER: handover}
     gradients: dict[str, torch.Tensor] = {}
 

@@ -16,9 +16,9 @@ from recipe.offpolicy.batch.weight_versions import VERSIONS
 from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.recording.run import RunRecord
-from recipe.offpolicy.trainer.actor_updates import adopt
 from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 from recipe.offpolicy.trainer.supervision import Supervision
+from recipe.offpolicy.worker.verl_workers import adopt
 from tests.support.padded_rows import build_model_input
 from verl import DataProto
 from verl_patches.legacy.handover import HANDOVER

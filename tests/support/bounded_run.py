@@ -69,7 +69,7 @@ class Run:
         from recipe.offpolicy.batch.declared_keys import read_shipped_defaults
         from recipe.offpolicy.staleness import buffer
         from recipe.offpolicy.staleness.staleness_limit import StalenessLimit
-        from recipe.offpolicy.trainer.add_on_choice import choose_v1
+        from recipe.offpolicy.trainer.corrected_run import choose_v1
         from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
         from verl.trainer.ppo.v1 import replay_buffer, trainer_base
         from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync

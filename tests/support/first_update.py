@@ -26,7 +26,6 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, step: int
 
     Each of ``ranks`` takes a contiguous share of the rows.
     """
-    from recipe.offpolicy.batch.model_input import hash_model_input
     from recipe.offpolicy.batch.plan import (
         PLAN,
         BatchSplit,
@@ -35,7 +34,7 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, step: int
         compute_constants,
         seal_batch,
     )
-    from recipe.offpolicy.batch.seals import INPUT
+    from recipe.offpolicy.batch.seals import INPUT, hash_model_input
     from recipe.offpolicy.batch.weight_versions import find_token_versions
     from verl.utils import tensordict_utils as tu
 

@@ -10,8 +10,8 @@ import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.batch.model_input import hash_model_input
-from recipe.offpolicy.batch.queue_columns import put_columns, read_columns
+from recipe.offpolicy.batch.padding import put_columns, read_columns
+from recipe.offpolicy.batch.seals import hash_model_input
 from recipe.offpolicy.trainer.batch_view import MEDIA, MediaError
 from recipe.offpolicy.trainer.corrected_v1 import OWN_PARTITION, CorrectedV1
 from tests.support import images as im

@@ -103,19 +103,20 @@ def update(case: Case) -> dict[str, Any]:
 
 class _Run:
     def __init__(self, case: Case, patched: pytest.MonkeyPatch) -> None:
-        from recipe.offpolicy.batch import queue_columns
         from recipe.offpolicy.trainer import corrected_v1
-        from recipe.offpolicy.trainer.actor_updates import adopt
-        from recipe.offpolicy.trainer.add_on_choice import choose_v1
+        from recipe.offpolicy.trainer.corrected_run import choose_v1
         from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
         from recipe.offpolicy.trainer.supervision import Supervision
+        from recipe.offpolicy.worker.verl_workers import adopt
         from verl.trainer.ppo import padding_utils
         from verl.trainer.ppo.v1 import trainer_base
         from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
         self.case, self.queue = case, RowQueue()
-        for module in (trainer_base, padding_utils, queue_columns, corrected_v1):
+        for module in (trainer_base, padding_utils, corrected_v1):
             patched.setattr(module, "tq", self.queue)
+        for name in ("kv_batch_get", "kv_batch_put"):
+            patched.setattr(f"transfer_queue.{name}", getattr(self.queue, name))
         self.trainer: Any = object.__new__(PPOTrainerSeparateAsync)
         self.trainer.config = OmegaConf.create(self._config())
         self.trainer.global_steps, self.trainer.parameter_sync_step = STEP, 1

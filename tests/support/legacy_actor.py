@@ -157,7 +157,7 @@ def handed(
         compute_constants,
     )
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.worker.legacy_handover import Handover, build_handover
+    from recipe.offpolicy.worker.legacy_loss import Handover
 
     spec = CorrectionSpec.from_mapping(mapping)
     if spec.proximal != "recompute":
@@ -168,7 +168,7 @@ def handed(
     plan = SharedPlan(1, compute_constants(spec, rows)) if spec.needs_constants else SharedPlan(1)
     others = {name: CorrectionSpec.from_mapping(shadow) for name, shadow in (shadows or {}).items()}
     if record is None:
-        return proto(batch, build_handover(spec, plan, prove, others, extensions=extensions or {}))
+        return proto(batch, Handover(spec, plan, prove, others, extensions=extensions or {}))
     from recipe.offpolicy.recording.record_settings import RecordSettings
 
     count = len(rows)

@@ -10,12 +10,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from recipe.offpolicy.batch.model_input import hash_model_input
 from recipe.offpolicy.batch.plan import SharedPlan, seal_batch
-from recipe.offpolicy.batch.seals import INPUT
+from recipe.offpolicy.batch.seals import INPUT, hash_model_input
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.worker.legacy_handover import Handover
-from recipe.offpolicy.worker.legacy_loss import LegacyUpdate
+from recipe.offpolicy.worker.legacy_loss import Handover, LegacyUpdate
 from scripts.benchmark.simulated_parts import CORRECTION, build_actor_config, build_micro_batch
 from tests.support.padded_rows import pad_columns
 from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS

@@ -90,7 +90,7 @@ class Legacy:
 
     def _data(self, job: Job) -> Any:
         """This rank's rows, with the handover for all of them."""
-        from recipe.offpolicy.worker.legacy_handover import build_handover
+        from recipe.offpolicy.worker.legacy_loss import Handover
         from verl import DataProto
         from verl_patches.legacy.handover import HANDOVER
 
@@ -98,7 +98,7 @@ class Legacy:
         meta: dict[str, Any] = {"temperature": TEMPERATURE, "micro_batch_size": job.micro_rows}
         if job.correction is not None:
             extensions = self.case.with_teacher(job.distilled).extensions
-            meta[HANDOVER] = build_handover(spec, plan, job.prove, extensions=extensions)
+            meta[HANDOVER] = Handover(spec, plan, job.prove, extensions=extensions)
         return DataProto.from_dict(columns, meta_info=meta)
 
 

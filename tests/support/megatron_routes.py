@@ -112,7 +112,7 @@ class Cases:
 
     def update(self, mode: str, width: int = WIDTH) -> dict[str, Any]:
         """An update with the trainer's own routes or with drawn ones."""
-        from recipe.offpolicy.batch.reports import take_reports
+        from recipe.offpolicy.batch.plan import take_reports
         from recipe.offpolicy.replay.megatron_engine import REPORT
         from verl.workers.config import McoreActorConfig
         from verl.workers.utils.losses import ppo_loss

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 
-from recipe.offpolicy.batch.model_input import COLUMNS
+from recipe.offpolicy.batch.seals import INPUT_COLUMNS
 
 
 def pad_columns(data: TensorDict) -> TensorDict:
     """Pad the nested columns of a micro-batch but its model input, and add the mask of prompts and responses."""
     nested = {name: data[name] for name in data.keys() if getattr(data[name], "is_nested", False)}
-    padded = {name: column.to_padded_tensor(0) for name, column in nested.items() if name not in COLUMNS}
+    padded = {name: column.to_padded_tensor(0) for name, column in nested.items() if name not in INPUT_COLUMNS}
     there = [
         torch.arange(padded[name].shape[1]) < nested[name].offsets().diff()[:, None]
         for name in ("prompts", "responses")

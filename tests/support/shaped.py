@@ -14,7 +14,7 @@ from recipe.offpolicy.correction import RolloutStage
 from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.loss_rows import LossRows
-from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
+from recipe.offpolicy.trainer.batch_view import DataProtoBatch
 from verl import DataProto
 from verl.trainer.ppo import core_algos
 

@@ -18,9 +18,9 @@ def main(rank: int, model: str, out: str, port: int) -> None:
     tw.join_process_group(rank, 2, port)
     from functools import partial
 
-    from recipe.offpolicy.batch.reports import take_reports
+    from recipe.offpolicy.batch.plan import take_reports
     from recipe.offpolicy.replay import fsdp_engine
-    from recipe.offpolicy.replay.tally import judge, measure_routes
+    from recipe.offpolicy.replay.routing_replay import judge, measure_routes
     from verl.workers.utils.losses import ppo_loss
 
     # The routes are of no router's choice.

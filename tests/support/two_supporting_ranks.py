@@ -17,7 +17,7 @@ def main(rank: int, model: str, out: str, port: int) -> None:
     from tests.support import training_worker as tw
 
     tw.join_process_group(rank, 2, port)
-    from recipe.offpolicy.batch.reports import take_reports
+    from recipe.offpolicy.batch.plan import take_reports
     from recipe.offpolicy.support.fsdp_engine import REPORT
     from recipe.offpolicy.support.support_replay import judge
     from recipe.offpolicy.support.support_settings import SupportSettings

@@ -35,11 +35,9 @@ from ..correction.proximal import BY_AGE
 from ..correction.shadow import compute_shadow_statistics
 from ..correction.statistics import build_sum
 from ..correction.telemetry import Measure
-from ..correction.terms import PenaltySpec, compute_squared_log_ratio
-from .model_input import hash_model_input
 from .padding import Layout, flatten, nest_like, pad_column, values_of, with_tensors
 from .plan import MINI_BATCH_TOKENS, PLAN, PROVE, SCALE, SharedPlan
-from .seals import INPUT, SealError, compare, compare_engine, key_of
+from .seals import INPUT, SealError, compare, compare_engine, hash_model_input, key_of
 from .weight_versions import (
     TOKEN_VERSIONS_SEALED,
     VERSIONS_SEALED,
@@ -59,6 +57,11 @@ WITHHELD = "offpolicy_withheld"
 """Key of a model output: flags of tokens that the policy term omits (support unknown), stored one position early."""
 SUPPORT_SIZE = "offpolicy_support_size"
 """Key of a model output and of a recorded column: the size of each token's support, 0 if unknown."""
+LIKELIEST_LOG_PROBS = "offpolicy_likeliest_log_probs"
+"""Key of a model output: (tokens, K) log pi of the likeliest tokens, nested by row. Each value is stored one position
+before its token."""
+LIKELIEST_ROLLOUT_LOG_PROBS = "offpolicy_likeliest_rollout_log_probs"
+"""Key of a model output: log mu of the likeliest tokens, 0 or less, -inf where there is no token."""
 LAST = "update_lr_scheduler"
 """Flag that verl passes to the engine with each mini-batch: whether to update the learning rate afterwards. verl sets
 the flag for the last mini-batch of an update."""
@@ -296,19 +299,6 @@ def read_scale(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
         asked = "denominator=kept" if spec.denominator == "kept" else "nonfinite=excluded"
         raise KeyError(f"{SCALE} is not in the micro-batch that reached the loss: {asked} needs its count.")
     return batch.scale
-
-
-def compute_penalty(spec: PenaltySpec, batch: MicroBatch, correction: CorrectionSpec) -> Tensor:
-    """Compute (log r)^2 of each token, (B, T), differentiable, including the scale of ``nonfinite=excluded``.
-
-    Args:
-        correction: the correction with ``spec``; it defines pi_old.
-    """
-    other = batch.rollout_log_prob if spec.ratio == "full" else choose_pi_old(correction, batch)
-    squares = compute_squared_log_ratio(batch.log_prob, other, batch.policy_mask)
-    if correction.nonfinite == "counted":
-        return squares
-    return squares * read_scale(correction, batch)[:, None].to(squares.dtype)
 
 
 def choose_pi_old(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:

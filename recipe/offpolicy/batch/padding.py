@@ -1,4 +1,4 @@
-"""Positions of a micro-batch's responses in verl's two layouts, padding, and splits into rows of similar length.
+"""Columns of verl's batches: layouts, padding, splits into rows of similar length, and TransferQueue.
 
 verl's ``no_padding_2_padding`` slices row by row, reads the lengths from the device, and needs one torch pass per
 nested column. Here one index table serves every column, without a host transfer.
@@ -19,6 +19,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.utils import tensordict_utils as tu
+
+from ..correction.row_layout import spread_over_tokens
 
 
 @dataclass(frozen=True)
@@ -237,3 +239,31 @@ def take_rows(model_output: Mapping[str, Any], data: TensorDict, rows: Sequence[
     left = [key for key in data.keys() if key not in _UNREAD]
     part = tu.index_select_tensor_dict(data.select(*left), index)
     return {**model_output, **{key: taken[key] for key in by_row}}, part
+
+
+FORWARD = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0}
+"""Keys in a batch's ``extra_info`` by which verl describes a forward pass to its workers."""
+
+
+def read_columns(batch: Any, *names: str) -> TensorDict:
+    """Read columns of the batch that a KVBatchMeta describes, for all rows including padding."""
+    import transfer_queue as tq  # other releases lack it
+
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names))
+
+
+def put_columns(batch: Any, **columns: Any) -> Any:
+    """Put columns into the batch and return its new metadata."""
+    import transfer_queue as tq
+
+    fields = TensorDict(columns, batch_size=len(batch.keys))
+    return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+
+def zero_rows(nested: Tensor, silent: Sequence[bool]) -> Tensor:
+    """Copy a column that is nested by row, with zeros in the rows that ``silent`` flags."""
+    loud = spread_over_tokens(~torch.tensor(silent, dtype=torch.bool), nested)
+    zeroed = torch.empty_like(nested)
+    # Multiplication would not work, because a negative number times 0 is -0, and -0 and 0 differ in their bits.
+    zeroed.values().copy_(nested.values().where(loud.values(), nested.values().new_zeros(())))
+    return zeroed

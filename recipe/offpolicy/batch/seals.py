@@ -11,14 +11,18 @@ that an error can report the original mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.row_layout import PackedRows, RowLayout, detect_layout, split_tokens
+from .padding import values_of
 
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype with as many bytes as a float of each dtype."""
@@ -336,3 +340,88 @@ def compute_row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_
 def drop_empty_rows(hashes: list[int]) -> list[int]:
     """Drop the hashes of rows without a response token."""
     return [one for one in hashes if one]
+
+
+INPUT_COLUMNS = ("input_ids", "position_ids")
+"""Columns of the model input, nested by row, or padded and accompanied by "attention_mask"."""
+
+
+@torch.no_grad()
+def hash_model_input(rows: TensorDict) -> Tensor:
+    """Hash each row's ``INPUT_COLUMNS``, (B,) int64; the hash is the same for nested and for padded columns.
+
+    Args:
+        rows: contains ``INPUT_COLUMNS``; position_ids are (B, L), or (B, K, L) for models with K position axes.
+    """
+    tokens, positions = (rows[name] for name in INPUT_COLUMNS)
+    if not tokens.is_nested:
+        axes = positions if positions.dim() == 3 else positions[:, None]
+        # Positions are small integers, which float32 represents exactly.
+        return _combine(hash_columns(tokens, rows["attention_mask"], [*axes.float().unbind(1)]))
+    ids, axes = values_of(tokens), values_of(positions)
+    if axes.shape[-1] != len(ids):
+        # torch nests (K, L) rows of one length along K instead of L.
+        axes = axes.view(len(rows), -1, axes.shape[-1]).transpose(0, 1).flatten(1)
+    layout = PackedRows(tokens.offsets(), len(ids), tokens)
+    return _combine(hash_block(layout, ids, torch.ones_like(ids, dtype=torch.bool), axes.float().view(-1, len(ids))))
+
+
+def _combine(hashes: Tensor) -> Tensor:
+    """Combine the hashes of the position axes, (B, K), into a sum with odd factors, which wraps around."""
+    return (hashes * torch.arange(1, 2 * hashes.shape[1], 2, device=hashes.device)).sum(-1)
+
+
+def find_difference(
+    sent: Mapping[str, int], seen: Iterable[int], left: Mapping[str, str] | None = None, epochs: int = 1
+) -> str | None:
+    """Compare rows by their hashes, see ``seals.hash_rows``; the loss receives each row once per epoch.
+
+    Args:
+        sent: key of each row -> hash of the row.
+        seen: hashes that the loss has reported, in any order.
+        left: key of each row that the loss must not receive -> the reason.
+        epochs: number of times that the loss receives each row.
+
+    Returns:
+        The difference in words; None if there is none.
+
+    Example:
+        >>> find_difference({"a": 7, "b": 8}, [8, 7, 7, 8], epochs=2)
+        >>> find_difference({"a": 7, "b": 8}, [7, 8], {"b": "too old"})
+        '1 of 2 rows expected (1 left: too old), 2 seen: 1 had left (b)'
+    """
+    left, seen = left or {}, [*seen]
+    gone = [key for key in sent if key in left]
+    wanted = {key: number for key, number in sent.items() if key not in left}
+    if are_same_rows([*wanted.values()], seen, epochs):
+        return None
+    # If several rows have the same hash, the surplus is counted for each of them.
+    surplus = Counter(seen)
+    surplus.subtract(Counter([*wanted.values()] * epochs))
+    known, expected = {*sent.values()}, {*wanted.values()}
+    unknown = sum(count for number, count in surplus.items() if number not in known)
+    kinds = {
+        "missing or changed": [key for key, number in wanted.items() if surplus[number] < 0],
+        "too often": [key for key, number in wanted.items() if surplus[number] > 0],
+        "had left": [key for key in gone if sent[key] not in expected and surplus[sent[key]] > 0],
+    }
+    parts = [f"{len(keys)} {what} ({', '.join(keys[:3])})" for what, keys in kinds.items() if keys]
+    parts += [f"{unknown} not sent with this content"] * bool(unknown)
+    reasons = f" ({len(gone)} left: {'; '.join(sorted({left[key] for key in gone}))})" if gone else ""
+    times = f", {epochs} epochs" if epochs > 1 else ""
+    return f"{len(wanted)} of {len(sent)} rows expected{reasons}{times}, {len(seen)} seen: {', '.join(parts)}"
+
+
+def are_same_rows(sent: Sequence[int], seen: Sequence[int], times: int = 1) -> bool:
+    """Return True if the loss received exactly the rows that were sent, each ``times`` times.
+
+    Example:
+        >>> are_same_rows([7, 8], [8, 7, 7, 8], times=2)
+        True
+    """
+    # The numbers are sorted, because counting them by hash takes ten times as long for a large batch.
+    return len(seen) == times * len(sent) and np.array_equal(_sort(seen), _sort(sent).repeat(times))
+
+
+def _sort(rows: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.sort(np.array(rows, dtype=np.int64))

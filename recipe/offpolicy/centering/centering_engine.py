@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.utils import tensordict_utils as tu
 
-from ..batch.likeliest_tokens import LOG_PROBS, ROLLOUT_LOG_PROBS
+from ..batch.micro_batch import LIKELIEST_LOG_PROBS, LIKELIEST_ROLLOUT_LOG_PROBS
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS as MU
 from ..replay.batch_routes import TokenLayout
 from ..support.batch_supports import BatchSupports, ResponseTokens, lay_out_supports
@@ -211,9 +211,9 @@ class CenteringEngine:
         # The loss receives the sampled tokens' log-probs as a separate tensor, so that the proof reads only the loss's
         # own gradient from it.
         found["log_probs"] = _nest(values.view_as(values), log_probs)
-        found[LOG_PROBS] = _nest(_spread(laid, likeliest, len(values)), log_probs)
+        found[LIKELIEST_LOG_PROBS] = _nest(_spread(laid, likeliest, len(values)), log_probs)
         mu = likeliest.log_probs.to(laid.device)
-        found[ROLLOUT_LOG_PROBS] = _nest(_spread(mu, likeliest, len(values), -torch.inf), log_probs)
+        found[LIKELIEST_ROLLOUT_LOG_PROBS] = _nest(_spread(mu, likeliest, len(values), -torch.inf), log_probs)
         return found
 
 

@@ -15,10 +15,10 @@ from omegaconf import DictConfig
 
 from verl_patches import engine_loss, truncated_sampling
 
-from ..batch.reports import take_reports
+from ..batch.plan import take_reports
 from ..extensions.add_on import AddOn
 from ..proof.verify import LivenessError
-from ..support.support_server import note_supports, serve_supports
+from ..support.support_replay import note_supports, serve_supports
 from ..support.support_settings import CENTERING, SupportSettings
 from .centering_engine import FLAG, REPORT, CenteringReport, install_centering
 

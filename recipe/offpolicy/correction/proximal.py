@@ -44,7 +44,7 @@ def proximal_log_prob(
       weights, a versions after the token's, as pi, and the weights one version earlier as pi_old. AReaL's documentation
       describes pi_old as one step behind the trained policy; under that definition, alpha would be a / (a + 1).
     * ``same_engine``: mu itself, for an engine whose log-probs equal the trainer's. The trainer computes pi_old in its
-      first step and stops unless mu and pi_old agree, see ``proof.rollout_checks``.
+      first step and stops unless mu and pi_old agree, see ``proof.rollout_log_probs``.
 
     Args:
         old_log_prob: (B, T), read only for ``recompute``.

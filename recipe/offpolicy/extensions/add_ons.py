@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from ..batch.reports import find_difference
+from ..batch.seals import find_difference
 from ..fault_tolerance.checkpoints import RECORD, find_changes
 from ..fault_tolerance.redaction import redact
 from ..fault_tolerance.state_schema import refuse, restoring

@@ -19,7 +19,7 @@ from verl_patches import engine_loss, optimizer_steps
 from verl_patches.execution_path import live_path
 
 from ..batch.declared_keys import Configured, choice, number
-from ..batch.reports import take_reports
+from ..batch.plan import take_reports
 from ..correction import Problem
 from ..proof.verify import LivenessError
 from .add_on import Advantages, Extension

@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ..batch import micro_batch as mb
-from ..batch.mini_batch_mean import mini_batch_mean
 from ..batch.padding import Layout, pad_column
+from ..batch.plan import mini_batch_mean
 
 
 class LossRows:

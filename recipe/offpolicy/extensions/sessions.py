@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch.safe_values import check_rewards
+from ..proof.rewards import check_rewards
 from .batch_view import BatchView
 
 

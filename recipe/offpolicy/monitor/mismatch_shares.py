@@ -32,10 +32,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..batch.safe_values import ROUNDING
 from ..correction.deferred_value import DeferredValue
 from ..correction.ratios import compute_divergence
 from ..correction.statistics import Reduction, Statistic
+from ..proof.rewards import ROUNDING
 
 EDGES: Final = (-6.907755278982137, -4.605170185988091, -2.302585092994046, -0.6931471805599453, -0.10536051565782628)
 """Upper edges of the bins of probability, as log mu: 0.001, 0.01, 0.1, 0.5, 0.9."""

@@ -13,10 +13,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ..batch import micro_batch as mb
-from ..batch.likeliest_tokens import LOG_PROBS, ROLLOUT_LOG_PROBS
-from ..batch.mini_batch_mean import mini_batch_mean
 from ..batch.padding import flatten
-from ..batch.plan import SharedPlan
+from ..batch.plan import SharedPlan, mini_batch_mean
 from ..correction import BatchConstants, CorrectionSpec, MaskSpec, StepStage, WeightSpec
 from ..correction.bounds import Side
 from ..correction.centering import select_token_parts
@@ -303,22 +301,21 @@ def expect_centering(adapter: CorrectedLoss, batch: mb.MicroBatch, step: StepSta
         if part.startswith("masks.") and part.removeprefix("masks.") not in by_token:
             kept = kept & ~drop
     pull = torch.where(kept, batch.advantages.detach().double() * token_share(adapter, spec, batch), 0.0)
-    coefficients = expect_coefficients(
-        select_token_parts(spec), flatten(output[LOG_PROBS]), flatten(output[ROLLOUT_LOG_PROBS])
-    )
+    masses = (flatten(output[key]) for key in (mb.LIKELIEST_LOG_PROBS, mb.LIKELIEST_ROLLOUT_LOG_PROBS))
+    coefficients = expect_coefficients(select_token_parts(spec), *masses)
     demanded = batch.spread(pull).double()[:, None] * coefficients
     # Rounding grows with the coefficients, which are unbounded if the policy has no tail.
     scale = torch.cat([pull.flatten(), demanded.flatten()]).abs().max()
-    return output[LOG_PROBS], demanded, scale
+    return output[mb.LIKELIEST_LOG_PROBS], demanded, scale
 
 
 def try_centering(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
     """Compare the gradient at the likeliest tokens' log-probs, placed around each bound, with A (m - a p)."""
-    like = flatten(batch.model_output[LOG_PROBS]).detach()
+    like = flatten(batch.model_output[mb.LIKELIEST_LOG_PROBS]).detach()
     log_p, log_q = place_masses(select_token_parts(spec), like)
     leaf = log_p.to(like.device, like.dtype).requires_grad_()
     output, _ = batch.leaf()
-    for key, values in ((LOG_PROBS, leaf), (ROLLOUT_LOG_PROBS, log_q.to(like.device))):
+    for key, values in ((mb.LIKELIEST_LOG_PROBS, leaf), (mb.LIKELIEST_ROLLOUT_LOG_PROBS, log_q.to(like.device))):
         output[key] = torch.nested.nested_tensor_from_jagged(values, batch.model_output[key].offsets())
     same = batch.log_prob.float()
     advantages = torch.where(torch.arange(batch.width, device=same.device) % 2 == 0, 1.0, -0.5).expand_as(same)

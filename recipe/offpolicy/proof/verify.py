@@ -11,10 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from ..batch.mini_batch_mean import Shares, add_shares, check_shares
-from ..batch.plan import PROVE
-from ..batch.reports import are_same_rows
-from ..batch.seals import INPUT
+from ..batch.plan import PROVE, Shares, add_shares, check_shares
+from ..batch.seals import INPUT, are_same_rows
 from ..batch.seals import LivenessError as LivenessError
 from ..batch.weight_versions import TOKEN_VERSIONS_SEALED
 from ..correction import CorrectionSpec

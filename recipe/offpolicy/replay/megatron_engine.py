@@ -21,7 +21,7 @@ from torch import Tensor
 
 from verl.utils import tensordict_utils as tu
 
-from ..batch.reports import take_reports
+from ..batch.plan import take_reports
 from ..extensions.add_on import AddOn
 from ..proof.verify import LivenessError
 from .batch_routes import ROUTES, Mode

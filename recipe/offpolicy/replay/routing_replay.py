@@ -8,7 +8,9 @@ verl's tool agent uses the routes of its last turn for all tokens; this client k
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,17 +19,17 @@ import torch
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.utils.padding import response_from_nested
 
-from ..batch.queue_columns import FORWARD, put_columns, read_columns
-from ..batch.reports import take_reports
+from ..batch.padding import FORWARD, put_columns, read_columns
+from ..batch.plan import take_reports
 from ..extensions.add_on import AddOn
 from ..extensions.v1_run import V1Run
+from ..proof.verify import LivenessError
 from ..recording.schema import WITHOUT_REPLAY
 from ..staleness.client import RowNotes, VersionedClient, convert
-from .batch_routes import NOTE, REPLAY_STEP, RouteNote
+from .batch_routes import NOTE, REPLAY_STEP, Mode, RouteNote
 from .expert_choice import ReplayError
-from .fsdp_engine import REPORT, install_in_worker
+from .fsdp_engine import AGES, REPORT, FirstLook, RoutingReport, install_in_worker
 from .replay_settings import ReplaySettings
-from .tally import RoutingReport, judge, measure_routes
 
 _rows: RowNotes[RouteNote] = RowNotes(RouteNote)
 """Global because the client is pickled."""
@@ -90,6 +92,135 @@ def note_routes(client: LLMServerClient) -> LLMServerClient:
             f"own clients. Fix: use verl's client, or set router_replay.mode=disabled."
         )
     return convert(client, kind)
+
+
+WORSE = 1.1
+"""Largest accepted ratio of k3 with the rollout engine's routes to k3 without these routes."""
+_ROUNDING = 1e-6
+"""k3 per token between two engines that differ only by rounding."""
+
+
+def merge_reports(reports: Sequence[RoutingReport]) -> RoutingReport:
+    """Sum the reports of one or several updates; there must be at least one report.
+
+    Raises:
+        LivenessError: ranks replay in different layers.
+    """
+    layers = reports[0].layers
+    if any(report.layers != layers for report in reports):
+        raise LivenessError(f"ranks replay routes in different layers: {sorted({each.layers for each in reports})}.")
+    looks = [report.first for report in reports if report.first is not None]
+    watched = [report.gradients for report in reports if report.gradients]
+    sums: dict[str, Any] = {
+        name: sum(getattr(each, name) for each in reports) for name in ("tokens", "withheld", "size")
+    }
+    sums |= {name: _add([getattr(each, name) for each in reports]) for name in ("replayed", "entered", "equal")}
+    return replace(
+        reports[0],
+        **sums,
+        ages=tuple(zip(*(_add([[pair[i] for pair in each.ages] for each in reports]) for i in (0, 1)), strict=True)),
+        gradients=tuple(math.fsum(each) for each in zip(*watched, strict=True)),
+        first=FirstLook(
+            checksums=sum(look.checksums for look in looks),
+            tokens=sum(look.tokens for look in looks),
+            k3=math.fsum(look.k3 for look in looks),
+            k3_without=math.fsum(look.k3_without for look in looks),
+        ),
+    )
+
+
+def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*counts, strict=True)))
+
+
+def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
+    """Judge the reports of one update, one per mini-batch and rank.
+
+    Args:
+        tokens: number of tokens of the update, without padding, over all ranks and epochs.
+
+    Returns:
+        A sentence if the gates had a gradient; empty if this was not measured or there was no gradient.
+
+    Raises:
+        LivenessError: routes are missing, a gate has no gradient, or replay widens the mismatch.
+    """
+    if not reports:
+        raise LivenessError(
+            "routing replay: the update returned no report, so no route was replayed. The run uses a worker or "
+            "engine other than the one that replays."
+        )
+    update = merge_reports(reports)
+    look = update.first or FirstLook()
+    if update.tokens != tokens:
+        raise LivenessError(
+            f"routing replay: {update.tokens} tokens were forwarded with routes, but the update has {tokens}."
+        )
+    if len(set(update.replayed)) > 1 or not (update.replayed[0] or update.withheld):
+        counts = dict(zip(update.layers, update.replayed, strict=True))
+        raise LivenessError(f"routing replay: the numbers of tokens replayed by layer are {counts}, but must be equal.")
+    metrics = _measure(update)
+    seen = _judge_gradients(update)
+    if mode == "R3" and look.tokens and look.k3 > WORSE * look.k3_without + _ROUNDING * look.tokens:
+        raise LivenessError(
+            f"routing replay: KL(mu, pi) by k3 is {metrics['kl_k3']:.2e} with the rollout engine's routes and "
+            f"{metrics['kl_k3_without']:.2e} without them, so mu was not sampled with these routes. "
+            f"Fix: run the same model in rollout and trainer, or set router_replay.mode=disabled."
+        )
+    return _describe(mode, update, metrics) if seen else ""
+
+
+def measure_routes(reports: Sequence[RoutingReport]) -> dict[str, float]:
+    """Compute the metrics under ``offpolicy/routing/`` from the reports of one or several updates."""
+    return _measure(merge_reports(reports))
+
+
+def _measure(update: RoutingReport) -> dict[str, float]:
+    choices = sum(update.replayed)
+    shares = [equal / count for equal, count in zip(update.equal, update.replayed, strict=True) if count]
+    metrics = {
+        "replayed_token_share": update.replayed[0] / update.tokens,
+        "withheld_token_share": update.withheld / update.tokens,
+        "equal_share": sum(update.equal) / choices if choices else math.nan,
+        "equal_share_worst_layer": min(shares, default=math.nan),
+        "bytes": float(update.size),
+    }
+    for age, (count, equal) in zip(AGES, update.ages, strict=True):
+        metrics[f"{age}/equal_share"] = equal / count if count else math.nan
+    if update.gradients:
+        metrics["gate_gradient"] = sum(value > 0 for value in update.gradients) / len(update.gradients)
+    if (look := update.first) and look.tokens:
+        metrics |= {"kl_k3": look.k3 / look.tokens, "kl_k3_without": look.k3_without / look.tokens}
+    return metrics
+
+
+def _judge_gradients(update: RoutingReport) -> bool:
+    if not update.gradients:
+        return False
+    named = dict(zip(update.layers, update.gradients, strict=True))
+    if broken := [layer for layer, value in named.items() if not math.isfinite(value)]:
+        raise LivenessError(f"routing replay: the gates of layer(s) {broken} have gradients that are not finite.")
+    silent = [layer for layer, value in named.items() if value == 0]
+    # With one expert per token, the expert's weight may be 1 for any score.
+    if silent and len(silent) < len(named) and update.top_k > 1:
+        raise LivenessError(
+            f"routing replay: the gates of layer(s) {silent} have no gradient, although the gates of other layers do, "
+            "so the scores of the former do not reach the loss."
+        )
+    return len(silent) < len(named)
+
+
+def _describe(mode: Mode, update: RoutingReport, metrics: dict[str, float]) -> str:
+    parts = [
+        f"routing replay {mode} LIVE in {len(update.layers)} layers: {metrics['replayed_token_share']:.1%} of tokens "
+        f"replayed with the shipped ids",
+        f"{metrics['equal_share']:.1%} of choices are the trainer's own",
+    ]
+    if update.first and update.first.checksums:
+        parts.append(f"routes of {update.first.checksums} rows as sampled")
+    if "kl_k3" in metrics:
+        parts.append(f"KL(mu, pi) by k3 {metrics['kl_k3']:.1e} with them and {metrics['kl_k3_without']:.1e} without")
+    return ", ".join(parts) + "."
 
 
 logger = logging.getLogger("verl.offpolicy")

@@ -20,14 +20,14 @@ from tensordict import TensorDict
 
 from verl.utils import tensordict_utils as tu
 
-from ..batch.queue_columns import put_columns, read_columns, zero_rows
+from ..batch.padding import put_columns, read_columns, zero_rows
 from ..batch.weight_versions import EXTRA_FIELDS
 from ..correction.denominator import assign_mini_batches
 from ..extensions.add_on import AddOn
 from ..extensions.v1_run import V1Run
 from ..fault_tolerance.checkpoints import find_changes, find_record, read_staleness
 from ..fault_tolerance.state_schema import restoring
-from ..proof.rollout_checks import SAMPLED, name_missing_column
+from ..proof.rollout_log_probs import SAMPLED, name_missing_column
 from . import ages
 from .ages import AgeLimit, RateLimit, RowTag
 from .buffer import BoundedReplayBuffer, Tally

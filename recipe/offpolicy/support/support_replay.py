@@ -1,6 +1,11 @@
-"""Support replay of truncated sampling in a run: servers, a client, workers that replay supports, and the proof.
+"""Support replay of truncated sampling in a run: vLLM servers and clients that record supports, and the proof.
 
-``verl_patches.truncated_sampling`` lists the patched functions of verl 0.9.1.
+The servers return, and the clients record, the ids that could have been sampled for each token. Patched in verl 0.9.1:
+``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of ``vLLMReplica``,
+``_preprocess_engine_kwargs(self, engine_kwargs)`` of ``vLLMHttpServer``, and two names that its ``generate`` uses:
+``SamplingParams``, through which it requests only the sampled token's log-prob (``logprobs=0``), and
+``extract_prompt_logprobs(output, num_prompt_logprobs, result_dict)``, which receives vLLM's whole answer; see also
+``verl_patches.truncated_sampling``.
 """
 
 from __future__ import annotations
@@ -9,18 +14,186 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import ray
 from omegaconf import DictConfig
+from vllm.logprobs import FlatLogprobs, Logprob
 
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl.workers.rollout.vllm_rollout import vllm_async_server
 from verl_patches import engine_loss, truncated_sampling
 
-from ..batch.reports import take_reports
+from ..batch.plan import take_reports
 from ..extensions.add_on import AddOn
 from ..proof.verify import LivenessError
+from ..staleness.client import RowNotes, VersionedClient, convert
 from .fsdp_engine import FLAG, REPORT, SupportReport, install_support
-from .support_server import note_supports, serve_supports
-from .support_settings import SupportSettings
+from .support_settings import SUPPORT, SupportSettings
+from .token_supports import NOTE, SupportError, SupportNote, TokenSupports, read_supports
+
+ANSWER = "offpolicy_support_answer"
+"""Key in a server's extra fields of the ``TokenSupports`` of the tokens that the server sampled."""
+_rows: RowNotes[SupportNote] = RowNotes(SupportNote)
+"""Global because the client is pickled."""
+
+
+class SupportAttempts(LLMServerClient):
+    """A version of verl's client that also adds ``NOTE`` to ``extra_fields``.
+
+    A tool agent keeps the extra fields of its first turn, so this client updates the row's note in those fields. Tokens
+    that the server returns without a support have no entry, and the worker then stops the run. An error raised here
+    would not stop the run, because verl would count the row as failed and continue.
+    """
+
+    shares_ids: bool
+    """True if different rows can have the same request id."""
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
+        """Generate as verl's client does, and add the row's note."""
+        output = await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
+        supports = output.extra_fields.pop(ANSWER, None)
+        note = _rows.find(request_id, shared=self.shares_ids)
+        if isinstance(supports, TokenSupports) and len(supports.sizes) == len(output.token_ids):
+            note.add(prompt_ids, output.token_ids, supports)
+        output.extra_fields[NOTE] = note
+        return output
+
+
+class SupportResumingClient(FullyAsyncLLMServerClient, SupportAttempts):
+    """``SupportAttempts`` for verl's client that resumes requests aborted by a synchronisation."""
+
+    async def generate(self, request_id: str, **kwargs: Any) -> Any:
+        """Generate as verl's client does, and add the row's note; verl's client drops its attempts' extra fields."""
+        # This reference keeps the note alive over all attempts, because the table has only a weak reference.
+        note = _rows.find(request_id, shared=self.shares_ids)
+        output = await super().generate(request_id, **kwargs)
+        output.extra_fields[NOTE] = note
+        return output
+
+
+class SupportVersionedClient(SupportResumingClient, VersionedClient):
+    """``SupportAttempts`` for the client that records versions per token."""
+
+
+_NOTING: dict[type, type[SupportAttempts]] = {
+    LLMServerClient: SupportAttempts,
+    FullyAsyncLLMServerClient: SupportResumingClient,
+    VersionedClient: SupportVersionedClient,
+}
+
+
+def note_supports(client: LLMServerClient, key: str = SUPPORT) -> LLMServerClient:
+    """Replace a client with a client that records supports.
+
+    Args:
+        key: the configuration key that requires supports, for errors.
+
+    Raises:
+        SupportError: the given client is not one of verl's.
+    """
+    if (kind := _NOTING.get(type(client))) is None:
+        raise SupportError(
+            f"the client of the rollout servers is {type(client).__name__}, but supports are recorded only for verl's "
+            f"own clients. Fix: use verl's client, or set {key}=null."
+        )
+    return convert(client, kind)
+
+
+Extract = Callable[[Any, int | None, dict[str, Any]], None]
+
+
+def ask_for_supports(build: Callable[..., Any], settings: SupportSettings) -> Callable[..., Any]:
+    """Wrap vLLM's ``SamplingParams``, so that a request for the sampled tokens' log-probs includes K more ids."""
+
+    def build_asking(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("logprobs") == 0:
+            # The flat form has two lists per request instead of one object per id.
+            kwargs |= {"logprobs": settings.size, "flat_logprobs": True}
+            if settings.min_p is not None:
+                kwargs.setdefault("min_p", settings.min_p)
+        return build(*args, **kwargs)
+
+    return build_asking
+
+
+def extract_supports(extract: Extract, settings: SupportSettings) -> Extract:
+    """Wrap verl's ``extract_prompt_logprobs`` to add the supports of the sampled tokens to its result."""
+
+    def extract_both(output: Any, num_prompt_logprobs: int | None, result_dict: dict[str, Any]) -> None:
+        extract(output, num_prompt_logprobs, result_dict)
+        sampled = output.outputs[0]
+        if isinstance(found := sampled.logprobs, FlatLogprobs):
+            count = len(sampled.token_ids)
+            result_dict[ANSWER] = read_supports(found.token_ids, found.logprobs, count, likeliest=settings.likeliest)
+            # verl reads only the sampled token's log-prob, and would create one object per id from flat log-probs.
+            step = max(len(found.token_ids) // max(count, 1), 1)
+            own = zip(found.token_ids[::step], found.logprobs[::step], strict=True)
+            sampled.logprobs = [{token: Logprob(log_prob)} for token, log_prob in own]
+
+    return extract_both
+
+
+class SupportServer(vllm_async_server.vLLMHttpServer):
+    """verl's vLLM server that returns supports.
+
+    Args:
+        support: settings of the request.
+    """
+
+    def __init__(self, *args: Any, support: SupportSettings, **kwargs: Any) -> None:
+        engine_loss.check(truncated_sampling.build_server_seams())
+        self.support = support
+        # This server is the only one in its process, and it reads both names at each request.
+        vllm_async_server.SamplingParams = ask_for_supports(vllm_async_server.SamplingParams, support)
+        vllm_async_server.extract_prompt_logprobs = extract_supports(vllm_async_server.extract_prompt_logprobs, support)
+        super().__init__(*args, **kwargs)
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        # vLLM accepts either spelling of the key, and -1 for any number.
+        given = [engine_kwargs.pop(name, None) for name in ("max_logprobs", "max-logprobs")]
+        asked = [int(each) for each in given if each is not None]
+        engine_kwargs["max_logprobs"] = -1 if -1 in asked else max([self.support.size, *asked])
+
+
+class SupportActor:
+    """Ray's actor class of ``SupportServer``, in the form that verl's replica uses.
+
+    Args:
+        actor: actor class of the server, made by ``ray.remote``.
+        support: additional argument of the server.
+    """
+
+    def __init__(self, actor: Any, support: SupportSettings) -> None:
+        self._actor, self._support = actor, support
+
+    def options(self, **options: Any) -> SupportActor:
+        """Set Ray's options for the next actor."""
+        return SupportActor(self._actor.options(**options), self._support)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Start a server."""
+        return self._actor.remote(*args, support=self._support, **kwargs)
+
+
+class SupportReplica(vllm_async_server.vLLMReplica):
+    """verl's replica of servers that return supports."""
+
+    support: ClassVar[SupportSettings]
+    """Settings of this process's run."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = SupportActor(ray.remote(SupportServer), self.support)
+
+
+def serve_supports(settings: SupportSettings) -> None:
+    """Make vLLM replicas started by this process return supports."""
+    SupportReplica.support = settings
+    RolloutReplicaRegistry.register("vllm", lambda: SupportReplica)
+
 
 WORSE = 1.1
 """Largest accepted ratio of k3 over the support to k3 over the vocabulary."""

@@ -1,18 +1,30 @@
-"""The common part of the batch views for add-ons, and rows for the trainer's own forward pass."""
+"""Batch views for add-ons, and rows for the trainer's own forward pass.
+
+The columns of verl's V0 trainer are padded tensors of a DataProto without padding rows; those of the V1 trainer are
+stored in TransferQueue, nested by row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from verl import DataProto
+
+from ..batch.padding import put_columns, read_columns, zero_rows
+from ..batch.plan import Groups
 from ..correction import RolloutStage, Statistic
+from ..extensions.batch_view import check_columns
 
 MEDIA = "multi_modal_inputs"
 """Column of mappings, one per row, with the inputs other than tokens, for example pixels and their grid."""
@@ -164,3 +176,230 @@ class HeldBatch:
     def _of_real(self, column: Any) -> Any:
         """Reduce a column to the rows that are not padding."""
         return column
+
+
+_SCORES = ("token_level_scores", "rm_scores")
+"""The column that exists once advantages have been computed, and the column that exists after the rollout."""
+_REWARDS = "token_level_rewards"
+"""Input of the estimator: the scores, minus the KL penalty if the reward includes it."""
+
+
+class DataProtoBatch(HeldBatch):
+    """One batch of a DataProto; see also ``extensions.add_ons.TrainerBatch``."""
+
+    batch: DataProto
+
+    @property
+    def is_padding(self) -> Sequence[bool]:
+        return [False] * len(self.batch)
+
+    @property
+    def uids(self) -> list[str]:
+        return self._groups or self.list_uids()
+
+    @property
+    def keys(self) -> list[str]:
+        return [str(row) for row in range(len(self.batch))]
+
+    sessions = keys  # each row is its own rollout
+
+    @property
+    def token_ids(self) -> list[tuple[list[int], list[int]]]:
+        tensors = self.batch.batch
+        prompts, responses, there = tensors["prompts"], tensors["responses"], tensors["attention_mask"].bool()
+        width = prompts.shape[1]
+        return [
+            (prompts[row][there[row, :width]].tolist(), responses[row][there[row, width:]].tolist())
+            for row in range(len(prompts))
+        ]
+
+    def list_uids(self) -> list[str]:
+        """List verl's uid of every row."""
+        return [str(uid) for uid in self.batch.non_tensor_batch["uid"]]
+
+    @contextmanager
+    def without_rejected(self, groups: Groups) -> Iterator[None]:
+        """Let verl estimate advantages with these ``groups``, and then set the advantages of silent rows to 0."""
+        uids = self.batch.non_tensor_batch["uid"]
+        self.batch.non_tensor_batch["uid"] = np.array(groups.uids, dtype=object)
+        yield
+        self.batch.non_tensor_batch["uid"] = uids
+        for name in ESTIMATES:
+            self.batch.batch[name] = self.batch.batch[name].masked_fill(torch.tensor(groups.silent)[:, None], 0.0)
+
+    @property
+    def scores(self) -> Tensor:
+        scores: Tensor = self.batch.batch[next(name for name in _SCORES if name in self.batch.batch.keys())]
+        return scores
+
+    def rows(self, *names: str) -> dict[str, Any]:
+        tensors = self.batch.batch
+        found = {name: tensors[name] for name in names if name in tensors.keys()}
+        return found | {name: list(self.batch.non_tensor_batch[name]) for name in names if name not in found}
+
+    def put(self, **columns: Tensor) -> None:
+        check_columns(columns, len(self.batch))
+        self._sent(columns)
+        for name, column in columns.items():
+            self.batch.batch[name] = column
+
+    @contextmanager
+    def shaped(self, rewards: Tensor) -> Iterator[None]:
+        raw, scores = self.batch.batch[_REWARDS], self.scores
+        penalised = not torch.equal(raw, scores)
+        self.batch.batch[_REWARDS] = raw + (rewards - scores) if penalised else rewards
+        try:
+            yield
+        finally:
+            self.batch.batch[_REWARDS] = raw
+
+    def put_advantages(self, advantages: Tensor, *, returns: bool) -> None:
+        self.batch.batch["advantages"] = advantages
+        if returns:
+            self.batch.batch["returns"] = advantages.clone()
+
+
+class DataProtoPrompts:
+    """``PromptView`` of the DataProto with the prompts for which the V0 trainer is about to sample responses."""
+
+    def __init__(self, prompts: DataProto, step: int) -> None:
+        self._prompts = prompts
+        self.step = step
+
+    @property
+    def uids(self) -> list[str]:
+        return [str(uid) for uid in self._prompts.non_tensor_batch["uid"]]
+
+    def rows(self, *names: str) -> dict[str, Any]:
+        batch = self._prompts
+        tensors = set(names) & set(batch.batch.keys() if batch.batch is not None else ())
+        return {name: batch.batch[name] if name in tensors else list(batch.non_tensor_batch[name]) for name in names}
+
+    def put(self, **columns: Any) -> None:
+        for name, values in columns.items():
+            if isinstance(values, Tensor):
+                self._prompts.batch[name] = values
+            else:
+                self._prompts.non_tensor_batch[name] = np.array(values, dtype=object)
+
+
+SCORES = "rm_scores"
+
+
+class TransferQueueBatch(HeldBatch):
+    """One batch in TransferQueue; see also ``extensions.add_ons.TrainerBatch``.
+
+    Attributes:
+        batch: verl's KVBatchMeta, whose metadata includes all columns put so far; verl continues with this object.
+    """
+
+    def __init__(self, batch: Any, *arguments: Any, **named: Any) -> None:
+        super().__init__(batch, *arguments, **named)
+        self.is_padding: Sequence[bool] = [bool(tag.get("is_padding", False)) for tag in batch.tags]
+        self._real = [row for row, padding in enumerate(self.is_padding) if not padding]
+
+    @property
+    def uids(self) -> list[str]:
+        return self._groups or [key.rsplit("_", 2)[0] for key in self.keys]
+
+    @property
+    def sessions(self) -> list[str]:
+        return [key.rsplit("_", 1)[0] for key in self.keys]
+
+    @property
+    def keys(self) -> list[str]:
+        return [self.batch.keys[row] for row in self._real]
+
+    @property
+    def token_ids(self) -> list[tuple[list[int], list[int]]]:
+        found = read_columns(self.batch, "prompts", "responses")
+        prompts, responses = found["prompts"].unbind(), found["responses"].unbind()
+        return [(prompts[row].tolist(), responses[row].tolist()) for row in self._real]
+
+    def list_uids(self) -> list[str]:
+        """List verl's uid of every row, padding included."""
+        return [str(uid) for uid in read_columns(self.batch, "uid")["uid"]]
+
+    @contextmanager
+    def without_rejected(self, groups: Groups) -> Iterator[None]:
+        """Let verl estimate advantages with these ``groups``, and then set the advantages of silent rows to 0."""
+        uids = self.list_uids()
+        self.batch = put_columns(self.batch, uid=NonTensorStack(*groups.uids))
+        yield
+        found = read_columns(self.batch, *ESTIMATES)
+        silenced = {name: zero_rows(found[name], groups.silent) for name in ESTIMATES}
+        self.batch = put_columns(self.batch, uid=NonTensorStack(*uids), **silenced)
+
+    @property
+    def scores(self) -> Tensor:
+        scores: Tensor = self.rows(SCORES)[SCORES]
+        return scores
+
+    def rows(self, *names: str) -> dict[str, Any]:
+        found = read_columns(self.batch, *names)
+        return {name: self._of_real(found[name]) for name in names}
+
+    def put(self, **columns: Tensor) -> None:
+        check_columns(columns, len(self._real))
+        whole = {name: self._whole(column) for name, column in columns.items()}
+        self._sent(whole)
+        self.batch = put_columns(self.batch, **whole)
+
+    @contextmanager
+    def shaped(self, rewards: Tensor) -> Iterator[None]:
+        raw = read_columns(self.batch, SCORES)[SCORES]
+        try:
+            self.batch = put_columns(self.batch, **{SCORES: self._whole(rewards)})
+            yield
+        finally:
+            self.batch = put_columns(self.batch, **{SCORES: raw})
+
+    def put_advantages(self, advantages: Tensor, *, returns: bool) -> None:
+        whole = self._whole(advantages)
+        self.batch = put_columns(self.batch, advantages=whole, **({"returns": whole} if returns else {}))
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """Number of response tokens of each row."""
+        lengths: list[int] = read_columns(self.batch, "response_mask")["response_mask"].offsets().diff().tolist()
+        return lengths
+
+    def _of_real(self, column: Any) -> Any:
+        if not isinstance(column, Tensor):
+            values = list(column)
+            return [values[row] for row in self._real]
+        if column.is_nested:
+            rows = column.unbind()
+            return pad_sequence([rows[row] for row in self._real], batch_first=True)
+        return column[self._real]
+
+    def _whole(self, column: Tensor) -> Tensor:
+        """Expand a column to all rows, with zeros on padding rows; a per-token column is returned nested."""
+        if column.dim() == 1:
+            whole = column.new_zeros(len(self.is_padding))
+            whole[self._real] = column
+            return whole
+        rows = [column.new_zeros(length) for length in self._lengths]
+        for row, values in zip(self._real, column, strict=True):
+            rows[row] = values[: self._lengths[row]].clone()
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+class TensorDictPrompts:
+    """``PromptView`` of the TensorDict with the prompts that the V1 trainer is about to submit."""
+
+    def __init__(self, prompts: TensorDict, step: int) -> None:
+        self._prompts = prompts
+        self.step = step
+
+    @property
+    def uids(self) -> list[str]:
+        return [str(uid) for uid in self._prompts["uid"]]
+
+    def rows(self, *names: str) -> dict[str, Any]:
+        found = {name: self._prompts[name] for name in names}
+        return {name: value if isinstance(value, Tensor) else list(value) for name, value in found.items()}
+
+    def put(self, **columns: Any) -> None:
+        for name, values in columns.items():
+            self._prompts[name] = values if isinstance(values, Tensor) else NonTensorStack(*values)

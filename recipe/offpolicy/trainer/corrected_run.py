@@ -23,8 +23,8 @@ from verl.trainer.ppo.utils import Role
 from verl_patches.trainer_v0 import plain_advantage
 
 from ..batch.plan import BatchSplit, SharedPlan, build_plan, decide_rollout, regroup_without_rejected
-from ..batch.safe_values import BY_KL, check_rewards
 from ..correction import CorrectionSpec, RolloutStage
+from ..delivery.delivery_settings import DeliverySettings
 from ..extensions.add_on import AddOn
 from ..extensions.add_ons import AddOns
 from ..fault_tolerance.checkpoints import ACTIVE, check_before_loading, extension_states, find_record, guard_save
@@ -34,14 +34,20 @@ from ..monitor.active_correction import find_differences, list_dependents
 from ..monitor.step_cost import StepCost
 from ..preflight.checks.path import demand_seams
 from ..preflight.composed import OUTCOME, Composed, check_one_mini_batch
-from ..proof.dense_rewards import DenseRewardGuard, ScoredRows
+from ..proof.rewards import BY_KL, DenseRewardGuard, ScoredRows, check_rewards
 from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
+from ..replay.replay_settings import ReplaySettings, read_megatron_mode
+from ..staleness.staleness_settings import StalenessSettings
+from ..staleness.weight_snapshots import SnapshotSettings, WeightSnapshots
+from ..support.support_settings import SupportSettings
 from ..worker.loss import build_loss
 from .supervision import Supervision
 
 if TYPE_CHECKING:
-    from .batch_view_v0 import DataProtoBatch
-    from .batch_view_v1 import TransferQueueBatch  # verl 0.7.1 lacks its dependencies
+    from .batch_view import (
+        DataProtoBatch,
+        TransferQueueBatch,  # verl 0.7.1 lacks its dependencies
+    )
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -317,3 +323,44 @@ class CorrectedRun:
         if self.add_ons.uses("restore"):
             self.add_ons.restore(*extension_states(self.config))
         self.add_ons.on_resumed()
+
+
+# Modules are imported on use, because other releases may lack their dependencies.
+
+
+def choose_v0(run: CorrectedRun) -> Iterator[AddOn]:
+    """Choose the add-ons of a run that uses the V0 trainer."""
+    config = run.config
+    if (support := SupportSettings.from_config(config)) is not None:
+        from ..support.support_replay import SupportReplay
+
+        yield SupportReplay(support)
+    elif (centering := SupportSettings.for_centering(config)) is not None:
+        from ..centering.score_centering import ScoreCentering
+
+        yield ScoreCentering(centering)
+    settings = DeliverySettings.from_config(config)
+    if settings.sums is not None or settings.probe is not None:
+        from ..delivery.weight_delivery import WeightDelivery
+
+        yield WeightDelivery(run, settings)
+
+
+def choose_v1(run: Any) -> Iterator[AddOn]:
+    """Choose the add-ons of a run that uses a V1 trainer."""
+    config = run.config
+    yield from choose_v0(run)
+    if (replay := ReplaySettings.from_config(config)) is not None:
+        from ..replay.routing_replay import RoutingReplay
+
+        yield RoutingReplay(run, replay)
+    elif (mode := read_megatron_mode(config)) is not None:
+        from ..replay.megatron_engine import MegatronReplay
+
+        yield MegatronReplay(mode)
+    if (snapshots := SnapshotSettings.from_config(config)) is not None:
+        yield WeightSnapshots(run, snapshots)
+    if (staleness := StalenessSettings.from_config(config)) is not None:
+        from ..staleness.staleness_limit import StalenessLimit
+
+        yield StalenessLimit(run, staleness)

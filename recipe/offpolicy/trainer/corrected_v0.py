@@ -27,7 +27,6 @@ from verl_patches.trainer_v0 import around_advantage
 from verl_patches.truncated_sampling import note_clients
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
-from ..batch.model_input import hash_model_input
 from ..batch.plan import (
     COLUMNS,
     PLAN,
@@ -37,7 +36,7 @@ from ..batch.plan import (
     columns_to_seal,
     seal_batch,
 )
-from ..batch.seals import INPUT, PREFIX, build_seals, key_of
+from ..batch.seals import INPUT, PREFIX, build_seals, hash_model_input, key_of
 from ..batch.weight_versions import (
     CHUNK_SEALS,
     CHUNKS,
@@ -51,13 +50,21 @@ from ..batch.weight_versions import (
     find_token_versions,
 )
 from ..extensions.add_on import AddOn
-from ..proof.rollout_checks import ALIGNED, SAMPLED
+from ..proof.rollout_log_probs import ALIGNED, SAMPLED
 from ..proof.verify import LivenessError
 from ..recording.run import AFTER_FAILURE
-from ..worker.legacy_handover import Handover, build_handover
-from .actor_updates import adopt
-from .batch_view import MEDIA, Pair, build_padded, count_rows, demand_text, repeat_rows
-from .batch_view_v0 import DataProtoBatch, DataProtoPrompts
+from ..worker.legacy_loss import Handover
+from ..worker.verl_workers import adopt
+from .batch_view import (
+    MEDIA,
+    DataProtoBatch,
+    DataProtoPrompts,
+    Pair,
+    build_padded,
+    count_rows,
+    demand_text,
+    repeat_rows,
+)
 from .corrected_run import CorrectedRun
 
 _TOKENS = ("responses", "response_mask")
@@ -340,7 +347,7 @@ class CorrectedV0(CorrectedRun):
         self.supervision.expect(plan)
         handed: SharedPlan | Handover = plan
         if not self._by_engine:
-            handed = build_handover(
+            handed = Handover(
                 self.correction,
                 plan,
                 shadows=self.shadows,

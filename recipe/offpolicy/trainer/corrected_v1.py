@@ -21,11 +21,9 @@ from torch import Tensor
 from verl.workers.utils.padding import response_from_nested
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
-from ..batch.model_input import COLUMNS as MODEL_INPUT
-from ..batch.model_input import hash_model_input
+from ..batch.padding import FORWARD, put_columns, read_columns
 from ..batch.plan import COLUMNS, PLAN, columns_to_seal
-from ..batch.queue_columns import FORWARD, put_columns, read_columns
-from ..batch.seals import INPUT, PLAN_HASH, SealedRows, key_of, seal_constant
+from ..batch.seals import INPUT, INPUT_COLUMNS, PLAN_HASH, SealedRows, hash_model_input, key_of, seal_constant
 from ..batch.weight_versions import (
     EXTRA_FIELDS,
     NEWEST_VERSION,
@@ -35,10 +33,19 @@ from ..batch.weight_versions import (
     find_token_versions,
 )
 from ..preflight.composed import Composed
-from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
-from .actor_updates import adopt
-from .batch_view import MEDIA, Pair, build_nested, count_rows, demand_text, name_keys, repeat_rows
-from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
+from ..proof.rollout_log_probs import ALIGNED, SAMPLED, name_missing_column
+from ..worker.verl_workers import adopt
+from .batch_view import (
+    MEDIA,
+    Pair,
+    TensorDictPrompts,
+    TransferQueueBatch,
+    build_nested,
+    count_rows,
+    demand_text,
+    name_keys,
+    repeat_rows,
+)
 from .corrected_run import CorrectedRun
 
 OWN_PARTITION = "offpolicy"
@@ -186,7 +193,7 @@ class CorrectedV1(CorrectedRun):
             # The trainer first reads these rows here, before other code can change them.
             versions = (EXTRA_FIELDS,) if self.correction.reads_token_versions else ()
             with name_missing_column():
-                rows = read_columns(batch, *SAMPLED, *MODEL_INPUT, *versions)
+                rows = read_columns(batch, *SAMPLED, *INPUT_COLUMNS, *versions)
             self.supervision.sampled(rows)
             self._sealed = SealedRows(batch.keys, rows["responses"], rows["response_mask"])
             by_token = find_token_versions(self.correction, rows)

@@ -8,6 +8,8 @@ nothing from verl; in a process without a trainer, only the import hooks cost ti
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +17,7 @@ from typing import Any
 
 from verl_patches.deferred import after_import
 
-from .actor_updates import guard_groups
+from ..fault_tolerance.redaction import redact_streams, redact_text
 
 MODULE = __name__
 """Module name for VERL_USE_EXTERNAL_MODULES."""
@@ -30,6 +32,9 @@ _ENGINE = {f"{_VLLM}.utils": "extend_worker", f"{_VLLM}.vllm_async_server": "ext
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter"
 _MARK = "__offpolicy__"
 _installed: set[str] = set()
+logger = logging.getLogger("verl.offpolicy")
+LEVEL = "VERL_LOGGING_LEVEL"
+"""verl's variable for the level of its loggers."""
 
 
 def mark(config: Any) -> None:
@@ -49,7 +54,7 @@ def _register() -> None:
 def install() -> None:
     """Hook verl's trainers when their modules are imported. Idempotent."""
     _register()
-    hooks = {_V0: _hook_v0, _V1: _hook_v1, _GROUPS: guard_groups, _ROLLOUTER: _hook_client}
+    hooks = {_V0: _hook_v0, _V1: _hook_v1, _GROUPS: _hook_groups, _ROLLOUTER: _hook_client}
     hooks |= {module: partial(_hook_workers, module) for module in _WORKERS}
     hooks |= {module: partial(_hook_engine, extend) for module, extend in _ENGINE.items()}
     for module, hook in hooks.items():
@@ -72,17 +77,21 @@ def _hook_v1() -> None:
     _replace(PPOTrainer, _correct_v1)
 
 
+def _hook_groups() -> None:
+    from ..worker.verl_workers import guard_groups
+
+    guard_groups()
+
+
 def _hook_workers(module: str) -> None:
     from ..delivery import checksums
-    from ..worker import engine_parts
+    from ..worker import verl_workers
 
     worker = sys.modules[module].ActorRolloutRefWorker
-    engine_parts.add_method(worker)
+    verl_workers.add_method(worker)
     checksums.add_method(worker)
     if module == _WORKERS[0]:
-        from ..worker.scored_seals import seal_scores
-
-        seal_scores()
+        verl_workers.seal_scores()
 
 
 def _hook_engine(extend: str) -> None:
@@ -133,7 +142,7 @@ def _correct_v0(trainer: Any, config: Any) -> None:
     # Ray creates an actor before it calls __init__ with a configuration; a fork may pass the configuration in another
     # form.
     if trains(type(trainer)) and (config is None or _is_ours(config)):
-        from .add_on_choice import choose_v0
+        from .corrected_run import choose_v0
         from .corrected_v0 import CorrectedV0
 
         _set_up()
@@ -146,7 +155,7 @@ def _correct_v1(trainer: Any, config: Any) -> None:
     from verl_patches import separate_async_logger
 
     from ..preflight.checks.path import demand_seams
-    from .add_on_choice import choose_v1
+    from .corrected_run import choose_v1
     from .corrected_v1 import CorrectedV1
 
     demand_seams(config)  # the trainer's constructor builds its replay buffer
@@ -157,11 +166,29 @@ def _correct_v1(trainer: Any, config: Any) -> None:
 
 
 def _set_up() -> None:
-    from ..fault_tolerance.redaction import redact_streams
-    from .logging_setup import set_up_logger
-
     redact_streams()
     set_up_logger()
+
+
+class _Redaction(logging.Filter):
+    """Redacts every log record."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = redact_text(record.getMessage()), ()
+        return True
+
+
+def set_up_logger() -> None:
+    """Redact the logger's output, and add a handler if verl's logger has none; idempotent."""
+    if not any(isinstance(each, _Redaction) for each in logger.filters):
+        logger.addFilter(_Redaction())
+    if logging.getLogger("verl").handlers or logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(os.environ.get(LEVEL, "INFO"))
+    logger.propagate = False
 
 
 def trains(trainer: type) -> bool:

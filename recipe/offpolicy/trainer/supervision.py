@@ -6,15 +6,17 @@ It is the same for every trainer; the trainer provides the batches and metrics.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 
-from ..batch.plan import PROVE, SharedPlan
+from ..batch.plan import PROVE, PROVE_EVERY, SharedPlan
 from ..correction import CorrectionSpec
 from ..correction.bounds import format_part_path
 from ..correction.proximal import TOLERANCE, WITHOUT_FORWARD
@@ -25,8 +27,7 @@ from ..extensions.add_ons import AddOns
 from ..monitor.active_correction import ActiveCorrection
 from ..monitor.alarms import StaleRowsWatch, format_watched
 from ..monitor.mismatch_shares import RecentFloor
-from ..proof.drawn_rows import PROVE_EVERY, draw_rows
-from ..proof.rollout_checks import RolloutChecker, SameEngineCheck
+from ..proof.rollout_log_probs import RolloutChecker, SameEngineCheck
 from ..proof.verify import LivenessError, describe_proof, describe_rest, verify, verify_update
 from ..worker.metrics import take_packets
 
@@ -96,7 +97,7 @@ class Supervision:
         self._sampled_rows = self._samples.check_sampled(rows)
 
     def aligned(self, rows: TensorDict, uids: Sequence[str] | None) -> None:
-        """Compare the rollout's log-probs with the trainer's, see ``rollout_checks.RolloutChecker.check_aligned``.
+        """Compare the rollout's log-probs with the trainer's, see ``rollout_log_probs.RolloutChecker.check_aligned``.
 
         Raises:
             AlignmentError: the log-probs are off by one token or belong to other rows.
@@ -283,3 +284,41 @@ class Supervision:
             logger.info("the bounds of %s are sent with each update; the fingerprint excludes them.", moving)
         if self._live.get("log_prob_bits", 32) < 32:
             logger.warning(_COARSE)
+
+
+ENOUGH = 256
+"""Minimum number of response tokens to distinguish copied or shifted log-probs from a coincidence."""
+
+
+def draw_rows(tokens: Tensor, ranks: int, *, seed: str, first: bool) -> Tensor:
+    """Draw rows of an update: (B,) int64, 1 for a drawn row, 2 for a drawn row whose micro-batch also runs trials.
+
+    Args:
+        tokens: (B,) number of response tokens of each row; the rows of each rank are contiguous.
+        seed: seed of the draw.
+        first: if True, draw the first, the last, the longest and a random row of each rank, and more rows until the
+            drawn rows have ``ENOUGH`` tokens; if False, draw one random row of each rank. Rows without response tokens
+            are skipped if the rank has other rows. Trials run in the micro-batch of the longest drawn row.
+
+    Example:
+        >>> draw_rows(torch.tensor([3, 0, 9]), 1, seed="1", first=True).tolist()
+        [1, 0, 2]
+    """
+    lengths = tokens.long().tolist()
+    drawn = torch.zeros(len(lengths), dtype=torch.int64)
+    for rank in range(ranks):
+        share = range(rank * len(lengths) // ranks, (rank + 1) * len(lengths) // ranks)
+        rows = [row for row in share if lengths[row]] or list(share)
+        if not rows:
+            continue
+        order = random.Random(f"{seed} {rank}").sample(rows, len(rows))
+        chosen = set(order[:1])
+        if first:
+            chosen |= {rows[0], rows[-1], max(rows, key=lengths.__getitem__)}
+            for row in order[1:]:
+                if sum(lengths[each] for each in chosen) >= ENOUGH:
+                    break
+                chosen.add(row)
+        drawn[sorted(chosen)] = 1
+        drawn[max(chosen, key=lengths.__getitem__)] = 2
+    return drawn

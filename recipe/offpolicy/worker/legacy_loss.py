@@ -1,16 +1,17 @@
 """The engine's loss for verl's legacy actors, which compute their loss from three functions of ``core_algos``.
 
-A legacy actor obtains a policy loss from ``core_algos``, aggregates entropy and KL itself, and multiplies the sum by
-the micro-batch's share of the mini-batch. Its denominators are therefore those of the micro-batch. A ``LegacyUpdate``
-replaces these three functions during one update. The policy term then comes from the code of the engine path, and every
-denominator is that of the mini-batch over all ranks. The actor's share is divided out beforehand.
+A ``Handover`` brings the correction to the actor. A legacy actor obtains a policy loss from ``core_algos``, aggregates
+entropy and KL itself, and multiplies the sum by the micro-batch's share of the mini-batch. Its denominators are
+therefore those of the micro-batch. A ``LegacyUpdate`` replaces these three functions during one update. The policy term
+then comes from the code of the engine path, and every denominator is that of the mini-batch over all ranks. The actor's
+share is divided out beforehand.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,14 +27,49 @@ from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, PREFIX
 
 from ..batch import micro_batch as mb
 from ..batch.padding import split_micro_batch, with_tensors
-from ..batch.plan import PLAN
-from ..correction import StepStage
-from ..correction.bounds import replace_bounds
+from ..batch.plan import PLAN, SharedPlan
+from ..correction import CorrectionSpec, StepStage
+from ..correction.bounds import Side, replace_bounds
+from ..extensions.add_on import WorkerExtension
 from ..proof.gradient import prove
-from .kl_loss import BoundLoss, choose_surrogate
-from .legacy_settings import LegacySettings
+from ..recording.record_settings import RecordSettings
 from .loss import OffPolicyLoss, add_parts
 from .metrics import METRIC_KEY
+from .terms import BoundLoss, choose_surrogate
+
+
+@dataclass(frozen=True)
+class Handover:
+    """The correction, and the constants of the batch with whose ``meta_info`` it is sent to a legacy actor.
+
+    Implements ``verl_patches.legacy.handover.LegacyHandover``.
+
+    Attributes:
+        spec: the correction.
+        plan: the trainer's constants for the whole batch.
+        prove: True to prove every micro-batch, not only those that the plan marks.
+        shadows: corrections, by name, that are reported without being applied.
+        record: what to record.
+        moving: parts whose bounds are sent with the plan, and the sides that move.
+        extensions: the worker parts of extensions, by section.
+    """
+
+    spec: CorrectionSpec
+    plan: SharedPlan
+    prove: bool = False
+    shadows: Mapping[str, CorrectionSpec] = field(default_factory=dict)
+    record: RecordSettings | None = None
+    moving: Mapping[str, Side] = field(default_factory=dict)
+    extensions: Mapping[str, WorkerExtension] = field(default_factory=dict)
+
+    @property
+    def reads_rollout_log_probs(self) -> bool:
+        """True if the actor trains with this package's loss instead of verl's."""
+        return not self.spec.is_none or bool(self.extensions)
+
+    def update(self, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> LegacyUpdate:
+        return LegacyUpdate(self, actor_config, dp_size=dp_size, upstream=upstream)
+
 
 _ROWS = (
     "responses",
@@ -84,7 +120,7 @@ class LegacyLoss(OffPolicyLoss):
     old_log_prob: Tensor
     rollout_log_prob: Tensor
 
-    def __init__(self, settings: LegacySettings, actor_config: Any) -> None:
+    def __init__(self, settings: Handover, actor_config: Any) -> None:
         # verl's loss stores a mini-batch's numbers in its config. The actor must not find these numbers there later.
         config = replace(actor_config, global_batch_info={})
         super().__init__(
@@ -130,9 +166,7 @@ class LegacyUpdate:
         upstream: returns the gradient with which the actor starts its backward pass; called for each micro-batch.
     """
 
-    def __init__(
-        self, settings: LegacySettings, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]
-    ) -> None:
+    def __init__(self, settings: Handover, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> None:
         self.settings = settings
         self.spec = settings.spec
         self.loss = LegacyLoss(settings, actor_config)
@@ -170,13 +204,13 @@ class LegacyUpdate:
 
     def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Return a policy loss with the correction, to replace verl's function called ``name``."""
-        if not self.settings.ours:
+        if not self.settings.reads_rollout_log_probs:
             return partial(self._uncorrected, original(name))
         return self._corrected
 
     def agg_loss(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Replace verl's ``agg_loss``, using the denominators of the mini-batch over all ranks."""
-        if not self.settings.ours:
+        if not self.settings.reads_rollout_log_probs:
             return original(*args, **kwargs)
         loss: Tensor = original(
             *args,

@@ -10,7 +10,7 @@ import copy
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from verl.workers.utils.losses import ppo_loss
 from verl_patches import sent_metrics
 
 from ..batch import micro_batch as mb
-from ..batch.likeliest_tokens import LikeliestTokens, compute_centering_term, measure_drift
-from ..batch.mini_batch_mean import check_ranks, defer_shares, mini_batch_mean
 from ..batch.padding import split_micro_batch
+from ..batch.plan import check_ranks, defer_shares, mini_batch_mean
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.bounds import Side, compute_fingerprint, read_bounds, replace_bounds
 from ..correction.deferred_value import DeferredValue, fetch
@@ -36,8 +35,17 @@ from ..proof.gradient import prove
 from ..proof.rollout_log_probs import find_zero_rows
 from ..recording.record_settings import RecordSettings
 from ..recording.worker_hook import record
-from .kl_loss import BaseLoss, BoundLoss, choose_surrogate, replace_kl
 from .metrics import METRIC_KEY, Ledger, Observation, Packet, merge_metrics
+from .terms import (
+    BaseLoss,
+    BoundLoss,
+    LikeliestTokens,
+    choose_surrogate,
+    compute_centering_term,
+    compute_penalty,
+    measure_drift,
+    replace_kl,
+)
 
 
 def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
@@ -116,9 +124,6 @@ class OffPolicyLoss:
         takes_padded: True if the base loss accepts the result of ``MicroBatch.padded_output``.
     """
 
-    # This is unset if there are no extensions, so that the pickled form of a loss without extensions does not change.
-    extensions: Mapping[str, WorkerExtension] = MappingProxyType({})
-
     def __init__(
         self,
         spec: CorrectionSpec,
@@ -144,10 +149,8 @@ class OffPolicyLoss:
         has_kl = spec.support is None or bool(actor_config.use_kl_loss)
         if (surrogate := choose_surrogate(spec, has_kl=has_kl)) is not None:
             self.base_loss = replace_kl(base_loss, actor_config, surrogate)
-        if extensions:
-            self.extensions = dict(extensions)
-        if extensions or spec.penalty or spec.kl_weight or spec.centering:
-            self.actor_config = actor_config
+        self.extensions: Mapping[str, WorkerExtension] = extensions or {}
+        self.actor_config = actor_config
 
     def extended(self, base_loss: BoundLoss) -> BoundLoss:
         """Add the terms of all extensions to ``base_loss``."""
@@ -255,7 +258,7 @@ class OffPolicyLoss:
         handed = self.hand_over(batch, step)
         loss, metrics = self.extended(self.base_loss)(model_output, handed, dp_group)
         if self.spec.penalty is not None:
-            squares = mb.compute_penalty(self.spec.penalty, batch, self.spec)
+            squares = compute_penalty(self.spec.penalty, batch, self.spec)
             mean = mini_batch_mean(squares, batch.response_mask, self.actor_config, batch.data)
             loss = loss + self.spec.penalty.coefficient * mean
         if self.spec.centering is not None:

@@ -34,8 +34,7 @@ from torch import Tensor
 from verl.utils.metric import Metric
 
 from ..batch import micro_batch as mb
-from ..batch.mini_batch_mean import Shares, add_shares
-from ..batch.reports import take_reports
+from ..batch.plan import Shares, add_shares, take_reports
 from ..batch.seals import drop_empty_rows, hash_rows
 from ..batch.weight_versions import UNKNOWN, RowVersions, TokenVersions, compute_token_versions
 from ..correction import CorrectionSpec, Statistic

@@ -42,7 +42,7 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 from recipe.offpolicy.analysis.plotting import apply_style, create_axes, save
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
-from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
+from recipe.offpolicy.trainer.batch_view import DataProtoBatch
 from scripts.harness import read_records
 from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS
 from scripts.quickstart.reward import score_last_word

@@ -24,6 +24,7 @@ from recipe.offpolicy.batch.seals import compute_row_checksums
 from recipe.offpolicy.batch.weight_versions import CHUNKS, RowVersions
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.terms import PenaltySpec
+from recipe.offpolicy.worker.terms import compute_penalty
 from tests.support.corrections import TIS, band, spec
 from tests.support.sampled_rows import compute_sampled_checksums
 
@@ -131,12 +132,12 @@ def test_a_penalty_squares_the_distance_from_mu_or_pi_old(ratio: str, first: flo
     batch = replace(read(), old_log_prob=torch.full((2, 2), -5.0), rollout_log_prob=torch.full((2, 2), -7.0))
     penalty = PenaltySpec(ratio, 0.1)  # type: ignore[arg-type]
     correction = CorrectionSpec(penalty=penalty)
-    assert mb.compute_penalty(penalty, batch, correction)[0, 0].item() == first
+    assert compute_penalty(penalty, batch, correction)[0, 0].item() == first
     excluded = replace(correction, nonfinite="excluded")
     scaled = replace(batch, scale=torch.tensor([2.0, 0.5], dtype=torch.float64))
-    assert mb.compute_penalty(penalty, scaled, excluded)[0, 0].item() == 2 * first
+    assert compute_penalty(penalty, scaled, excluded)[0, 0].item() == 2 * first
     with pytest.raises(KeyError, match="nonfinite=excluded needs its count"):
-        mb.compute_penalty(penalty, batch, excluded)
+        compute_penalty(penalty, batch, excluded)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from recipe.offpolicy.batch.mini_batch_mean import add_shares, check_shares, defer_shares, mini_batch_mean
-from recipe.offpolicy.batch.safe_values import RewardError, check_rewards
+from recipe.offpolicy.batch.plan import add_shares, check_shares, defer_shares, mini_batch_mean
 from recipe.offpolicy.batch.seals import LivenessError
 from recipe.offpolicy.correction.deferred_value import fetch
+from recipe.offpolicy.proof.rewards import RewardError, check_rewards
 from verl.utils import tensordict_utils as tu
 
 VALUES = torch.tensor([[1.0, 2.0], [4.0, 100.0]])

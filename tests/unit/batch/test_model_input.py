@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 
-from recipe.offpolicy.batch.model_input import hash_model_input
+from recipe.offpolicy.batch.seals import hash_model_input
 
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipe.offpolicy.batch.reports import are_same_rows, find_difference
+from recipe.offpolicy.batch.seals import are_same_rows, find_difference
 
 SENT = {"a": 3, "b": 5, "c": 5, "d": 7}
 OLD = {"d": "too old", "x": "elsewhere"}

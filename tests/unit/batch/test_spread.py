@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from recipe.offpolicy.batch.safe_values import ROUNDING, measure_spread
+from recipe.offpolicy.proof.rewards import ROUNDING, measure_spread
 
 
 def test_by_hand() -> None:

@@ -15,7 +15,7 @@ from recipe.offpolicy.batch.plan import Groups
 from recipe.offpolicy.extensions.add_on import Advantages, Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.proof.verify import LivenessError
-from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch, DataProtoPrompts
+from recipe.offpolicy.trainer.batch_view import DataProtoBatch, DataProtoPrompts
 from tests.support.nudge import Nudge
 from verl import DataProto
 
@@ -35,8 +35,7 @@ def scores() -> list[Tensor]:
 def v1(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Three rows, two of them outputs of one session, and two rows of padding that look like the first."""
     pytest.importorskip("transfer_queue")
-    from recipe.offpolicy.batch import queue_columns
-    from recipe.offpolicy.trainer import batch_view_v1
+    from recipe.offpolicy.trainer import batch_view
 
     store: dict[str, Any] = {
         "rm_scores": nested([*scores(), torch.zeros(1), torch.zeros(1)]),
@@ -48,10 +47,11 @@ def v1(monkeypatch: pytest.MonkeyPatch) -> Any:
             store.update({name: fields[name] for name in fields.keys()}) or meta
         ),
     )
-    monkeypatch.setattr(queue_columns, "tq", queue)
+    for name in ("kv_batch_get", "kv_batch_put"):
+        monkeypatch.setattr(f"transfer_queue.{name}", getattr(queue, name))
     keys = ["a_0_0", "a_0_1", "b_0_0", "pad_0_0", "pad_1_0"]
     meta = SimpleNamespace(keys=keys, tags=[{}, {}, {}, {"is_padding": True}, {"is_padding": True}], partition_id="")
-    return batch_view_v1.TransferQueueBatch(meta, 7), store
+    return batch_view.TransferQueueBatch(meta, 7), store
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recipe.offpolicy.batch.micro_batch import WEIGHTS
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
-from recipe.offpolicy.batch.reports import find_difference
+from recipe.offpolicy.batch.seals import find_difference
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.advantage_proof import AdvantageWorker, name_hashes
 from recipe.offpolicy.extensions.loss_rows import LossRows

@@ -11,12 +11,12 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from recipe.offpolicy.batch.safe_values import RewardError
 from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.opd import eligible
 from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
+from recipe.offpolicy.proof.rewards import RewardError
 from tests.support.shaped import make_batch, shape
 
 

@@ -15,7 +15,7 @@ from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_on import BoundLoss, WorkerExtension
 from recipe.offpolicy.proof.verify import LivenessError, verify
-from recipe.offpolicy.worker.legacy_handover import ExtendedHandover, Handover, build_handover
+from recipe.offpolicy.worker.legacy_loss import Handover
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support import training_worker as tw
@@ -146,19 +146,13 @@ def test_a_term_does_not_hide_a_dead_correction() -> None:
 
 
 def test_without_extensions_nothing_of_them_travels() -> None:
-    assert "extensions" not in vars(loss_of(CORRECTIONS["tis"], {}))
     assert "reports" not in Packet(1).__getstate__()
     assert pickle.loads(pickle.dumps(Packet(1, reports={"one": 2}))).reports == {"one": 2}
-    plain = build_handover(CORRECTIONS["tis"], SharedPlan(1), extensions={})
-    assert type(plain) is Handover
-    assert "extensions" not in vars(plain)
-    assert not build_handover(CorrectionSpec(), SharedPlan(1), extensions={}).ours
 
 
 def test_a_handover_takes_extensions_along_by_value() -> None:
-    made = build_handover(CorrectionSpec(), SharedPlan(1), extensions={"one": NudgeWorker(COLUMN, 0.5)})
-    assert isinstance(made, ExtendedHandover)
-    assert made.ours
+    made = Handover(CorrectionSpec(), SharedPlan(1), extensions={"one": NudgeWorker(COLUMN, 0.5)})
+    assert made.reads_rollout_log_probs
     again = pickle.loads(pickle.dumps(made))
     assert again.extensions == {"one": NudgeWorker(COLUMN, 0.5)}
     assert dataclasses.replace(made, prove=True).extensions == made.extensions

@@ -11,8 +11,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.preflight.composed import OUTCOME
-from recipe.offpolicy.proof import dense_rewards
-from recipe.offpolicy.proof.dense_rewards import (
+from recipe.offpolicy.proof import rewards
+from recipe.offpolicy.proof.rewards import (
     DenseRewardError,
     DenseRewardGuard,
     sees_positions,
@@ -91,7 +91,7 @@ def test_rewards_by_token_are_found_in_any_batch() -> None:
 
 def test_an_estimator_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    monkeypatch.setattr(dense_rewards, "sees_positions", lambda config, compute: tried.append("gae") or True)
+    monkeypatch.setattr(rewards, "sees_positions", lambda config, compute: tried.append("gae") or True)
     one = guard("gae")
     for _ in range(2):
         one.check(batch(DENSE))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recipe.offpolicy.proof.drawn_rows import ENOUGH, draw_rows
+from recipe.offpolicy.trainer.supervision import ENOUGH, draw_rows
 
 
 def test_a_first_proof_sees_the_first_the_last_and_the_longest_row_of_each_rank() -> None:

@@ -6,8 +6,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from recipe.offpolicy.proof.rollout_checks import RolloutChecker, name_missing_column, pad_columns
-from recipe.offpolicy.proof.rollout_log_probs import RolloutLogProbError
+from recipe.offpolicy.proof.rollout_log_probs import (
+    RolloutChecker,
+    RolloutLogProbError,
+    name_missing_column,
+    pad_columns,
+)
 from recipe.offpolicy.proof.token_alignment import MOST_ELEMENTS, AlignmentError, tally_agreements
 from tests.support.growth import count_work
 from tests.support.sampled_rows import compute_sampled_checksums

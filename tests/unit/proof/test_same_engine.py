@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.correction.proximal import TOLERANCE
-from recipe.offpolicy.proof.rollout_checks import SameEngineCheck, SameEngineError
+from recipe.offpolicy.proof.rollout_log_probs import SameEngineCheck, SameEngineError
 
 UIDS = ["one", "one", "two"]
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from recipe.offpolicy.batch.reports import take_reports
+from recipe.offpolicy.batch.plan import take_reports
 from recipe.offpolicy.proof.verify import LivenessError
-from recipe.offpolicy.replay.tally import FirstLook, RoutingReport, judge, measure_routes, merge_reports
+from recipe.offpolicy.replay.fsdp_engine import FirstLook, RoutingReport
+from recipe.offpolicy.replay.routing_replay import judge, measure_routes, merge_reports
 
 LOOK = FirstLook(checksums=2, tokens=10, k3=1e-4, k3_without=1e-2)
 REPORT = RoutingReport(

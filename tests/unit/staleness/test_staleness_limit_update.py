@@ -28,8 +28,6 @@ class Update:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, versions: list[int], seen: float | None, **staleness: Any
     ) -> None:
-        from recipe.offpolicy.batch import queue_columns
-
         run = Run(monkeypatch, **staleness)
         self.trainer, self.limit, self.corrected = run.trainer, run.limit, run.corrected
         self.trainer.parameter_sync_step = 1
@@ -49,7 +47,8 @@ class Update:
             kv_batch_get=lambda keys, partition_id, select_fields: {name: self.store[name] for name in select_fields},
             kv_batch_put=lambda keys, partition_id, fields: self.store.update(fields.items()) or self.batch,
         )
-        monkeypatch.setattr(queue_columns, "tq", queue)
+        for name in ("kv_batch_get", "kv_batch_put"):
+            monkeypatch.setattr(f"transfer_queue.{name}", getattr(queue, name))
         self.in_loss: dict[str, list[list[float]]] = {}
         self.sampled: list[Any] = []
         self.corrected.supervision = SimpleNamespace(

@@ -17,7 +17,7 @@ llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
 
 if hasattr(llm_server, "FullyAsyncLLMServerClient"):
     from recipe.offpolicy.staleness.client import note_versions
-    from recipe.offpolicy.support import support_server as ours
+    from recipe.offpolicy.support import support_replay as ours
     from verl.workers.rollout.replica import TokenOutput
 
 PROMPT = [1, 2]

@@ -17,7 +17,7 @@ SETTINGS = SupportSettings(2, "mask")
 
 
 def test_a_request_for_log_probs_asks_for_the_likeliest_ids() -> None:
-    from recipe.offpolicy.support.support_server import ask_for_supports
+    from recipe.offpolicy.support.support_replay import ask_for_supports
 
     build = ask_for_supports(lambda **given: given, SETTINGS)
     assert build(logprobs=0, top_p=0.9) == {"logprobs": 2, "flat_logprobs": True, "top_p": 0.9}
@@ -31,7 +31,7 @@ def test_a_request_for_log_probs_asks_for_the_likeliest_ids() -> None:
 def test_supports_are_put_beside_what_verl_extracts() -> None:
     from vllm.logprobs import FlatLogprobs
 
-    from recipe.offpolicy.support.support_server import ANSWER, extract_supports
+    from recipe.offpolicy.support.support_replay import ANSWER, extract_supports
 
     seen: list[Any] = []
     extract = extract_supports(lambda *given: seen.append(given), SupportSettings(2, "mask"))
@@ -55,25 +55,25 @@ def test_supports_are_put_beside_what_verl_extracts() -> None:
 
 
 def test_replicas_of_vllm_start_servers_that_return_supports(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.support import support_server
+    from recipe.offpolicy.support import support_replay
     from verl.workers.rollout.replica import RolloutReplicaRegistry
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
     monkeypatch.setattr(RolloutReplicaRegistry, "_registry", dict(RolloutReplicaRegistry._registry))
-    support_server.serve_supports(SETTINGS)
+    support_replay.serve_supports(SETTINGS)
     replica = RolloutReplicaRegistry.get("vllm")
     assert issubclass(replica, vLLMReplica)
     monkeypatch.setattr(vLLMReplica, "__init__", lambda self: None)
     started: list[Any] = []
     actor = SimpleNamespace(remote=lambda *args, **kwargs: started.append((args, kwargs)))
     actor.options = lambda **options: started.append(options) or actor
-    monkeypatch.setattr(support_server.ray, "remote", lambda kind: actor)
+    monkeypatch.setattr(support_replay.ray, "remote", lambda kind: actor)
     replica().server_class.options(name="server").remote(1, node_rank=0)
     assert started == [{"name": "server"}, ((1,), {"node_rank": 0, "support": SETTINGS})]
 
 
 def test_a_server_asks_vllm_for_as_many_log_probs_as_it_may_return() -> None:
-    from recipe.offpolicy.support.support_server import SupportServer
+    from recipe.offpolicy.support.support_replay import SupportServer
 
     server: Any = object.__new__(SupportServer)
     server.config, server.support = {}, SETTINGS

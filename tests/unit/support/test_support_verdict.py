@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipe.offpolicy.batch.reports import take_reports
+from recipe.offpolicy.batch.plan import take_reports
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.support.fsdp_engine import SupportReport
 from recipe.offpolicy.support.support_replay import judge

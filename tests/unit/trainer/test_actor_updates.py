@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.offpolicy.proof.verify import LivenessError
-from recipe.offpolicy.trainer.actor_updates import UnadoptedUpdate, adopt
+from recipe.offpolicy.worker.verl_workers import UnadoptedUpdate, adopt
 
 
 def verls(batch: int) -> int:
@@ -30,7 +30,7 @@ def test_an_update_is_refused_until_it_is_adopted_and_in_every_copy() -> None:
 
 def test_groups_of_verl_refuse_updates_under_each_name_that_they_bind(monkeypatch: pytest.MonkeyPatch) -> None:
     worker_group = pytest.importorskip("verl.single_controller.base.worker_group")
-    from recipe.offpolicy.trainer.actor_updates import guard_groups
+    from recipe.offpolicy.worker.verl_workers import guard_groups
 
     def bind(self: SimpleNamespace, names: tuple[str, ...]) -> list[str]:
         for name in names:

@@ -36,7 +36,7 @@ SNAPSHOTS = {"offpolicy.late_weights.snapshots": 2}
     ],
 )
 def test_what_is_off_is_left_out(changes: dict[str, Any], names: list[str]) -> None:
-    from recipe.offpolicy.trainer.add_on_choice import choose_v0, choose_v1
+    from recipe.offpolicy.trainer.corrected_run import choose_v0, choose_v1
 
     config = OmegaConf.create(
         {

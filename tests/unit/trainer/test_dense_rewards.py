@@ -12,12 +12,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from recipe.offpolicy.batch.safe_values import RewardError
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.batch_view import BatchView
-from recipe.offpolicy.proof.dense_rewards import DenseRewardError
+from recipe.offpolicy.proof.rewards import DenseRewardError, RewardError
 from verl import DataProto
 
 SCORES = torch.tensor([[0.5, 0.0, 1.0], [0.0, 1.0, 0.0]])
@@ -69,7 +68,6 @@ def advantage(
         made._around_advantage(lambda data: Verls()._compute_advantage(data, {}), batch)
         return Verls.estimated
     pytest.importorskip("transfer_queue")
-    view = import_module("recipe.offpolicy.batch.queue_columns")
     rows = [torch.ones(3), torch.ones(2)]
     nested = {
         "rm_scores": [SCORES[0], SCORES[1, :2]],
@@ -83,7 +81,8 @@ def advantage(
         kv_batch_get=lambda keys, partition_id, select_fields: {name: columns[name] for name in select_fields},
         kv_batch_put=lambda keys, partition_id, fields: batch,
     )
-    monkeypatch.setattr(view, "tq", queue)
+    for name in ("kv_batch_get", "kv_batch_put"):
+        monkeypatch.setattr(f"transfer_queue.{name}", getattr(queue, name))
     made._compute_advantage(batch, {})
     return Verls.estimated
 

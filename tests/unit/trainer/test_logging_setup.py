@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from recipe.offpolicy.trainer import logging_setup
+from recipe.offpolicy.trainer import hooked
 
 SAY = (
-    "from recipe.offpolicy.trainer.logging_setup import logger, set_up_logger\n"
+    "from recipe.offpolicy.trainer.hooked import logger, set_up_logger\n"
     "set_up_logger(); set_up_logger()\nlogger.info('it is live')\n"
 )
 
@@ -29,10 +29,10 @@ def test_once_where_nobody_set_up_a_logger() -> None:
 
 def test_the_handler_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = logging.Logger("of the test")
-    monkeypatch.setattr(logging_setup, "logger", fresh)
+    monkeypatch.setattr(hooked, "logger", fresh)
     monkeypatch.setattr(logging.getLogger("verl"), "handlers", [])
-    logging_setup.set_up_logger()
-    logging_setup.set_up_logger()
+    hooked.set_up_logger()
+    hooked.set_up_logger()
     assert len(fresh.handlers) == 1
 
 

@@ -13,7 +13,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.proof.rollout_checks import SameEngineError
+from recipe.offpolicy.proof.rollout_log_probs import SameEngineError
 from recipe.offpolicy.trainer.supervision import Supervision
 from tests.support.padded_rows import build_model_input
 

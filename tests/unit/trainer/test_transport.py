@@ -15,11 +15,11 @@ from torch import Tensor
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
 from recipe.offpolicy.monitor.step_cost import StepCost, count_bytes
-from recipe.offpolicy.proof.rollout_checks import SameEngineError
+from recipe.offpolicy.proof.rollout_log_probs import SameEngineError
 from recipe.offpolicy.recording.run import RunRecord
-from recipe.offpolicy.trainer.actor_updates import adopt
 from recipe.offpolicy.trainer.corrected_v0 import NOT_COMPARED, CorrectedV0
 from recipe.offpolicy.trainer.supervision import Supervision
+from recipe.offpolicy.worker.verl_workers import adopt
 from tests.support.corrections import GSM, M2PO, TIS, opsm
 from tests.support.padded_rows import build_model_input
 from verl import DataProto

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from recipe.offpolicy.batch.model_input import hash_model_input
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
-from recipe.offpolicy.batch.seals import INPUT, PLAN_HASH, build_seals, key_of, seal_constant
+from recipe.offpolicy.batch.seals import INPUT, PLAN_HASH, build_seals, hash_model_input, key_of, seal_constant
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import take_packets

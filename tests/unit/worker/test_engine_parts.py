@@ -10,7 +10,7 @@ pytest.importorskip("verl.workers.engine_workers")
 
 
 def test_worker_groups_find_it_and_it_calls_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.worker.engine_parts import add_method, install_offpolicy
+    from recipe.offpolicy.worker.verl_workers import add_method, install_offpolicy
     from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
     from verl.workers.engine_workers import ActorRolloutRefWorker
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.terms import KlWeightSpec
-from recipe.offpolicy.worker.kl_loss import choose_surrogate, compute_clipped_kl, compute_weighted_kl, replace_kl
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY
+from recipe.offpolicy.worker.terms import choose_surrogate, compute_clipped_kl, compute_weighted_kl, replace_kl
 from verl.trainer.ppo.core_algos import kl_penalty
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric

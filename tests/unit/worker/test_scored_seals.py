@@ -49,7 +49,7 @@ def batch(**flags: bool) -> TensorDict:
 def test_scores_are_sealed(
     monkeypatch: pytest.MonkeyPatch, forward_only: bool, flags: dict[str, bool], column: str
 ) -> None:
-    from recipe.offpolicy.worker.scored_seals import seal_scores
+    from recipe.offpolicy.worker.verl_workers import seal_scores
     from verl.workers import engine_workers
 
     monkeypatch.setattr(engine_workers, "TrainingWorker", Worker)

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ...batch.safe_values import measure_spread
+from ...proof.rewards import measure_spread
 
 Answer = tuple[bool, float]
 """Whether the answer is correct, and its number of response tokens."""

@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from ...batch.declared_keys import Configured
-from ...batch.safe_values import check_rewards, mean
 from ...correction import Problem
+from ...proof.rewards import check_rewards, mean
 from ...proof.token_alignment import AlignmentChecker, tally_agreements
 from ..add_on import Extension
 from ..advantage_proof import name_hashes

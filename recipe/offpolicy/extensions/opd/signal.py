@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ...batch.safe_values import check_rewards, measure_spread
+from ...proof.rewards import check_rewards, measure_spread
 
 
 def find_passed(rewards: Tensor, passed_above: float) -> Tensor:

@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from ...batch.declared_keys import Configured
-from ...batch.safe_values import mean
 from ...correction import Problem
 from ...fault_tolerance.state_schema import PASS_RATES, refuse
+from ...proof.rewards import mean
 from ...proof.verify import LivenessError
 from ..add_on import Advantages, read_state, write_state
 from ..advantage_proof import AdvantageExtension, AdvantageWorker

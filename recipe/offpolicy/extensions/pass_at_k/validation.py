@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf, open_dict
 
-from ...batch.safe_values import check_rewards
+from ...proof.rewards import check_rewards
 from ..sessions import round_threshold
 from .settings import PassAtKSettings
 from .summary import Stopping, Summary, summarize

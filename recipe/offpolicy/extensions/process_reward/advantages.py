@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ...batch.safe_values import measure_spread
+from ...proof.rewards import measure_spread
 
 SECTION = "process_reward"
 FIELD = "offpolicy_process"

@@ -22,10 +22,9 @@ from verl_patches.execution_path import live_path
 from verl_patches.trainer_v0 import plain_advantage
 
 from ...batch.declared_keys import Configured
-from ...batch.safe_values import check_rewards
 from ...batch.weight_versions import NEWEST_VERSION
 from ...correction import Problem
-from ...proof.dense_rewards import sees_positions
+from ...proof.rewards import check_rewards, sees_positions
 from ...proof.token_alignment import AlignmentChecker
 from ..advantage_proof import AdvantageExtension, AdvantageReport
 from ..batch_view import BatchView, PromptView, read_agent_fields

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...batch.safe_values import mean
+from ...proof.rewards import mean
 from ...proof.verify import LivenessError
 from .advantages import FIELD, SECTION, utilities
 from .prefix_scorer import RowValues

@@ -20,9 +20,9 @@ from torch import Tensor
 from verl_patches import agent_loops, engine_loss
 
 from ...batch.declared_keys import Configured, Key, Rule, choice, flag, number
-from ...batch.safe_values import ROUNDING, SMALLEST, measure_spread
 from ...correction import Problem
 from ...correction.units import turns
+from ...proof.rewards import ROUNDING, SMALLEST, measure_spread
 from ...proof.verify import LivenessError
 from ..advantage_proof import AdvantageExtension
 from ..batch_view import BatchView, read_agent_fields

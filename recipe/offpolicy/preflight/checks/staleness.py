@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from verl_patches.execution_path import FULLY_ASYNC, USE_V1, describe_mode
 
 from ...batch.declared_keys import build_unknown
+from ...batch.plan import PROVE_EVERY
 from ...correction import MaskSpec, WeightSpec, recommended
 from ...correction.problem import Problem, find_closest, format_value, remove, set_to
 from ...correction.proximal import BY_AGE
@@ -20,7 +21,6 @@ from ...extensions.add_on import find_problems as extension_problems
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
 from ...monitor.alarm_settings import find_problems as alarm_problems
 from ...monitor.bound_settings import find_problems as calibrate_problems
-from ...proof.drawn_rows import PROVE_EVERY
 from ...recording.record_settings import find_problems as record_problems
 from ...recording.record_settings import find_too_many_parts
 from ...replay.replay_settings import find_problems as replay_problems

@@ -18,7 +18,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions import optimal_baseline
 from recipe.offpolicy.extensions.optimal_baseline import OptimalBaseline, compute_advantages, find_difference
 from recipe.offpolicy.proof.verify import LivenessError
-from recipe.offpolicy.trainer import batch_view_v1
+from recipe.offpolicy.trainer import batch_view
 from tests.support.corrections import TIS, band, spec
 from tests.support.judged import judge
 from tests.support.shaped import WIDTH, Rows, make_batch, report, shape
@@ -103,9 +103,9 @@ def test_the_view_of_v1_weighs_the_same_without_padding_rows(monkeypatch: pytest
     mask.values()[-1] = 0.0
     columns = {"response_mask": mask, "old_log_probs": nested(old), "rollout_log_probs": nested(mu)}
     stored = TensorDict(columns, batch_size=len(lengths))
-    monkeypatch.setattr(batch_view_v1, "read_columns", lambda meta, *names: stored.select(*names))
+    monkeypatch.setattr(batch_view, "read_columns", lambda meta, *names: stored.select(*names))
     meta = SimpleNamespace(keys=[f"a_{i}_0" for i in range(7)], tags=[{}] * 6 + [{"is_padding": True}])
-    view = batch_view_v1.TransferQueueBatch(meta, 1, decide=lambda _: decide_rollout(SEQUENCE, stored, 1))
+    view = batch_view.TransferQueueBatch(meta, 1, decide=lambda _: decide_rollout(SEQUENCE, stored, 1))
     weights, statistics = view.weigh()
     padded, of_v0 = batch(SEQUENCE).weigh()
     assert torch.equal(weights, padded[:, : weights.shape[1]])

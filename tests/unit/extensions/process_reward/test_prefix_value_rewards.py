@@ -20,7 +20,7 @@ from recipe.offpolicy.extensions.process_reward.advantages import FIELD, UTILITY
 from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
 from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import COMPARISONS, PrefixValueRewards
 from recipe.offpolicy.proof.verify import LivenessError
-from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
+from recipe.offpolicy.trainer.batch_view import DataProtoBatch
 from tests.support.judged import judge
 from verl import DataProto
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
@@ -76,8 +76,7 @@ def v0(sent: list[Any], forward: Any) -> Any:
 def v1(sent: list[Any], forward: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """With a row of padding at the end."""
     pytest.importorskip("transfer_queue")
-    from recipe.offpolicy.batch import queue_columns
-    from recipe.offpolicy.trainer import batch_view_v1
+    from recipe.offpolicy.trainer import batch_view
 
     def nested(rows: Tensor, pad: Tensor) -> Tensor:
         cut = [row[:n] for row, n in zip(rows, LENGTHS, strict=True)]
@@ -97,8 +96,9 @@ def v1(sent: list[Any], forward: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         kv_batch_get=lambda keys, partition_id, select_fields: {name: store[name] for name in select_fields},
         kv_batch_put=lambda keys, partition_id, fields: store.update(fields.items()) or meta,
     )
-    monkeypatch.setattr(queue_columns, "tq", queue)
-    return batch_view_v1.TransferQueueBatch(meta, STEP, forward=forward)
+    for name in ("kv_batch_get", "kv_batch_put"):
+        monkeypatch.setattr(f"transfer_queue.{name}", getattr(queue, name))
+    return batch_view.TransferQueueBatch(meta, STEP, forward=forward)
 
 
 @pytest.fixture(params=["v0", "v1"])

@@ -19,7 +19,7 @@ from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.turn_credit import turn_credit
 from recipe.offpolicy.extensions.turn_credit.turn_credit import TurnCredit, compute_advantages, find_difference
 from recipe.offpolicy.proof.verify import LivenessError
-from recipe.offpolicy.trainer import batch_view_v1
+from recipe.offpolicy.trainer import batch_view
 from tests.support.judged import judge
 from tests.support.shaped import Rows, estimate, make_batch, report
 
@@ -165,9 +165,9 @@ def test_a_rollout_of_several_rows_is_one_sequence_of_turns(monkeypatch: pytest.
         "prompts": nested(scores),
         "extra_fields": NonTensorStack(*({"tool_rewards": each, "turn_scores": []} for each in tools)),
     }
-    monkeypatch.setattr(batch_view_v1, "read_columns", lambda meta, *names: {name: stored[name] for name in names})
+    monkeypatch.setattr(batch_view, "read_columns", lambda meta, *names: {name: stored[name] for name in names})
     keys = ["a_0_0", "a_0_1", "a_1_0", "a_0_0-pad"]
-    view = batch_view_v1.TransferQueueBatch(SimpleNamespace(keys=keys, tags=[{}] * 3 + [{"is_padding": True}]), 1)
+    view = batch_view.TransferQueueBatch(SimpleNamespace(keys=keys, tags=[{}] * 3 + [{"is_padding": True}]), 1)
     found = made().estimate(view, view.scores)
     # Returns of the first: 1 + 0 + 2, 2, 2; of the second: 0.5, 0.5, 0.
     assert found.tolist() == [[1.25, 0.0, 0.75, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0, 0.0], [-1.25, 0.0, -0.75, 0.0, -1.0]]

@@ -20,7 +20,7 @@ def nested(rows: list[Tensor]) -> Tensor:
 
 
 def test_columns_go_into_the_batch_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.batch import queue_columns
+    from recipe.offpolicy.batch.padding import put_columns, read_columns
 
     stored: dict[str, Any] = {}
     meta = SimpleNamespace(keys=["a", "b"], partition_id="train")
@@ -32,14 +32,15 @@ def test_columns_go_into_the_batch_and_come_back(monkeypatch: pytest.MonkeyPatch
     def get(keys: Any, partition_id: str, select_fields: list[str]) -> Any:
         return [stored[name] for name in select_fields]
 
-    monkeypatch.setattr(queue_columns, "tq", SimpleNamespace(kv_batch_put=put, kv_batch_get=get))
-    assert queue_columns.put_columns(meta, rewards=torch.tensor([[1.0], [2.0]])) == (["a", "b"], "train")
-    (found,) = queue_columns.read_columns(meta, "rewards")
+    monkeypatch.setattr("transfer_queue.kv_batch_put", put)
+    monkeypatch.setattr("transfer_queue.kv_batch_get", get)
+    assert put_columns(meta, rewards=torch.tensor([[1.0], [2.0]])) == (["a", "b"], "train")
+    (found,) = read_columns(meta, "rewards")
     assert found.tolist() == [[1.0], [2.0]]
 
 
 def test_rows_are_zeroed_in_a_copy() -> None:
-    from recipe.offpolicy.batch.queue_columns import zero_rows
+    from recipe.offpolicy.batch.padding import zero_rows
 
     column = nested([torch.ones(2), torch.ones(1)])
     assert [row.tolist() for row in zero_rows(column, [True, False]).unbind()] == [[0.0, 0.0], [1.0]]

@@ -1,15 +1,18 @@
-"""KL loss with its own ratio: clipped pi / pi_old, or an importance weight.
+"""Terms of the loss outside the policy term: the KL loss with its own ratio, the penalty and score centering.
 
 verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. In fact, they come from
 pi_old, so each term's gradient needs a clipped ratio pi / pi_old, like PPO's policy term (Liu et al. 2025, Rethinking
 KL Regularization in RLHF). With an unclipped ratio to the policy that sampled the tokens, the term and its gradient
 equal the reverse KL and its gradient in expectation (DeepSeek-V3.2).
+
+Score centering reads the log-probs of the sampler's K likeliest tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,11 +23,16 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import kl_penalty
 from verl.utils.metric import Metric
 
-from ..batch.micro_batch import FULL_LOG_PROBS, PI_OLD, ROLLOUT_LOG_PROBS, pad_log_probs
-from ..batch.mini_batch_mean import mini_batch_mean
-from ..correction import CorrectionSpec
+from ..batch import micro_batch as mb
+from ..batch.padding import flatten
+from ..batch.plan import mini_batch_mean
+from ..correction import CorrectionSpec, Statistic, StepStage
+from ..correction.centering import compute_centering, compute_coefficients, compute_drift
 from ..correction.ratios import EXP_CLAMP
-from ..correction.terms import KlWeightSpec
+from ..correction.rules import centers_mask, find_unknown
+from ..correction.statistics import build_mean
+from ..correction.terms import KlWeightSpec, PenaltySpec, compute_squared_log_ratio
+from ..correction.validation import rename_for_metrics
 
 BaseLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Called with (config, model_output, data, dp_group), like verl's ``ppo_loss``."""
@@ -137,18 +145,113 @@ def _loss_with_surrogate(
 ) -> tuple[Tensor, dict[str, Any]]:
     loss, metrics = plain(model_output, data, dp_group)
     # verl's loss needs a finite pi_old, so pi replaces a non-finite pi_old; in this term, such tokens have no ratio.
-    old = PI_OLD if PI_OLD in data.keys() else "old_log_probs"
-    dense = data.select("response_mask", old, ROLLOUT_LOG_PROBS, "ref_log_prob").to_padded_tensor()
-    if (full := model_output.get(FULL_LOG_PROBS)) is not None:
+    old = mb.PI_OLD if mb.PI_OLD in data.keys() else "old_log_probs"
+    dense = data.select("response_mask", old, mb.ROLLOUT_LOG_PROBS, "ref_log_prob").to_padded_tensor()
+    if (full := model_output.get(mb.FULL_LOG_PROBS)) is not None:
         model_output = {"log_probs": full}
-    log_prob = pad_log_probs(model_output, data)
+    log_prob = mb.pad_log_probs(model_output, data)
     reference, kind = dense["ref_log_prob"], config.kl_loss_type
 
     aggregate = partial(mini_batch_mean, response_mask=dense["response_mask"].to(bool), actor_config=config, data=data)
-    term = surrogate(log_prob, dense[old], dense[ROLLOUT_LOG_PROBS], reference, kind)
+    term = surrogate(log_prob, dense[old], dense[mb.ROLLOUT_LOG_PROBS], reference, kind)
     penalty = aggregate(kl_penalty(log_prob.detach(), reference, kind))
     metrics = metrics | {
         "kl_loss": Metric(aggregation=metrics["actor/pg_loss"].aggregation, value=penalty),
         "kl_coef": config.kl_loss_coef,
     }
     return loss + config.kl_loss_coef * aggregate(term), metrics
+
+
+def compute_penalty(spec: PenaltySpec, batch: mb.MicroBatch, correction: CorrectionSpec) -> Tensor:
+    """Compute (log r)^2 of each token, (B, T), differentiable, including the scale of ``nonfinite=excluded``.
+
+    Args:
+        correction: the correction with ``spec``; it defines pi_old.
+    """
+    other = batch.rollout_log_prob if spec.ratio == "full" else mb.choose_pi_old(correction, batch)
+    squares = compute_squared_log_ratio(batch.log_prob, other, batch.policy_mask)
+    if correction.nonfinite == "counted":
+        return squares
+    return squares * mb.read_scale(correction, batch)[:, None].to(squares.dtype)
+
+
+@dataclass(frozen=True)
+class LikeliestTokens:
+    """Log-probs of the likeliest tokens at each response position.
+
+    Attributes:
+        log_prob: (B, T, K) log pi, differentiable; 0 where there is no token.
+        rollout_log_prob: (B, T, K) log mu, -inf where there is no token, and on padding.
+    """
+
+    log_prob: Tensor
+    rollout_log_prob: Tensor
+    _known: dict[CorrectionSpec, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, batch: mb.MicroBatch) -> LikeliestTokens:
+        """Read the likeliest tokens of a micro-batch.
+
+        Raises:
+            KeyError: the engine did not compute them.
+        """
+        return cls(
+            _read(batch.model_output, mb.LIKELIEST_LOG_PROBS, batch),
+            _read(batch.model_output, mb.LIKELIEST_ROLLOUT_LOG_PROBS, batch).masked_fill(
+                ~batch.response_mask[..., None], float("-inf")
+            ),
+        )
+
+    def coefficients(self, spec: CorrectionSpec) -> Tensor:
+        """Compute m(v) - a p(v), only once per correction: (B, T, K) float64, see ``correction.centering``."""
+        if spec not in self._known:
+            shape = self.log_prob.shape
+            flat = (each.reshape(-1, shape[-1]) for each in (self.log_prob, self.rollout_log_prob))
+            self._known[spec] = compute_coefficients(spec, *flat).view(shape)
+        return self._known[spec]
+
+
+def _read(output: Mapping[str, Any], key: str, batch: mb.MicroBatch) -> Tensor:
+    if key not in output or batch.layout is None:
+        raise KeyError(
+            f"{key} is not in the model's output: this worker does not compute the log-probs of the K likeliest tokens "
+            f"that score centering needs. Set correction.centering=null."
+        )
+    return batch.layout.responses_of(flatten(output[key]))
+
+
+def compute_centering_term(
+    spec: CorrectionSpec, batch: mb.MicroBatch, step: StepStage, likeliest: LikeliestTokens
+) -> Tensor:
+    """Compute A C of each token, (B, T), differentiable; 0 where a mask that is not part of C drops the token.
+
+    Args:
+        step: the decisions of ``spec`` on the batch.
+    """
+    coefficients = likeliest.coefficients(spec)
+    centred = {f"masks.{name}" for name, mask in spec.masks if centers_mask(mask)} | set(spec.all_weights)
+    # Tokens without mu or pi_old are excluded from C, as they are from the policy term.
+    kept = batch.policy_mask & torch.isfinite(batch.rollout_log_prob + batch.old_log_prob)
+    for part, drop in step.rejected.items():
+        kept = kept if part in centred else kept & ~drop
+    factor = torch.where(kept, batch.advantages.detach(), 0.0)
+    if spec.recounts:
+        factor = factor * mb.read_scale(spec, batch)[:, None]
+    term = compute_centering(likeliest.log_prob, coefficients)
+    return factor.to(term.dtype) * term
+
+
+@torch.no_grad()
+def measure_drift(
+    spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], batch: mb.MicroBatch, likeliest: LikeliestTokens
+) -> dict[str, Statistic]:
+    """Measure the drift without centering, for the correction and for each shadow that decides by token."""
+    specs = {"drift": spec}
+    known = {name: shadow for name, shadow in shadows.items() if not find_unknown(shadow)}
+    specs |= {f"drift/{rename_for_metrics(name)}": shadow for name, shadow in known.items()}
+    count = batch.policy_mask.sum(dtype=torch.float64)
+    found = {}
+    for name, each in specs.items():
+        drift = compute_drift(likeliest.log_prob, likeliest.coefficients(each))
+        found[f"{name}/mean"] = build_mean(torch.where(batch.policy_mask, drift, 0.0).sum(), count)
+    return found
