@@ -17,26 +17,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .command_line import TOKENIZER, add_jobs, list_output_modules, name_program, read_steps, require_modules, run
+from .command_line import (
+    TOKENIZER,
+    add_jobs,
+    list_output_modules,
+    name_program,
+    read_steps,
+    refuse,
+    require_modules,
+    run,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = build_parser().parse_args(arguments)
-    shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
-    require_modules("attribute", "torch", "pyarrow", "polars", "xxhash", "hydra", *shown)
+    require_modules("attribute", "torch", "pyarrow", "polars", "xxhash", "hydra", *list_output_modules(options))
     from .analysis.attribution.attribution import attribute
     from .analysis.jobs import JobsError, prepare_process, read_arguments
-    from .analysis.plotting import PageError, check_target
+    from .analysis.plotting import PageError, check_outputs
     from .analysis.table import to_plain
     from .recording import Recording, RecordingError
 
     prepare_process()
     try:
-        if options.png:
-            check_target("--png", options.png, "attribution.png")
-        if options.html:
-            check_target("--html", options.html, "attribution.html")
+        check_outputs(options, "attribution")
         recording = Recording(options.directory)
         jobs = read_arguments(options, recording, recording.choose_steps(options.steps))
         found = attribute(recording, steps=options.steps, worst=options.worst, jobs=jobs, tokenizer=options.tokenizer)
@@ -50,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             build_page(found, str(options.directory)).write(options.html)
     except (RecordingError, PageError, JobsError, OSError) as error:
-        print(f"attribute: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        return refuse("attribute", error)
     if options.json:
         print(json.dumps(to_plain(found), allow_nan=False))  # noqa: T201
     else:

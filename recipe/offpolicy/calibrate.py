@@ -13,10 +13,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .analysis.calibration.defaults import QUANTILE
-from .command_line import add_jobs, list_output_modules, name_program, require_modules, run
+from .analysis.calibration import QUANTILE
+from .command_line import add_jobs, list_output_modules, name_program, refuse, require_modules, run
 
 if TYPE_CHECKING:
     from .analysis.calibration.calibration_page import JointShares
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .correction import CorrectionSpec
     from .recording import Recording
 
-USAGE, UNREACHED = 2, 1
-"""Exit status if an argument or the recording is invalid, and if no bound was found for a part."""
+UNREACHED = 1
+"""Exit status if no bound was found for a part."""
 
 
 def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
@@ -44,28 +44,27 @@ def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSp
     if spec:
         with initialize_composer():
             values, unset = fill_placeholders(compose_correction(spec))
-    else:
-        values, unset = dict(recording.part(recording.steps[-1], -1).spec), frozenset()
-    correction = CorrectionSpec.from_mapping(values)
-    if not spec and not correction.all_weights and not correction.masks:
+        return CorrectionSpec.from_mapping(values), unset
+    recorded = CorrectionSpec.from_mapping(recording.part(recording.steps[-1], -1).spec)
+    if not recorded.all_weights and not recorded.masks:
         raise SpecError(
             "the recorded correction has no weight and no mask, so there is no bound to set. Name a correction: "
             "--spec 'correction=[tis_token,gsm]'."
         )
-    return correction, unset
+    return recorded, frozenset()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = build_parser().parse_args(arguments)
-    shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
-    require_modules("calibrate", "numpy", "torch", "pyarrow", "polars", "xxhash", "hydra", *shown)
+    outputs = list_output_modules(options)
+    require_modules("calibrate", "numpy", "torch", "pyarrow", "polars", "xxhash", "hydra", *outputs)
     from .analysis.attribution.attribution import describe_recorded_faults
     from .analysis.calibration.calibration_page import compute_joint_shares
     from .analysis.calibration.propose import CalibrationRequest, propose_bounds
     from .analysis.calibration.scores import PromptSample
     from .analysis.jobs import JobsError, prepare_process, read_arguments
-    from .analysis.plotting import PageError, check_target
+    from .analysis.plotting import PageError, check_outputs
     from .correction import SpecError
     from .recording import Recording, RecordingError
 
@@ -78,10 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         request.check()
-        if options.png:
-            check_target("--png", options.png, "calibration.png")
-        if options.html:
-            check_target("--html", options.html, "calibration.html")
+        check_outputs(options, "calibration")
         recording = Recording(options.directory)
         card = recording.card  # read first, so that a damaged card fails before the work
         spec, unset = _build_spec(recording, options.spec)
@@ -97,8 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         raise
     except (RecordingError, SpecError, PageError, JobsError, OSError) as error:
-        print(f"calibrate: {error}", file=sys.stderr)  # noqa: T201
-        return USAGE
+        return refuse("calibrate", error)
     missing = [p for p in result.proposals if not p.found and p.threshold.outcome != "not needed"]
     return UNREACHED if missing else 0
 
@@ -107,51 +102,25 @@ def _show(
     options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
 ) -> None:
     """Write a figure, a page, JSON or tables, as requested by the options."""
-    from .analysis.calibration import calibration_page as tables
-
-    confidence = options.confidence
-    if options.png is not None:
-        from .analysis.calibration.calibration_page import draw_curves
-        from .analysis.plotting import save
-
-        save(draw_curves(result.proposals, confidence), options.png)
-    if options.html is not None:
-        _page(options, result, now, then, faults).write(options.html)
-    if options.json:
-        print(json.dumps(tables.build_json(result, now, then, confidence) | {"mend_first": faults or None}, indent=2))  # noqa: T201
-        return
+    from .analysis.calibration import calibration_page
+    from .analysis.plotting import save
     from .analysis.table import open_console, print_blocks
 
+    if options.png is not None:
+        save(calibration_page.draw_curves(result), options.png)
+    if options.html is not None:
+        page = calibration_page.build_page(result, now, then, str(options.directory), faults)
+        page.write(options.html)
+    if options.json:
+        document = calibration_page.build_json(result, now, then) | {"mend_first": faults or None}
+        print(json.dumps(document, indent=2))  # noqa: T201
+        return
+    tables = [calibration_page.build_overview_table(result), *calibration_page.build_length_tables(result)]
+    tables.append(calibration_page.build_joint_table(now, then))
     console = open_console()
-    print_blocks(
-        console,
-        faults,
-        tables.build_overview_table(result, confidence),
-        *tables.build_length_tables(result, confidence),
-        tables.build_joint_table(now, then),
-        *tables.format_remarks(result, confidence),
-        wrap=True,
-    )
-    if pasted := tables.list_overrides(result):
+    print_blocks(console, faults, *tables, *calibration_page.format_remarks(result), wrap=True)
+    if pasted := calibration_page.list_overrides(result):
         console.print("\nOverrides:", "    " + shlex.join(pasted), sep="\n", markup=False, soft_wrap=True)
-
-
-def _page(
-    options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
-) -> Any:
-    from .analysis.calibration import calibration_page as tables
-    from .analysis.calibration.calibration_page import build_panels
-    from .analysis.page import Code, Page
-
-    confidence = options.confidence
-    page = Page("Calibration", str(options.directory))
-    page.add_section("Fix first", faults)
-    pasted = " \\\n".join(map(shlex.quote, tables.list_overrides(result))) or "none"
-    page.add_section("Proposed", tables.build_overview_table(result, confidence), Code(pasted))
-    page.add_section("Curves", build_panels(result.proposals, confidence))
-    page.add_section("By length", *tables.build_length_tables(result, confidence))
-    page.add_section("Remarks", *tables.format_remarks(result, confidence), tables.build_joint_table(now, then))
-    return page
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -163,13 +132,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--target-kept", type=float, metavar="P", help="share of its units that each mask must keep")
     add("--target-ess", type=float, metavar="P", help="effective sample size of the weight, as a share of tokens")
     add("--confidence", type=float, default=0.95, metavar="P", help="confidence of the intervals, default %(default)s")
-    add(
-        "--floor-quantile",
-        type=float,
-        default=QUANTILE,
-        metavar="P",
-        help="quantile of the backend noise that delta must exceed",
-    )
+    noise = "quantile of the backend noise that delta must exceed"
+    add("--floor-quantile", type=float, default=QUANTILE, metavar="P", help=noise)
     add("--png", type=Path, metavar="FILE", help="calibration curves")
     add("--html", type=Path, metavar="FILE", help="one self-contained page")
     add("--json", action="store_true", help="JSON to stdout instead of tables")

@@ -34,9 +34,17 @@ def require_modules(tool: str, *modules: str) -> None:
         raise SystemExit(BAD_INPUT)
 
 
-def list_output_modules(*, json: bool, png: bool, html: bool) -> list[str]:
-    """List the modules that a tool's output needs."""
-    return [*([] if json else ["rich"]), *(["matplotlib"] if png else []), *(["bokeh", "jinja2"] if html else [])]
+def list_output_modules(options: argparse.Namespace) -> list[str]:
+    """List the modules that the outputs ``--json``, ``--png`` and ``--html`` need."""
+    needed = {"png": ["matplotlib"], "html": ["bokeh", "jinja2"]}
+    files = [module for name, modules in needed.items() if getattr(options, name, None) for module in modules]
+    return files if options.json else ["rich", *files]
+
+
+def refuse(tool: str, error: object) -> int:
+    """Print why a tool cannot do what was asked; return its exit status."""
+    sys.stderr.write(f"{tool}: {error}\n")
+    return BAD_INPUT
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:

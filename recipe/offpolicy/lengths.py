@@ -16,78 +16,68 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from .command_line import (
-    BAD_INPUT,
-    list_output_modules,
-    name_program,
-    parse_count,
-    parse_score,
-    require_modules,
-    run,
-)
+from .command_line import list_output_modules, name_program, parse_count, parse_score, refuse, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = build_parser().parse_args(arguments)
-    shown = list_output_modules(json=options.json, png=bool(options.png), html=False)
-    require_modules("lengths", "torch", "numpy", "pyarrow", "xxhash", *shown)
-    from .analysis.lengths.by_length import NoClassError, read_ends
-    from .analysis.lengths.curves import CurveError, build_table, draw_curves, read_curves
-    from .analysis.plotting import PageError, check_target
-    from .analysis.table import to_plain
+    require_modules("lengths", "torch", "numpy", "pyarrow", "xxhash", *list_output_modules(options))
+    from .analysis.lengths import CurveError, NoClassError
+    from .analysis.plotting import PageError, check_outputs
     from .extensions.sessions import DumpError, is_dump
     from .recording import RecordingError
 
     try:
-        if options.png is not None:
-            check_target("--png", options.png, "lengths.png")
+        check_outputs(options, "lengths")
         if any(dumps := [is_dump(path) for path in options.sources]):
             if not all(dumps) or not options.tokenizer:
                 raise CurveError("pass only validation dumps, and --tokenizer FOLDER, which counts their tokens.")
-            return _follow(options)
-        curves = {str(path): read_curves(path, correct_at_least=options.correct_at_least) for path in options.sources}
-        if options.png is not None:
-            from .analysis.plotting import save
-
-            recordings = {str(path): read_ends(path) for path in options.sources if path.is_dir()}
-            save(draw_curves(curves, recordings), options.png)
+            document, blocks = _read_classes(options)
+        else:
+            document, blocks = _read_curves(options)
     except (CurveError, DumpError, NoClassError, PageError, RecordingError, OSError) as error:
-        print(f"lengths: {error}", file=sys.stderr)  # noqa: T201
-        return BAD_INPUT
+        return refuse("lengths", error)
     if options.json:
-        print(json.dumps(to_plain(curves), indent=2))  # noqa: T201
-        return 0
-    from .analysis.table import open_console, print_blocks
+        print(json.dumps(document, indent=2))  # noqa: T201
+    else:
+        from .analysis.table import open_console, print_blocks
 
-    print_blocks(open_console(), *(build_table(found, name) for name, found in curves.items()))
+        print_blocks(open_console(), *blocks, wrap=True)
     return 0
 
 
-def _follow(options: argparse.Namespace) -> int:
-    """Show prompt classes over the checkpoints of the dumps."""
-    from .analysis.lengths.by_length import assign, build_rows, build_table, draw_classes, read_checkpoints
-    from .analysis.lengths.curves import CurveError
-    from .analysis.table import open_console, print_blocks
+def _read_curves(options: argparse.Namespace) -> tuple[Any, list[Any]]:
+    """Read and draw lengths by correctness over steps; return them for JSON and as tables."""
+    from .analysis.lengths import build_table, draw_curves, read_curves, read_ends
+    from .analysis.plotting import save
+    from .analysis.table import to_plain
+
+    curves = {str(path): read_curves(path, correct_at_least=options.correct_at_least) for path in options.sources}
+    if options.png is not None:
+        ends = {str(path): read_ends(path) for path in options.sources if path.is_dir()}
+        save(draw_curves(curves, ends), options.png)
+    return to_plain(curves), [build_table(found, name) for name, found in curves.items()]
+
+
+def _read_classes(options: argparse.Namespace) -> tuple[Any, list[Any]]:
+    """Read and draw prompt classes over the checkpoints of dumps; return them for JSON, and as a table with a note."""
+    from .analysis import lengths
+    from .analysis.plotting import save
     from .extensions.setting_checks import load_tokenizer
 
     if (tokenizer := load_tokenizer(options.tokenizer)) is None:
-        raise CurveError(f"--tokenizer {options.tokenizer}: there is no tokenizer in this folder.")
-    checkpoints = read_checkpoints(options.sources, tokenizer)
+        raise lengths.CurveError(f"--tokenizer {options.tokenizer}: there is no tokenizer in this folder.")
+    checkpoints = lengths.read_checkpoints(options.sources, tokenizer)
     early, least = checkpoints[0], options.correct_at_least
-    classes = assign(early, samples=options.samples, correct_at_least=least)
+    classes = lengths.assign(early, samples=options.samples, correct_at_least=least)
     if options.png is not None:
-        from .analysis.plotting import save
-
-        save(draw_classes(checkpoints, classes), options.png)
-    rows = build_rows(checkpoints, classes, least)
-    if options.json:
-        print(json.dumps(rows, indent=2))  # noqa: T201
-        return 0
+        save(lengths.draw_classes(checkpoints, classes), options.png)
+    rows = lengths.build_class_rows(checkpoints, classes, least)
     note = f"The pass rates at {early.label} determined the classes of the prompts: compare only later checkpoints."
-    print_blocks(open_console(), build_table(rows, early.label), note, wrap=True)
-    return 0
+    return rows, [lengths.build_class_table(rows, early.label), note]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -95,26 +85,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=name_program("lengths"), description="Length of answers by correctness over steps."
     )
-    parser.add_argument(
-        "sources", metavar="SOURCE", nargs="+", type=Path, help="metrics.jsonl, the directory of a recording, or dumps"
-    )
-    parser.add_argument(
-        "--correct-at-least",
-        type=parse_score,
-        default=1.0,
-        metavar="SCORE",
-        help="smallest score that counts as correct (1.0)",
-    )
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="for dumps: the tokenizer that counts their tokens")
-    parser.add_argument(
-        "--samples",
-        type=parse_count,
-        default=64,
-        metavar="N",
-        help="for dumps: number of answers that determine a prompt's class (64)",
-    )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write the curves")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add = parser.add_argument
+    add("sources", metavar="SOURCE", nargs="+", type=Path, help="metrics.jsonl, directory of a recording, or dumps")
+    score = "smallest score that counts as correct (1.0)"
+    add("--correct-at-least", type=parse_score, default=1.0, metavar="SCORE", help=score)
+    add("--tokenizer", metavar="FOLDER", help="for dumps: the tokenizer that counts their tokens")
+    samples = "for dumps: number of answers that determine a prompt's class (64)"
+    add("--samples", type=parse_count, default=64, metavar="N", help=samples)
+    add("--png", type=Path, metavar="FILE", help="write the curves")
+    add("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from .command_line import BAD_INPUT, name_program, require_modules, run
+from .command_line import name_program, refuse, require_modules, run
 
 PANELS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "Five to watch": {
@@ -100,26 +100,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.tensorboard:
             written = f"{write_layout(options.tensorboard)}: in TensorBoard, tab CUSTOM SCALARS"
+        elif options.out:
+            model = build_workspace(*options.wandb)._to_model()
+            definition = model.model_dump_json(by_alias=True, exclude_none=True, indent=1)
+            options.out.write_text(f"{definition}\n", encoding="utf-8")
+            written = str(options.out)
         else:
-            workspace = build_workspace(*options.wandb)
-            if options.out:
-                definition = workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=1)
-                options.out.write_text(f"{definition}\n", encoding="utf-8")
-                written = str(options.out)
-            else:
-                written = workspace.save().url
+            written = build_workspace(*options.wandb).save().url
     except OSError as error:
-        print(f"panels: {error}", file=sys.stderr)  # noqa: T201
-        return BAD_INPUT
+        return refuse("panels", error)
     print(written)  # noqa: T201
     return 0
 
 
 def _read_project(text: str) -> list[str]:
-    entity, _, project = text.partition("/")
-    if not entity or not project or "/" in project:
+    names = text.split("/")
+    if len(names) != 2 or not all(names):
         raise argparse.ArgumentTypeError(f"{text!r} is not ENTITY/PROJECT")
-    return [entity, project]
+    return names
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -129,9 +127,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--tensorboard", metavar="LOGDIR", type=Path, help="add a layout to this log directory")
-    target.add_argument(
-        "--wandb", metavar="ENTITY/PROJECT", type=_read_project, help="save a workspace in this project"
-    )
+    project = "save a workspace in this project"
+    target.add_argument("--wandb", metavar="ENTITY/PROJECT", type=_read_project, help=project)
     parser.add_argument("--out", metavar="FILE", type=Path, help="with --wandb: write its definition, offline")
     return parser
 

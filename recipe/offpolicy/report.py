@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from .command_line import TOKENIZER, add_jobs, name_program, require_modules, run
+from .command_line import TOKENIZER, add_jobs, name_program, refuse, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = ReportContents(str(options.directory), card, proof, timeline, studies)
         size = build_page(found).write(options.out)
     except (RecordingError, SpecError, PageError, JobsError, OSError) as error:
-        print(f"report: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        return refuse("report", error)
     print(f"{options.out}: {size:,} bytes. {found.sentence}")  # noqa: T201
     return 0
 
@@ -70,23 +69,17 @@ def _read_seconds(text: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's arguments."""
     parser = argparse.ArgumentParser(prog=name_program("report"), description="One HTML page about a recorded run.")
-    parser.add_argument(
-        "directory", metavar="DIR", type=Path, help="the recording: the directory named by offpolicy.record.dir"
+    add = parser.add_argument
+    add("directory", metavar="DIR", type=Path, help="the recording: the directory named by offpolicy.record.dir")
+    add("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
+    spec = "correction to calibrate; default: what was recorded"
+    add("--spec", nargs="+", default=[], metavar="OVERRIDE", help=spec)
+    refresh = (
+        "rewrite the page after each step of a run in progress, without attribution, calibration and what-if; a "
+        "browser reloads it every SECONDS (default: 10)"
     )
-    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
-    parser.add_argument(
-        "--spec", nargs="+", default=[], metavar="OVERRIDE", help="correction to calibrate; default: what was recorded"
-    )
-    parser.add_argument(
-        "--follow",
-        nargs="?",
-        type=_read_seconds,
-        const=10,
-        metavar="SECONDS",
-        help="rewrite the page after each step of a run in progress, without attribution, calibration and what-if; a "
-        "browser reloads it every SECONDS (default: 10)",
-    )
-    parser.add_argument("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)
+    add("--follow", nargs="?", type=_read_seconds, const=10, metavar="SECONDS", help=refresh)
+    add("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)
     add_jobs(parser)
     return parser
 

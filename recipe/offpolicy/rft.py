@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import BAD_INPUT, name_program, parse_count, parse_score, require_modules, run
+from .command_line import name_program, parse_count, parse_score, refuse, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,44 +22,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     require_modules("rft", "torch", "pyarrow", "pandas", "transformers", "verl", "requests")
     from .extensions.opd import rft
-    from .extensions.opd.rft import load_tokenizer, read_rows
     from .extensions.opd.settings import TeacherSettings
     from .extensions.opd.start_up import find_model
     from .extensions.opd.teacher_client import TeacherError
 
     how = rft.Sampling(options.n, options.temperature, options.max_tokens, tuple(options.stop), options.seed)
     try:
-        rows = read_rows(options.data, options.limit)
-        student, teacher = (load_tokenizer(path) for path in (options.student, options.teacher))
+        rows = rft.read_rows(options.data, options.limit)
+        student, teacher = (rft.load_tokenizer(path) for path in (options.student, options.teacher))
         if student.get_vocab() != teacher.get_vocab():
             raise rft.RftError(f"{options.teacher} and {options.student} have different vocabularies.")
         if not getattr(teacher, "chat_template", None):
             raise rft.RftError(f"{options.teacher} has no chat template, so there is no format to learn.")
         score = rft.load_score(options.reward)
-        settings = TeacherSettings(
-            tuple(url.rstrip("/").removesuffix("/v1") for url in options.url), api_key=options.api_key
-        )
+        urls = tuple(url.rstrip("/").removesuffix("/v1") for url in options.url)
+        settings = TeacherSettings(urls, api_key=options.api_key)
         model = options.model or find_model(settings)[0]
-        prompts = [rft.render_prompt(student, row["prompt"]) for row in rows]
-        answers = rft.sample(settings, model, prompts, how)
+        answers = rft.sample(settings, model, [rft.render_prompt(student, row["prompt"]) for row in rows], how)
         found = [
             rft.keep_right(each, row, score, right_from=options.right_from, most=options.most, pattern=options.format)
             for each, row in zip(answers, rows, strict=True)
         ]
         longest = rft.write_dataset(rows, found, options.out, teacher)
     except (rft.RftError, TeacherError, OSError) as error:
-        print(f"rft: {error}", file=sys.stderr)  # noqa: T201
-        return BAD_INPUT
-    kept = sum(len(each.kept) for each in found)
-    solved = sum(each.right > 0 for each in found)
-    samples, finished, right = (
-        how.n * len(rows),
-        sum(each.finished for each in found),
-        sum(each.right for each in found),
-    )
+        return refuse("rft", error)
+    finished, right = (sum(getattr(each, name) for each in found) for name in ("finished", "right"))
+    kept, solved = sum(len(each.kept) for each in found), sum(each.right > 0 for each in found)
     print(  # noqa: T201
-        f"{len(rows)} prompts, {samples} answers: {finished} finished, {right} correct; {solved} prompts solved; "
-        f"{kept} different answers kept in {options.out / 'train.parquet'}, at most {longest} tokens. Train on them:\n"
+        f"{len(rows)} prompts, {how.n * len(rows)} answers: {finished} finished, {right} correct; {solved} prompts "
+        f"solved; {kept} different answers kept in {options.out / 'train.parquet'}, at most {longest} tokens. Train on "
+        "them:\n"
     )
     print(rft.show_command(rft.build_command(options.out.resolve(), options.student, longest, kept)))  # noqa: T201
     return 0
@@ -70,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=name_program("rft"), description="Correct answers of a student in the teacher's chat template, for SFT."
     )
-    add = parser.add_argument
+    add, count, score = parser.add_argument, {"type": parse_count, "metavar": "N"}, {"type": parse_score}
     add("data", metavar="DATA", nargs="+", type=Path, help="Parquet files with prompt, data_source, reward_model")
     add("--student", required=True, metavar="FOLDER", help="folder or hub name of the student")
     add("--teacher", required=True, metavar="FOLDER", help="folder or hub name of the teacher's tokenizer")
@@ -78,45 +70,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     add("--model", metavar="NAME", help="served model name (default: the only one)")
     add("--api-key", metavar="VARIABLE", help="environment variable with the server's API key")
-    add("-n", type=parse_count, default=8, metavar="N", help="answers per prompt (8)")
-    add("--temperature", type=parse_score, default=1.0, help="(1.0)")
-    add(
-        "--max-tokens",
-        type=parse_count,
-        default=1024,
-        metavar="N",
-        help="tokens per answer; longer answers are dropped (1024)",
-    )
-    add(
-        "--stop",
-        nargs="*",
-        default=(),
-        metavar="TEXT",
-        help="texts that end an answer, for students without a template",
-    )
+    add("-n", default=8, help="answers per prompt (8)", **count)
+    add("--temperature", default=1.0, help="(1.0)", **score)
+    add("--max-tokens", default=1024, help="tokens per answer; longer answers are dropped (1024)", **count)
+    stop = "texts that end an answer, for students without a template"
+    add("--stop", nargs="*", default=(), metavar="TEXT", help=stop)
     add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
-    add("--limit", type=parse_count, metavar="N", help="number of prompts (all)")
+    add("--limit", help="number of prompts (all)", **count)
     add("--reward", metavar="FILE:FUNCTION", help="reward function, as custom_reward_function (default: verl's own)")
-    add(
-        "--right-from",
-        type=parse_score,
-        default=1.0,
-        metavar="SCORE",
-        help="smallest score that counts as correct (1.0)",
-    )
-    add(
-        "--most",
-        type=parse_count,
-        default=4,
-        metavar="N",
-        help="number of different correct answers to keep per prompt (4)",
-    )
-    add(
-        "--format",
-        default="{response}",
-        metavar="TEXT",
-        help="answer to train on, built from {response} and {last}, the last line of the response",
-    )
+    add("--right-from", default=1.0, metavar="SCORE", help="smallest score that counts as correct (1.0)", **score)
+    add("--most", default=4, help="number of different correct answers to keep per prompt (4)", **count)
+    pattern = "answer to train on, built from {response} and {last}, the last line of the response"
+    add("--format", default="{response}", metavar="TEXT", help=pattern)
     return parser
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import add_jobs, list_output_modules, name_program, read_steps, require_modules, run
+from .command_line import add_jobs, list_output_modules, name_program, read_steps, refuse, require_modules, run
 
 MISMATCH, BAD_INPUT = 1, 2
 """Exit status if the replay differs from the recording, and if nothing could be replayed."""
@@ -16,10 +16,9 @@ MISMATCH, BAD_INPUT = 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status, 0 if the replay agrees with the recording."""
     given = build_parser().parse_args(arguments)
-    shown = list_output_modules(json=given.json, png=bool(given.png), html=bool(given.html))
-    require_modules("whatif", "numpy", "torch", "pyarrow", "xxhash", "hydra", *shown)
+    require_modules("whatif", "numpy", "torch", "pyarrow", "xxhash", "hydra", *list_output_modules(given))
     from .analysis.jobs import JobsError, prepare_process
-    from .analysis.plotting import PageError, check_target
+    from .analysis.plotting import PageError, check_outputs
     from .analysis.whatif.candidates import UNCORRECTED
     from .analysis.whatif.whatif_command import run_from_arguments, write_result
     from .correction import SpecError
@@ -27,26 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     prepare_process()
     try:
-        if given.png:
-            check_target("--png", given.png, "whatif.png")
-        if given.html:
-            check_target("--html", given.html, "whatif.html")
+        check_outputs(given, "whatif")
         result = run_from_arguments(given)
         write_result(result, given)
     except BrokenPipeError:
         raise
     except (RecordingError, SpecError, PageError, JobsError) as error:
-        return _refuse(str(error))
+        return refuse("whatif", error)
     except OSError as error:
-        return _refuse(f"{error.filename or given.directory}: {error.strerror or error}.")
+        return refuse("whatif", f"{error.filename or given.directory}: {error.strerror or error}.")
     if all(outcome.candidate.label == UNCORRECTED for outcome in result.outcomes):
         return BAD_INPUT
     return 0 if result.fidelity.agrees else MISMATCH
-
-
-def _refuse(reason: str) -> int:
-    sys.stderr.write(f"whatif: {reason}\n")
-    return BAD_INPUT
 
 
 def build_parser() -> argparse.ArgumentParser:

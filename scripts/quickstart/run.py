@@ -200,7 +200,7 @@ class Quickstart:
 
     def _report_lengths(self) -> None:
         """Report the length of answers at the start and at the end, and draw the length by correctness."""
-        from recipe.offpolicy.analysis.lengths.curves import draw_curves, read_curves
+        from recipe.offpolicy.analysis.lengths import draw_curves, read_curves
         from recipe.offpolicy.analysis.plotting import save
 
         steps = read_curves(self._folder / "metrics.jsonl", correct_at_least=1.0)

@@ -5,6 +5,7 @@ Pictures are drawn without pyplot's global state or open figures. Both libraries
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -76,6 +77,13 @@ def check_target(option: str, path: Path, example: str) -> None:
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise PageError(f"{option} {path}: no file can be written under {above}. Name another place.")
+
+
+def check_outputs(options: argparse.Namespace, stem: str) -> None:
+    """Raise PageError if no file can be written at the path given by ``--png`` or ``--html``."""
+    for kind in ("png", "html"):
+        if (path := getattr(options, kind, None)) is not None:
+            check_target(f"--{kind}", path, f"{stem}.{kind}")
 
 
 @dataclass(frozen=True)

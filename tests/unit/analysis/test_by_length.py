@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.lengths.by_length import (
+from recipe.offpolicy.analysis.lengths import (
     Answers,
     bin_rewards,
     build_panels,

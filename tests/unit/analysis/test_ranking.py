@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.analysis.pass_at_k.dumps import Counts
-from recipe.offpolicy.analysis.pass_at_k.ranking import RankingError, rank_checkpoints
+from recipe.offpolicy.analysis.pass_at_k import Counts, RankingError, rank_checkpoints
 from recipe.offpolicy.extensions.pass_at_k.summary import Stopping
 from recipe.offpolicy.pass_at_k import main
 

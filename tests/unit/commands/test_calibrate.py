@@ -156,15 +156,14 @@ def test_the_axis_says_which_rows_a_share_is_of(tmp_path: Path) -> None:
     recording = Recording(record(tmp_path / "run", drawn_rows([20] * 240, advantages=sign, drift=0.05)))
     with initialize_composer():
         composed = compose_correction(["correction=[gsm,opsm]", "correction.masks.opsm.delta=0.01"])
-    proposals = propose_bounds(
-        recording, CorrectionSpec.from_mapping(composed), CalibrationRequest(target_kept=0.9)
-    ).proposals
-    axes = draw_curves(proposals, 0.95).axes
+    request = CalibrationRequest(target_kept=0.9)
+    result = propose_bounds(recording, CorrectionSpec.from_mapping(composed), request)
+    axes = draw_curves(result).axes
     assert {axis.get_title(loc="left"): axis.get_ylabel() for axis in axes} == {
         "Mask gsm": "share of rows kept",
         "Mask opsm": "share of rows with A < 0 kept",
     }
-    assert "share of rows with A < 0 kept by bound" in format_caption(proposals[1])
+    assert "share of rows with A < 0 kept by bound" in format_caption(result.proposals[1])
 
 
 def test_both_shares_where_a_mask_looks_at_some_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

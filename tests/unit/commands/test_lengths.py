@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.lengths.curves import (
+from recipe.offpolicy.analysis.lengths import (
     CurveError,
     build_table,
     draw_curves,

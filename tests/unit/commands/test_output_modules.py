@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 
 import pytest
 
@@ -11,9 +12,9 @@ from recipe.offpolicy.process_start import answer_help
 
 
 def test_modules_by_output() -> None:
-    assert list_output_modules(json=False, png=False, html=False) == ["rich"]
-    assert list_output_modules(json=True, png=True, html=False) == ["matplotlib"]
-    assert list_output_modules(json=True, png=False, html=True) == ["bokeh", "jinja2"]
+    assert list_output_modules(Namespace(json=False)) == ["rich"]
+    assert list_output_modules(Namespace(json=True, png="a", html=None)) == ["matplotlib"]
+    assert list_output_modules(Namespace(json=True, html="a")) == ["bokeh", "jinja2"]
 
 
 def test_help_is_answered_before_anything_else(

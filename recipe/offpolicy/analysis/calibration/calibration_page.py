@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +18,14 @@ from ...correction.bounds import format_bounds
 from ...correction.statistics import BUCKETS
 from ...recording import Step
 from ..jobs import ALONE, Jobs, map_steps
+from ..page import Code, Page
 from ..plotting import INK, Axis, Mark, Panel, Rule, draw_panels, style_line
 from ..table import Column, Table, to_plain
 from ..whatif.candidates import build_overrides, initialize_composer
-from ..whatif.replay import Decision, compute_constants, decide, iterate_blocks
+from ..whatif.replay import compute_constants, decide, iterate_blocks
 from .kept_bounds import EssCurve, KeptCurve, Threshold
 from .parts import BoundedPart
-from .propose import CalibrationResult, LengthBound, Proposal
+from .propose import CalibrationResult, Proposal
 from .scores import read_recorded_spec
 
 if TYPE_CHECKING:
@@ -58,116 +60,91 @@ def compute_joint_shares(
     whole = any(spec.needs_constants for spec in specs)
     for sums in map_steps(partial(_sum_step, specs), steps, jobs, "replaying", in_pieces=not whole):
         found += sums
-    return [_build_shares(*sums) for sums in found.tolist()]
-
-
-def _build_shares(
-    tokens: float, kept: float, rows: float, kept_rows: float, valid: float, total: float, square: float
-) -> JointShares:
-    return JointShares(
-        tokens=kept / tokens if tokens else math.nan,
-        rows=kept_rows / rows if rows else math.nan,
-        ess=total**2 / (valid * square) if square else math.nan,
-    )
+    return [
+        JointShares(
+            tokens=kept / tokens if tokens else math.nan,
+            rows=kept_rows / rows if rows else math.nan,
+            ess=total**2 / (valid * square) if square else math.nan,
+        )
+        for tokens, kept, rows, kept_rows, valid, total, square in found.tolist()
+    ]
 
 
 @torch.no_grad()
 def _sum_step(specs: Sequence[CorrectionSpec], steps: Iterable[Step]) -> NDArray[np.float64]:
-    """Sum each spec's decisions on one step: (specs, 7), the arguments of ``_build_shares``."""
+    """Sum each spec's decisions on one step: (specs, 7), in the order that ``compute_joint_shares`` reads."""
     found = np.zeros((len(specs), 7))
     for step in steps:
         recorded = read_recorded_spec(step)
         constants = [compute_constants(spec, recorded, step.rows) for spec in specs]
         for block in iterate_blocks(step.rows):
-            shared = (int(block.mask.sum()), int(block.mask.any(-1).sum()))
             for sums, spec, of_batch in zip(found, specs, constants, strict=True):
-                sums += _sum_decision(*shared, decide(spec, recorded, block, of_batch))
+                decided = decide(spec, recorded, block, of_batch)
+                # Rejected tokens count as tokens of weight 0, as in the loss.
+                weight = decided.weight.double() * decided.keep
+                masks = (block.mask, decided.keep, block.mask.any(-1), decided.keep.any(-1), decided.valid)
+                sums += [*(int(mask.sum()) for mask in masks), float(weight.sum()), float(weight.square().sum())]
     return found
-
-
-def _sum_decision(tokens: int, rows: int, decided: Decision) -> NDArray[np.float64]:
-    # Rejected tokens count as tokens of weight 0, as in the loss.
-    weight = decided.weight.double() * decided.keep
-    kept, valid = decided.keep, int(decided.valid.sum())
-    total, square = float(weight.sum()), float(weight.square().sum())
-    return np.array([tokens, int(kept.sum()), rows, int(kept.any(-1).sum()), valid, total, square])
 
 
 BY_LENGTH = "advice only: the correction takes one bound; the table shows which lengths it would affect"
 
 
-def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
+def build_overview_table(result: CalibrationResult) -> Table:
     """Build the table of proposals: current and proposed bounds, and the share that each keeps."""
-    partial = any(proposal.looked < 1 for proposal in result.proposals)
-    columns = (
-        Column("bound"),
-        Column("of"),
-        Column("target", digits=4),
-        Column("now"),
-        Column("reaches", digits=4),
-        *([Column("of all", digits=4)] if partial else []),
-        Column("proposed"),
-        Column(f"{confidence:.0%} interval"),
-        Column("then reaches", digits=4),
-        *([Column("then of all", digits=4)] if partial else []),
-        Column("units"),
-        Column("prompts"),
-    )
     rows = [
-        (
-            proposal.part.key,
-            _counted(proposal),
-            proposal.goal,
-            format_bounds(proposal.part.now),
-            proposal.now,
-            *([proposal.to_all_units(proposal.now)] if partial else []),
-            format_bounds(proposal.threshold.values) if proposal.found else "none",
-            _format_interval(proposal.part, proposal.threshold),
-            proposal.threshold.reached,
-            *([proposal.to_all_units(proposal.threshold.reached)] if partial else []),
-            proposal.threshold.count,
-            proposal.threshold.groups,
-        )
+        {
+            "bound": proposal.part.key,
+            "of": "ESS" if proposal.target == "ess" else f"kept of {proposal.part.looks_at}",
+            "target": proposal.goal,
+            "now": format_bounds(proposal.part.now),
+            "reaches": proposal.now,
+            "of all": proposal.to_all_units(proposal.now),
+            "proposed": format_bounds(proposal.threshold.values) if proposal.found else "none",
+            f"{result.confidence:.0%} interval": _format_interval(proposal.part, proposal.threshold),
+            "then reaches": proposal.threshold.reached,
+            "then of all": proposal.to_all_units(proposal.threshold.reached),
+            "units": proposal.threshold.count,
+            "prompts": proposal.threshold.groups,
+        }
         for proposal in result.proposals
     ]
-    return Table(columns, rows, "Proposed bounds")
+    partial = any(proposal.looked < 1 for proposal in result.proposals)
+    names = [name for name in rows[0] if partial or not name.endswith("of all")]
+    columns = [Column(name, digits=4) for name in names]
+    return Table(columns, [[row[name] for name in names] for row in rows], "Proposed bounds")
 
 
-def _counted(proposal: Proposal) -> str:
-    """Return the name of the units that a target's share counts."""
-    return "ESS" if proposal.target == "ess" else f"kept of {proposal.part.looks_at}"
+def build_length_tables(result: CalibrationResult) -> list[Table]:
+    """Build the table of each proposal with bounds by length, which only serves as advice."""
+    return [_build_length_table(each, result.confidence) for each in result.proposals if each.lengths]
 
 
-def build_length_table(proposal: Proposal, confidence: float) -> Table:
-    """Build the table of bounds by length bucket, which only serves as advice."""
+def _build_length_table(proposal: Proposal, confidence: float) -> Table:
     part = proposal.part
-    remarked = any(entry.threshold.note for entry in proposal.lengths)
     common = proposal.threshold.values or ({} if part.unset else part.now)
-    columns = (
+    columns = [
         Column("T"),
         Column("rows"),
         Column(f"{format_bounds(common) if common else 'the common bound'} reaches", digits=4),
         Column(f"reaches {proposal.goal:g} alone"),
         Column(f"{confidence:.0%} interval"),
-        *([Column("remark")] if remarked else []),
-    )
+        Column("remark"),
+    ]
     rows = [
         (
             format_bucket(entry.bucket),
             entry.rows,
             entry.reached,
             format_bounds(entry.threshold.values) if entry.threshold.values else "none",
-            _format_interval(proposal.part, entry.threshold),
-            *([entry.threshold.note] if remarked else []),
+            _format_interval(part, entry.threshold),
+            entry.threshold.note,
         )
         for entry in proposal.lengths
     ]
+    if not any(entry.threshold.note for entry in proposal.lengths):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     return Table(columns, rows, f"{part.key} by length: {BY_LENGTH}")
-
-
-def build_length_tables(result: CalibrationResult, confidence: float) -> list[Table]:
-    """Build the table of each proposal with bounds by length."""
-    return [build_length_table(proposal, confidence) for proposal in result.proposals if proposal.lengths]
 
 
 def build_joint_table(now: JointShares | None, then: JointShares) -> Table:
@@ -178,15 +155,15 @@ def build_joint_table(now: JointShares | None, then: JointShares) -> Table:
     return Table(columns, rows, "All of it together")
 
 
-def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
+def format_remarks(result: CalibrationResult) -> list[str]:
     """Format the limitations of the tables, one sentence each."""
     sentences = []
     for proposal in result.proposals:
         name, threshold = proposal.part.key, proposal.threshold
         if threshold.note:
             sentences.append(threshold.note if threshold.missing is not None else f"{name}: {threshold.note}.")
-        sentences += [_floor(proposal, confidence)] if proposal.floor is not None else []
-        sentences.append(_describe_length_dependence(proposal, confidence))
+        sentences += _describe_floor(proposal, result.confidence)
+        sentences.append(_describe_length_dependence(proposal, result.confidence))
     sentences += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]
     if result.nonfinite:
         sentences.append(
@@ -199,6 +176,22 @@ def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
             "so the intervals are too narrow if they are not."
         )
     return sentences
+
+
+def _describe_floor(proposal: Proposal, confidence: float) -> list[str]:
+    floor = proposal.floor
+    if floor is None:
+        return []
+    assumed = (
+        f" The weight versions of {floor.unknown_versions} of these rows are unknown; they count as fresh."
+        if floor.unknown_versions
+        else ""
+    )
+    return [
+        f"{proposal.part.key}: in {floor.rows} rows of {floor.groups} prompts at pi = pi_old, backend noise alone "
+        f"reaches {floor.quantile:.4g} nats at its {floor.share:g}-quantile, and at most {floor.delta:.4g} with "
+        f"{confidence:.0%} confidence: delta must be at least that large.{assumed}"
+    ]
 
 
 def _describe_length_dependence(proposal: Proposal, confidence: float) -> str:
@@ -225,15 +218,9 @@ def list_overrides(result: CalibrationResult) -> list[str]:
         return build_overrides(result.spec)
 
 
-def _format_interval(part: BoundedPart, threshold: Threshold) -> str:
-    """Format the interval in configured values; "-" if there is no interval."""
-    low, high = threshold.interval
-    if not threshold.values or math.isnan(low):
-        return "-"
-    name = list(part.now)[-1]
-    ends = [_end(part, name, radius) for radius in (low, high)]
-    text = " to ".join("open" if math.isinf(end) else f"{end:.5g}" for end in ends)
-    return f"{name} {text}"
+def format_pasted(result: CalibrationResult) -> str:
+    """Format the overrides for a shell, one per line; empty if no bound was found."""
+    return " \\\n".join(map(shlex.quote, list_overrides(result)))
 
 
 def format_bucket(bucket: str) -> str:
@@ -243,17 +230,42 @@ def format_bucket(bucket: str) -> str:
     return f"over {before}" if most is None else f"{(before or 0) + 1} to {most}"
 
 
-def build_json(
-    result: CalibrationResult, now: JointShares | None, then: JointShares, confidence: float
-) -> dict[str, Any]:
+def _format_interval(part: BoundedPart, threshold: Threshold) -> str:
+    """Format the interval in configured values; "-" if there is no interval."""
+    if not threshold.values or math.isnan(threshold.interval[0]):
+        return "-"
+    name, ends = _interval(part, threshold)
+    return f"{name} {' to '.join('open' if math.isinf(end) else f'{end:.5g}' for end in ends)}"
+
+
+def _interval(part: BoundedPart, threshold: Threshold) -> tuple[str, list[float]]:
+    """Convert the interval of the radius to the configured value of this name; open ends stay infinite."""
+    name = list(part.now)[-1]
+    return name, [
+        part.compute_values_at(radius)[name] if math.isfinite(radius) else radius for radius in threshold.interval
+    ]
+
+
+def build_page(result: CalibrationResult, now: JointShares | None, then: JointShares, source: str, faults: str) -> Page:
+    """Build the page of a calibration of the recording ``source``, with the faults to fix first."""
+    page = Page("Calibration", source)
+    page.add_section("Fix first", faults)
+    page.add_section("Proposed", build_overview_table(result), Code(format_pasted(result) or "none"))
+    page.add_section("Curves", build_panels(result))
+    page.add_section("By length", *build_length_tables(result))
+    page.add_section("Remarks", *format_remarks(result), build_joint_table(now, then))
+    return page
+
+
+def build_json(result: CalibrationResult, now: JointShares | None, then: JointShares) -> dict[str, Any]:
     """Build the JSON document of a calibration; a missing value is None."""
     document = {
-        "confidence": confidence,
+        "confidence": result.confidence,
         "overrides": list_overrides(result),
         "proposals": [_describe(proposal) for proposal in result.proposals],
         "together": {"now": now, "then": then},
         "skipped": result.skipped,
-        "remarks": format_remarks(result, confidence),
+        "remarks": format_remarks(result),
     }
     return dict(to_plain(document))
 
@@ -271,47 +283,29 @@ def _describe(proposal: Proposal) -> dict[str, Any]:
         "reached_now": proposal.now,
         "reached_now_of_all": proposal.to_all_units(proposal.now),
         "reached_of_all": proposal.to_all_units(proposal.threshold.reached),
-        "proposed": _threshold(part, proposal.threshold),
+        "proposed": _describe_threshold(part, proposal.threshold),
         "floor": proposal.floor,
         "length": vars(test) | {"depends": test.depends},
-        "by_length": {entry.bucket: _of_length(part, entry) for entry in proposal.lengths},
+        "by_length": {
+            each.bucket: {
+                "rows": each.rows,
+                "reached": each.reached,
+                "alone": _describe_threshold(part, each.threshold),
+            }
+            for each in proposal.lengths
+        },
     }
 
 
-def _of_length(part: BoundedPart, entry: LengthBound) -> dict[str, Any]:
-    return {"rows": entry.rows, "reached": entry.reached, "alone": _threshold(part, entry.threshold)}
-
-
-def _threshold(part: BoundedPart, threshold: Threshold) -> dict[str, Any]:
-    name = list(part.now)[-1]
+def _describe_threshold(part: BoundedPart, threshold: Threshold) -> dict[str, Any]:
     return {
         "values": threshold.values,
-        "interval": {name: [_end(part, name, radius) for radius in threshold.interval]},
+        "interval": dict([_interval(part, threshold)]),
         "reached": threshold.reached,
         "units": threshold.count,
         "prompts": threshold.groups,
         "note": threshold.note,
     }
-
-
-def _end(part: BoundedPart, name: str, radius: float) -> float:
-    """Convert an end of an interval to the configured value ``name``; infinite if the interval is open at this end."""
-    return radius if not math.isfinite(radius) else part.compute_values_at(radius)[name]
-
-
-def _floor(proposal: Proposal, confidence: float) -> str:
-    floor = proposal.floor
-    assert floor is not None
-    assumed = (
-        f" The weight versions of {floor.unknown_versions} of these rows are unknown; they count as fresh."
-        if floor.unknown_versions
-        else ""
-    )
-    return (
-        f"{proposal.part.key}: in {floor.rows} rows of {floor.groups} prompts at pi = pi_old, backend noise alone "
-        f"reaches {floor.quantile:.4g} nats at its {floor.share:g}-quantile, and at most {floor.delta:.4g} with "
-        f"{confidence:.0%} confidence: delta must be at least that large.{assumed}"
-    )
 
 
 _LEAST_SHARE = 0.5
@@ -323,14 +317,14 @@ _HEIGHT = 4.3
 """Height of a panel in inches; some panels have nine lines to label."""
 
 
-def draw_curves(proposals: Sequence[Proposal], confidence: float) -> Figure:
+def draw_curves(result: CalibrationResult) -> Figure:
     """Draw all panels into one figure."""
-    return draw_panels(build_panels(proposals, confidence), columns=min(len(proposals), 2))
+    return draw_panels(build_panels(result), columns=min(len(result.proposals), 2))
 
 
-def build_panels(proposals: Sequence[Proposal], confidence: float) -> list[Panel]:
+def build_panels(result: CalibrationResult) -> list[Panel]:
     """Build one panel for each proposal."""
-    return [_build_panel(proposal, confidence) for proposal in proposals]
+    return [_build_panel(proposal, result.confidence) for proposal in result.proposals]
 
 
 def format_caption(proposal: Proposal) -> str:
@@ -342,12 +336,6 @@ def format_caption(proposal: Proposal) -> str:
         else "no bound was found"
     )
     return f"{proposal.part.key}: {what} by bound; {reached}."
-
-
-def _name_in_words(proposal: Proposal) -> str:
-    """Write ``masks.gsm`` as ``Mask gsm``."""
-    kind, _, name = proposal.part.key.partition(".")
-    return f"{'Mask' if kind == 'masks' else 'Weight'} {name}".rstrip()
 
 
 def _build_panel(proposal: Proposal, confidence: float) -> Panel:
@@ -363,8 +351,7 @@ def _build_panel(proposal: Proposal, confidence: float) -> Panel:
         lines |= {f"T {format_bucket(bucket)}": (each.radius, each.share) for bucket, each in own.items()}
         # The axis starts at the point where a curve first reaches the smallest share of interest.
         first = min(radius[share >= _LEAST_SHARE].min(initial=math.inf) for radius, share in lines.values())
-        shares = (_LEAST_SHARE, 1.0 + 0.02 * (1 - _LEAST_SHARE))
-        y = Axis(f"share of {proposal.part.looks_at} kept", limits=shares)
+        y = Axis(f"share of {proposal.part.looks_at} kept", limits=(_LEAST_SHARE, 1.01))
     limits = _widen(proposal, first, max(radius.max(initial=0.0) for radius, _ in lines.values()))
     marks: list[Mark | Rule] = []
     names = ["all lengths", *(f"T {format_bucket(bucket)}" for bucket in BUCKETS)]
@@ -376,7 +363,9 @@ def _build_panel(proposal: Proposal, confidence: float) -> Panel:
     marks.append(Rule(proposal.goal, "y"))
     marks += _mark_bounds(proposal, limits) if len(curve.radius) else []
     x = Axis(_bound_label(proposal), log=10 if len(curve.radius) else 0, limits=limits)
-    return Panel(_name_in_words(proposal), format_caption(proposal), x, y, marks, height=_HEIGHT)
+    kind, _, name = proposal.part.key.partition(".")
+    title = f"{'Mask' if kind == 'masks' else 'Weight'} {name}".rstrip()
+    return Panel(title, format_caption(proposal), x, y, marks, height=_HEIGHT)
 
 
 def _widen(proposal: Proposal, first: float, last: float) -> tuple[float, float] | None:

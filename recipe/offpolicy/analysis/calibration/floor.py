@@ -13,11 +13,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .defaults import ROUNDING
 from .parts import BoundedPart
 from .scores import RowState, Scores
 
 Interval = tuple[float, float]
+Floats = NDArray[np.float64]
+
+ROUNDING = 1e-3
+"""Largest mean |log pi - log pi_old| of a row, in nats per token, at which pi and pi_old count as one policy."""
+_LOWER = (0.95, 0.9, 0.8)
+"""Quantiles that are suggested if the recording is too short for the requested one."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def compute_share_interval(found: ClusteredShare, confidence: float) -> Interval
 
 
 def compute_quantile_interval(
-    ordered: NDArray[np.float64], share: float, effective: float, confidence: float, *, one_sided: bool = False
+    ordered: Floats, share: float, effective: float, confidence: float, *, one_sided: bool = False
 ) -> Interval:
     """Compute a distribution-free interval of the ``share``-quantile by order statistics (Woodruff 1952).
 
@@ -114,7 +119,7 @@ def compute_least_count(share: float, confidence: float) -> int:
     return math.ceil(math.log(1 - confidence) / math.log(share))
 
 
-def resample_totals(totals: NDArray[np.float64], *, draws: int, seed: int) -> NDArray[np.float64]:
+def resample_totals(totals: Floats, *, draws: int, seed: int) -> Floats:
     """Sum over groups drawn with replacement; this is the cluster bootstrap (Davison and Hinkley 1997).
 
     Args:
@@ -136,7 +141,7 @@ def resample_totals(totals: NDArray[np.float64], *, draws: int, seed: int) -> ND
     return sums.reshape(draws, *totals.shape[1:])
 
 
-def _cumulative(n: int, share: float) -> tuple[int, NDArray[np.float64]]:
+def _cumulative(n: int, share: float) -> tuple[int, Floats]:
     """Compute the binomial's distribution function within 12 standard deviations: first k, P(B <= k)."""
     reach = 12 * math.sqrt(n * share * (1 - share)) + 12
     first, last = max(0, math.floor(n * share - reach)), min(n, math.ceil(n * share + reach))
@@ -151,12 +156,6 @@ def _cumulative(n: int, share: float) -> tuple[int, NDArray[np.float64]]:
 def compute_normal_bound(confidence: float) -> float:
     """Return z such that a standard normal lies in [-z, z] with probability ``confidence``."""
     return NormalDist().inv_cdf((1 + confidence) / 2)
-
-
-Floats = NDArray[np.float64]
-
-_LOWER = (0.95, 0.9, 0.8)
-"""Quantiles that are suggested if the recording is too short for the requested one."""
 
 
 class NotIdentifiedError(ValueError):
@@ -216,41 +215,15 @@ def estimate_noise_floor(
     fresh = first & (state.staleness <= 0)
     # NaN (no finite token) never counts as the same policy.
     same = fresh & (state.apart <= ROUNDING)
-    if not first.any():
-        raise NotIdentifiedError(
-            key,
-            "no row was recorded at mini_batch 0, where pi is pi_old, so the backend noise is "
-            "not identified. Record with offpolicy.record from the first gradient step on.",
-        )
-    if not fresh.any():
-        raise NotIdentifiedError(
-            key,
-            f"all rows at mini_batch 0 were sampled by older weights (staleness "
-            f"{int(state.staleness[first].min())} or more), so the backend noise is not identified. Record steps "
-            f"of a synchronous run.",
-        )
-    if np.isnan(state.apart[fresh]).all():
-        raise NotIdentifiedError(
-            key,
-            "no row at mini_batch 0 has a token with a finite log_prob and old_log_prob: the "
-            "backend noise is not identified. Record other steps.",
-        )
     if not same.any():
-        raise NotIdentifiedError(
-            key,
-            f"at mini_batch 0 log_prob differs from old_log_prob by "
-            f"{float(np.nanmin(state.apart[fresh])):.2g} nats per token or more, so pi = pi_old does not hold and "
-            "the backend noise is not identified. Record steps in which it does.",
-        )
+        raise NotIdentifiedError(key, _describe_missing(state, first, fresh))
     rows = scores.select(same[scores.row])
     # OPSM compares log(pi / mu) with -delta, so the noise has the opposite sign.
-    noise = np.sort(-rows.low)
-    quantile, upper, found = _bounded(-rows.low, noise, rows.group, share, confidence)
+    quantile, upper, found = _bound(-rows.low, rows.group, share, confidence)
     if not math.isfinite(upper):
         lower = (each for each in _LOWER if each < share)
-        enough = (each for each in lower if math.isfinite(_bounded(-rows.low, noise, rows.group, each, confidence)[1]))
         # This is the highest quantile that this recording can bound.
-        smaller = next(enough, None)
+        smaller = next((s for s in lower if math.isfinite(_bound(-rows.low, rows.group, s, confidence)[1])), None)
         advice = "" if smaller is None else f", or pass --floor-quantile {smaller:g} to calibrate"
         raise NotIdentifiedError(
             key,
@@ -264,10 +237,28 @@ def estimate_noise_floor(
     return NoiseFloor(max(upper, 0.0), quantile, share, len(rows), found.groups, unknown)
 
 
-def _bounded(
-    noise: Floats, ordered: Floats, group: NDArray[np.int64], share: float, confidence: float
+def _describe_missing(state: RowState, first: NDArray[np.bool_], fresh: NDArray[np.bool_]) -> str:
+    """Explain why no row shows the noise, and how to get such rows."""
+    if not first.any():
+        why, fix = "no row was recorded at mini_batch 0, where pi is pi_old", "from the first gradient step on"
+    elif not fresh.any():
+        oldest = int(state.staleness[first].min())
+        why = f"all rows at mini_batch 0 were sampled by older weights (staleness {oldest} or more)"
+        fix = "in a synchronous run"
+    elif np.isnan(state.apart[fresh]).all():
+        why, fix = "no row at mini_batch 0 has a token with a finite log_prob and old_log_prob", "of other steps"
+    else:
+        apart = float(np.nanmin(state.apart[fresh]))
+        why = f"at mini_batch 0 log_prob differs from old_log_prob by {apart:.2g} nats per token or more"
+        fix = "in which pi = pi_old holds there"
+    return f"{why}, so the backend noise is not identified. Record rows {fix}."
+
+
+def _bound(
+    noise: Floats, group: NDArray[np.int64], share: float, confidence: float
 ) -> tuple[float, float, ClusteredShare]:
     """Compute a quantile of the noise, its upper bound (inf if there are too few rows), and the effective counts."""
+    ordered = np.sort(noise)
     quantile = float(ordered[max(math.ceil(share * len(ordered)) - 1, 0)]) if len(ordered) else math.nan
     found = estimate_share(noise <= quantile, group)
     _, upper = compute_quantile_interval(ordered, share, found.effective, confidence, one_sided=True)

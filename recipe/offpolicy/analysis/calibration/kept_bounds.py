@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +14,7 @@ from ...correction import MaskSpec
 from ...correction.mask_spec import compute_proposal_limit
 from ...correction.ratios import EXP_CLAMP
 from .floor import (
-    ClusteredShare,
+    Floats,
     Interval,
     NotIdentifiedError,
     compute_quantile_interval,
@@ -24,41 +25,22 @@ from .floor import (
 from .parts import BoundedPart
 from .scores import Scores
 
+DRAWS = 500
 _FURTHEST_WEIGHT = math.log(1e3)
 """Largest radius of a weight worth proposing, in nats, for one token or for a mean over tokens; at a ratio of 1000, the
 two policies have nothing in common."""
-
-
-def find_largest_radius(part: BoundedPart) -> float:
-    """Return the largest radius worth proposing, on the scale on which the part compares values.
-
-    For a mask, this is the limit that preflight uses, beyond which a bound has no effect.
-    """
-    spec = part.spec
-    if not isinstance(spec, MaskSpec):
-        return EXP_CLAMP if spec.level != "token" and spec.aggregate == "product" else _FURTHEST_WEIGHT
-    return min(compute_proposal_limit(spec), spec.entry.greatest)
-
-
-def check_radius(part: BoundedPart, radius: float) -> str:
-    """Explain why a bound at ``radius`` is not worth setting; empty if the bound is worth setting."""
-    most = find_largest_radius(part)
-    if radius < most:
-        return ""
-    unit = " nats" if part.on_ratio else ""
-    return (
-        f"not identified: it would take a bound at {radius:.3g}{unit}, and beyond {most:.3g} no bound acts "
-        f"on related policies. Look for the fault first: python -m recipe.offpolicy.attribute"
-    )
-
-
 _COARSE = 0.02
 """Largest fraction of its value by which a bound may be rounded outward if no unit lies in between."""
 _SLACK = 1e-4
 """Fraction of the units that may be kept beyond the target so that the bound needs fewer digits; with fewer than 10,000
 units, this rounds down to none."""
-_DIGITS = 17  # digits of a float64
-
+_PLACES = 48
+"""Number of radii at which a kept share is drawn."""
+_CAPS = 96
+"""Number of caps at which an ESS is computed; the interval is determined from this curve."""
+_EXACT = 50  # halvings, which reach the precision of float64
+_CLOSE = 0.02
+"""Fraction of 1 - target by which the ESS may exceed the target so that the cap needs fewer digits."""
 
 Outcome = Literal["found", "not needed", "not reachable", "not identified"]
 
@@ -96,7 +78,47 @@ def build_not_found(
     scores: Scores, note: str, reached: float = math.nan, outcome: Outcome = "not identified"
 ) -> Threshold:
     """Build a threshold without a bound, with the reason."""
-    return Threshold({}, math.nan, (math.nan, math.nan), reached, len(scores), _groups(scores), note, outcome)
+    groups = len(np.unique(scores.group))
+    return Threshold({}, math.nan, (math.nan, math.nan), reached, len(scores), groups, note, outcome)
+
+
+def find_largest_radius(part: BoundedPart) -> float:
+    """Return the largest radius worth proposing, on the scale on which the part compares values.
+
+    For a mask, this is the limit that preflight uses, beyond which a bound has no effect.
+    """
+    spec = part.spec
+    if not isinstance(spec, MaskSpec):
+        return EXP_CLAMP if spec.level != "token" and spec.aggregate == "product" else _FURTHEST_WEIGHT
+    return min(compute_proposal_limit(spec), spec.entry.greatest)
+
+
+def check_radius(part: BoundedPart, radius: float) -> str:
+    """Explain why a bound at ``radius`` is not worth setting; empty if the bound is worth setting."""
+    most = find_largest_radius(part)
+    if radius < most:
+        return ""
+    unit = " nats" if part.on_ratio else ""
+    return (
+        f"not identified: it would take a bound at {radius:.3g}{unit}, and beyond {most:.3g} no bound acts "
+        f"on related policies. Look for the fault first: python -m recipe.offpolicy.attribute"
+    )
+
+
+def _round(
+    part: BoundedPart, radius: float, accept: Callable[[dict[str, float]], bool], *, outward: bool
+) -> dict[str, float]:
+    """Round the values at ``radius`` outward or inward, to the fewest digits with which they are accepted."""
+    exact = part.compute_values_at(radius)
+    for digits in range(1, 17):
+        scale = 10.0**digits
+        values = {}
+        for name, value in exact.items():
+            whole = math.ceil(value * scale) if (name != "lower") == outward else math.floor(value * scale)
+            values[name] = float(f"{whole / scale:.{digits}f}")
+        if accept(values):
+            return values
+    return exact
 
 
 def compute_kept_share(part: BoundedPart, scores: Scores, limits: tuple[float, float]) -> float:
@@ -106,7 +128,7 @@ def compute_kept_share(part: BoundedPart, scores: Scores, limits: tuple[float, f
     return float(1 - scores.find_outside(limits, exact=part.by_batch).sum() / scores.looked.sum())
 
 
-def compute_needed_radii(part: BoundedPart, scores: Scores) -> NDArray[np.float64]:
+def compute_needed_radii(part: BoundedPart, scores: Scores) -> Floats:
     """Compute, for each unit to which the part applies, the radius that keeps the unit: (L,)."""
     return part.compute_radius(scores.low, scores.high)[scores.looked]
 
@@ -122,8 +144,6 @@ def find_bound_for_kept_share(
     Returns:
         The bound, with no more digits than the recording can distinguish.
     """
-    if not len(scores):
-        return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
     scores = scores.select(scores.looked)
     if not len(scores):
         return build_not_found(scores, f"not identified: it applies to none of the {part.share_of}")
@@ -134,81 +154,48 @@ def find_bound_for_kept_share(
     radius = float(ordered[place - 1])
     # A bound of 0 would reject every unit that has any mismatch.
     if radius == 0 and floor <= 0:
-        return build_not_found(scores, "not identified: that share of the units shows no mismatch at all", math.nan)
-    note = ""
-    least = max(_least(part), floor)
+        return build_not_found(scores, "not identified: that share of the units shows no mismatch at all")
+    notes = []
+    # Only a single bound of a ratio may cross 1; the configuration accepts no other radius below 0.
+    crosses = part.side != "both" and part.on_ratio and "delta" not in part.now
+    least = max(-math.inf if crosses else 0.0, floor)
     if radius < least:
-        kept_at_least = float((radii <= least).mean())
         at = "the backend-noise floor" if least == floor > 0 else "its narrowest possible bound"
-        note = f"{at} keeps {kept_at_least:.4f}, more than requested"
+        notes.append(f"{at} keeps {float((radii <= least).mean()):.4f}, more than requested")
         radius = least
     if reason := check_radius(part, radius):
         return build_not_found(scores, reason)
-    kept = radii <= radius
     # This is the first unit that the rounded bound must still reject. If there are very many units, a few more may be
     # kept so that the bound needs fewer digits.
     slack = int(_SLACK * len(ordered))
-    further = ordered[min(int(np.searchsorted(ordered, radius, side="right")) + slack, len(ordered) - 1)]
-    following = float(further) if further > radius else math.inf
-    values = _rounded(part, radius, following)
-    found = estimate_share(kept, scores.group)
-    interval = compute_quantile_interval(ordered, target, found.effective, confidence)
-    if math.isinf(interval[1]):
-        note = "; ".join(filter(None, (note, "too few units to bound it from above")))
-    elif math.isnan(interval[1]):
-        note = "; ".join(filter(None, (note, "no interval: all units belong to one prompt")))
-    return Threshold(
-        values,
-        radius,
-        (max(interval[0], least), max(interval[1], least)) if not math.isnan(interval[0]) else interval,
-        compute_kept_share(part, scores, part.compute_limits_with(values)),
-        found.count,
-        found.groups,
-        note,
-    )
+    further = float(ordered[min(int(np.searchsorted(ordered, radius, side="right")) + slack, len(ordered) - 1)])
+    furthest = min(further if further > radius else math.inf, radius + _COARSE * abs(radius))
 
+    def accept(values: dict[str, float]) -> bool:
+        return all(radius <= reach < furthest for reach in _compute_reaches(part, values))
 
-def _least(part: BoundedPart) -> float:
-    """Return the smallest radius that the configuration accepts; -inf for a single ratio bound, which may cross 1."""
-    one_ratio = part.side != "both" and part.on_ratio and "delta" not in part.now
-    return -math.inf if one_ratio else 0.0
-
-
-def _rounded(part: BoundedPart, radius: float, following: float) -> dict[str, float]:
-    """Round the values at ``radius`` outward to the fewest digits, without reaching ``following``."""
     # Outward is the safe direction, because a wider bound still meets the target.
-    furthest = min(following, radius + _COARSE * abs(radius))
-    for digits in range(1, _DIGITS):
-        values = {name: _outward(name, value, digits) for name, value in part.compute_values_at(radius).items()}
-        if all(radius <= reach < furthest for reach in _reaches(part, values)):
-            return values
-    return part.compute_values_at(radius)
+    values = _round(part, radius, accept, outward=True)
+    found = estimate_share(radii <= radius, scores.group)
+    low, high = compute_quantile_interval(ordered, target, found.effective, confidence)
+    if math.isinf(high):
+        notes.append("too few units to bound it from above")
+    elif math.isnan(high):
+        notes.append("no interval: all units belong to one prompt")
+    interval = (low, high) if math.isnan(low) else (max(low, least), max(high, least))
+    reached = compute_kept_share(part, scores, part.compute_limits_with(values))
+    return Threshold(values, radius, interval, reached, found.count, found.groups, "; ".join(notes))
 
 
-def _outward(name: str, value: float, digits: int) -> float:
-    scale = 10.0**digits
-    scaled = math.floor(value * scale) if name == "lower" else math.ceil(value * scale)
-    return float(f"{scaled / scale:.{digits}f}")
-
-
-def _reaches(part: BoundedPart, values: dict[str, float]) -> list[float]:
+def _compute_reaches(part: BoundedPart, values: dict[str, float]) -> list[float]:
     """Compute the radius of each value, in the precision in which masks compare; -inf for a value without a radius."""
     reaches = []
-    for name, value in values.items():
-        reach = value
+    for name, reach in values.items():
         if name in ("lower", "upper") and part.on_ratio:
-            reach = math.log(value) if value > 0 else -math.inf if name == "upper" else math.inf
+            reach = math.log(reach) if reach > 0 else -math.inf if name == "upper" else math.inf
         reach = -reach if name == "lower" else reach
         reaches.append(reach if part.by_batch else float(np.float32(reach)))
     return reaches
-
-
-def _groups(scores: Scores) -> int:
-    return len(np.unique(scores.group))
-
-
-Floats = NDArray[np.float64]
-_PLACES = 48
 
 
 @dataclass(frozen=True)
@@ -244,17 +231,9 @@ def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
 def compute_kept_curve(part: BoundedPart, scores: Scores, radius: Floats, confidence: float) -> KeptCurve:
     """Compute the kept share of the units that the part applies to, at each ``radius``."""
     radii, scores = compute_needed_radii(part, scores), scores.select(scores.looked)
-    found: list[ClusteredShare] = [estimate_share(radii <= place, scores.group) for place in radius]
+    found = [estimate_share(radii <= place, scores.group) for place in radius]
     ends = np.array([compute_share_interval(share, confidence) for share in found]).reshape(-1, 2)
     return KeptCurve(radius, np.array([share.share for share in found]), ends[:, 0], ends[:, 1], len(scores))
-
-
-DRAWS = 500
-_CAPS = 96
-"""Number of caps at which the curve is computed; the interval is determined from the curve."""
-_EXACT = 50  # halvings, which reach the precision of float64
-_CLOSE = 0.02
-"""Fraction of 1 - target by which the ESS may exceed the target so that the cap needs fewer digits."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +257,25 @@ class EssCurve:
         low, high = np.quantile(self.resampled, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
         return low, high
 
+    def compute_interval(self, target: float, confidence: float) -> Interval:
+        """Compute percentiles over the draws of the widest radius that reaches the target; inf if all radii do."""
+        if not len(self.resampled):
+            return math.nan, math.nan
+        # The widest radius of each draw is the last True in its row.
+        enough = self.resampled >= target
+        end = enough.shape[1] - 1
+        last = end - enough[:, ::-1].argmax(1)
+        following = np.minimum(last + 1, end)
+        draws = np.arange(len(last))
+        high, low = self.resampled[draws, last], self.resampled[draws, following]
+        # Interpolate linearly between the two radii around the crossing.
+        step = np.divide(high - target, high - low, out=np.zeros_like(high), where=high > low)
+        crossing = self.radius[last] + step * (self.radius[following] - self.radius[last])
+        crossing = np.where(last == end, math.inf, crossing)
+        crossing = np.where(enough.any(1), crossing, self.radius[0])
+        ends = np.quantile(crossing, [(1 - confidence) / 2, (1 + confidence) / 2], method="inverted_cdf")
+        return float(ends[0]), float(ends[1])
+
 
 def compute_ess(part: BoundedPart, scores: Scores, limits: tuple[float, float]) -> float:
     """Compute (sum w)^2 / (n sum w^2) over tokens, in [0, 1], with bounds at ``limits`` nats; NaN without tokens."""
@@ -300,133 +298,89 @@ def find_cap_for_ess(
     Lorenz order. Exactly one cap therefore meets the target. For a weight that rejects, several bounds may meet the
     target.
     """
-    if not len(scores):
-        return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
+
+    def compute_at(radius: float) -> float:
+        return compute_ess(part, scores, part.compute_limits_at(radius))
+
     # A cap beyond the farthest unit changes nothing.
     widest = float(np.abs(scores.low).max())
-    if (most := compute_ess(part, scores, part.compute_limits_at(widest))) >= target:
+    if (most := compute_at(widest)) >= target:
         return build_not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
     curve = compute_ess_curve(part, scores, seed=seed)
-    if part.rejects:
-        # The ESS of a weight that rejects is not monotonic in its bound, so the search starts from the widest bound
-        # of the curve that reaches the target.
-        fit = np.nonzero(curve.ess >= target)[0]
-        start = float(curve.radius[fit[-1]]) if len(fit) else math.nan
-    else:
-        start = 0.0 if compute_ess(part, scores, part.compute_limits_at(0.0)) >= target else math.nan
-    if math.isnan(start):
+    # The ESS of a weight that rejects is not monotonic in its bound, so the search starts from the widest bound of the
+    # curve that reaches the target.
+    fit = curve.radius[curve.ess >= target] if part.rejects else [0.0] if compute_at(0.0) >= target else []
+    if not len(fit):
         best = float(curve.ess.max())
         return build_not_found(scores, f"not reachable: no cap has an ESS above {best:.6g}", best, "not reachable")
-    inside, beyond = start, widest
+    inside, beyond = float(fit[-1]), widest
     for _ in range(_EXACT):
         middle = (inside + beyond) / 2
-        inside, beyond = (
-            (middle, beyond)
-            if compute_ess(part, scores, part.compute_limits_at(middle)) >= target
-            else (inside, middle)
-        )
+        inside, beyond = (middle, beyond) if compute_at(middle) >= target else (inside, middle)
     if reason := check_radius(part, inside):
         return build_not_found(scores, reason)
-    values = _round_cap(part, scores, inside, target)
+
+    def accept(values: dict[str, float]) -> bool:
+        # Rounding must not move a bound to the other side of ratio 1.
+        ordered = values.get("lower", 0.0) <= 1 <= values.get("upper", math.inf) and values.get("lower", 1.0) > 0
+        ess = compute_ess(part, scores, part.compute_limits_with(values)) if ordered else math.nan
+        return target <= ess < target + _CLOSE * (1 - target)
+
+    # Inward is the safe direction, because a narrower bound has a higher ESS.
+    values = _round(part, inside, accept, outward=False)
     reached = compute_ess(part, scores, part.compute_limits_with(values))
-    interval = _interval(curve, target, confidence)
+    interval = curve.compute_interval(target, confidence)
     note = "no interval: all units belong to one prompt" if math.isnan(interval[0]) else ""
     return Threshold(values, inside, interval, reached, len(scores), len(np.unique(scores.group)), note)
 
 
 def compute_ess_curve(part: BoundedPart, scores: Scores, *, seed: int = 0, draws: int = DRAWS) -> EssCurve:
     """Compute the ESS by cap, over the caps that occur."""
-    radius = _places(np.abs(scores.low))
+    radius = _choose_caps(np.abs(scores.low))
     groups, group = np.unique(scores.group, return_inverse=True)
-    totals = _group_totals(part, scores, radius, group, len(groups))
+    totals = _sum_groups(part, scores, radius, group, len(groups))
     resampled = resample_totals(totals, draws=draws, seed=seed) if len(groups) > 1 else np.empty((0, *totals.shape[1:]))
-    return EssCurve(radius, _ess(totals.sum(0)), _ess(resampled))
+
+    def divide(sums: Floats) -> Floats:
+        count, total, square = np.moveaxis(sums, -1, 0)
+        return np.divide(total**2, count * square, out=np.zeros_like(total), where=square > 0)
+
+    return EssCurve(radius, divide(totals.sum(0)), divide(resampled))
 
 
-def _group_totals(part: BoundedPart, scores: Scores, radius: Floats, group: NDArray[np.int64], groups: int) -> Floats:
+def _sum_groups(part: BoundedPart, scores: Scores, radius: Floats, group: NDArray[np.int64], groups: int) -> Floats:
     """Compute (G, K, 3): tokens, sum of weights and sum of squared weights by group, with the bounds at each radius.
 
     For each group, a histogram over the radii is accumulated from the smallest radius up. A unit inside the bounds has
     its own weight, and a unit outside has the weight at the bound.
     """
     value = np.clip(scores.low, -EXP_CLAMP, EXP_CLAMP)
-    places = len(radius)
     # For each unit, the bound that is nearer to it.
     above = value >= 0 if part.side == "both" else np.full(len(value), part.side == "upper")
     # The index of the first radius that contains the unit; K if no radius does.
-    first = np.searchsorted(radius, np.where(above, value, -value), side="left")
-    weight = np.exp(value)
+    bins = len(radius) + 1
+    index = group * bins + np.searchsorted(radius, np.where(above, value, -value), side="left")
 
-    def summed(of: Floats) -> Floats:
-        index = group * (places + 1) + first
-        counted = np.bincount(index, weights=of, minlength=groups * (places + 1)).astype(np.float64)
-        return counted.reshape(groups, places + 1)
+    def accumulate(of: Floats) -> tuple[Floats, Floats]:
+        """Sum over the units of each group inside each radius, and outside of it: (G, K) each."""
+        histogram = np.bincount(index, weights=of, minlength=groups * bins).astype(np.float64).reshape(groups, bins)
+        inside = histogram[:, :-1].cumsum(1)
+        return inside, histogram.sum(1, keepdims=True) - inside
 
-    def inside(of: Floats) -> Floats:
-        return summed(of)[:, :places].cumsum(1)
-
-    def outside(of: Floats) -> Floats:
-        counts = summed(of)
-        return counts.sum(1, keepdims=True) - counts[:, :places].cumsum(1)
-
-    tokens = scores.tokens.astype(np.float64)
-    total = inside(tokens * weight)
-    square = inside(tokens * weight**2)
+    tokens, weight = scores.tokens.astype(np.float64), np.exp(value)
+    (total, _), (square, _) = accumulate(tokens * weight), accumulate(tokens * weight**2)
     if not part.rejects:
-        beyond_above, beyond_below = outside(tokens * above), outside(tokens * ~above)
+        beyond_above, beyond_below = (accumulate(tokens * side)[1] for side in (above, ~above))
         total = total + beyond_above * np.exp(radius) + beyond_below * np.exp(-radius)
         square = square + beyond_above * np.exp(2 * radius) + beyond_below * np.exp(-2 * radius)
-    count = np.bincount(group, weights=tokens, minlength=groups)[:, None].repeat(places, axis=1)
+    count = np.bincount(group, weights=tokens, minlength=groups)[:, None].repeat(len(radius), axis=1)
     return np.stack([count, total, square], axis=-1)
 
 
-def _ess(totals: Floats) -> Floats:
-    """Compute the ESS from totals of ``_group_totals``, summed over groups."""
-    count, total, square = np.moveaxis(totals, -1, 0)
-    return np.divide(total**2, count * square, out=np.zeros_like(total), where=square > 0)
-
-
-def _places(distance: Floats) -> Floats:
+def _choose_caps(distance: Floats) -> Floats:
     """Choose radii from 0 to the largest distance, more densely in the tail."""
     # Half of the radii are chosen by rank, from the largest distance inward, because a few units determine the ESS
     # there.
     tail = np.quantile(distance, 1 - np.geomspace(1.0, 1 / max(len(distance), 2), _CAPS // 2))
     spread = np.geomspace(max(float(np.quantile(distance, 0.5)), 1e-9), max(float(distance.max()), 1e-9), _CAPS // 2)
     return np.unique(np.concatenate([[0.0], tail, spread, [distance.max()]]))
-
-
-def _interval(curve: EssCurve, target: float, confidence: float) -> Interval:
-    """Compute percentiles over the draws of the widest radius that reaches the target; inf if all radii reach it."""
-    if not len(curve.resampled):
-        return math.nan, math.nan
-    # The widest radius of each draw is the last True in its row.
-    enough = curve.resampled >= target
-    last = enough.shape[1] - 1 - enough[:, ::-1].argmax(1)
-    found = enough.any(1)
-    following = np.minimum(last + 1, enough.shape[1] - 1)
-    draws = np.arange(len(last))
-    high, low = curve.resampled[draws, last], curve.resampled[draws, following]
-    # Interpolate linearly between the two radii around the crossing.
-    step = np.divide(high - target, high - low, out=np.zeros_like(high), where=high > low)
-    crossing = curve.radius[last] + step * (curve.radius[following] - curve.radius[last])
-    crossing = np.where(last == enough.shape[1] - 1, math.inf, np.where(found, crossing, curve.radius[0]))
-    crossing = np.where(found, crossing, curve.radius[0])
-    ends = np.quantile(crossing, [(1 - confidence) / 2, (1 + confidence) / 2], method="inverted_cdf")
-    return float(ends[0]), float(ends[1])
-
-
-def _round_cap(part: BoundedPart, scores: Scores, radius: float, target: float) -> dict[str, float]:
-    """Round the values at ``radius`` inward, to the fewest digits that stay close to the target."""
-    for digits in range(1, 17):
-        scale = 10.0**digits
-        values = {}
-        for name, value in part.compute_values_at(radius).items():
-            # Inward is the safe direction, because a narrower bound has a higher ESS.
-            inward = math.ceil(value * scale) if name == "lower" else math.floor(value * scale)
-            values[name] = float(f"{inward / scale:.{digits}f}")
-        # Rounding must not move a bound to the other side of ratio 1.
-        ordered = values.get("lower", 0.0) <= 1 <= values.get("upper", math.inf) and values.get("lower", 1.0) > 0
-        ess = compute_ess(part, scores, part.compute_limits_with(values)) if ordered else math.nan
-        if target <= ess < target + _CLOSE * (1 - target):
-            return values
-    return part.compute_values_at(radius)

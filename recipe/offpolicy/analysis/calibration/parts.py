@@ -58,14 +58,12 @@ class BoundedPart:
     @property
     def share_of(self) -> ShareOf:
         """Name of the units that kept shares count: the units of the decision, or tokens if signs are per token."""
-        by_token = self.spec.picks_tokens
-        return "tokens" if by_token else _UNITS[self.spec.level]
+        return "tokens" if self.spec.picks_tokens else _UNITS[self.spec.level]
 
     @property
     def looks_at(self) -> str:
         """The units to which kept shares refer: ``rows``, or ``rows with A < 0`` for a part of one sign."""
-        sign = _SIGNS.get(self.spec.when, "")
-        return f"{self.share_of}{sign}"
+        return f"{self.share_of}{_SIGNS.get(self.spec.when, '')}"
 
     @property
     def by_batch(self) -> bool:
@@ -121,17 +119,15 @@ class BoundedPart:
             return {"budget": radius}
         if isinstance(self.spec, MaskSpec) and self.spec.delta is not None:
             return {"delta": radius}
-        lower, upper = (math.exp(limit) if self.on_ratio else limit for limit in (-radius, radius))
-        sides = {"lower": lower, "upper": upper}
+        sides = {
+            name: math.exp(limit) if self.on_ratio else limit for name, limit in (("lower", -radius), ("upper", radius))
+        }
         return sides if self.side == "both" else {self.side: sides[self.side]}
 
     @property
     def now(self) -> dict[str, float | None]:
         """The configured values of the moving bounds; None if they have no values yet."""
-        if self.by_batch or (isinstance(self.spec, MaskSpec) and self.spec.delta is not None):
-            name = "budget" if self.by_batch else "delta"
-            return {name: None if self.unset else getattr(self.spec, name)}
-        return {name: getattr(self.spec, name) for name in ("lower", "upper") if self.side in ("both", name)}
+        return {name: None if self.unset else getattr(self.spec, name) for name in self.compute_values_at(0.0)}
 
 
 def list_parts(spec: CorrectionSpec, unset: Collection[str] = ()) -> list[BoundedPart]:
@@ -150,21 +146,15 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = ()) -> list[Bounde
         )
     named: dict[str, MaskSpec | WeightSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
     named |= spec.all_weights
-    if not named:
-        raise SpecError(
-            "correction: no weight and no mask, so there is no bound to set. Name some: --spec 'correction=[gsm]'."
-        )
     found = [
-        BoundedPart(name, part, _side(name, part), any(entry.startswith(f"{name}.") for entry in unset))
+        BoundedPart(name, part, _find_side(part), any(entry.startswith(f"{name}.") for entry in unset))
         for name, part in named.items()
-        if not _unbounded(part)
+        if isinstance(part, MaskSpec) or part.lower is not None or part.upper is not None
     ]
     if not found:
-        unbounded, weight = next(iter(spec.all_weights.items()))
-        if weight.kind == "gamma":
-            raise SpecError(f"correction.{unbounded}.kind=gamma has no bounds, so there is nothing to calibrate.")
         raise SpecError(
-            f"correction.{unbounded}: it has no bound to set. Set correction.{unbounded}.upper=2.0, or name a mask."
+            f"correction: no weight and no mask has a bound (its parts: {', '.join(named) or 'none'}). Name some "
+            "that have: --spec 'correction=[tis_token,gsm]'."
         )
     return found
 
@@ -196,19 +186,11 @@ def set_values(spec: CorrectionSpec, key: str, values: Mapping[str, float]) -> C
     return CorrectionSpec.from_mapping(plain)
 
 
-def _unbounded(part: MaskSpec | WeightSpec) -> bool:
-    return isinstance(part, WeightSpec) and part.lower is None and part.upper is None
-
-
-def _side(key: str, part: MaskSpec | WeightSpec) -> Side:
-    if isinstance(part, MaskSpec) and part.budget is not None:
-        return "upper"
+def _find_side(part: MaskSpec | WeightSpec) -> Side:
     if isinstance(part, MaskSpec) and part.delta is not None:
         return "lower"
-    if isinstance(part, MaskSpec) and part.entry.one_sided:
+    if isinstance(part, MaskSpec) and (part.budget is not None or part.entry.one_sided):
         return "upper"
-    if part.lower is None and part.upper is None:
-        raise SpecError(f"correction.{key}: it has no bound to set. Set correction.{key}.upper.")
-    if part.lower is None or part.upper is None:
-        return "upper" if part.lower is None else "lower"
-    return "both"
+    if part.lower is not None and part.upper is not None:
+        return "both"
+    return "upper" if part.lower is None else "lower"

@@ -8,7 +8,7 @@ product rejects long rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,8 +20,8 @@ from ...correction import CorrectionSpec, SpecError, WeightSpec
 from ...correction.statistics import BUCKETS
 from ...recording import Step
 from ..jobs import ALONE, Jobs
-from .defaults import QUANTILE
-from .floor import Interval, NoiseFloor, NotIdentifiedError, compute_normal_bound, estimate_noise_floor
+from . import QUANTILE
+from .floor import Floats, Interval, NoiseFloor, NotIdentifiedError, compute_normal_bound, estimate_noise_floor
 from .kept_bounds import (
     EssCurve,
     KeptCurve,
@@ -91,7 +91,7 @@ def measure_length_dependence(scores: Scores, confidence: float) -> LengthTest:
 
 
 def _rank_test(
-    name: str, distance: NDArray[np.float64], length: NDArray[np.int64], group: NDArray[np.int64], confidence: float
+    name: str, distance: Floats, length: NDArray[np.int64], group: NDArray[np.int64], confidence: float
 ) -> LengthTest:
     """Compute the rank correlation of a distance with length, and its interval over prompt groups."""
     rows = len(distance)
@@ -108,21 +108,19 @@ def _rank_test(
     return LengthTest(correlation, (correlation - half, correlation + half), name, rows)
 
 
-def _by_row(
-    values: NDArray[np.float64], scores: Scores
-) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+def _by_row(values: Floats, scores: Scores) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
     """Compute the mean of ``values`` over each row's units; also return each row's length and group."""
     _, first, index, counts = np.unique(scores.row, return_index=True, return_inverse=True, return_counts=True)
     return np.bincount(index, weights=values) / counts, scores.length[first], scores.group[first]
 
 
-def _bucket_medians(values: NDArray[np.float64], length: NDArray[np.int64]) -> NDArray[np.float64]:
+def _bucket_medians(values: Floats, length: NDArray[np.int64]) -> Floats:
     """Compute the median over each unit's length bucket, (U,)."""
     units = pl.DataFrame({"value": values, "bucket": find_length_bucket(length)})
     return units.select(pl.col("value").median().over("bucket")).to_series().to_numpy()
 
 
-def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _ranks(values: Floats) -> Floats:
     """Compute centred ranks; equal values share a rank."""
     ranks = pl.Series(values).rank()
     return (ranks - ranks.mean()).to_numpy()
@@ -225,6 +223,7 @@ class CalibrationResult:
     Attributes:
         spec: the correction with the proposed bounds, without any masks for which there is neither a current nor a
             proposed bound.
+        confidence: confidence level of every interval.
         skipped: key -> why nothing was proposed for it.
         grouped: share of rows whose prompt is known; intervals treat the other rows as independent.
         nonfinite: number of tokens that parts on pi leave out because the token's log pi is not finite.
@@ -232,6 +231,7 @@ class CalibrationResult:
 
     spec: CorrectionSpec
     proposals: tuple[Proposal, ...]
+    confidence: float
     skipped: dict[str, str]
     grouped: float
     nonfinite: int = 0
@@ -270,13 +270,8 @@ def propose_bounds(
     open_masks = {key.split(".")[1] for key in unset if key.rpartition(".")[0] not in found}
     spec = replace(spec, masks=tuple((name, mask) for name, mask in spec.masks if name not in open_masks))
     on_pi = any(part.spec.ratio != "rollout" for part in parts)
-    return CalibrationResult(
-        spec,
-        proposals,
-        skipped,
-        float(state.grouped.mean()) if len(state.grouped) else math.nan,
-        int(state.nonfinite.sum()) if on_pi else 0,
-    )
+    grouped, nonfinite = float(state.grouped.mean()), int(state.nonfinite.sum()) if on_pi else 0
+    return CalibrationResult(spec, proposals, request.confidence, skipped, grouped, nonfinite)
 
 
 def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[list[BoundedPart], dict[str, str]]:
@@ -329,63 +324,54 @@ def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: Calib
     elif few := _few(looked):
         threshold = build_not_found(looked, f"not identified: {few}")
     else:
-        threshold = _threshold(part, scores, target, goal, request, floor)
+        threshold = _threshold(part, scores, chosen, request, floor)
     length = measure_length_dependence(scores, request.confidence)
     curve: KeptCurve | EssCurve
     if target == "ess":
         curve = compute_ess_curve(part, scores)
     else:
         curve = compute_kept_curve(part, scores, choose_radii(part, scores), request.confidence)
-    lengths: tuple[LengthBound, ...] = ()
-    if length.depends:
-        lengths = _by_length(part, scores, state, (target, goal), threshold, curve, request)
     now = math.nan if part.unset else _reached(part, scores, target, part.limits)
-    return Proposal(part, target, goal, share, now, threshold, floor, length, lengths, curve)
+    found = Proposal(part, target, goal, share, now, threshold, floor, length, (), curve)
+    return replace(found, lengths=tuple(_by_length(found, scores, state, request))) if length.depends else found
 
 
 def _threshold(
     part: BoundedPart,
     scores: Scores,
-    target: Target,
-    goal: float,
+    chosen: tuple[Target, float],
     request: CalibrationRequest,
     floor: NoiseFloor | None,
 ) -> Threshold:
+    target, goal = chosen
     if target == "ess":
         return find_cap_for_ess(part, scores, goal, request.confidence)
     return find_bound_for_kept_share(part, scores, goal, request.confidence, floor=floor.delta if floor else -math.inf)
 
 
 def _by_length(
-    part: BoundedPart,
-    scores: Scores,
-    state: RowState,
-    aim: tuple[Target, float],
-    overall: Threshold,
-    curve: KeptCurve | EssCurve,
-    request: CalibrationRequest,
-) -> tuple[LengthBound, ...]:
-    found = []
+    proposal: Proposal, scores: Scores, state: RowState, request: CalibrationRequest
+) -> Iterator[LengthBound]:
+    part, target, values = proposal.part, proposal.target, proposal.threshold.values
     bucket = find_length_bucket(scores.length)
-    target, goal = aim
     for index, name in enumerate(BUCKETS):
         own = scores.select(bucket == index)
         looked = own.select(own.looked)
         if not len(looked):
             continue
-        known = bool(overall.values) or not part.unset
-        reached = _reached(part, own, target, part.compute_limits_with(overall.values)) if known else math.nan
+        known = bool(values) or not part.unset
+        reached = _reached(part, own, target, part.compute_limits_with(values)) if known else math.nan
         if few := _few(looked):
             threshold = build_not_found(looked, few)
         else:
             try:
                 floor = _floor(part, own, state, request) if "delta" in part.now else None
-                threshold = _threshold(part, own, target, goal, request, floor)
+                threshold = _threshold(part, own, (target, proposal.goal), request, floor)
             except NotIdentifiedError:
                 threshold = build_not_found(looked, "its backend noise is not identified")
-        line = compute_kept_curve(part, own, curve.radius, request.confidence) if target == "kept" else None
-        found.append(LengthBound(name, len(np.unique(looked.row)), reached, threshold, line))
-    return tuple(found)
+        kept = target == "kept"
+        line = compute_kept_curve(part, own, proposal.curve.radius, request.confidence) if kept else None
+        yield LengthBound(name, len(np.unique(looked.row)), reached, threshold, line)
 
 
 def _few(units: Scores) -> str:

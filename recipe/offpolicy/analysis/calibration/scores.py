@@ -78,13 +78,6 @@ class PromptSample:
         share = max(self.tokens, self.rows) if share is None else share
         return (prompt / 2.0**64 < share) | (share >= 1)  # a hash near 2^64 is rounded to 2^64
 
-    def group_by_share(self, parts: Sequence[BoundedPart]) -> dict[float, list[BoundedPart]]:
-        """Group parts by the share of the prompts that they use."""
-        found: dict[float, list[BoundedPart]] = {}
-        for part in parts:
-            found.setdefault(self.rows if part.share_of == "rows" else self.tokens, []).append(part)
-        return found
-
 
 EVERY_PROMPT: Final = PromptSample()
 
@@ -182,13 +175,11 @@ class _StepScores:
     Attributes:
         scores: key of a part -> its units, with rows numbered within the step, and groups not numbered yet.
         state, prompt: state and prompt of the numbered rows, (N,).
-        seen: whether the step contains any rows.
     """
 
     scores: dict[str, Scores]
     state: RowState
     prompt: NDArray[np.uint64]
-    seen: bool
 
 
 def compute_scores(
@@ -218,7 +209,7 @@ def compute_scores(
     work = partial(_score_step, spec, parts, sample)
     # A budget is shared by the whole batch.
     whole = any(part.by_batch for part in parts)
-    found = [step for step in map_steps(work, steps, jobs, "calibrating", in_pieces=not whole) if step.seen]
+    found = list(filter(None, map_steps(work, steps, jobs, "calibrating", in_pieces=not whole)))
     if not found:
         raise RecordingError("no response is recorded in any of these steps. Record other steps.")
     group = number_prompts(np.concatenate([step.prompt for step in found]))
@@ -242,10 +233,11 @@ def compute_scores(
 
 def _score_step(
     spec: CorrectionSpec, parts: Sequence[BoundedPart], sample: PromptSample, steps: Iterable[Step]
-) -> _StepScores:
-    """Compute the units of a step, which is passed once for each correction that acted in it."""
-    pieces: dict[str, list[Scores]] = {part.key: [] for part in parts}
-    states, prompts, before = [_NO_STATE], [np.zeros(0, dtype=np.uint64)], 0
+) -> _StepScores | None:
+    """Compute the units of a step, which is passed once for each correction that acted in it; None without rows."""
+    pieces: dict[str, list[Scores]] = {part.key: [_NO_UNIT] for part in parts}
+    states: list[RowState] = []
+    prompts: list[NDArray[np.uint64]] = []
     for step in steps:
         if not len(step.rows):
             continue
@@ -253,17 +245,19 @@ def _score_step(
         check_replayable(spec, recorded, step.rows)
         prompt = hash_prompts(step.rows)
         kept = np.flatnonzero(sample.find_rows(prompt))
-        states.append(_state(step).select(kept))
-        prompts.append(prompt[kept])
         # The number of each kept row among the step's rows.
         number = np.full(len(prompt), -1)
-        number[kept] = before + np.arange(len(kept))
-        before += len(kept)
-        for share, of_share in sample.group_by_share(parts).items():
+        number[kept] = sum(map(len, prompts)) + np.arange(len(kept))
+        states.append(_state(step).select(kept))
+        prompts.append(prompt[kept])
+        for share in {sample.tokens, sample.rows}:
+            of_share = [part for part in parts if share == (sample.rows if part.share_of == "rows" else sample.tokens)]
             for key, units in _score_rows(step.rows, spec, recorded, of_share, sample.find_rows(prompt, share)).items():
                 pieces[key].append(replace(units, row=number[units.row]))
-    joined = {key: _joined(Scores, [_NO_UNIT, *of_part]) for key, of_part in pieces.items()}
-    return _StepScores(joined, _joined(RowState, states), np.concatenate(prompts), seen=len(states) > 1)
+    if not states:
+        return None
+    joined = {key: _joined(Scores, of_part) for key, of_part in pieces.items()}
+    return _StepScores(joined, _joined(RowState, states), np.concatenate(prompts))
 
 
 def _score_rows(
@@ -278,7 +272,7 @@ def _score_rows(
     chosen = np.arange(len(rows)) if any(part.by_batch for part in parts) else np.flatnonzero(kept)
     some = rows if len(chosen) == len(rows) else rows.take(chosen)
     pieces: dict[str, list[Scores]] = {part.key: [_NO_UNIT] for part in parts}
-    for block in iterate_blocks(some):
+    for block in iterate_blocks(some) if parts else ():
         old = compute_pi_old(spec, recorded, block)
         for part in parts:
             pieces[part.key].append(_of_block(part, block, old))
@@ -286,7 +280,7 @@ def _score_rows(
     for part in parts:
         units = _joined(Scores, pieces[part.key])
         units = replace(_by_budget(units) if part.by_batch else units, row=chosen[units.row])
-        found[part.key] = units if kept.all() else units.select(kept[units.row])
+        found[part.key] = units.select(kept[units.row])
     return found
 
 
@@ -390,13 +384,6 @@ def _state(step: Step) -> RowState:
 
 
 _NO_UNIT = Scores(*(np.zeros(0), np.zeros(0), np.zeros(0, dtype=bool)), *(np.zeros(0, dtype=np.int64),) * 4)
-_NO_STATE = RowState(
-    mini_batch=np.zeros(0, dtype=np.int32),
-    staleness=np.zeros(0, dtype=np.int64),
-    apart=np.zeros(0),
-    grouped=np.zeros(0, dtype=bool),
-    nonfinite=np.zeros(0, dtype=np.int64),
-)
 
 
 def _joined(kind: type[Arrays], pieces: Sequence[Arrays]) -> Arrays:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,7 +104,6 @@ def _limit_nats(panel: Panel) -> Panel:
     return replace(panel, y=Axis(panel.y.label, log=10)) if wide else panel
 
 
-CONFIDENCE = 0.95
 _LONGEST_CONFIG = 400_000
 """Number of characters of the configuration to show."""
 _LONGEST_TABLE = 60
@@ -283,20 +281,16 @@ def _calibration(studies: Studies) -> list[Block]:
     if isinstance(result, str):
         return [f"Not calibrated: {result}"]
     new = f" Not active during the run: {', '.join(sorted(studies.new))}." if studies.new else ""
-    pasted = calibration_page.list_overrides(result)
+    pasted = calibration_page.format_pasted(result)
     return [
         "" if isinstance(studies.attribution, str) else studies.attribution.mend_first,
         f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight), "
-        f"with {CONFIDENCE:.0%} intervals that treat rows of one prompt as dependent.{new}",
-        calibration_page.build_panels(result.proposals, CONFIDENCE),
-        calibration_page.build_overview_table(result, CONFIDENCE),
-        Code(" \\\n".join(map(shlex.quote, pasted))) if pasted else "",
-        *calibration_page.format_remarks(result, CONFIDENCE),
-        *(
-            Details(f"{proposal.part.key} by length", [calibration_page.build_length_table(proposal, CONFIDENCE)])
-            for proposal in result.proposals
-            if proposal.lengths
-        ),
+        f"with {result.confidence:.0%} intervals that treat rows of one prompt as dependent.{new}",
+        calibration_page.build_panels(result),
+        calibration_page.build_overview_table(result),
+        Code(pasted) if pasted else "",
+        *calibration_page.format_remarks(result),
+        *(Details(table.title, [table]) for table in calibration_page.build_length_tables(result)),
     ]
 
 

@@ -17,8 +17,8 @@ from ..attribution.attribution_page import describe_unexplained, format_shares, 
 from ..attribution.cause import STALE
 from ..attribution.recorded_tokens import describe_left_out, describe_none_scored
 from ..attribution.worst_examples import escape
+from ..calibration import QUANTILE
 from ..calibration.calibration_page import format_bucket
-from ..calibration.defaults import QUANTILE
 from ..calibration.parts import fill_placeholders
 from ..calibration.propose import CalibrationRequest, CalibrationResult, Proposal, propose_bounds
 from ..calibration.scores import PromptSample

@@ -31,7 +31,7 @@ def result() -> CalibrationResult:
 
 
 def test_the_document_has_none_for_what_is_missing(result: CalibrationResult) -> None:
-    found = json.loads(json.dumps(build_json(result, None, THEN, 0.95), allow_nan=False))
+    found = json.loads(json.dumps(build_json(result, None, THEN), allow_nan=False))
     assert found["together"] == {"now": None, "then": {"tokens": 0.9, "rows": 0.8, "ess": None}}
     assert [each["key"] for each in found["proposals"]] == ["correction.masks.gsm"]
 

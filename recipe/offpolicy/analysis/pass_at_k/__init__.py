@@ -1,1 +1,0 @@
-"""Computation of pass@k from verl's validation dumps."""
