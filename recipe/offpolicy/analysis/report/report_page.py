@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 
 _DECADES = 30
+_LONGEST_CONFIG = 400_000
+"""Number of characters of the configuration to show."""
+_LONGEST_TABLE = 60
+_CARD = ("model", "release", "path", "started", "fingerprint")
 _MARKED = 40
 """Largest number of steps for which each step is drawn with a marker."""
 _KEPT = {"tokens kept": "kept_tokens", "rows kept": "kept_rows", "ESS of weight x keep": "ess"}
@@ -62,21 +66,18 @@ def build_step_panels(timeline: Timeline) -> list[Panel]:
 
 def build_length_panels(timeline: Timeline) -> list[Panel]:
     """Build the panels of kept share by length, and of row counts."""
-    entries = timeline.lengths
+    entries, places = timeline.lengths, range(len(timeline.lengths))
     x = Axis("T, response tokens of a row", ticks={at: format_bucket(one.bucket) for at, one in enumerate(entries)})
     lines: dict[str, Series] = {
         "rows kept": [one.kept_rows for one in entries],
         "tokens kept": [one.kept_tokens for one in entries],
     }
-    places = range(len(entries))
-    shares = [
-        Mark(places, values, label, **style_line(at))
-        for at, (label, values) in enumerate(merge_equal_series(lines).items())
-    ]
-    alt = "Share of rows and tokens kept by response length"
+    merged = enumerate(merge_equal_series(lines).items())
+    shares = [Mark(places, values, label, **style_line(at)) for at, (label, values) in merged]
     rows = Mark(places, [one.rows for one in entries], colour=MUTED, bar=0.7)
+    alt, y = "Share of rows and tokens kept by response length", limit_shares(Axis("share"), shares)
     return [
-        Panel("Share kept by length", alt, x, limit_shares(Axis("share"), shares), shares, columns=1),
+        Panel("Share kept by length", alt, x, y, shares, columns=1),
         Panel("Rows by length", "Rows by response length", x, Axis("rows"), [rows]),
     ]
 
@@ -84,14 +85,13 @@ def build_length_panels(timeline: Timeline) -> list[Panel]:
 def _plot(timeline: Timeline, title: str, shown: str, unit: str, names: Mapping[str, str]) -> Panel:
     """Plot columns of a timeline, drawing equal columns as one line and labelling columns that were not recorded."""
     steps = timeline.get_column("step")
-    columns: dict[str, Series] = {label: timeline.get_column(name) for label, name in names.items()}
+    columns = merge_equal_series({label: timeline.get_column(name) for label, name in names.items()})
     marks = []
-    for at, (label, values) in enumerate(merge_equal_series(columns).items()):
-        known = np.isfinite(values)
-        if known.any():
+    for at, (label, values) in enumerate(columns.items()):
+        if (known := np.isfinite(values)).any():
             look = style_line(at, marker=len(steps) <= _MARKED)
             marks.append(Mark(steps[known], np.asarray(values)[known], label, **look))
-    missing = "" if len(marks) == len(merge_equal_series(columns)) else "not recorded"
+    missing = "" if len(marks) == len(columns) else "not recorded"
     limits = (steps[0] - 1, steps[0] + 1) if len(steps) == 1 else None
     return Panel(title, f"{shown} by step", Axis("step", form="whole", limits=limits), Axis(unit), marks, missing)
 
@@ -102,12 +102,6 @@ def _limit_nats(panel: Panel) -> Panel:
     values = values[values > 0]
     wide = values.size and values.max() > _DECADES * values.min()
     return replace(panel, y=Axis(panel.y.label, log=10)) if wide else panel
-
-
-_LONGEST_CONFIG = 400_000
-"""Number of characters of the configuration to show."""
-_LONGEST_TABLE = 60
-_CARD = ("model", "release", "path", "started", "fingerprint")
 
 
 @dataclass(frozen=True)
@@ -159,15 +153,14 @@ def build_page(found: ReportContents) -> Page:
 
 def _describe_spec(spec: CorrectionSpec) -> dict[str, str]:
     """Describe a correction: its keys and what each part does."""
-    parts: dict[str, WeightSpec | MaskSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
-    parts = {**spec.all_weights, **parts}
-    text = {key: describe_part(part) for key, part in parts.items()} or {"correction": "none"}
-    settings = {
-        name: value
-        for name, value in spec.to_mapping().items()
-        if name not in ("weight", "weights", "masks") and value != CorrectionSpec().to_mapping().get(name)
+    parts: dict[str, WeightSpec | MaskSpec] = {
+        **spec.all_weights,
+        **{f"masks.{name}": mask for name, mask in spec.masks},
     }
-    return text | {name: json.dumps(value) for name, value in settings.items()}
+    text = {key: describe_part(part) for key, part in parts.items()} or {"correction": "none"}
+    default = CorrectionSpec().to_mapping()
+    settings = {key: value for key, value in spec.to_mapping().items() if key not in ("weight", "weights", "masks")}
+    return text | {key: json.dumps(value) for key, value in settings.items() if value != default.get(key)}
 
 
 def _run(found: ReportContents, spec: CorrectionSpec) -> list[Block]:
@@ -199,30 +192,24 @@ def _thin_out(timeline: Timeline) -> Sequence[StepNumbers]:
 
 
 def _over_time(timeline: Timeline) -> list[Block]:
-    columns = (
-        Column("step"),
-        Column("responses"),
-        Column("reward"),
-        Column("T", digits=1),
-        Column("T, right", digits=1),
-        Column("T, wrong", digits=1),
-        Column("KL(mu, pi_old)", "nats", digits=6),
-        Column("|log pi / pi_old|", "nats", digits=6),
-        Column("staleness", digits=2),
-        Column("tokens kept"),
-        Column("rows kept"),
-        Column("ESS"),
-    )
+    columns = {
+        "step": Column("step"),
+        "rows": Column("responses"),
+        "reward": Column("reward"),
+        "length": Column("T", digits=1),
+        "length_right": Column("T, right", digits=1),
+        "length_wrong": Column("T, wrong", digits=1),
+        "kl": Column("KL(mu, pi_old)", "nats", digits=6),
+        "drift": Column("|log pi / pi_old|", "nats", digits=6),
+        "staleness": Column("staleness", digits=2),
+        "kept_tokens": Column("tokens kept"),
+        "kept_rows": Column("rows kept"),
+        "ess": Column("ESS"),
+    }
     shown = _thin_out(timeline)
-    rows = [
-        (
-            *(s.step, s.rows, s.reward, s.length, s.length_right, s.length_wrong, s.kl, s.drift, s.staleness),
-            *(s.kept_tokens, s.kept_rows, s.ess),
-        )
-        for s in shown
-    ]
+    rows = [[getattr(step, name) for name in columns] for step in shown]
     name = "Every step in numbers" if len(shown) == len(timeline.steps) else f"{len(shown)} of these steps in numbers"
-    return [build_step_panels(timeline), Details(name, [Table(columns, rows)])]
+    return [build_step_panels(timeline), Details(name, [Table(list(columns.values()), rows)])]
 
 
 def _extensions(found: ReportContents) -> list[Block]:
@@ -241,12 +228,7 @@ def _extensions(found: ReportContents) -> list[Block]:
 def _by_length(timeline: Timeline) -> list[Block]:
     if not timeline.lengths:
         return ["No response has a token with a finite mu and pi_old."]
-    columns = (
-        Column("T", align="left"),
-        Column("rows"),
-        Column("rows kept"),
-        Column("tokens kept"),
-    )
+    columns = (Column("T", align="left"), Column("rows"), Column("rows kept"), Column("tokens kept"))
     rows = [(format_bucket(entry.bucket), entry.rows, entry.kept_rows, entry.kept_tokens) for entry in timeline.lengths]
     reasons = (Column("rejected by"), Column("share of tokens", digits=4))
     return [

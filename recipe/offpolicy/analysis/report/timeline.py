@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...correction.ratios import EXP_CLAMP
 from ...correction.statistics import BUCKETS
-from ...recording import Rows, Step
+from ...recording import Step
 from ...recording.recording import find_scored_rows, get_trainers_pi_old
 from ..jobs import ALONE, Jobs, map_steps
 
@@ -124,7 +125,12 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a timeline that one step contributes, or the step's updates under one correction."""
+    """The part of a timeline that one step contributes, or the step's updates under one correction.
+
+    Attributes:
+        lengths: (buckets, 4): rows, response tokens, tokens kept, rows kept.
+        rejected: part of the correction -> number of response tokens that it rejected.
+    """
 
     numbers: StepNumbers
     lengths: Floats
@@ -144,59 +150,54 @@ def build_timeline(steps: Iterable[Step], jobs: Jobs = ALONE) -> Timeline:
 
 def merge_parts(parts: Iterable[Part]) -> Timeline:
     """Merge the parts of all steps, in order, into a timeline."""
-    numbers: list[StepNumbers] = []
-    buckets = np.zeros((len(BUCKETS), 4))
-    rejected: dict[str, int] = {}
-    correction: Mapping[str, Any] = {}
-    changed = []
+    parts = list(parts)
+    steps = tuple(part.numbers for part in parts)
+    corrections = [part.correction for part in parts]
+    changed = tuple(
+        step.step for step, now, before in zip(steps[1:], corrections[1:], corrections, strict=False) if now != before
+    )
+    buckets = sum((part.lengths for part in parts), np.zeros((len(BUCKETS), 4)))
+    lengths = tuple(
+        LengthBucket(name, int(rows), float(kept / tokens), float(kept_rows / rows))
+        for name, (rows, tokens, kept, kept_rows) in zip(BUCKETS, buckets, strict=True)
+        if rows
+    )
+    rejected: Counter[str] = Counter()
     for part in parts:
-        if numbers and part.correction != correction:
-            changed.append(part.numbers.step)
-        correction = part.correction
-        numbers.append(part.numbers)
-        buckets += part.lengths
-        for reason, hit in part.rejected.items():
-            rejected[reason] = rejected.get(reason, 0) + hit
-    tokens = sum(each.tokens for each in numbers)
+        rejected.update(part.rejected)
+    tokens = sum(step.tokens for step in steps)
     reasons = {reason: count / tokens if tokens else math.nan for reason, count in rejected.items()}
-    return Timeline(tuple(numbers), tuple(_buckets(buckets)), reasons, correction, tuple(changed))
+    return Timeline(steps, lengths, reasons, corrections[-1] if corrections else {}, changed)
 
 
 def summarize_steps(steps: Iterable[Step]) -> list[Part]:
     """Summarize each step that has a response."""
-    parts = []
-    for step in steps:
-        if len(step.rows):
-            by_bit = ((step.rows.rejected_by >> np.uint32(bit)) & 1 for bit in range(len(step.reasons)))
-            rejected = {reason: int(hit.sum()) for reason, hit in zip(step.reasons, by_bit, strict=True)}
-            parts.append(Part(_of_step(step), _of_lengths(step.rows), rejected, step.spec))
-    return parts
+    return [_summarize(step) for step in steps if len(step.rows)]
 
 
-def _of_step(step: Step) -> StepNumbers:
-    rows = step.rows
-    mask = rows.response_mask
+def _summarize(step: Step) -> Part:
+    rows, mask = step.rows, step.rows.response_mask
     old = get_trainers_pi_old(step).astype(np.float64)
     unscored = int((~find_scored_rows(step)).sum())
     with np.errstate(invalid="ignore"):
         # The correction compared mu with its own pi_old; the mismatch of the engines is measured with the trainer's
         # pi_old.
-        log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
+        valid = mask & np.isfinite(rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob)
         gap, moved = old - rows.rollout_log_prob, rows.log_prob - old
-    valid = mask & np.isfinite(log_rho)
+        k3 = np.expm1(np.clip(gap, -EXP_CLAMP, EXP_CLAMP)) - gap
     finite = valid & np.isfinite(rows.log_prob)
     compared = mask & np.isfinite(gap)
-    keep = valid & (rows.rejected_by == 0)
-    of_row = rows.row_of_token
-    with np.errstate(invalid="ignore"):
-        k3 = np.expm1(np.clip(gap, -EXP_CLAMP, EXP_CLAMP)) - gap
     fresh = compared & (rows.token_staleness <= 0)
+    keep = valid & (rows.rejected_by == 0)
     applied = rows.weight[keep].astype(np.float64)
-    has_tokens = np.bincount(of_row[mask], minlength=len(rows)) > 0
-    kept_rows = np.bincount(of_row[keep], minlength=len(rows)) > 0
     square = float(applied @ applied)
-    known = rows.staleness[rows.staleness >= 0]
-    return StepNumbers(
+
+    def by_row(tokens: NDArray[np.bool_]) -> NDArray[np.int64]:
+        return np.bincount(rows.row_of_token[tokens], minlength=len(rows))
+
+    of_mask, of_valid, of_keep = by_row(mask), by_row(valid), by_row(keep)
+    has_tokens = of_mask > 0
+    numbers = StepNumbers(
         step=int(rows.step[0]),
         rows=len(rows),
         tokens=int(mask.sum()),
@@ -211,50 +212,23 @@ def _of_step(step: Step) -> StepNumbers:
         fresh_tokens=int(fresh.sum()),
         copied=bool(compared.any() and (gap[compared] == 0).all()),
         drift=math.nan if unscored else _mean(np.abs(moved[finite])),
-        staleness=_mean(known),
-        kept_tokens=keep.sum() / mask.sum() if mask.any() else math.nan,
-        kept_rows=kept_rows.sum() / has_tokens.sum() if has_tokens.any() else math.nan,
+        staleness=_mean(rows.staleness[rows.staleness >= 0]),
+        kept_tokens=_mean(keep[mask]),
+        kept_rows=_mean(of_keep[has_tokens] > 0),
         ess=float(applied.sum()) ** 2 / (int(valid.sum()) * square) if square > 0 else math.nan,
         nonfinite=int((mask & ~finite).sum()),
         extensions={name: _mean(found[mask & np.isfinite(found)]) for name, found in rows.extensions.items()},
     )
-
-
-def _of_lengths(rows: Rows) -> Floats:
-    """Compute (buckets, 4): rows, response tokens, tokens kept, rows kept."""
-    with np.errstate(invalid="ignore"):
-        log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
-    valid = rows.response_mask & np.isfinite(log_rho)
-    of_row = rows.row_of_token
-
-    def by_row(tokens: NDArray[np.bool_]) -> Floats:
-        return np.bincount(of_row[tokens], minlength=len(rows)).astype(np.float64)
-
-    length = by_row(valid)
-    there = length > 0
-    kept = by_row(valid & (rows.rejected_by == 0))
-    columns = np.stack(
-        [
-            there,
-            by_row(rows.response_mask),
-            kept,
-            kept > 0,
-        ],
-        axis=-1,
-    ).astype(np.float64)
+    columns = np.stack([of_valid > 0, of_mask, of_keep, of_keep > 0], axis=-1).astype(np.float64)
     edges = [most for most in BUCKETS.values() if most is not None]
-    sums = np.zeros((len(BUCKETS), columns.shape[1]))
+    lengths = np.zeros((len(BUCKETS), columns.shape[1]))
     # ``add.at`` adds up all rows of a bucket, whereas an indexed += would keep only the last row.
-    np.add.at(sums, np.searchsorted(np.asarray(edges), length[there], side="left"), columns[there])
-    return sums
+    there = of_valid > 0
+    np.add.at(lengths, np.searchsorted(np.asarray(edges), of_valid[there], side="left"), columns[there])
+    by_bit = ((rows.rejected_by >> np.uint32(bit)) & 1 for bit in range(len(step.reasons)))
+    rejected = {reason: int(hit.sum()) for reason, hit in zip(step.reasons, by_bit, strict=True)}
+    return Part(numbers, lengths, rejected, step.spec)
 
 
-def _buckets(sums: Floats) -> Iterable[LengthBucket]:
-    for name, (rows, tokens, kept, kept_rows) in zip(BUCKETS, sums, strict=True):
-        if rows:
-            yield LengthBucket(name, int(rows), float(kept / tokens), float(kept_rows / rows))
-
-
-def _mean(values: NDArray[np.generic] | Sequence[float]) -> float:
-    array = np.asarray(values, dtype=np.float64)
-    return float(array.mean()) if array.size else math.nan
+def _mean(values: NDArray[Any]) -> float:
+    return float(values.mean(dtype=np.float64)) if values.size else math.nan

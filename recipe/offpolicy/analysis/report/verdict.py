@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from .timeline import Floats, Timeline
 if TYPE_CHECKING:
     from ..whatif.outcomes import Study
 
+T = TypeVar("T")
 
 TARGET_KEPT = 0.98
 TARGET_ESS = 0.95
@@ -49,6 +51,15 @@ COMPARED = (
     ("correction=[decoupled_ppo,opsm]", recommended.OVERRIDES[-1]),
 )
 PROPOSED = "bounds as calibrated above"
+COPIED = "mu equals pi_old bit for bit: was one copied from the other?"
+_LEAST_STEPS = 3
+"""Minimum number of steps for comparing the beginning of the run with its end."""
+_GREW = 2.0
+_SWINGS = 10.0
+_NEXT = {
+    "not reachable": "Next: remove the cause of the mismatch, because no bound can do so",
+    "not identified": "Next: record more steps (offpolicy.record.every=1, offpolicy.record.share=1)",
+}
 
 
 @dataclass(frozen=True)
@@ -87,117 +98,74 @@ def run_studies(
         tokenizer: see ``attribute``.
 
     Raises:
-        RecordingError: a step is damaged.
         SpecError: ``spec`` is malformed.
     """
-    attributed = _attributed(recording, jobs, tokenizer)
+    attributed = _attempt(partial(attribute, recording, jobs=jobs, tokenizer=tokenizer))
     if isinstance(attributed, Attribution):
         stale = stale or any(cause.name == STALE and cause.verdict == "present" for cause in attributed.causes)
-    with initialize_composer():
-        compared = [(" ".join(overrides), compose_correction(overrides)) for overrides in COMPARED]
-        asked = _asked(recorded, spec, recommended.OVERRIDES if stale else DEFAULT)
     sample = PromptSample.of_recording(recording)
-    bounds = asked if isinstance(asked, str) else _calibrated(recording, asked, sample, jobs)
-    return Studies(
-        new=frozenset() if isinstance(asked, str) else asked.new,
-        attribution=attributed,
-        calibrated=bounds,
-        study=_replayed(recording, recorded, compared, bounds, jobs),
-        sampled=sample.sentence,
-    )
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The correction to calibrate, its keys without a value, and its parts that were not active in the run."""
-
-    spec: CorrectionSpec
-    unset: frozenset[str]
-    new: frozenset[str]
-
-
-def _asked(recorded: CorrectionSpec, spec: Sequence[str], default: Sequence[str]) -> _Asked | str:
-    """Build the correction to calibrate; without ``spec``, this is the recorded correction plus the default's parts.
-
-    Returns:
-        The correction; or, if nothing can be calibrated with the recorded pi_old, the reason.
-
-    Raises:
-        SpecError: ``spec`` is malformed.
-    """
-    values, unset = fill_placeholders(compose_correction(spec or default))
-    if spec:
-        correction = CorrectionSpec.from_mapping(values)
-        return _Asked(correction, unset, frozenset(_parts(correction)) - _parts(recorded))
-    own = recorded.to_mapping()
-    filled = own | {"masks": own["masks"] or values["masks"]}
-    if not recorded.all_weights:
-        filled["weight"] = values["weight"]
-    try:
-        correction = CorrectionSpec.from_mapping(filled)
-    except SpecError as error:
-        # If the default's parts are not compatible with the recorded pi_old, only the recorded parts are used.
-        return _Asked(recorded, frozenset(), frozenset()) if _parts(recorded) else str(error)
-    new = _parts(correction) - _parts(recorded)
-    return _Asked(correction, frozenset(key for key in unset if key.rpartition(".")[0] in new), frozenset(new))
-
-
-def _parts(spec: CorrectionSpec) -> set[str]:
-    return {f"masks.{name}" for name, _ in spec.masks} | set(spec.all_weights)
-
-
-def _beside(values: dict[str, Any], recorded: CorrectionSpec) -> dict[str, Any]:
-    """Set the source of pi_old in a correction's plain values to the recorded source."""
-    return values | {"proximal": recorded.proximal, "alpha": recorded.alpha}
-
-
-def _attributed(recording: Recording, jobs: Jobs, tokenizer: str) -> Attribution | str:
-    try:
-        return attribute(recording, jobs=jobs, tokenizer=tokenizer)
-    except RecordingError as error:
-        return str(error)
-
-
-def _calibrated(recording: Recording, asked: _Asked, sample: PromptSample, jobs: Jobs) -> CalibrationResult | str:
     request = CalibrationRequest(target_kept=TARGET_KEPT, target_ess=TARGET_ESS, settle=True)
+    with initialize_composer():
+        compared = {" ".join(overrides): compose_correction(overrides) for overrides in COMPARED}
+        values, unset = fill_placeholders(compose_correction(spec or (recommended.OVERRIDES if stale else DEFAULT)))
+    chosen = CorrectionSpec.from_mapping(values) if spec else _attempt(partial(_add_missing, recorded, values))
+    if isinstance(chosen, str):
+        new, bounds = frozenset[str](), chosen
+    else:
+        new = frozenset(_list_parts(chosen) - _list_parts(recorded))
+        unset = frozenset(key for key in unset if spec or key.rpartition(".")[0] in new)
+        bounds = _attempt(partial(propose_bounds, recording, chosen, request, unset, sample=sample, jobs=jobs))
+    candidates = _list_candidates(recorded, compared, bounds)
+    study = _attempt(partial(run_study, recording, recording.steps, candidates, jobs=jobs))
+    return Studies(new, attributed, bounds, study, sample.sentence)
+
+
+def _attempt(work: Callable[[], T]) -> T | str:
+    """Return the result of a tool, or the reason why there is none."""
     try:
-        return propose_bounds(recording, asked.spec, request, asked.unset, sample=sample, jobs=jobs)
+        return work()
     except (RecordingError, SpecError) as error:
         return str(error)
 
 
-def _replayed(
-    recording: Recording,
-    recorded: CorrectionSpec,
-    compared: Sequence[tuple[str, dict[str, Any]]],
-    bounds: CalibrationResult | str,
-    jobs: Jobs,
-) -> Study | str:
+def _add_missing(recorded: CorrectionSpec, default: Mapping[str, Any]) -> CorrectionSpec:
+    """Add the default's weight and masks to the recorded correction, if it has none.
+
+    Raises:
+        SpecError: the correction was none, and the default is not compatible with the recorded pi_old.
+    """
+    own = recorded.to_mapping()
+    filled = own | {"masks": own["masks"] or default["masks"]}
+    if not recorded.all_weights:
+        filled["weight"] = default["weight"]
+    try:
+        return CorrectionSpec.from_mapping(filled)
+    except SpecError:
+        if not _list_parts(recorded):
+            raise
+        return recorded
+
+
+def _list_parts(spec: CorrectionSpec) -> set[str]:
+    return {f"masks.{name}" for name, _ in spec.masks} | set(spec.all_weights)
+
+
+def _list_candidates(
+    recorded: CorrectionSpec, compared: Mapping[str, dict[str, Any]], bounds: CalibrationResult | str
+) -> list[Candidate]:
     chosen = [Candidate(UNCORRECTED, UNCORRECTED)]
     if not recorded.is_none:
         chosen.append(Candidate(RECORDED, RECORDED))
     if isinstance(bounds, CalibrationResult) and any(proposal.found for proposal in bounds.proposals):
         chosen.append(Candidate(PROPOSED, PROPOSED, spec=bounds.spec))
-    for override, values in compared:
+    for name, values in compared.items():
+        # The source of pi_old is that of the recording.
+        values |= {"proximal": recorded.proximal, "alpha": recorded.alpha}
         try:
-            chosen.append(Candidate(override, override, spec=CorrectionSpec.from_mapping(_beside(values, recorded))))
+            chosen.append(Candidate(name, name, spec=CorrectionSpec.from_mapping(values)))
         except SpecError as error:
-            chosen.append(Candidate(override, override, error=str(error)))
-    try:
-        return run_study(recording, recording.steps, chosen, jobs=jobs)
-    except SpecError as error:
-        return str(error)
-
-
-_LEAST_STEPS = 3
-"""Minimum number of steps for comparing the beginning of the run with its end."""
-_GREW = 2.0
-_SWINGS = 10.0
-_NEXT = {
-    "not reachable": "Next: remove the cause of the mismatch, because no bound can do so",
-    "not identified": "Next: record more steps (offpolicy.record.every=1, offpolicy.record.share=1)",
-}
-COPIED = "mu equals pi_old bit for bit: was one copied from the other?"
+            chosen.append(Candidate(name, name, error=str(error)))
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -221,11 +189,11 @@ def build_answers(
     """
     return (
         answer_liveness(spec, proof),
-        _mismatch(timeline),
-        *(_origin(studies.attribution, same=_is_copied(timeline)) if studies else ()),
-        _kept(timeline, spec),
+        Answer("Do the engines agree?", *_mismatch(timeline)),
+        *([Answer("Where does the mismatch come from?", *_origin(studies.attribution, timeline))] if studies else ()),
+        Answer("What does the correction keep?", *_kept(timeline, spec)),
         *(_fit(studies) if studies else ()),
-        _reward(timeline),
+        Answer("Does the reward rise?", *_reward(timeline)),
     )
 
 
@@ -252,17 +220,16 @@ def answer_liveness(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
     )
 
 
-def _mismatch(timeline: Timeline) -> Answer:
-    question = "Do the engines agree?"
-    kl = timeline.get_column("kl")
-    tokens = timeline.get_column("compared")
+def _mismatch(timeline: Timeline) -> tuple[str, str]:
+    kl, tokens = timeline.get_column("kl"), timeline.get_column("compared")
     unscored = sum(step.unscored for step in timeline.steps)
-    known = np.isfinite(kl)
-    if not known.any() and unscored == timeline.rows:
-        return Answer(question, "unknown", f"{describe_none_scored(unscored)}.")
-    if not known.any():
-        return Answer(question, "unknown", "No token has a finite mu and pi_old.")
-    mean = float(np.average(kl[known], weights=tokens[known]))
+    if not np.isfinite(kl).any():
+        none_scored = unscored == timeline.rows
+        return (
+            "unknown",
+            f"{describe_none_scored(unscored)}." if none_scored else "No token has a finite mu and pi_old.",
+        )
+    mean = _average(kl, tokens)
     lost = sum(step.nonfinite for step in timeline.steps)
     end = f" {lost:,} tokens have a log-prob that is not finite." if lost else ""
     if unscored:
@@ -271,22 +238,22 @@ def _mismatch(timeline: Timeline) -> Answer:
         )
     if _is_copied(timeline):
         same = f"mu equals pi_old at all {int(tokens.sum()):,} tokens, which does not happen with two engines."
-        return Answer(question, COPIED, f"{same} Check where rollout_log_probs and old_log_probs come from.{end}")
+        return COPIED, f"{same} Check where rollout_log_probs and old_log_probs come from.{end}"
     fresh, counts = timeline.get_column("kl_fresh"), timeline.get_column("fresh_tokens")
     if not counts.sum():
         because = "Every row was sampled by older weights, so mismatch and staleness cannot be told apart. Together, "
-        because += f"they amount to {mean:.2g} nats per token; "
-        return Answer(question, "unknown", f"{because}{describe_trend(kl, 'nats')}.{end}")
-    mine = counts > 0
-    engines = float(np.average(fresh[mine], weights=counts[mine]))
-    answer = f"KL(mu, pi_old) {engines:.2g} nats per token"
-    stale = timeline.get_column("staleness")
-    if np.nanmax(stale, initial=0.0) <= 0:
-        return Answer(
-            question, answer, f"Mean over {int(tokens.sum()):,} response tokens; {describe_trend(kl, 'nats')}.{end}"
-        )
+        return "unknown", f"{because}they amount to {mean:.2g} nats per token; {describe_trend(kl, 'nats')}.{end}"
+    answer = f"KL(mu, pi_old) {_average(fresh, counts):.2g} nats per token"
+    if not timeline.is_stale:
+        return answer, f"Mean over {int(tokens.sum()):,} response tokens; {describe_trend(kl, 'nats')}.{end}"
     because = f"Mean over {int(counts.sum()):,} tokens that fresh weights sampled; {describe_trend(fresh, 'nats')}. "
-    return Answer(question, answer, f"{because}With stale rows, sampled by older weights, the mean is {mean:.2g}.{end}")
+    return answer, f"{because}With stale rows, sampled by older weights, the mean is {mean:.2g}.{end}"
+
+
+def _average(values: Floats, counts: Floats) -> float:
+    """Compute the mean per unit over the steps whose value is known."""
+    known = np.isfinite(values) & (counts > 0)
+    return float(np.average(values[known], weights=counts[known]))
 
 
 def _is_copied(timeline: Timeline) -> bool:
@@ -295,38 +262,37 @@ def _is_copied(timeline: Timeline) -> bool:
     return bool(known) and all(known)
 
 
-def _origin(attribution: Attribution | str, *, same: bool = False) -> list[Answer]:
-    question = "Where does the mismatch come from?"
-    if same:
-        return [Answer(question, COPIED, "Without the engine's own mu there is nothing to attribute.")]
+def _origin(attribution: Attribution | str, timeline: Timeline) -> tuple[str, str]:
+    if _is_copied(timeline):
+        return COPIED, "Without the engine's own mu there is nothing to attribute."
     if isinstance(attribution, str):
-        return [Answer(question, "unknown", attribution)]
+        return "unknown", attribution
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
-    shares = format_shares(attribution.whole)
     note = f" {describe_left_out(attribution.left_out)}" if attribution.left_out else ""
+    shares = f"{_capitalize(format_shares(attribution.whole))}.{note}"
     if not present:
         answer = "no fault found" if is_healthy(attribution) else "unknown"
-        return [Answer(question, answer, f"{describe_unexplained(attribution)} {shares[0].upper()}{shares[1:]}.{note}")]
+        return answer, f"{describe_unexplained(attribution)} {shares}"
     found = ". ".join(
         (f"{cause.name}: " if len(present) > 1 else "")
-        + f"{cause.sentence[0].upper()}{cause.sentence[1:]}"
+        + _capitalize(cause.sentence)
         + (f" ({cause.fix})" if cause.fix else "")
         for cause in present
     )
-    because = f"{found}. {shares[0].upper()}{shares[1:]}.{note}"
-    return [Answer(question, ", ".join(cause.name for cause in present), because)]
+    return ", ".join(cause.name for cause in present), f"{found}. {shares}"
 
 
-def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
-    question = "What does the correction keep?"
-    tokens = timeline.get_column("tokens")
+def _capitalize(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _kept(timeline: Timeline, spec: CorrectionSpec) -> tuple[str, str]:
     kept = timeline.get_column("kept_tokens")
-    known = np.isfinite(kept)
-    if not known.any() or not timeline.lengths:
-        return Answer(question, "unknown", "No response token with a finite mu and pi_old was recorded.")
-    share = float(np.average(kept[known], weights=tokens[known]))
+    if not np.isfinite(kept).any() or not timeline.lengths:
+        return "unknown", "No response token with a finite mu and pi_old was recorded."
+    share = _average(kept, timeline.get_column("tokens"))
     if not spec.masks and not spec.weight_rejects and share == 1.0:
-        return Answer(question, "everything", "The correction rejects nothing.")
+        return "everything", "The correction rejects nothing."
     worst = min(timeline.lengths, key=lambda entry: entry.kept_rows)
     by = ", ".join(f"{reason} {rejected:.1%}" for reason, rejected in timeline.reasons.items() if rejected > 0)
     because = f"Rejected by {by}. " if by else ""
@@ -334,7 +300,7 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
         f"Of all length buckets, T {format_bucket(worst.bucket)} has the smallest kept share: {worst.kept_rows:.1%} "
         f"of its {worst.rows} rows."
     )
-    return Answer(question, f"{share:.1%} of tokens", because)
+    return f"{share:.1%} of tokens", because
 
 
 def _fit(studies: Studies) -> list[Answer]:
@@ -347,8 +313,8 @@ def _fit(studies: Studies) -> list[Answer]:
 
 
 def _proposal(proposal: Proposal, studies: Studies) -> Answer:
-    name, threshold = proposal.part.key, proposal.threshold
-    new = proposal.part.key in studies.new
+    name, threshold, present = proposal.part.key, proposal.threshold, proposal.part.now
+    new = name in studies.new
     question = f"Which bound for {name}?" if new else f"Does the bound of {name} fit?"
 
     def reaches(values: Mapping[str, float | None], share: float) -> str:
@@ -356,14 +322,12 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
             return f"{format_bounds(values)} has an ESS of {share:.4f}"
         return f"{format_bounds(values)} keeps {share:.1%} of {proposal.part.looks_at}"
 
-    if new and proposal.part.now == {"delta": recommended.DELTA}:
-        why = f"Recommended for stale data: {recommended.WHY}."
-        return Answer(
-            question, f"delta={recommended.DELTA:g}", f"{why} Here {reaches(proposal.part.now, proposal.now)}."
-        )
-    known = not math.isnan(proposal.now)
-    given = "By default" if new else "Now"
-    sentences = [f"{given} {reaches(proposal.part.now, proposal.now)}"] if known else []
+    if new and present == {"delta": recommended.DELTA}:
+        why = f"Recommended for stale data: {recommended.WHY}. Here {reaches(present, proposal.now)}."
+        return Answer(question, f"delta={recommended.DELTA:g}", why)
+    sentences = []
+    if not math.isnan(proposal.now):
+        sentences.append(f"{'By default' if new else 'Now'} {reaches(present, proposal.now)}")
     if proposal.found:
         answer = format_bounds(threshold.values)
         sentences.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was requested")
@@ -375,11 +339,10 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
     elif threshold.outcome == "not needed":
         answer = "no cap needed"
     else:
-        answer = f"none found; {'the default' if new else 'the current bound'}: {format_bounds(proposal.part.now)}"
+        answer = f"none found; {'the default' if new else 'the current bound'}: {format_bounds(present)}"
     if threshold.note:
         note = threshold.note if threshold.missing is None else threshold.missing.reason
-        note = note.removeprefix("not identified: ").rstrip(".")
-        sentences.append(f"{note[0].upper()}{note[1:]}")
+        sentences.append(_capitalize(note.removeprefix("not identified: ").rstrip(".")))
         if threshold.outcome in _NEXT and "Record" not in note and "Look for" not in note:
             sentences.append(_NEXT[threshold.outcome])
     if proposal.lengths:
@@ -387,21 +350,20 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
     return Answer(question, answer, ". ".join(sentences) + ".")
 
 
-def _reward(timeline: Timeline) -> Answer:
-    question = "Does the reward rise?"
+def _reward(timeline: Timeline) -> tuple[str, str]:
     reward = timeline.get_column("reward")
     if not np.isfinite(reward).any():
-        return Answer(question, "unknown", "No reward was recorded.")
+        return "unknown", "No reward was recorded."
     thirds = _thirds(reward)
     if thirds is None:
-        return Answer(question, "too few steps", f"Mean reward {float(np.nanmean(reward)):.3f}.")
+        return "too few steps", f"Mean reward {float(np.nanmean(reward)):.3f}."
     (first, first_error), (last, last_error) = thirds
     # Standard error of the difference of two independent means.
     error = math.hypot(first_error, last_error)
     gain = last - first
     word = "yes" if gain > 2 * error else "it falls" if gain < -2 * error else "not clearly"
     because = f"The mean is {first:.3f} in the first third of the steps and {last:.3f} in the last"
-    return Answer(question, word, f"{because}; the standard error of the difference is {error:.3f}.")
+    return word, f"{because}; the standard error of the difference is {error:.3f}."
 
 
 def describe_trend(values: Floats, unit: str) -> str:
