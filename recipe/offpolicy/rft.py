@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .command_line import name_program, parse_count, parse_score, refuse, require_modules, run
 
@@ -62,7 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=name_program("rft"), description="Correct answers of a student in the teacher's chat template, for SFT."
     )
-    add, count, score = parser.add_argument, {"type": parse_count, "metavar": "N"}, {"type": parse_score}
+    add = parser.add_argument
+    count: dict[str, Any] = {"type": parse_count, "metavar": "N"}
     add("data", metavar="DATA", nargs="+", type=Path, help="Parquet files with prompt, data_source, reward_model")
     add("--student", required=True, metavar="FOLDER", help="folder or hub name of the student")
     add("--teacher", required=True, metavar="FOLDER", help="folder or hub name of the teacher's tokenizer")
@@ -71,14 +73,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", metavar="NAME", help="served model name (default: the only one)")
     add("--api-key", metavar="VARIABLE", help="environment variable with the server's API key")
     add("-n", default=8, help="answers per prompt (8)", **count)
-    add("--temperature", default=1.0, help="(1.0)", **score)
+    add("--temperature", default=1.0, help="(1.0)", type=parse_score)
     add("--max-tokens", default=1024, help="tokens per answer; longer answers are dropped (1024)", **count)
     stop = "texts that end an answer, for students without a template"
     add("--stop", nargs="*", default=(), metavar="TEXT", help=stop)
     add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
     add("--limit", help="number of prompts (all)", **count)
     add("--reward", metavar="FILE:FUNCTION", help="reward function, as custom_reward_function (default: verl's own)")
-    add("--right-from", default=1.0, metavar="SCORE", help="smallest score that counts as correct (1.0)", **score)
+    right = "smallest score that counts as correct (1.0)"
+    add("--right-from", type=parse_score, default=1.0, metavar="SCORE", help=right)
     add("--most", default=4, help="number of different correct answers to keep per prompt (4)", **count)
     pattern = "answer to train on, built from {response} and {last}, the last line of the response"
     add("--format", default="{response}", metavar="TEXT", help=pattern)

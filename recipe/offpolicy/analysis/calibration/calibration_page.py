@@ -131,7 +131,7 @@ def _build_length_table(proposal: Proposal, confidence: float) -> Table:
         Column(f"{confidence:.0%} interval"),
         Column("remark"),
     ]
-    rows = [
+    rows: list[tuple[Any, ...]] = [
         (
             format_bucket(entry.bucket),
             entry.rows,

@@ -110,7 +110,8 @@ def run_studies(
         values, unset = fill_placeholders(compose_correction(spec or (recommended.OVERRIDES if stale else DEFAULT)))
     chosen = CorrectionSpec.from_mapping(values) if spec else _attempt(partial(_add_missing, recorded, values))
     if isinstance(chosen, str):
-        new, bounds = frozenset[str](), chosen
+        new = frozenset[str]()
+        bounds: CalibrationResult | str = chosen
     else:
         new = frozenset(_list_parts(chosen) - _list_parts(recorded))
         unset = frozenset(key for key in unset if spec or key.rpartition(".")[0] in new)
