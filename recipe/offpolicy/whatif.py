@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .command_line import add_jobs, list_output_modules, name_program, read_steps, refuse, require_modules, run
+
+if TYPE_CHECKING:
+    from .analysis.whatif.study import Study
 
 MISMATCH, BAD_INPUT = 1, 2
 """Exit status if the replay differs from the recording, and if nothing could be replayed."""
@@ -20,24 +27,82 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .analysis.jobs import JobsError, prepare_process
     from .analysis.plotting import PageError, check_outputs
     from .analysis.whatif.candidates import UNCORRECTED
-    from .analysis.whatif.whatif_command import run_from_arguments, write_result
     from .correction import SpecError
     from .recording import RecordingError
 
     prepare_process()
     try:
         check_outputs(given, "whatif")
-        result = run_from_arguments(given)
-        write_result(result, given)
+        result = _replay(given)
+        _write(result, given)
     except BrokenPipeError:
         raise
-    except (RecordingError, SpecError, PageError, JobsError) as error:
+    except (RecordingError, SpecError, PageError, JobsError, OSError) as error:
         return refuse("whatif", error)
-    except OSError as error:
-        return refuse("whatif", f"{error.filename or given.directory}: {error.strerror or error}.")
     if all(outcome.candidate.label == UNCORRECTED for outcome in result.outcomes):
         return BAD_INPUT
     return 0 if result.fidelity.agrees else MISMATCH
+
+
+def _replay(given: argparse.Namespace) -> Study:
+    from .analysis.jobs import read_arguments
+    from .analysis.whatif import whatif_page
+    from .analysis.whatif.candidates import RECORDED, UNCORRECTED, Candidate, build_candidates
+    from .analysis.whatif.study import run_study
+    from .recording import Recording
+
+    recording = Recording(given.directory)
+    steps = recording.choose_steps(given.steps)
+    # Grid keys are checked against the correction that was active first; each step is replayed with its own correction.
+    first = recording.part(steps[0], 0).spec
+    asked = build_candidates(given.spec or [[RECORDED]], given.grid, first)
+    if given.html:
+        for line in whatif_page.describe_left_out(1 + sum(one.error is None for one in asked)):
+            sys.stderr.write(f"whatif: {line}\n")
+    baseline = Candidate(UNCORRECTED, UNCORRECTED)
+    return run_study(recording, steps, (baseline, *asked), jobs=read_arguments(given, recording, steps))
+
+
+def _write(result: Study, given: argparse.Namespace) -> None:
+    """Write tables or JSON first, so that the replay is not lost if a figure or the page fails."""
+    from .analysis import plotting
+    from .analysis.whatif import whatif_page
+
+    try:
+        if given.json:
+            text = json.dumps(whatif_page.build_document(result), indent=2, allow_nan=False) + "\n"
+        else:
+            text = _format_tables(result)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The files must still be written after the reader has closed the pipe, so the rest of the buffer is discarded.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if given.png:
+        plotting.save(whatif_page.draw_study(result), given.png)
+    if given.html:
+        whatif_page.build_page(result).write(given.html)
+
+
+def _format_tables(result: Study) -> str:
+    """Format the tables as text, because Rich would end the program if a reader closed the pipe."""
+    from .analysis.table import open_console, print_blocks
+    from .analysis.whatif import whatif_page
+
+    console = open_console()
+    style = None if result.fidelity.agrees else "bold red"
+    with console.capture() as captured:
+        print_blocks(
+            console,
+            whatif_page.build_overall_table(result),
+            whatif_page.build_group_table(result),
+            *itertools.islice(whatif_page.build_agreement_tables(result), 1),
+            whatif_page.build_failure_table(result) if result.failures else "",
+        )
+        console.print(whatif_page.describe_fidelity(result.fidelity), style=style, markup=False, highlight=False)
+        for note in [*result.notes, *whatif_page.describe_left_out(len(result.outcomes))]:
+            console.print(note, style="yellow", markup=False, highlight=False)
+    return captured.get()
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ import torch
 
 from recipe.offpolicy.analysis.whatif import whatif_page
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, build_candidates
-from recipe.offpolicy.analysis.whatif.outcomes import Agreement, CorrectionMeasures
+from recipe.offpolicy.analysis.whatif.measures import Agreement, CorrectionMeasures
 from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.analysis.whatif.whatif_page import format_heading, shorten_label
 from recipe.offpolicy.recording import Recording

@@ -33,7 +33,7 @@ from .timeline import Part, StepNumbers, Timeline, merge_parts, summarize_steps
 from .verdict import TARGET_ESS, TARGET_KEPT, Studies, build_answers, build_table
 
 if TYPE_CHECKING:
-    from ..whatif.outcomes import Study
+    from ..whatif.study import Study
 
 
 _DECADES = 30

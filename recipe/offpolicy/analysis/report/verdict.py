@@ -30,7 +30,7 @@ from ..whatif.study import run_study
 from .timeline import Floats, Timeline
 
 if TYPE_CHECKING:
-    from ..whatif.outcomes import Study
+    from ..whatif.study import Study
 
 T = TypeVar("T")
 

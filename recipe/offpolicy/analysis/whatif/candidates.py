@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_patches.moved_options import MOVED, explain_moved
 
 from ...correction import CorrectionSpec, SpecError
-from ...correction.problem import set_to
+from ...correction.problem import find_closest, set_to
 from ...correction.proximal import OF_THE_TRAINER
 from ...preflight.composed import AUTO as AUTO_PROXIMAL
 from ...preflight.hydra_groups import (
@@ -39,8 +38,6 @@ from ...preflight.own_keys import list_groups
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "config"
 _PRIMARY = "offpolicy_replay"
-_NEAR = 0.7
-"""Smallest similarity, as measured by difflib, for a name to count as misspelt."""
 _EXAMPLE = f"Examples: {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.upper=1.02."
 
 
@@ -71,8 +68,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
             key, or the option is ``correction=auto``.
     """
     for override in overrides:
-        key = parse_key(override)
-        if key.split(".")[0] != GROUP:
+        if _parse(override).key_or_group.split(".")[0] != GROUP:
             raise SpecError(
                 f"{override}: this is not an override of the correction, and a replay reads nothing else. {_EXAMPLE}"
             )
@@ -92,9 +88,8 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
         if said := explain_moved(error.missing_cfg_file, overrides):
             raise SpecError(said) from error
         name = str(error.missing_cfg_file).removeprefix(f"{GROUP}/")
-        raise SpecError(
-            f"{GROUP}={name}: there is no such option. {suggest_keys(name, list_groups()[GROUP])}"
-        ) from error
+        near = suggest_keys(name, list_groups()[GROUP])
+        raise SpecError(f"{GROUP}={name}: there is no such option. {near}") from error
     except (HydraException, OmegaConfBaseException) as error:
         text = " ".join(str(error).split())
         raise SpecError(f"{' '.join(overrides)}: {text}") from error
@@ -106,22 +101,10 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
     return cast(dict[str, Any], mapping)
 
 
-def suggest_keys(name: str, known: Sequence[str]) -> str:
-    """Name the known keys that are most similar, in a sentence; if none is similar, name all known keys."""
-    # The prefix that all keys share must not count as similarity.
-    by_rest = {key.removeprefix(f"{GROUP}."): key for key in known}
-    near = difflib.get_close_matches(name.removeprefix(f"{GROUP}."), by_rest, n=3, cutoff=_NEAR)
-    names = [by_rest[rest] for rest in near] or sorted(known)
-    return f"{'Nearest' if near else 'There are'}: {', '.join(map(repr, names))}."
-
-
-def parse_key(override: str) -> str:
-    """Parse the dotted key that an override sets.
-
-    Raises:
-        SpecError: the text is not an override.
-    """
-    return str(_parsed(override).key_or_group)
+def suggest_keys(name: str, known: Iterable[str]) -> str:
+    """Name the known key that is most similar, in a sentence; if none is similar, name all known keys."""
+    near = find_closest(name, known)
+    return f"Nearest: {near!r}." if near else f"There are: {', '.join(map(repr, sorted(known)))}."
 
 
 def parse_grid(grid: str) -> tuple[str, list[str]]:
@@ -130,21 +113,14 @@ def parse_grid(grid: str) -> tuple[str, list[str]]:
     Raises:
         SpecError: the text is not an override.
     """
-    override = _parsed(grid)
+    override = _parse(grid)
     if override.is_delete():
         raise SpecError(f"{grid}: this deletes a key, so there is nothing to compare. Give key=value,value.")
-    if override.is_sweep_override():
-        return str(override.key_or_group), list(override.sweep_string_iterator())
-    return str(override.key_or_group), [override.get_value_string()]
+    swept = override.is_sweep_override()
+    return override.key_or_group, list(override.sweep_string_iterator()) if swept else [override.get_value_string()]
 
 
-def parse_value(value: str) -> Any:
-    """Parse a value as Hydra does: 1.01 is a number, null is None."""
-    value_of: Any = _parsed(f"key={value}").value()
-    return value_of
-
-
-def _parsed(override: str) -> Any:
+def _parse(override: str) -> Any:
     try:
         return OverridesParser.create().parse_override(override)
     except HydraException as error:
@@ -166,7 +142,7 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
     weight = [name for name in options if wanted["weight"] and _is_of(name, {"weight": wanted["weight"]})]
     # Among options that differ only in their bounds, the option with exactly these bounds is preferred; after that, the
     # shortest name.
-    weight.sort(key=lambda name: (_differences(load_option(name)["weight"], wanted["weight"]), len(name), name))
+    weight.sort(key=lambda name: (_count_other_bounds(load_option(name)["weight"], wanted["weight"]), len(name), name))
     known = wanted["masks"].items()
     by_mask = {name: MOVED.get(name, name) for name, _ in known}
     masks = [
@@ -198,13 +174,14 @@ def _plain(spec: CorrectionSpec) -> dict[str, Any]:
 
 def _is_of(option: str, part: Mapping[str, Any]) -> bool:
     """Check whether an option sets this part and nothing else, apart from its bounds."""
-    values = dict(_leaves(load_option(option)))
-    return {key.rpartition(".")[0] for key in values} == {key.rpartition(".")[0] for key, _ in _leaves(part)} and all(
-        key.rpartition(".")[2] in _BOUNDS or dict(_leaves(part)).get(key) == value for key, value in values.items()
+    values, wanted = dict(_leaves(load_option(option))), dict(_leaves(part))
+    owners, wanted_owners = ({key.rpartition(".")[0] for key in each} for each in (values, wanted))
+    return owners == wanted_owners and all(
+        key.rpartition(".")[2] in _BOUNDS or wanted.get(key) == value for key, value in values.items()
     )
 
 
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+def _count_other_bounds(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
     return sum(one.get(name) != other.get(name) for name in _BOUNDS)
 
 
@@ -230,13 +207,8 @@ UNCORRECTED = "uncorrected"
 """Stands for a correction with the recorded pi_old but without weights or masks."""
 MOST = 400
 """Largest number of corrections in one replay."""
-_OPTIONAL = (
-    "sign",
-    "normalize",
-    "aggregate",
-    "ratio",
-    "by_staleness",
-)  # keys of masks and weights that options may leave out
+_OPTIONAL = ("sign", "normalize", "aggregate", "ratio", "by_staleness")
+"""Keys of masks and weights that options may leave out."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +239,7 @@ class Candidate:
             return self.spec
         if self.base == UNCORRECTED:
             return CorrectionSpec.from_mapping({key: recorded.get(key) for key in ("proximal", "alpha")})
-        return CorrectionSpec.from_mapping(_changed(recorded, self.point))
+        return CorrectionSpec.from_mapping(_change(recorded, self.point))
 
 
 def build_candidates(
@@ -286,24 +258,24 @@ def build_candidates(
         SpecError: a spec without a grid is malformed, a grid key does not apply to any spec, or there are more than
             ``MOST`` corrections.
     """
-    axes = [parse_grid(grid) for grid in grids]
-    repeated = [key for index, (key, _) in enumerate(axes) if key in [other for other, _ in axes[:index]]]
-    if repeated:
-        raise SpecError(
-            f"--grid {repeated[0]} is given twice. Put all of its values into one --grid, separated by commas."
-        )
+    axes: dict[str, list[str]] = {}
+    for key, values in map(parse_grid, grids):
+        if key in axes:
+            raise SpecError(f"--grid {key} is given twice. Put all of its values into one --grid, separated by commas.")
+        axes[key] = values
     with initialize_composer():
         bases = [_compose_base(list(overrides), recorded) for overrides in specs]
     alone = all(label == RECORDED for label, _ in bases)
-    crossed = [mapping for label, mapping in bases if alone or label != RECORDED]
-    for key, _ in axes:
-        if not any(_has(mapping, key) for mapping in crossed):
-            raise SpecError(_unknown(key, crossed))
+    # The grid keys of each base.
+    keys = [_list_keys(mapping) if alone or label != RECORDED else set() for label, mapping in bases]
+    known = set().union(*keys)
+    if unknown := [key for key in axes if key not in known]:
+        raise SpecError(f"--grid {unknown[0]}: no --spec has this key. {suggest_keys(unknown[0], known)}")
     found: dict[str, Candidate] = {}
-    for label, mapping in bases:
-        own = [axis for axis in axes if _has(mapping, axis[0])] if alone or label != RECORDED else []
-        for point in _points(own):
-            candidate = _candidate(label, mapping, point)
+    for (label, mapping), its_keys in zip(bases, keys, strict=True):
+        own = [key for key in axes if key in its_keys]
+        for point in itertools.product(*(axes[key] for key in own)):
+            candidate = _build_candidate(label, mapping, dict(zip(own, point, strict=True)))
             # Two specs may yield the same correction, which is then replayed once.
             found.setdefault(candidate.label, candidate)
             if len(found) > MOST:
@@ -323,10 +295,10 @@ def _compose_base(overrides: list[str], recorded: Mapping[str, Any]) -> tuple[st
     return " ".join(overrides), compose_correction(overrides)
 
 
-def _candidate(base: str, mapping: Mapping[str, Any], point: Mapping[str, str]) -> Candidate:
+def _build_candidate(base: str, mapping: Mapping[str, Any], point: Mapping[str, str]) -> Candidate:
     label = " ".join([base, *(f"{key}={value}" for key, value in point.items())])
     try:
-        spec = CorrectionSpec.from_mapping(_changed(mapping, point))
+        spec = CorrectionSpec.from_mapping(_change(mapping, point))
     except SpecError as error:
         if not point:
             raise
@@ -335,43 +307,20 @@ def _candidate(base: str, mapping: Mapping[str, Any], point: Mapping[str, str]) 
     return Candidate(label, base, point, None if base == RECORDED else spec)
 
 
-def _points(axes: Sequence[tuple[str, list[str]]]) -> Iterator[dict[str, str]]:
-    keys = [key for key, _ in axes]
-    for values in itertools.product(*(values for _, values in axes)):
-        yield dict(zip(keys, values, strict=True))
-
-
-def _changed(mapping: Mapping[str, Any], point: Mapping[str, str]) -> dict[str, Any]:
+def _change(mapping: Mapping[str, Any], point: Mapping[str, str]) -> dict[str, Any]:
+    """Set the values of a grid; they are parsed as Hydra does: 1.01 is a number, null is None."""
     changed: dict[str, Any] = deepcopy(dict(mapping))
     for key, value in point.items():
         *path, leaf = key.split(".")[1:]
         node = changed
         for name in path:
             node = node[name]
-        node[leaf] = parse_value(value)
+        node[leaf] = _parse(f"key={value}").value()
     return changed
 
 
-def _has(mapping: Mapping[str, Any], key: str) -> bool:
-    """Check whether a grid over ``key`` changes this correction."""
-    return key in _known(mapping)
-
-
-def _known(mapping: Mapping[str, Any]) -> list[str]:
-    """List the dotted keys that have a value of their own, and the keys that an option may leave out."""
-    return [f"{GROUP}.{path}" for path in _paths(mapping)]
-
-
-def _paths(mapping: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    for name, value in mapping.items():
-        here = f"{path}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from _paths(value, f"{here}.")
-            yield from (f"{here}.{key}" for key in _OPTIONAL if name not in ("masks", "weights") and key not in value)
-        elif not isinstance(value, Mapping):
-            yield here
-
-
-def _unknown(key: str, mappings: Sequence[Mapping[str, Any]]) -> str:
-    known = list({name for mapping in mappings for name in _known(mapping)})
-    return f"--grid {key}: no --spec has this key. {suggest_keys(key, known)}"
+def _list_keys(mapping: Mapping[str, Any]) -> set[str]:
+    """List the keys that a grid can vary: those with a value of their own, and those that an option may leave out."""
+    keys = {f"{GROUP}.{path}" for path, _ in _leaves(mapping)}
+    parts = {key.rpartition(".")[0] for key in keys} - {GROUP}
+    return keys | {f"{part}.{name}" for part in parts for name in _OPTIONAL}

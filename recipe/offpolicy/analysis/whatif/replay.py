@@ -1,8 +1,15 @@
-"""Replay of one correction over recorded tokens by both training stages, in blocks of rows with similar length."""
+"""Replay of one correction over recorded tokens by both training stages, in blocks of rows with similar length.
+
+A token's *gradient weight* is the factor that multiplies grad log pi in the policy gradient, leaving out the factors
+that all corrections share: f_t = w_t k_t r_t s. Here w is the weight, k is 1 for a kept token and 0 otherwise, and r is
+the base loss's own factor, see ``BaseLoss`` (1 if there is a weight on pi / mu, because such a loss has no ratio). s is
+the row's factor from ``denominator=kept`` or ``nonfinite=excluded``, see ``study``; it is 1 otherwise. If there is also
+a penalty, ``compute_pull`` is subtracted from f A. Without a correction, f is simply r, with the recorded pi_old.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from verl_patches.releases import attributes_of
 
 from ...correction import (
     BatchConstants,
@@ -20,8 +29,11 @@ from ...correction import (
     rollout_stage,
     step_stage,
 )
+from ...correction.denominator import HAS_DENOMINATOR, compute_scale_of_counts
 from ...correction.proximal import OF_THE_TRAINER, TOLERANCE
+from ...correction.ratios import clamp_and_exp
 from ...recording import Rows
+from ...recording.recording import read_config
 
 SIZE = 2**16
 """Number of positions in a block, including padding; a longer row forms its own block."""
@@ -31,11 +43,11 @@ _SHORTEST = 0.8  # as a share of the longest row of a block
 
 @dataclass(frozen=True)
 class Block:
-    """B rows of at most W tokens; padding is 0 or False, and -1 for ``turn``.
+    """B rows of at most W tokens; padding is 0 or False, and -1 for ``turn``, ``version`` and
+    ``staleness``.
 
     Attributes:
         rows: (B,) int64, numbers of the block's rows within the step.
-        place: (B, W) bool, whether a token was recorded at this position.
         mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, W), as recorded.
         rejected_by, turn: (B, W), the recorded bits as int32, and the turn as int16.
         version: (B, W) int32, version of the weights with which the token was sampled; -1 if unknown.
@@ -43,7 +55,6 @@ class Block:
     """
 
     rows: NDArray[np.int64]
-    place: Tensor
     mask: Tensor
     rollout_log_prob: Tensor
     old_log_prob: Tensor
@@ -73,17 +84,7 @@ def iterate_blocks(rows: Rows, size: int = SIZE) -> Iterator[Block]:
 
 def concatenate_rows(rows: Rows) -> Block:
     """Concatenate all tokens into one long row without padding, for statistics that ignore rows."""
-    columns = {name: getattr(rows, name) for name in _COLUMNS}
-    return Block(
-        rows=np.zeros(1, dtype=np.int64),
-        place=torch.ones(1, rows.tokens, dtype=torch.bool),
-        mask=torch.from_numpy(rows.response_mask)[None],
-        rejected_by=torch.from_numpy(rows.rejected_by.view(np.int32))[None],
-        turn=torch.from_numpy(rows.turn)[None],
-        version=torch.from_numpy(rows.version)[None],
-        staleness=torch.from_numpy(rows.token_staleness)[None],
-        **{name: torch.from_numpy(values)[None] for name, values in columns.items()},
-    )
+    return _arrange(rows, np.zeros(1, dtype=np.int64), lambda values, empty: torch.from_numpy(values)[None])
 
 
 def pad_rows(rows: Rows, chosen: NDArray[np.int64]) -> Block:
@@ -92,25 +93,25 @@ def pad_rows(rows: Rows, chosen: NDArray[np.int64]) -> Block:
     column = np.arange(max(int(lengths.max(initial=0)), 1))
     place = column[None, :] < lengths[:, None]
     index = torch.from_numpy(np.where(place, rows.offsets[:-1][chosen][:, None] + column, 0))
-    there = torch.from_numpy(place)
+    padding = torch.from_numpy(~place)
 
-    def padded(values: NDArray[np.generic], empty: int = 0) -> Tensor:
+    def pad(values: NDArray[np.generic], empty: int) -> Tensor:
         if not len(values):
             return torch.full(index.shape, empty, dtype=torch.from_numpy(values).dtype)
-        return torch.from_numpy(values)[index].masked_fill_(~there, empty)
+        return torch.from_numpy(values)[index].masked_fill_(padding, empty)
 
-    version = padded(rows.version, -1)
-    step, oldest = (torch.from_numpy(column[chosen])[:, None] for column in (rows.step, rows.oldest_version))
-    sampled_by = torch.where(version < 0, oldest, version)
+    return _arrange(rows, chosen, pad)
+
+
+def _arrange(rows: Rows, chosen: NDArray[np.int64], arrange: Callable[[NDArray[Any], int], Tensor]) -> Block:
     return Block(
         rows=chosen,
-        place=there,
-        mask=padded(rows.response_mask),
-        rejected_by=padded(rows.rejected_by.view(np.int32)),  # torch has no bit operations on uint32
-        turn=padded(rows.turn, -1),
-        version=version,
-        staleness=torch.where(sampled_by < 0, -1, (step - 1 - sampled_by).clamp(min=0)),
-        **{name: padded(getattr(rows, name)) for name in _COLUMNS},
+        mask=arrange(rows.response_mask, 0),
+        rejected_by=arrange(rows.rejected_by.view(np.int32), 0),  # torch has no bit operations on uint32
+        turn=arrange(rows.turn, -1),
+        version=arrange(rows.version, -1),
+        staleness=arrange(rows.token_staleness, -1),
+        **{name: arrange(getattr(rows, name), 0) for name in _COLUMNS},
     )
 
 
@@ -133,15 +134,6 @@ class Decision:
     rejected: dict[str, Tensor]
 
 
-def check_gradient_known(spec: CorrectionSpec) -> None:
-    """Raise SpecError if scores are centred, because centring changes gradients but not weights or kept tokens."""
-    if spec.centering is not None:
-        raise SpecError(
-            f"correction.centering={spec.centering}: a recording contains no log-probs of tokens that were not "
-            "sampled, so the centring term is unknown. Replay with correction.centering=null."
-        )
-
-
 def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> None:
     """Raise SpecError if the recorded data are not sufficient to replay ``spec``.
 
@@ -157,7 +149,19 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
             f"not computed. Replay with correction.proximal=bypass, loglinear or reuse."
         )
     if spec.proximal == "same_engine" and recorded.proximal != "same_engine":
-        _check_same_engine(recorded, rows)
+        if recorded.proximal not in OF_THE_TRAINER:
+            raise SpecError(
+                f"correction.proximal=same_engine: the run used correction.proximal={recorded.proximal}, so pi_old was "
+                "not computed, and mu cannot be compared with it. Replay with correction.proximal=bypass."
+            )
+        apart = np.abs(rows.rollout_log_prob.astype(np.float64) - rows.old_log_prob)[rows.response_mask]
+        # The condition is written so that NaN counts as a difference.
+        if beyond := int((~(apart <= TOLERANCE)).sum()):
+            raise SpecError(
+                f"correction.proximal=same_engine: at {beyond} of {len(apart)} tokens mu differs from pi_old by more "
+                f"than {TOLERANCE:g} nats, so the run would have stopped. Replay with correction.proximal=bypass, "
+                "which uses mu as pi_old."
+            )
     if "version" in spec.levels and (unknown := _count_rows(rows, rows.version < 0)):
         raise SpecError(
             f"level=version: for {unknown} of {len(rows)} rows it is unknown which version of the weights sampled "
@@ -168,27 +172,6 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         raise SpecError(
             f"correction.{key} depends on the age of the weights: for {unknown} of {len(rows)} rows it is unknown "
             f"which version sampled them. Replay without this key."
-        )
-
-
-def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
-    """Check that a run with ``proximal=same_engine`` would not have stopped at these rows.
-
-    Raises:
-        SpecError: the run would have stopped, or pi_old was never computed.
-    """
-    if recorded.proximal not in OF_THE_TRAINER:
-        raise SpecError(
-            f"correction.proximal=same_engine: the run used correction.proximal={recorded.proximal}, so pi_old was "
-            "not computed, and mu cannot be compared with it. Replay with correction.proximal=bypass."
-        )
-    apart = np.abs(rows.rollout_log_prob.astype(np.float64) - rows.old_log_prob)[rows.response_mask]
-    # The condition is written so that NaN counts as a difference.
-    if beyond := int((~(apart <= TOLERANCE)).sum()):
-        raise SpecError(
-            f"correction.proximal=same_engine: at {beyond} of {len(apart)} tokens mu differs from pi_old by more than "
-            f"{TOLERANCE:g} nats, so the run would have stopped. Replay with correction.proximal=bypass, which uses mu "
-            f"as pi_old."
         )
 
 
@@ -274,3 +257,136 @@ def _rollout(rows: Block) -> dict[str, Any]:
         "versions": rows.version,
         "staleness": rows.staleness,
     }
+
+
+@dataclass(frozen=True)
+class BaseLoss:
+    """The run's ``actor.policy_loss.loss_mode`` and clips, as recorded.
+
+    Attributes:
+        name: the mode; empty if the recording does not contain it.
+        low, high: PPO's clip range, from 1 - low to 1 + high; None if there is no clip.
+        dual: upper clip for negative advantages (dual-clip PPO, Ye et al. 2020); None for no such clip.
+    """
+
+    name: str = ""
+    low: float | None = None
+    high: float | None = None
+    dual: float | None = None
+
+    @classmethod
+    def from_card(cls, card: Mapping[str, Any]) -> BaseLoss:
+        """Read the base loss from a recording's card; clips are read only for ``vanilla``."""
+        name = read_config(card, "actor_rollout_ref.actor.policy_loss.loss_mode")
+        if not isinstance(name, str):
+            return cls()
+        if name != "vanilla":
+            return cls(name)
+        both, low, high, dual = (
+            read_number(card, f"actor_rollout_ref.actor.clip_ratio{side}") for side in ("", "_low", "_high", "_c")
+        )
+        # For a side without a clip of its own, verl uses clip_ratio.
+        return cls(name, both if low is None else low, both if high is None else high, dual)
+
+    def compute_factor(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Compute r = pi / pi_old, 0 where the clip stops the gradient; 1 under ``gpg``, whose loss contains no ratio.
+
+        PPO's clip stops the gradient at r > 1 + high if A > 0, and at r < 1 - low if A < 0 (Schulman et al. 2017). The
+        dual clip stops the gradient at r > dual if A < 0.
+
+        Args:
+            log_ratio: (B, W) float64, log(pi / pi_old).
+            advantages: (B, W).
+        """
+        if self.name == "gpg":
+            return torch.ones_like(log_ratio)
+        ratio = clamp_and_exp(log_ratio)
+        clipped = torch.zeros_like(ratio, dtype=torch.bool)
+        if self.high is not None:
+            clipped |= (advantages > 0) & (ratio > 1 + self.high)
+        if self.low is not None:
+            clipped |= (advantages < 0) & (ratio < 1 - self.low)
+        if self.dual is not None:
+            clipped |= (advantages < 0) & (ratio > self.dual)
+        return ratio.masked_fill_(clipped, 0.0)
+
+    @property
+    def note(self) -> str:
+        """A sentence about a base loss that is unknown or not modelled; empty otherwise."""
+        if self.name in ("vanilla", "gpg"):
+            return ""
+        if not self.name:
+            return "The recording does not name the base loss, so pi / pi_old is used without a clip."
+        return f"Base loss {self.name}: its own ratio and clip are not modelled; pi / pi_old is used without a clip."
+
+
+def read_number(card: Mapping[str, Any], key: str) -> float | None:
+    """Read a number from the configuration in a card; None if it is missing or not a number."""
+    value = read_config(card, key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+@dataclass(frozen=True)
+class DenominatorCounts:
+    """Settings, read from a run's card, that determine the denominator of the run's loss.
+
+    Attributes:
+        mode: the aggregation of the policy loss, from ``actor.loss_agg_mode``; None if the card does not contain it.
+        mini_batch_rows: rows of a mini-batch over all ranks; None if unknown.
+        sampled: whether only a share of the rows was recorded.
+    """
+
+    mode: str | None = None
+    mini_batch_rows: int | None = None
+    sampled: bool = False
+
+    @classmethod
+    def from_card(cls, card: Mapping[str, Any]) -> DenominatorCounts:
+        """Read the settings from a recording's card; mini-batches are split as in ``batch.plan``."""
+        mode = read_config(card, "actor_rollout_ref.actor.loss_agg_mode")
+        prompts = read_number(card, "actor_rollout_ref.actor.ppo_mini_batch_size")
+        responses = read_number(card, "actor_rollout_ref.rollout.n")
+        if isinstance(mode, str) and isinstance(release := card.get("release"), str):
+            loss_mode = str(read_config(card, "actor_rollout_ref.actor.policy_loss.loss_mode"))
+            mode = attributes_of(release).find_policy_aggregation(loss_mode, mode)
+        share = read_number(card, "offpolicy.record.share")
+        return cls(
+            mode if isinstance(mode, str) else None,
+            int(prompts * responses) if prompts and responses else None,
+            sampled=share is not None and share < 1,
+        )
+
+    def explain_unknown(self, rows: Rows) -> str:
+        """Explain why N and R of the mini-batches of ``rows`` are unknown; empty if they are known.
+
+        Args:
+            rows: all recorded rows of one step's updates under one correction.
+        """
+        if self.sampled:
+            return "only a sample of the rows was recorded"
+        if self.mode is None or self.mini_batch_rows is None:
+            return "the recording does not contain all of loss_agg_mode, ppo_mini_batch_size and rollout.n"
+        if self.mode not in HAS_DENOMINATOR:
+            return f"loss_agg_mode={self.mode} divides by an unknown count"
+        _, counts = np.unique(rows.mini_batch, return_counts=True)
+        if (rows.mini_batch < 0).any() or (counts != self.mini_batch_rows).any():
+            return (
+                f"some recorded mini-batches do not have the {self.mini_batch_rows} rows that the run trains on at once"
+            )
+        return ""
+
+    def compute_scale(self, rows: Rows, kept: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Compute the factor of each row, (N,) float64; see ``correction.denominator.compute_scale_of_counts``.
+
+        Args:
+            rows: rows for which ``explain_unknown`` is empty.
+            kept: (N,) number of response tokens that the correction keeps in each row.
+        """
+        _, mini_batch = np.unique(rows.mini_batch, return_inverse=True)
+        return compute_scale_of_counts(
+            str(self.mode),
+            tokens=torch.from_numpy(rows.length.astype(np.float64)),
+            kept=torch.from_numpy(kept),
+            mini_batch=torch.from_numpy(mini_batch.astype(np.int64)),
+            mini_batch_rows=self.mini_batch_rows or 0,
+        ).numpy()

@@ -6,43 +6,38 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-
-from verl_patches.releases import attributes_of
 
 from ...correction import CorrectionSpec, SpecError
-from ...correction.denominator import HAS_DENOMINATOR, compute_scale_of_counts
-from ...recording import Recording, RecordingError, Rows, Step
-from ...recording.recording import join_alike, read_config, read_extensions
+from ...recording import Recording, RecordingError, Step
+from ...recording.recording import join_alike, read_extensions
 from ..jobs import ALONE, Jobs, show_progress
 from .candidates import Candidate
-from .gradient_sums import (
+from .measures import (
     COLUMNS,
-    BaseLoss,
-    ReferenceBlock,
-    build_grouping,
-    build_reference_block,
-    compute_gradient_weight,
-    compute_pull,
-    compute_row_sums,
-)
-from .outcomes import (
     FEW,
-    AgreementCounter,
-    CorrectionOutcome,
-    Fidelity,
-    RunningOutcome,
-    Study,
-    Sums,
-    compare_with_record,
+    GROUPS,
+    Agreement,
+    Array,
+    CorrectionMeasures,
+    TurnShare,
+    build_reference_block,
+    compare_pairs,
+    compute_agreement,
+    compute_measures,
+    compute_row_sums,
+    compute_turn_shares,
+    compute_weighed_advantages,
+    sum_by_group,
 )
 from .replay import (
     SIZE,
-    check_gradient_known,
+    BaseLoss,
+    Block,
+    Decision,
+    DenominatorCounts,
     check_replayable,
     compute_constants,
     count_kept_tokens,
@@ -51,150 +46,170 @@ from .replay import (
     needs_other_advantages,
 )
 
+TOLERANCE = 1e-5
+"""Relative tolerance when weights are compared. Weights are float32, exponentiated on the run's own device."""
+
 
 @dataclass(frozen=True)
-class DenominatorCounts:
-    """Settings, read from a run's card, that determine the denominator of the run's loss.
+class Fidelity:
+    """Comparison of the recorded correction's replay with the decisions in the recording.
 
     Attributes:
-        mode: the aggregation of the policy loss, from ``actor.loss_agg_mode``; None if the card does not contain it.
-        mini_batch_rows: rows of a mini-batch over all ranks; None if unknown.
-        sampled: whether only a share of the rows was recorded.
+        tokens: number of compared response tokens, whose mu and pi_old are finite; a correction does not act on other
+            tokens.
+        weights: number of compared tokens whose weight differs by more than ``TOLERANCE``.
+        rejections: number of compared tokens for which the rejecting parts differ from the record; decisions must match
+            exactly.
+        weight_error: largest relative difference of a weight.
     """
 
-    mode: str | None = None
-    mini_batch_rows: int | None = None
-    sampled: bool = False
+    tokens: int = 0
+    weights: int = 0
+    rejections: int = 0
+    weight_error: float = 0.0
 
-    @classmethod
-    def from_card(cls, card: Mapping[str, Any], *, sampled: bool) -> DenominatorCounts:
-        """Read the settings from a recording's card; mini-batches are split as in ``batch.plan``."""
-        mode = read_config(card, "actor_rollout_ref.actor.loss_agg_mode")
-        prompts = read_config(card, "actor_rollout_ref.actor.ppo_mini_batch_size")
-        responses = read_config(card, "actor_rollout_ref.rollout.n")
-        whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (prompts, responses))
-        if isinstance(mode, str) and isinstance(release := card.get("release"), str):
-            loss_mode = str(read_config(card, "actor_rollout_ref.actor.policy_loss.loss_mode"))
-            mode = attributes_of(release).find_policy_aggregation(loss_mode, mode)
-        return cls(mode if isinstance(mode, str) else None, prompts * responses if whole else None, sampled)
+    @property
+    def agrees(self) -> bool:
+        return not (self.weights or self.rejections)
 
-    def explain_unknown(self, rows: Rows) -> str:
-        """Explain why N and R of the mini-batches of ``rows`` are unknown; empty if they are known.
-
-        Args:
-            rows: all recorded rows of one step's updates under one correction.
-        """
-        if self.sampled:
-            return "only a sample of the rows was recorded"
-        if self.mode is None or self.mini_batch_rows is None:
-            return "the recording does not contain all of loss_agg_mode, ppo_mini_batch_size and rollout.n"
-        if self.mode not in HAS_DENOMINATOR:
-            return f"loss_agg_mode={self.mode} divides by an unknown count"
-        _, counts = np.unique(rows.mini_batch, return_counts=True)
-        if (rows.mini_batch < 0).any() or (counts != self.mini_batch_rows).any():
-            return (
-                f"some recorded mini-batches do not have the {self.mini_batch_rows} rows that the run trains on at once"
-            )
-        return ""
-
-    def compute_scale(self, rows: Rows, kept: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Compute the factor of each row, (N,) float64; see ``correction.denominator.compute_scale_of_counts``.
-
-        Args:
-            rows: rows for which ``explain_unknown`` is empty.
-            kept: (N,) number of response tokens that the correction keeps in each row.
-        """
-        assert self.mode is not None, "explain_unknown is empty"
-        assert self.mini_batch_rows is not None, "explain_unknown is empty"
-        _, mini_batch = np.unique(rows.mini_batch, return_inverse=True)
-        return compute_scale_of_counts(
-            self.mode,
-            tokens=torch.from_numpy(rows.length.astype(np.float64)),
-            kept=torch.from_numpy(kept),
-            mini_batch=torch.from_numpy(mini_batch.astype(np.int64)),
-            mini_batch_rows=self.mini_batch_rows,
-        ).numpy()
+    def __add__(self, other: Fidelity) -> Fidelity:
+        return Fidelity(
+            self.tokens + other.tokens,
+            self.weights + other.weights,
+            self.rejections + other.rejections,
+            max(self.weight_error, other.weight_error),
+        )
 
 
-_NAMED = 5
-"""Largest number of corrections that a note names."""
+def compare_with_record(by: Decision, of: Block, reasons: Sequence[str]) -> Fidelity:
+    """Compare one block.
+
+    Args:
+        by: the recorded correction's decision in the replay.
+        reasons: names of the bits of ``rejected_by``.
+    """
+    # Rebuild the recorded bit field, with one bit per reason.
+    replayed = torch.zeros_like(of.rejected_by)
+    for bit, reason in enumerate(reasons):
+        if (drop := by.rejected.get(reason)) is not None:
+            replayed |= (drop & by.valid).int() << bit
+    other = of.mask & (replayed != of.rejected_by)
+    # Rejections by a part that the record does not name are included as well.
+    other |= of.mask & by.valid & ((of.rejected_by == 0) != by.keep)
+    # Weights have no effect outside the valid tokens.
+    error = ((by.weight - of.weight).abs() / of.weight.abs().clamp(min=1e-30)).nan_to_num(torch.inf)
+    error = torch.where(by.valid & (by.weight != of.weight), error, 0.0)
+    return Fidelity(
+        tokens=int((of.mask & by.valid).sum()),
+        weights=int((error > TOLERANCE).sum()),
+        rejections=int(other.sum()),
+        weight_error=float(error.max()) if error.numel() else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class CorrectionOutcome:
+    """Effect of one correction on the recorded steps.
+
+    Attributes:
+        candidate: the correction.
+        overall: measures over all rows.
+        groups: measures by ``length/<bucket>``, ``advantage/<sign>``, ``staleness/<group>``, for groups with a row.
+        turns: shares by ``turn/<number>``, for turns with a token.
+        steps: step -> measures over that step.
+    """
+
+    candidate: Candidate
+    overall: CorrectionMeasures
+    groups: Mapping[str, CorrectionMeasures]
+    turns: Mapping[str, TurnShare]
+    steps: Mapping[int, CorrectionMeasures]
+
+
+@dataclass(frozen=True)
+class Study:
+    """The result of a replay.
+
+    Attributes:
+        directory: directory of the recording.
+        steps: the replayed steps.
+        rows, tokens: numbers of rows with a response token, and of response tokens, in these steps.
+        outcomes: the outcome of each correction that could be replayed.
+        failures: label -> why the correction could not be replayed.
+        agreement: agreement between ``outcomes``, in their order.
+        fidelity: comparison of the recorded correction's replay with the record.
+        notes: limitations of the figures, one sentence each.
+    """
+
+    directory: str
+    steps: tuple[int, ...]
+    rows: int
+    tokens: int
+    outcomes: tuple[CorrectionOutcome, ...]
+    failures: Mapping[str, str]
+    agreement: Agreement
+    fidelity: Fidelity
+    notes: tuple[str, ...]
 
 
 @dataclass
-class _ReplayNotes:
-    """Counts that are collected during the replay, for notes on the limitations of the figures."""
+class _Totals:
+    """Sums over the replayed steps, and counts for notes on the limitations of the figures.
 
+    Attributes:
+        pairs: (3, S, S) sums of ``compare_pairs`` for all S corrections.
+        sums: index of a correction -> (G, L, len(COLUMNS)) sums over its rows.
+        by_step: step -> index of a correction -> (L, len(COLUMNS)) sums over its rows in that step. A step without rows
+            is missing.
+        failures: label -> why a correction could not be replayed.
+        uncounted: response tokens whose gradient weights are left out.
+        unchecked: whether the recorded correction was not compared with its replay at some step.
+        unscaled: setting and reason -> the steps at which the setting had no effect.
+        other_advantages: labels of corrections with which training would have used other advantages.
+        needs_batch: whether some correction uses a constant of the whole batch.
+    """
+
+    pairs: Array
+    sums: dict[int, Array] = field(default_factory=dict)
+    by_step: dict[int, dict[int, Array]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
     fidelity: Fidelity = field(default_factory=Fidelity)
     rows: int = 0
     tokens: int = 0
     uncounted: int = 0
-    unchecked: int = 0
+    unchecked: bool = False
     unscaled: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     other_advantages: set[str] = field(default_factory=set)
+    needs_batch: bool = False
 
-    def add_block(self, of: ReferenceBlock) -> None:
-        """Count the rows and tokens of a block."""
-        counted = of.counted.bool()
-        self.rows += int(of.block.mask.any(-1).sum())
-        self.tokens += int(of.block.mask.sum())
-        self.uncounted += int((of.block.mask & ~counted).sum())
-
-    def add(self, other: _ReplayNotes) -> None:
-        """Add the counts of other steps."""
+    def add(self, other: _Totals) -> None:
+        """Add the totals of a later step."""
+        self.pairs += other.pairs
+        for place, sums in other.sums.items():
+            self.sums[place] = sums + self.sums.get(place, 0.0)
+        self.by_step |= other.by_step
+        self.failures = other.failures | self.failures  # name the first step at which a correction fails
         self.fidelity += other.fidelity
-        for name in ("rows", "tokens", "uncounted", "unchecked"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.rows += other.rows
+        self.tokens += other.tokens
+        self.uncounted += other.uncounted
+        self.unchecked |= other.unchecked
         for key, steps in other.unscaled.items():
             self.unscaled.setdefault(key, set()).update(steps)
         self.other_advantages |= other.other_advantages
+        self.needs_batch |= other.needs_batch
 
-    def format_notes(self, *, sampled: bool, needs_batch: bool) -> Iterator[str]:
-        """Yield sentences about the limitations of the figures, one at a time."""
-        if self.uncounted:
-            yield (
-                f"{self.uncounted} response tokens have a log-prob or an advantage that is not finite: their gradient "
-                f"weights are left out."
-            )
-        if sampled and needs_batch:
-            yield (
-                "Only a sample of the rows was recorded: constants of the whole batch (the mean of normalised weights, "
-                "M2PO's cut) are computed from the sample."
-            )
-        for (asked, reason), steps in self.unscaled.items():
-            yield (
-                f"{asked} is replayed as original in {len(steps)} step(s), because its factor N / (N - R) is unknown: "
-                f"{reason}."
-            )
-        if labels := sorted(self.other_advantages):
-            more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
-            yield (
-                f"Advantages are used as recorded, but correction.baseline=exclude computes them from kept rows: with "
-                f"{', '.join(labels[:_NAMED])}{more}, training would have used other advantages."
-            )
-        if self.unchecked:
-            yield "The recorded correction was not compared with its replay, for the same reason."
-        elif not self.fidelity.tokens:
-            yield "No token has a finite mu and pi_old."
-
-
-@dataclass
-class _StepReplay:
-    """Contribution of one step to the result of a replay.
-
-    Attributes:
-        sums: index of a correction -> names of its groups and their sums, for each correction that acted in the step.
-        failures: label -> why a correction could not be replayed.
-        tally, seen: the counts for this step alone.
-        needs_batch: whether some correction uses a constant of the whole batch.
-        filled: whether the step contains any rows.
-    """
-
-    tally: AgreementCounter
-    sums: list[tuple[int, tuple[str, ...], Sums]] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)
-    seen: _ReplayNotes = field(default_factory=_ReplayNotes)
-    needs_batch: bool = False
-    filled: bool = False
+    def build_outcome(self, place: int, candidate: Candidate) -> CorrectionOutcome:
+        """Build the outcome of a correction that was replayed at every step."""
+        total = self.sums[place]
+        overall, *groups = map(compute_measures, total)
+        return CorrectionOutcome(
+            candidate,
+            overall,
+            {name: group for name, group in zip(GROUPS[1:], groups, strict=True) if group.rows},
+            compute_turn_shares(total[0]),
+            {step: compute_measures(sums[place]) for step, sums in self.by_step.items()},
+        )
 
 
 @torch.no_grad()
@@ -218,77 +233,101 @@ def run_study(
     """
     if not steps:
         raise RecordingError(f"{recording.directory}: no step to replay.")
-    failures = {candidate.label: candidate.error for candidate in candidates if candidate.error is not None}
-    replayable = tuple(candidate for candidate in candidates if candidate.error is None)
-    running = [RunningOutcome(candidate) for candidate in replayable]
-    tally, seen, needs_batch, filled = AgreementCounter(len(running)), _ReplayNotes(), False, []
+    replayable = [candidate for candidate in candidates if candidate.error is None]
     card = recording.card
-    base_loss, sampled = BaseLoss.from_card(card), read_recorded_share(card) < 1
-    counts = DenominatorCounts.from_card(card, sampled=sampled)
-    work = partial(_replay_step, replayable, _Setting(base_loss, counts, size, sampled))
-    found = jobs.map(work, [recording.only(step) for step in steps])
-    for number, step in zip(steps, show_progress(found, len(steps), "replaying"), strict=True):
-        for place, names, sums in step.sums:
-            running[place].add(number, names, sums)
-        failures = step.failures | failures  # name the first step at which a correction fails
-        tally.add_counts(step.tally)
-        seen.add(step.seen)
-        needs_batch = needs_batch or step.needs_batch
-        filled += [number] if step.filled else []
-    if not filled:
+    base_loss, counts = BaseLoss.from_card(card), DenominatorCounts.from_card(card)
+    work = partial(_replay_step, _Setting(replayable, base_loss, counts, size))
+    totals = _Totals(np.zeros((3, len(replayable), len(replayable))))
+    totals.failures = {candidate.label: candidate.error for candidate in candidates if candidate.error is not None}
+    for found in show_progress(jobs.map(work, [recording.only(step) for step in steps]), len(steps), "replaying"):
+        totals.add(found)
+    if not totals.by_step:
         raise RecordingError(
             f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record other steps."
         )
-    # A correction may fail after an earlier step has added a note about it.
-    seen.other_advantages -= failures.keys()
-    done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
-    outcomes = tuple(running[place].build_outcome() for place in done)
+    done = [place for place, candidate in enumerate(replayable) if candidate.label not in totals.failures]
+    outcomes = tuple(totals.build_outcome(place, replayable[place]) for place in done)
+    extensions = read_extensions(card).items()
     return Study(
         directory=str(recording.directory),
-        steps=tuple(filled),
-        rows=seen.rows,
-        tokens=seen.tokens,
+        steps=tuple(totals.by_step),
+        rows=totals.rows,
+        tokens=totals.tokens,
         outcomes=outcomes,
-        failures=failures,
-        agreement=tally.compute_agreement(done),
-        fidelity=seen.fidelity,
+        failures=totals.failures,
+        agreement=compute_agreement(totals.pairs[np.ix_(range(3), done, done)]),
+        fidelity=totals.fidelity,
         notes=(
             *([base_loss.note] if base_loss.note else []),
-            *_of_extensions(recording),
-            *seen.format_notes(sampled=sampled, needs_batch=needs_batch),
-            *_few_rows(outcomes),
+            *(f"{section}: {each['replay']}" for section, each in extensions if each["replay"]),
+            *_format_notes(totals, sampled=counts.sampled),
+            *_note_few_rows(outcomes),
         ),
     )
 
 
+_NAMED = 5
+"""Largest number of corrections that a note names."""
+
+
+def _format_notes(totals: _Totals, *, sampled: bool) -> Iterator[str]:
+    """Yield sentences about the limitations of the figures, one at a time."""
+    if totals.uncounted:
+        yield (
+            f"{totals.uncounted} response tokens have a log-prob or an advantage that is not finite: their gradient "
+            f"weights are left out."
+        )
+    if sampled and totals.needs_batch:
+        yield (
+            "Only a sample of the rows was recorded: constants of the whole batch (the mean of normalised weights, "
+            "M2PO's cut) are computed from the sample."
+        )
+    for (asked, reason), steps in totals.unscaled.items():
+        yield (
+            f"{asked} is replayed as original in {len(steps)} step(s), because its factor N / (N - R) is unknown: "
+            f"{reason}."
+        )
+    # A correction may fail after an earlier step has added a note about it.
+    if labels := sorted(totals.other_advantages - totals.failures.keys()):
+        more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
+        yield (
+            f"Advantages are used as recorded, but correction.baseline=exclude computes them from kept rows: with "
+            f"{', '.join(labels[:_NAMED])}{more}, training would have used other advantages."
+        )
+    if totals.unchecked:
+        yield "The recorded correction was not compared with its replay, for the same reason."
+    elif not totals.fidelity.tokens:
+        yield "No token has a finite mu and pi_old."
+
+
+def _note_few_rows(outcomes: Sequence[CorrectionOutcome]) -> Iterator[str]:
+    for outcome in outcomes[:1]:  # the reference is the same for all corrections
+        overall = outcome.overall
+        if overall.rows and overall.reference_rows < FEW:
+            yield (
+                f"No bias by sequence is shown: when weighted by pi / mu of the whole row, {overall.rows} rows count "
+                f"as only {overall.reference_rows:.1f}, which is too few for a reference."
+            )
+
+
 @dataclass(frozen=True)
 class _Setting:
-    """Settings that all steps share: base loss, denominator, block size in positions, and whether rows are a sample."""
+    """Values that all steps share: the corrections, base loss and denominator, and the block size in positions."""
 
+    candidates: Sequence[Candidate]
     base_loss: BaseLoss
     counts: DenominatorCounts
     size: int
-    sampled: bool
 
 
 @torch.no_grad()
-def _replay_step(candidates: Sequence[Candidate], setting: _Setting, recording: Recording) -> _StepReplay:
-    (number,) = recording.steps
-    found = _StepReplay(AgreementCounter(len(candidates)))
+def _replay_step(setting: _Setting, recording: Recording) -> _Totals:
+    totals = _Totals(np.zeros((3, len(setting.candidates), len(setting.candidates))))
     # A constant of the whole batch can only be computed from all rows of the step; all other results can be added up.
-    for part in join_alike(recording.in_pieces(), partial(_needs_batch, candidates)):
-        if not len(part.rows):
-            continue
-        found.filled = True
-        specs = _specs(recording, number, part, candidates, found.failures)
-        found.needs_batch = found.needs_batch or any(spec.needs_constants for spec in specs.all)
-        found.seen.other_advantages |= {
-            candidates[place].label
-            for place, spec in specs.active.items()
-            if needs_other_advantages(spec, specs.recorded)
-        }
-        _replay(part, number, specs, found, setting)
-    return found
+    for part in join_alike(recording.in_pieces(), partial(_needs_batch, setting.candidates)):
+        if len(part.rows):
+            _replay(part, recording, setting, totals)
+    return totals
 
 
 def _needs_batch(candidates: Sequence[Candidate], part: Step) -> bool:
@@ -301,112 +340,81 @@ def _needs_batch(candidates: Sequence[Candidate], part: Step) -> bool:
     return False
 
 
-def _of_extensions(recording: Recording) -> Iterator[str]:
-    """Yield the effects of the run's extensions on its replay."""
-    for section, each in read_extensions(recording.card).items():
-        if each["replay"]:
-            yield f"{section}: {each['replay']}"
-
-
-@dataclass(frozen=True)
-class _Specs:
-    """The corrections of one step.
-
-    Attributes:
-        recorded: the correction that acted.
-        active: index of each correction that has not failed -> its spec.
-    """
-
-    recorded: CorrectionSpec
-    active: dict[int, CorrectionSpec]
-
-    @property
-    def all(self) -> list[CorrectionSpec]:
-        """All corrections, each once."""
-        return list(dict.fromkeys([self.recorded, *self.active.values()]))
-
-
-def _specs(
-    recording: Recording, number: int, step: Step, candidates: Sequence[Candidate], failures: dict[str, str]
-) -> _Specs:
+def _replay(part: Step, recording: Recording, setting: _Setting, totals: _Totals) -> None:
+    """Replay every correction on rows of one step, and add the results to ``totals``."""
+    ((number, files),) = recording.files.items()
+    rows = part.rows
     try:
-        recorded = CorrectionSpec.from_mapping(step.spec)
+        recorded = CorrectionSpec.from_mapping(part.spec)
     except SpecError as error:
         raise RecordingError(
-            f"{recording.files[number][0]}: its metadata holds no valid correction ({error}). Remove the file."
+            f"{files[0]}: its metadata holds no valid correction ({error}). Remove the file."
         ) from error
-    active = {}
-    for place, candidate in enumerate(candidates):
-        if candidate.label in failures:
+    active: dict[int, CorrectionSpec] = {}
+    for place, candidate in enumerate(setting.candidates):
+        if candidate.label in totals.failures:
             continue
         try:
-            spec = candidate.resolve_spec(step.spec)
-            check_gradient_known(spec)
-            check_replayable(spec, recorded, step.rows)
-            active[place] = spec
+            active[place] = _resolve(candidate, part, recorded)
         except SpecError as error:
-            failures[candidate.label] = f"step {number}: {error}"
-    return _Specs(recorded, active)
-
-
-def _replay(step: Step, number: int, specs: _Specs, found: _StepReplay, setting: _Setting) -> None:
-    """Replay every correction on one step."""
-    rows = step.rows
-    constants = {spec: compute_constants(spec, specs.recorded, rows) for spec in specs.all}
-    # Specs with an unknown scale are missing here; they are replayed with the original denominator.
-    scales = {}
-    if by_kept := [spec for spec in set(specs.active.values()) if spec.recounts]:
-        if unknown := setting.counts.explain_unknown(rows):
-            for spec in by_kept:
-                asked = "denominator=kept" if spec.denominator == "kept" else "nonfinite=excluded"
-                found.seen.unscaled.setdefault((asked, unknown), set()).add(number)
-        else:
-            for spec in by_kept:
-                scales[spec] = setting.counts.compute_scale(
-                    rows, count_kept_tokens(spec, specs.recorded, rows, constants[spec], setting.size)
-                )
+            totals.failures[candidate.label] = f"step {number}: {error}"
     # Results are keyed by spec, so that candidates that are equal at this step are replayed once.
-    tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in specs.active.values()}
+    replayed = list(dict.fromkeys(active.values()))
+    constants = {spec: compute_constants(spec, recorded, rows) for spec in [recorded, *replayed]}
+    totals.needs_batch |= any(spec.needs_constants for spec in constants)
+    totals.other_advantages |= {
+        setting.candidates[place].label for place, spec in active.items() if needs_other_advantages(spec, recorded)
+    }
+    recounting = [spec for spec in replayed if spec.recounts]
+    unknown = setting.counts.explain_unknown(rows) if recounting else ""
+    # Specs with an unknown scale are replayed with the original denominator.
+    scales: dict[CorrectionSpec, Array] = {}
+    for spec in recounting:
+        if unknown:
+            asked = "denominator=kept" if spec.denominator == "kept" else "nonfinite=excluded"
+            totals.unscaled.setdefault((asked, unknown), set()).add(number)
+        else:
+            kept = count_kept_tokens(spec, recorded, rows, constants[spec], setting.size)
+            scales[spec] = setting.counts.compute_scale(rows, kept)
+    tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in replayed}
+    places = list(active)
     for block in iterate_blocks(rows, setting.size):
         of = build_reference_block(block, setting.base_loss)
-        decisions = {spec: decide(spec, specs.recorded, block, constants[spec]) for spec in specs.all}
+        decisions = {spec: decide(spec, recorded, block, constants[spec]) for spec in constants}
         weighed = {}
         for spec, table in tables.items():
-            weighed[spec] = compute_gradient_weight(spec, decisions[spec], of, scales.get(spec)) * of.advantages
-            if spec.penalty is not None:
-                weighed[spec] = weighed[spec] - compute_pull(spec, decisions[spec], of, scales.get(spec))
+            weighed[spec] = compute_weighed_advantages(spec, decisions[spec], of, scales.get(spec))
             table[block.rows] = compute_row_sums(decisions[spec], of, weighed[spec])
-        chosen = list(specs.active.values())
-        found.tally.add(
-            list(specs.active),
-            [decisions[spec].keep for spec in chosen],
-            [weighed[spec] for spec in chosen],
-            of.counted.bool(),
-        )
-        found.seen.add_block(of)
+        if places:
+            chosen = active.values()
+            pairs = compare_pairs([decisions[spec].keep for spec in chosen], [weighed[s] for s in chosen], of.counted)
+            totals.pairs[np.ix_(range(3), places, places)] += pairs
+        totals.rows += int(block.mask.any(-1).sum())
+        totals.tokens += int(block.mask.sum())
+        totals.uncounted += int((block.mask & ~of.counted).sum())
         # The constants of the whole batch cannot be computed from a recorded sample.
-        known = not (setting.sampled and specs.recorded.needs_constants)
-        if known:
-            found.seen.fidelity += compare_with_record(decisions[specs.recorded], block, step.reasons)
+        if setting.counts.sampled and recorded.needs_constants:
+            totals.unchecked = True
         else:
-            found.seen.unchecked += 1
-    groups = build_grouping(rows)
-    sums = {spec: groups.sum_rows(table) for spec, table in tables.items()}
-    for place, spec in specs.active.items():
-        found.sums.append((place, groups.names, sums[spec]))
+            totals.fidelity += compare_with_record(decisions[recorded], block, part.reasons)
+    sums = dict(zip(tables, sum_by_group(rows, tables.values()), strict=True))
+    of_step = totals.by_step.setdefault(number, {})
+    for place, spec in active.items():
+        totals.sums[place] = sums[spec] + totals.sums.get(place, 0.0)
+        of_step[place] = sums[spec][0] + of_step.get(place, 0.0)
 
 
-def _few_rows(outcomes: Sequence[CorrectionOutcome]) -> Iterator[str]:
-    for outcome in outcomes[:1]:  # the reference is the same for all corrections
-        overall = outcome.overall
-        if overall.rows and overall.reference_rows < FEW:
-            yield (
-                f"No bias by sequence is shown: when weighted by pi / mu of the whole row, {overall.rows} rows count "
-                f"as only {overall.reference_rows:.1f}, which is too few for a reference."
-            )
+def _resolve(candidate: Candidate, part: Step, recorded: CorrectionSpec) -> CorrectionSpec:
+    """Return the correction with which a part of a step is replayed.
 
-
-def read_recorded_share(card: Mapping[str, Any]) -> float:
-    """Read the share of rows that was recorded, ``offpolicy.record.share``; 1 if the card does not contain it."""
-    share = read_config(card, "offpolicy.record.share")
-    return float(share) if isinstance(share, int | float) and not isinstance(share, bool) else 1.0
+    Raises:
+        SpecError: the correction is malformed, or the recorded data are not sufficient to replay it.
+    """
+    spec = candidate.resolve_spec(part.spec)
+    if spec.centering is not None:
+        raise SpecError(
+            f"correction.centering={spec.centering}: a recording contains no log-probs of tokens that were not "
+            "sampled, so the centring term is unknown. Replay with correction.centering=null."
+        )
+    check_replayable(spec, recorded, part.rows)
+    return spec

@@ -1,20 +1,20 @@
-"""Tables, sentences, figures and HTML page of a study."""
+"""Tables, sentences, figures, HTML page and JSON document of a study."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...correction.statistics import BUCKETS
 from .. import plotting
 from ..page import Details, Page
 from ..plotting import Axis, Mark, Panel, Rule, style_line
-from ..table import Column, Table
+from ..table import Column, Table, to_plain
 from .candidates import RECORDED, UNCORRECTED
-from .outcomes import TOLERANCE, CorrectionOutcome, Fidelity, Matrix, Study
+from .measures import Array
+from .study import TOLERANCE, CorrectionOutcome, Fidelity, Study
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,48 +46,50 @@ def shorten_label(label: str) -> str:
 
 def build_overall_table(study: Study) -> Table:
     """Build the table of measures by correction; measures that no correction has are left out."""
-    keys = _grid_keys(study)
-    columns = [Column("#"), Column("correction"), *(Column(shorten_label(key), align="right") for key in keys)]
+    keys = list(dict.fromkeys(key for outcome in study.outcomes for key in outcome.candidate.point))
     fields = [name for name in OVERALL if any(getattr(one.overall, name) is not None for one in study.outcomes)]
-    columns += [Column(OVERALL[name]) for name in fields]
-    rows = []
-    for place, outcome in enumerate(study.outcomes):
-        candidate = outcome.candidate
-        point = [candidate.point.get(key) for key in keys]
-        rows.append(
-            [place, shorten_label(candidate.base), *point, *(getattr(outcome.overall, name) for name in fields)]
-        )
-    return Table(columns, rows, title="What each correction would have done")
+    columns = [Column("#"), Column("correction"), *(Column(shorten_label(key), align="right") for key in keys)]
+    rows = [
+        [
+            *(place, shorten_label(outcome.candidate.base), *map(outcome.candidate.point.get, keys)),
+            *(getattr(outcome.overall, name) for name in fields),
+        ]
+        for place, outcome in enumerate(study.outcomes)
+    ]
+    title = "What each correction would have done"
+    return Table([*columns, *(Column(OVERALL[name]) for name in fields)], rows, title=title)
 
 
 def list_groups(outcome: CorrectionOutcome) -> dict[str, str]:
     """Map each group to its heading, leaving out families with only one group, except lengths."""
-    names: dict[str, str] = {}
-    for family in _FAMILIES:
-        groups = [name for name in collect_kept_shares(outcome) if name.startswith(f"{family}/")]
-        if len(groups) > 1 or family == "length":
-            names |= {name: format_heading(name) for name in groups}
-    return names
+    shares = collect_kept_shares(outcome)
+    families = {family: [name for name in shares if name.startswith(f"{family}/")] for family in _FAMILIES}
+    return {
+        name: format_heading(name)
+        for family, names in families.items()
+        if len(names) > 1 or family == "length"
+        for name in names
+    }
 
 
 def format_heading(group: str) -> str:
     """Format "length/le64" as "17-64", "advantage/negative" as "A < 0", "turn/ge3" as "turn 3+"."""
     family, name = group.split("/")
     if family == "length":
-        return _span(name)
+        names, most = list(BUCKETS), BUCKETS[name]
+        place = names.index(name)
+        below = (BUCKETS[names[place - 1]] or 0) if place else 0
+        return f"> {below}" if most is None else f"{below + 1}-{most}"
     if family == "advantage":
         return {"positive": "A > 0", "negative": "A < 0"}[name]
-    family = {"staleness": "age"}.get(family, family)
-    return f"{family} {name[2:]}+" if name.startswith("ge") else f"{family} {name[2:]}"
+    return f"{'age' if family == 'staleness' else family} {name[2:]}{'+' * name.startswith('ge')}"
 
 
 def build_group_table(study: Study) -> Table:
     """Build the table of tokens kept by length, sign of the advantage, staleness and turn."""
     names = list_groups(study.outcomes[0])
-    rows = []
-    for place, outcome in enumerate(study.outcomes):
-        groups = collect_kept_shares(outcome)
-        rows.append([f"#{place}", *(groups.get(name) for name in names)])
+    shares = map(collect_kept_shares, study.outcomes)
+    rows = [[f"#{place}", *map(of_groups.get, names)] for place, of_groups in enumerate(shares)]
     columns = [Column("#"), *(Column(text) for text in names.values())]
     return Table(columns, rows, title="Tokens kept by length, advantage A, staleness and turn")
 
@@ -149,25 +151,13 @@ def describe_fidelity(fidelity: Fidelity) -> str:
     )
 
 
-def _grid_keys(study: Study) -> list[str]:
-    return list(dict.fromkeys(key for outcome in study.outcomes for key in outcome.candidate.point))
-
-
 def collect_kept_shares(outcome: CorrectionOutcome) -> dict[str, float | None]:
     """Map each group to the kept share of its tokens."""
     shares = {name: group.kept_tokens for name, group in outcome.groups.items()}
     return shares | {name: share.kept_tokens for name, share in outcome.turns.items()}
 
 
-def _span(bucket: str) -> str:
-    names = list(BUCKETS)
-    place = names.index(bucket)
-    least = (BUCKETS[names[place - 1]] or 0) + 1 if place else 1
-    most = BUCKETS[bucket]
-    return f"{least}-{most}" if most is not None else f"> {least - 1}"
-
-
-def _matrix(values: Matrix, places: Sequence[int], title: str) -> Table:
+def _matrix(values: Array, places: Sequence[int], title: str) -> Table:
     columns = [Column("#"), *(Column(f"#{place}") for place in places)]
     rows = [[f"#{row}", *(float(values[row, column]) for column in places)] for row in places]
     return Table(columns, rows, title=title)
@@ -224,29 +214,54 @@ def group_into_rows(study: Study) -> list[PanelRow]:
     for outcome in study.outcomes:
         if outcome.candidate.point:
             bases.setdefault(outcome.candidate.base, []).append(outcome)
-    found = [line for outcomes in bases.values() for line in _of_base(outcomes)]
-    rest = [outcome for outcome in study.outcomes if not outcome.candidate.point]
+    found = [line for outcomes in bases.values() for line in _split_base(outcomes)]
+    rest = tuple(outcome for outcome in study.outcomes if not outcome.candidate.point)
     if not found or any(outcome.candidate.label not in (UNCORRECTED, RECORDED) for outcome in rest):
         ticks = tuple(shorten_label(outcome.candidate.label) for outcome in rest)
-        found.append(PanelRow("", "", ticks, tuple(rest), ordered=False))
+        found.append(PanelRow("", "", ticks, rest, ordered=False))
     return found
 
 
-def _of_base(outcomes: Sequence[CorrectionOutcome]) -> list[PanelRow]:
-    """Build the rows of one spec whose points all have the same keys."""
+def _split_base(outcomes: Sequence[CorrectionOutcome]) -> Iterator[PanelRow]:
+    """Yield the rows of one spec whose points all have the same keys."""
     keys = list(outcomes[0].candidate.point)
     axis = max(keys, key=lambda key: len({outcome.candidate.point[key] for outcome in outcomes}))
     along: dict[str, list[CorrectionOutcome]] = {}
     for outcome in outcomes:
         others = [f"{key}={value}" for key, value in outcome.candidate.point.items() if key != axis]
         along.setdefault(" ".join([outcome.candidate.base, *others]), []).append(outcome)
-    return [_along(title, axis, several) for title, several in along.items()]
+
+    def parse(outcome: CorrectionOutcome) -> float:
+        try:
+            return float(outcome.candidate.point[axis])
+        except ValueError:
+            return math.inf  # values that are not numbers, such as null, are sorted last
+
+    for title, several in along.items():
+        ordered = tuple(sorted(several, key=parse))
+        ticks = tuple(outcome.candidate.point[axis] for outcome in ordered)
+        # "[tis_token,gsm] weight.upper=2" is written as "tis_token and gsm, upper bound of weight = 2".
+        options, *others = shorten_label(title).split(" ")
+        named = [f"{_name_key(key)} = {value}" for key, _, value in (each.partition("=") for each in others)]
+        words = ", ".join([" and ".join(options.strip("[]").split(",")), *named])
+        yield PanelRow(words, _name_key(shorten_label(axis)), ticks, ordered, ordered=True)
+
+
+def _name_key(key: str) -> str:
+    """Write ``masks.gsm.upper`` as ``upper bound of gsm``; other keys stay as they are."""
+    *owner, name = key.split(".")
+    known = {"upper": "upper bound", "lower": "lower bound", "delta": "delta", "budget": "budget"}
+    return f"{known[name]} of {owner[-1]}" if owner and name in known else key
 
 
 def draw_study(study: Study) -> Figure:
     """Draw all panels in one figure, two side by side; corrections outside a grid are drawn as horizontal lines."""
     drawn = build_panels(study)
-    return plotting.draw_panels([panel for line in drawn for panel in line], columns=2, title=_title(study, len(drawn)))
+    steps = f"steps {study.steps[0]} to {study.steps[-1]}" if len(study.steps) > 1 else f"step {study.steps[0]}"
+    left = len(group_into_rows(study)) - len(drawn)
+    more = f"; {left} more rows of panels appear only in the tables" if left else ""
+    title = f"{study.directory}: {steps}, {study.rows:,} rows, {study.tokens:,} tokens{more}"
+    return plotting.draw_panels([panel for line in drawn for panel in line], columns=2, title=title)
 
 
 def build_panels(study: Study) -> list[list[Panel]]:
@@ -264,40 +279,22 @@ def _build_row(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[Panel
         if (value := getattr(outcome.overall, name)) is not None
     ]
     full = Rule(1.0, "y" if line.ordered else "x")
-    kept, scale, bias = (_collect(line, names) for names in (_KEPT, _SCALE, _BIAS))
+    kept, scale, bias = (
+        {label: [getattr(outcome.overall, name) for outcome in line.outcomes] for name, label in names.items()}
+        for names in (_KEPT, _SCALE, _BIAS)
+    )
+    lengths, sample = (
+        "Share of tokens kept by length of the row or group",
+        "Share kept, mismatch left and effective sample size",
+    )
+    distance = "Distance from unbiased weights"
     return [
+        _build_panel(line, title, lengths, "share of the group's tokens", by_group, share=True),
+        _build_panel(line, "Kept and effective sample", sample, "share", kept, share=True),
         _build_panel(
-            line,
-            title,
-            "Share of tokens kept by length of the row or group",
-            "share of the group's tokens",
-            by_group,
-            share=True,
+            line, "Effective learning rate", "Learning-rate scale", "share of the uncorrected scale", scale, [full]
         ),
-        _build_panel(
-            line,
-            "Kept and effective sample",
-            "Share kept, mismatch left and effective sample size",
-            "share",
-            kept,
-            share=True,
-        ),
-        _build_panel(
-            line,
-            "Effective learning rate",
-            "Learning-rate scale",
-            "share of the uncorrected scale",
-            scale,
-            [full],
-        ),
-        _build_panel(
-            line,
-            "Distance from unbiased weights",
-            "Distance from unbiased weights",
-            "relative distance",
-            bias,
-            uncorrected,
-        ),
+        _build_panel(line, distance, distance, "relative distance", bias, uncorrected),
     ]
 
 
@@ -305,16 +302,11 @@ def _collect_groups(line: PanelRow) -> tuple[Series, str]:
     """Collect kept shares by length or, if all rows have the same length, by the groups that split the tokens."""
     names = list_groups(line.outcomes[0])
     lengths = [name for name in names if name.startswith("length/")]
-    if len(lengths) < 2:
-        lengths = [name for name in names if name not in lengths] or lengths
+    others = [name for name in names if name not in lengths]
+    by_length = len(lengths) > 1 or not others
     shares = [collect_kept_shares(outcome) for outcome in line.outcomes]
-    by_length = all(name.startswith("length/") for name in lengths)
-    found = {names[name]: [share.get(name) for share in shares] for name in lengths}
+    found = {names[name]: [share.get(name) for share in shares] for name in (lengths if by_length else others)}
     return found, f"Tokens kept by {'length T' if by_length else 'group'}"
-
-
-def _collect(line: PanelRow, names: Mapping[str, str]) -> Series:
-    return {label: [getattr(outcome.overall, name) for outcome in line.outcomes] for name, label in names.items()}
 
 
 def _build_panel(
@@ -325,28 +317,17 @@ def _build_panel(
         for label, values in series.items()
         if any(value is not None for value in values)
     }
-    places = range(len(line.ticks))
-    marks: list[Mark] = []
-    for at, (label, values) in enumerate(plotting.merge_equal_series(numbers).items()):
-        x, y = (places, values) if line.ordered else (values, places)
-        marks.append(Mark(x, y, label, **style_line(at) | ({} if line.ordered else {"dash": ""})))
-    of_values = Axis(
-        unit if line.ordered else "", limits=_limit([*numbers.values(), [one.at for one in rules]], share=share)
-    )
-    # Ceiling division.
-    every = -(-len(places) // _MOST_TICKS) if line.ordered else 1
-    ticks = {place: line.ticks[place] for place in places[::every]}
-    of_places = Axis(
-        line.label, limits=(-0.4, len(places) - 0.6) if line.ordered else (len(places) - 0.5, -0.5), ticks=ticks
-    )
-    return Panel(
-        f"{title}, {line.title}" if line.title else title,
-        alt,
-        of_places if line.ordered else of_values,
-        of_values if line.ordered else of_places,
-        [*marks, *rules],
-        height=4.2 if line.ordered else 2.0 + 0.3 * len(line.ticks),
-    )
+    styled = list(enumerate(plotting.merge_equal_series(numbers).items()))
+    limits, places = _limit([*numbers.values(), [one.at for one in rules]], share=share), range(len(line.ticks))
+    title = f"{title}, {line.title}" if line.title else title
+    if not line.ordered:
+        level = [Mark(values, places, label, **style_line(at) | {"dash": ""}) for at, (label, values) in styled]
+        y = Axis(limits=(len(places) - 0.5, -0.5), ticks=dict(enumerate(line.ticks)))
+        return Panel(title, alt, Axis(limits=limits), y, [*level, *rules], height=2.0 + 0.3 * len(places))
+    marks = [Mark(places, values, label, **style_line(at)) for at, (label, values) in styled]
+    ticks = {place: line.ticks[place] for place in places[:: math.ceil(len(places) / _MOST_TICKS)]}
+    x = Axis(line.label, limits=(-0.4, len(places) - 0.6), ticks=ticks)
+    return Panel(title, alt, x, Axis(unit, limits=limits), [*marks, *rules], height=4.2)
 
 
 def _limit(series: Sequence[plotting.Series], *, share: bool) -> tuple[float, float]:
@@ -357,42 +338,6 @@ def _limit(series: Sequence[plotting.Series], *, share: bool) -> tuple[float, fl
         return min(0.0, least), greatest * 1.08 if greatest > 0 else 1.0
     low = max(0.0, math.floor((least - 0.03) * 20) / 20)
     return low, 1 + 0.03 * (1 - low)
-
-
-def _along(title: str, axis: str, outcomes: Sequence[CorrectionOutcome]) -> PanelRow:
-    def number(outcome: CorrectionOutcome) -> float:
-        try:
-            return float(outcome.candidate.point[axis])
-        except ValueError:
-            # Values that are not numbers, such as null, are sorted last.
-            return math.inf
-
-    ordered = sorted(outcomes, key=number)
-    ticks = tuple(outcome.candidate.point[axis] for outcome in ordered)
-    return PanelRow(
-        _in_words(shorten_label(title)), _name_key(shorten_label(axis)), ticks, tuple(ordered), ordered=True
-    )
-
-
-def _in_words(correction: str) -> str:
-    """Write ``[tis_token,gsm] weight.upper=2`` as ``tis_token and gsm, upper bound of weight = 2``."""
-    options, *keys = correction.split(" ")
-    named = [f"{_name_key(key)} = {value}" for key, _, value in (each.partition("=") for each in keys)]
-    return ", ".join([" and ".join(options.strip("[]").split(",")), *named])
-
-
-def _name_key(key: str) -> str:
-    """Write ``masks.gsm.upper`` as ``upper bound of gsm``; other keys stay as they are."""
-    *owner, name = key.split(".")
-    known = {"upper": "upper bound", "lower": "lower bound", "delta": "delta", "budget": "budget"}
-    return f"{known[name]} of {owner[-1]}" if owner and name in known else key
-
-
-def _title(study: Study, drawn: int) -> str:
-    steps = f"steps {study.steps[0]} to {study.steps[-1]}" if len(study.steps) > 1 else f"step {study.steps[0]}"
-    left = len(group_into_rows(study)) - drawn
-    more = f"; {left} more rows of panels appear only in the tables" if left else ""
-    return f"{study.directory}: {steps}, {study.rows:,} rows, {study.tokens:,} tokens{more}"
 
 
 _STEPS = 60
@@ -447,6 +392,45 @@ def build_page(study: Study) -> Page:
     return result
 
 
-def write_page(study: Study, path: Path) -> int:
-    """Write the page; return its size in bytes."""
-    return build_page(study).write(path)
+SCHEMA = 1
+
+
+def build_document(study: Study) -> dict[str, Any]:
+    """Build the JSON document from plain values.
+
+    Keys:
+
+    * ``schema``: 1; increases whenever a key is removed or changes its meaning.
+    * ``recording``: ``directory``, ``steps`` (list), ``rows``, ``tokens`` (response tokens).
+    * ``fidelity``: comparison of the recorded correction's replay with the recording: ``agrees`` (null if there was no
+      comparison), ``tolerance``, and the fields of ``Fidelity``.
+    * ``corrections``: a list of
+        * ``label``, ``base`` and ``point`` (the values of the grid keys);
+        * ``spec``: plain values; null if the correction is the one recorded at each step;
+        * ``overall``, ``groups`` (``length/le64``, ``advantage/negative``, ``staleness/is1``) and ``steps`` (by
+          number): the fields of ``CorrectionMeasures``; null where a measure is not possible;
+        * ``turns`` (``turn/is0``): the fields of ``TurnShare``.
+    * ``agreement``: ``labels`` and, in their order, the matrices of ``Agreement``; null where undefined.
+    * ``failures``: label -> why the correction was not replayed.
+    * ``notes``: limitations of the figures.
+    """
+    compared = study.fidelity.tokens or not study.fidelity.agrees
+    agrees = study.fidelity.agrees if compared else None
+    matrices = {name: matrix.tolist() for name, matrix in vars(study.agreement).items()}
+    corrections = []
+    for outcome in study.outcomes:
+        candidate, results = outcome.candidate, vars(outcome)
+        named = {"label": candidate.label, "base": candidate.base, "point": candidate.point}
+        spec = None if candidate.spec is None else candidate.spec.to_mapping()
+        measured = {name: results[name] for name in ("overall", "groups", "turns", "steps")}
+        corrections.append({**named, "spec": spec, **measured})
+    document = {
+        "schema": SCHEMA,
+        "recording": {name: getattr(study, name) for name in ("directory", "steps", "rows", "tokens")},
+        "fidelity": {"agrees": agrees, "tolerance": TOLERANCE, **vars(study.fidelity)},
+        "corrections": corrections,
+        "agreement": {"labels": [outcome.candidate.label for outcome in study.outcomes], **matrices},
+        "failures": study.failures,
+        "notes": study.notes,
+    }
+    return dict(to_plain(document))

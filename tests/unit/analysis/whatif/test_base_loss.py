@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.whatif.gradient_sums import BaseLoss
+from recipe.offpolicy.analysis.whatif.replay import BaseLoss
 
 
 def card(**actor: Any) -> dict[str, Any]:

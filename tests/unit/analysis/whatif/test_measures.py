@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.whatif import outcomes as module
+from recipe.offpolicy.analysis.whatif import measures as module
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.outcomes import CorrectionMeasures, CorrectionOutcome, Study
-from recipe.offpolicy.analysis.whatif.study import run_study
+from recipe.offpolicy.analysis.whatif.measures import CorrectionMeasures
+from recipe.offpolicy.analysis.whatif.study import CorrectionOutcome, Study, run_study
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Rows
 from tests.support.acted import by_hand, recorded

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.whatif.gradient_sums import BaseLoss, build_reference_block, compute_pull
-from recipe.offpolicy.analysis.whatif.replay import count_kept_tokens, decide, iterate_blocks
+from recipe.offpolicy.analysis.whatif.measures import build_reference_block, compute_weighed_advantages
+from recipe.offpolicy.analysis.whatif.replay import BaseLoss, count_kept_tokens, decide, iterate_blocks
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
 from recipe.offpolicy.correction.terms import PenaltySpec
 from tests.support.acted import by_hand
@@ -29,7 +29,9 @@ def test_a_penalty_pulls_by_twice_its_log_ratio(ratio: str, expected: list[float
     rows = replace(ROWS, log_prob=ROWS.old_log_prob)
     block = next(block for block in iterate_blocks(rows) if 0 in block.rows)
     of = build_reference_block(block, BaseLoss("gpg"))
-    pull = compute_pull(penalised, decide(penalised, CorrectionSpec(), block, BatchConstants()), of)
+    decision = decide(penalised, CorrectionSpec(), block, BatchConstants())
+    plain = replace(penalised, penalty=None)
+    pull = compute_weighed_advantages(plain, decision, of) - compute_weighed_advantages(penalised, decision, of)
     first = pull[list(block.rows).index(0), :3]
     torch.testing.assert_close(first, 2 * 0.25 * LOG2 * torch.tensor(expected, dtype=torch.float64))
 

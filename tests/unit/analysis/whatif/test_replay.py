@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from recipe.offpolicy.analysis.whatif import replay as module
 from recipe.offpolicy.analysis.whatif.candidates import Candidate
-from recipe.offpolicy.analysis.whatif.outcomes import Study
-from recipe.offpolicy.analysis.whatif.replay import iterate_blocks, pad_rows
-from recipe.offpolicy.analysis.whatif.study import read_recorded_share, run_study
+from recipe.offpolicy.analysis.whatif.replay import DenominatorCounts, iterate_blocks, pad_rows
+from recipe.offpolicy.analysis.whatif.study import Study, run_study
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
 from recipe.offpolicy.correction.statistics import BUCKETS, SIGNS, STALENESS
 from recipe.offpolicy.recording import Recording, RecordingError
@@ -170,15 +169,13 @@ def test_every_row_is_in_one_block(lengths: list[int], size: int) -> None:
     seen = []
     for one in iterate_blocks(rows, size):
         seen += one.rows.tolist()
-        height, width = one.place.shape
+        height, width = one.mask.shape
         assert height * width <= max(size, width)
         for place, row in enumerate(one.rows):
             start, stop = rows.offsets[row : row + 2]
-            assert torch.equal(
-                one.old_log_prob[place][one.place[place]], torch.from_numpy(rows.old_log_prob[start:stop])
-            )
-            assert not one.old_log_prob[place][~one.place[place]].any()
-            assert int(one.place[place].sum()) == stop - start
+            recorded, padding = one.old_log_prob[place].split([stop - start, width - (stop - start)])
+            assert torch.equal(recorded, torch.from_numpy(rows.old_log_prob[start:stop]))
+            assert not padding.any()
     assert sorted(seen) == list(range(len(lengths)))
 
 
@@ -186,9 +183,9 @@ def test_every_row_is_in_one_block(lengths: list[int], size: int) -> None:
 def test_padding_is_little() -> None:
     lengths = np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 300)), 1, 8192).astype(int)
     rows = drawn_rows(lengths.tolist())
-    places = sum(one.place.numel() for one in iterate_blocks(rows))
+    places = sum(one.mask.numel() for one in iterate_blocks(rows))
     assert places < 1.25 * rows.tokens
-    assert pad_rows(rows, np.arange(300)).place.numel() > 4 * rows.tokens
+    assert pad_rows(rows, np.arange(300)).mask.numel() > 4 * rows.tokens
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "version"])
@@ -231,7 +228,7 @@ def test_a_sample_has_no_constants_of_the_batch(share: float | None, told: bool,
         card = {"config": {"offpolicy": {"record": {"share": share}}}}
         (path / "run.json").write_text(json.dumps(card))
     result = run(path, {"tis": SPECS["tis"]})
-    assert read_recorded_share(Recording(path).card) == (share or 1.0)
+    assert DenominatorCounts.from_card(Recording(path).card).sampled == told
     assert any("Only a sample of the rows" in note for note in result.notes) == told
     assert any("not compared with its replay" in note for note in result.notes) == told
     assert (result.fidelity.tokens == 0) == told

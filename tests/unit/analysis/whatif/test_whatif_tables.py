@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -11,17 +10,15 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.outcomes import Fidelity, Study, build_document
-from recipe.offpolicy.analysis.whatif.study import run_study
-from recipe.offpolicy.analysis.whatif.whatif_command import run_from_arguments, write_result
+from recipe.offpolicy.analysis.whatif.study import Fidelity, Study, run_study
 from recipe.offpolicy.analysis.whatif.whatif_page import (
     build_agreement_tables,
+    build_document,
     build_group_table,
     build_overall_table,
     collect_kept_shares,
     describe_fidelity,
     list_groups,
-    write_page,
 )
 from recipe.offpolicy.recording import Recording
 from tests.support.acted import by_hand, recorded
@@ -86,18 +83,3 @@ def test_the_document_is_of_plain_values(study: Study) -> None:
     assert [each["label"] for each in found["corrections"]] == ["uncorrected", "one", "none kept"]
     assert found["corrections"][1]["overall"]["kept_tokens"] == pytest.approx(0.6)
     assert found["fidelity"]["agrees"] is True
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_the_command_replays_what_acted_and_writes_it(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = argparse.Namespace(
-        directory=directory, steps=None, spec=None, grid=[], html=None, json=True, png=None, jobs=None, ray=None
-    )
-    found = run_from_arguments(given)
-    assert [outcome.candidate.label for outcome in found.outcomes] == ["uncorrected", "recorded"]
-    write_result(found, given)
-    assert json.loads(capsys.readouterr().out)["recording"]["tokens"] == 5
-    page = tmp_path / "page.html"
-    assert write_page(found, page) == page.stat().st_size > 0
