@@ -6,10 +6,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
 
-from .declared_size import DeclaredError, read_declared_size
 from .schema import (
     DIGEST_KEY,
     EXTENSION_PREFIX,
@@ -25,12 +24,12 @@ from .schema import (
     PROMPT_COLUMN,
     REASONS_KEY,
     ROW_COLUMNS,
-    SCHEMA,
     SPEC_KEY,
     TOKEN_COLUMNS,
     VERSION,
     VERSION_KEY,
     Rows,
+    compute_offsets,
     extend_schema,
     has_column,
     spread_versions,
@@ -49,8 +48,7 @@ PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700
 LARGEST = 8 * 2**30
 """Largest unpacked size of a file in bytes; a larger size is treated as an error or an attack."""
 UNPACKED, SMALL = 200, 2**26
-"""Largest ratio of unpacked size to file size, for files that unpack to more than ``SMALL``; log-probs do not compress
-this well."""
+"""Largest ratio of unpacked size to file size, for files that unpack to more than ``SMALL`` bytes."""
 MOST_REASONS = 32
 """Maximum number of parts of a correction that can reject: the number of bits of ``rejected_by``."""
 _WIDEST = 8  # bytes of a value
@@ -62,7 +60,7 @@ _NUMPY = {
 
 
 ASIDE = "Move it out of the directory; the other files are read without it."
-"""Fix suggested for a damaged file; the file is not removed, so that it can still be inspected."""
+"""Fix for a damaged file."""
 
 
 class RecordingError(ValueError):
@@ -92,15 +90,15 @@ def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.
     """Convert a step to an Arrow table."""
     if len(reasons) > MOST_REASONS:
         raise ValueError(f"{len(reasons)} parts of the correction can reject, but rejected_by has {MOST_REASONS} bits.")
-    columns: dict[str, pa.Array] = {}
-    for name, (kind, _) in ROW_COLUMNS.items():
-        columns[name] = pa.array(getattr(rows, name), type=kind)
-    columns[PROMPT_COLUMN] = _lists(rows.prompt_offsets, rows.prompt_ids, PROMPT_COLUMN)
-    for name in TOKEN_COLUMNS:
-        columns[name] = _lists(rows.offsets, getattr(rows, name), name)
     schema = extend_schema(rows.extensions)
-    for name, values in rows.extensions.items():
-        columns[name] = _lists(rows.offsets, values, name, schema)
+    tokens = {name: getattr(rows, name) for name in TOKEN_COLUMNS} | dict(rows.extensions)
+    lists = {PROMPT_COLUMN: (rows.prompt_offsets, rows.prompt_ids)}
+    lists |= {name: (rows.offsets, values) for name, values in tokens.items()}
+    columns = {name: pa.array(getattr(rows, name), type=kind) for name, (kind, _) in ROW_COLUMNS.items()}
+    for name, (offsets, values) in lists.items():
+        kind = schema.field(name).type
+        starts, items = pa.array(offsets, type=pa.int32()), pa.array(values, type=kind.value_type)
+        columns[name] = pa.ListArray.from_arrays(starts, items, type=kind)
     metadata = {
         VERSION_KEY: str(VERSION).encode(),
         SPEC_KEY: json.dumps(spec, sort_keys=True).encode(),
@@ -220,21 +218,14 @@ def build_unreadable_error(path: Path, error: OSError) -> RecordingError:
     return RecordingError(f"{path}: not readable ({error.strerror or _first_line(error)}). {proposed}.")
 
 
-def _lists(offsets: NDArray[np.int64], values: NDArray[Any], name: str, schema: pa.Schema = SCHEMA) -> pa.Array:
-    kind = schema.field(name).type
-    return pa.ListArray.from_arrays(
-        pa.array(offsets, type=pa.int32()), pa.array(values, type=kind.value_type), type=kind
-    )
-
-
 def _rows(path: Path, table: pa.Table) -> Rows:
-    columns = {name: _join_chunks(table.column(name)) for name in table.column_names}
+    # combine_chunks would copy even a single chunk.
+    chunked = {name: table.column(name) for name in table.column_names}
+    columns = {name: each.chunk(0) if each.num_chunks == 1 else each.combine_chunks() for name, each in chunked.items()}
     for name, column in columns.items():
         if column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count):
             raise RecordingError(f"{path}: {name} has a missing value. {ASIDE}")
-    values: dict[str, Any] = {}
-    for name in ROW_COLUMNS:
-        values[name] = columns[name].to_numpy(zero_copy_only=False)
+    values: dict[str, Any] = {name: columns[name].to_numpy(zero_copy_only=False) for name in ROW_COLUMNS}
     values["prompt_offsets"], values["prompt_ids"] = _ragged(columns[PROMPT_COLUMN])
     extensions: dict[str, Any] = {}
     for name in (each for each in columns if each in TOKEN_COLUMNS or each.startswith(EXTENSION_PREFIX)):
@@ -243,8 +234,7 @@ def _rows(path: Path, table: pa.Table) -> Rows:
         if not np.array_equal(offsets, values.setdefault("offsets", offsets)):
             raise RecordingError(f"{path}: {name} and response_ids have different row lengths. {ASIDE}")
     ends = np.cumsum(np.append(False, values["response_mask"]), dtype=np.int32)[values["offsets"]]
-    counted = np.diff(ends)
-    if not np.array_equal(counted, values["length"]):
+    if not np.array_equal(np.diff(ends), values["length"]):
         raise RecordingError(f"{path}: length is not the count of response_mask. {ASIDE}")
     if "version" not in values:
         span = (values["oldest_version"], values["newest_version"])
@@ -252,14 +242,8 @@ def _rows(path: Path, table: pa.Table) -> Rows:
     return Rows(**values, extensions=extensions)
 
 
-def _join_chunks(column: pa.ChunkedArray) -> pa.Array:
-    # combine_chunks would copy even a single chunk.
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-
 def _ragged(column: pa.ListArray) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    lengths = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    return np.concatenate([[0], np.cumsum(lengths)]), _view_writable(column.flatten())
+    return compute_offsets(column.value_lengths().to_numpy(zero_copy_only=False)), _view_writable(column.flatten())
 
 
 def _view_writable(values: pa.Array) -> NDArray[Any]:
@@ -271,8 +255,8 @@ def _view_writable(values: pa.Array) -> NDArray[Any]:
 
 
 def _check_size(path: Path) -> None:
-    says = read_declared_size(path)
-    size = max(says.size, _WIDEST * says.values, _WIDEST * says.rows)
+    rows, values, size = read_declared_size(path)
+    size = max(size, _WIDEST * values, _WIDEST * rows)
     most = min(LARGEST, max(SMALL, UNPACKED * path.stat().st_size))
     if size > most:
         raise RecordingError(f"{path}: declares an unpacked size of {size} bytes, more than {most}. {ASIDE}")
@@ -286,21 +270,17 @@ def _read_version(path: Path, metadata: Mapping[bytes, bytes]) -> int:
         )
     known = {str(each).encode(): each for each in range(1, VERSION + 1)}
     if version not in known:
-        raise RecordingError(
-            f"{path}: schema {version.decode(errors='replace')[:20]}, but this release reads 1 to {VERSION}. "
-            f"Read it with the release that wrote it."
-        )
+        shown = version.decode(errors="replace")[:20]
+        fix = "Read it with the release that wrote it."
+        raise RecordingError(f"{path}: schema {shown}, but this release reads 1 to {VERSION}. {fix}")
     return known[version]
 
 
 def _check_schema(path: Path, schema: pa.Schema, expected: pa.Schema) -> None:
     for field in expected:
-        index = schema.get_field_index(field.name)
-        if index < 0:
-            raise RecordingError(f"{path}: the column {field.name} is missing. {ASIDE}")
-        if not schema.field(index).type.equals(field.type):
-            kind = schema.field(index).type
-            raise RecordingError(f"{path}: {field.name} has type {kind}, expected {field.type}. {ASIDE}")
+        kind = schema.field(field.name).type if field.name in schema.names else "missing"
+        if kind != field.type:
+            raise RecordingError(f"{path}: {field.name} is {kind}, expected {field.type}. {ASIDE}")
 
 
 def _json(path: Path, metadata: Mapping[bytes, bytes], key: bytes, kind: type) -> Any:
@@ -316,3 +296,155 @@ def _json(path: Path, metadata: Mapping[bytes, bytes], key: bytes, kind: type) -
 
 def _first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0][:200] or type(error).__name__
+
+
+MAGIC = b"PAR1"
+_DEEPEST, _MOST = 16, 1_000_000  # depth of nested structures, and entries of a list
+_FOOTER = 16 * 2**20  # bytes
+_HEADER = 4096  # bytes, with statistics of the page
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _STRUCT = 1, 2, 3, 7, 8, 9, 12  # parquet.thrift has no others
+Fields = dict[int, Any]  # a Thrift structure: field number -> value
+
+
+class DeclaredError(ValueError):
+    """The file is not a Parquet file, or contradicts itself."""
+
+
+class DeclaredSize(NamedTuple):
+    """Declared number of rows, number of values in all pages, and unpacked bytes of all pages."""
+
+    rows: int
+    values: int
+    size: int
+
+
+def read_declared_size(path: Path) -> DeclaredSize:
+    """Read the declared size from the footer and page headers, before anything is unpacked.
+
+    A few bytes can declare billions of values, because the counts are in the footer and in the header of each page.
+    pyarrow's metadata cannot limit the size, because it shows only the footer, but Arrow unpacks what the page headers
+    declare. In addition, some contradictions in a column's metadata abort the process (C++ abort) when it is read. Both
+    problems exist in pyarrow 26.0.1.
+
+    Sources: parquet.thrift of apache/parquet-format; thrift/doc/specs/thrift-compact-protocol.md of apache/thrift.
+
+    Raises:
+        DeclaredError: the metadata are invalid.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        footer = _read_footer(file)
+        groups = _entries(footer, 4)
+        rows = sum(_count(group, 3) for group in groups)
+        pages = [page for group in groups for column in _entries(group, 1) for page in _read_pages(file, column)]
+    return DeclaredSize(rows, sum(values for values, _ in pages), sum(size for _, size in pages))
+
+
+def _read_footer(file: BinaryIO) -> Fields:
+    end = file.seek(0, os.SEEK_END)
+    # The file ends with the footer's length (4 bytes) and the magic number, with which it also begins.
+    if end < 12:
+        raise DeclaredError("it is too short")
+    file.seek(end - 8)
+    tail = file.read(8)
+    length = int.from_bytes(tail[:4], "little")
+    if tail[4:] != MAGIC or length > min(end - 12, _FOOTER):
+        raise DeclaredError("its end is missing")
+    file.seek(end - 8 - length)
+    return _Compact(file.read(length)).structure()
+
+
+def _read_pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
+    """Yield (values, unpacked bytes) of each page of a column chunk, as Arrow reads them."""
+    chunk = column.get(3)
+    if not isinstance(chunk, dict):
+        raise DeclaredError("a column has no metadata")
+    # ColumnMetaData of parquet.thrift: 5 num_values, 7 total_compressed_size, 9 data_, 11 dictionary_page_offset.
+    place = (_count(chunk, 11) if 11 in chunk else 0) or _count(chunk, 9)
+    total, seen, end = _count(chunk, 5), 0, place + _count(chunk, 7)
+    while place < end and seen < total:
+        file.seek(place)
+        reader = _Compact(file.read(min(_HEADER, end - place)))
+        header = reader.structure()
+        # PageHeader: 2 and 3 sizes, 5 data page, 7 dictionary page (its values are not rows), 8 data page v2.
+        values = [_count(header[key], 1) for key in (5, 7, 8) if isinstance(header.get(key), dict)]
+        yield sum(values), _count(header, 2)
+        seen += sum(values) if 7 not in header else 0
+        place += reader.place + _count(header, 3)
+
+
+def _count(fields: Fields, key: int) -> int:
+    value = fields.get(key)
+    if not isinstance(value, int) or value < 0:
+        raise DeclaredError(f"a count is missing or negative ({value!r:.20})")
+    return value
+
+
+def _entries(fields: Fields, key: int) -> list[Fields]:
+    entries = fields.get(key)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise DeclaredError("a list of structures is missing")
+    return entries
+
+
+class _Compact:
+    """Reader of Thrift's compact protocol; ``place`` is the number of bytes read so far."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self.place = content, 0
+
+    def structure(self, depth: int = 0) -> Fields:
+        fields: Fields = {}
+        number = 0
+        while kind := self._byte():
+            number = number + (kind >> 4) if kind >> 4 else self._zigzag()
+            kind &= 0x0F
+            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind, depth)
+        return fields
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if depth > _DEEPEST:
+            raise DeclaredError("its metadata are nested too deeply")
+        if kind in (_TRUE, _FALSE, _BYTE):
+            return self._byte()
+        if kind < _DOUBLE:
+            return self._zigzag()
+        if kind == _DOUBLE:
+            return self._skip(8)
+        if kind == _BINARY:
+            return self._skip(self._varint())
+        if kind == _LIST:
+            size_and_kind = self._byte()
+            size = size_and_kind >> 4
+            size = self._varint() if size == 15 else size
+            if size > _MOST:
+                raise DeclaredError(f"its metadata have a list of {size} entries")
+            return [self._value(size_and_kind & 0x0F, depth + 1) for _ in range(size)]
+        if kind == _STRUCT:
+            return self.structure(depth + 1)
+        raise DeclaredError(f"its metadata have a value of the unknown kind {kind}")
+
+    def _byte(self) -> int:
+        if self.place >= len(self._content):
+            raise DeclaredError("its metadata end too early")
+        self.place += 1
+        return self._content[self.place - 1]
+
+    def _skip(self, size: int) -> None:
+        if self.place + size > len(self._content):
+            raise DeclaredError("its metadata end too early")
+        self.place += size
+
+    def _varint(self) -> int:
+        value = shift = 0
+        while shift < 70:  # ten groups of 7 bits hold 64 bits
+            byte = self._byte()
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+            shift += 7
+        raise DeclaredError("its metadata have a number of more than 64 bits")
+
+    def _zigzag(self) -> int:
+        value = self._varint()
+        return (value >> 1) ^ -(value & 1)

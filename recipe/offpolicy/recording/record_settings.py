@@ -1,4 +1,4 @@
-"""Parsing and validation of the keys ``offpolicy.record``."""
+"""The keys ``offpolicy.record``, and the check that a run may record into their directory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from ..batch.declared_keys import Key, Section, count, flag, number, read_shipped_defaults
 from ..correction import CorrectionSpec, Problem
 from ..correction.problem import set_to
+from ..fault_tolerance.checkpoints import CheckpointFolder
 from .files import MOST_REASONS, RecordingError
-from .run_info import explain_foreign
+from .recording import CARD, parse_name, read_config, read_json
 
 SECTION = "offpolicy.record"
 FOREIGN = "Set another directory, or move the existing recording elsewhere."
@@ -92,22 +93,28 @@ KEYS = Section(
 
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
-    """Find invalid values of ``offpolicy.record``."""
-    found = list(KEYS.find_problems(config))
-    yield from found
-    directory = OmegaConf.select(config, f"{SECTION}.dir") if not found else None
-    if directory is None:
+    """Find invalid values of ``offpolicy.record``, and directories that cannot be used."""
+    if found := list(KEYS.find_problems(config)):
+        yield from found
         return
-    yield from _place(directory)
+    if (directory := OmegaConf.select(config, f"{SECTION}.dir")) is None:
+        return
+    path = Path.cwd() / directory
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not existing.is_dir():
+        fix = "Set another directory, or null for no recording."
+        yield _problem(directory, f"{existing} is not a directory.", fix)
+    elif not _writable(existing):
+        fix = "Set another directory, fix the permissions of this one, or set null for no recording."
+        yield _problem(directory, f"{existing} is not writable.", fix)
     try:
-        if trouble := explain_foreign(str(Path.cwd() / directory), config):
+        if trouble := explain_foreign(str(path), config):
             free = next(name for n in itertools.count(2) if not Path(name := f"{directory.rstrip('/')}_{n}").exists())
-            yield _problem(f"{SECTION}.dir", directory, trouble, FOREIGN, set_to(f"{SECTION}.dir", free))
+            yield _problem(directory, trouble, FOREIGN, set_to(f"{SECTION}.dir", free))
     except (RecordingError, OSError) as error:
-        yield _misplaced(directory, f"{error}", "Set another directory.")
+        yield _problem(directory, f"{error}", "Set another directory.")
     if OmegaConf.select(config, _MU) is False:
-        reason = "without the engine's log-probs, there is no mu to record."
-        yield _problem(f"{SECTION}.dir", directory, reason, "", set_to(_MU, True))
+        yield _problem(directory, "without the engine's log-probs, there is no mu to record.", "", set_to(_MU, True))
 
 
 def find_too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -118,29 +125,11 @@ def find_too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pr
     parts = len(spec.masks) + sum(weight.kind == "reject" for weight in spec.all_weights.values())
     if parts > MOST_REASONS:
         reason = f"{parts} parts of the correction can reject, but a recording distinguishes only {MOST_REASONS}."
-        yield _misplaced(values["dir"], reason, f"Set {SECTION}.dir=null, or configure fewer masks.")
+        yield _problem(values["dir"], reason, f"Set {SECTION}.dir=null, or configure fewer masks.")
 
 
-def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
-    return Problem(key, value, reason, fix, parts=(), overrides=overrides)
-
-
-def _misplaced(directory: object, reason: str, fix: str) -> Problem:
-    """Build the problem of a directory that cannot be created or written to; the user must choose another one."""
-    return _problem(f"{SECTION}.dir", directory, reason, fix)
-
-
-def _place(directory: str) -> Iterator[Problem]:
-    """Check that this machine can create and write the directory."""
-    path = Path.cwd() / directory
-    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-    if not existing.is_dir():
-        yield _misplaced(
-            directory, f"{existing} is not a directory.", "Set another directory, or null for no recording."
-        )
-    elif not _writable(existing):
-        fix = "Set another directory, fix the permissions of this one, or set null for no recording."
-        yield _misplaced(directory, f"{existing} is not writable.", fix)
+def _problem(directory: object, reason: str, fix: str, *overrides: str) -> Problem:
+    return Problem(f"{SECTION}.dir", directory, reason, fix, parts=(), overrides=overrides)
 
 
 def _writable(folder: Path) -> bool:
@@ -150,3 +139,42 @@ def _writable(folder: Path) -> bool:
             return True
     except OSError:
         return False
+
+
+def find_resumed_folder(config: DictConfig) -> str | None:
+    """Return the directory whose checkpoints the run will resume; None for a new run."""
+    mode = OmegaConf.select(config, "trainer.resume_mode")
+    if mode == "resume_path":
+        return str((Path.cwd() / str(config.trainer.resume_from_path)).parent)
+    folder = CheckpointFolder.from_config(config)
+    try:
+        return str(folder.path) if mode == "auto" and folder.read_tracked_step() is not None else None
+    except ValueError:
+        # A tracker that cannot be read still belongs to an earlier run.
+        return str(folder.path)
+
+
+def explain_foreign(directory: str, config: DictConfig) -> str | None:
+    """Explain why a run may not record into ``directory``; None if it may.
+
+    Raises:
+        RecordingError: the directory's card is not readable.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        return None
+    card = read_json(path / CARD)
+    if _goes_on(card, config) if card else not any(parse_name(each.name) for each in path.iterdir()):
+        return None
+    return "the directory holds the recording of another run, and this run resumes no checkpoint of that run."
+
+
+def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
+    """Return True if this run resumes the card's run, or restarts a run that ended before its first checkpoint."""
+    there = find_resumed_folder(config)
+    # If there is no checkpoint although the card's run was configured to save some, it was interrupted early.
+    saves = isinstance(every := read_config(card, "trainer.save_freq"), int) and every > 0
+    if there is None and saves and OmegaConf.select(config, "trainer.resume_mode") == "auto":
+        there = str(CheckpointFolder.from_config(config).path)
+    known = card.get("checkpoints")
+    return there is not None and isinstance(known, str) and os.path.realpath(known) == os.path.realpath(there)

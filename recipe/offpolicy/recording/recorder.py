@@ -163,7 +163,8 @@ class Recorder:
             return None
         self._seen += rows
         if self.stopped is not None:
-            self._drop(rows)
+            with self._condition:
+                self._counters.dropped_rows += rows
             return None
         if not self._budget.admits(rows):
             self._leave_out(rows, ends=self._seen >= update.rows)
@@ -241,29 +242,18 @@ class Recorder:
         """Drop rows that exceed the step's time budget; ``ends``: these rows are the last of their update."""
         if not self._warned:
             self._warned = True
+            share = self.settings.share
             logger.warning(
                 "%s.share=%g: recording would take more than %.2g s of this step (limit: %g of the last step's "
                 "duration, or %g s in the first step). Rows are dropped evenly over the step; training continues. "
-                "Set %s.share=%.2g or "
-                "%s.prompts=false.",
-                SECTION,
-                self.settings.share,
-                self._budget.allowed,
-                MOST_TIME,
-                FIRST,
-                SECTION,
-                self.settings.share / 2,
-                SECTION,
+                "Set %s.share=%.2g or %s.prompts=false.",
+                *(SECTION, share, self._budget.allowed, MOST_TIME, FIRST, SECTION, share / 2, SECTION),
             )
         with self._condition:
             self._counters.dropped_rows += rows
             if ends and self._holds:
                 self._items.append(None)
                 self._condition.notify()
-
-    def _drop(self, rows: int) -> None:
-        with self._condition:
-            self._counters.dropped_rows += rows
 
     def _run(self) -> None:
         """Run the writer's thread."""
@@ -281,25 +271,19 @@ class Recorder:
                 item = self._items.popleft()
                 self._busy = True
             try:
-                self._handle(item)
+                if item is None:
+                    self._writer.close()
+                elif self.stopped is None:
+                    self._writer.add(item)
+                else:
+                    self._writer.drop(item)
             except Exception as error:  # any failure: training continues
                 self.stop(error)
-            self._settle()
-
-    def _handle(self, item: Item | None) -> None:
-        if item is None:
-            self._writer.close()
-        elif self.stopped is None:
-            self._writer.add(item)
-        else:
-            self._writer.drop(item)
-
-    def _settle(self) -> None:
-        outcome, self._writer.outcome = self._writer.outcome, Outcome()
-        with self._condition:
-            self._waiting -= outcome.released
-            self._counters.dropped_rows += outcome.dropped_rows
-            self._counters.bytes += outcome.written
+            outcome, self._writer.outcome = self._writer.outcome, Outcome()
+            with self._condition:
+                self._waiting -= outcome.released
+                self._counters.dropped_rows += outcome.dropped_rows
+                self._counters.bytes += outcome.written
 
 
 _RECORDERS: dict[tuple[str, int], Recorder] = {}

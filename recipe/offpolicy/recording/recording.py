@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,16 +41,19 @@ def file_name(step: int, rank: int, update: int | None = None) -> str:
     return f"step_{step:08d}{part}.rank_{rank:05d}.parquet"
 
 
-def parse_step(name: str) -> tuple[int, int] | None:
-    """Parse (step, rank) from a file's name; None for files of other kinds."""
-    match = _NAME.fullmatch(name)
-    return None if match is None else (int(match[1]), int(match[3]))
+class FileName(NamedTuple):
+    """The parts of a file's name; ``update`` is None for the file of a whole step."""
+
+    step: int
+    rank: int
+    update: int | None
 
 
-def parse_update(name: str) -> int | None:
-    """Parse the update from a file's name; None for the file of a whole step."""
-    match = _NAME.fullmatch(name)
-    return None if match is None or match[2] is None else int(match[2])
+def parse_name(name: str) -> FileName | None:
+    """Parse a file's name; None for files of other kinds."""
+    if (match := _NAME.fullmatch(name)) is None:
+        return None
+    return FileName(int(match[1]), int(match[3]), None if match[2] is None else int(match[2]))
 
 
 Correction = tuple[Mapping[str, Any], tuple[str, ...]]
@@ -82,13 +85,11 @@ class Recording:
         except OSError as error:
             raise build_unreadable_error(self.directory, error) from error
         for path in paths:
-            if found := parse_step(path.name):
-                self.files.setdefault(found[0], []).append(path)
+            if found := parse_name(path.name):
+                self.files.setdefault(found.step, []).append(path)
         if not self.files:
-            raise RecordingError(
-                f"{self.directory}: there is no recorded step in this directory. Give the directory of "
-                "offpolicy.record.dir."
-            )
+            fix = "Give the directory of offpolicy.record.dir."
+            raise RecordingError(f"{self.directory}: there is no recorded step in this directory. {fix}")
 
     @property
     def steps(self) -> list[int]:
@@ -117,10 +118,8 @@ class Recording:
         chosen = [step for step in self.steps if first <= step and (last is None or step <= last)]
         if not chosen:
             asked = f"from {first} on" if last is None else f"from {first} to {last}"
-            raise RecordingError(
-                f"{self.directory}: no step {asked} is recorded; the recorded steps are {self.steps[0]} to "
-                f"{self.steps[-1]}."
-            )
+            there = f"the recorded steps are {self.steps[0]} to {self.steps[-1]}"
+            raise RecordingError(f"{self.directory}: no step {asked} is recorded; {there}.")
         return chosen
 
     def part(self, step: int, place: int) -> Step:
@@ -131,8 +130,8 @@ class Recording:
         """
         path = self.files[step][place]
         part = read(path)
-        named = set(zip(part.rows.step.tolist(), part.rows.rank.tolist(), strict=True))
-        if named - {parse_step(path.name)}:
+        name = parse_name(path.name)
+        if name is None or (part.rows.step != name.step).any() or (part.rows.rank != name.rank).any():
             raise RecordingError(f"{path}: its rows belong to another step or rank than the file's name says. {ASIDE}")
         return part
 
@@ -151,14 +150,15 @@ class Recording:
             RecordingError: a file is damaged, or ranks recorded different corrections.
         """
         files = self.files[step]
-        if len({parse_update(path.name) is None for path in files}) > 1:
+        updates = [name.update for path in files if (name := parse_name(path.name)) is not None]
+        if None in updates and set(updates) != {None}:
             raise RecordingError(
                 f"{files[0]}: this file of a whole step is mixed with files of single updates. Move one kind elsewhere."
             )
         first: dict[int | None, tuple[Path, Correction]] = {}
-        for place, path in enumerate(files):
+        for place, (path, update) in enumerate(zip(files, updates, strict=True)):
             part = self.part(step, place)
-            alongside, of = first.setdefault(parse_update(path.name), (path, _correction(part)))
+            alongside, of = first.setdefault(update, (path, _correction(part)))
             if _correction(part) != of:
                 raise RecordingError(f"{path}: it was recorded under a different correction from {alongside.name}.")
             yield part
@@ -176,11 +176,11 @@ class Recording:
         for path, part in zip(self.files[step], self.iterate_parts(step), strict=True):
             own = path.stat().st_size
             if group and size + own > self.largest:
-                yield _take_joined(group)
+                yield list(join_alike(_drain(group)))
                 size = 0
             group.append(part)
             size += own
-        yield _take_joined(group)
+        yield list(join_alike(_drain(group)))
 
     def corrections(self, step: int) -> list[Step]:
         """Read ``step`` of all ranks together: one Step per correction that acted, in the order of the updates.
@@ -198,10 +198,8 @@ class Recording:
         """
         found = self.corrections(step)
         if len(found) > 1:
-            raise RecordingError(
-                f"{self.directory}: {len(found)} corrections acted in step {step}, one after another. Read them "
-                f"separately: Recording.corrections({step})."
-            )
+            fix = f"Read them separately: Recording.corrections({step})."
+            raise RecordingError(f"{self.directory}: {len(found)} corrections acted in step {step}. {fix}")
         return found[0]
 
     def __iter__(self) -> Iterator[Step]:
@@ -294,26 +292,24 @@ def join_alike(parts: Iterable[Step], when: Callable[[Step], bool] = lambda part
     group: list[Step] = []
     for part in parts:
         if group and _correction(part) != _correction(group[0]):
-            yield _take_group(group)
+            yield _join(group)
         if when(part):
             group.append(part)
         else:
             yield part
     if group:
-        yield _take_group(group)
+        yield _join(group)
 
 
-def _take_joined(parts: list[Step]) -> list[Step]:
-    """Join parts that have the same correction, and empty ``parts``, so that the rows are in memory only once."""
-    joined = list(join_alike(parts))
-    parts.clear()
-    return joined
+def _join(group: list[Step]) -> Step:
+    """Join parts that have the same correction, and empty ``group``, because its rows are needed only once."""
+    correction = _correction(group[0])
+    return Step(concatenate([part.rows for part in _drain(group)]), *correction)
 
 
-def _take_group(group: list[Step]) -> Step:
-    found = Step(concatenate([part.rows for part in group]), *_correction(group[0]))
-    group.clear()
-    return found
+def _drain(group: list[Step]) -> list[Step]:
+    parts, group[:] = list(group), []
+    return parts
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

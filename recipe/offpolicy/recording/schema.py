@@ -8,7 +8,7 @@ False. All lists of a row have the same length.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -75,16 +75,18 @@ WITHOUT_REPLAY = "offpolicy_old_log_prob_without_replay"
 """Additional column: log pi_old under the trainer's own expert routes, recorded with
 ``offpolicy.record.without_replay``."""
 PROMPT_COLUMN = "prompt_ids"
-_PROMPT = "token ids of the prompt; empty where prompts were not recorded"
+"""Token ids of the prompt; empty where prompts were not recorded."""
+
+
+def _declare_list(name: str, kind: pa.DataType) -> pa.Field:
+    return pa.field(name, pa.list_(pa.field("element", kind, nullable=False)), nullable=False)
+
 
 SCHEMA = pa.schema(
     [
         *(pa.field(name, kind, nullable=False) for name, (kind, _) in ROW_COLUMNS.items()),
-        pa.field(PROMPT_COLUMN, pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),
-        *(
-            pa.field(name, pa.list_(pa.field("element", kind, nullable=False)), nullable=False)
-            for name, (kind, _) in TOKEN_COLUMNS.items()
-        ),
+        _declare_list(PROMPT_COLUMN, pa.int32()),
+        *(_declare_list(name, kind) for name, (kind, _) in TOKEN_COLUMNS.items()),
     ]
 )
 
@@ -96,20 +98,8 @@ def has_column(name: str, version: int) -> bool:
 
 def extend_schema(names: Iterable[str], version: int = VERSION) -> pa.Schema:
     """Extend the schema of this version with columns of extensions."""
-    kind = pa.list_(pa.field("element", pa.float32(), nullable=False))
     own = (field for field in SCHEMA if has_column(field.name, version))
-    return pa.schema([*own, *(pa.field(name, kind, nullable=False) for name in names)])
-
-
-def format_markdown() -> str:
-    """Format the table of all columns as Markdown, for the documentation."""
-    described = ROW_COLUMNS | TOKEN_COLUMNS | {PROMPT_COLUMN: (pa.int32(), _PROMPT)}
-    rows = []
-    for column in SCHEMA:
-        kind, meaning = described[column.name]
-        kind = f"list of {kind}" if pa.types.is_list(column.type) else kind
-        rows.append(f"| `{column.name}` | {kind} | {meaning} |")
-    return "\n".join(("| column | type | meaning |", "|---|---|---|", *rows)) + "\n"
+    return pa.schema([*own, *(_declare_list(name, pa.float32()) for name in names)])
 
 
 @dataclass(frozen=True)
@@ -190,28 +180,25 @@ class Rows:
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> Rows:
         """Return only these rows, in this order."""
         index = np.asarray(rows, dtype=np.int64)
-        values: dict[str, Any] = {name: getattr(self, name)[index] for name in ROW_COLUMNS}
-        places, values["offsets"] = _places(self.offsets, index)
-        values |= {name: getattr(self, name)[places] for name in TOKEN_COLUMNS}
-        values["extensions"] = {name: column[places] for name, column in self.extensions.items()}
-        places, values["prompt_offsets"] = _places(self.prompt_offsets, index)
-        values["prompt_ids"] = self.prompt_ids[places]
-        return Rows(**values)
+        tokens, offsets = _places(self.offsets, index)
+        prompts, prompt_offsets = _places(self.prompt_offsets, index)
+        return self._select(index, tokens, prompts, offsets, prompt_offsets)
 
     def between(self, start: int, stop: int) -> Rows:
         """Return the rows from ``start`` up to, but not including, ``stop``, without a copy of their tokens."""
-        tokens, prompts = (
-            slice(int(offsets[start]), int(offsets[stop])) for offsets in (self.offsets, self.prompt_offsets)
-        )
-        values: dict[str, Any] = {name: getattr(self, name)[start:stop] for name in ROW_COLUMNS}
+        offsets, prompt_offsets = (each[start : stop + 1] for each in (self.offsets, self.prompt_offsets))
+        tokens, prompts = (slice(int(each[0]), int(each[-1])) for each in (offsets, prompt_offsets))
+        return self._select(slice(start, stop), tokens, prompts, offsets - tokens.start, prompt_offsets - prompts.start)
+
+    def _select(
+        self, rows: Any, tokens: Any, prompts: Any, offsets: NDArray[np.int64], prompt_offsets: NDArray[np.int64]
+    ) -> Rows:
+        """Index the columns per row, the columns per token and the prompts."""
+        values: dict[str, Any] = {name: getattr(self, name)[rows] for name in ROW_COLUMNS}
         values |= {name: getattr(self, name)[tokens] for name in TOKEN_COLUMNS}
-        return Rows(
-            **values,
-            offsets=self.offsets[start : stop + 1] - tokens.start,
-            prompt_offsets=self.prompt_offsets[start : stop + 1] - prompts.start,
-            prompt_ids=self.prompt_ids[prompts],
-            extensions={name: column[tokens] for name, column in self.extensions.items()},
-        )
+        values["extensions"] = {name: column[tokens] for name, column in self.extensions.items()}
+        values["prompt_ids"] = self.prompt_ids[prompts]
+        return Rows(**values, offsets=offsets, prompt_offsets=prompt_offsets)
 
     def padded(self, *names: str) -> dict[str, Tensor]:
         """Pad token columns to (N, longest) tensors with zeros (False); ``response_mask`` is always among them."""
@@ -244,25 +231,28 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
         raise ValueError("no rows to concatenate: expected at least one part.")
     if len(parts) == 1:
         return parts[0]
-    values: dict[str, Any] = {}
-    for name in (each.name for each in fields(Rows) if each.name != "extensions"):
-        arrays = [getattr(part, name) for part in parts]
-        if name.endswith("offsets"):
-            lengths = np.concatenate([np.diff(array) for array in arrays])
-            values[name] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        else:
-            values[name] = np.concatenate(arrays)
-    names = dict.fromkeys(name for part in parts for name in part.extensions)
-    return Rows(**values, extensions={name: np.concatenate([_or_nan(part, name) for part in parts]) for name in names})
+    values: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in (*ROW_COLUMNS, *TOKEN_COLUMNS, PROMPT_COLUMN)
+    }
+    for name in ("offsets", "prompt_offsets"):
+        values[name] = compute_offsets(np.concatenate([np.diff(getattr(part, name)) for part in parts]))
+    # NaN stands in the rows for which an extension was off.
+    off = [np.full(part.tokens, np.nan, dtype=np.float32) for part in parts]
+    values["extensions"] = {
+        name: np.concatenate([part.extensions.get(name, nan) for part, nan in zip(parts, off, strict=True)])
+        for name in dict.fromkeys(name for part in parts for name in part.extensions)
+    }
+    return Rows(**values)
 
 
-def _or_nan(part: Rows, name: str) -> NDArray[np.float32]:
-    """Return a column of an extension, with NaN in the rows for which the extension was off."""
-    return part.extensions.get(name, np.full(part.tokens, np.nan, dtype=np.float32))
+def compute_offsets(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Compute the (N + 1,) offsets of N consecutive lists from their lengths."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def _places(offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the positions of the elements of ``rows``, and their offsets after concatenation."""
     lengths = np.diff(offsets)[rows]
-    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    ends = compute_offsets(lengths)
     return np.arange(ends[-1]) + np.repeat(offsets[:-1][rows] - ends[:-1], lengths), ends

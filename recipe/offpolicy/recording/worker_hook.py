@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -56,12 +56,8 @@ def place(dp_size: int) -> Place:
         first = megatron.get_tensor_model_parallel_rank() == 0 and megatron.get_context_parallel_rank() == 0
         return Place(megatron.get_data_parallel_rank(), first)
     # Ranks that share sequences (Ulysses) are adjacent and have the same rows.
-    return among(dist.get_rank(), copies=dist.get_world_size() // dp_size)
-
-
-def among(global_rank: int, *, copies: int) -> Place:
-    """Return the role of a rank, if each group of ``copies`` adjacent ranks holds the same rows."""
-    return Place(global_rank // copies, global_rank % copies == 0)
+    rank, copy = divmod(dist.get_rank(), dist.get_world_size() // dp_size)
+    return Place(rank, copy == 0)
 
 
 _SCORES = ("token_level_scores", "rm_scores")
@@ -110,14 +106,9 @@ def record(
 
 def take_statistics(recorder: Recorder, here: Place) -> dict[str, Statistic]:
     """Return the recorder's counts since the last call: ``record/{rows,dropped_rows,bytes,seconds,stopped}``."""
-    counters = recorder.take()
-    sums = {
-        "rows": counters.rows,
-        "dropped_rows": counters.dropped_rows,
-        "bytes": counters.bytes,
-        "seconds": counters.seconds,
+    found = {
+        f"record/{name}": Statistic(Reduction.SUM, (float(value),)) for name, value in asdict(recorder.take()).items()
     }
-    found = {f"record/{name}": Statistic(Reduction.SUM, (float(value),)) for name, value in sums.items()}
     stopped = float(here.writes and recorder.stopped is not None)
     return found | {"record/stopped": Statistic(Reduction.MAX, (stopped, 1.0))}
 
@@ -129,17 +120,18 @@ def _seen(
     step: StepStage,
     extensions: Collection[str],
 ) -> Seen:
-    old_log_prob = mb.choose_pi_old(spec, batch)
+    old_log_prob, mu = mb.choose_pi_old(spec, batch), batch.rollout_log_prob
     versions = batch.versions
     return Seen(
         response_ids=batch.responses,
         response_mask=batch.response_mask,
-        rollout_log_prob=batch.rollout_log_prob if batch.withheld is None else _blank(batch),
+        # mu of withheld tokens is NaN, so that readers of the recording exclude them as well.
+        rollout_log_prob=mu if batch.withheld is None else mu.masked_fill(~batch.policy_mask, torch.nan),
         old_log_prob=old_log_prob,
         log_prob=batch.log_prob.detach(),
         advantages=batch.advantages,
         weight=step.weight,
-        valid=find_valid_tokens(batch.policy_mask, old_log_prob, batch.rollout_log_prob),
+        valid=find_valid_tokens(batch.policy_mask, old_log_prob, mu),
         rejected=step.rejected,
         uids=_uids(batch.data),
         reward=_reward(batch.data),
@@ -148,11 +140,6 @@ def _seen(
         prompts=_prompts(batch.data, batch.responses.shape[1]) if settings.prompts else None,
         extensions={name: _of_extension(name, batch) for name in extensions},
     )
-
-
-def _blank(batch: mb.MicroBatch) -> Tensor:
-    """Set mu of withheld tokens to NaN, so that readers of the recording exclude them as well."""
-    return batch.rollout_log_prob.masked_fill(~batch.policy_mask, torch.nan)
 
 
 def _of_extension(name: str, batch: mb.MicroBatch) -> Tensor:
@@ -172,8 +159,7 @@ def _uids(data: TensorDict) -> Sequence[str] | Tensor | None:
     # A value that is the same for all rows may arrive as a single string.
     uids = [found] * len(data) if isinstance(found, str) else found
     if not isinstance(uids, list) or len(uids) != len(data) or not all(isinstance(uid, str) for uid in uids):
-        shown = str(found)[:80]
-        raise TypeError(f"uid in the micro-batch is {shown!r}, but each of the {len(data)} rows needs a string.")
+        raise TypeError(f"uid in the micro-batch is {str(found)[:80]!r}, but each row needs a string.")
     return uids
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .files import PARTIAL, PRIVATE_DIRECTORY, SUFFIX, OverLimit, write
 from .record_settings import SECTION, RecordSettings
-from .recording import file_name, parse_step
-from .schema import EXTENSION_PREFIX, UNKNOWN_VERSION, Rows, concatenate, spread_versions
+from .recording import file_name, parse_name
+from .schema import EXTENSION_PREFIX, UNKNOWN_VERSION, Rows, compute_offsets, concatenate, spread_versions
 
 _FLOATS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")
 _MOST_TURNS = 2**15 - 1
@@ -140,7 +140,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
         start = end
     rows = packed.rows
     mask = columns["response_mask"].astype(bool)
-    offsets = _offsets(columns["span"])
+    offsets = compute_offsets(columns["span"])
     unknown = np.full(rows, UNKNOWN_VERSION, dtype=np.int64)
     oldest, newest = (columns.get(f"{name}_version", unknown) for name in ("oldest", "newest"))
     by_row = spread_versions(oldest, newest, mask, offsets)
@@ -160,7 +160,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
         rejected_by=columns["rejected_by"].view(np.uint32),
         turn=number_turns(mask, offsets),
         version=columns.get("version", by_row),
-        prompt_offsets=_offsets(columns.get("prompt_span", np.zeros(rows, dtype=np.int32))),
+        prompt_offsets=compute_offsets(columns.get("prompt_span", np.zeros(rows, dtype=np.int32))),
         prompt_ids=columns.get("prompt_ids", np.zeros(0, dtype=np.int32)),
         extensions={name: columns[name] for name in sorted(columns) if name.startswith(EXTENSION_PREFIX)},
         **{name: columns[name] for name in _FLOATS},
@@ -196,7 +196,7 @@ def _moved(columns: Mapping[str, Tensor], uids: Sequence[str] | None, device: to
     # The widest types come first, so that each column is aligned.
     ordered = sorted(columns.items(), key=lambda item: -item[1].element_size())
     flat = torch.cat([tensor.contiguous().view(torch.uint8) for _, tensor in ordered])
-    layout = {name: (_NUMPY[tensor.dtype], tensor.numel()) for name, tensor in ordered}
+    layout = {name: (_find_dtype(tensor), tensor.numel()) for name, tensor in ordered}
     if device.type != "cuda":
         return Packed(flat.cpu(), layout, uids)
     host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
@@ -215,16 +215,8 @@ def _uids(packed: Packed, columns: Mapping[str, NDArray[Any]], rows: int) -> NDA
     return uids
 
 
-def _offsets(lengths: NDArray[Any]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-_NUMPY: Mapping[torch.dtype, np.dtype[Any]] = {
-    torch.int64: np.dtype(np.int64),
-    torch.int32: np.dtype(np.int32),
-    torch.float32: np.dtype(np.float32),
-    torch.uint8: np.dtype(np.uint8),
-}
+def _find_dtype(tensor: Tensor) -> np.dtype[Any]:
+    return torch.empty(0, dtype=tensor.dtype).numpy().dtype
 
 
 @dataclass(frozen=True)
@@ -261,18 +253,6 @@ class Outcome:
     written: int = 0
 
 
-@dataclass
-class _Open:
-    """The update whose rows are being collected, and the size of these rows in bytes."""
-
-    step: int
-    update: int | None
-    spec: Mapping[str, Any]
-    reasons: tuple[str, ...]
-    rows: list[Rows] = field(default_factory=list)
-    held: int = 0
-
-
 class StepWriter:
     """Writes an update when it is complete, or when the next update begins.
 
@@ -287,11 +267,13 @@ class StepWriter:
 
     def __init__(self, settings: RecordSettings, *, rank: int, ranks: int) -> None:
         self.outcome = Outcome()
-        self._settings = settings
-        self._rank = rank
+        self._settings, self._rank = settings, rank
         self._limit = settings.max_bytes / ranks
         self._directory = Path(settings.dir)
-        self._open: _Open | None = None
+        # The first item, without its rows, of the update that is being collected; its rows; and their size in bytes.
+        self._open: Item | None = None
+        self._rows: list[Rows] = []
+        self._held = 0
         self._sizes: dict[str, int] | None = None
 
     def add(self, item: Item) -> None:
@@ -303,11 +285,10 @@ class StepWriter:
         """
         if self._open is not None and (self._open.step, self._open.update) != (item.step, item.update):
             self.close()
-        if self._open is None:
-            self._open = _Open(item.step, item.update, item.spec, item.reasons)
+        self._open = self._open or replace(item, packed=None)
         if item.packed is not None:
-            self._open.held += item.packed.nbytes
-            self._open.rows.append(unpack(item.packed, step=item.step, rank=self._rank, mini_batch=item.mini_batch))
+            self._held += item.packed.nbytes
+            self._rows.append(unpack(item.packed, step=item.step, rank=self._rank, mini_batch=item.mini_batch))
         if item.last:
             self.close()
 
@@ -319,16 +300,15 @@ class StepWriter:
 
     def close(self) -> None:
         """Write the open update, if there is one, whether it is complete or not; see ``add``."""
-        opened, self._open = self._open, None
-        if opened is None:
-            return
-        lost = sum(map(len, opened.rows))
+        opened, rows, held = self._open, self._rows, self._held
+        self._open, self._rows, self._held = None, [], 0
+        lost = sum(map(len, rows))
         try:
-            if lost:
-                self._write(opened)
+            if opened is not None and lost:
+                self._write(opened, rows)
                 lost = 0
         finally:
-            self.outcome.released += opened.held
+            self.outcome.released += held
             self.outcome.dropped_rows += lost
 
     def why(self, error: Exception) -> str:
@@ -338,8 +318,7 @@ class StepWriter:
             return (
                 f"{SECTION}.max_bytes={settings.max_bytes:g}: rank {self._rank} has filled its part of "
                 f"{self._limit:g} bytes. Fix: raise the limit, or record less by setting "
-                f"{SECTION}.every={10 * settings.every} or "
-                f"{SECTION}.share={settings.share / 10:g}."
+                f"{SECTION}.every={10 * settings.every} or {SECTION}.share={settings.share / 10:g}."
             )
         if isinstance(error, OSError):
             what = os.strerror(error.errno) if error.errno else str(error).split("\n", 1)[0]
@@ -349,23 +328,21 @@ class StepWriter:
             f"Fix: set {SECTION}.dir=null to turn recording off."
         )
 
-    def _write(self, opened: _Open) -> None:
+    def _write(self, opened: Item, rows: list[Rows]) -> None:
         if self._sizes is None:
             self._sizes = self._prepare()
         name = file_name(opened.step, self._rank, opened.update)
-        used = sum(size for other, size in self._sizes.items() if other != name)
-        path = self._directory / name
-        size = write(path, concatenate(opened.rows), opened.spec, opened.reasons, limit=self._limit - used)
-        self._sizes[name] = size
-        self.outcome.written += size
+        limit = self._limit - sum(size for other, size in self._sizes.items() if other != name)
+        self._sizes[name] = write(self._directory / name, concatenate(rows), opened.spec, opened.reasons, limit=limit)
+        self.outcome.written += self._sizes[name]
 
     def _prepare(self) -> dict[str, int]:
         """Map the names of the files that this rank wrote before the resume to their sizes in bytes."""
         self._directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         sizes = {}
         for path in self._directory.iterdir():
-            found = parse_step(path.with_suffix(SUFFIX).name)
-            if found is None or found[1] != self._rank:
+            found = parse_name(path.with_suffix(SUFFIX).name)
+            if found is None or found.rank != self._rank:
                 continue
             if path.suffix == PARTIAL:
                 path.unlink()  # left by a process that was killed while writing

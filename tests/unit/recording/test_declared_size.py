@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe.offpolicy.recording.declared_size import DeclaredError, read_declared_size
+from recipe.offpolicy.recording.files import DeclaredError, read_declared_size
 
 
 def table(rows: int) -> pa.Table:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from recipe.offpolicy.recording.files import LARGEST
 from recipe.offpolicy.recording.recorder import FIRST, MOST_TIME, Counters
-from recipe.offpolicy.recording.schema import DIGEST_KEY, REASONS_KEY, SPEC_KEY, VERSION_KEY, format_markdown
+from recipe.offpolicy.recording.schema import (
+    DIGEST_KEY,
+    PROMPT_COLUMN,
+    REASONS_KEY,
+    ROW_COLUMNS,
+    SCHEMA,
+    SPEC_KEY,
+    TOKEN_COLUMNS,
+    VERSION_KEY,
+)
 from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows, record
 
@@ -17,8 +27,14 @@ PAGE = (ROOT / "docs" / "recording.md").read_text()
 
 
 def test_the_table_of_columns_is_the_schemas() -> None:
-    assert format_markdown() in PAGE
-    assert format_markdown().count("\n") == 2 + 19
+    meanings = {name: meaning for name, (_, meaning) in (ROW_COLUMNS | TOKEN_COLUMNS).items()}
+    meanings[PROMPT_COLUMN] = "token ids of the prompt; empty where prompts were not recorded"
+    kinds = {
+        each.name: f"list of {each.type.value_type}" if pa.types.is_list(each.type) else each.type for each in SCHEMA
+    }
+    rows = [f"| `{name}` | {kind} | {meanings[name]} |" for name, kind in kinds.items()]
+    assert "\n".join(("| column | type | meaning |", "|---|---|---|", *rows)) in PAGE
+    assert len(rows) == 19
 
 
 def test_metrics_and_metadata_are_named() -> None:

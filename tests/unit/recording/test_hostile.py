@@ -101,7 +101,7 @@ def unchanged(table: pa.Table) -> pa.Table:
 
 
 def test_a_column_that_is_missing(path: Path) -> None:
-    with pytest.raises(RecordingError, match=f"{NAME}: the column weight is missing"):
+    with pytest.raises(RecordingError, match=f"{NAME}: weight is missing"):
         read(rewritten(path, lambda table: table.drop_columns(["weight"])))
 
 

@@ -19,8 +19,7 @@ from recipe.offpolicy.recording import Recording, RecordingError
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.recording.recording import file_name
-from recipe.offpolicy.recording.run import POLL, RunRecord
-from recipe.offpolicy.recording.run_info import build_card
+from recipe.offpolicy.recording.run import POLL, RunRecord, build_card
 from recipe.offpolicy.recording.writer import Item, StepWriter
 from tests.support.recordings import drawn_rows, record
 
@@ -115,7 +114,7 @@ def test_what_is_recorded_is_its_owners_alone(tmp_path: Path) -> None:
         for directory in ("rec", "worker"):
             writer = StepWriter(RecordSettings.at(str(tmp_path / directory)), rank=0, ranks=1)
             writer.add(Item(1, None, 0, None, {}, (), last=False))
-            writer._open.rows.append(drawn_rows([2]))  # type: ignore[union-attr]
+            writer._rows.append(drawn_rows([2]))
             writer.close()
         (tmp_path / "shared").mkdir(0o755)
         run(tmp_path, directory="shared")

@@ -62,7 +62,7 @@ def test_one_uid_of_all_rows() -> None:
     "uid", [NonTensorStack("a", 1, "c"), NonTensorStack(["a"], ["b"], ["c"]), NonTensorData(None, batch_size=ROWS)]
 )
 def test_uids_that_are_no_strings_are_an_error(uid: Any) -> None:
-    with pytest.raises(TypeError, match=r"uid in the micro-batch is .*, but each of the 3 rows needs a string"):
+    with pytest.raises(TypeError, match=r"uid in the micro-batch is .*, but each row needs a string"):
         worker_hook._uids(batch(uid=uid))
 
 
