@@ -9,14 +9,141 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 
-from . import PatchError, status
-from .contract import installed_release
-from .contract_table import Row, rows
+from . import GROUPS, OFF, Group, PatchError, hydra_sections, rollout_seams, status, trainer_seams, worker_seams
+from .contract import Contract, NotInstalledError, installed_release, is_needed, of_installed
 
 COLUMNS = ("patch", "target", "releases", "state", "contract")
 _WIDTH_OF_LOGS = 240
+_UNGROUPED = (hydra_sections, rollout_seams, trainer_seams, worker_seams)
+OK, NOT_HERE, MISSING = "ok", "not for this release", "not installed"
+CALLS, NOT_NEEDED = "calls", "not needed"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contract.
+
+    Attributes:
+        patch, target, releases: as in the contract.
+        state: state of the patch in this process; "calls" for functions that are called and not patched; the missing
+            module if the patch cannot be imported without it.
+        verdict: "ok", why the contract does not matter here, or why it is broken.
+        broken: whether the contract matters here and does not hold. A contract that belongs to an option does not
+            matter in an untested release, because the option is rejected there.
+    """
+
+    patch: str
+    target: str
+    releases: str
+    state: str
+    verdict: str
+    broken: bool
+
+
+def rows() -> list[Row]:
+    """Build a row for every contract of this package, group by group; ungrouped contracts come first."""
+    contracts = {module: _contracts_of(module) for module in _UNGROUPED}
+    # Some contracts apply only to certain releases; a release that no contract covers was not tested.
+    release = installed_release("verl")
+    tested = release is not None and any(each.covers(release) for found in contracts.values() for each in found)
+    rows = [
+        _row(module.__name__.rpartition(".")[2], each, _state_alone(module, each), tested)
+        for module, found in contracts.items()
+        for each in _per_target(found)
+    ]
+    for group in GROUPS.values():
+        rows += _rows_of_group(group)
+    return rows
+
+
+def _state_alone(module: ModuleType, contracts: list[Contract]) -> str:
+    """Return the state of contracts without a group: of a patch that the run installs, or of a called function.
+
+    If the trainer wraps a function, the contract is in force in the trainer's process.
+    """
+    if any(each.in_force() for each in contracts):
+        return "in force"
+    return OFF if contracts[0] in getattr(module, "PATCHES", ()) else CALLS
+
+
+def _rows_of_group(group: Group) -> Iterator[Row]:
+    loaded = group.module in sys.modules
+    package = group.load()
+    states = package.status()
+    if not loaded:  # a group that installed itself just now is in force in no other process of this environment
+        states = {name: state if state == NOT_NEEDED else OFF for name, state in states.items()}
+    for name in states:
+        if not group.needed():
+            yield Row(f"{group.name}.{name}", "", "", states[name], f"not needed: {group.when}", broken=False)
+            continue
+        try:
+            patch = package.find_patch(name)
+        except ModuleNotFoundError as error:  # broken if verl or this package is missing
+            broken = is_needed(error)
+            missing = f"{error.name} is missing"
+            yield Row(f"{group.name}.{name}", "", "", missing, str(error) if broken else MISSING, broken)
+            continue
+        for each in _per_target(_contracts_of(patch)):
+            yield _row(f"{group.name}.{name}", each, states[name], may_be_of_others=states[name] == NOT_NEEDED)
+
+
+def _row(patch: str, contracts: list[Contract], state: str, may_be_of_others: bool) -> Row:
+    contract = of_installed(*contracts)
+    release = installed_release(contract.distribution)
+    tested = " or ".join(dict.fromkeys(each.tested for each in contracts))
+    elsewhere = release is not None and not contract.covers(release)
+    verdict, broken = (NOT_HERE, False) if may_be_of_others and elsewhere else _verdict(contract)
+    if broken and contract.option and elsewhere:
+        verdict, broken = f"{contract.option} is refused here: {verdict}", False
+    return Row(patch, contract.target, tested, state, verdict, broken)
+
+
+def _verdict(contract: Contract) -> tuple[str, bool]:
+    try:
+        contract.check()
+    except NotInstalledError:
+        return MISSING, False
+    except PatchError as error:
+        return str(error), True
+    return OK, False
+
+
+def _contracts_of(patch: object) -> list[Contract]:
+    """Collect the contracts that a module or a patch object declares, as attributes or in tuples."""
+    found: list[Contract] = []
+    # The limit on the depth ensures that cycles end.
+    _collect(vars(patch).values(), found, depth=5)
+    return list(dict.fromkeys(found))
+
+
+def _collect(values: Iterable[object], found: list[Contract], depth: int) -> None:
+    for value in values:
+        if isinstance(value, Contract):
+            found.append(value)
+        elif depth and isinstance(value, tuple | list):
+            _collect(value, found, depth - 1)
+        elif depth and type(value).__module__.startswith(f"{__package__}."):
+            _collect(vars(value).values() if hasattr(value, "__dict__") else (), found, depth - 1)
+
+
+def _per_target(contracts: list[Contract]) -> list[list[Contract]]:
+    """Group contracts that differ by release: they have the same target, or the same name if a target has moved.
+
+    A contract is left out if another contract of the same name applies to the installed release.
+    """
+    same_name: dict[tuple[str, str], list[Contract]] = {}
+    for contract in contracts:
+        same_name.setdefault((contract.name, contract.distribution), []).append(contract)
+    rows: list[list[Contract]] = []
+    for (_, distribution), turns in same_name.items():
+        release = installed_release(distribution)
+        here = {each.target for each in turns if release and each.covers(release)}
+        rows += [[each for each in turns if each.target == target] for target in sorted(here)] or [turns]
+    return rows
 
 
 def show(table: list[Row]) -> None:
@@ -26,8 +153,7 @@ def show(table: list[Row]) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        for line in (COLUMNS, *cells):
-            sys.stdout.write(" | ".join(line) + "\n")
+        sys.stdout.writelines(" | ".join(line) + "\n" for line in (COLUMNS, *cells))
         return
     drawn = Table(*COLUMNS, title=f"verl {installed_release('verl') or 'is not installed'}", show_lines=False)
     for row, line in zip(table, cells, strict=True):
@@ -39,22 +165,17 @@ def show(table: list[Row]) -> None:
 def main(arguments: Sequence[str] = ()) -> int:
     """Show the table and return the exit status."""
     argparse.ArgumentParser(prog="python -m verl_patches", description=__doc__).parse_args(arguments)
+    failed = []
     try:
         importlib.import_module("verl")  # as in every process of a run; this loads the requested groups
         status()
-        failed = ""
     except (PatchError, ImportError) as error:
-        failed = str(error)
+        failed = [str(error)]
     table = rows()
     show(table)
-    broken = [row for row in table if row.broken]
-    _complain(f"{row.patch}: {row.verdict}" for row in broken)
-    _complain([failed] if failed else [])
-    return 1 if broken or failed else 0
-
-
-def _complain(lines: Iterable[str]) -> None:
-    sys.stderr.writelines(f"{line}\n" for line in lines)
+    failed = [*(f"{row.patch}: {row.verdict}" for row in table if row.broken), *failed]
+    sys.stderr.writelines(f"{line}\n" for line in failed)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -25,7 +25,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from .releases import TESTED, attributes_of, is_too_old, release_of
+from .releases import TESTED, attributes_of, is_too_old, release_of, specifiers
 
 logger = logging.getLogger("verl_patches")
 
@@ -74,14 +74,6 @@ class Contract:
     keys: tuple[Key, ...] = ()
     names: tuple[str, ...] = ()
     option: str = ""
-
-    def __post_init__(self) -> None:
-        for alternative in self._alternatives():
-            if alternative.count("==") > 1:
-                raise ValueError(
-                    f"contract {self.name!r}, releases={alternative!r}: no release can equal two versions. Fix: give "
-                    f"alternatives as a tuple, {tuple(alternative.split(','))}."
-                )
 
     def check(self) -> Any:
         """Check release, signature, keys and names, and return the target.
@@ -159,6 +151,47 @@ class Contract:
             f"{expected or self.signature or 'it to exist'}, found {found}. Fix: install {self.tested}, or "
             f"read the new target and adapt the patch and its contract (see verl_patches/README.md)."
         )
+
+
+@dataclass(frozen=True)
+class Seams:
+    """Factory of contracts on those attributes of one module or class of verl that a run calls or overrides.
+
+    Attributes:
+        owner: "module" or "module:Class".
+        releases, option: the same fields of each contract.
+    """
+
+    owner: str
+    releases: tuple[str, ...] = specifiers(lambda release: True)
+    option: str = ""
+
+    def __call__(self, quoted: str, *, name: str = "", keys: str | tuple[Key, ...] = (), names: str = "") -> Contract:
+        """Build the contract on an attribute.
+
+        Args:
+            quoted: the attribute with its signature, such as "step(self, metrics)"; without parentheses, the signature
+                is not checked.
+            name: name of the contract, by default the attribute's.
+            keys, names: the same fields of the contract, separated by blanks.
+        """
+        attribute, opened, rest = quoted.partition("(")
+        target = f"{self.owner}{'.' if ':' in self.owner else ':'}{attribute}"
+        keys = tuple(keys.split()) if isinstance(keys, str) else keys
+        signature = f"({rest}" if opened else None
+        return Contract(
+            name or attribute, target, signature, "verl", self.releases, keys, tuple(names.split()), self.option
+        )
+
+
+def check_all(contracts: Iterable[Contract]) -> None:
+    """Check each contract against the installed releases.
+
+    Raises:
+        PatchError: a function has moved, or the release was not tested and untested releases are not allowed.
+    """
+    for contract in contracts:
+        contract.check()
 
 
 @functools.cache
@@ -363,16 +396,6 @@ def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
     setattr(owner, attribute, staticmethod(patched) if isinstance(kind, staticmethod) else patched)
     logger.info("patch %s in force on %s", contract.name, contract.target)
     return True
-
-
-def before(contract: Contract, look: Callable[[Any], None]) -> None:
-    """Wrap the target, once, so that `look` is called with the first argument of each call before the call is made."""
-
-    def seen_first(original: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> Any:
-        look(first)
-        return original(first, *args, **kwargs)
-
-    wrap(contract, seen_first)
 
 
 def _in_front_of(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:

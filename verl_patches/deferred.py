@@ -1,4 +1,4 @@
-"""Runs a patch right after the module that it targets has been imported.
+"""Patches that wrap their targets at once, or right after the module that they target has been imported.
 
 Some targets, such as vLLM's layers, are expensive to import and needed in only a few processes. If they are patched
 when they are imported, the order of imports is irrelevant, and other processes are not affected.
@@ -10,9 +10,12 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
-from .failures import record
+from . import record_failure
+from .contract import Contract, check_all, wrap
 
 
 def after_import(module_name: str, action: Callable[[], object]) -> None:
@@ -72,7 +75,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
         try:
             self.action()
         except Exception as error:
-            record(f"the patch that waits for {self.module_name}", error)
+            record_failure(f"the patch that waits for {self.module_name}", error)
             raise
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -94,3 +97,71 @@ class _Loader(importlib.abc.Loader):
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.loader, name)  # get_source, get_filename ... for tracebacks and tools
+
+
+@dataclass(frozen=True)
+class ReleasePatch:
+    """Wrappers that are installed together.
+
+    Attributes:
+        wrappers: the contract with each target and its wrapper, for every release that needs the patch.
+        after: module whose import triggers the installation of the patch; None if the patch is installed at once.
+        cause: whether the installed releases need the patch.
+    """
+
+    wrappers: tuple[tuple[Contract, Callable[..., Any]], ...]
+    after: str | None = None
+    cause: Callable[[], bool] = lambda: True
+
+    def install(self) -> None:
+        """Wrap the targets now, or right after the import of `after`; repeated calls have no effect.
+
+        Raises:
+            PatchError: a target has moved, or the release was not tested.
+        """
+        if not self.cause() or self.waiting() or self.in_force():
+            return
+        if self.after is None:
+            self.apply()
+        else:
+            after_import(self.after, self.apply)
+
+    def waiting(self) -> bool:
+        """Return True if the patch will be installed when `after` is imported."""
+        return any(getattr(finder, "action", None) == self.apply for finder in sys.meta_path)
+
+    def in_force(self) -> bool:
+        """Return True if the patch is applied in this process. Does not import modules that wait for ``after``."""
+        return (self.after is None or self.after in sys.modules) and self.is_applied()
+
+    def check(self) -> None:
+        """Check the contract with every target."""
+        check_all(contract for contract, _ in self.wrappers)
+
+    def apply(self) -> None:
+        """Wrap every target, if no target has moved."""
+        self.check()
+        for contract, wrapper in self.wrappers:
+            wrap(contract, wrapper)
+
+    def is_applied(self) -> bool:
+        """Return True if every target is wrapped."""
+        return all(contract.in_force() for contract, _ in self.wrappers)
+
+
+@dataclass(frozen=True)
+class Addition(ReleasePatch):
+    """A patch that adds something instead of wrapping; its wrappers are functions without arguments that do so.
+
+    Attributes:
+        added: function that returns whether the addition is present.
+    """
+
+    added: Callable[[], bool] = lambda: False
+
+    def apply(self) -> None:
+        for _, add in self.wrappers:
+            add()
+
+    def is_applied(self) -> bool:
+        return self.added()

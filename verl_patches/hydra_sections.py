@@ -3,16 +3,21 @@
 An option such as ``+correction@correction=gsm`` needs the sections that ``offpolicy_base.yaml`` declares. Hydra
 composes a defaults list in order. A group on the command line is composed last, so its sections would overwrite values
 of the user's own primary configuration. The sections are therefore inserted before everything except Hydra's own node.
+
+configs/platform/cuda.yaml uses ``${if_flash_attn:A,B}``, which is A if the launching process can import flash-attn,
+otherwise B. A launch replaces these interpolations with their values, because its workers cannot resolve them.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import flash_attention
 from .contract import Contract, PatchError, wrap
 from .moved_options import explain_moved
 
@@ -26,6 +31,9 @@ GROUPS = (
 SECTIONS = "offpolicy_base"
 _OF_FSDP = "router_replay/dp"
 _ROLLOUT = "offpolicy_rollout"
+RESOLVER = "if_flash_attn"
+ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+REMOVE_PADDING = "actor_rollout_ref.model.use_remove_padding"
 CALLBACK = {"_target_": "recipe.offpolicy.launch_callback.LaunchCallback"}
 
 COMPOSE = Contract(
@@ -65,7 +73,11 @@ def bring_sections() -> None:
     """
     wrap(COMPOSE, _compose)
     wrap(LOAD, _load)
-    flash_attention.register()
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver(
+        RESOLVER, lambda yes, no: no if explain_missing_flash_attention() else yes, replace=True
+    )
 
 
 def _load(
@@ -115,3 +127,40 @@ def _needs_sections(defaults: Sequence[Any], repo: Any) -> bool:
     # In this package's own program, the sections belong to the main folder.
     folder = find_folder().resolve()
     return any(each is not None and Path(each.path.removeprefix("file://")).resolve() == folder for each in loaded)
+
+
+@functools.cache
+def explain_missing_flash_attention() -> str:
+    """Explain why flash-attn cannot be imported, e.g. because it was built for another torch; empty if it can."""
+    try:
+        importlib.import_module("flash_attn")
+    except (ImportError, OSError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "flash_attn":
+            return "flash-attn is not installed"
+        return f"flash-attn cannot be imported ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+    return ""
+
+
+def settle_flash_attention(config: Any) -> list[str]:
+    """Replace the interpolations of a launch with their values, in place; return a line that shows the values."""
+    from omegaconf import DictConfig, OmegaConf
+
+    def asks(key: str) -> bool:
+        parent, _, name = key.rpartition(".")
+        node = OmegaConf.select(config, parent)
+        return isinstance(node, DictConfig) and name in node and OmegaConf.is_interpolation(node, name)
+
+    if not (open_keys := [key for key in (ATTENTION, REMOVE_PADDING) if asks(key)]):
+        return []
+    for key in open_keys:
+        OmegaConf.update(config, key, OmegaConf.select(config, key))
+    missing = explain_missing_flash_attention()
+    values = ", ".join(f"{key.rpartition('.')[2]}={str(OmegaConf.select(config, key)).lower()}" for key in open_keys)
+    return [f"{values}: {missing or f'flash-attn {_find_version()} is installed'}"]
+
+
+def _find_version() -> str:
+    try:
+        return importlib.metadata.version("flash-attn")
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"

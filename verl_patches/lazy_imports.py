@@ -1,4 +1,4 @@
-"""Lazy imports in verl's modules, for a process that calls only a few functions of verl and trains nothing.
+"""Fast imports of verl, for a process that calls only a few functions of verl and trains nothing.
 
 At their top, verl's modules import packages that only a run needs, such as Ray, transformers and datasets, which takes
 seconds. In a process that called `install()`, such an import runs when a name that it binds is first looked up, as in
@@ -8,6 +8,10 @@ never imported.
 The following are still imported at once: the standard library, `from x import *`, imports within `with`, and a `try`
 that does more than import. Annotations of functions are not evaluated. Annotations of fields are, because dataclasses
 read them.
+
+tensordict, which verl's protocol needs, imports two decorators from PyTorch's compiler, which is slow to import. They
+affect only compiled code, so tensordict receives decorators that do nothing instead; other names in `torch._dynamo`
+still come from the compiler.
 """
 
 from __future__ import annotations
@@ -15,26 +19,83 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import importlib
+import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from .source_finder import SourceFinder
+from .deferred import find_behind
 
 _REGISTER = "__lazy_import__"
 _EVERYTHING = "__all__"
 
 
+_COMPILER = "torch._dynamo"
+
+
 def install(package: str = "verl") -> None:
-    """Make the imports of a package's modules lazy in this process. Idempotent."""
-    _build_finder(package).install()
+    """Make a package's imports lazy in this process, and keep the compiler out of tensordict. Idempotent."""
+    for finder in (_build_finder(package), _TENSORDICT):
+        if finder not in sys.meta_path:
+            sys.meta_path.insert(0, finder)
+
+
+class _SourceFinder(importlib.abc.MetaPathFinder):
+    """Import finder for chosen modules, which later finders must find as source files.
+
+    Args:
+        chooses: returns True if ``loader`` must load the module with this full name.
+        loader: replaces the loader that was found; called with that loader's arguments.
+    """
+
+    def __init__(self, chooses: Callable[[str], bool], loader: type[importlib.machinery.SourceFileLoader]) -> None:
+        self._chooses, self._loader = chooses, loader
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not self._chooses(fullname) or self not in sys.meta_path:
+            return None
+        spec = find_behind(self, fullname, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = self._loader(spec.loader.name, spec.loader.path)
+        return spec
 
 
 @functools.cache
-def _build_finder(package: str) -> SourceFinder:
-    return SourceFinder(lambda module: module.partition(".")[0] == package, _Loader)
+def _build_finder(package: str) -> _SourceFinder:
+    return _SourceFinder(lambda module: module.partition(".")[0] == package, _Loader)
+
+
+class _WithoutCompiler(importlib.machinery.SourceFileLoader):
+    """Loader that puts stand-ins for the compiler's decorators in place while its module is imported."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        marks = ModuleType(_COMPILER)
+        vars(marks).update(
+            assume_constant_result=lambda function: function,
+            graph_break=lambda *reason: None,
+            __getattr__=_ask_compiler,
+        )
+        sys.modules[_COMPILER] = marks
+        try:
+            super().exec_module(module)
+        finally:
+            if sys.modules.get(_COMPILER) is marks:
+                del sys.modules[_COMPILER]
+
+
+_TENSORDICT = _SourceFinder(lambda module: module == "tensordict" and _COMPILER not in sys.modules, _WithoutCompiler)
+
+
+def _ask_compiler(name: str) -> Any:
+    if name.startswith("__"):  # the import system looks up its own attributes on every module
+        raise AttributeError(name)
+    sys.modules.pop(_COMPILER, None)
+    return getattr(importlib.import_module(_COMPILER), name)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

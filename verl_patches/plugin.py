@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 
-from . import install
-from .failures import record
-from .groups import ASKED_BY_NAME, AUTO, named
+from . import ASKED_BY_NAME, AUTO, install, named, record_failure
 
 
 def load() -> None:
@@ -23,7 +21,7 @@ def load() -> None:
         try:
             install(None if name == AUTO else name)
         except Exception as error:
-            record(f"{ASKED_BY_NAME}={os.environ[ASKED_BY_NAME]}", error)
+            record_failure(f"{ASKED_BY_NAME}={os.environ[ASKED_BY_NAME]}", error)
             raise
 
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import EXTERNAL_MODULES, GROUPS
 from .contract import PatchError
-from .groups import EXTERNAL_MODULES, GROUPS
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -13,8 +13,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_patches import flash_attention
 from verl_patches.contract import PatchError, demand_release
+from verl_patches.hydra_sections import settle_flash_attention
 from verl_patches.runtime_env import KEY, MODEL_RUNNER, VARIABLES_OF_WORKERS, forward
 
 from .correction import CorrectionSpec, SpecError
@@ -66,7 +66,7 @@ def check(config: DictConfig, program: str = OURS) -> list[str]:
     Raises:
         CheckError, PatchError: a problem stops the launch.
     """
-    attention = flash_attention.settle(config)
+    attention = settle_flash_attention(config)
     spec, found = prepare(config, program)
     if needs_model_runner(found.run) and found.run.get(f"{KEY}.env_vars.{MODEL_RUNNER}") is None:
         os.environ.setdefault(MODEL_RUNNER, "1")

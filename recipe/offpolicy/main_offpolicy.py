@@ -32,7 +32,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError
-from verl_patches.trainer_v0 import find_task_runner
+from verl_patches.trainer_seams import find_task_runner
 
 from .correction import SpecError
 from .correction.problem import CheckError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 
-from verl_patches import compiler_imports, lazy_imports
+from verl_patches import lazy_imports
 
 CHECK_FLAG = "--check"
 """The argument that requests a check of a launch without starting it."""
@@ -27,7 +27,6 @@ def hasten_check() -> None:
     A training process must not call this, because it needs verl's imports and PyTorch's compiler.
     """
     hasten_start()
-    compiler_imports.leave_out()
     lazy_imports.install()
 
 

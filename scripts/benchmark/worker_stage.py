@@ -215,7 +215,7 @@ def take_log_probs(logits: Tensor, ids: Any) -> Tensor:
 
 def update(engine: Engine, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss) -> Spent:
     """Run one update: each mini-batch's gradients, and its metrics as they leave the worker; return the times."""
-    from verl_patches.sent_metrics import complete
+    from verl_patches.worker_seams import complete
 
     clock = _clock(next(engine.model.parameters()).device)
     in_loss, start = 0.0, clock()

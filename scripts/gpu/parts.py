@@ -48,7 +48,7 @@ def demand(condition: bool, reason: str) -> None:
 
 def find_attention() -> tuple[str, str]:
     """Find the attention implementation that the CUDA platform would use, and the reason."""
-    from verl_patches.flash_attention import explain_missing
+    from verl_patches.hydra_sections import explain_missing_flash_attention as explain_missing
 
     missing = explain_missing()
     return ("sdpa", missing) if missing else ("flash_attention_2", "flash-attn")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from verl_patches.groups import EXTERNAL_MODULES
+from verl_patches import EXTERNAL_MODULES
 from verl_patches.releases import attributes_of
 from verl_patches.runtime_env import PYTHONPATH, joined
 

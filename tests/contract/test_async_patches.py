@@ -59,7 +59,7 @@ def test_a_snapshot_on_the_cpu_is_the_live_weight_until_it_is_patched() -> None:
         "print(after_a_step_and_a_restoration())\n"
         "import sys\n"
         "del sys.modules['verl.utils.fsdp_utils']\n"
-        "patch.install(); patch.install()\n"
+        "t.let_logger_flush(); t.let_logger_flush()\n"
         "assert patch.waiting() and not patch.in_force()\n"
         "import verl.utils.fsdp_utils as utils\n"
         "assert not patch.waiting()\n"
@@ -86,7 +86,7 @@ def test_a_moved_snapshot_stops_at_its_import() -> None:
     assert "PatchError: patch 'async_snapshot': the target verl.utils.fsdp_utils:fsdp2_" in done.stderr
 
 
-TRAINER = "import verl_patches.separate_async_logger as patch, verl.trainer.ppo.v1.trainer_separate_async as module\n"
+TRAINER = "import verl_patches.trainer_seams as t, verl.trainer.ppo.v1.trainer_separate_async as module\n"
 
 
 @pytest.mark.slow
@@ -99,13 +99,13 @@ def test_verls_trainer_logs_with_flush_and_its_logger_refuses_it_until_it_is_pat
         "assert 'flush=True' in inspect.getsource(module.PPOTrainerSeparateAsync._setup)\n"
         "try: module.logger.info('started', flush=True)\n"
         "except TypeError as error: print(error)\n"
-        "patch.install(); patch.install()\n"
+        "t.let_logger_flush(); t.let_logger_flush()\n"
         "assert isinstance(module.logger.logger, logging.Logger)\n"
         "module.logger.info('started with %s', 3, flush=True)\n"
         "module.logger.warning('warned')\n"
-        "print(patch.in_force())\n"
+        "print(t.SEPARATE_ASYNC_LOGGER.in_force())\n"
         "del module.logger\n"
-        "try: patch.install()\n"
+        "try: t.let_logger_flush()\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
     refused, started, warned, state, moved = out.splitlines()[-5:]

@@ -129,7 +129,7 @@ def test_megatron_runs_on_the_cpu() -> None:
 
 MOVED = """
 import dataclasses, importlib, verl_patches, verl_patches.cpu
-from verl_patches.cpu.release_patch import ReleasePatch
+from verl_patches.deferred import ReleasePatch
 for name in {patches!r}:
     patch = verl_patches.cpu.find_patch(name)
     importlib.import_module(patch.after)

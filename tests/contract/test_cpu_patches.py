@@ -12,7 +12,7 @@ import pytest
 from packaging.version import Version
 
 from tests.support.fresh_python import CPU, ok, python
-from verl_patches.cpu.release_patch import is_vllm
+from verl_patches.cpu import is_vllm
 
 pytest.importorskip("verl")
 
@@ -175,7 +175,7 @@ def test_a_new_question_in_verls_platform_interface_stops_the_process() -> None:
         "import abc, verl.plugin.platform.platform_base as base\n"
         "base.PlatformBase.number_of_fans = abc.abstractmethod(lambda self: 0)\n"
         "abc.update_abstractmethods(base.PlatformBase)\n"
-        "import verl_patches.cpu.platform as patch; patch.install()\n"
+        "import verl_patches.cpu as cpu; cpu.find_patch('platform').install()\n"
     )
     assert done.returncode != 0
     assert "also requires number_of_fans" in done.stderr

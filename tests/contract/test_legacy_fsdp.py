@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.verl("==0.7.1")
 def patch() -> Any:
     from verl_patches.legacy import fsdp_actor
 
-    return fsdp_actor
+    return fsdp_actor.PATCH
 
 
 def names() -> list[str]:
@@ -36,12 +35,12 @@ def names() -> list[str]:
 
 
 def contract(patch: Any, name: str) -> Any:
-    return next(each for each in patch.CONTRACTS if each.name == name)
+    return next(each for each, _ in patch.wrappers if each.name == name)
 
 
 def test_these_are_the_contracts(patch: Any) -> None:
-    assert [each.name for each in patch.CONTRACTS] == names()
-    assert {each.releases for each in patch.CONTRACTS} == {("==0.7.1",)}
+    assert [each.name for each, _ in patch.wrappers] == names()
+    assert {each.releases for each, _ in patch.wrappers} == {("==0.7.1",)}
 
 
 @pytest.mark.parametrize("name", names())
@@ -192,10 +191,10 @@ def test_a_moved_target_stops_the_import_of_the_actor() -> None:
     assert "PatchError: patch 'dp_actor.agg_loss': the target verl.workers.actor.dp_actor:agg_loss" in done.stderr
 
 
-def test_a_release_without_legacy_actors_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_release_without_legacy_actors_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     import verl_patches.legacy as group
     from verl_patches import PatchError
 
-    monkeypatch.setattr(group, "location", lambda package: tmp_path)
+    monkeypatch.setattr(group, "has_legacy_actors", lambda: False)
     with pytest.raises(PatchError, match=r"is for verl releases with legacy actors, 0\.7\.1, found"):
         group.install()

@@ -41,7 +41,7 @@ STATES = "import verl, verl_patches; print(set(verl_patches.status()['cpu'].valu
 @needs_plugins
 def test_the_entry_point_is_inert_unless_asked_for(entry_point: str) -> None:
     # With VERL_PLATFORM=cpu and nothing of ours verl has no such platform; "cuda" is what it has by default.
-    code = "import sys, importlib.metadata; before = importlib.metadata.version; import verl, verl_patches.groups"
+    code = "import sys, importlib.metadata; before = importlib.metadata.version; import verl, verl_patches"
     code += "; assert importlib.metadata.version is before; assert 'verl_patches.plugin' in sys.modules"
     code += "; assert not any(name.startswith('verl_patches.cpu.') for name in sys.modules); print('inert')"
     assert last(code, path=entry_point) == "inert"
@@ -155,7 +155,7 @@ def test_the_table_shows_every_contract_and_that_it_holds() -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = table_of(done.stdout)
     by_patch = {(row[0], row[1]): row[2:] for row in rows}
-    seam = by_patch["engine_loss", "verl.workers.utils.losses:ppo_loss"]
+    seam = by_patch["worker_seams", "verl.workers.utils.losses:ppo_loss"]
     assert seam[1:] == ["calls", "ok"]
     wrapped = by_patch["cpu.process_group", "torch.distributed:init_process_group"]
     assert wrapped[1:] == ["in force", "ok"]
@@ -180,10 +180,14 @@ def test_the_table_without_megatron_says_so_and_holds() -> None:
 
 @pytest.mark.slow
 def test_the_table_shows_what_the_trainer_wraps() -> None:
-    before = "import verl, verl_patches.trainer_v0 as t; t.around_advantage(None); "
+    before = "import verl, verl_patches.trainer_seams as t; t.around_advantage(None); "
     done = python(TABLE.format(before=before), **CPU, VERL_USE_EXTERNAL_MODULES="verl_patches.cpu")
     assert done.returncode == 0, done.stderr[-3000:]
-    seams = {row[1].rpartition(":")[2]: row[3] for row in table_of(done.stdout) if row[0] == "trainer_v0"}
+    seams = {
+        row[1].rpartition(":")[2]: row[3]
+        for row in table_of(done.stdout)
+        if row[0] == "trainer_seams" and row[3] != "off"
+    }
     assert {name for name, state in seams.items() if state == "in force"} == {"compute_advantage"}
     assert set(seams.values()) == {"calls", "in force"}
 
@@ -205,7 +209,7 @@ def test_a_broken_contract_ends_with_1() -> None:
     before += "import verl.workers.utils.losses as l; l.ppo_loss = lambda config, data: None; "
     done = python(TABLE.format(before=before))
     assert done.returncode == 1
-    assert "engine_loss: patch 'ppo_loss': the target verl.workers.utils.losses:ppo_loss has moved" in done.stderr
+    assert "worker_seams: patch 'ppo_loss': the target verl.workers.utils.losses:ppo_loss has moved" in done.stderr
     assert "pin_memory" not in done.stderr, "what this process does not need does not matter"
 
 

@@ -9,23 +9,23 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from verl_patches import response_padding
+from verl_patches import worker_seams
 from verl_patches.contract import PatchError
 
 
 @pytest.fixture
 def no_padding_2_padding() -> Any:
-    response_padding.install()
-    response_padding.install()  # once is enough
+    worker_seams.accept_padded()
+    worker_seams.accept_padded()  # once is enough
     from verl.workers.utils import losses
 
     return losses.no_padding_2_padding
 
 
 def test_padded_ones_are_the_answer_and_others_are_verls_to_pad(no_padding_2_padding: Any) -> None:
-    assert response_padding.in_force()
+    assert worker_seams.PADDING.in_force()
     padded = torch.ones(2, 3, requires_grad=True)
-    assert no_padding_2_padding(response_padding.Padded(padded), None) is padded
+    assert no_padding_2_padding(worker_seams.Padded(padded), None) is padded
     # Two tokens of prompt and one of response, and the other way round.
     columns = {"prompts": torch.ones(2, 2), "responses": torch.ones(2, 2)}
     columns["attention_mask"] = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
@@ -37,7 +37,7 @@ def test_padded_ones_are_the_answer_and_others_are_verls_to_pad(no_padding_2_pad
 
 
 def test_a_moved_target_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = replace(response_padding.CONTRACT, name="another", target="verl.workers.utils.losses:pad")
-    monkeypatch.setattr(response_padding, "CONTRACT", moved)
+    moved = replace(worker_seams.PADDING, name="another", target="verl.workers.utils.losses:pad")
+    monkeypatch.setattr(worker_seams, "PADDING", moved)
     with pytest.raises(PatchError, match=r"verl\.workers\.utils\.losses:pad has moved"):
-        response_padding.install()
+        worker_seams.accept_padded()

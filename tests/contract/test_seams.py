@@ -14,20 +14,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches import (
-    agent_loops,
-    engine_loss,
-    llm_client,
-    replay_buffer,
-    router_replay,
-    trainer_v0,
-    trainer_v1,
-    truncated_sampling,
-    vllm_server,
-    weight_sync,
-)
-from verl_patches.contract import PatchError, bare_signature, resolve
-from verl_patches.engine_loss import Seams
+from verl_patches import rollout_seams, trainer_seams, worker_seams
+from verl_patches.contract import Contract, PatchError, bare_signature, check_all, resolve
 
 V1 = pytest.mark.verl(">=0.9")
 NEWEST = pytest.mark.verl(">=0.9.1")
@@ -35,96 +23,100 @@ NEWEST = pytest.mark.verl(">=0.9.1")
 SCORING = pytest.mark.verl("!=0.7.1")
 """Releases that score prompts, and that have the asynchronous programs."""
 GROUPS = [
-    pytest.param(engine_loss, id="engine"),
-    pytest.param(trainer_v0, id="trainer_v0"),
-    pytest.param(weight_sync, id="weight_sync"),
-    pytest.param(trainer_v1, id="trainer_v1", marks=V1),
-    pytest.param(replay_buffer, id="replay_buffer", marks=NEWEST),
-    pytest.param(llm_client, id="llm_client", marks=NEWEST),
-    pytest.param(router_replay, id="router_replay", marks=NEWEST),
-    pytest.param(truncated_sampling, id="truncated_sampling", marks=NEWEST),
-    pytest.param(agent_loops, id="agent_loops", marks=SCORING),
+    pytest.param(worker_seams.LOSS, id="loss"),
+    pytest.param(trainer_seams.V0, id="v0"),
+    pytest.param((rollout_seams.WEIGHT_SYNC,), id="weight_sync"),
+    pytest.param(trainer_seams.V1, id="v1", marks=V1),
+    pytest.param(trainer_seams.STALENESS, id="staleness", marks=NEWEST),
+    pytest.param(rollout_seams.VERSIONS, id="versions", marks=NEWEST),
+    pytest.param(worker_seams.ROUTER_REPLAY, id="router_replay", marks=NEWEST),
+    pytest.param(rollout_seams.SUPPORT, id="support", marks=NEWEST),
+    pytest.param(worker_seams.OPTIMIZER, id="optimizer", marks=NEWEST),
+    pytest.param(rollout_seams.AGENT_LOOPS, id="agent_loops", marks=SCORING),
 ]
 
 
-def quoted(module: Any, *marks: Any) -> list[Any]:
-    return [pytest.param(seam, id=f"{seam.name}", marks=marks) for seam in module.SEAMS if seam.signature]
+def quoted(seams: tuple[Contract, ...], *marks: Any) -> list[Any]:
+    return [pytest.param(seam, id=f"{seam.name}", marks=marks) for seam in seams if seam.signature]
 
 
 @SCORING
 def test_the_servers_that_score_are_where_they_were() -> None:
-    engine_loss.check(agent_loops.build_server_seams())
+    check_all(rollout_seams.build_scoring_server())
 
 
 def test_the_rewards_of_turns_are_where_they_were() -> None:
-    engine_loss.check(agent_loops.TURN_SEAMS)
+    check_all(rollout_seams.TURNS)
 
 
 @NEWEST
 def test_the_servers_that_return_supports_are_where_they_were() -> None:
-    engine_loss.check(truncated_sampling.build_server_seams())
+    check_all(rollout_seams.build_support_server())
 
 
 @NEWEST
 def test_a_servers_generate_reads_the_key_of_the_option() -> None:
-    _, generate, _ = vllm_server.build_seams(Seams, "logprobs")
+    _, generate, *_ = rollout_seams.build_support_server()
     assert (generate.keys, generate.names) == (("logprobs",), ("SamplingParams", "extract_prompt_logprobs"))
 
 
-ALWAYS = [*quoted(engine_loss), *quoted(weight_sync), *quoted(trainer_v0), *quoted(agent_loops, SCORING)]
+ALWAYS = [
+    *quoted((*worker_seams.LOSS, *trainer_seams.V0, rollout_seams.WEIGHT_SYNC)),
+    *quoted(rollout_seams.AGENT_LOOPS, SCORING),
+]
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_seam_is_where_it_was(group: Any) -> None:
-    engine_loss.check(group.SEAMS)
+    check_all(group)
 
 
 @SCORING
 def test_the_trainers_of_the_asynchronous_programs_are_where_they_were() -> None:
-    engine_loss.check(trainer_v0.SEAMS_OF_PROGRAMS)
+    check_all(trainer_seams.PROGRAMS)
 
 
 @V1
 def test_the_agent_loops_of_the_v1_trainer_are_where_they_were() -> None:
-    engine_loss.check(agent_loops.SEAMS_V1)
+    check_all(rollout_seams.AGENT_LOOPS_V1)
 
 
 @NEWEST
 def test_the_worker_that_keeps_weights_is_where_it_was() -> None:
-    engine_loss.check(trainer_v1.SEAMS_OF_SNAPSHOTS)
+    check_all(trainer_seams.SNAPSHOTS)
 
 
 @NEWEST
 def test_megatrons_routers_are_where_they_were() -> None:
     pytest.importorskip("megatron.core")
-    engine_loss.check(router_replay.SEAMS_OF_MEGATRON)
+    check_all(worker_seams.MEGATRON_REPLAY)
 
 
-OF_NEWEST = (replay_buffer, llm_client, router_replay, truncated_sampling)
-OF_V1 = [*quoted(trainer_v1, V1), *(seam for module in OF_NEWEST for seam in quoted(module, NEWEST))]
+OF_NEWEST = (*trainer_seams.STALENESS, *rollout_seams.VERSIONS, *worker_seams.ROUTER_REPLAY, *rollout_seams.SUPPORT)
+OF_V1 = [*quoted(trainer_seams.V1, V1), *quoted(OF_NEWEST, NEWEST)]
 
 
 @pytest.mark.parametrize("seam", [*ALWAYS, *OF_V1])
 def test_a_moved_seam_is_named(seam: Any) -> None:
     with pytest.raises(PatchError) as caught:
-        engine_loss.check([replace(seam, signature="(self, something_else)")])
+        check_all([replace(seam, signature="(self, something_else)")])
     assert seam.target in str(caught.value)
     assert bare_signature(resolve(seam.target)) in str(caught.value)
 
 
 def test_a_loss_that_no_longer_reads_the_weights_is_named() -> None:
-    (seam,) = [seam for seam in engine_loss.SEAMS if seam.name == "ppo_loss"]
+    (seam,) = [seam for seam in worker_seams.LOSS if seam.name == "ppo_loss"]
     with pytest.raises(PatchError, match="some_other_weights"):
-        engine_loss.check([replace(seam, keys=("rollout_is_weights", "some_other_weights"))])
+        check_all([replace(seam, keys=("rollout_is_weights", "some_other_weights"))])
 
 
 def test_another_release_needs_consent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OFFPOLICY_ALLOW_UNTESTED_VERL", raising=False)
-    newer = [replace(seam, releases="==0.9.2") for seam in engine_loss.SEAMS]
+    newer = [replace(seam, releases="==0.9.2") for seam in worker_seams.LOSS]
     with pytest.raises(PatchError, match="OFFPOLICY_ALLOW_UNTESTED_VERL=1"):
-        engine_loss.check(newer)
+        check_all(newer)
     monkeypatch.setenv("OFFPOLICY_ALLOW_UNTESTED_VERL", "1")
-    engine_loss.check(newer)
+    check_all(newer)
 
 
 def overridden(ours: type, theirs: type) -> set[str]:
@@ -138,8 +130,8 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
     from verl.trainer.ppo.v1 import PPOTrainer
 
     names = {name for name in CorrectedV1.METHODS if hasattr(PPOTrainer, name)}
-    held = {seam.name for module in (trainer_v1, llm_client, replay_buffer) for seam in module.SEAMS}
-    held |= {seam.name for seam in trainer_v1.SEAMS_OF_SNAPSHOTS}
+    of_trainers = (*trainer_seams.V1, *trainer_seams.STALENESS, *trainer_seams.SNAPSHOTS)
+    held = {seam.name for seam in (*of_trainers, *rollout_seams.VERSIONS)}
     assert names <= held
     assert all(getattr(CorrectedV1, name) for name in CorrectedV1.METHODS)
     # Of 0.9.0, which fills its warm-up in one place.
@@ -155,7 +147,7 @@ def test_whatever_the_client_overrides_is_a_seam() -> None:
     assert overridden(Attempts, LLMServerClient) == overridden(VersionedClient, FullyAsyncLLMServerClient)
     assert overridden(Attempts, LLMServerClient) == {"generate"}
     assert VersionedClient.__mro__[1:4] == (FullyAsyncLLMServerClient, Attempts, LLMServerClient)
-    held = {seam.name for seam in llm_client.SEAMS}
+    held = {seam.name for seam in rollout_seams.VERSIONS}
     assert {"LLMServerClient.generate", "FullyAsyncLLMServerClient.generate"} <= held
 
 
@@ -165,7 +157,7 @@ def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
     from recipe.offpolicy.staleness.buffer import BoundedReplayBuffer
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-    held = {seam.name for seam in (*trainer_v1.SEAMS, *replay_buffer.SEAMS)}
+    held = {seam.name for seam in (*trainer_seams.V1, *trainer_seams.STALENESS)}
     of_buffer = {"sample", "wait_for_sampleable", "_wait_for_next_poll", "_has_enough_samples"}
     of_buffer |= {"_stale_terminal_keys", "_terminal_eviction_reasons", "_evict_terminal_groups"}
     assert overridden(BoundedReplayBuffer, ReplayBufferAsync) == of_buffer
@@ -180,7 +172,7 @@ def test_whatever_routing_replay_overrides_is_a_seam() -> None:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.rollout.llm_server import LLMServerClient
 
-    held = {seam.name for seam in (*router_replay.SEAMS, *trainer_v1.SEAMS, *llm_client.SEAMS)}
+    held = {seam.name for seam in (*worker_seams.ROUTER_REPLAY, *trainer_seams.V1, *rollout_seams.VERSIONS)}
     wrapped = {"prepare_model_inputs", "forward_step", "forward_backward_batch"}
     assert overridden(ReplayingEngine, FSDPEngineWithLMHead) == wrapped
     assert overridden(RoutedClient, LLMServerClient) == {"generate"}
@@ -208,7 +200,7 @@ def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
         SupportAttempts,
         Attempts,
     )
-    held = {seam.target.rpartition(".")[2] for seam in truncated_sampling.SEAMS}
+    held = {seam.target.rpartition(".")[2] for seam in rollout_seams.SUPPORT}
     assert wrapped <= held
 
 
@@ -220,7 +212,7 @@ def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
     elsewhere = {"_init_models", "fit_step"}
     names = {name for name in CorrectedV0.METHODS if hasattr(RayPPOTrainer, name)}
     assert names == set(CorrectedV0.METHODS) - elsewhere
-    assert names <= {seam.name for seam in trainer_v0.SEAMS}
+    assert names <= {seam.name for seam in trainer_seams.V0}
     assert all(getattr(CorrectedV0, name) for name in CorrectedV0.METHODS)
 
 
@@ -293,9 +285,9 @@ def test_clients_of_the_v0_trainer_go_through_the_last_that_notes(monkeypatch: p
         return "verl's"
 
     monkeypatch.setattr(LLMServerManager, "get_client", get_client)
-    monkeypatch.setattr(truncated_sampling, "_notes", [])
+    monkeypatch.setattr(rollout_seams, "_notes", [])
     for run in ("a run of before", "this one"):
-        truncated_sampling.note_clients(lambda client, run=run: f"{run} noting {client}")
+        rollout_seams.note_clients(lambda client, run=run: f"{run} noting {client}")
     assert object.__new__(LLMServerManager).get_client() == "this one noting verl's"
 
 
@@ -306,7 +298,7 @@ def test_clients_of_fully_async_go_through_what_notes_versions(monkeypatch: pyte
 
     monkeypatch.setattr(Manager, "get_client", inspect.unwrap(Manager.get_client))
     monkeypatch.setattr(LLMServerManager, "get_client", lambda self, client_cls, **kwargs: "verl's")
-    llm_client.note_by(lambda client: f"noting {client}")
+    rollout_seams.note_fully_async_clients(lambda client: f"noting {client}")
     manager = object.__new__(Manager)
     manager.rollout_replicas = []
     assert manager.get_client() == "noting verl's"
@@ -314,7 +306,7 @@ def test_clients_of_fully_async_go_through_what_notes_versions(monkeypatch: pyte
 
 @pytest.mark.parametrize("use_v1", [False, pytest.param(True, marks=V1)])
 def test_our_own_program_runs_verls_task_runners(use_v1: bool) -> None:
-    runner = trainer_v0.find_task_runner(OmegaConf.create({"trainer": {"use_v1": use_v1}}))
+    runner = trainer_seams.find_task_runner(OmegaConf.create({"trainer": {"use_v1": use_v1}}))
     if use_v1:
         assert runner is importlib.import_module("verl.trainer.main_ppo").TaskRunnerV1
     else:  # main_ppo's own, or that of the module that has V0
@@ -325,16 +317,16 @@ def test_our_own_program_runs_verls_task_runners(use_v1: bool) -> None:
 def test_what_is_put_around_the_advantages_is_what_fit_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.trainer.ppo import ray_trainer
 
-    plain = trainer_v0.plain_advantage()
+    plain = trainer_seams.plain_advantage()
     monkeypatch.setattr(ray_trainer, "compute_advantage", ray_trainer.compute_advantage)
-    monkeypatch.setattr(trainer_v0, "_around", [])  # what modules of verl's have wrapped by name reads it, too
+    monkeypatch.setattr(trainer_seams, "_around", [])  # what modules of verl's have wrapped by name reads it, too
     seen: list[object] = []
-    trainer_v0.hook_advantage()
-    trainer_v0.around_advantage(lambda compute, data, *args, **kwargs: seen.append((compute, data)))
-    trainer_v0.around_advantage(lambda compute, data, *args, **kwargs: ("second", data))
+    trainer_seams.hook_advantage()
+    trainer_seams.around_advantage(lambda compute, data, *args, **kwargs: seen.append((compute, data)))
+    trainer_seams.around_advantage(lambda compute, data, *args, **kwargs: ("second", data))
     assert ray_trainer.compute_advantage("a batch") == ("second", "a batch")
     assert seen == []
-    assert trainer_v0.plain_advantage() is plain is not ray_trainer.compute_advantage
+    assert trainer_seams.plain_advantage() is plain is not ray_trainer.compute_advantage
     assert "compute_advantage" in ray_trainer.RayPPOTrainer.fit.__code__.co_names
     assert ray_trainer.RayPPOTrainer.fit.__globals__ is vars(ray_trainer)
 
@@ -343,11 +335,11 @@ def test_modules_that_imported_the_estimator_by_name_get_the_wrapped_one(monkeyp
     """A program's ``__main__``, which is imported before the hooks: Ray sends its functions with what they name."""
     from verl.trainer.ppo import ray_trainer
 
-    monkeypatch.setattr(ray_trainer, "compute_advantage", plain := trainer_v0.plain_advantage())
+    monkeypatch.setattr(ray_trainer, "compute_advantage", plain := trainer_seams.plain_advantage())
     program = ModuleType("program")
     monkeypatch.setitem(sys.modules, "program", program)
     vars(program).update(compute_advantage=plain, estimate=plain, other=len)
-    trainer_v0.hook_advantage()
+    trainer_seams.hook_advantage()
     assert program.compute_advantage is program.estimate is ray_trainer.compute_advantage is not plain
     assert program.other is len
 

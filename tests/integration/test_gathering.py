@@ -55,7 +55,7 @@ def test_all_mini_batches_come_by_one_transfer(
 @pytest.mark.parametrize("entropy", [False, True])
 def test_responses_padded_at_once_are_those_that_verl_pads(engine: Any, loss_mode: str, entropy: bool) -> None:
     from verl.workers.config import PolicyLossConfig
-    from verl_patches import response_padding
+    from verl_patches import worker_seams
 
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2)
     found = {}
@@ -65,7 +65,7 @@ def test_responses_padded_at_once_are_those_that_verl_pads(engine: Any, loss_mod
         found[takes_padded] = tw.gradients(
             engine, loss, rows.to_tensordict(), micro_batch_size=4, calculate_entropy=entropy
         )
-    assert response_padding.in_force()
+    assert worker_seams.PADDING.in_force()
     (metrics, gradient), (metrics_of_verl, gradient_of_verl) = found[True], found[False]
     assert metrics["loss"] == metrics_of_verl["loss"]
     assert ("actor/entropy_loss" in metrics) == entropy

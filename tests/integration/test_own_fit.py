@@ -40,13 +40,13 @@ def composed(*options: str) -> DictConfig:
 @pytest.fixture
 def own_fit() -> Iterator[Any]:
     """The module of the user's trainer, which has imported ``compute_advantage`` by name."""
-    from verl_patches import trainer_v0
+    from verl_patches import trainer_seams
 
-    trainer_v0.hook_advantage()
+    trainer_seams.hook_advantage()
     from tests.support import own_fit as module
 
     yield module
-    trainer_v0._around.clear()
+    trainer_seams._around.clear()
     GlobalHydra.instance().clear()
 
 

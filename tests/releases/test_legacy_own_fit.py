@@ -30,9 +30,9 @@ SETTINGS = (
 @pytest.fixture
 def own_trainer() -> Iterator[Callable[..., Any]]:
     """A function (option, fault, *, bypass) -> the trainer after one step."""
-    from verl_patches import trainer_v0
+    from verl_patches import trainer_seams
 
-    trainer_v0.hook_advantage()
+    trainer_seams.hook_advantage()
     import verl.trainer.config
     from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
     from verl import DataProto
@@ -78,7 +78,7 @@ def own_trainer() -> Iterator[Callable[..., Any]]:
         return made
 
     yield train
-    trainer_v0._around.clear()
+    trainer_seams._around.clear()
     GlobalHydra.instance().clear()
 
 

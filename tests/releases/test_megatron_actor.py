@@ -95,7 +95,7 @@ def test_the_contracts_hold_on_the_installed_release_and_notice_what_moves(monke
     from verl_patches.contract import PatchError
     from verl_patches.legacy import megatron_actor
 
-    for contract in megatron_actor.CONTRACTS:
+    for contract, _ in megatron_actor.PATCH.wrappers:
         contract.check()
         moved = dataclasses.replace(contract, signature="(nothing)")
         with pytest.raises(PatchError, match="has moved"):

@@ -234,7 +234,7 @@ def test_wheel_holds_the_configs_and_no_foreign_name(wheel: Path) -> None:
         "hydra_plugins",
     }
     assert not {"recipe/__init__.py", "hydra_plugins/__init__.py"} & set(names)
-    assert {"verl_patches/cpu/platform.py", "verl_patches/releases.py"} <= set(names)
+    assert {"verl_patches/cpu/of_verl.py", "verl_patches/releases.py"} <= set(names)
     assert {"recipe/offpolicy/py.typed", "verl_patches/py.typed", "hydra_plugins/offpolicy/__init__.py"} <= set(names)
     assert metadata == f"verl_offpolicy-{VERSION}.dist-info"
     ours = "offpolicy = recipe.offpolicy.__main__:main"

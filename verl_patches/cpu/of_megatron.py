@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..contract import logger
-from .release_patch import build
+from ..contract import Contract, logger
+from ..deferred import ReleasePatch, after_import, is_awaited
+from . import build
 
 _megatron = partial(build, of=("megatron-core", "==0.16.*"))
 _mbridge = partial(build, of=("mbridge", "==0.15.*"))
@@ -144,6 +148,68 @@ def _init_bridge(original: Callable[..., None], self: Any, hf_config: Any, *args
     original(self, hf_config, *args, **kwargs)
 
 
+# "cuda" means the CPU in the Megatron modules that allocate on "cuda" by name. They call
+# `torch.zeros(..., device="cuda")` and similar inside functions that cannot be wrapped without copying them. Therefore
+# these modules, but nothing else in the process, use PyTorch through `CpuTorch`.
+MODULES = (
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.transformer.utils",
+    "megatron.core.utils",
+)
+"""Modules that can run on gloo but name the device in their code."""
+
+FACTORIES = ("empty", "ones", "tensor", "zeros")
+"""PyTorch functions to which these modules pass the device as an argument."""
+
+
+class CpuTorch(ModuleType):
+    """PyTorch, except that the functions in `FACTORIES` allocate on the CPU when the device is "cuda"."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return allocate
+
+
+def _hand_over(contract: Contract, module_name: str) -> None:
+    contract.check()
+    module = sys.modules[module_name]
+    if not torch.cuda.is_available() and not isinstance(module.torch, CpuTorch):
+        module.torch = CpuTorch()  # type: ignore[attr-defined]
+        logger.info("patch %s in force in %s", contract.name, module_name)
+
+
+class _NamesDevice(ReleasePatch):
+    def install(self) -> None:
+        """Patch each module now or when it is imported. Idempotent."""
+        for (contract, hand_over), module in zip(self.wrappers, MODULES, strict=True):
+            if not is_awaited(module):
+                after_import(module, partial(hand_over, contract, module))
+
+    def waiting(self) -> bool:
+        return any(map(is_awaited, MODULES))
+
+    def in_force(self) -> bool:
+        """Return True if a target module has been imported and all imported target modules use `CpuTorch`."""
+        imported = [sys.modules[name] for name in MODULES if name in sys.modules]
+        return bool(imported) and all(isinstance(module.torch, CpuTorch) for module in imported)
+
+
 PATCHES = {
     "megatron_cuda": _megatron(
         "megatron_cuda",
@@ -207,5 +273,11 @@ PATCHES = {
             "(self, hf_config, dtype=torch.bfloat16, parallel_states=None, make_vocab_size_divisible_by=None)",
             _init_bridge,
         ),
+    ),
+    "megatron_device": _NamesDevice(
+        tuple(
+            (Contract("megatron_device", f"{module}:torch", None, "megatron-core", "==0.16.*"), _hand_over)
+            for module in MODULES
+        )
     ),
 }

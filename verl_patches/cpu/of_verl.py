@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..contract import Contract, PatchError, logger
+from ..contract import Contract, PatchError, logger, resolve
+from ..deferred import Addition, ReleasePatch
 from ..releases import Release, specifiers
-from .release_patch import Addition, ReleasePatch, Row, build, installed_has
+from . import Row, build, installed_has
 
 _FSDP, _VLLM = "verl.utils.fsdp_utils", "verl.workers.rollout.vllm_rollout"
 _ENGINE, _VARIABLE = "verl.workers.engine", "VERL_ENGINE_DEVICE"
@@ -34,6 +37,103 @@ def _is_legacy(release: Release) -> bool:
     return release.legacy_actors
 
 
+# A `cpu` platform for verl's platform registry: it uses gloo, has no streams, and uses Ray's "GPU" as a slot. verl 0.9
+# ships only cuda, rocm and npu, and lets external modules register more, so this is an extension and changes nothing in
+# verl. Ray's resource stays "GPU": verl's placement groups request it, and a run on the CPU advertises as many of them
+# as it has workers (`ray_kwargs.ray_init.num_gpus`). Earlier releases have no platforms.
+_PLATFORMS = "verl.plugin.platform.platform_manager:PlatformRegistry"
+_PLATFORM = Contract(
+    "platform", f"{_PLATFORMS}.register", "(platform)", "verl", specifiers(lambda release: release.platforms)
+)
+
+
+@functools.cache
+def _build_platform() -> Any:
+    from verl.plugin.platform.platform_base import PlatformBase  # exists only in verl 0.9 and later
+
+    class PlatformCPU(PlatformBase):
+        """CPU implementation of verl's device platform."""
+
+        device_name = property(lambda self: "cpu")
+        vendor_name = property(lambda self: "cpu")
+        device_module: ModuleType = property(lambda self: torch.cpu)  # type: ignore[assignment]
+
+        def is_available(self) -> bool:
+            return True
+
+        def current_device(self) -> torch.device:
+            # verl passes this value to tensor.to(); an index would select an accelerator.
+            return torch.device("cpu")
+
+        def device_count(self) -> int:
+            return 1
+
+        def set_device(self, device_index: int) -> None:
+            pass
+
+        def synchronize(self, device_index: int | None = None) -> None:
+            pass
+
+        def manual_seed(self, seed: int) -> None:
+            torch.manual_seed(seed)
+
+        def manual_seed_all(self, seed: int) -> None:
+            torch.manual_seed(seed)
+
+        def set_allocator_settings(self, settings: str) -> None:
+            pass
+
+        def empty_cache(self) -> None:
+            pass
+
+        def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+            return None, None
+
+        def communication_backend_name(self) -> str:
+            return "gloo"
+
+        def visible_devices_envvar(self) -> str:
+            return "CUDA_VISIBLE_DEVICES"
+
+        @contextmanager
+        def nvtx_range(self, msg: str) -> Iterator[None]:
+            yield
+
+        def profiler_start(self) -> None:
+            pass
+
+        def profiler_stop(self) -> None:
+            pass
+
+        def ray_resource_name(self) -> str:
+            return "GPU"
+
+        def ray_noset_envvars(self) -> list[str]:
+            return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+        def is_ipc_supported(self) -> bool:
+            # Without CUDA IPC, verl sends weights to the rollout through POSIX shared memory.
+            return False
+
+        def cudart(self) -> Any:
+            return None
+
+    return PlatformCPU
+
+
+def _register_platform() -> None:
+    register, platform = _PLATFORM.check(), _build_platform()
+    if missing := sorted(getattr(platform, "__abstractmethods__", ())):
+        raise PatchError(_PLATFORM.moved(f"a PlatformBase that also requires {', '.join(missing)}"))
+    register(platform="cpu")(platform)
+    logger.info("patch %s in force: verl platform 'cpu'", _PLATFORM.name)
+
+
+def _has_platform() -> bool:
+    registry = resolve(_PLATFORMS)
+    return registry is not None and registry.get("cpu") is _build_platform()
+
+
 # Names for the CPU where verl expects an accelerator. Before 0.9, verl has no platforms. Without an accelerator, its
 # device is `cpu`, and two functions return wrong names: the resource "NPU", which no placement group requests, and the
 # backend "nccl".
@@ -44,7 +144,7 @@ class _DevicePatch(ReleasePatch):
         Raises:
             PatchError: a target has moved, or there is an accelerator, which these releases always use.
         """
-        if self.needed() and torch.cuda.is_available():
+        if self.cause() and torch.cuda.is_available():
             raise PatchError(
                 "VERL_PLATFORM=cpu on a machine with a GPU: verl before 0.9 uses any GPU that it finds. Fix: unset "
                 "VERL_PLATFORM and VERL_USE_EXTERNAL_MODULES to train on the GPU, or use verl 0.9.1."
@@ -227,6 +327,11 @@ def _copied(original: Callable[[Any], tuple[dict[str, Any], Any]], model: Any) -
 
 
 PATCHES = {
+    "platform": Addition(
+        ((_PLATFORM, _register_platform),),
+        cause=partial(installed_has, lambda release: release.platforms),
+        added=_has_platform,
+    ),
     "device": _DevicePatch(_device.wrappers, None, _device.cause),
     "engine_device": Addition(
         ((REGISTER, _register_for_cpu),), _ENGINE, partial(installed_has, _is_before_platforms), _serve_cpu

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from ..contract import Contract, PatchError, logger
-from .release_patch import Addition, ReleasePatch, build, installed_has, is_vllm
+from ..deferred import Addition, ReleasePatch
+from . import build, installed_has, is_vllm
 
 _LAYERS = "vllm.model_executor.layers"
 _EXPERTS, _FUSED = f"{_LAYERS}.fused_moe.experts.cpu_moe", f"{_LAYERS}.fused_moe.layer"

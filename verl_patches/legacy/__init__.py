@@ -2,8 +2,8 @@
 
     VERL_USE_EXTERNAL_MODULES=verl_patches.legacy
 
-An update is changed only if its batch carries a ``LegacyHandover``. A patch is a module with ``install()`` and
-``in_force()``; it is imported after the actor that it patches, which most processes never import.
+An update is changed only if its batch carries a ``LegacyHandover``. A patch is the ``PATCH`` of a module, which is
+imported after the actor that it patches; most processes never import an actor.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import importlib
 import os
 import sys
 from functools import partial
-from typing import Any
 
-from ..contract import NotInstalledError, PatchError, installed_release, is_needed, location
-from ..deferred import after_import, is_awaited
+from .. import has_legacy_actors
+from ..contract import NotInstalledError, PatchError, installed_release, is_needed
+from ..deferred import ReleasePatch, after_import, is_awaited
 
 PATCHES = {
     "fsdp_actor": "verl.workers.actor.dp_actor",
@@ -30,8 +30,7 @@ def install() -> None:
     Raises:
         PatchError: the installed verl has no legacy actors, or a target has moved.
     """
-    folder = location("verl")
-    if folder is None or not (folder / "workers" / "actor" / "dp_actor.py").is_file():
+    if not has_legacy_actors():
         raise PatchError(
             f"verl_patches.legacy is for verl releases with legacy actors, 0.7.1, found "
             f"{installed_release('verl') or 'no verl'}. Fix: remove it from VERL_USE_EXTERNAL_MODULES and "
@@ -49,8 +48,15 @@ def check(strategy: str) -> None:
         NotInstalledError: the Megatron actor is selected, but its dependencies are not installed.
         PatchError: a target has moved.
     """
-    for contract in find_patch("megatron_actor" if strategy == "megatron" else "fsdp_actor").CONTRACTS:
-        contract.check()
+    try:
+        patch = find_patch("megatron_actor" if strategy == "megatron" else "fsdp_actor")
+    except ModuleNotFoundError as error:
+        if strategy != "megatron" or is_needed(error):
+            raise
+        raise NotInstalledError(
+            f"the legacy Megatron actor needs {error.name}. Fix: install megatron-core and mbridge."
+        ) from error
+    patch.check()
 
 
 def status() -> dict[str, str]:
@@ -68,16 +74,10 @@ def _state(name: str, actor: str) -> str:
     return "in force" if actor in sys.modules and find_patch(name).in_force() else "off"
 
 
-def find_patch(name: str) -> Any:
-    """Return the module of a patch, importing it only now because it imports verl, which loads this package first."""
-    try:
-        return importlib.import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError as error:
-        if name != "megatron_actor" or is_needed(error):
-            raise
-        raise NotInstalledError(
-            f"the legacy Megatron actor needs {error.name}. Fix: install megatron-core and mbridge."
-        ) from error
+def find_patch(name: str) -> ReleasePatch:
+    """Return a patch, importing its module only now because it imports verl, which loads this package first."""
+    patch: ReleasePatch = importlib.import_module(f"{__name__}.{name}").PATCH
+    return patch
 
 
 if "verl_patches.legacy" in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl import DataProto
 
-from ..contract import Contract, wrap
+from ..contract import Contract, Seams
 from ..releases import specifiers
 from .handover import HANDOVER, PREFIX, LegacyHandover, Update
 
@@ -83,21 +83,14 @@ def carried(data: DataProto, **columns: Tensor) -> Carried:
 
 RELEASES = specifiers(lambda release: release.legacy_actors)
 _RUNNING: ContextVar[Update | None] = ContextVar("offpolicy_legacy_update", default=None)
-_SIGNATURES = {
-    "get_policy_loss_fn": "(name)",
-    "agg_loss": (
-        "(loss_mat, loss_mask, loss_agg_mode, dp_size=1, batch_num_tokens=None, global_batch_size=None, "
-        "loss_scale_factor=None)"
-    ),
-    "kl_penalty": "(logprob, ref_logprob, kl_penalty)",
-}
-
-METRICS = Contract(
-    name="rollout_corr_metrics",
-    target="verl.trainer.ppo.rollout_corr_helper:compute_rollout_corr_metrics_from_logprobs",
-    signature="(log_prob, rollout_log_prob, response_mask)",
-    distribution="verl",
-    releases=RELEASES,
+_FUNCTIONS = (
+    "get_policy_loss_fn(name)",
+    "agg_loss(loss_mat, loss_mask, loss_agg_mode, dp_size=1, batch_num_tokens=None, global_batch_size=None, "
+    "loss_scale_factor=None)",
+    "kl_penalty(logprob, ref_logprob, kl_penalty)",
+)
+METRICS = Seams("verl.trainer.ppo.rollout_corr_helper", RELEASES)(
+    "compute_rollout_corr_metrics_from_logprobs(log_prob, rollout_log_prob, response_mask)", name="rollout_corr_metrics"
 )
 
 
@@ -116,34 +109,15 @@ def update(current: Update) -> Iterator[None]:
         _RUNNING.reset(token)
 
 
-def contracts(module: str) -> tuple[Contract, ...]:
-    """Build the contracts of the functions of ``verl.workers.actor.<module>`` that ``install`` wraps."""
-    functions = (
-        Contract(
-            name=f"{module}.{function}",
-            target=f"verl.workers.actor.{module}:{function}",
-            signature=signature,
-            distribution="verl",
-            releases=RELEASES,
-        )
-        for function, signature in _SIGNATURES.items()
-    )
-    return (*functions, METRICS)
-
-
-def install(module: str) -> None:
-    """Wrap the functions of one actor's module. Idempotent.
-
-    Raises:
-        PatchError: a function has changed.
-    """
-    for contract in contracts(module):
-        wrap(contract, _metrics if contract is METRICS else _answering(contract.target.rpartition(":")[2]))
-
-
-def in_force(module: str) -> bool:
-    """Return True if all of these functions are wrapped in this process."""
-    return all(contract.in_force() for contract in contracts(module))
+def list_wrappers(module: str) -> tuple[tuple[Contract, Callable[..., Any]], ...]:
+    """List the functions that ``verl.workers.actor.<module>`` calls, as contracts, with their wrappers."""
+    functions = Seams(f"verl.workers.actor.{module}", RELEASES)
+    names = [quoted.partition("(")[0] for quoted in _FUNCTIONS]
+    ours = [
+        (functions(quoted, name=f"{module}.{name}"), _answering(name))
+        for quoted, name in zip(_FUNCTIONS, names, strict=True)
+    ]
+    return (*ours, (METRICS, _metrics))
 
 
 def _answering(function: str) -> Callable[..., Any]:

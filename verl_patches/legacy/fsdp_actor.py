@@ -19,76 +19,15 @@ from torch import Tensor
 
 from verl.utils.device import get_device_name
 
-from ..contract import Contract, wrap
+from ..contract import Seams
+from ..deferred import ReleasePatch
 from . import algorithms
-from .algorithms import Logged, carried, handover_of
+from .algorithms import RELEASES, Logged, carried, handover_of
 from .handover import mini_batch_columns
 
-MODULE = "dp_actor"
-_ACTOR = f"verl.workers.actor.{MODULE}:DataParallelPPOActor"
-
-UPDATE = Logged(
-    name=f"{MODULE}.update_policy",
-    target=f"{_ACTOR}.update_policy",
-    signature="(self, data)",
-    distribution="verl",
-    releases=algorithms.RELEASES,
-    keys=(
-        (
-            "responses",
-            "response_mask",
-            "input_ids",
-            "attention_mask",
-            "position_ids",
-            "old_log_probs",
-            "advantages",
-        ),
-        "rollout_log_probs",
-        "rollout_is_weights",
-        "ref_log_prob",
-        "log_probs",
-    ),
-)
-FORWARD = Contract(
-    name=f"{MODULE}.forward_micro_batch",
-    target=f"{_ACTOR}._forward_micro_batch",
-    signature="(self, micro_batch, temperature, calculate_entropy=False)",
-    distribution="verl",
-    releases=algorithms.RELEASES,
-    keys=("log_probs",),
-)
-DYNAMIC = Contract(
-    name=f"{MODULE}.prepare_dynamic_batch",
-    target=f"verl.workers.actor.{MODULE}:prepare_dynamic_batch",
-    signature=(
-        "(data, max_token_len, dp_group=None, num_batches_divided_by=None, same_micro_num_in_dp=True, "
-        "min_num_micro_batch=None, use_dynamic_bsz_balance=True)"
-    ),
-    distribution="verl",
-    releases=algorithms.RELEASES,
-)
-_OURS = (DYNAMIC, FORWARD, UPDATE)
-CONTRACTS = (*algorithms.contracts(MODULE), *_OURS)
-
-
-def install() -> None:
-    """Wrap the actor. Idempotent.
-
-    Raises:
-        PatchError: a target has changed.
-    """
-    for contract in CONTRACTS:
-        contract.check()
-    algorithms.install(MODULE)
-    wrap(DYNAMIC, _prepare_dynamic_batch)
-    wrap(FORWARD, _forward_micro_batch)
-    wrap(UPDATE, _update_policy)
-
-
-def in_force() -> bool:
-    """Return True if the whole actor is wrapped in this process."""
-    ours = all(contract.in_force() for contract in _OURS)
-    return ours and algorithms.in_force(MODULE)
+_MODULE = "dp_actor"
+_PATH = f"verl.workers.actor.{_MODULE}"
+_COLUMNS = ("responses", "response_mask", "input_ids", "attention_mask", "position_ids", "old_log_probs", "advantages")
 
 
 def _update_policy(original: Callable[..., Any], actor: Any, data: Any) -> Any:
@@ -150,3 +89,39 @@ def _scale(actor: Any, micro_batch: Mapping[str, Any]) -> float:
 def _upstream(scaler: Any) -> float:
     """Return the gradient with which fp16 training starts its backward pass."""
     return 1.0 if scaler is None else float(scaler.get_scale())
+
+
+_actor = Seams(f"{_PATH}:DataParallelPPOActor", RELEASES)
+PATCH = ReleasePatch(
+    (
+        *algorithms.list_wrappers(_MODULE),
+        (
+            Seams(_PATH, RELEASES)(
+                "prepare_dynamic_batch(data, max_token_len, dp_group=None, num_batches_divided_by=None, "
+                "same_micro_num_in_dp=True, min_num_micro_batch=None, use_dynamic_bsz_balance=True)",
+                name=f"{_MODULE}.prepare_dynamic_batch",
+            ),
+            _prepare_dynamic_batch,
+        ),
+        (
+            _actor(
+                "_forward_micro_batch(self, micro_batch, temperature, calculate_entropy=False)",
+                name=f"{_MODULE}.forward_micro_batch",
+                keys="log_probs",
+            ),
+            _forward_micro_batch,
+        ),
+        (
+            Logged(
+                f"{_MODULE}.update_policy",
+                f"{_PATH}:DataParallelPPOActor.update_policy",
+                "(self, data)",
+                "verl",
+                RELEASES,
+                keys=(_COLUMNS, "rollout_log_probs", "rollout_is_weights", "ref_log_prob", "log_probs"),
+            ),
+            _update_policy,
+        ),
+    ),
+    _PATH,
+)

@@ -21,82 +21,15 @@ from torch import Tensor
 
 from verl.utils.device import get_device_id
 
-from ..contract import Contract, wrap
+from ..contract import Seams
+from ..deferred import ReleasePatch
 from . import algorithms
-from .algorithms import Logged, carried, handover_of
+from .algorithms import RELEASES, Logged, carried, handover_of
 from .handover import LegacyHandover, Update, mini_batch_columns
 
-MODULE = "megatron_actor"
-_PATH = f"verl.workers.actor.{MODULE}"
-
-DEAL = Contract(
-    name=f"{MODULE}.make_minibatch_iterator",
-    target=f"{_PATH}:MegatronPPOActor.make_minibatch_iterator",
-    signature="(self, data)",
-    distribution="verl",
-    releases=algorithms.RELEASES,
-    keys=(
-        (
-            "responses",
-            "input_ids",
-            "attention_mask",
-            "response_mask",
-            "position_ids",
-            "old_log_probs",
-            "advantages",
-        ),
-        "rollout_log_probs",
-        "rollout_is_weights",
-        "ref_log_prob",
-    ),
-)
-UPDATE = Logged(
-    name=f"{MODULE}.update_policy",
-    target=f"{_PATH}:MegatronPPOActor.update_policy",
-    signature="(self, dataloader, enable_mtp=False)",
-    distribution="verl",
-    releases=algorithms.RELEASES,
-)
-PASS = Contract(
-    name=f"{MODULE}.forward_backward_batch",
-    target=f"{_PATH}:MegatronPPOActor.forward_backward_batch",
-    signature=(
-        "(self, data, forward_only=False, post_process_fn=None, calculate_entropy=False, use_dynamic_bsz=False, "
-        "micro_batch_size=None, max_token_len=None, mini_batch_size=None)"
-    ),
-    distribution="verl",
-    releases=algorithms.RELEASES,
-    keys=("log_probs", "rollout_log_probs", "rollout_is_weights"),
-)
-SPLIT = Contract(
-    name=f"{MODULE}.make_batch_generator",
-    target=f"{_PATH}:make_batch_generator",
-    signature="(batches, vpp_size)",
-    distribution="verl",
-    releases=algorithms.RELEASES,
-)
-CONTRACTS = (*algorithms.contracts(MODULE), DEAL, UPDATE, PASS, SPLIT)
-
-
-def install() -> None:
-    """Wrap the actor. Idempotent.
-
-    Raises:
-        PatchError: a target has changed.
-    """
-    for contract in CONTRACTS:
-        contract.check()
-    algorithms.install(MODULE)
-    wrap(DEAL, _make_minibatch_iterator)
-    wrap(UPDATE, _update_policy)
-    wrap(PASS, _forward_backward_batch)
-    wrap(SPLIT, _make_batch_generator)
-
-
-def in_force() -> bool:
-    """Return True if the whole actor is wrapped in this process."""
-    targets = (DEAL, UPDATE, PASS, SPLIT)
-    return algorithms.in_force(MODULE) and all(each.in_force() for each in targets)
+_MODULE = "megatron_actor"
+_PATH = f"verl.workers.actor.{_MODULE}"
+_COLUMNS = ("responses", "input_ids", "attention_mask", "response_mask", "position_ids", "old_log_probs", "advantages")
 
 
 @dataclass(frozen=True)
@@ -179,3 +112,43 @@ def _noted(micro_batches: Iterator[Any], current: Update, scale: float) -> Itera
         rows = micro_batch.to(get_device_id())
         current.begin(rows, scale=scale)
         yield rows
+
+
+_actor = Seams(f"{_PATH}:MegatronPPOActor", RELEASES)
+PATCH = ReleasePatch(
+    (
+        *algorithms.list_wrappers(_MODULE),
+        (
+            _actor(
+                "make_minibatch_iterator(self, data)",
+                name=f"{_MODULE}.make_minibatch_iterator",
+                keys=(_COLUMNS, "rollout_log_probs", "rollout_is_weights", "ref_log_prob"),
+            ),
+            _make_minibatch_iterator,
+        ),
+        (
+            Logged(
+                f"{_MODULE}.update_policy",
+                f"{_PATH}:MegatronPPOActor.update_policy",
+                "(self, dataloader, enable_mtp=False)",
+                "verl",
+                RELEASES,
+            ),
+            _update_policy,
+        ),
+        (
+            _actor(
+                "forward_backward_batch(self, data, forward_only=False, post_process_fn=None, calculate_entropy=False, "
+                "use_dynamic_bsz=False, micro_batch_size=None, max_token_len=None, mini_batch_size=None)",
+                name=f"{_MODULE}.forward_backward_batch",
+                keys="log_probs rollout_log_probs rollout_is_weights",
+            ),
+            _forward_backward_batch,
+        ),
+        (
+            Seams(_PATH, RELEASES)("make_batch_generator(batches, vpp_size)", name=f"{_MODULE}.make_batch_generator"),
+            _make_batch_generator,
+        ),
+    ),
+    _PATH,
+)

@@ -17,8 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.utils import tensordict_utils as tu
-from verl_patches import response_padding
-from verl_patches.response_padding import Padded
+from verl_patches.worker_seams import Padded, accept_padded
 
 from ..correction import (
     CorrectionSpec,
@@ -137,11 +136,11 @@ class MicroBatch:
         """Pad the log-probs and entropy of the model output, in a form that verl's loss accepts.
 
         Raises:
-            PatchError: verl's padding function has moved, see ``verl_patches.response_padding``.
+            PatchError: verl's padding function has moved, see ``accept_padded``.
         """
         if self.layout is None:
             return self.model_output
-        response_padding.install()
+        accept_padded()
         changed = {**self.model_output, "log_probs": Padded(self.log_prob)}
         if self.model_output.get("entropy") is not None:
             changed["entropy"] = Padded(self.layout.responses_of(flatten(self.model_output["entropy"])))

@@ -1,6 +1,6 @@
 """Score centering in a run: servers, client, workers that compute the likeliest tokens' log-probs, and the proof.
 
-``verl_patches.truncated_sampling`` lists the patched functions of verl 0.9.1.
+``verl_patches.rollout_seams`` lists the patched functions of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches import engine_loss, truncated_sampling
+from verl_patches import rollout_seams
+from verl_patches.contract import check_all
 
 from ..batch.plan import take_reports
 from ..extensions.add_on import AddOn
@@ -38,7 +39,7 @@ class ScoreCentering(AddOn):
         self._logged = False
 
     def begin(self, config: DictConfig) -> None:
-        engine_loss.check(truncated_sampling.SEAMS)
+        check_all(rollout_seams.SUPPORT)
         serve_supports(self._settings)
 
     def engine_part(self) -> Callable[[Any], object]:

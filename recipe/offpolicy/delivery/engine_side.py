@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_patches import weight_sync
+from verl_patches import rollout_seams
 
 from ..fault_tolerance.lost_workers import FAILURE
 from .checksums import add_checksums, compute_checksums, plain_name
@@ -200,7 +200,7 @@ def extend_worker() -> None:
     extension = utils.vLLMColocateWorkerExtension
     if hasattr(extension, METHOD):
         return
-    for seam in weight_sync.build_vllm_seams()[:2]:
+    for seam in rollout_seams.build_weight_receivers()[:2]:
         seam.check()
     update = extension._update_weights
 
@@ -242,7 +242,7 @@ def extend_server() -> None:
     call = vLLMHttpServer.collective_rpc
     if getattr(call, "__offpolicy__", False):
         return
-    weight_sync.build_vllm_seams()[2].check()
+    rollout_seams.build_weight_receivers()[2].check()
 
     @functools.wraps(call)
     async def collective_rpc(

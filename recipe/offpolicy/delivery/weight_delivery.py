@@ -1,6 +1,6 @@
 """Proof at each synchronisation that the rollout engine holds the trainer's weights.
 
-``verl_patches.weight_sync`` lists the patched functions.
+``verl_patches.rollout_seams`` lists the patched functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import ray
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches import engine_loss, weight_sync
+from verl_patches import rollout_seams
 
 from ..extensions.add_on import AddOn
 from ..extensions.batch_view import BatchView
@@ -86,9 +86,9 @@ class WeightDelivery(AddOn):
         self._warned_of_rounding = False
 
     def begin(self, config: DictConfig) -> None:
-        engine_loss.check(weight_sync.SEAMS)
+        rollout_seams.WEIGHT_SYNC.check()
         self._rollout = config.actor_rollout_ref.rollout
-        weight_sync.listen(self.on_sync)
+        rollout_seams.listen(self.on_sync)
         if self._settings.probe is not None:
             self._probe = Probe(self._rollout.get("max_model_len"), _advise("probe"))
 

@@ -1,6 +1,6 @@
 """Scaling of the learning rate by each batch's effective sample size, proved by the rate that the optimizer used.
 
-Patched functions in verl 0.9.1, see ``verl_patches.optimizer_steps``: ``train_batch(self, data, loss_function)`` and
+Patched functions in verl 0.9.1, see ``verl_patches.worker_seams``: ``train_batch(self, data, loss_function)`` and
 ``optimizer_step(self)`` of the engine's instance.
 """
 
@@ -15,7 +15,8 @@ from typing import Any, Literal
 from omegaconf import DictConfig
 
 from verl.utils import tensordict_utils as tu
-from verl_patches import engine_loss, optimizer_steps
+from verl_patches import worker_seams
+from verl_patches.contract import check_all
 from verl_patches.execution_path import live_path
 
 from ..batch.declared_keys import Configured, choice, number
@@ -151,7 +152,7 @@ class EssLr(Extension):
         return True
 
     def begin(self, config: DictConfig) -> None:
-        engine_loss.check(optimizer_steps.SEAMS)
+        check_all(worker_seams.OPTIMIZER)
 
     def engine_part(self) -> Callable[[Any], object]:
         return scale_steps

@@ -3,7 +3,7 @@
 With equal inputs, a router usually chooses the same experts for a token as another engine did (98 % of choices at equal
 weights). If the router agrees better with the routes of another row or layer, the routes are misplaced.
 
-Patched functions in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, micro_batch)`` arms
+Patched functions in verl 0.9.1, see ``verl_patches.worker_seams``: ``prepare_model_inputs(self, micro_batch)`` arms
 the routers, ``forward_step(self, micro_batch, loss_function, forward_only)`` counts what they did and returns recorded
 routes, ``forward_backward_batch(self, data, loss_function, forward_only=False)`` disarms them. In between, the routers
 stay armed, because a forward may be recomputed in its backward.

@@ -1,6 +1,6 @@
 """Monitoring of routing replay in verl's Megatron engine, which replays routes itself.
 
-Wrapped functions in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, batch)`` returns the
+Wrapped functions in verl 0.9.1, see ``verl_patches.worker_seams``: ``prepare_model_inputs(self, batch)`` returns the
 routes of a micro-batch, ``forward_step(self, batch_iter, model, ...)`` passes them to the routers of the chunk and runs
 it, and ``forward_backward_batch(self, data, loss_function, forward_only=False)`` ends with the last backward. A router
 stores its targets in ``RouterReplay.target_topk_idx``; the second value of its forward contains the experts of each
@@ -241,9 +241,10 @@ def watch_actor(worker: Any, mode: Mode) -> WatchedEngine:
     Raises:
         PatchError: a function or attribute of verl has moved.
     """
-    from verl_patches import engine_loss, router_replay
+    from verl_patches import worker_seams
+    from verl_patches.contract import check_all
 
-    engine_loss.check(router_replay.SEAMS_OF_MEGATRON)
+    check_all(worker_seams.MEGATRON_REPLAY)
     return WatchedEngine(worker.actor.engine, mode)
 
 

@@ -2,7 +2,7 @@
 
 verl's tool agent uses the routes of its last turn for all tokens; this client keeps the routes of each turn.
 
-``verl_patches.router_replay`` lists the patched functions of verl 0.9.1.
+``verl_patches.worker_seams`` lists the patched functions of verl 0.9.1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """verl's asynchronous replay buffer under ``offpolicy.staleness``, and its counts.
 
-Overridden methods of ``ReplayBufferAsync`` in verl 0.9.1, see ``verl_patches.replay_buffer``: ``sample(self,
+Overridden methods of ``ReplayBufferAsync`` in verl 0.9.1, see ``verl_patches.trainer_seams``: ``sample(self,
 global_steps, partition_id, batch_size)``, ``wait_for_sampleable(self, global_steps, partition_id, target_count)``,
 ``_has_enough_samples(self, global_steps, partition_id, batch_size, sampleable_keys)``, ``_select_prompt_uids(self,
 partition_id, sampleable_keys, batch_size)``, ``_terminal_eviction_reasons(self, global_steps, partition_id)``,

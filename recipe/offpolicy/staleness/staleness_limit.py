@@ -1,6 +1,6 @@
 """The staleness limit of verl's asynchronous V1 trainers: limits how fast prompts are issued, and proves the ages.
 
-Patched or read in verl 0.9.1, see ``verl_patches.replay_buffer``: ``_resolve_filter_groups_metric(self)``,
+Patched or read in verl 0.9.1, see ``verl_patches.trainer_seams``: ``_resolve_filter_groups_metric(self)``,
 ``_add_prompts_to_generate(self, num_prompts)`` and ``_restored_tq_prompt_count`` (set by ``_load_checkpoint``) of
 ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and the hooks of the add-on. No other code issues prompts: verl's
 warm-up, batches and replacements all call ``submit_prompts``.

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches import engine_loss, trainer_v1
+from verl_patches import trainer_seams
+from verl_patches.contract import check_all
 from verl_patches.execution_path import USE_V1, live_path
 
 from ..batch.declared_keys import Section, count, read_shipped_defaults
@@ -131,7 +132,7 @@ class WeightSnapshots(AddOn):
     def actor_class(self, worker: type) -> type:
         from verl.experimental.separation.engine_workers import DetachActorWorker
 
-        engine_loss.check(trainer_v1.SEAMS_OF_SNAPSHOTS)
+        check_all(trainer_seams.SNAPSHOTS)
         kind: type = DetachActorWorker
         return kind
 

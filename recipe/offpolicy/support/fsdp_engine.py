@@ -1,6 +1,6 @@
 """Support replay in verl's FSDP engine: wrappers of two methods of the engine's instance, which count replays.
 
-Patched functions in verl 0.9.1, see ``verl_patches.truncated_sampling``: ``prepare_model_outputs(self, output,
+Patched functions in verl 0.9.1, see ``verl_patches.rollout_seams``: ``prepare_model_outputs(self, output,
 output_args, micro_batch, logits_processor_func)`` turns logits into log-probs, and ``forward_backward_batch(self, data,
 loss_function, forward_only=False)`` returns an update's metrics.
 """

@@ -5,7 +5,7 @@ The servers return, and the clients record, the ids that could have been sampled
 ``_preprocess_engine_kwargs(self, engine_kwargs)`` of ``vLLMHttpServer``, and two names that its ``generate`` uses:
 ``SamplingParams``, through which it requests only the sampled token's log-prob (``logprobs=0``), and
 ``extract_prompt_logprobs(output, num_prompt_logprobs, result_dict)``, which receives vLLM's whole answer; see also
-``verl_patches.truncated_sampling``.
+``verl_patches.rollout_seams``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from vllm.logprobs import FlatLogprobs, Logprob
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout import vllm_async_server
-from verl_patches import engine_loss, truncated_sampling
+from verl_patches import rollout_seams
+from verl_patches.contract import check_all
 
 from ..batch.plan import take_reports
 from ..extensions.add_on import AddOn
@@ -143,7 +144,7 @@ class SupportServer(vllm_async_server.vLLMHttpServer):
     """
 
     def __init__(self, *args: Any, support: SupportSettings, **kwargs: Any) -> None:
-        engine_loss.check(truncated_sampling.build_server_seams())
+        check_all(rollout_seams.build_support_server())
         self.support = support
         # This server is the only one in its process, and it reads both names at each request.
         vllm_async_server.SamplingParams = ask_for_supports(vllm_async_server.SamplingParams, support)
@@ -270,7 +271,7 @@ class SupportReplay(AddOn):
         self._proved = False
 
     def begin(self, config: DictConfig) -> None:
-        engine_loss.check(truncated_sampling.SEAMS)
+        check_all(rollout_seams.SUPPORT)
         serve_supports(self._settings)
 
     def engine_part(self) -> Callable[[Any], object]:

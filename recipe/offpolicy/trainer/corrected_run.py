@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.trainer.ppo.utils import Role
-from verl_patches.trainer_v0 import plain_advantage
+from verl_patches.trainer_seams import plain_advantage
 
 from ..batch.plan import BatchSplit, SharedPlan, build_plan, decide_rollout, regroup_without_rejected
 from ..correction import CorrectionSpec, RolloutStage

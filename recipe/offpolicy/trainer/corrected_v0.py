@@ -23,8 +23,8 @@ from verl import DataProto
 from verl.utils import tensordict_utils as tu
 from verl_patches.execution_path import live_path
 from verl_patches.legacy.handover import HANDOVER
-from verl_patches.trainer_v0 import around_advantage
-from verl_patches.truncated_sampling import note_clients
+from verl_patches.rollout_seams import note_clients
+from verl_patches.trainer_seams import around_advantage
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.plan import (

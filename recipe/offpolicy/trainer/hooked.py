@@ -65,7 +65,7 @@ def install() -> None:
 
 def _hook_v0() -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-    from verl_patches.trainer_v0 import hook_advantage
+    from verl_patches.trainer_seams import hook_advantage
 
     hook_advantage()
     _replace(RayPPOTrainer, _correct_v0)
@@ -101,14 +101,14 @@ def _hook_engine(extend: str) -> None:
 
 
 def _hook_client() -> None:
-    from verl_patches.llm_client import note_by
+    from verl_patches.rollout_seams import note_fully_async_clients
 
     def note(client: Any) -> Any:
         from ..staleness.client import note_versions
 
         return note_versions(client)
 
-    note_by(note)
+    note_fully_async_clients(note)
 
 
 def _replace(trainer: type, correct: Callable[[Any, Any], None]) -> None:
@@ -152,7 +152,7 @@ def _correct_v0(trainer: Any, config: Any) -> None:
 def _correct_v1(trainer: Any, config: Any) -> None:
     if not _is_ours(config):
         return
-    from verl_patches import separate_async_logger
+    from verl_patches import trainer_seams
 
     from ..preflight.checks.path import demand_seams
     from .corrected_run import choose_v1
@@ -160,7 +160,7 @@ def _correct_v1(trainer: Any, config: Any) -> None:
 
     demand_seams(config)  # the trainer's constructor builds its replay buffer
     if config.trainer.v1.trainer_mode == "separate_async":
-        separate_async_logger.install()
+        trainer_seams.let_logger_flush()
     _set_up()
     CorrectedV1(trainer, choose_v1)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss
-from verl_patches import sent_metrics
+from verl_patches import worker_seams
 from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, PREFIX
 
 from ..batch import micro_batch as mb
@@ -194,7 +194,7 @@ class LegacyUpdate:
 
     def end(self, metrics: Mapping[str, Any]) -> None:
         """Complete the update's packets, before the actor's metrics go to the trainer."""
-        sent_metrics.complete(metrics)
+        worker_seams.complete(metrics)
 
     @property
     def micro(self) -> _Running:

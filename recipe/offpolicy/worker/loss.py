@@ -21,7 +21,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
-from verl_patches import sent_metrics
+from verl_patches import worker_seams
 
 from ..batch import micro_batch as mb
 from ..batch.padding import split_micro_batch
@@ -222,7 +222,7 @@ class OffPolicyLoss:
         if self.ledger is not None:
             trained = torch.is_grad_enabled() and not self.spec.is_none
             observation = Observation(batch.detached(), self.spec, self.shadows, self.moving, trained)
-            sent_metrics.install()
+            worker_seams.complete_sent_metrics()
             self.ledger.enter(packet, observation, more=not batch.last)
         return packet
 

@@ -9,7 +9,7 @@ verl gathers the metrics of all micro-batches and ranks into lists before the tr
 one opaque object per micro-batch in these lists, and is removed before that reduction.
 
 Until a packet leaves the worker, it keeps the rows that it reports on, as tensors on their device. All packets of one
-loss share a ``Ledger``. verl gathers metrics after every mini-batch, and ``verl_patches.sent_metrics`` first calls each
+loss share a ``Ledger``. verl gathers metrics after every mini-batch, and ``verl_patches.worker_seams`` first calls each
 packet's ``before_sending``. A packet sent before the update's last mini-batch stays in the ledger, and its copy is sent
 without numbers. The first packet of the last mini-batch contains the numbers of the whole update, because all rows are
 measured together and their numbers are copied to the host in one transfer. If packets do not leave the process,

@@ -19,15 +19,7 @@ from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.python_source import check_contracts, holds_in_source
 from tests.support.applications import NEEDED, application
 from tests.support.paths import ROOT
-from verl_patches import (
-    engine_loss,
-    llm_client,
-    replay_buffer,
-    router_replay,
-    trainer_v0,
-    trainer_v1,
-    truncated_sampling,
-)
+from verl_patches import rollout_seams, trainer_seams, worker_seams
 from verl_patches.contract import Contract, PatchError, installed_release
 from verl_patches.execution_path import LivePath
 
@@ -44,15 +36,15 @@ def on(path: LivePath, **features: Any) -> Composed:
 @pytest.mark.parametrize(
     ("path", "features", "more"),
     [
-        (LivePath("0.9.1", "v0", "engine", "fsdp"), {}, [trainer_v0.SEAMS]),
-        (OF_0_9_1, {}, [trainer_v1.SEAMS]),
-        (OF_0_9_1, {"staleness": ASKED}, [trainer_v1.SEAMS, replay_buffer.SEAMS]),
+        (LivePath("0.9.1", "v0", "engine", "fsdp"), {}, [trainer_seams.V0]),
+        (OF_0_9_1, {}, [trainer_seams.V1]),
+        (OF_0_9_1, {"staleness": ASKED}, [trainer_seams.V1, trainer_seams.STALENESS]),
         # Of the releases on which it is not refused anyway.
-        (LivePath("0.9.0", "v1", "engine", "fsdp"), {"staleness": ASKED}, [trainer_v1.SEAMS]),
-        (OF_0_9_1, {"notes_token_versions": True}, [trainer_v1.SEAMS, llm_client.SEAMS]),
-        (OF_0_9_1, {"replay": ASKED}, [trainer_v1.SEAMS, router_replay.SEAMS]),
-        (OF_0_9_1, {"support": ASKED}, [trainer_v1.SEAMS, truncated_sampling.SEAMS]),
-        (LivePath("0.8.0", "v0", "engine", "fsdp"), {"support": ASKED}, [trainer_v0.SEAMS]),
+        (LivePath("0.9.0", "v1", "engine", "fsdp"), {"staleness": ASKED}, [trainer_seams.V1]),
+        (OF_0_9_1, {"notes_token_versions": True}, [trainer_seams.V1, rollout_seams.VERSIONS]),
+        (OF_0_9_1, {"replay": ASKED}, [trainer_seams.V1, worker_seams.ROUTER_REPLAY]),
+        (OF_0_9_1, {"support": ASKED}, [trainer_seams.V1, rollout_seams.SUPPORT]),
+        (LivePath("0.8.0", "v0", "engine", "fsdp"), {"support": ASKED}, [trainer_seams.V0]),
     ],
 )
 def test_the_seams_of_a_path_and_of_its_features_are_held(
@@ -61,7 +53,7 @@ def test_the_seams_of_a_path_and_of_its_features_are_held(
     monkeypatch.setattr(verl_patches, "status", dict)
     held: list[object] = []
     assert list(check_seams_by(held.append, on(path, **features))) == []
-    assert held == [engine_loss.SEAMS, *more]
+    assert held == [worker_seams.LOSS, *more]
 
 
 def test_a_seam_that_has_moved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +93,8 @@ def test_legacy_workers_load_the_patches_of_their_actors() -> None:
 pytest.importorskip("verl")
 
 
-OF_V1 = [*trainer_v1.SEAMS, *replay_buffer.SEAMS, *llm_client.SEAMS, *router_replay.SEAMS]
-SEAMS = [*engine_loss.SEAMS, *trainer_v0.SEAMS, *OF_V1]
+OF_V1 = [*trainer_seams.V1, *trainer_seams.STALENESS, *rollout_seams.VERSIONS, *worker_seams.ROUTER_REPLAY]
+SEAMS = [*worker_seams.LOSS, *trainer_seams.V0, *OF_V1]
 HERE = [seam for seam in SEAMS if seam.covers(installed_release("verl") or "0")]
 
 

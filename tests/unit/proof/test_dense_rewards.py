@@ -18,7 +18,7 @@ from recipe.offpolicy.proof.rewards import (
     sees_positions,
 )
 from verl.trainer.ppo import core_algos
-from verl_patches.trainer_v0 import plain_advantage
+from verl_patches.trainer_seams import plain_advantage
 
 MASK = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 0, 0, 0]])
 AT_THE_END = torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0], [0.0, -1.0, 0.0, 0.0, 0.0]])

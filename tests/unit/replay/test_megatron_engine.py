@@ -120,10 +120,10 @@ def test_routes_are_those_of_the_layers_number(layers: int, places: list[int]) -
 def test_an_engine_is_watched_where_it_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core")
     from recipe.offpolicy.replay import megatron_engine
-    from verl_patches import engine_loss, router_replay
+    from verl_patches import worker_seams
 
     held: list[Any] = []
-    monkeypatch.setattr(engine_loss, "check", held.append)
+    monkeypatch.setattr("verl_patches.contract.check_all", held.append)
     watched = megatron_engine.watch_actor(SimpleNamespace(actor=SimpleNamespace(engine=build_engine())), "R2")
-    assert held == [router_replay.SEAMS_OF_MEGATRON]
+    assert held == [worker_seams.MEGATRON_REPLAY]
     assert watched.mode == "R2"

@@ -7,14 +7,14 @@ import sys
 import pytest
 
 from tests.support.fresh_python import ok
-from verl_patches.compiler_imports import leave_out
 from verl_patches.deferred import find_behind
+from verl_patches.lazy_imports import install
 
 pytest.importorskip("tensordict")
 
 pytestmark = pytest.mark.slow
 
-START = "import sys; from verl_patches import compiler_imports as c; c.leave_out(); c.leave_out();"
+START = "import sys; from verl_patches import lazy_imports as c; c.install(); c.install();"
 USE = """
 import torch
 from tensordict import NonTensorData, TensorDict
@@ -27,9 +27,9 @@ print(int(part["a"].sum()), batch["b"], list(part.split(1)[1]["a"][0]) == [4, 5]
 def test_it_is_left_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     others = list(sys.meta_path)
     monkeypatch.setattr(sys, "meta_path", list(others))
-    leave_out()
-    leave_out()
-    finder, *behind = sys.meta_path
+    install()
+    install()
+    finder, _, *behind = sys.meta_path
     assert behind == others
     spec = find_behind(finder, "json", None, None)
     assert spec is not None
@@ -48,7 +48,5 @@ def test_the_compiler_is_there_afterwards() -> None:
 
 
 def test_what_the_marks_do_not_have_is_asked_of_the_compiler() -> None:
-    code = (
-        f"{START}\nfrom verl_patches.compiler_imports import _ask_compiler\nprint(_ask_compiler('optimize').__module__)"
-    )
+    code = f"{START}\nfrom verl_patches.lazy_imports import _ask_compiler\nprint(_ask_compiler('optimize').__module__)"
     assert ok(code, bare=True).strip().startswith("torch._dynamo")

@@ -9,8 +9,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.support.applications import NEEDED, application
-from verl_patches import flash_attention
-from verl_patches.flash_attention import ATTENTION, REMOVE_PADDING, settle
+from verl_patches.hydra_sections import (
+    ATTENTION,
+    REMOVE_PADDING,
+    RESOLVER,
+    explain_missing_flash_attention,
+    settle_flash_attention,
+)
 
 FAILURE = "flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E\nin another line"
 BROKEN = f"raise ImportError({FAILURE!r})"
@@ -21,9 +26,9 @@ ALSO_MISSING = "import no_such_module_of_flash_attn"
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "flash_attn", raising=False)
-    flash_attention.explain_missing.cache_clear()
+    explain_missing_flash_attention.cache_clear()
     yield
-    flash_attention.explain_missing.cache_clear()
+    explain_missing_flash_attention.cache_clear()
 
 
 def install(folder: Path, code: str) -> None:
@@ -67,9 +72,9 @@ def test_the_platform_follows_what_is_installed(
     if code is not None:
         install(tmp_path, code)
     with application("platform=cuda", *overrides, primary="quickstart") as config:
-        lines = settle(config)
+        lines = settle_flash_attention(config)
         # Workers have no such interpolation.
-        OmegaConf.clear_resolver(flash_attention.RESOLVER)
+        OmegaConf.clear_resolver(RESOLVER)
         found = OmegaConf.select(config, ATTENTION), OmegaConf.select(config, REMOVE_PADDING)
     assert found == values
     assert len(lines) == (said is not None)
@@ -79,5 +84,5 @@ def test_the_platform_follows_what_is_installed(
 def test_other_platforms_are_left_alone() -> None:
     with application(*NEEDED) as config:
         before = OmegaConf.to_container(config)
-        assert settle(config) == []
+        assert settle_flash_attention(config) == []
         assert OmegaConf.to_container(config) == before

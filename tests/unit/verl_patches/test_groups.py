@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_patches import groups
+import verl_patches
+from verl_patches import asked_for, named
 from verl_patches.contract import is_needed, looked_up
-from verl_patches.groups import asked_for, named
 from verl_patches.legacy.algorithms import behind
 from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, mini_batch_columns
 from verl_patches.releases import release_of
 from verl_patches.runtime_env import joined
-from verl_patches.sent_metrics import complete
+from verl_patches.worker_seams import complete
 
 
 def test_groups_by_either_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "needed", lambda: ["legacy"])
+    monkeypatch.setattr(verl_patches, "needed", lambda: ["legacy"])
     assert named({"OFFPOLICY_PATCHES": " cpu, auto,"}) == ["cpu", "auto"]
     assert asked_for({}) == []
     assert asked_for({"OFFPOLICY_PATCHES": "auto"}) == ["legacy"]

@@ -9,13 +9,12 @@ import pytest
 
 import verl_patches
 from verl_patches import __main__ as table_command
-from verl_patches import plugin
+from verl_patches import cpu, plugin
+from verl_patches.__main__ import Row, _row
 from verl_patches.contract import ALLOW_UNTESTED, Contract, PatchError
-from verl_patches.contract_table import Row, _row
-from verl_patches.cpu import release_patch
-from verl_patches.legacy.algorithms import contracts
+from verl_patches.legacy.algorithms import list_wrappers
 
-HELD = Row("engine_loss", "verl.workers.utils.losses:ppo_loss", ">=0.8", "calls", "ok", broken=False)
+HELD = Row("worker_seams", "verl.workers.utils.losses:ppo_loss", ">=0.8", "calls", "ok", broken=False)
 BROKEN = Row("trainer", "verl.trainer:fit", ">=0.9", "calls", "has moved. Fix: install verl 0.9.1.", broken=True)
 
 
@@ -26,16 +25,12 @@ def test_each_group_says_the_state_of_each_patch() -> None:
 
 
 def test_a_platform_that_nobody_asked_for_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl_patches import cpu
-
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
     assert set(cpu.status().values()) == {"off"}
 
 
 @pytest.mark.parametrize("name", ["vllm_weights", "vllm_fused_moe", "engine_device"])
 def test_a_patch_waits_for_the_import_of_its_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl_patches import cpu
-
     patch = cpu.find_patch(name)
     monkeypatch.setattr(sys, "meta_path", [])
     assert not patch.waiting()
@@ -44,25 +39,27 @@ def test_a_patch_waits_for_the_import_of_its_target(name: str, monkeypatch: pyte
 
 
 def test_megatron_is_waited_for_while_one_of_its_modules_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl_patches.cpu import megatron_device
+    from verl_patches.cpu import of_megatron
 
-    monkeypatch.setattr(megatron_device, "is_awaited", lambda name: False)
-    assert not megatron_device.waiting()
-    monkeypatch.setattr(megatron_device, "is_awaited", lambda name: name == megatron_device.MODULES[-1])
-    assert megatron_device.waiting()
+    patch = of_megatron.PATCHES["megatron_device"]
+
+    monkeypatch.setattr(of_megatron, "is_awaited", lambda name: False)
+    assert not patch.waiting()
+    monkeypatch.setattr(of_megatron, "is_awaited", lambda name: name == of_megatron.MODULES[-1])
+    assert patch.waiting()
 
 
 def test_an_attribute_of_a_release_counts_where_verl_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release_patch, "installed_release", lambda name: "0.7.1")
-    assert release_patch.installed_has(lambda release: release.legacy_actors)
-    monkeypatch.setattr(release_patch, "installed_release", lambda name: "0.9.1")
-    assert not release_patch.installed_has(lambda release: release.legacy_actors)
-    monkeypatch.setattr(release_patch, "installed_release", lambda name: None)
-    assert release_patch.installed_has(lambda release: False), "its contract says that verl is missing"
+    monkeypatch.setattr(cpu, "installed_release", lambda name: "0.7.1")
+    assert cpu.installed_has(lambda release: release.legacy_actors)
+    monkeypatch.setattr(cpu, "installed_release", lambda name: "0.9.1")
+    assert not cpu.installed_has(lambda release: release.legacy_actors)
+    monkeypatch.setattr(cpu, "installed_release", lambda name: None)
+    assert cpu.installed_has(lambda release: False), "its contract says that verl is missing"
 
 
 def test_functions_of_a_legacy_actor_that_are_wrapped() -> None:
-    assert [contract.name for contract in contracts("dp_actor")] == [
+    assert [contract.name for contract, _ in list_wrappers("dp_actor")] == [
         "dp_actor.get_policy_loss_fn",
         "dp_actor.agg_loss",
         "dp_actor.kl_penalty",
@@ -113,7 +110,7 @@ def test_a_plugin_installs_what_is_asked_for_and_keeps_its_failure(monkeypatch: 
     plugin.load()
     assert installed == ["cpu", None]
     kept: list[str] = []
-    monkeypatch.setattr(plugin, "record", lambda asked, error: kept.append(f"{asked}: {error}"))
+    monkeypatch.setattr(plugin, "record_failure", lambda asked, error: kept.append(f"{asked}: {error}"))
 
     def refuse(name: str | None) -> None:
         raise PatchError("the target has moved")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from verl_patches.weight_sync import build_vllm_seams, listen
+from verl_patches.rollout_seams import build_weight_receivers, listen
 
 
 @pytest.mark.parametrize("awaited", [False, True])
@@ -30,5 +30,5 @@ def test_a_listener_is_told_after_each_synchronisation(awaited: bool, monkeypatc
 
 def test_seams_of_vllm_hold() -> None:
     pytest.importorskip("vllm")
-    for seam in build_vllm_seams():
+    for seam in build_weight_receivers():
         seam.check()

@@ -30,7 +30,7 @@ from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support.applications import CONFIGS, DELTAS, OPTIONS
 from tests.support.corrections import band, opsm, spec
-from verl_patches import sent_metrics
+from verl_patches import worker_seams
 
 WAITS = (
     "aten::_local_scalar_dense",
@@ -188,7 +188,7 @@ def test_a_micro_batch_asks_once_and_an_update_once(name: str, monkeypatch: pyte
         value.backward()
         reports.append(metrics[METRIC_KEY])
     with watched(monkeypatch) as seen:
-        sent_metrics.complete({METRIC_KEY: reports})
+        worker_seams.complete({METRIC_KEY: reports})
     assert seen.waits == []
     assert len(seen.fetches) == 1
     with watched(monkeypatch) as seen:
@@ -220,7 +220,7 @@ def test_mini_batches_before_the_last_wait_for_it(monkeypatch: pytest.MonkeyPatc
         tu.assign_non_tensor(data, **{LAST: last})
         _, metrics = loss(model_output, data)
         with watched(monkeypatch) as seen:
-            sent_metrics.complete(metrics)
+            worker_seams.complete(metrics)
         assert (seen.waits, seen.fetches) == ([], [5 + len(LENGTHS)] if last else [])
         with watched(monkeypatch) as seen:
             gathered.append(pickle.loads(pickle.dumps(metrics)))
@@ -243,7 +243,7 @@ def test_packets_that_nobody_wants_are_not_measured(monkeypatch: pytest.MonkeyPa
         tu.assign_non_tensor(data, **{LAST: seed == len(LENGTHS) - 1})
         _, metrics = loss(model_output, data)
         if seed:
-            sent_metrics.complete(metrics)
+            worker_seams.complete(metrics)
             kept.append(pickle.loads(pickle.dumps(metrics))[METRIC_KEY])
     assert [len(packet.rows) for packet in kept] == [0, 8]
 

@@ -21,7 +21,8 @@ import ray
 from omegaconf import OmegaConf
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
-from verl_patches import agent_loops, engine_loss
+from verl_patches import rollout_seams
+from verl_patches.contract import check_all
 
 from ...batch.weight_versions import NEWEST_VERSION, OLDEST_VERSION, VERSION
 from .advantages import FIELD, SECTION
@@ -152,6 +153,6 @@ class ScoringManagerV0(AgentLoopManager):
     """verl's manager of the V0 trainer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        engine_loss.check(agent_loops.SEAMS)
+        check_all(rollout_seams.AGENT_LOOPS)
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(ScoringWorkerV0)

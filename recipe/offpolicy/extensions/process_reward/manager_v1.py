@@ -7,7 +7,8 @@ from typing import Any
 import ray
 
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
-from verl_patches import agent_loops, engine_loss
+from verl_patches import rollout_seams
+from verl_patches.contract import check_all
 
 from .manager import ScoringWorker
 
@@ -23,6 +24,6 @@ class ScoringManagerV1(AgentLoopManagerTQ):
     """verl's manager of the V1 trainer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        engine_loss.check((*agent_loops.SEAMS, *agent_loops.SEAMS_V1))
+        check_all((*rollout_seams.AGENT_LOOPS, *rollout_seams.AGENT_LOOPS_V1))
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(ScoringWorkerV1)

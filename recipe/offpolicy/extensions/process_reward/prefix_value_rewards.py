@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from verl_patches.execution_path import live_path
-from verl_patches.trainer_v0 import plain_advantage
+from verl_patches.trainer_seams import plain_advantage
 
 from ...batch.declared_keys import Configured
 from ...batch.weight_versions import NEWEST_VERSION

@@ -14,7 +14,8 @@ import ray
 from vllm.logprobs import FlatLogprobs
 
 from verl.workers.rollout.vllm_rollout import vllm_async_server
-from verl_patches import agent_loops, engine_loss
+from verl_patches import rollout_seams
+from verl_patches.contract import check_all
 
 from .tail_scores import PROMPT, ScoredPrompt, Tail, TailScores, score_tails
 
@@ -38,7 +39,7 @@ class ScoringServer(vllm_async_server.vLLMHttpServer):
     """verl's vLLM server."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        engine_loss.check(agent_loops.build_server_seams())
+        check_all(rollout_seams.build_scoring_server())
         # This is the only server in its process, and it looks up the name for each answer.
         vllm_async_server.extract_prompt_logprobs = keep_flat(vllm_async_server.extract_prompt_logprobs)
         super().__init__(*args, **kwargs)

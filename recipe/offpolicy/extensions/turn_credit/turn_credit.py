@@ -17,7 +17,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from verl_patches import agent_loops, engine_loss
+from verl_patches import rollout_seams
+from verl_patches.contract import check_all
 
 from ...batch.declared_keys import Configured, Key, Rule, choice, flag, number
 from ...correction import Problem
@@ -237,7 +238,7 @@ class TurnCredit(AdvantageExtension):
 
     def begin(self, config: DictConfig) -> None:
         if self.turn.turn_rewards is not None:
-            engine_loss.check(agent_loops.TURN_SEAMS)
+            check_all(rollout_seams.TURNS)
         gamma = OmegaConf.select(config, GAMMA)
         self._gamma = 1.0 if gamma is None else float(gamma)
         self._by_std = divides_by_std(Configured(config))

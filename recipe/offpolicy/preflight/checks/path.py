@@ -9,17 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import verl_patches
-from verl_patches import (
-    engine_loss,
-    legacy,
-    llm_client,
-    replay_buffer,
-    router_replay,
-    trainer_v0,
-    trainer_v1,
-    truncated_sampling,
-)
-from verl_patches.contract import Contract, PatchError
+from verl_patches import legacy, rollout_seams, trainer_seams, worker_seams
+from verl_patches.contract import Contract, PatchError, check_all
 from verl_patches.execution_path import FULLY_ASYNC, LEGACY, STRATEGY, USE_V1, LivePath, describe_mode
 from verl_patches.releases import TESTED
 from verl_patches.runtime_env import KEY, ContradictionError, forward
@@ -71,7 +62,7 @@ def demand_seams(config: DictConfig) -> None:
     Raises:
         CheckError: a contract does not hold, e.g. because a plugin has replaced a function that verl's source shows.
     """
-    if problems := list(check_seams_by(engine_loss.check, Composed(config))):
+    if problems := list(check_seams_by(check_all, Composed(config))):
         raise CheckError(problems)
 
 
@@ -82,13 +73,13 @@ def check_seams_by(hold: Hold, run: Composed) -> Iterator[Problem]:
     try:
         verl_patches.status()
         for held, seams in (
-            (True, engine_loss.SEAMS),
-            (True, trainer_v1.SEAMS if v1 else trainer_v0.SEAMS),
-            (not v1 and path.asynchronous and release.separate_programs, trainer_v0.SEAMS_OF_PROGRAMS),
-            (v1 and release.staleness_limit and run.staleness is not None, replay_buffer.SEAMS),
-            (run.notes_token_versions, llm_client.SEAMS),
-            (run.replay is not None, router_replay.SEAMS),
-            (release.truncated_support and bool(run.support or run.centering), truncated_sampling.SEAMS),
+            (True, worker_seams.LOSS),
+            (True, trainer_seams.V1 if v1 else trainer_seams.V0),
+            (not v1 and path.asynchronous and release.separate_programs, trainer_seams.PROGRAMS),
+            (v1 and release.staleness_limit and run.staleness is not None, trainer_seams.STALENESS),
+            (run.notes_token_versions, rollout_seams.VERSIONS),
+            (run.replay is not None, worker_seams.ROUTER_REPLAY),
+            (release.truncated_support and bool(run.support or run.centering), rollout_seams.SUPPORT),
         ):
             if held:
                 hold(seams)

@@ -237,13 +237,13 @@ def test_the_command_passes_on_arguments_and_status(fork: Path) -> None:
 
 
 def test_the_releases_are_those_of_the_seams() -> None:
-    from verl_patches import engine_loss, trainer_v1
+    from verl_patches import trainer_seams, worker_seams
 
     def shared(seams: Iterable[Contract]) -> list[str]:
         return [release for release in copying.SUPPORTED if all(seam.covers(release) for seam in seams)]
 
-    assert shared(engine_loss.SEAMS) == ["0.7.1", "0.8.0", "0.9.0", "0.9.1"] == list(copying.SUPPORTED)
-    assert shared(trainer_v1.SEAMS) == ["0.9.0", "0.9.1"]
+    assert shared(worker_seams.LOSS) == ["0.7.1", "0.8.0", "0.9.0", "0.9.1"] == list(copying.SUPPORTED)
+    assert shared(trainer_seams.V1) == ["0.9.0", "0.9.1"]
 
 
 @pytest.fixture

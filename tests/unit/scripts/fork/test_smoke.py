@@ -81,7 +81,7 @@ def test_a_verl_that_says_another_release_than_its_file(copied: Path) -> None:
 
 
 def test_of_the_contracts_those_that_moved_are_said() -> None:
-    moved = "engine_loss: patch 'ppo_loss': the target has moved. Fix: read the new target."
+    moved = "worker_seams: patch 'ppo_loss': the target has moved. Fix: read the new target."
     found = explain(ended(1, "a table\n", f"UserWarning: something\n{moved}\n"), "VENV")
     assert found is not None
     assert found.reason == moved
