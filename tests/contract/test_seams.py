@@ -360,7 +360,7 @@ def test_verl_deals_rows_to_mini_batches_as_the_denominator_counts_them(ranks: i
     import torch
     from tensordict import TensorDict
 
-    from recipe.offpolicy.correction.denominator import assign_mini_batches
+    from recipe.offpolicy.correction.decisions import assign_mini_batches
     from verl.utils import tensordict_utils as tu
 
     rows, size = 12, 6

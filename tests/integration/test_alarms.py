@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.bounds import compute_fingerprint, read_bounds, replace_bounds
+from recipe.offpolicy.correction.spec import compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.monitor.alarm_settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.alarms import AlarmError
 from tests.support import training_worker as tw

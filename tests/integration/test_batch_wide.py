@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR
+from recipe.offpolicy.correction.decisions import HAS_DENOMINATOR
 from tests.support import training_worker as tw
 from tests.support.first_update import planned
 from tests.support.specs import GSM, TIS_TOKEN

@@ -96,8 +96,8 @@ def test_an_aggregate(copy: Copy) -> None:
     proof, reference = "tests/unit/proof/test_trials.py", "tests/unit/correction/test_reference.py"
     live = ("tests/integration/test_vocabulary_live.py", "-k", "test_masks and l1_mean")
     copy.insert(
-        "recipe/offpolicy/correction/aggregates.py",
-        '    Aggregate("second_moment"',
+        "recipe/offpolicy/correction/masks.py",
+        '    Aggregate("staleness"',
         '    Aggregate("l1_mean", "mean", (None, 0.05), lambda ratio, p, q: ratio.abs(), least=0.0, at=abs),\n',
     )
     assert "l1_mean" in copy.fails(proof)
@@ -113,7 +113,7 @@ def test_an_aggregate(copy: Copy) -> None:
     copy.test(reference, "-k", "l1_mean or test_every_mask or aggregate")
     assert "l1_mean" in copy.fails("tests/unit/correction/test_catalogue.py")
     copy.insert("docs/correction_keys.md", "| `second_moment` |", "| `l1_mean` | the mean of &#124;log r&#124; |\n")
-    copy.test("tests/unit/correction/test_catalogue.py", "tests/unit/monitor/test_histogram.py")
+    copy.test("tests/unit/correction/test_catalogue.py", "tests/unit/monitor/bounds/test_histogram.py")
     copy.test(*live)
 
 

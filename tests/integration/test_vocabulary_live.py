@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.correction.aggregates import AGGREGATES
+from recipe.offpolicy.correction.masks import AGGREGATES
 from tests.support import training_worker as tw
 from tests.support.examples import each_nth_by_default
 from tests.support.first_update import adapter, first_update

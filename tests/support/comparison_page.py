@@ -10,9 +10,8 @@ import fnmatch
 import tomllib
 from typing import Any, get_args
 
-from recipe.offpolicy.correction.aggregates import AGGREGATES
-from recipe.offpolicy.correction.correction_parts import CorrectionParts
-from recipe.offpolicy.correction.proximal import Proximal
+from recipe.offpolicy.correction.correction_parts import CorrectionParts, Proximal
+from recipe.offpolicy.correction.masks import AGGREGATES
 from recipe.offpolicy.correction.units import Level, MaskWhen
 from recipe.offpolicy.correction.weights import Kind, WeightAggregate
 from tests.support.keys_page import TABLES

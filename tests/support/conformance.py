@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, rollout_stage, step_stage
+from recipe.offpolicy.correction.correction_parts import proximal_log_prob
 from recipe.offpolicy.correction.dialects.peer import Peer, names_a_correction
-from recipe.offpolicy.correction.proximal import proximal_log_prob
 from tests.support.paths import ROOT
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig

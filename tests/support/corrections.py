@@ -81,7 +81,7 @@ def run(
     signs = tensor(advantages)
     if signs.dim() == 1:
         signs = signs[:, None]
-    pi = stage.old_log_prob if pi is None else tensor(pi, dtype)
+    pi = stage.columns["old_log_prob"] if pi is None else tensor(pi, dtype)
     return step_stage(correction, stage, log_prob=pi, advantages=signs.expand(stage.valid.shape))
 
 

@@ -22,7 +22,7 @@ from recipe.offpolicy.correction import (
     rollout_stage,
     step_stage,
 )
-from recipe.offpolicy.correction.aggregates import AGGREGATES as TABLE
+from recipe.offpolicy.correction.masks import AGGREGATES as TABLE
 from tests.support.corrections import tensor
 from tests.support.examples import at_most
 from tests.support.reference import IN_FORCE, Batch

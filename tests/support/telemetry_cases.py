@@ -17,7 +17,7 @@ from recipe.offpolicy.correction import (
     rollout_stage,
     step_stage,
 )
-from recipe.offpolicy.correction.shadow import compute_shadow_statistics
+from recipe.offpolicy.correction.stages import compute_shadow_statistics
 from tests.support.corrections import GSM, TIS, band, opsm, spec
 
 NAN = math.nan
@@ -103,11 +103,5 @@ def stages(
 
 
 def shadow(shadows: dict[str, CorrectionSpec], batch: Batch) -> Any:
-    return compute_shadow_statistics(
-        shadows,
-        **batch.log_probs(),
-        **batch.unit_ids(),
-        log_prob=batch.pi,
-        advantages=batch.advantages,
-        staleness=batch.staleness,
-    )
+    stage, _ = stages(CorrectionSpec(), batch)
+    return compute_shadow_statistics(shadows, stage, log_prob=batch.pi, advantages=batch.advantages)

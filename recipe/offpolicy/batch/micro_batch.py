@@ -29,9 +29,9 @@ from ..correction import (
     step_stage,
     turns,
 )
+from ..correction.correction_parts import BY_AGE
 from ..correction.deferred_value import DeferredValue
-from ..correction.proximal import BY_AGE
-from ..correction.shadow import compute_shadow_statistics
+from ..correction.stages import compute_shadow_statistics
 from ..correction.statistics import build_sum
 from ..correction.telemetry import Measure
 from .padding import Layout, flatten, nest_like, pad_column, values_of, with_tensors
@@ -238,36 +238,31 @@ def decide_with_shadows(
 
     The shadow corrections use the pi_old of ``spec``.
     """
-    stage = _first_stage(spec, batch, "all")
-    statistics = _stepped(spec, stage, batch).statistics | count_unknown_versions(batch)
     for shadow in shadows.values():
         _check_ages(shadow, batch)
-    levels = {level for spec in shadows.values() for level in spec.levels}
+    by_version = any("version" in shadow.levels for shadow in shadows.values())
+    stage = _first_stage(spec, batch, "all", by_version)
+    statistics = _stepped(spec, stage, batch).statistics | count_unknown_versions(batch)
     needy = any(spec.needs_constants for spec in shadows.values())
     return statistics, compute_shadow_statistics(
         shadows,
-        old_log_prob=stage.old_log_prob,
-        rollout_log_prob=batch.rollout_log_prob,
-        response_mask=batch.policy_mask,
+        stage,
         log_prob=batch.log_prob,
         advantages=batch.advantages,
-        segment_ids=batch.turns,
-        versions=compute_token_versions(batch.versions, batch.response_mask) if "version" in levels else None,
-        staleness=compute_staleness(batch),
         constants=_plan(batch).shadow_constants if needy else None,
-        alongside=stage,
     )
 
 
-def _first_stage(spec: CorrectionSpec, batch: MicroBatch, measure: Measure) -> RolloutStage:
+def _first_stage(spec: CorrectionSpec, batch: MicroBatch, measure: Measure, by_version: bool = False) -> RolloutStage:
     _check_ages(spec, batch)
+    by_version = by_version or "version" in spec.levels
     return rollout_stage(
         spec,
         old_log_prob=choose_pi_old(spec, batch),
         rollout_log_prob=batch.rollout_log_prob,
         response_mask=batch.policy_mask,
         segment_ids=batch.turns if measure != "nothing" or spec.needs_turns else None,
-        versions=compute_token_versions(batch.versions, batch.response_mask) if "version" in spec.levels else None,
+        versions=compute_token_versions(batch.versions, batch.response_mask) if by_version else None,
         constants=_plan(batch).constants if spec.needs_constants else None,
         staleness=compute_staleness(batch),
         measure=measure,

@@ -35,8 +35,8 @@ from ..correction import (
     rollout_stage,
     turns,
 )
+from ..correction.decisions import Columns, assign_mini_batches, compute_scale_of_counts, find_finite_tokens, regroup
 from ..correction.deferred_value import DeferredValue
-from ..correction.denominator import assign_mini_batches, compute_scale_of_counts, find_finite_tokens, regroup
 from ..correction.row_layout import count_tokens_by_row
 from .seals import PLAN_HASH, PREFIX, LivenessError, SealError, build_seals, key_of, seal_constant
 from .weight_versions import EXTRA_FIELDS, RowVersions, check_ages_known, compute_token_versions, read_versions
@@ -215,7 +215,7 @@ class Groups:
 
     Attributes:
         uids: uid of each row, for verl's estimator.
-        silent: True if a row's advantage is 0, see ``denominator.regroup``.
+        silent: True if a row's advantage is 0, see ``regroup``.
         metrics: metrics for the user's logger.
     """
 
@@ -267,7 +267,7 @@ class _Rollout:
         return batch_constants(spec, **self._columns(spec)) if spec.needs_constants else BatchConstants()
 
     def count_kept(self, spec: CorrectionSpec, constants: BatchConstants) -> tuple[Tensor, Tensor]:
-        return count_kept_by_row(spec, **self._columns(spec), constants=constants)
+        return count_kept_by_row(spec, constants, **self._columns(spec))
 
     def build_columns(
         self, spec: CorrectionSpec, batch_split: BatchSplit, constants: BatchConstants
@@ -289,7 +289,7 @@ class _Rollout:
         )
         return {SCALE: scale, MINI_BATCH_TOKENS: of_group[group]}
 
-    def _columns(self, spec: CorrectionSpec) -> dict[str, Any]:
+    def _columns(self, spec: CorrectionSpec) -> Columns:
         mask, step, by_version = self.rows["response_mask"], self.step, "version" in spec.levels
         versions = self.versions if spec.age_parts or by_version else None
         check_ages_known(spec, versions, step)

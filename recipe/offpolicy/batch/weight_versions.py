@@ -20,8 +20,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ..correction import CorrectionSpec
+from ..correction.correction_parts import BY_AGE
 from ..correction.problem import format_value
-from ..correction.proximal import BY_AGE
 from ..correction.row_layout import PackedRows, RowLayout, detect_layout, split_tokens, spread_over_tokens
 from .seals import SealError
 

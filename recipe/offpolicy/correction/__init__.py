@@ -10,12 +10,12 @@ The package needs only torch. The three log-probs are (B, T), or nested by row w
 the advantages.
 """
 
-from .decisions import BatchConstants, RolloutStage, StepStage, batch_constants, count_kept_by_row
-from .mask_spec import MaskSpec
+from .correction_parts import proximal_log_prob
+from .decisions import BatchConstants, batch_constants, count_kept_by_row
+from .masks import MaskSpec
 from .problem import Problem, SpecError
-from .proximal import proximal_log_prob
 from .spec import CorrectionSpec
-from .stages import rollout_stage, step_stage
+from .stages import RolloutStage, StepStage, rollout_stage, step_stage
 from .statistics import Reduction, Statistic
 from .units import turns
 from .weights import WeightSpec

@@ -1,18 +1,16 @@
-"""The parts of a correction, and properties that can be derived from these parts."""
+"""The parts of a correction, what can be derived from them, the source of pi_old, and the penalty's formula."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from .mask_spec import MaskSpec
-from .problem import SpecError
-from .proximal import BY_AGE, MU_ITSELF, Alpha, Proximal
-from .terms import KlWeightSpec, PenaltySpec
-from .units import Level
-from .validation import compute_derived, read_choice, read_number
+import torch
+from torch import Tensor
+
+from .masks import MaskSpec
+from .units import Level, Specification
 from .weights import WeightSpec
 
 Denominator = Literal["original", "kept"]
@@ -20,10 +18,55 @@ Nonfinite = Literal["counted", "excluded"]
 Baseline = Literal["include", "exclude"]
 Support = Literal["engine"]
 SupportUnknown = Literal["mask", "full"]
+KlRatio = Literal["full", "ppo"]
+SUPPORT_KEYS = ("support", "support_unknown", "support_size", "support_min_p")
+
+Proximal = Literal["recompute", "bypass", "reuse", "loglinear", "same_engine"]
+
+Alpha = float | Literal["by_age"]
+"""Weight of log pi in ``loglinear``: one number for all tokens, or a weight that depends on each token's age."""
+BY_AGE: Literal["by_age"] = "by_age"
+WITHOUT_FORWARD = ("bypass", "reuse", "loglinear")
+"""Sources of pi_old that need no forward pass."""
+OF_THE_TRAINER = ("recompute", "reuse")
+"""Sources for which pi_old is the policy of the trainer's weights at the start of the step."""
+TOLERANCE = 1e-6
+"""Largest |log mu - log pi_old| allowed for a token with ``same_engine``, in nats; the resolution of float32 at a
+log-prob of -8 is about 1e-6."""
+MU_ITSELF = ("bypass", "same_engine")
+"""Sources for which pi_old is mu, so pi_old / mu is 1."""
 
 
 @dataclass(frozen=True)
-class CorrectionParts:
+class KlWeightSpec:
+    """A ratio that multiplies each token's KL estimate in the loss, with its gradient.
+
+    Attributes:
+        ratio: ``full`` pi / mu, ``ppo`` pi / pi_old.
+        upper: limit, > 1; ratios above it are replaced with this constant. None for no limit.
+    """
+
+    ratio: KlRatio
+    upper: float | None = None
+
+
+@dataclass(frozen=True)
+class PenaltySpec:
+    """A penalty on (log r)^2 of every valid token, neither weighted nor masked.
+
+    It is Kimi k1.5's l2 term (Kimi Team 2025, eq. 3, with coefficient tau / 2 on pi / mu), and prime-rl's ``kl_tau``.
+
+    Attributes:
+        ratio: ``full`` pi / mu, ``ppo`` pi / pi_old.
+        coefficient: factor, > 0, that multiplies the loss's aggregate of (log r)^2.
+    """
+
+    ratio: KlRatio
+    coefficient: float
+
+
+@dataclass(frozen=True)
+class CorrectionParts(Specification):
     """A weight, masks, and their options; a token is kept if all masks keep it.
 
     Attributes:
@@ -73,9 +116,6 @@ class CorrectionParts:
     support_min_p: float | None = None
     centering: int | None = None
 
-    def __post_init__(self) -> None:
-        compute_derived(self)
-
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
         mapping: dict[str, Any] = {
@@ -90,19 +130,15 @@ class CorrectionParts:
             "allow_truncated_sampling": self.allow_truncated_sampling,
         }
         # Unset keys are left out, so that the fingerprints of corrections that do not use them stay the same.
-        if self.penalty is not None:
-            mapping["penalty"] = self.penalty.to_mapping()
-        if self.kl_weight is not None:
-            mapping["kl_weight"] = self.kl_weight.to_mapping()
+        for name in ("penalty", "kl_weight"):
+            if (term := getattr(self, name)) is not None:
+                mapping[name] = asdict(term)
         if self.nonfinite != "counted":
             mapping["nonfinite"] = self.nonfinite
         if self.weights:
             mapping["weights"] = {name: {"when": "any", **weight.to_mapping()} for name, weight in self.weights}
         if self.support is not None:
-            mapping["support"] = self.support
-            mapping["support_unknown"] = self.support_unknown
-            mapping["support_size"] = self.support_size
-            mapping["support_min_p"] = self.support_min_p
+            mapping |= {name: getattr(self, name) for name in SUPPORT_KEYS}
         if self.centering is not None:
             mapping["centering"] = self.centering
         return mapping
@@ -119,8 +155,8 @@ class CorrectionParts:
         """True if any part that affects the gradient reads the behaviour policy's log-probs."""
         masks = any(mask.ratio != "ppo" and not mask.entry.of_age for _, mask in self.masks)
         terms = any(each is not None and each.ratio == "full" for each in (self.penalty, self.kl_weight))
-        centered = self.centering is not None
-        return bool(self.all_weights) or masks or terms or centered or self.proximal in (*MU_ITSELF, "loglinear")
+        other = self.centering is not None or self.proximal in (*MU_ITSELF, "loglinear")
+        return bool(self.all_weights) or masks or terms or other
 
     @cached_property
     def recounts(self) -> bool:
@@ -132,6 +168,11 @@ class CorrectionParts:
         """Weights by key under ``correction``: ``weight``, or each of ``weights``."""
         one = {} if self.weight is None else {"weight": self.weight}
         return one | {f"weights.{name}": weight for name, weight in self.weights}
+
+    @cached_property
+    def parts(self) -> dict[str, WeightSpec | MaskSpec]:
+        """Weights and masks by key under ``correction``."""
+        return {**self.all_weights, **{f"masks.{name}": mask for name, mask in self.masks}}
 
     @cached_property
     def normalized(self) -> WeightSpec | None:
@@ -151,22 +192,21 @@ class CorrectionParts:
     @cached_property
     def levels(self) -> frozenset[Level]:
         """Levels at which the weight or a mask decides."""
-        used: set[Level] = {mask.level for _, mask in self.masks}
-        return frozenset(used | {weight.level for weight in self.all_weights.values()})
+        return frozenset(part.level for part in self.parts.values())
 
     @cached_property
     def needs_turns(self) -> bool:
         """True if a part decides by turn, or applies only after a tool's result."""
-        parts: list[WeightSpec | MaskSpec] = [*self.all_weights.values(), *(mask for _, mask in self.masks)]
-        return any(part.level == "turn" or part.when == "post_tool" for part in parts)
+        return any(part.level == "turn" or part.when == "post_tool" for part in self.parts.values())
 
     @cached_property
     def age_parts(self) -> dict[str, WeightSpec | MaskSpec]:
         """Parts, by key under ``correction``, that depend on the age of the weights that sampled a token."""
-        parts: dict[str, WeightSpec | MaskSpec] = {
-            f"masks.{name}": mask for name, mask in self.masks if mask.entry.of_age or mask.by_staleness is not None
+        return {
+            key: part
+            for key, part in self.parts.items()
+            if part.by_staleness is not None or (isinstance(part, MaskSpec) and part.entry.of_age)
         }
-        return parts | {key: weight for key, weight in self.all_weights.items() if weight.by_staleness is not None}
 
     @cached_property
     def age_keys(self) -> tuple[str, ...]:
@@ -191,73 +231,107 @@ class CorrectionParts:
     @cached_property
     def step_parts(self) -> tuple[str, ...]:
         """Keys, under ``correction``, of the parts that need the current policy or the advantages."""
-        parts = [f"masks.{name}" for name, mask in self.masks if mask.needs_step]
-        return tuple([key for key, weight in self.all_weights.items() if weight.needs_step] + parts)
+        return tuple(key for key, part in self.parts.items() if part.needs_step)
 
     @cached_property
     def rollout_rejects(self) -> tuple[str, ...]:
         """Keys, under ``correction``, of the parts that can drop tokens based only on mu and pi_old."""
-        parts = [f"masks.{name}" for name, mask in self.masks if not mask.needs_step]
-        weights = self.all_weights.items()
-        rejecting = [key for key, weight in weights if weight.kind == "reject" and not weight.needs_step]
-        return tuple(rejecting + parts)
+        return tuple(
+            key
+            for key, part in self.parts.items()
+            if not part.needs_step and (isinstance(part, MaskSpec) or part.kind == "reject")
+        )
 
 
-KEYS = ("support", "support_unknown", "support_size", "support_min_p")
+def proximal_log_prob(
+    proximal: Proximal,
+    alpha: Alpha | None,
+    *,
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    ages: Tensor | None = None,
+) -> Tensor:
+    """Compute the log pi_old that corrections and the base loss use.
 
+    * ``recompute``: the trainer computed it at the start of the step. There are three policies, as in decoupled PPO.
+    * ``bypass``: mu itself, so PPO's ratio is pi / mu. There are two policies.
+    * ``reuse``: the current policy, detached. It is exact if there is only one gradient step per batch, because pi_old
+      then equals pi.
+    * ``loglinear``: (1 - alpha) log mu + alpha log pi, detached: an interpolation between the sampling and the current
+      policy. It is an approximation that costs no forward pass. With ``alpha=by_age``, alpha is (a - 1) / a for a token
+      of age a, and 0 at age 0, as in AReaL's ``compute_prox_logp_approximations``. That function uses the newest
+      weights, a versions after the token's, as pi, and the weights one version earlier as pi_old. AReaL's documentation
+      describes pi_old as one step behind the trained policy; under that definition, alpha would be a / (a + 1).
+    * ``same_engine``: mu itself, for an engine whose log-probs equal the trainer's. The trainer computes pi_old in its
+      first step and stops unless mu and pi_old agree, see ``proof.rollout_log_probs``.
 
-def read_support(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the ``support`` fields from the plain values under ``correction``.
+    Args:
+        old_log_prob: (B, T), read only for ``recompute``.
+        rollout_log_prob: (B, T), log mu.
+        log_prob: (B, T), log pi, detached here.
+        ages: (B,) or (B, T), the number of weight versions since each row, or token, was sampled; read only for
+            ``by_age``.
 
     Raises:
-        SpecError: a malformed value, or a value that nothing reads.
+        ValueError: ``by_age`` without ages.
+
+    Returns:
+        (B, T), in the dtype of the log-probs from which it is computed; float32 or wider for ``loglinear``.
 
     Example:
-        >>> read_support({"support": "engine", "support_size": 8})
-        {'support': 'engine', 'support_unknown': 'mask', 'support_size': 8, 'support_min_p': None}
+        >>> old, mu, pi = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[-4.0]])
+        >>> policies = dict(old_log_prob=old, rollout_log_prob=mu, log_prob=pi)
+        >>> [proximal_log_prob(source, None, **policies).item() for source in ("recompute", "bypass", "reuse")]
+        [-1.0, -2.0, -4.0]
+        >>> proximal_log_prob("loglinear", 0.5, **policies).item()  # halfway between mu and pi
+        -3.0
+        >>> proximal_log_prob("loglinear", "by_age", **policies, ages=torch.tensor([2])).item()  # (2 - 1) / 2
+        -3.0
     """
-    support = mapping.get("support")
-    if support is not None:
-        read_choice(mapping, "support", ("engine",), "correction")
-    fields = {
-        "support": support,
-        "support_unknown": read_choice(mapping, "support_unknown", SupportUnknown, "correction", "mask"),
-        "support_size": _read_size(mapping.get("support_size")),
-        "support_min_p": _read_min_p(mapping.get("support_min_p")),
-    }
-    unread = {"support_unknown": "mask", "support_size": None, "support_min_p": None}
-    for name, off in unread.items() if support is None else ():
-        if fields[name] != off:
-            raise SpecError(
-                "read only with correction.support=engine.",
-                f"Set correction.support=engine, or correction.{name}={'null' if off is None else off}.",
-                key=f"correction.{name}",
-                value=fields[name],
-                proposed={"correction.support": "engine"},
-            )
-    return fields
+    match proximal:
+        case "recompute":
+            return old_log_prob
+        case "bypass" | "same_engine":
+            return rollout_log_prob
+        case "reuse":
+            return log_prob.detach()
+        case "loglinear":
+            assert alpha is not None, "validated with the correction"
+            dtype = torch.promote_types(torch.promote_types(rollout_log_prob.dtype, log_prob.dtype), torch.float32)
+            share: Tensor | float
+            if alpha == BY_AGE:
+                share = _share_by_age(ages, rollout_log_prob.device, dtype)
+            else:
+                share = float(alpha)
+            return torch.lerp(rollout_log_prob.to(dtype), log_prob.detach().to(dtype), share)
 
 
-def _read_size(value: Any) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
-    raise SpecError(
-        "expected a number of tokens, 1 or more, or null to derive it from top-k.",
-        "Set correction.support_size=null for example.",
-        key="correction.support_size",
-        value=value,
-        proposed={"correction.support_size": None},
-    )
-
-
-def _read_min_p(value: Any) -> float | None:
-    number = read_number(value, "correction.support_min_p")
-    if number is not None and not 0 < number < 1:
-        raise SpecError(
-            "a share of the likeliest token's probability, above 0 and below 1.",
-            "Set correction.support_min_p=0.1 for example, or null for none.",
-            key="correction.support_min_p",
-            value=number,
-            proposed={"correction.support_min_p": 0.1},
+def _share_by_age(ages: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if ages is None:
+        raise ValueError(
+            "correction.alpha=by_age needs the age of the weights, but the batch does not contain the versions of "
+            "the weights that sampled it. Set correction.alpha=0.5 for example."
         )
-    return number
+    age = (ages if ages.dim() == 2 else ages[:, None]).to(device, dtype)
+    return (age - 1).clamp(min=0) / age.clamp(min=1)
+
+
+def compute_squared_log_ratio(log_prob: Tensor, other: Tensor, response_mask: Tensor) -> Tensor:
+    """Compute (log pi - log other)^2 per token, 0 outside the mask or if ``other`` is not finite; differentiable in pi.
+
+    Args:
+        log_prob: (B, T) log pi.
+        other: (B, T) log-probs of the penalty's reference policy, detached here.
+        response_mask: (B, T) bool.
+
+    Example:
+        >>> pi, mu = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-3.0, float("nan")]])
+        >>> compute_squared_log_ratio(pi, mu, torch.ones(1, 2, dtype=torch.bool)).tolist()
+        [[4.0, 0.0]]
+    """
+    dtype = torch.promote_types(log_prob.dtype, torch.float32)
+    other = other.detach().to(dtype)
+    valid = response_mask & torch.isfinite(other)
+    # Tokens are selected before the subtraction, so that no gradient passes through non-finite values.
+    return (log_prob.to(dtype) - torch.where(valid, other, log_prob.detach().to(dtype))).square() * valid

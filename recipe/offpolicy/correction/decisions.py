@@ -1,35 +1,51 @@
-"""Decisions of the rollout stage from mu and pi_old, per token and over the whole batch.
+"""Decisions from mu and pi_old: per token, over a whole batch, and their effect on denominators and baselines.
 
-``rollout_stage`` converts them to the layout of the caller's tensors and measures them. ``batch_constants`` and
-``count_kept_by_row`` read a whole batch block by block, so that temporaries fit in the CPU's caches.
+``rollout_stage`` converts the decisions to the layout of the caller's tensors and measures them. ``batch_constants``
+and ``count_kept_by_row`` read a whole batch block by block, so that temporaries fit in the CPU's caches.
+
+GRPO, RLOO and OPO compare a row with its siblings. A row that the correction rejects contributes nothing to training,
+yet its reward changes the advantages of its remaining siblings. ``baseline=exclude`` prevents this by moving each
+rejected row to a group of its own before verl's estimator runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from .mask_spec import MaskSpec
-from .masks import compute_second_moment_cutoff, find_outside
-from .ratios import clamp_and_exp, compute_finite_log_ratio, promote_weight_dtype
-from .row_layout import RowLayout, split_tokens
+from .masks import MaskSpec, compute_second_moment_cutoff, find_outside
+from .ratios import compute_finite_log_ratio, promote_weight_dtype
+from .row_layout import RowLayout, detect_layout, split_tokens
 from .spec import CorrectionSpec
-from .statistics import Statistic
-from .telemetry import AppliedWeight, Mismatch
-from .token_sample import TokenSample
 from .units import Level, Units, partition_units
-from .weights import (
-    Bound,
-    WeightSpec,
-    apply_bounds,
-    choose_bounds,
-    compute_log_weight,
-    find_rejected_units,
-    sum_weights,
-)
+from .weights import AppliedWeight, WeightSpec, apply_weight, sum_weights
+
+
+class Columns(TypedDict):
+    """Columns of a rollout, (B, T) or nested by row with layout ``torch.jagged``, all in the same layout.
+
+    Attributes:
+        old_log_prob: log pi_old, any float dtype; see ``proximal_log_prob``.
+        rollout_log_prob: log mu, any float dtype.
+        response_mask: bool or 0/1; padding is never read.
+        segment_ids: integers, the turn of each token, see ``units.turns``; for level ``turn`` and ``post_tool``.
+        versions: integers, the version of the weights that sampled each token; for level ``version``.
+        staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use, or one per
+            token. It is read by masks and bounds that depend on age, and by statistics, which also read
+            ``segment_ids`` at any level.
+    """
+
+    old_log_prob: Tensor
+    rollout_log_prob: Tensor
+    response_mask: Tensor
+    segment_ids: NotRequired[Tensor | None]
+    versions: NotRequired[Tensor | None]
+    staleness: NotRequired[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -46,62 +62,50 @@ class BatchConstants:
 
 
 @dataclass(frozen=True)
-class RolloutStage:
-    """Decisions from mu and pi_old, in the layout of the given tensors: (B, T), or nested by row.
+class Rollout:
+    """Rows of a rollout as tensors of tokens: (B, T) padded or (N,) packed each.
 
     Attributes:
-        spec: the correction; the step stage must use the same correction.
-        weight: (B, T) float32 or wider, detached, 0 outside ``decided``; 1 if the weight needs the current policy.
-        keep: (B, T) bool, False outside ``decided``, and for tokens that a part rejects without needing pi or
-            advantages.
-        rejected: key, under ``correction``, of each part that this stage decides -> (B, T) bool, the tokens that the
-            part rejects.
-        log_ratio: (B, T) log(pi_old / mu), 0 outside ``valid``.
-        valid: (B, T) bool, the response mask without tokens whose mu or pi_old is not finite.
-        decided: (B, T) bool, the tokens on which the correction decides: ``valid``, and, for a correction that does not
-            read mu, also tokens for which only mu is not finite.
-        response_mask: (B, T) bool, as given.
-        old_log_prob, rollout_log_prob: (B, T), as given.
-        rows: layout of all these tensors.
-        units: level -> the units on which the correction decides.
-        statistics: name -> typed statistic, see ``statistics``.
-        sample, mismatch: inputs of the step stage's statistics; None if nothing is measured.
+        rows: layout of the tokens.
+        old, mu: log-probs of any float dtype.
+        mask: bool, the response mask.
+        ids: level -> the token ids that separate its units; None for a level that needs no ids.
+        ages: float64, versions of the weights since each token was sampled; None if no part reads ages or the ages are
+            unknown.
     """
 
-    spec: CorrectionSpec
-    weight: Tensor
-    keep: Tensor
-    rejected: dict[str, Tensor]
-    log_ratio: Tensor
-    valid: Tensor
-    decided: Tensor
-    response_mask: Tensor
-    old_log_prob: Tensor
-    rollout_log_prob: Tensor
     rows: RowLayout
-    units: dict[Level, Units]
-    statistics: dict[str, Statistic]
-    sample: TokenSample | None = None
-    mismatch: Mismatch | None = None
-    segment_ids: Tensor | None = None
+    old: Tensor
+    mu: Tensor
+    mask: Tensor
+    ids: dict[Level, Tensor | None]
+    ages: Tensor | None
 
+    @classmethod
+    def of(cls, spec: CorrectionSpec, rows: RowLayout, tokens: Mapping[str, Tensor], by_row: Tensor | None) -> Rollout:
+        """Select what ``spec`` reads.
 
-@dataclass(frozen=True)
-class StepStage:
-    """Weights and kept tokens of one gradient step, in the layout of the given tensors: (B, T), or nested by row.
+        Args:
+            tokens: ``Columns`` by name, as tensors of tokens.
+            by_row: (B,) ages of the rows, if they are not per token.
 
-    Attributes:
-        weight: (B, T) float32 or wider, detached; never multiplied by ``keep``; 0 outside the response mask.
-        keep: (B, T) bool; False outside the response mask.
-        rejected: key of the part -> (B, T) bool, the tokens that the part rejects; meaningless outside the stage's
-            ``valid``.
-        statistics: name -> typed statistic, including those of the rollout stage.
-    """
-
-    weight: Tensor
-    keep: Tensor
-    rejected: dict[str, Tensor]
-    statistics: dict[str, Statistic]
+        Raises:
+            ValueError: the ids of a level are missing.
+        """
+        mask, ages = tokens["response_mask"].bool(), None
+        sources = {"turn": "segment_ids", "version": "versions"}
+        for level, name in sources.items():
+            if level in spec.levels and name not in tokens:
+                raise ValueError(
+                    f"level={level} without {name}: the tokens of a unit are unknown. Pass {name}, (B, T) integers, "
+                    f"or set level=sequence."
+                )
+        ids = {level: tokens[sources[level]] if level in sources else None for level in spec.levels}
+        if spec.age_parts and "staleness" in tokens:
+            ages = tokens["staleness"].double()
+        elif spec.age_parts and by_row is not None:
+            ages = rows.broadcast(rows.to_column(by_row.to(mask.device).double())).expand(mask.shape)
+        return cls(rows, tokens["old_log_prob"], tokens["rollout_log_prob"], mask, ids, ages)
 
 
 @dataclass(frozen=True)
@@ -109,10 +113,10 @@ class Decisions:
     """Weights, kept tokens and rejected tokens of a rollout; each tensor is (B, T) padded or (N,) packed.
 
     Attributes:
-        log_ratio, valid, decided, keep, units: see ``RolloutStage``.
+        log_ratio, valid, decided, keep, units: see ``stages.RolloutStage``.
         weighed: the weight; None if there is no weight, if it needs the current policy or advantages, or if it was not
             requested.
-        drops: see ``RolloutStage.rejected``.
+        drops: see ``stages.RolloutStage.rejected``.
     """
 
     log_ratio: Tensor
@@ -126,42 +130,30 @@ class Decisions:
 
 def decide_rollout(
     spec: CorrectionSpec,
-    rows: RowLayout,
-    *,
-    old: Tensor,
-    mu: Tensor,
-    mask: Tensor,
-    ids: Mapping[Level, Tensor | None],
-    ages: Tensor | None,
+    rollout: Rollout,
     constants: BatchConstants,
     compared: tuple[Tensor, Tensor] | None = None,
     weigh: bool = True,
 ) -> Decisions:
-    """Decide from mu and pi_old which tokens are kept, and their weights; each tensor is (B, T) padded or (N,) packed.
+    """Decide from mu and pi_old which tokens are kept, and their weights.
 
     Args:
-        rows: layout of the tokens.
-        old, mu: log-probs of any float dtype.
-        mask: bool, the response mask.
-        ids: from ``choose_ids``.
-        ages: from ``spread_ages``.
         constants: constants of the whole batch.
         compared: valid tokens and log(pi_old / mu), if they are known.
         weigh: also compute weights that reject nothing.
 
     Example:
-        >>> from .row_layout import detect_layout
         >>> spec = CorrectionSpec(masks=(("far", MaskSpec("rollout", "token", "product", 0.5, 2.0, "any")),))
         >>> pi_old, mu = torch.zeros(1, 2), torch.tensor([[0.0, -1.0]])  # ratios 1 and e
-        >>> policies = dict(old=pi_old, mu=mu, mask=torch.ones(1, 2, dtype=torch.bool))
-        >>> ids = choose_ids(spec, segment_ids=None, versions=None)
-        >>> of_batch = dict(ids=ids, ages=None, constants=BatchConstants())
-        >>> decide_rollout(spec, detect_layout(mu=mu), **policies, **of_batch).keep.tolist()
+        >>> columns = dict(old_log_prob=pi_old, rollout_log_prob=mu, response_mask=torch.ones(1, 2))
+        >>> rollout = Rollout.of(spec, detect_layout(**columns), columns, None)
+        >>> decide_rollout(spec, rollout, BatchConstants()).keep.tolist()
         [[True, False]]
     """
-    valid, log_rho = compute_finite_log_ratio(old, mu, mask) if compared is None else compared
-    decided = valid if spec.reads_mu else mask & torch.isfinite(old)
-    units = {level: partition_units(level, decided, ids[level], rows, ages) for level in spec.levels}
+    rows, old, mu, ids = rollout.rows, rollout.old, rollout.mu, rollout.ids
+    valid, log_rho = compute_finite_log_ratio(old, mu, rollout.mask) if compared is None else compared
+    decided = valid if spec.reads_mu else rollout.mask & torch.isfinite(old)
+    units = {level: partition_units(level, decided, ids[level], rows, rollout.ages) for level in spec.levels}
     weighed = None
     keep = decided
     drops: dict[str, Tensor] = {}
@@ -172,95 +164,27 @@ def decide_rollout(
             seen = torch.where(keep, log_rho, 0.0)
             basis = partition_units(part.level, keep, ids[part.level], rows)
         drop: Tensor | None
-        if isinstance(part, WeightSpec):
-            if not weigh and part.kind != "reject":
-                continue
-            dtype = promote_weight_dtype(old, mu)
-            weighed = apply_weight(part, seen, basis, valid, _read_mean(part, constants), dtype)
-            drop = weighed.drop
-        else:
+        if isinstance(part, MaskSpec):
             cutoff = constants.cutoffs.get(key.removeprefix("masks."))
             drop = find_outside(part, seen, basis, numerator=old, denominator=mu, cutoff=cutoff)
+        elif not weigh and part.kind != "reject":
+            continue
+        else:
+            mean = constants.weight_mean if part.normalize else 1.0
+            if mean is None:
+                raise ValueError(
+                    "weight.normalize divides by the batch's mean: pass the constants that batch_constants returns."
+                )
+            weighed = apply_weight(part, seen, basis, valid, mean, promote_weight_dtype(old, mu))
+            drop = weighed.drop
         if drop is not None:
             drops[key] = drop
             keep = keep & ~drop
     return Decisions(log_rho, valid, decided, keep, units, weighed, drops)
 
 
-def apply_weight(
-    spec: WeightSpec, log_value: Tensor, units: Units, valid: Tensor, mean: float, dtype: torch.dtype
-) -> AppliedWeight:
-    """Compute the raw weight, the bounded weight divided by ``mean``, and the tokens that the weight rejects.
-
-    Example:
-        >>> spec, valid = WeightSpec("token", "truncate", None, 2.0), torch.ones(1, 2, dtype=torch.bool)
-        >>> log_r, units = torch.tensor([[0.0, 5.0]]).double(), partition_units("token", valid, None)
-        >>> apply_weight(spec, log_r, units, valid, 1.0, torch.float32).weight.tolist()
-        [[1.0, 2.0]]
-    """
-    by_unit = compute_log_weight(spec, log_value, units)
-    raw = torch.where(valid, units.spread(clamp_and_exp(by_unit)).to(dtype), 0.0)
-    lower, upper = choose_bounds(spec, units)
-    bounds = _by_token(lower, units, dtype), _by_token(upper, units, dtype)
-    weight = apply_bounds(spec, raw, bounds)
-    if spec.lower is not None and spec.kind != "reject":
-        # The lower bound may have raised the weights of invalid tokens above 0.
-        weight = torch.where(valid, weight, 0.0)
-    drop = units.spread(find_rejected_units(spec, by_unit, units)) if spec.kind == "reject" else None
-    weight = weight if mean == 1.0 else weight / mean
-    return AppliedWeight(spec=spec, units=units, by_unit=by_unit, raw=raw, weight=weight, drop=drop, bounds=bounds)
-
-
-def choose_ids(
-    spec: CorrectionSpec, *, segment_ids: Tensor | None, versions: Tensor | None
-) -> dict[Level, Tensor | None]:
-    """Choose, for each level of ``spec``, the token ids that separate its units; None for a level that needs no ids.
-
-    Raises:
-        ValueError: the ids of a level are missing.
-
-    Example:
-        >>> spec = CorrectionSpec(weight=WeightSpec("turn", "truncate", None, 2.0))
-        >>> choose_ids(spec, segment_ids=torch.tensor([[0, 1]]), versions=None)
-        {'turn': tensor([[0, 1]])}
-    """
-    known = {"turn": ("segment_ids", segment_ids), "version": ("versions", versions)}
-    for level, (name, ids) in known.items():
-        if level in spec.levels and ids is None:
-            raise ValueError(
-                f"level={level} without {name}: the tokens of a unit are unknown. Pass {name}, (B, T) integers, "
-                f"or set level=sequence."
-            )
-    return {level: known[level][1] if level in known else None for level in spec.levels}
-
-
-def spread_ages(
-    spec: CorrectionSpec, rows: RowLayout, like: Tensor, *, by_row: Tensor | None, by_token: Tensor | None
-) -> Tensor | None:
-    """Spread ages over tokens, float64 in the shape of ``like``; None if no part reads ages or the ages are unknown.
-
-    Example:
-        >>> from .row_layout import detect_layout
-        >>> old = MaskSpec("rollout", "sequence", "staleness", None, 4.0, "any")
-        >>> spec, like = CorrectionSpec(masks=(("old", old),)), torch.zeros(2, 2)
-        >>> spread_ages(spec, detect_layout(like=like), like, by_row=torch.tensor([0, 3]), by_token=None).tolist()
-        [[0.0, 0.0], [3.0, 3.0]]
-    """
-    if not spec.age_parts:
-        return None
-    if by_token is not None:
-        return by_token.double()
-    if by_row is None:
-        return None
-    return rows.broadcast(rows.to_column(by_row.to(like.device).double())).expand(like.shape)
-
-
-def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
+def _order(spec: CorrectionSpec) -> list[tuple[str, WeightSpec | MaskSpec]]:
     """Return the rollout stage's parts with their keys, in an order that matters only for ``skyrl_compat``."""
-    parts: list[tuple[str, WeightSpec | MaskSpec]] = [
-        (f"masks.{name}", mask) for name, mask in spec.masks if not mask.needs_step
-    ]
-    parts += [(key, weight) for key, weight in spec.all_weights.items() if not weight.needs_step]
 
     def place(item: tuple[str, WeightSpec | MaskSpec]) -> int:
         _, part = item
@@ -270,37 +194,13 @@ def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
             return 1
         return 0 if part.aggregate == "any" else 3
 
-    return iter(sorted(parts, key=place))
+    return sorted((item for item in spec.parts.items() if not item[1].needs_step), key=place)
 
 
-def _by_token(bound: Bound, units: Units, dtype: torch.dtype) -> Bound:
-    return units.spread(bound).to(dtype) if isinstance(bound, Tensor) else bound
-
-
-def _read_mean(spec: WeightSpec, constants: BatchConstants) -> float:
-    if not spec.normalize:
-        return 1.0
-    if constants.weight_mean is None:
-        raise ValueError(
-            "weight.normalize divides by the batch's mean: pass the constants that batch_constants returns."
-        )
-    return constants.weight_mean
-
-
-def batch_constants(
-    spec: CorrectionSpec,
-    *,
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
-    segment_ids: Tensor | None = None,
-    versions: Tensor | None = None,
-    staleness: Tensor | None = None,
-) -> BatchConstants:
-    """Compute the batch-level constants of ``spec`` from tensors of all rows of the batch; see ``rollout_stage``.
+def batch_constants(spec: CorrectionSpec, **columns: Unpack[Columns]) -> BatchConstants:
+    """Compute the batch-level constants of ``spec`` from the columns of all rows of the batch.
 
     Example:
-        >>> from .weights import WeightSpec
         >>> weight = WeightSpec("token", "truncate", None, 2.0, normalize=True)
         >>> pi_old, mu = torch.zeros(1, 2), torch.tensor([[0.0, -5.0]])  # weights 1 and min(e^5, 2)
         >>> policies = dict(old_log_prob=pi_old, rollout_log_prob=mu, response_mask=torch.ones(1, 2))
@@ -312,7 +212,7 @@ def batch_constants(
     budgets = {name: mask.budget for name, mask in spec.masks if mask.budget is not None}
     sums: list[Tensor] = []
     log_ratios: list[Tensor] = []
-    for block in _split(spec, old_log_prob, rollout_log_prob, response_mask, segment_ids, versions, staleness):
+    for block in _split(spec, columns):
         valid, log_rho = compute_finite_log_ratio(block.old, block.mu, block.mask)
         if (weight := spec.normalized) is not None:
             units = partition_units(weight.level, valid, block.ids[weight.level], block.rows, block.ages)
@@ -329,77 +229,135 @@ def batch_constants(
 
 
 def count_kept_by_row(
-    spec: CorrectionSpec,
-    *,
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
-    segment_ids: Tensor | None = None,
-    versions: Tensor | None = None,
-    staleness: Tensor | None = None,
-    constants: BatchConstants,
+    spec: CorrectionSpec, constants: BatchConstants, **columns: Unpack[Columns]
 ) -> tuple[Tensor, Tensor]:
-    """Count each row's response tokens, and those that the rollout stage keeps, (B,) float64; see ``rollout_stage``.
+    """Count each row's response tokens, and those that the rollout stage keeps, (B,) float64.
 
     Example:
-        >>> from .mask_spec import MaskSpec
         >>> spec = CorrectionSpec(masks=(("far", MaskSpec("rollout", "token", "product", 0.5, 2.0, "any")),))
         >>> pi_old, mu = torch.zeros(1, 3), torch.tensor([[0.0, -1.0, -1.0]])  # ratios 1, e and e
-        >>> policies = dict(old_log_prob=pi_old, rollout_log_prob=mu, response_mask=torch.tensor([[1, 1, 0]]))
-        >>> [count.tolist() for count in count_kept_by_row(spec, **policies, constants=BatchConstants())]
+        >>> columns = dict(old_log_prob=pi_old, rollout_log_prob=mu, response_mask=torch.tensor([[1, 1, 0]]))
+        >>> [count.tolist() for count in count_kept_by_row(spec, BatchConstants(), **columns)]
         [[2.0], [1.0]]
     """
     counts = []
-    for block in _split(spec, old_log_prob, rollout_log_prob, response_mask, segment_ids, versions, staleness):
-        found = decide_rollout(
-            spec,
-            block.rows,
-            old=block.old,
-            mu=block.mu,
-            mask=block.mask,
-            ids=block.ids,
-            ages=block.ages,
-            constants=constants,
-            weigh=False,
-        )
+    for block in _split(spec, columns):
+        found = decide_rollout(spec, block, constants, weigh=False)
         counts.append(torch.stack([block.rows.sum(flags).flatten() for flags in (block.mask, found.keep)]))
     tokens, kept = torch.cat(counts, dim=1).unbind()
     return tokens, kept
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Whole rows of a batch, as tensors of tokens."""
-
-    rows: RowLayout
-    old: Tensor
-    mu: Tensor
-    mask: Tensor
-    ids: dict[Level, Tensor | None]
-    ages: Tensor | None
+def _split(spec: CorrectionSpec, columns: Columns) -> Iterator[Rollout]:
+    """Split the columns into blocks of whole rows."""
+    given: dict[str, Any] = {name: column for name, column in columns.items() if column is not None}
+    by_row = given.pop("staleness") if "staleness" in given and given["staleness"].dim() == 1 else None
+    for at, rows, tokens in split_tokens(given):
+        yield Rollout.of(spec, rows, tokens, None if by_row is None else by_row[at])
 
 
-def _split(
-    spec: CorrectionSpec,
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
-    segment_ids: Tensor | None,
-    versions: Tensor | None,
-    staleness: Tensor | None,
-) -> Iterator[_Block]:
-    by_row = staleness if staleness is not None and staleness.dim() == 1 else None
-    given = {
-        "old_log_prob": old_log_prob,
-        "rollout_log_prob": rollout_log_prob,
-        "response_mask": response_mask,
-        "segment_ids": segment_ids,
-        "versions": versions,
-        "staleness": None if by_row is not None else staleness,
-    }
-    for at, rows, block in split_tokens({name: column for name, column in given.items() if column is not None}):
-        mask = block["response_mask"].bool()
-        ids = choose_ids(spec, segment_ids=block.get("segment_ids"), versions=block.get("versions"))
-        of_rows = None if by_row is None else by_row[at]
-        ages = spread_ages(spec, rows, mask, by_row=of_rows, by_token=block.get("staleness"))
-        yield _Block(rows, block["old_log_prob"], block["rollout_log_prob"], mask, ids, ages)
+HAS_DENOMINATOR = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+"""Values of verl's ``loss_agg_mode`` that divide by a count; ``token-sum`` does not divide."""
+
+
+def compute_scale_of_counts(
+    mode: str, *, tokens: Tensor, kept: Tensor, mini_batch: Tensor, mini_batch_rows: int
+) -> Tensor:
+    """Compute each row's loss factor that replaces the original denominator with a count of kept tokens or rows.
+
+    If R of N counted tokens or rows are rejected, the factor is N / (N - R). Rejected tokens are removed from the
+    mini-batch's token count, and rows without a kept token from its row count. For ``seq-mean-token-mean``, rejected
+    tokens are also removed from their row's T. If nothing is rejected, the factor is exactly 1.
+
+    Args:
+        mode: verl's ``loss_agg_mode``, one of ``HAS_DENOMINATOR``.
+        tokens, kept: (B,) float64, number of response tokens in each row of the batch, and number of kept tokens.
+        mini_batch: (B,) int64, the mini-batch of each row, over all ranks.
+        mini_batch_rows: number of rows that verl counts in a mini-batch.
+
+    Returns:
+        (B,) float64; 1 for a mini-batch without kept tokens, whose loss is 0 in any case.
+
+    Example:
+        >>> tokens, kept = torch.tensor([3.0, 1.0]), torch.tensor([3.0, 0.0])
+        >>> batch = torch.tensor([0, 0])
+        >>> counts = dict(tokens=tokens, kept=kept, mini_batch=batch, mini_batch_rows=2)
+        >>> compute_scale_of_counts("seq-mean-token-sum", **counts).tolist()  # 1 of 2 rows is kept
+        [2.0, 2.0]
+    """
+    if mode == "token-mean":
+        return _without(_by_group(tokens, mini_batch), _by_group(tokens - kept, mini_batch))
+    lost_rows = ((kept == 0) & (tokens > 0)).double()
+    scale = _without(torch.full_like(tokens, mini_batch_rows), _by_group(lost_rows, mini_batch))
+    if mode == "seq-mean-token-mean":
+        return scale * _without(tokens, tokens - kept)
+    return scale
+
+
+def find_finite_tokens(response_mask: Tensor, rollout_log_prob: Tensor) -> Tensor:
+    """Return bool flags of the response tokens whose mu is finite, in the layout of the arguments.
+
+    Example:
+        >>> find_finite_tokens(torch.ones(1, 2), torch.tensor([[-1.0, float("nan")]])).tolist()
+        [[True, False]]
+    """
+    rows = detect_layout(response_mask=response_mask, rollout_log_prob=rollout_log_prob)
+    finite = torch.isfinite(rows.tokens(rollout_log_prob))
+    return rows.to_given_layout(rows.tokens(response_mask).bool() & finite)
+
+
+def assign_mini_batches(rows: int, *, ranks: int, rows_a_mini_batch: int) -> Tensor:
+    """Assign each row to a mini-batch as verl does: each rank receives contiguous rows, which are split in order.
+
+    Returns:
+        (rows,) int64.
+
+    Example:
+        >>> assign_mini_batches(8, ranks=2, rows_a_mini_batch=4)
+        tensor([0, 0, 1, 1, 0, 0, 1, 1])
+    """
+    share, cut = rows // ranks, rows_a_mini_batch // ranks
+    return (torch.arange(rows) % share) // cut
+
+
+def _by_group(values: Tensor, group: Tensor) -> Tensor:
+    sums = torch.zeros(int(group.max()) + 1 if len(group) else 0, dtype=values.dtype, device=values.device)
+    return sums.index_add_(0, group.to(values.device), values)[group]
+
+
+def _without(count: Tensor, rejected: Tensor) -> Tensor:
+    left = count - rejected
+    # The clamp avoids 0 / 0 in the branch that is not taken.
+    return torch.where(left > 0, count / left.clamp(min=1), torch.ones_like(count))
+
+
+GROUP_ESTIMATORS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo")
+"""Values of verl's ``algorithm.adv_estimator`` for which a row's advantage depends only on its own group."""
+
+
+def regroup(groups: Sequence[str], rejected: Tensor) -> tuple[list[str], list[bool]]:
+    """Assign groups for the baseline so that a rejected row has no siblings.
+
+    Args:
+        groups: group of each row, such as verl's uid.
+        rejected: (B,) bool, rows without a kept token.
+
+    Returns:
+        The new group of each row, and whether the row's advantage is 0. The advantage is 0 for a rejected row, which
+        contributes nothing to training, and for the only remaining row of a larger group, because that row has no
+        sibling left to be compared with.
+
+    Example:
+        >>> groups, zeroed = regroup(["a", "a", "b", "b"], torch.tensor([False, False, True, False]))
+        >>> groups
+        ['a', 'a', 'b/rejected-2', 'b']
+        >>> zeroed  # row 3 has lost its only sibling
+        [False, False, True, True]
+    """
+    lost = rejected.tolist()
+    size = Counter(groups)
+    left = Counter(group for group, gone in zip(groups, lost, strict=True) if not gone)
+    rows = list(zip(groups, lost, strict=True))
+    regrouped = [f"{group}/rejected-{row}" if gone else group for row, (group, gone) in enumerate(rows)]
+    silent = [gone or (left[group] == 1 and size[group] > 1) for group, gone in rows]
+    return regrouped, silent

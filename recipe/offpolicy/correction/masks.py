@@ -1,16 +1,300 @@
-"""Find the units whose aggregated ratio, or age, lies outside a mask's bounds."""
+"""Masks: the aggregate that each mask compares, its bounds, and the tokens that lie outside them.
+
+An aggregate turns a unit's ratios into one number. Validation, start-up checks, and offline and online calibration all
+read ``AGGREGATES``. The liveness proof does not: ``proof/inverses.py`` states each aggregate independently. The
+formulas are in docs/correction_keys.md, the metrics of a mask in ``telemetry.measure_keep``.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from .aggregates import AGGREGATES, Aggregate
-from .mask_spec import MaskSpec
-from .ratios import exceeds_bounds
-from .row_layout import RowLayout, detect_layout
-from .units import Units
-from .weights import WeightSpec
+from .ratios import EXP_CLAMP, compute_divergence, compute_excess, exceeds_bounds
+from .units import Level, MaskWhen, Part, Sign, Units
+
+TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Maps a log-ratio and both policies' log-probs to each token's value: float64, 0 where the policies agree."""
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """The number that a mask compares for each unit, computed from the ratios r_t or the ages of the unit's tokens.
+
+    Attributes:
+        name: value of ``masks.<name>.aggregate``.
+        reduce: how the tokens' values are reduced to the unit's value. ``each`` compares every token, and all tokens
+            must lie within the bounds. ``batch`` uses one cutoff for the whole batch, see
+            ``masks.compute_second_moment_cutoff``. ``oldest`` is the age of the oldest token, in versions of the
+            weights, whatever its ratio.
+        token: computes a token's value; if None, the value is the token's log-ratio.
+        finish: converts the unit's reduced value to the value that is compared.
+        on_ratio: True if bounds are given as ratios and compared in log space; otherwise they are compared as given.
+        least, greatest: range of the compared value; a mask whose bounds contain this range never acts.
+        usual: commonly used bounds, lower and upper; None for an open side.
+        at: returns the compared value of a unit whose log-ratios all equal the given number of nats.
+        widest: greatest distance from agreement that a moving bound may reach.
+        single: name of the aggregate to use for single tokens instead, because both have the same value there; empty if
+            this aggregate is also used for single tokens.
+    """
+
+    name: str
+    reduce: Literal["sum", "mean", "max", "each", "batch", "oldest"]
+    usual: tuple[float | None, float | None]
+    token: TokenValue | None = None
+    on_ratio: bool = False
+    least: float = -math.inf
+    greatest: float = math.inf
+    at: Callable[[float], float] = float
+    widest: float = math.inf
+    single: str = ""
+    finish: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def one_sided(self) -> bool:
+        """True if the value is never negative, so that only an upper bound can act."""
+        return self.least == 0
+
+    @property
+    def of_age(self) -> bool:
+        """True if the aggregate is the age of the weights, which does not compare policies."""
+        return self.reduce == "oldest"
+
+    @property
+    def of_log_ratios(self) -> bool:
+        """True if the aggregate is a sum or mean of log-ratios, which ``delta`` can bound."""
+        return self.token is None and self.reduce in ("sum", "mean")
+
+
+BINARY_EPS: Final = 1e-6
+"""Probabilities are clamped to [eps, 1 - eps] before division by the mass of the other tokens, as in prime-rl."""
+
+
+def _binary_divergences(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute KL(p, q) and KL(q, p) of the sampled token, whose probabilities are p and q, against all others; float64.
+
+    KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
+    """
+    # log(1 - p) is computed from the log-probs, because 1 - p loses digits if p is near 1.
+    near = math.log(BINARY_EPS), math.log1p(-BINARY_EPS)
+    log_p, log_q = (each.detach().double().clamp(*near) for each in (numerator, denominator))
+    log_p_rest, log_q_rest = (torch.log(-torch.expm1(each)) for each in (log_p, log_q))
+    ratio, rest = log_p - log_q, log_p_rest - log_q_rest
+    p, q = log_p.exp(), log_q.exp()
+    return (p * ratio + (1 - p) * rest).clamp(min=0), (-q * ratio - (1 - q) * rest).clamp(min=0)
+
+
+def _probability_gap(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute p_numerator - p_denominator of the sampled token, float64."""
+    return numerator.detach().double().exp() - denominator.detach().double().exp()
+
+
+def _greater_binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute max(KL(p, q), KL(q, p)), float64."""
+    return torch.maximum(*_binary_divergences(numerator, denominator))
+
+
+def _forward_binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute KL(q, p) from the denominator's policy, which sampled the token, to the numerator's policy, float64."""
+    return _binary_divergences(numerator, denominator)[1]
+
+
+def _family(measure: str, mean: float, other: float, at: Callable[[float], float]) -> list[Aggregate]:
+    """Build the entries for sum, mean and max of a per-token divergence; only k1 can be negative."""
+    signed = measure == "k1"
+    bounds: tuple[tuple[Literal["sum", "mean", "max"], float], ...] = (("sum", other), ("mean", mean), ("max", other))
+    return [
+        Aggregate(
+            f"{measure}_{reduce}",
+            reduce,
+            (-bound if signed else None, bound),
+            lambda log_ratio, numerator, denominator: compute_divergence(measure, log_ratio),
+            least=-math.inf if signed else 0.0,
+            at=at,
+            single="" if reduce == "sum" else f"{measure}_sum",
+        )
+        for reduce, bound in bounds
+    ]
+
+
+def _of_probabilities(
+    name: str, reduce: Literal["each", "mean"], usual: float, token: TokenValue, single: str = ""
+) -> Aggregate:
+    """Build the entry of an aggregate that is bounded by its range, whatever the log-ratio."""
+    signed = token is _probability_gap
+    greatest = 1.0 if signed else (1 - 2 * BINARY_EPS) * math.log((1 - BINARY_EPS) / BINARY_EPS)
+    return Aggregate(
+        name,
+        reduce,
+        (-usual if signed else None, usual),
+        token,
+        least=-1.0 if signed else 0.0,
+        greatest=greatest,
+        at=lambda nats: math.inf,
+        widest=0.99 if signed else 13.0,
+        single=single,
+    )
+
+
+_ENTRIES: Final = (
+    Aggregate("product", "sum", (0.5, 2.0), on_ratio=True, widest=600.0),  # exp(600) still fits float64
+    Aggregate("geometric", "mean", (0.99, 1.01), on_ratio=True, widest=EXP_CLAMP, single="product"),
+    Aggregate("any", "each", (0.5, 2.0), on_ratio=True, widest=EXP_CLAMP),
+    *_family("k1", 0.01, 0.7, float),
+    *_family("k2", 0.01, 0.2, lambda nats: nats**2 / 2),
+    *_family("k3", 0.01, 0.2, lambda nats: math.expm1(nats) - nats),
+    *_family("tv", 0.01, 0.2, lambda nats: math.expm1(nats) / 2),
+    _of_probabilities("binary_tv", "each", 0.2, _probability_gap),
+    _of_probabilities("binary_tv_mean", "mean", 0.2, _probability_gap, single="binary_tv"),
+    Aggregate("binary_tv_sum", "sum", (-0.2, 0.2), _probability_gap, at=lambda nats: math.inf, single="binary_tv"),
+    _of_probabilities("binary_kl", "each", 0.1, _greater_binary_divergence),
+    _of_probabilities("binary_kl_forward", "each", 0.05, _forward_binary_divergence),
+    _of_probabilities("binary_kl_forward_mean", "mean", 3e-3, _forward_binary_divergence, single="binary_kl_forward"),
+    Aggregate(
+        "exp_abs_mean",
+        "mean",
+        (None, 2.0),
+        lambda log_ratio, numerator, denominator: compute_excess(log_ratio.abs()),
+        on_ratio=True,
+        least=0.0,
+        at=abs,
+        widest=EXP_CLAMP,
+        finish=torch.log1p,
+    ),
+    Aggregate(
+        "second_moment",
+        "batch",
+        (None, 0.2),
+        lambda log_ratio, numerator, denominator: log_ratio.double().square(),
+        at=lambda nats: nats**2,
+    ),
+    Aggregate("staleness", "oldest", (None, 4.0), least=0.0, at=lambda nats: math.inf),
+)
+AGGREGATES: Final[Mapping[str, Aggregate]] = {entry.name: entry for entry in _ENTRIES}
+
+
+def get_usual_bounds(aggregate: str) -> tuple[float | None, float | None]:
+    """Return the common bounds on an aggregate; None for an open side.
+
+    Example:
+        >>> get_usual_bounds("geometric"), get_usual_bounds("k3_mean")
+        ((0.99, 1.01), (None, 0.01))
+    """
+    return AGGREGATES[aggregate].usual if aggregate in AGGREGATES else (None, 0.2)
+
+
+Ratio = Literal["rollout", "full", "ppo"]
+
+
+@dataclass(frozen=True)
+class MaskSpec(Part):
+    """Bounds on an aggregate of a policy ratio, or on the weights' age; units outside the bounds lose their gradient.
+
+    Attributes:
+        ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old. A mask on age has no ratio; it is decided
+            together with masks on ``rollout``, so this attribute is ``rollout``.
+        level: the tokens that share one decision, see ``WeightSpec.level``.
+        aggregate: the number that is computed from these tokens and compared with the bounds: a key of
+            ``AGGREGATES``.
+        lower, upper: inclusive bounds on the aggregate; None leaves a side open.
+        when: tokens to which the mask applies: those with negative or with positive advantage, or any; ``outward``:
+            those with A log r > 0, whose update moves the two policies further apart (VACO); ``post_tool``: those after
+            the first tool result in their row, whatever the advantage.
+        sign: the advantage that ``when`` reads: ``row`` is the mean over the row's valid tokens, ``token`` is each
+            token's own advantage.
+        delta: the bound in OPSM's notation, in nats: lower = exp(-delta); None if lower and upper were given.
+        budget: with ``second_moment``, the tokens with the largest (log r)^2 are dropped until the mean over the rest
+            of the batch is at most this value; None otherwise.
+        by_staleness: factors of |log bound| for units whose oldest token is 0, 1, ... versions old; the last factor
+            also applies to older units. None: the same bound for all units.
+        by_position: power of a token's position that multiplies |log bound|, see ``WeightSpec.by_position``.
+    """
+
+    ratio: Ratio
+    level: Level
+    aggregate: str
+    lower: float | None
+    upper: float | None
+    when: MaskWhen
+    sign: Sign = "row"
+    delta: float | None = None
+    budget: float | None = None
+    by_staleness: tuple[float, ...] | None = None
+    by_position: float | None = None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the plain values from which ``from_mapping`` builds an equal spec."""
+        if self.entry.of_age:
+            kept = ("level", "aggregate", "upper", "when", "sign")
+            return {name: getattr(self, name) for name in kept}
+        mapping: dict[str, Any] = {"ratio": self.ratio, "level": self.level, "aggregate": self.aggregate}
+        if self.delta is not None:
+            mapping["delta"] = self.delta
+        elif self.budget is not None:
+            mapping["budget"] = self.budget
+        else:
+            mapping |= {"lower": self.lower, "upper": self.upper}
+        mapping |= {"when": self.when, "sign": self.sign}
+        # An unset key is left out, so that the fingerprints of corrections that do not use it stay the same.
+        mapping |= {} if self.by_staleness is None else {"by_staleness": list(self.by_staleness)}
+        return mapping | ({} if self.by_position is None else {"by_position": self.by_position})
+
+    @property
+    def entry(self) -> Aggregate:
+        """The aggregate's entry in ``AGGREGATES``."""
+        return AGGREGATES[self.aggregate]
+
+    @cached_property
+    def limits(self) -> tuple[float, float]:
+        """Inclusive bounds on the compared value: bounds on a ratio are in nats of log-ratio.
+
+        An open side is infinite. Both sides of ``second_moment`` are open, because its cutoff depends on the batch.
+        """
+        if self.delta is not None:
+            return -self.delta, math.inf
+        scale = math.log if self.entry.on_ratio else float
+        lower = -math.inf if self.lower is None else scale(self.lower)
+        return lower, math.inf if self.upper is None else scale(self.upper)
+
+
+_TOKEN = math.log(1e5)
+"""Largest commonly used bound on one token, in nats: outlier masks use ratios down to 1e-4."""
+_MEAN = math.log(10.0)
+"""Largest bound worth proposing on a unit's mean, in nats per token: policies diverge long before they reach it."""
+
+
+def compute_arithmetic_limit(mask: MaskSpec) -> float:
+    """Compute the largest distance from agreement that arithmetic allows; infinite for a sum over a unit's tokens.
+
+    Example:
+        >>> compute_arithmetic_limit(MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any"))
+        20.0
+    """
+    return math.inf if _summed(mask) else mask.entry.at(EXP_CLAMP)
+
+
+def compute_proposal_limit(mask: MaskSpec) -> float:
+    """Compute the largest distance from agreement worth proposing as a bound; larger bounds are not used in practice.
+
+    Example:
+        >>> limit = compute_proposal_limit(MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any"))
+        >>> round(math.exp(limit), 9)  # a mean ratio of 10
+        10.0
+    """
+    if _summed(mask):
+        return mask.entry.at(EXP_CLAMP)
+    averaged = mask.entry.reduce == "batch" or (mask.level != "token" and mask.entry.reduce == "mean")
+    return mask.entry.at(_MEAN if averaged else _TOKEN)
+
+
+def _summed(mask: MaskSpec) -> bool:
+    return mask.level != "token" and mask.entry.reduce == "sum"
 
 
 def find_outside(
@@ -39,37 +323,27 @@ def find_outside(
         Bool of that shape, meaningless outside ``units.valid``.
 
     Example:
-        >>> from .units import partition_units
+        >>> from .None import partition_units
         >>> log_r, valid = torch.tensor([[0.2, 0.0], [0.0, 0.01]]).double(), torch.ones(2, 2, dtype=torch.bool)
         >>> spec = MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any")  # mean ratios e^0.1 and e^0.005
         >>> units = partition_units("sequence", valid, None)
         >>> find_outside(spec, log_r, units, numerator=log_r, denominator=log_r).tolist()
         [[True, True], [False, False]]
     """
-    return units.spread(_outside(spec, log_ratio, units, numerator, denominator, cutoff))
-
-
-def _outside(
-    spec: MaskSpec, log_ratio: Tensor, units: Units, numerator: Tensor, denominator: Tensor, cutoff: float | None
-) -> Tensor:
-    aggregate = AGGREGATES[spec.aggregate]
+    aggregate = spec.entry
     value = _by_token(aggregate, units, log_ratio, numerator, denominator)
-    match aggregate.reduce:
-        case "each":
-            return _any(units, exceeds_bounds(value, *(_spread(units, limit) for limit in choose_limits(spec, units))))
-        case "oldest":
-            return _beyond(spec, units, units.oldest)
-        case "batch":
-            if cutoff is None:
-                raise ValueError(
-                    f"{aggregate.name} needs a batch cutoff: pass the constants that batch_constants returns."
-                )
-            return value > cutoff
-        case "max":
-            return _beyond(spec, units, units.greatest(value)) & units.exists
-        case reduction:
-            reduced = units.mean(value) if reduction == "mean" else units.total(value)
-            return _beyond(spec, units, reduced if aggregate.finish is None else aggregate.finish(reduced))
+    lower, upper = choose_limits(spec, units)
+    if aggregate.reduce == "batch":
+        if cutoff is None:
+            raise ValueError(f"{aggregate.name} needs a batch cutoff: pass the constants that batch_constants returns.")
+        return value > cutoff
+    if aggregate.reduce != "each":
+        outside = exceeds_bounds(_reduce(aggregate, units, value), lower, upper)
+        return units.spread(outside & units.exists if aggregate.reduce == "max" else outside)
+    flags = exceeds_bounds(
+        value, *(units.spread(each) if isinstance(each, Tensor) else each for each in (lower, upper))
+    )
+    return units.spread(flags if units.level == "token" else units.greatest(flags) > 0)
 
 
 def compute_extremes(
@@ -89,7 +363,7 @@ def compute_extremes(
         a token.
 
     Example:
-        >>> from .units import partition_units
+        >>> from .None import partition_units
         >>> log_r, valid = torch.tensor([[0.5, -0.25, 9.0]]).double(), torch.tensor([[True, True, False]])
         >>> spec = MaskSpec("rollout", "sequence", "any", 0.5, 2.0, "any")
         >>> units = partition_units("sequence", valid, None)
@@ -97,11 +371,17 @@ def compute_extremes(
         >>> least.item(), greatest.item()
         (-0.25, 0.5)
     """
-    aggregate = AGGREGATES[mask.aggregate]
+    aggregate = mask.entry
     value = _by_token(aggregate, units, log_value, numerator, denominator)
+    if aggregate.reduce == "each":
+        return -units.greatest(-value), units.greatest(value)
+    value = _reduce(aggregate, units, value)
+    return value, value
+
+
+def _reduce(aggregate: Aggregate, units: Units, value: Tensor) -> Tensor:
+    """Reduce per-token values to the value of each unit that is compared; ``batch`` compares tokens."""
     match aggregate.reduce:
-        case "each":
-            return -units.greatest(-value), units.greatest(value)
         case "oldest":
             value = units.oldest
         case "max":
@@ -110,9 +390,7 @@ def compute_extremes(
             value = units.mean(value)
         case "sum":
             value = units.total(value)
-    if aggregate.finish is not None:
-        value = aggregate.finish(value)
-    return value, value
+    return value if aggregate.finish is None else aggregate.finish(value)
 
 
 def _by_token(aggregate: Aggregate, units: Units, log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -123,15 +401,11 @@ def _by_token(aggregate: Aggregate, units: Units, log_ratio: Tensor, numerator: 
     return torch.where(units.valid, value, 0.0) if aggregate.reduce in ("sum", "mean", "max") else value
 
 
-def _beyond(spec: MaskSpec, units: Units, value: Tensor) -> Tensor:
-    return exceeds_bounds(value, *choose_limits(spec, units))
-
-
 def choose_limits(spec: MaskSpec, units: Units) -> tuple[Tensor | float, Tensor | float]:
     """Choose each unit's bounds by its age or length, in float32 as in the comparison, or return ``spec.limits``.
 
     Example:
-        >>> from .units import partition_units
+        >>> from .None import partition_units
         >>> spec = MaskSpec("rollout", "token", "product", None, 1.01, "any", by_staleness=(1.0, 2.0))
         >>> ages = torch.tensor([[0.0, 1.0, 7.0]])
         >>> lower, upper = choose_limits(spec, partition_units("token", ages >= 0, None, ages=ages))
@@ -142,15 +416,6 @@ def choose_limits(spec: MaskSpec, units: Units) -> tuple[Tensor | float, Tensor 
         return spec.limits
     lower, upper = (units.scale_limit(limit, spec.by_staleness, spec.by_position) for limit in spec.limits)
     return lower, upper
-
-
-def _spread(units: Units, limit: Tensor | float) -> Tensor | float:
-    return units.spread(limit) if isinstance(limit, Tensor) else limit
-
-
-def _any(units: Units, flags: Tensor) -> Tensor:
-    """Flag units with a flagged token."""
-    return flags if units.level == "token" else units.greatest(flags) > 0
 
 
 def compute_second_moment_cutoff(budget: float, *log_ratios: Tensor) -> float:
@@ -194,45 +459,3 @@ def compute_second_moment_cutoff(budget: float, *log_ratios: Tensor) -> float:
     if not len(admissible):
         return float(greatest.max()) if tokens_within else -1.0
     return float("inf") if admissible[-1] == ordered[-1] else float(admissible[-1])
-
-
-def find_applicable(
-    spec: MaskSpec | WeightSpec,
-    advantages: Tensor,
-    valid: Tensor,
-    rows: RowLayout | None = None,
-    *,
-    log_ratio: Tensor | None = None,
-    turns: Tensor | None = None,
-) -> Tensor:
-    """Find the tokens to which a mask or weight applies, by the sign of row-mean or token advantages, or by turn.
-
-    Args:
-        advantages, valid: (B, T), or (N,) packed.
-        rows: layout of these tensors; None: padded.
-        log_ratio: log r of the mask's ratio, in their shape, 0 outside ``valid``; read only for ``when=outward``.
-        turns: integers in their shape, from 0 in each row; read only for ``when=post_tool``.
-
-    Returns:
-        A bool tensor that broadcasts against ``advantages``: (B, 1) if padded and equal for a whole row.
-
-    Example:
-        >>> spec = MaskSpec("full", "token", "product", 0.5, 2.0, "negative")
-        >>> advantages, valid = torch.tensor([[-3.0, 1.0], [1.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool)
-        >>> find_applicable(spec, advantages, valid).tolist()  # row means -1 and 1
-        [[True], [False]]
-    """
-    if spec.when == "any":
-        return torch.ones_like(valid[..., :1])
-    if spec.when == "post_tool":
-        if turns is None:
-            raise ValueError("when=post_tool without segment_ids: the turns are unknown. Pass segment_ids, (B, T).")
-        return turns > 0
-    value = torch.where(valid, advantages.detach(), 0.0)
-    if spec.sign == "row":
-        rows = detect_layout(valid=valid) if rows is None else rows
-        value = rows.broadcast(rows.sum(value))
-    if spec.when == "outward":
-        assert log_ratio is not None, "which tokens lead away is told by their log-ratio"
-        return value * log_ratio.sign() > 0
-    return value < 0 if spec.when == "negative" else value > 0

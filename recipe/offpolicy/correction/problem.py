@@ -126,6 +126,24 @@ class SpecError(ValueError):
         )
         super().__init__(str(self.problem))
 
+    @classmethod
+    def under(
+        cls,
+        section: str,
+        name: str,
+        value: Any,
+        reason: str,
+        fix: str = "",
+        *,
+        alongside: Mapping[str, Any] | None = None,
+        proposed: Mapping[str, Any] | None = None,
+    ) -> SpecError:
+        """Build the error of ``section.name``; the keys of ``alongside`` and ``proposed`` are under ``section`` too."""
+        others, put = (
+            {f"{section}.{each}": given for each, given in (values or {}).items()} for values in (alongside, proposed)
+        )
+        return cls(reason, fix, key=f"{section}.{name}", value=value, alongside=others, proposed=put)
+
 
 class CheckError(RuntimeError):
     """The configuration would not train as intended; carries all of its problems."""

@@ -1,34 +1,47 @@
-"""Specification of a correction: one weight, any number of named masks, and their options; validated once."""
+"""Specification of a correction: one weight, any number of named masks, and their options; validated once.
+
+At the end of the file: bounds as text, and bounds that move from update to update. Everything else in a spec is its
+structure. In the structure's fingerprint, a marker replaces each moving bound, so the fingerprint stays the same for a
+whole run. The bounds themselves are sent with each update.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, Final, Literal, TypeVar
 
-from .correction_parts import KEYS as SUPPORT_KEYS
-from .correction_parts import Baseline, CorrectionParts, Denominator, Nonfinite, read_support
+from .correction_parts import (
+    SUPPORT_KEYS,
+    Baseline,
+    CorrectionParts,
+    Denominator,
+    Nonfinite,
+    Proximal,
+)
 from .dialects import PEERS
 from .dialects.outward import build_skyrl, build_trl, build_verl
-from .mask_spec import MaskSpec
-from .problem import SpecError, find_closest
-from .proximal import BY_AGE, Alpha, Proximal
-from .rules import check_together, read_centering
-from .terms import KlWeightSpec, PenaltySpec
-from .validation import (
-    check_known_keys,
-    check_metric_name,
-    read_bool,
-    read_choice,
-    read_number,
-    read_ratio_bounds,
-    require_keys,
-    require_mapping,
+from .problem import SpecError
+from .read_parts import (
+    read_alpha,
+    read_count,
+    read_kl_clip,
+    read_kl_weight,
+    read_mask,
+    read_penalty,
+    read_support,
+    read_weight,
 )
+from .rules import check_together
+from .validation import check_known_keys, check_metric_name, read_bool, read_choice, require_mapping
 from .weights import WeightSpec
 
-_KEYS = (
+_LIKELIEST: Final = (
+    "expected the number of likeliest tokens that the engine returns at each position, 1 or more, or null."
+)
+_KEYS: Final = (
     "weight",
     "weights",
     "masks",
@@ -65,23 +78,23 @@ class CorrectionSpec(CorrectionParts):
                 value=mapping,
             )
         mapping = _drop_removed(mapping)
-        _refuse_beside_its_part(mapping)
+        _refuse_outside_its_part(mapping)
         check_known_keys(mapping, _KEYS, "correction")
         spec = cls(
-            weight=_weight(mapping.get("weight")),
-            masks=_masks(mapping.get("masks")),
+            weight=_read_whole_weight(mapping.get("weight")),
+            masks=_read_named(mapping, "masks", "gsm", read_mask),
             proximal=read_choice(mapping, "proximal", Proximal, "correction", "recompute"),
-            alpha=_alpha(mapping.get("alpha")),
+            alpha=read_alpha(mapping.get("alpha")),
             denominator=read_choice(mapping, "denominator", Denominator, "correction", "original"),
             baseline=read_choice(mapping, "baseline", Baseline, "correction", "include"),
-            kl_clip=_kl_clip(mapping.get("kl_clip")),
+            kl_clip=read_kl_clip(mapping.get("kl_clip")),
             skyrl_compat=read_bool(mapping, "skyrl_compat", "correction"),
             allow_truncated_sampling=read_bool(mapping, "allow_truncated_sampling", "correction"),
-            weights=_weights(mapping.get("weights")),
-            penalty=_penalty(mapping.get("penalty")),
-            kl_weight=_kl_weight(mapping.get("kl_weight")),
+            weights=_read_named(mapping, "weights", "paper/topr", _read_named_weight),
+            penalty=_read_term(mapping, "penalty", read_penalty, "log_ratio_penalty"),
+            kl_weight=_read_term(mapping, "kl_weight", read_kl_weight, "kl_unbiased"),
             nonfinite=read_choice(mapping, "nonfinite", Nonfinite, "correction", "counted"),
-            centering=read_centering(mapping),
+            centering=read_count(mapping, "centering", _LIKELIEST, 20),
             **read_support(mapping),
         )
         check_together(spec)
@@ -132,9 +145,13 @@ class CorrectionSpec(CorrectionParts):
 
     def fingerprint(self) -> int:
         """Return an integer in [0, 2^31), equal for equal specs, in every process and release."""
-        # Metrics store the fingerprint as a float, which represents 31 bits exactly.
-        text = json.dumps(self.to_mapping(), sort_keys=True, separators=(",", ":"))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+        return _hash(self.to_mapping())
+
+
+def _hash(mapping: Mapping[str, Any]) -> int:
+    # Metrics store the fingerprint as a float, which represents 31 bits exactly.
+    text = json.dumps(mapping, sort_keys=True, separators=(",", ":"))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def _drop_removed(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,41 +160,37 @@ def _drop_removed(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {**mapping} | {name: {k: v for k, v in parts.items() if v is not None} for name, parts in named.items()}
 
 
-def _refuse_beside_its_part(mapping: Mapping[str, Any]) -> None:
-    """Refuse a part's key outside the part, such as ``masks.upper`` or ``gsm.upper``.
-
-    Raises:
-        SpecError: names the key in each part that has such a key.
-    """
+def _refuse_outside_its_part(mapping: Mapping[str, Any]) -> None:
+    """Refuse a part's key outside the part, such as ``masks.upper`` or ``gsm.upper``; the error names the part."""
     sections = {name: each for name in ("masks", "weights") if isinstance(each := mapping.get(name), Mapping)}
-    parts = {"weight": mapping.get("weight")} | {
-        f"{section}.{name}": part for section, named in sections.items() for name, part in named.items()
-    }
+    named = {f"{section}.{name}": part for section, parts in sections.items() for name, part in parts.items()}
+    parts = {"weight": mapping.get("weight")} | named
     whole = {place: part for place, part in parts.items() if isinstance(part, Mapping) and "level" in part}
-    outside = {name: value for name, value in mapping.items() if name not in _KEYS}
-    outside |= {place: part for place, part in parts.items() if place != "weight" and not isinstance(part, Mapping)}
+    outside = {str(name): value for name, value in mapping.items() if name not in _KEYS}
+    outside |= {place: part for place, part in named.items() if not isinstance(part, Mapping)}
     for place, value in outside.items():
-        hint, _, last = str(place).rpartition(".")
-        hint, given = (str(place), value) if isinstance(value, Mapping) else (hint, {last: value})
-        near = {str(name): find_closest(str(name), {key for part in whole.values() for key in part}) for name in given}
-        having = [each for each, part in whole.items() if set(near.values()) <= part.keys()]
-        named = [each for each in having if each.split(".")[-1] == hint]
-        owners = named or [each for each in having if each.startswith(hint.removesuffix("s"))] or having
-        meant = [{f"correction.{each}.{near[name]}": given[name] for name in near} for each in owners if near]
+        given = value if isinstance(value, Mapping) else {place.rpartition(".")[2]: value}
+        owners = [each for each, part in whole.items() if given and given.keys() <= part.keys()]
+        section = place.rpartition(".")[0].removesuffix("s")
+        owners = (
+            [each for each in owners if each.endswith(f".{place}")]
+            or [each for each in owners if section and each.startswith(section)]
+            or owners
+        )
+        meant = [{f"correction.{each}.{name}": one for name, one in given.items()} for each in owners]
         if meant:
-            said = " or ".join(" and ".join(each) for each in meant)
-            key = f"correction.{place}"
-            proposed, removed = (meant[0], {key: value}) if len(meant) == 1 else ({}, None)
+            key, single = f"correction.{place}", len(meant) == 1
             raise SpecError(
-                "unknown key.", f"Did you mean {said}?", key=key, value=value, proposed=proposed, removed=removed
+                "unknown key.",
+                f"Did you mean {' or '.join(' and '.join(each) for each in meant)}?",
+                key=key,
+                value=value,
+                proposed=meant[0] if single else None,
+                removed={key: value} if single else None,
             )
 
 
-def _alpha(value: Any) -> Alpha | None:
-    return BY_AGE if value == BY_AGE else read_number(value, "correction.alpha")
-
-
-def _weight(value: Any) -> WeightSpec | None:
+def _read_whole_weight(value: Any) -> WeightSpec | None:
     if value is None:
         return None
     key = "correction.weight"
@@ -192,95 +205,162 @@ def _weight(value: Any) -> WeightSpec | None:
                 value=given[name],
                 meant={"correction.weights.signed": dict(given), key: None},
             )
-    return WeightSpec.from_mapping(given, key=key)
+    return read_weight(given, key)
 
 
-def _weights(value: Any) -> tuple[tuple[str, WeightSpec], ...]:
-    whole, option = "correction.weights", "Choose an option that has them, such as paper/topr, in correction=[...]."
-    weights = require_mapping({} if value is None else value, whole, option, {})
-    specs = []
-    for given, weight in sorted((str(name), weight) for name, weight in weights.items()):
-        name, key = check_metric_name(given, whole, weight), f"{whole}.{given}"
-        mapping = require_mapping(weight, key, option)
-        if mapping.get("when", "???") == "???":
-            raise SpecError(
-                "not set; it has no default.",
-                f"Set {key}.when=negative, positive or any: the advantages whose tokens it weighs.",
-                key=f"{key}.when",
-                value="???",
-                proposed={f"{key}.when": "negative"},
-            )
-        specs.append((name, WeightSpec.from_mapping(mapping, key=key)))
-    return tuple(specs)
+def _read_named_weight(mapping: Mapping[str, Any], key: str) -> WeightSpec:
+    if mapping.get("when", "???") == "???":
+        fix = f"Set {key}.when=negative, positive or any: the advantages whose tokens it weighs."
+        proposed = {"when": "negative"}
+        raise SpecError.under(key, "when", "???", "not set; it has no default.", fix, proposed=proposed)
+    return read_weight(mapping, key)
 
 
-def _refuse_misspelt(given: str, masks: Mapping[str, Any]) -> None:
-    """Refuse incomplete keys of a nonexistent mask if its name resembles that of an existing mask.
+T = TypeVar("T")
+
+
+def _read_named(
+    mapping: Mapping[str, Any], section: str, example: str, read: Callable[[Mapping[str, Any], str], T]
+) -> tuple[tuple[str, T], ...]:
+    whole, fix = (
+        f"correction.{section}",
+        f"Choose an option that has {section}, such as {example}, in correction=[...].",
+    )
+    given = mapping.get(section)
+    parts = require_mapping({} if given is None else given, whole, fix, {})
+    return tuple(
+        (check_metric_name(name, whole, part), read(require_mapping(part, f"{whole}.{name}", fix), f"{whole}.{name}"))
+        for name, part in sorted((str(name), part) for name, part in parts.items())
+    )
+
+
+def _read_term(mapping: Mapping[str, Any], name: str, read: Callable[[Mapping[str, Any]], T], example: str) -> T | None:
+    if (value := mapping.get(name)) is None:
+        return None
+    fix = f"Choose an option that has it, such as {example}, in correction=[...]."
+    return read(require_mapping(value, f"correction.{name}", fix, None))
+
+
+NOT_SET = "not set"
+_DIGITS = 6
+
+
+def format_bounds(bounds: Mapping[str, float | None]) -> str:
+    """Format the bounds of a mask or a weight.
+
+    Args:
+        bounds: the bounds that exist among ``lower``, ``upper``, ``delta`` and ``budget``; None is an open side.
+            ``delta`` and ``budget`` replace lower and upper, and are shown alone.
+
+    Returns:
+        The text; ``not set`` if no bound has a value.
+
+    Example:
+        >>> format_bounds({"lower": 0.99, "upper": 1.01}), format_bounds({"lower": None, "upper": 2.0})
+        ('[0.99, 1.01]', '<= 2')
+        >>> format_bounds({"lower": 0.904837, "upper": None, "delta": 0.1})
+        'delta=0.1'
+    """
+    for name in ("delta", "budget"):
+        if (value := bounds.get(name)) is not None:
+            return f"{name}={_format_number(value)}"
+    lower, upper = bounds.get("lower"), bounds.get("upper")
+    if lower is not None and upper is not None:
+        return f"[{_format_number(lower)}, {_format_number(upper)}]"
+    if upper is not None:
+        return f"<= {_format_number(upper)}"
+    return NOT_SET if lower is None else f">= {_format_number(lower)}"
+
+
+def _format_number(value: float) -> str:
+    """Format a number with six digits, or with more if it is close to 1 and would otherwise be shown as 1."""
+    texts = (f"{value:.{digits}g}" for digits in range(_DIGITS, 18))
+    return next(text for text in texts if (float(text) == 1) == (value == 1))
+
+
+Bounds = Mapping[str, float | None]
+"""Maps each bound key of a part to its value: ``lower`` and ``upper``, or ``delta``; a weight has only ``upper``."""
+Side = Literal["both", "upper", "lower"]
+"""Which of a part's bounds move."""
+WEIGHT: Final = "correction.weight"
+"""Name that stands for the weight in a list of mask names, which never contain a dot."""
+MOVES = "moves"
+"""Placeholder for a moving bound in the structure; an open side stays null."""
+
+
+def read_bounds(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[str, float | None]]:
+    """Read the bounds of those masks in ``names`` that the spec contains, and likewise the weight's cap as ``WEIGHT``.
+
+    Example:
+        >>> from .weights import WeightSpec
+        >>> tis = CorrectionSpec(weight=WeightSpec("token", "truncate", None, 2.0))
+        >>> read_bounds(tis, [WEIGHT])[WEIGHT]
+        {'upper': 2.0}
+    """
+    found = {name: _bounds(mask.to_mapping()) for name, mask in spec.masks if name in names}
+    if spec.weight is not None and WEIGHT in names:
+        found[WEIGHT] = {"upper": spec.weight.upper}
+    return found
+
+
+def replace_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> CorrectionSpec:
+    """Build a copy of the spec with these bounds, keyed by mask name; ``WEIGHT`` stands for the weight.
 
     Raises:
-        SpecError: names the existing mask.
+        KeyError: the spec has no such part.
+        SpecError: a part cannot have these bounds.
+
+    Example:
+        >>> from .weights import WeightSpec
+        >>> tis = CorrectionSpec(weight=WeightSpec("token", "truncate", None, 2.0))
+        >>> replace_bounds(tis, {WEIGHT: {"upper": 3.0}}).weight.upper
+        3.0
     """
-    keys = masks.get(given)
-    if not isinstance(keys, Mapping) or {"level", "aggregate"} & set(keys):
-        return
-    whole = [name for name, mask in masks.items() if isinstance(mask, Mapping) and "level" in mask]
-    if near := find_closest(given, map(str, whole), 0.6):
-        meant = {f"correction.masks.{near}.{name}": value for name, value in keys.items()}
-        key = f"correction.masks.{given}"
-        said = f"there is no such mask. Did you mean {' and '.join(meant)}?"
-        raise SpecError(said, key=key, value=dict(keys), proposed=meant, removed={key: keys})
+    there = {name for name, _ in spec.masks} | (set() if spec.weight is None else {WEIGHT})
+    if unknown := set(bounds) - there:
+        raise KeyError(f"bounds were given for {', '.join(sorted(unknown))}, but the correction has no such part")
+    masks = tuple(
+        (name, read_mask(mask.to_mapping() | dict(bounds.get(name, {})), f"correction.masks.{name}"))
+        for name, mask in spec.masks
+    )
+    weight = spec.weight
+    if weight is not None and WEIGHT in bounds:
+        weight = read_weight(weight.to_mapping() | dict(bounds[WEIGHT]))
+    return spec if (weight, masks) == (spec.weight, spec.masks) else replace(spec, weight=weight, masks=masks)
 
 
-def _masks(value: Any) -> tuple[tuple[str, MaskSpec], ...]:
-    whole, option = "correction.masks", "Choose an option that has masks, such as gsm, in correction=[...]."
-    masks = require_mapping({} if value is None else value, whole, option, {})
-    specs = []
-    for given, mask in sorted((str(name), mask) for name, mask in masks.items()):
-        _refuse_misspelt(given, masks)
-        name, key = check_metric_name(given, whole, mask), f"{whole}.{given}"
-        specs.append((name, MaskSpec.from_mapping(require_mapping(mask, key, option), key=key)))
-    return tuple(specs)
+def compute_fingerprint(spec: CorrectionSpec, names: Collection[str]) -> int:
+    """Compute ``CorrectionSpec.fingerprint`` without the moving bounds of the parts in ``names``.
+
+    Example:
+        >>> from .weights import WeightSpec
+        >>> narrow, wide = (CorrectionSpec(weight=WeightSpec("token", "truncate", None, cap)) for cap in (2.0, 3.0))
+        >>> compute_fingerprint(narrow, [WEIGHT]) == compute_fingerprint(wide, [WEIGHT])
+        True
+        >>> compute_fingerprint(narrow, []) == compute_fingerprint(wide, [])
+        False
+    """
+    if not names:
+        return spec.fingerprint()
+    mapping = spec.to_mapping()
+    for name in names:
+        if name == WEIGHT:
+            mapping["weight"]["upper"] = MOVES
+            continue
+        mask = mapping["masks"][name]
+        mask.update({key: MOVES for key, value in _bounds(mask).items() if value is not None})
+    return _hash(mapping)
 
 
-def _penalty(value: Any) -> PenaltySpec | None:
-    if value is None:
-        return None
-    key = "correction.penalty"
-    fix = "Choose an option that has a penalty, such as log_ratio_penalty, in correction=[...]."
-    return PenaltySpec.from_mapping(require_mapping(value, key, fix, None), key=key)
+def format_part_path(name: str) -> str:
+    """Format the path of a weight or mask under ``correction``.
+
+    Example:
+        >>> format_part_path("gsm"), format_part_path(WEIGHT)
+        ('masks.gsm', 'weight')
+    """
+    return "weight" if name == WEIGHT else f"masks.{name}"
 
 
-def _kl_weight(value: Any) -> KlWeightSpec | None:
-    if value is None:
-        return None
-    key = "correction.kl_weight"
-    fix = "Choose an option that has it, such as kl_unbiased, in correction=[...]."
-    return KlWeightSpec.from_mapping(require_mapping(value, key, fix, None), key=key)
-
-
-def _kl_clip(value: Any) -> tuple[float, float] | None:
-    if value is None:
-        return None
-    key = "correction.kl_clip"
-    # A single number is read like PPO's own clip: it is the distance of both bounds from 1.
-    width = value if isinstance(value, float) and 0 < value < 1 else 0.2
-    bounds_around_1 = {"lower": round(1 - width, 6), "upper": round(1 + width, 6)}
-    if not isinstance(value, Mapping):
-        raise SpecError("expected a mapping.", key=key, value=value, meant={key: bounds_around_1})
-    mapping = value
-    check_known_keys(mapping, {"lower", "upper"}, key)
-    bounds = {"lower": None, "upper": None, **mapping}
-    require_keys(bounds, {"lower", "upper"}, key)
-    lower, upper = read_ratio_bounds(bounds, key)
-    if lower is None or upper is None or not lower < 1 < upper:
-        raise SpecError(
-            "expected a clip of pi / pi_old: two bounds around 1.",
-            f"Set {key}.lower=0.8 and {key}.upper=1.2 for example, as PPO clips its ratio.",
-            key=key,
-            value={"lower": lower, "upper": upper},
-            proposed={f"{key}.lower": 0.8, f"{key}.upper": 1.2},
-        )
-    return lower, upper
-
-
-__all__ = ["CorrectionSpec", "MaskSpec", "SpecError", "WeightSpec"]
+def _bounds(mapping: Mapping[str, Any]) -> dict[str, float | None]:
+    return {key: mapping[key] for key in ("lower", "upper", "delta") if key in mapping}

@@ -1,8 +1,9 @@
-"""The two stages of a correction.
+"""The two stages of a correction, and what inactive corrections would do.
 
 ``rollout_stage`` makes the decisions that depend only on mu and pi_old, once per rollout. ``step_stage`` adds those
 that need pi or the advantages, at every gradient step. log(pi/mu) is the sum of the first stage's log(pi_old/mu) and
-the second stage's log(pi/pi_old), so OPSM costs one new sum per step.
+the second stage's log(pi/pi_old), so OPSM costs one new sum per step. Shadow corrections, which are inactive, go
+through both stages too, without changing the gradient.
 
 Tensors are (B, T), or nested by row with layout ``torch.jagged``, all in the same layout. Nested tensors are processed
 without padding, and the results are nested too. Nothing waits for the device if ``constants`` are given.
@@ -10,42 +11,99 @@ without padding, and the results are nested too. Nothing waits for the device if
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from . import telemetry
-from .decisions import (
-    BatchConstants,
-    RolloutStage,
-    StepStage,
-    apply_weight,
-    batch_constants,
-    choose_ids,
-    decide_rollout,
-    spread_ages,
-)
-from .mask_spec import MaskSpec, Ratio
-from .masks import find_applicable, find_outside
+from .decisions import BatchConstants, Columns, Rollout, batch_constants, decide_rollout
+from .masks import MaskSpec, Ratio, find_outside
 from .ratios import compute_log_ratio, promote_weight_dtype
-from .row_layout import detect_layout
+from .row_layout import RowLayout, detect_layout
 from .spec import CorrectionSpec
 from .statistics import Statistic
-from .token_sample import build_sample
-from .weights import WeightSpec
+from .telemetry import Mismatch
+from .token_sample import TokenSample, build_sample
+from .units import Level, Units, find_applicable
+from .validation import rename_for_metrics
+from .weights import AppliedWeight, apply_weight
+
+_KEEP = re.compile(
+    r"keep/(?P<sign>(?:positive|negative)/)?(?P<share>token|sequence)_share"
+    r"|length/\w+/keep_sequence_share"
+    r"|turn/\w+/keep_token_share"
+)
+_WEIGHT = ("weight/mean", "weight/ess", "weight/truncated_share")
+
+
+@dataclass(frozen=True)
+class RolloutStage:
+    """Decisions from mu and pi_old, in the layout of the given tensors: (B, T), or nested by row.
+
+    Attributes:
+        spec: the correction; the step stage must use the same correction.
+        weight: (B, T) float32 or wider, detached, 0 outside ``decided``; 1 if the weight needs the current policy.
+        keep: (B, T) bool, False outside ``decided``, and for tokens that a part rejects without needing pi or
+            advantages.
+        rejected: key, under ``correction``, of each part that this stage decides -> (B, T) bool, the tokens that the
+            part rejects.
+        log_ratio: (B, T) log(pi_old / mu), 0 outside ``valid``.
+        valid: (B, T) bool, the response mask without tokens whose mu or pi_old is not finite.
+        decided: (B, T) bool, the tokens on which the correction decides: ``valid``, and, for a correction that does not
+            read mu, also tokens for which only mu is not finite.
+        response_mask: (B, T) bool.
+        columns: the tensors as given.
+        rows: layout of all these tensors.
+        units: level -> the units on which the correction decides.
+        statistics: name -> typed statistic, see ``statistics``.
+        sample, mismatch: inputs of the step stage's statistics; None if nothing is measured.
+    """
+
+    spec: CorrectionSpec
+    weight: Tensor
+    keep: Tensor
+    rejected: dict[str, Tensor]
+    log_ratio: Tensor
+    valid: Tensor
+    decided: Tensor
+    response_mask: Tensor
+    columns: Columns
+    rows: RowLayout
+    units: dict[Level, Units]
+    statistics: dict[str, Statistic]
+    sample: TokenSample | None = None
+    mismatch: Mismatch | None = None
+
+
+@dataclass(frozen=True)
+class StepStage:
+    """Weights and kept tokens of one gradient step, in the layout of the given tensors: (B, T), or nested by row.
+
+    Attributes:
+        weight: (B, T) float32 or wider, detached; never multiplied by ``keep``; 0 outside the response mask.
+        keep: (B, T) bool; False outside the response mask.
+        rejected: key of the part -> (B, T) bool, the tokens that the part rejects; meaningless outside the stage's
+            ``valid``.
+        statistics: name -> typed statistic, including those of the rollout stage.
+    """
+
+    weight: Tensor
+    keep: Tensor
+    rejected: dict[str, Tensor]
+    statistics: dict[str, Statistic]
 
 
 def rollout_stage(
     spec: CorrectionSpec,
     *,
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
-    segment_ids: Tensor | None = None,
-    versions: Tensor | None = None,
     constants: BatchConstants | None = None,
-    staleness: Tensor | None = None,
     measure: telemetry.Measure = "all",
     alongside: RolloutStage | None = None,
+    **columns: Unpack[Columns],
 ) -> RolloutStage:
     """Compute the weights, masks and statistics that depend only on pi_old / mu.
 
@@ -54,23 +112,15 @@ def rollout_stage(
     only from statistics of ratios.
 
     Args:
-        old_log_prob: (B, T) log pi_old, any float dtype; see ``proximal_log_prob``.
-        rollout_log_prob: (B, T) log mu, any float dtype.
-        response_mask: (B, T) bool or 0/1; padding is never read.
-        segment_ids: (B, T) integers, the turn of each token, see ``units.turns``; for level ``turn`` and ``post_tool``.
-        versions: (B, T) integers, the version of the weights that sampled each token; for level ``version``.
         constants: constants of the batch to which these rows belong; None: these rows are the whole batch.
-        staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use, or (B, T) per
-            token. It is read by masks and bounds that depend on age, and by statistics, which also read ``segment_ids``
-            at any level.
         measure: ``all`` statistics, ``decisions`` for only the statistics of weights and kept tokens, or ``nothing``;
             applies to both stages.
-        alongside: measured stage of another correction for the same tensors; results that do not depend on the
+        alongside: measured stage of another correction for the same columns; results that do not depend on the
             correction are reused.
+        columns: see ``decisions.Columns``.
 
     Raises:
-        ValueError: shapes differ, the ids of a level are missing, an age is unknown, or ``alongside`` belongs to other
-            tensors.
+        ValueError: shapes differ, the ids of a level are missing, or an age is unknown.
 
     Example:
         >>> spec = CorrectionSpec(weight=WeightSpec("token", "truncate", None, 2.0))
@@ -79,50 +129,19 @@ def rollout_stage(
         >>> rollout_stage(spec, old_log_prob=pi_old, rollout_log_prob=mu, response_mask=mask).weight.tolist()
         [[1.0, 2.0]]
     """
-    given = dict(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
-    rows = detect_layout(**given)
-    numbers = {"segment_ids": segment_ids, "versions": versions}
-    for name, column in numbers.items():
-        if column is not None:
-            detect_layout(response_mask=response_mask, **{name: column})
-            if column.dtype == torch.bool or column.is_floating_point():
-                raise ValueError(f"{name} of dtype {column.dtype}: expected integers, one number per unit.")
-    by_token = staleness if staleness is not None and staleness.dim() == 2 else None
-    if by_token is not None:
-        detect_layout(response_mask=response_mask, staleness=by_token)
-    elif staleness is not None and staleness.shape != (rows.count,):
-        raise ValueError(f"staleness of shape {tuple(staleness.shape)}: expected (B,), {(rows.count,)}")
-    compared = None
-    if alongside is not None:
-        if alongside.old_log_prob is not old_log_prob or alongside.rollout_log_prob is not rollout_log_prob:
-            raise ValueError(
-                "alongside is the stage of other tensors: pass the stage of these tensors, or omit alongside."
-            )
-        compared = rows.tokens(alongside.valid), rows.tokens(alongside.log_ratio)
     if constants is None:
-        constants = batch_constants(
-            spec,
-            old_log_prob=old_log_prob,
-            rollout_log_prob=rollout_log_prob,
-            response_mask=response_mask,
-            segment_ids=segment_ids,
-            versions=versions,
-            staleness=staleness,
-        )
-
-    old, mu, mask, segments, of_version, age = rows.unpack(*given.values(), segment_ids, versions, by_token)
-    mask = mask.bool()
-    ids = choose_ids(spec, segment_ids=segments, versions=of_version)
-    ages = spread_ages(spec, rows, mask, by_row=staleness if by_token is None else None, by_token=age)
-    found = decide_rollout(
-        spec, rows, old=old, mu=mu, mask=mask, ids=ids, ages=ages, constants=constants, compared=compared
-    )
+        constants = batch_constants(spec, **columns)
+    rows, tokens, by_row = _read_columns(columns)
+    rollout = Rollout.of(spec, rows, tokens, by_row)
+    old, mu, mask = rollout.old, rollout.mu, rollout.mask
+    compared = None if alongside is None else (rows.tokens(alongside.valid), rows.tokens(alongside.log_ratio))
+    found = decide_rollout(spec, rollout, constants, compared)
     sample, mismatch = None, None
     statistics: dict[str, Statistic] = {}
     if measure != "nothing":
         sample = None if alongside is None else alongside.sample
         if sample is None:
-            sample = build_sample(rows, mask, found.valid, segments, staleness)
+            sample = build_sample(rows, mask, found.valid, tokens.get("segment_ids"), columns.get("staleness"))
         if measure == "all":
             statistics, mismatch = telemetry.measure_rollout(sample, found.log_ratio, old, mu)
         if not any(each.needs_step for each in spec.all_weights.values()):
@@ -140,15 +159,38 @@ def rollout_stage(
         valid=valid,
         decided=decided,
         response_mask=mask,
-        old_log_prob=old_log_prob,
-        rollout_log_prob=rollout_log_prob,
+        columns=columns,
         rows=rows,
         units=found.units,
         statistics=statistics,
         sample=sample,
         mismatch=mismatch,
-        segment_ids=segment_ids,
     )
+
+
+def _read_columns(columns: Columns) -> tuple[RowLayout, dict[str, Tensor], Tensor | None]:
+    """Return the layout, the columns as tensors of tokens, and ages per row, if ages are not per token."""
+    staleness = columns.get("staleness")
+    given: dict[str, Tensor] = {
+        "old_log_prob": columns["old_log_prob"],
+        "rollout_log_prob": columns["rollout_log_prob"],
+        "response_mask": columns["response_mask"],
+    }
+    rows = detect_layout(**given)
+    for name, column in (("segment_ids", columns.get("segment_ids")), ("versions", columns.get("versions"))):
+        if column is not None:
+            if column.dtype == torch.bool or column.is_floating_point():
+                raise ValueError(f"{name} of dtype {column.dtype}: expected integers, one number per unit.")
+            given[name] = column
+    by_row = None
+    if staleness is not None and staleness.dim() == 2:
+        given["staleness"] = staleness
+    elif staleness is not None:
+        if staleness.shape != (rows.count,):
+            raise ValueError(f"staleness of shape {tuple(staleness.shape)}: expected (B,), {(rows.count,)}")
+        by_row = staleness
+    detect_layout(**given)
+    return rows, {name: rows.tokens(column) for name, column in given.items()}, by_row
 
 
 def step_stage(
@@ -183,10 +225,10 @@ def step_stage(
     rows = stage.rows
     given = {"log_prob": log_prob} if advantages is None else {"log_prob": log_prob, "advantages": advantages}
     detect_layout(response_mask=stage.response_mask, **given)
-    policies = log_prob, stage.old_log_prob, stage.rollout_log_prob
+    policies = log_prob, stage.columns["old_log_prob"], stage.columns["rollout_log_prob"]
     decisions = stage.valid, stage.decided, stage.log_ratio, stage.weight, stage.keep, *stage.rejected.values()
     pi, old, mu, signs, segments, finite, valid, log_rho, weight, keep, *rejected = rows.unpack(
-        *policies, advantages, stage.segment_ids, *decisions
+        *policies, advantages, stage.columns.get("segment_ids"), *decisions
     )
     if signs is None:
         _check_advantages_unread(spec)
@@ -198,26 +240,27 @@ def step_stage(
         operands |= {"full": (log_rho + log_r, pi, mu), "ppo": (log_r, pi, old)}
 
     drops: dict[str, Tensor] = {}
-    weighed: list[telemetry.AppliedWeight] = []
-    for key, part in spec.all_weights.items():
+    weighed: list[AppliedWeight] = []
+    for key, part in spec.parts.items():
         if not part.needs_step:
             continue
-        applied = apply_weight(part, operands[part.ratio][0], stage.units[part.level], valid, 1.0, weight.dtype)
+        log_value, numerator, denominator = operands[part.ratio]
+        units, at = stage.units[part.level], None
         if part.when != "any":
-            applied = applied.restrict(find_applicable(part, signs, valid, rows, turns=segments))
-        weight = applied.weight if applied.at is None else torch.where(applied.at, applied.weight, weight)
-        if applied.drop is not None:
-            drops[key] = applied.drop
-            keep = keep & ~applied.drop
-        weighed.append(applied)
-    for name, mask in spec.masks:
-        if mask.needs_step:
-            log_value, numerator, denominator = operands[mask.ratio]
-            drop = find_outside(mask, log_value, stage.units[mask.level], numerator=numerator, denominator=denominator)
-            if mask.when != "any":
-                drop = drop & find_applicable(mask, signs, valid, rows, log_ratio=log_value, turns=segments)
-            drops[f"masks.{name}"] = drop
-            keep = keep & ~drops[f"masks.{name}"]
+            at = find_applicable(part, signs, valid, rows, log_ratio=log_value, turns=segments)
+        drop: Tensor | None
+        if isinstance(part, MaskSpec):
+            drop = find_outside(part, log_value, units, numerator=numerator, denominator=denominator)
+            drop = drop if at is None else drop & at
+        else:
+            applied = apply_weight(part, log_value, units, valid, 1.0, weight.dtype)
+            applied = applied if at is None else applied.restrict(at)
+            weight = applied.weight if applied.at is None else torch.where(applied.at, applied.weight, weight)
+            weighed.append(applied)
+            drop = applied.drop
+        if drop is not None:
+            drops[key] = drop
+            keep = keep & ~drop
 
     statistics, full = dict(stage.statistics), None
     if stage.sample is not None:
@@ -242,10 +285,68 @@ def step_stage(
 
 
 def _check_advantages_unread(spec: CorrectionSpec) -> None:
-    parts: dict[str, WeightSpec | MaskSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
-    for key, part in (parts | spec.all_weights).items():
+    for key, part in spec.parts.items():
         if part.when not in ("any", "post_tool"):
             raise ValueError(
                 f"correction.{key}.when={part.when} without advantages: its rows are unknown. "
                 f"Pass advantages, (B, T), or set correction.{key}.when=any."
             )
+
+
+@torch.no_grad()
+def compute_shadow_statistics(
+    shadows: Mapping[str, CorrectionSpec],
+    stage: RolloutStage,
+    *,
+    log_prob: Tensor,
+    advantages: Tensor,
+    constants: Mapping[str, BatchConstants] | None = None,
+) -> dict[str, Statistic]:
+    """Compute each shadow's keep shares and weights, under ``shadow/<name>/``, see ``correction.statistics``.
+
+    ``validation.rename_for_metrics`` adapts the names.
+
+    Args:
+        shadows: name -> correction.
+        stage: measured stage of the active correction; its columns contain what the shadows read.
+        log_prob, advantages: see ``step_stage``.
+        constants: name -> constants of the batch; None: these rows are the whole batch.
+
+    Raises:
+        ValueError: a stage raised an error (the message names the shadow), or ``constants`` has no entry for a
+            correction that needs one.
+
+    Example:
+        >>> token_mask = CorrectionSpec(masks=(("tm", MaskSpec("rollout", "token", "product", 0.5, 2.0, "any")),))
+        >>> pi, ones = torch.zeros(1, 2), torch.ones(1, 2)
+        >>> mu = torch.tensor([[0.0, -1.0]])  # r = 1 and 2.7
+        >>> stage = rollout_stage(CorrectionSpec(), old_log_prob=pi, rollout_log_prob=mu, response_mask=ones)
+        >>> statistics = compute_shadow_statistics({"tm": token_mask}, stage, log_prob=pi, advantages=ones)
+        >>> statistics["shadow/tm/keep_token_share"].value()
+        0.5
+    """
+    statistics: dict[str, Statistic] = {}
+    for name, spec in shadows.items():
+        if constants is not None and spec.needs_constants and name not in constants:
+            raise ValueError(f"shadow {name} needs constants of the whole batch: constants has no {name!r}.")
+        own = (constants or {}).get(name)
+        try:
+            first = rollout_stage(spec, constants=own, measure="decisions", alongside=stage, **stage.columns)
+            step = step_stage(spec, first, log_prob=log_prob, advantages=advantages)
+        except ValueError as error:
+            raise ValueError(f"shadow {name}: {error}") from error
+        label = f"shadow/{rename_for_metrics(name)}"
+        statistics |= {f"{label}/{key}": s for key, s in _reported(spec, step.statistics)}
+    return statistics
+
+
+def _reported(spec: CorrectionSpec, statistics: Mapping[str, Statistic]) -> Iterable[tuple[str, Statistic]]:
+    """Yield the statistics that a shadow reports, by key under the shadow's name."""
+    for key, statistic in statistics.items():
+        if found := _KEEP.fullmatch(key):
+            share = found["share"]
+            if found["sign"] and share == "sequence":
+                continue
+            yield (f"{found['sign'] or ''}keep_{share}_share" if share else key), statistic
+        elif spec.all_weights and key in _WEIGHT:
+            yield key, statistic

@@ -24,8 +24,7 @@ from . import statistics as st
 from .ratios import compute_excess, exceeds_bounds
 from .statistics import SIGNS, Moments, Reduction, Statistic
 from .token_sample import TokenSample, sum_products, sum_squares, to_float64
-from .units import Units
-from .weights import Bound, WeightSpec
+from .weights import AppliedWeight
 
 Measure = Literal["all", "decisions", "nothing"]
 """All statistics, only the statistics of weights and kept tokens, or no statistics."""
@@ -45,36 +44,6 @@ class Mismatch:
 
     ratio: Moments
     old_total: Tensor
-
-
-@dataclass(frozen=True)
-class AppliedWeight:
-    """A weight before and after its bounds are applied, with the tokens that it rejects.
-
-    Attributes:
-        spec: specification of the weight.
-        by_unit: float64, log of the raw weight of each of ``units``.
-        raw, weight: per token, before and after bounds and normalisation, 0 for tokens that are not valid.
-        drop: bool per token, tokens that a weight of kind ``reject`` drops, meaningful only for valid tokens; None for
-            other kinds.
-        bounds: lower and upper bound of the raw weight, one number for all tokens or one per token; None for an open
-            side.
-        at: bool per token, valid tokens to which the weight applies; None: all valid tokens.
-    """
-
-    spec: WeightSpec
-    units: Units
-    by_unit: Tensor
-    raw: Tensor
-    weight: Tensor
-    drop: Tensor | None
-    bounds: tuple[Bound, Bound]
-    at: Tensor | None = None
-
-    def restrict(self, at: Tensor) -> AppliedWeight:
-        """Restrict the weight to the valid tokens that ``at`` flags; the values for other tokens become meaningless."""
-        at = self.units.valid & at
-        return replace(self, at=at, drop=None if self.drop is None else self.drop & at)
 
 
 @torch.no_grad()
@@ -223,7 +192,7 @@ def measure_weights_by_sign(
     Example:
         >>> from .row_layout import detect_layout
         >>> from .token_sample import build_sample
-        >>> from .units import partition_units
+        >>> from .None import partition_units
         >>> mask = torch.ones(1, 2, dtype=torch.bool)
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> spec, log_r = WeightSpec("token", "truncate", None, 1.0, when="negative"), torch.zeros(1, 2).double()

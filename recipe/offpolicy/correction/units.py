@@ -1,16 +1,16 @@
-"""Units (the tokens of a row that share one weight or decision), and checks of the tokens to which parts apply."""
+"""Units: the tokens of a row that share one weight or decision; and the tokens to which a part applies."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .problem import SpecError
 from .row_layout import RowLayout, detect_layout
 
 When = Literal["any", "negative", "positive", "post_tool"]
@@ -20,57 +20,32 @@ MaskWhen = Literal["any", "negative", "positive", "outward", "post_tool"]
 0)."""
 
 
-def check_sign_is_read(when: MaskWhen, sign: Sign, key: str, proposed: dict[str, Any]) -> None:
-    """Check that ``sign`` is set only if ``when`` reads the advantage.
+class Specification:
+    """Base of specifications: computes all cached properties when it is built, as compiled code cannot compute one."""
 
-    Raises:
-        SpecError: ``sign=token`` alongside ``when=any`` or ``post_tool``.
-
-    Example:
-        >>> check_sign_is_read("negative", "token", "correction.masks.opsm", {})
-    """
-    if sign == "token" and when in ("any", "post_tool"):
-        raise SpecError(
-            "no advantage is read.",
-            f"Set {key}.when=negative or positive, or {key}.sign=row.",
-            key=f"{key}.sign",
-            value="token",
-            alongside={f"{key}.when": when},
-            proposed=proposed,
-        )
+    def __post_init__(self) -> None:
+        for cls in type(self).__mro__:
+            for name, value in vars(cls).items():
+                if isinstance(value, cached_property):
+                    getattr(self, name)
 
 
-def check_tool_is_seen(when: MaskWhen, level: str, by_age: bool, key: str) -> None:
-    """Check that a ``post_tool`` part's units can follow a tool's result, and that its bound is the same for all ages.
+class Part(Specification):
+    """What weights and masks share: the ratio and the tokens on which they decide."""
 
-    Raises:
-        SpecError: ``when=post_tool`` at level ``prefix``, or with age-dependent bounds.
+    ratio: str
+    when: MaskWhen
+    sign: Sign
 
-    Example:
-        >>> check_tool_is_seen("post_tool", "sequence", False, "correction.masks.opsm")
-    """
-    if when != "post_tool" or not (level == "prefix" or by_age):
-        return
-    reason = "a prefix also holds the tokens before the result." if level == "prefix" else "this part depends on age."
-    raise SpecError(
-        f"post_tool needs level token, turn, version or sequence, and the same bound for all ages: {reason}",
-        key=f"{key}.when",
-        value="post_tool",
-        alongside={f"{key}.level": "prefix"} if level == "prefix" else {},
-        proposed={f"{key}.when": "any"},
-    )
+    @cached_property
+    def needs_step(self) -> bool:
+        """True if the decision needs the current policy or the advantages."""
+        return self.ratio != "rollout" or self.when != "any"
 
-
-def overlap(one: tuple[When, Sign], other: tuple[When, Sign]) -> bool:
-    """Return True if a token can be selected by both of the pairs (``when``, ``sign``).
-
-    Example:
-        >>> overlap(("negative", "row"), ("positive", "row")), overlap(("negative", "row"), ("positive", "token"))
-        (False, True)
-    """
-    (when, sign), (other_when, other_sign) = one, other
-    whens = {when, other_when}
-    return bool(whens & {"any", "post_tool"}) or len(whens) == 1 or sign != other_sign
+    @cached_property
+    def picks_tokens(self) -> bool:
+        """True if the part can apply to only some of a unit's tokens; a mask's reported shares then count tokens."""
+        return self.when in ("outward", "post_tool") or (self.when != "any" and self.sign == "token")
 
 
 Level = Literal["token", "sequence", "turn", "version", "prefix"]
@@ -239,3 +214,46 @@ def _places(ids: Tensor, valid: Tensor, rows: RowLayout) -> Tensor:
     ordered, order = rows.sort(ids * valid)
     number = rows.cumulative_count(~rows.equals_previous(ordered)) - 1
     return rows.to_position(torch.empty_like(number).scatter_(-1, order, number))
+
+
+def find_applicable(
+    part: Part,
+    advantages: Tensor,
+    valid: Tensor,
+    rows: RowLayout | None = None,
+    *,
+    log_ratio: Tensor | None = None,
+    turns: Tensor | None = None,
+) -> Tensor:
+    """Find the tokens to which a mask or weight applies, by the sign of row-mean or token advantages, or by turn.
+
+    Args:
+        advantages, valid: (B, T), or (N,) packed.
+        rows: layout of these tensors; None: padded.
+        log_ratio: log r of the mask's ratio, in their shape, 0 outside ``valid``; read only for ``when=outward``.
+        turns: integers in their shape, from 0 in each row; read only for ``when=post_tool``.
+
+    Returns:
+        A bool tensor that broadcasts against ``advantages``: (B, 1) if padded and equal for a whole row.
+
+    Example:
+        >>> from .None import MaskSpec
+        >>> mask = MaskSpec("full", "token", "product", 0.5, 2.0, "negative")
+        >>> advantages, valid = torch.tensor([[-3.0, 1.0], [1.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool)
+        >>> find_applicable(mask, advantages, valid).tolist()  # row means -1 and 1
+        [[True], [False]]
+    """
+    if part.when == "any":
+        return torch.ones_like(valid[..., :1])
+    if part.when == "post_tool":
+        if turns is None:
+            raise ValueError("when=post_tool without segment_ids: the turns are unknown. Pass segment_ids, (B, T).")
+        return turns > 0
+    value = torch.where(valid, advantages.detach(), 0.0)
+    if part.sign == "row":
+        rows = detect_layout(valid=valid) if rows is None else rows
+        value = rows.broadcast(rows.sum(value))
+    if part.when == "outward":
+        assert log_ratio is not None, "which tokens lead away is told by their log-ratio"
+        return value * log_ratio.sign() > 0
+    return value < 0 if part.when == "negative" else value > 0

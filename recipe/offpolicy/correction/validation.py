@@ -6,10 +6,9 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from typing import Any, cast, get_args
 
-from .aggregates import AGGREGATES
+from .masks import get_usual_bounds
 from .problem import SpecError, find_closest
 from .units import Level
 
@@ -29,20 +28,6 @@ _ELSEWHERE = dict.fromkeys(("cap", "max", "high", "clip", "threshold", "upper_bo
 """Names of bounds in other frameworks."""
 _TRUTH = {"yes": True, "on": True, "1": True, "no": False, "off": False, "0": False}
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-
-
-def compute_derived(spec: object) -> None:
-    """Compute all cached properties of a specification when it is built, because compiled code cannot compute one.
-
-    Example:
-        >>> from .weights import WeightSpec
-        >>> vars(WeightSpec("token", "truncate", None, 2.0))["needs_step"]
-        False
-    """
-    for cls in type(spec).__mro__:
-        for name, value in vars(cls).items():
-            if isinstance(value, cached_property):
-                getattr(spec, name)
 
 
 def require_mapping(value: Any, key: str, fix: str, off: Any = ...) -> Mapping[str, Any]:
@@ -380,16 +365,6 @@ def propose_value(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, 
     if name == "aggregate":
         return {full: "product" if "kind" in mapping else "second_moment" if "budget" in mapping else "geometric"}
     return {full: _IN_USE[name]} if name in _IN_USE else {}
-
-
-def get_usual_bounds(aggregate: str) -> tuple[float | None, float | None]:
-    """Return the common bounds on an aggregate; None for an open side.
-
-    Example:
-        >>> get_usual_bounds("geometric"), get_usual_bounds("k3_mean")
-        ((0.99, 1.01), (None, 0.01))
-    """
-    return AGGREGATES[aggregate].usual if aggregate in AGGREGATES else (None, 0.2)
 
 
 def check_metric_name(name: str, key: str, mask: Any = None) -> str:

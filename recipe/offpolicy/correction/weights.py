@@ -1,41 +1,26 @@
-"""Importance weights on a ratio of policies: specification and formula."""
+"""Importance weights on a ratio of policies: specification, formula and bounds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .problem import SpecError
-from .ratios import EXP_CLAMP, clamp_and_exp, exceeds_bounds
-from .units import Level, Sign, Units, When, check_sign_is_read, check_tool_is_seen
-from .validation import (
-    compute_derived,
-    read_bool,
-    read_choice,
-    read_factors,
-    read_number,
-    read_power,
-    read_ratio_bounds,
-    require_keys,
-    usual_bound,
-)
+from .ratios import clamp_and_exp, exceeds_bounds
+from .units import Level, Part, Sign, Units, When
 
 WeightRatio = Literal["rollout", "full"]
 WeightAggregate = Literal["product", "geometric", "minimum"]
 Kind = Literal["truncate", "clip", "reject", "gamma"]
-
-_GAMMA = ("power", "rate")
-_OPTIONAL = ("aggregate", "ratio", "normalize", "by_staleness", "by_position", "when", "sign")
+GAMMA = ("power", "rate")
+"""Keys of kind ``gamma``."""
 
 
 @dataclass(frozen=True)
-class WeightSpec:
+class WeightSpec(Part):
     """A detached importance weight on a ratio of policies.
 
     Attributes:
@@ -72,167 +57,16 @@ class WeightSpec:
     power: float | None = None
     rate: float | None = None
 
-    def __post_init__(self) -> None:
-        compute_derived(self)
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any], *, key: str = "correction.weight") -> WeightSpec:
-        """Build from plain values; ``key`` is the Hydra path that error messages show.
-
-        Raises:
-            SpecError: a value is malformed.
-        """
-        if mapping.get("kind") == "gamma":
-            require_keys(mapping, {"level", "kind", *_GAMMA}, key, (*_OPTIONAL, "lower", "upper"))
-            mapping = {"lower": None, "upper": None, **mapping}
-        else:
-            require_keys(mapping, {"level", "kind", "lower", "upper"}, key, _OPTIONAL)
-        kind = read_choice(mapping, "kind", Kind, key)
-        lower, upper = read_ratio_bounds(mapping, key)
-        for side, bound in (("lower", lower), ("upper", upper)):
-            if bound is not None and abs(math.log(bound)) > EXP_CLAMP:
-                raise SpecError(
-                    f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so a weight never leaves "
-                    f"[{math.exp(-EXP_CLAMP):.3g}, {math.exp(EXP_CLAMP):.3g}].",
-                    "Set a bound inside, or null to leave that side open.",
-                    key=f"{key}.{side}",
-                    value=bound,
-                    proposed=usual_bound(mapping, side, key),
-                )
-        if kind == "truncate" and lower is not None and upper is not None:
-            raise SpecError(
-                "kind 'truncate' bounds only one side.",
-                f"Set {key}.kind=clip to bind both, or one of the bounds to null.",
-                key=f"{key}.lower",
-                value=lower,
-                alongside={f"{key}.upper": upper},
-                proposed={f"{key}.kind": "clip"},
-            )
-        if kind == "clip" and (lower is None or upper is None):
-            raise SpecError(
-                "'clip' bounds both sides.",
-                f"Give both bounds, or set {key}.kind=truncate.",
-                key=f"{key}.kind",
-                value="clip",
-                alongside={f"{key}.lower": lower, f"{key}.upper": upper},
-                proposed=(
-                    {f"{key}.lower": 0.5, f"{key}.upper": 2.0}
-                    if lower is None and upper is None
-                    else {f"{key}.kind": "truncate"}
-                ),
-            )
-        if kind == "gamma" and (lower is not None or upper is not None):
-            side = "lower" if upper is None else "upper"
-            raise SpecError(
-                "'gamma' has no bounds.",
-                key=f"{key}.{side}",
-                value=mapping[side],
-                alongside={f"{key}.kind": "gamma"},
-                proposed={f"{key}.lower": None, f"{key}.upper": None},
-            )
-        if kind == "reject" and lower is None and upper is None:
-            raise SpecError(
-                "nothing would be rejected.",
-                f"Give a bound, or set {key}.kind=truncate.",
-                key=f"{key}.kind",
-                value="reject",
-                alongside={f"{key}.lower": None, f"{key}.upper": None},
-                proposed={f"{key}.upper": 2.0},
-            )
-        weight = cls(
-            level=read_choice(mapping, "level", Level, key),
-            kind=kind,
-            lower=lower,
-            upper=upper,
-            aggregate=read_choice(mapping, "aggregate", WeightAggregate, key, "product"),
-            ratio=read_choice(mapping, "ratio", WeightRatio, key, "rollout"),
-            normalize=read_bool(mapping, "normalize", key),
-            by_staleness=read_factors(mapping, key),
-            when=read_choice(mapping, "when", When, key, "any"),
-            sign=read_choice(mapping, "sign", Sign, key, "row"),
-            by_position=read_power(mapping, key),
-            **{name: _read_positive(mapping, name, key) for name in (_GAMMA if kind == "gamma" else ())},
-        )
-        weight._check_factors(key)
-        weight._check_prefix(key)
-        check_sign_is_read(weight.when, weight.sign, key, {f"{key}.sign": "row"})
-        check_tool_is_seen(weight.when, weight.level, weight.by_staleness is not None, key)
-        if weight.normalize and weight.needs_step:
-            of_policy = weight.ratio != "rollout"
-            raise SpecError(
-                "the weight is decided at each gradient step, so the batch's mean would depend on the split into "
-                "micro-batches.",
-                key=f"{key}.normalize",
-                value=True,
-                alongside={f"{key}.ratio": "full"} if of_policy else {f"{key}.when": weight.when},
-                proposed={f"{key}.normalize": False},
-            )
-        return weight
-
-    def _check_factors(self, key: str) -> None:
-        if self.by_staleness is None:
-            return
-        logs = [abs(math.log(bound)) for bound in (self.lower, self.upper) if bound is not None]
-        reason = ""
-        if not logs:
-            reason = "there is no bound to multiply."
-        elif max(logs) * max(self.by_staleness) > EXP_CLAMP:
-            reason = (
-                f"|log bound| {max(logs):g} times {max(self.by_staleness):g} is beyond the +-{EXP_CLAMP:g} nats at "
-                f"which log-ratios are clamped, so there is no bound at that age."
-            )
-        if reason:
-            raise SpecError(
-                reason,
-                f"Set {key}.by_staleness=null, or a bound and factors below that.",
-                key=f"{key}.by_staleness",
-                value=list(self.by_staleness),
-            )
-
-    def _check_prefix(self, key: str) -> None:
-        if self.aggregate == "minimum" and self.level != "prefix":
-            raise SpecError(
-                "minimum uses the least ratio in a token's prefix, so it needs level prefix.",
-                key=f"{key}.aggregate",
-                value="minimum",
-                alongside={f"{key}.level": self.level},
-                proposed={f"{key}.level": "prefix"},
-            )
-        if self.by_position is not None and self.lower is None and self.upper is None:
-            raise SpecError(
-                "there is no bound to scale.",
-                key=f"{key}.by_position",
-                value=self.by_position,
-                proposed={f"{key}.by_position": None},
-            )
-
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
         mapping = asdict(self)
         factors, power, when, sign = (mapping.pop(name) for name in ("by_staleness", "by_position", "when", "sign"))
-        for name in ("lower", "upper") if self.kind == "gamma" else _GAMMA:
+        for name in ("lower", "upper") if self.kind == "gamma" else GAMMA:
             del mapping[name]
         # Unset keys are left out, so that the fingerprints of corrections that do not use them stay the same.
         mapping |= {} if factors is None else {"by_staleness": list(factors)}
         mapping |= {} if power is None else {"by_position": power}
         return mapping if when == "any" else mapping | {"when": when, "sign": sign}
-
-    @cached_property
-    def needs_step(self) -> bool:
-        """True if the weight needs the current policy or the advantages."""
-        return self.ratio != "rollout" or self.when != "any"
-
-    @cached_property
-    def picks_tokens(self) -> bool:
-        """True if the weight can apply to only some tokens of a unit."""
-        return self.when == "post_tool" or (self.when != "any" and self.sign == "token")
-
-
-def _read_positive(mapping: Mapping[str, Any], name: str, key: str) -> float:
-    value = read_number(mapping[name], f"{key}.{name}", nullable=False)
-    if value is None or value <= 0:
-        raise SpecError("a number > 0.", key=f"{key}.{name}", value=mapping[name], proposed={f"{key}.{name}": 2.0})
-    return value
 
 
 Bound = Tensor | float | None
@@ -253,7 +87,7 @@ def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Ten
         One float64 per unit, in nats; 0 for a unit without a token.
 
     Example:
-        >>> from .units import partition_units
+        >>> from .None import partition_units
         >>> log_r, valid = torch.tensor([[1.0, 3.0]]).double(), torch.tensor([[True, True]])
         >>> product = WeightSpec("sequence", "truncate", None, 2.0)
         >>> compute_log_weight(product, log_r, partition_units("sequence", valid, None)).tolist()
@@ -268,7 +102,7 @@ def choose_bounds(spec: WeightSpec, units: Units) -> tuple[Bound, Bound]:
     """Choose float64 bounds for each unit's weight by age or length; return the bounds of ``spec`` if neither is used.
 
     Example:
-        >>> from .units import partition_units
+        >>> from .None import partition_units
         >>> spec = WeightSpec("token", "truncate", None, 2.0, by_staleness=(1.0, 2.0))
         >>> ages = torch.tensor([[0.0, 1.0, 7.0]])
         >>> lower, upper = choose_bounds(spec, partition_units("token", ages >= 0, None, ages=ages))
@@ -324,7 +158,7 @@ def find_rejected_units(spec: WeightSpec, log_value: Tensor, units: Units) -> Te
         One bool per unit.
 
     Example:
-        >>> from .units import partition_units
+        >>> from .None import partition_units
         >>> log_weight = torch.tensor([[0.1, 1.0, 3.0]]).log()
         >>> units = partition_units("token", torch.ones(1, 3, dtype=torch.bool), None)
         >>> find_rejected_units(WeightSpec("token", "reject", 0.5, 2.0), log_weight, units).tolist()
@@ -338,6 +172,63 @@ def find_rejected_units(spec: WeightSpec, log_value: Tensor, units: Units) -> Te
     return exceeds_bounds(log_value, *scaled)
 
 
+@dataclass(frozen=True)
+class AppliedWeight:
+    """A weight before and after its bounds are applied, with the tokens that it rejects.
+
+    Attributes:
+        spec: specification of the weight.
+        by_unit: float64, log of the raw weight of each of ``units``.
+        raw, weight: per token, before and after bounds and normalisation, 0 for tokens that are not valid.
+        drop: bool per token, tokens that a weight of kind ``reject`` drops, meaningful only for valid tokens; None for
+            other kinds.
+        bounds: lower and upper bound of the raw weight, one number for all tokens or one per token; None for an open
+            side.
+        at: bool per token, valid tokens to which the weight applies; None: all valid tokens.
+    """
+
+    spec: WeightSpec
+    units: Units
+    by_unit: Tensor
+    raw: Tensor
+    weight: Tensor
+    drop: Tensor | None
+    bounds: tuple[Bound, Bound]
+    at: Tensor | None = None
+
+    def restrict(self, at: Tensor) -> AppliedWeight:
+        """Restrict the weight to the valid tokens that ``at`` flags; the values for other tokens become meaningless."""
+        at = self.units.valid & at
+        return replace(self, at=at, drop=None if self.drop is None else self.drop & at)
+
+
+def apply_weight(
+    spec: WeightSpec, log_value: Tensor, units: Units, valid: Tensor, mean: float, dtype: torch.dtype
+) -> AppliedWeight:
+    """Compute the raw weight, the bounded weight divided by ``mean``, and the tokens that the weight rejects.
+
+    Example:
+        >>> from .None import partition_units
+        >>> spec, valid = WeightSpec("token", "truncate", None, 2.0), torch.ones(1, 2, dtype=torch.bool)
+        >>> log_r, units = torch.tensor([[0.0, 5.0]]).double(), partition_units("token", valid, None)
+        >>> apply_weight(spec, log_r, units, valid, 1.0, torch.float32).weight.tolist()
+        [[1.0, 2.0]]
+    """
+    by_unit = compute_log_weight(spec, log_value, units)
+    raw = torch.where(valid, units.spread(clamp_and_exp(by_unit)).to(dtype), 0.0)
+    lower, upper = (
+        units.spread(bound).to(dtype) if isinstance(bound, Tensor) else bound for bound in choose_bounds(spec, units)
+    )
+    bounds = lower, upper
+    weight = apply_bounds(spec, raw, bounds)
+    if spec.lower is not None and spec.kind != "reject":
+        # The lower bound may have raised the weights of invalid tokens above 0.
+        weight = torch.where(valid, weight, 0.0)
+    drop = units.spread(find_rejected_units(spec, by_unit, units)) if spec.kind == "reject" else None
+    weight = weight if mean == 1.0 else weight / mean
+    return AppliedWeight(spec=spec, units=units, by_unit=by_unit, raw=raw, weight=weight, drop=drop, bounds=bounds)
+
+
 def sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tensor, Tensor]:
     """Sum the weights of all units that have a token, with rejected units as 0; also return the number of these units.
 
@@ -347,7 +238,7 @@ def sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tens
         Two 0-dim float64 tensors.
 
     Example:
-        >>> from .units import partition_units
+        >>> from .None import partition_units
         >>> log_r, valid = torch.tensor([[0.0, 5.0, 9.0]]).double(), torch.tensor([[True, True, False]])
         >>> spec = WeightSpec("token", "truncate", None, 2.0)
         >>> total, count = sum_weights(spec, log_r, partition_units("token", valid, None))

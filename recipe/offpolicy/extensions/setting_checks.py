@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from ..batch.declared_keys import Configured, Key, Rule, Section
 from ..correction import Problem, SpecError
-from ..correction.denominator import GROUP_ESTIMATORS
+from ..correction.decisions import GROUP_ESTIMATORS
 from ..correction.problem import EVERYTHING, CheckError, Requirement, find_unmet
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ..correction import CorrectionSpec
-from ..correction.proximal import OF_THE_TRAINER
+from ..correction.correction_parts import OF_THE_TRAINER
 from .state_schema import RECORD as SCHEMA
 from .state_schema import SAVING as SAVING_SCHEMA
 from .state_schema import CheckpointError, Keys, read_json, restoring

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ..correction import CorrectionSpec, MaskSpec, Reduction, Statistic, WeightSpec
-from ..correction.bounds import WEIGHT, Bounds, Side, format_bounds, format_part_path, read_bounds, replace_bounds
+from ..correction.spec import WEIGHT, Bounds, Side, format_bounds, format_part_path, read_bounds, replace_bounds
 from ..correction.statistics import merge_all
 from ..fault_tolerance.checkpoints import find_changes
 from . import alarm_settings, bound_settings

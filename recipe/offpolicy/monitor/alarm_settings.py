@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..batch.declared_keys import Key, Rule, Section, count, number, read_shipped_defaults
 from ..correction import CorrectionSpec, Problem, SpecError
-from ..correction.bounds import format_bounds
 from ..correction.problem import find_closest, set_to
+from ..correction.spec import format_bounds
 
 Action = Literal["off", "warn", "stop", "fallback"]
 

@@ -13,8 +13,8 @@ from typing import Any, Final, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import CorrectionSpec, recommended
-from ..correction.bounds import format_bounds
-from ..correction.proximal import OF_THE_TRAINER
+from ..correction.correction_parts import OF_THE_TRAINER
+from ..correction.spec import format_bounds
 from .alarm_settings import DEFAULTS, OF_EXTENSIONS, SECTION, AlarmSettings, read_settings
 
 logger = logging.getLogger("verl.offpolicy")

@@ -10,9 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..batch.declared_keys import Key, Rule, Section, choice, count, number, read_shipped_defaults
 from ..correction import CorrectionSpec, MaskSpec, Problem
-from ..correction.bounds import WEIGHT, Side
+from ..correction.correction_parts import MU_ITSELF
 from ..correction.problem import format_value, set_to
-from ..correction.proximal import MU_ITSELF
+from ..correction.spec import WEIGHT, Side
 from .moving_bounds import Schedule, compute_distances, find_keeping_distance, find_moving_sides, find_widest_cap
 
 SECTION = "offpolicy.calibrate"

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from ..correction import CorrectionSpec, MaskSpec, Reduction, Statistic, WeightSpec
-from ..correction.bounds import WEIGHT, Side
 from ..correction.deferred_value import DeferredValue
-from ..correction.masks import compute_extremes, find_applicable
+from ..correction.masks import compute_extremes
 from ..correction.ratios import EXP_CLAMP, clamp_and_exp, compute_excess, compute_log_ratio, find_valid_tokens
-from ..correction.units import Units, partition_units
+from ..correction.spec import WEIGHT, Side
+from ..correction.units import Units, find_applicable, partition_units
 from ..correction.weights import compute_log_weight
 
 _PER_DECADE: Final = 64

@@ -25,9 +25,9 @@ from verl_patches.execution_path import (
 
 from ..batch.declared_keys import Configured
 from ..correction import CorrectionSpec, SpecError
+from ..correction.correction_parts import Proximal
 from ..correction.dialects.verl import VERL_DEFAULTS
 from ..correction.problem import format_value
-from ..correction.proximal import Proximal
 from ..extensions.add_on import Extension, load_extensions
 from ..replay.replay_settings import RECORDED, ReplaySettings
 from ..staleness.staleness_settings import StalenessSettings

@@ -11,8 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_patches.contract import PatchError
 
 from ..correction import CorrectionSpec, MaskSpec, Problem, SpecError, WeightSpec
-from ..correction.bounds import format_bounds
 from ..correction.problem import CheckError, format_value
+from ..correction.spec import format_bounds
 from ..extensions.add_on import list_registered
 from .checks import CHECKS, REMARKS, Check
 from .checks.readable import (

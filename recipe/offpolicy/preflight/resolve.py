@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from ..correction import CorrectionSpec, Problem, SpecError
-from ..correction.correction_parts import KEYS as SUPPORT_KEYS
+from ..correction.correction_parts import SUPPORT_KEYS
 from ..correction.problem import CheckError, format_value
 from ..correction.validation import rename_for_metrics
 from ..monitor.alarm_settings import DEFAULTS, SECTION

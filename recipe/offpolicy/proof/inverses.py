@@ -1,6 +1,6 @@
 """Inverses of aggregates: the log-ratio, or the two probabilities, at which an aggregate has a given value.
 
-They are written independently of ``correction.aggregates``, because the proof must not call the code that it checks.
+They are written independently of ``correction.masks``, because the proof must not call the code that it checks.
 """
 
 from __future__ import annotations

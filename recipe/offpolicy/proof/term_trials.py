@@ -16,8 +16,8 @@ from ..batch import micro_batch as mb
 from ..batch.padding import flatten
 from ..batch.plan import SharedPlan, mini_batch_mean
 from ..correction import BatchConstants, CorrectionSpec, MaskSpec, StepStage, WeightSpec
-from ..correction.bounds import Side
 from ..correction.centering import select_token_parts
+from ..correction.spec import Side
 from .trials import list_bounds
 
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]

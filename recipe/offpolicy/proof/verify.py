@@ -16,7 +16,7 @@ from ..batch.seals import INPUT, are_same_rows
 from ..batch.seals import LivenessError as LivenessError
 from ..batch.weight_versions import TOKEN_VERSIONS_SEALED
 from ..correction import CorrectionSpec
-from ..correction.bounds import compute_fingerprint, read_bounds
+from ..correction.spec import compute_fingerprint, read_bounds
 from .gradient import Proof, isolate_parts
 
 FOREIGN = 0.1

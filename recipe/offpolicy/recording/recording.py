@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..correction.proximal import OF_THE_TRAINER
+from ..correction.correction_parts import OF_THE_TRAINER
 from .files import ASIDE, RecordingError, Step, build_unreadable_error, count_rows, read
 from .schema import Rows, concatenate
 

@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils as tu
 
 from ..batch.padding import put_columns, read_columns, zero_rows
 from ..batch.weight_versions import EXTRA_FIELDS
-from ..correction.denominator import assign_mini_batches
+from ..correction.decisions import assign_mini_batches
 from ..extensions.add_on import AddOn
 from ..extensions.v1_run import V1Run
 from ..fault_tolerance.checkpoints import find_changes, find_record, read_staleness

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..batch.plan import PROVE, PROVE_EVERY, SharedPlan
 from ..correction import CorrectionSpec
-from ..correction.bounds import format_part_path
-from ..correction.proximal import TOLERANCE, WITHOUT_FORWARD
+from ..correction.correction_parts import TOLERANCE, WITHOUT_FORWARD
 from ..correction.row_layout import count_tokens_by_row
+from ..correction.spec import format_part_path
 from ..correction.statistics import Statistic, merge_all
 from ..delivery.delivery_settings import SECTION
 from ..extensions.add_ons import AddOns

@@ -29,7 +29,7 @@ from ..batch import micro_batch as mb
 from ..batch.padding import split_micro_batch, with_tensors
 from ..batch.plan import PLAN, SharedPlan
 from ..correction import CorrectionSpec, StepStage
-from ..correction.bounds import Side, replace_bounds
+from ..correction.spec import Side, replace_bounds
 from ..extensions.add_on import WorkerExtension
 from ..proof.gradient import prove
 from ..recording.record_settings import RecordSettings

@@ -28,10 +28,10 @@ from ..batch.padding import flatten
 from ..batch.plan import mini_batch_mean
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.centering import compute_centering, compute_coefficients, compute_drift
+from ..correction.correction_parts import KlWeightSpec, PenaltySpec, compute_squared_log_ratio
 from ..correction.ratios import EXP_CLAMP
 from ..correction.rules import centers_mask, find_unknown
 from ..correction.statistics import build_mean
-from ..correction.terms import KlWeightSpec, PenaltySpec, compute_squared_log_ratio
 from ..correction.validation import rename_for_metrics
 
 BaseLoss = Callable[..., tuple[Tensor, dict[str, Any]]]

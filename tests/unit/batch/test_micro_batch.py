@@ -23,7 +23,7 @@ from recipe.offpolicy.batch.plan import (
 from recipe.offpolicy.batch.seals import compute_row_checksums
 from recipe.offpolicy.batch.weight_versions import CHUNKS, RowVersions
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.terms import PenaltySpec
+from recipe.offpolicy.correction.correction_parts import PenaltySpec
 from recipe.offpolicy.worker.terms import compute_penalty
 from tests.support.corrections import TIS, band, spec
 from tests.support.sampled_rows import compute_sampled_checksums

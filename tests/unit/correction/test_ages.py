@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
-from recipe.offpolicy.correction.bounds import compute_fingerprint
+from recipe.offpolicy.correction.spec import compute_fingerprint
 from tests.support.corrections import GSM, TIS, band, opsm, spec
 from tests.support.refusals import refused
 

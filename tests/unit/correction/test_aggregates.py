@@ -12,8 +12,9 @@ from recipe.offpolicy.analysis.calibration.kept_bounds import find_largest_radiu
 from recipe.offpolicy.analysis.calibration.parts import list_parts
 from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.batch.micro_batch import MicroBatch
-from recipe.offpolicy.correction import CorrectionSpec, MaskSpec, SpecError
-from recipe.offpolicy.correction.aggregates import AGGREGATES, Aggregate
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction.masks import AGGREGATES, Aggregate
+from recipe.offpolicy.correction.read_parts import read_mask
 from recipe.offpolicy.monitor.moving_bounds import (
     EDGES,
     Histogram,
@@ -43,11 +44,11 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_read_and_its_range_is_held() -> None:
-    assert MaskSpec.from_mapping(MASK, key="correction.masks.l1").limits == (-math.inf, 0.1)
+    assert read_mask(MASK, key="correction.masks.l1").limits == (-math.inf, 0.1)
     with pytest.raises(SpecError, match="l1_mean is never negative"):
-        MaskSpec.from_mapping(MASK | {"upper": -0.1}, key="correction.masks.l1")
+        read_mask(MASK | {"upper": -0.1}, key="correction.masks.l1")
     with pytest.raises(SpecError) as refused:
-        MaskSpec.from_mapping(MASK | {"upper": None}, key="correction.masks.l1")
+        read_mask(MASK | {"upper": None}, key="correction.masks.l1")
     assert refused.value.problem.overrides == ("correction.masks.l1.upper=0.05",)
 
 
@@ -67,7 +68,7 @@ def test_it_is_scored_and_its_online_bound_moves() -> None:
 
 
 def test_the_proof_asks_nobody_and_refuses_what_it_does_not_state() -> None:
-    mask = MaskSpec.from_mapping(MASK, key="correction.masks.l1")
+    mask = read_mask(MASK, key="correction.masks.l1")
     tokens = torch.zeros(2, 3)
     batch = MicroBatch(tokens.long(), tokens == 0, tokens, tokens, tokens, tokens)
     with pytest.raises(NotImplementedError, match="l1_mean"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.correction.denominator import GROUP_ESTIMATORS, regroup
+from recipe.offpolicy.correction.decisions import GROUP_ESTIMATORS, regroup
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 GROUPS = ["a", "a", "a", "b", "b", "c"]

@@ -11,7 +11,7 @@ import torch
 from recipe.offpolicy.correction import (
     Reduction,
 )
-from recipe.offpolicy.correction.aggregates import AGGREGATES
+from recipe.offpolicy.correction.masks import AGGREGATES
 from recipe.offpolicy.correction.statistics import ENTRIES, SHADOW_ENTRIES, format_markdown
 from tests.support.applications import OPTIONS
 from tests.support.paths import ROOT

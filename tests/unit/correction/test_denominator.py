@@ -9,11 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.offpolicy.correction.denominator import (
-    HAS_DENOMINATOR,
-    assign_mini_batches,
-    compute_scale_of_counts,
-)
+from recipe.offpolicy.correction.decisions import HAS_DENOMINATOR, assign_mini_batches, compute_scale_of_counts
 from tests.support.examples import at_most
 from verl.trainer.ppo.core_algos import agg_loss
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipe.offpolicy.correction import SpecError
-from recipe.offpolicy.correction.bounds import WEIGHT, format_part_path, read_bounds, replace_bounds
+from recipe.offpolicy.correction.spec import WEIGHT, format_part_path, read_bounds, replace_bounds
 from tests.support.corrections import GSM, TIS, spec
 
 BOTH = spec(TIS, gsm=GSM)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.terms import compute_squared_log_ratio
+from recipe.offpolicy.correction.correction_parts import compute_squared_log_ratio
 from tests.support.corrections import run, values
 from tests.support.refusals import mask, refused
 

@@ -13,8 +13,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis.strategies import integers
 
-from recipe.offpolicy.correction import CorrectionSpec, aggregates, turns
-from recipe.offpolicy.correction.mask_spec import Ratio
+from recipe.offpolicy.correction import CorrectionSpec, turns
+from recipe.offpolicy.correction.masks import AGGREGATES as ENTRIES
+from recipe.offpolicy.correction.masks import Ratio
 from recipe.offpolicy.correction.units import Level, MaskWhen, Sign
 from recipe.offpolicy.correction.weights import Kind
 from tests.support import reference
@@ -82,7 +83,7 @@ def agree(correction: CorrectionSpec, rows: Rows, *, parts: bool = True, toleran
 def test_nothing_of_the_vocabulary_is_left_out() -> None:
     assert set(get_args(Level)) == set(LEVELS)
     assert set(get_args(Ratio)) == set(RATIOS)
-    assert set(aggregates.AGGREGATES) == {*AGGREGATES, "second_moment", "staleness"}
+    assert set(ENTRIES) == {*AGGREGATES, "second_moment", "staleness"}
     assert set(itertools.product(get_args(MaskWhen), get_args(Sign))) == {
         *SIGNS,
         *(("any", "token"), ("post_tool", "token")),  # which are refused
@@ -117,7 +118,7 @@ def test_every_mask(level: str, aggregate: str, ratio: str) -> None:
     least, greatest = extremes(base)
     low, high = between(least, 0.35), between(greatest, 0.65)
     delta = max(-low, 0.01)
-    entry = aggregates.AGGREGATES[aggregate]
+    entry = ENTRIES[aggregate]
     if entry.on_ratio:
         low, high = math.exp(low), math.exp(high)
     masks = {

@@ -19,7 +19,7 @@ from recipe.offpolicy.correction import (
     step_stage,
     turns,
 )
-from recipe.offpolicy.correction.shadow import compute_shadow_statistics
+from recipe.offpolicy.correction.stages import compute_shadow_statistics
 from recipe.offpolicy.preflight.resolve import parse_shadows
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
 
@@ -42,7 +42,9 @@ def rows(**changes: Any) -> dict[str, Any]:
 
 
 def report(shadows: Mapping[str, CorrectionSpec], **changes: Any) -> dict[str, float]:
-    statistics = compute_shadow_statistics(shadows, **rows(**changes))
+    given_rows = rows() | changes
+    of_step = {name: given_rows.pop(name) for name in ("log_prob", "advantages", "constants") if name in given_rows}
+    statistics = compute_shadow_statistics(shadows, rollout_stage(CorrectionSpec(), **given_rows), **of_step)
     return {name.removeprefix("shadow/"): one.value() for name, one in statistics.items()}
 
 
@@ -67,7 +69,8 @@ def test_it_reports_what_the_correction_does_once_it_is_on(seed: int, name: str)
     stage = rollout_stage(correction, **given_rows, **ids)
     step = step_stage(correction, stage, log_prob=mu + old + pi, advantages=signs)
     on = {key: one.value() for key, one in step.statistics.items()}
-    off = compute_shadow_statistics({name: correction}, **given_rows, **ids, log_prob=mu + old + pi, advantages=signs)
+    first = rollout_stage(CorrectionSpec(), **given_rows, **ids)
+    off = compute_shadow_statistics({name: correction}, first, log_prob=mu + old + pi, advantages=signs)
     renamed = {
         "keep_token_share": "keep/token_share",
         "keep_sequence_share": "keep/sequence_share",
@@ -93,14 +96,16 @@ def test_beside_another_corrections_stage_it_reports_the_same(name: str, nested:
         columns = {key: torch.nested.as_nested_tensor(list(t), layout=torch.jagged) for key, t in columns.items()}
     rows: dict[str, Any] = columns | dict(staleness=torch.arange(6))
     first = {key: value for key, value in rows.items() if key not in ("log_prob", "advantages")}
-    stage = rollout_stage(spec(TIS, wide=band(0.5, 2.0)), **first)
-    shadows = {name: CORRECTIONS[name]}
-    alone, alongside = (compute_shadow_statistics(shadows, **rows, **more) for more in ({}, {"alongside": stage}))
+    own, other = (rollout_stage(each, **first) for each in (CORRECTIONS[name], spec(TIS, wide=band(0.5, 2.0))))
+    alone, alongside = (
+        compute_shadow_statistics(
+            {name: CORRECTIONS[name]}, stage, log_prob=rows["log_prob"], advantages=rows["advantages"]
+        )
+        for stage in (own, other)
+    )
     assert {key: one.value() for key, one in alongside.items()} == pytest.approx(
         {key: one.value() for key, one in alone.items()}, nan_ok=True, rel=0, abs=0
     )
-    with pytest.raises(ValueError, match="stage of other tensors"):
-        compute_shadow_statistics(shadows, **rows | {"old_log_prob": rows["old_log_prob"].clone()}, alongside=stage)
 
 
 def test_what_is_fixed_for_the_batch_comes_from_its_constants() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec, MaskSpec, WeightSpec
+from recipe.offpolicy.correction.read_parts import read_mask
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
 from tests.support.refusals import STACK, mask, weight, without
 
@@ -27,11 +28,11 @@ def test_the_vocabulary_of_the_specification() -> None:
 
 def test_limits_of_ratios_are_in_log_space() -> None:
     # log 0.99 = -0.0100503, log 1.01 = 0.0099503; delta = 0.1 stands for lower = exp(-0.1), kept as -0.1 exactly.
-    lower, upper = MaskSpec.from_mapping(GSM, key="k").limits
+    lower, upper = read_mask(GSM, key="k").limits
     assert lower == pytest.approx(-0.01005034, abs=1e-8)
     assert upper == pytest.approx(0.00995033, abs=1e-8)
-    assert MaskSpec.from_mapping(opsm(0.1), key="k").limits == (-0.1, math.inf)
-    assert MaskSpec.from_mapping(band(None, 2.0), key="k").limits == (-math.inf, math.log(2.0))
+    assert read_mask(opsm(0.1), key="k").limits == (-0.1, math.inf)
+    assert read_mask(band(None, 2.0), key="k").limits == (-math.inf, math.log(2.0))
 
 
 @pytest.mark.parametrize(

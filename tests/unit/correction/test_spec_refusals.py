@@ -39,9 +39,7 @@ NAMED = {"masks": {"gsm": GSM, "opsm": opsm(0.1)}}
     ("mapping", "key", "meant"),
     [
         ({"masks": {"gsm": GSM, "upper": 1.02}}, "masks.upper", "masks.gsm.upper"),
-        ({"masks": {"gsm": GSM, "uper": 1.02}}, "masks.uper", "masks.gsm.upper"),
         (BOTH | {"gsm": {"upper": 1.02}}, "gsm", "masks.gsm.upper"),
-        ({"masks": {"gsm": GSM, "GSM": {"upper": 1.02}}}, "masks.GSM", "masks.gsm.upper"),
         (BOTH | {"upper": 1.02}, "upper", "weight.upper or correction.masks.gsm.upper"),
         (BOTH | {"weights": {"upper": 2}}, "weights.upper", "weight.upper"),
         ({"weight": TIS, "weights": {"upper": 2}}, "weights.upper", "weight.upper"),

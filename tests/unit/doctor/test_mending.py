@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
-from recipe.offpolicy.correction.aggregates import AGGREGATES
-from recipe.offpolicy.correction.mask_spec import MaskSpec, Ratio
+from recipe.offpolicy.correction.masks import AGGREGATES, MaskSpec, Ratio
 from recipe.offpolicy.correction.units import MaskWhen as When
 from recipe.offpolicy.correction.units import Sign
 from recipe.offpolicy.correction.weights import WeightSpec

@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
-from recipe.offpolicy.correction.bounds import WEIGHT
+from recipe.offpolicy.correction.spec import WEIGHT
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences, list_dependents
 from recipe.offpolicy.monitor.alarm_settings import DEFAULTS as ALARMS

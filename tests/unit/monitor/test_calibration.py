@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
-from recipe.offpolicy.correction.bounds import compute_fingerprint, replace_bounds
+from recipe.offpolicy.correction.spec import compute_fingerprint, replace_bounds
 from recipe.offpolicy.monitor.active_correction import Calibration
 from recipe.offpolicy.monitor.bound_settings import DEFAULTS, find_problems, read_noted_keys
 from recipe.offpolicy.monitor.moving_bounds import EDGES

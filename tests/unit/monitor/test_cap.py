@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.correction import CorrectionSpec, WeightSpec
-from recipe.offpolicy.correction.bounds import WEIGHT, compute_fingerprint, read_bounds, replace_bounds
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.read_parts import read_weight
+from recipe.offpolicy.correction.spec import WEIGHT, compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.monitor.active_correction import Calibration
 from recipe.offpolicy.monitor.bound_settings import find_problems
 from recipe.offpolicy.monitor.moving_bounds import (
@@ -46,10 +47,10 @@ def cap(made: Calibration) -> float:
 def after(log_rho: list[float], times: int = 1, upper: float = 2.0, **changes: Any) -> float:
     """Log of the cap after ``times`` changes on the same evidence."""
     schedule = replace(SCHEDULE, **changes)
-    configured = current = WeightSpec.from_mapping(TIS | {"upper": upper})
+    configured = current = read_weight(TIS | {"upper": upper})
     sums = sums_of(log_rho)
     for _ in range(times):
-        current = WeightSpec.from_mapping(
+        current = read_weight(
             current.to_mapping() | Evidence(schedule, configured, current, sums).compute_next_bounds()
         )
     return math.log(current.upper or math.nan)
@@ -63,7 +64,7 @@ def sums_of(log_rho: list[float], correction: CorrectionSpec = CAPPED) -> Histog
 
 def obstacles(log_rho: list[float]) -> dict[str, str]:
     """What is in the way of a cap that is as configured."""
-    weight = WeightSpec.from_mapping(TIS)
+    weight = read_weight(TIS)
     return Evidence(SCHEDULE, weight, weight, sums_of(log_rho)).find_obstacles()
 
 
@@ -108,12 +109,12 @@ def test_a_cap_stays_in_range_and_near_the_last_one(
     upper: float, updates: list[list[float]], target: float, rate: float
 ) -> None:
     schedule = replace(SCHEDULE, target=target, rate=rate)
-    configured = current = WeightSpec.from_mapping(TIS | {"upper": upper})
+    configured = current = read_weight(TIS | {"upper": upper})
     start = math.log(upper)
     for update in updates:
         sums = sums_of(update)
         before = math.log(current.upper or math.nan)
-        current = WeightSpec.from_mapping(
+        current = read_weight(
             current.to_mapping() | Evidence(schedule, configured, current, sums).compute_next_bounds()
         )
         now = math.log(current.upper or math.nan)

@@ -14,11 +14,11 @@ from hypothesis import strategies as draw
 
 from recipe.offpolicy.analysis.calibration.parts import list_parts
 from recipe.offpolicy.analysis.calibration.scores import compute_scores
-from recipe.offpolicy.correction import CorrectionSpec, Statistic, aggregates
-from recipe.offpolicy.correction.bounds import Side
+from recipe.offpolicy.correction import CorrectionSpec, Statistic, masks
 from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.masks import compute_extremes, find_outside
 from recipe.offpolicy.correction.ratios import compute_log_ratio, find_valid_tokens
+from recipe.offpolicy.correction.spec import Side
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.correction.units import partition_units
 from recipe.offpolicy.monitor.moving_bounds import EDGES, Histogram, compute_quantile, defer_histograms
@@ -79,7 +79,7 @@ def test_extremes_decide_as_the_mask_does(batch: Rows) -> None:
     log_rho = compute_log_ratio(batch.old, batch.mu, valid)
     for level in ("token", "sequence", "turn"):
         for aggregate in AGGREGATES:
-            mask = spec(m=band(*aggregates.AGGREGATES[aggregate].usual, aggregate=aggregate, level=level)).masks[0][1]
+            mask = spec(m=band(*masks.AGGREGATES[aggregate].usual, aggregate=aggregate, level=level)).masks[0][1]
             units = partition_units(mask.level, valid, batch.turns if level == "turn" else None)
             values = compute_extremes(mask, units, log_rho, numerator=batch.old, denominator=batch.mu)
             below, above = (value.float() for value in values)

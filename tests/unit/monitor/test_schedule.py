@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import MaskSpec
+from recipe.offpolicy.correction.read_parts import read_mask
 from recipe.offpolicy.monitor.moving_bounds import (
     EDGES,
     Evidence,
@@ -39,7 +40,7 @@ def counts(*distances: float) -> Histogram:
 
 
 def moved(mask: MaskSpec, bounds: dict[str, float | None]) -> MaskSpec:
-    return MaskSpec.from_mapping(mask.to_mapping() | bounds, key="correction.masks.m")
+    return read_mask(mask.to_mapping() | bounds, key="correction.masks.m")
 
 
 def after(

@@ -14,7 +14,7 @@ from torch import Tensor
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.batch.weight_versions import CHUNKS
-from recipe.offpolicy.correction import CorrectionSpec, decisions
+from recipe.offpolicy.correction import CorrectionSpec, weights
 from recipe.offpolicy.correction.row_layout import PaddedRows
 from recipe.offpolicy.correction.units import Units
 from recipe.offpolicy.proof.gradient import Proof, prove
@@ -129,7 +129,7 @@ def age_of_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dropped_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Units, "scale_limit", lambda units, limit, factors, power: limit)
-    monkeypatch.setattr(decisions, "choose_bounds", lambda part, units: (part.lower, part.upper))
+    monkeypatch.setattr(weights, "choose_bounds", lambda part, units: (part.lower, part.upper))
 
 
 def factors_of_the_next_age(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "choose_bounds", lambda part, units: (part.lower, part.upper))
+    monkeypatch.setattr(weights, "choose_bounds", lambda part, units: (part.lower, part.upper))
 
 
 def no_prefix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from recipe.offpolicy.correction.proximal import TOLERANCE
+from recipe.offpolicy.correction.correction_parts import TOLERANCE
 from recipe.offpolicy.proof.rollout_log_probs import SameEngineCheck, SameEngineError
 
 UIDS = ["one", "one", "two"]

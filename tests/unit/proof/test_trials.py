@@ -12,7 +12,8 @@ import torch
 from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.batch.weight_versions import CHUNKS, TokenVersions, read_extra_fields, read_versions
 from recipe.offpolicy.correction import MaskSpec, WeightSpec
-from recipe.offpolicy.correction.aggregates import AGGREGATES
+from recipe.offpolicy.correction.masks import AGGREGATES
+from recipe.offpolicy.correction.read_parts import read_mask
 from recipe.offpolicy.proof.trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
 from tests.support.growth import count_instructions, count_work
 
@@ -176,7 +177,7 @@ def test_each_aggregate_of_the_table_is_stated_and_has_a_trial_that_shows_each_b
         mapping = mapping | {"ratio": "rollout", "level": "token", "budget": mapping.pop("upper")}
     elif not entry.of_age:
         mapping |= {"ratio": "rollout", "lower": entry.usual[0]}
-    spec = MaskSpec.from_mapping(mapping, key="correction.masks.m")
+    spec = read_mask(mapping, key="correction.masks.m")
     shown = {trial.label for trial in build_mask_trials("m", spec, rows()) if (trial.factor == 0).any()}
     sides = {"side -1"} if entry.usual[0] is not None else set()
     assert shown - {""} == sides | {"side +1"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.bounds import compute_fingerprint
+from recipe.offpolicy.correction.spec import compute_fingerprint
 from recipe.offpolicy.proof.gradient import Proof, ShiftResult
 from recipe.offpolicy.proof.verify import LivenessError, verify, verify_update
 from recipe.offpolicy.worker.metrics import Packet

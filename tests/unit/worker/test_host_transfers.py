@@ -22,7 +22,7 @@ from recipe.offpolicy.batch.micro_batch import LAST
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, compute_constants
 from recipe.offpolicy.batch.weight_versions import CHUNKS
 from recipe.offpolicy.correction import CorrectionSpec, deferred_value
-from recipe.offpolicy.correction.bounds import WEIGHT, Side, read_bounds
+from recipe.offpolicy.correction.spec import WEIGHT, Side, read_bounds
 from recipe.offpolicy.monitor.moving_bounds import UNITS
 from recipe.offpolicy.worker import loss as worker_loss
 from recipe.offpolicy.worker import metrics as packets

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.terms import KlWeightSpec
+from recipe.offpolicy.correction.read_parts import read_kl_weight
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY
 from recipe.offpolicy.worker.terms import choose_surrogate, compute_clipped_kl, compute_weighted_kl, replace_kl
@@ -129,7 +129,7 @@ def test_the_ratio_says_which_policy_sampled() -> None:
     pi = torch.zeros(1, 1)
     policies = (pi, pi - 1, pi - 2, pi - 1, "k1")
     for ratio, expected in (("ppo", math.e), ("full", math.e**2)):
-        weight = KlWeightSpec.from_mapping({"ratio": ratio, "upper": None})
+        weight = read_kl_weight({"ratio": ratio, "upper": None})
         surrogate = choose_surrogate(CorrectionSpec(kl_weight=weight))
         assert surrogate is not None
         assert surrogate(*policies).item() == pytest.approx(expected)

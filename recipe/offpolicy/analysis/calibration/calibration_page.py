@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...correction import CorrectionSpec
-from ...correction.bounds import format_bounds
+from ...correction.spec import format_bounds
 from ...correction.statistics import BUCKETS
 from ...recording import Step
 from ..jobs import ALONE, Jobs, map_steps

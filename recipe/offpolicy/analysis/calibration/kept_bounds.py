@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...correction import MaskSpec
-from ...correction.mask_spec import compute_proposal_limit
+from ...correction.masks import compute_proposal_limit
 from ...correction.ratios import EXP_CLAMP
 from .floor import (
     Floats,

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...correction import CorrectionSpec, MaskSpec, SpecError
-from ...correction.masks import compute_extremes, find_applicable
+from ...correction.masks import compute_extremes
 from ...correction.ratios import compute_log_ratio, find_valid_tokens
-from ...correction.units import partition_units
+from ...correction.units import find_applicable, partition_units
 from ...correction.weights import compute_log_weight
 from ...recording import Recording, RecordingError, Rows, Step
 from ...recording.recording import get_trainers_pi_old

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ...correction import CorrectionSpec, SpecError, recommended
-from ...correction.bounds import format_bounds
+from ...correction.spec import format_bounds
 from ...recording import Recording, RecordingError
 from ..attribution.attribution import Attribution, attribute
 from ..attribution.attribution_page import describe_unexplained, format_shares, is_healthy

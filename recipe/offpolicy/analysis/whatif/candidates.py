@@ -22,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_patches.moved_options import MOVED, explain_moved
 
 from ...correction import CorrectionSpec, SpecError
+from ...correction.correction_parts import OF_THE_TRAINER
 from ...correction.problem import find_closest, set_to
-from ...correction.proximal import OF_THE_TRAINER
 from ...preflight.composed import AUTO as AUTO_PROXIMAL
 from ...preflight.hydra_groups import (
     AUTO,

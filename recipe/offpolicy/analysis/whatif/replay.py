@@ -29,8 +29,8 @@ from ...correction import (
     rollout_stage,
     step_stage,
 )
-from ...correction.denominator import HAS_DENOMINATOR, compute_scale_of_counts
-from ...correction.proximal import OF_THE_TRAINER, TOLERANCE
+from ...correction.correction_parts import OF_THE_TRAINER, TOLERANCE
+from ...correction.decisions import HAS_DENOMINATOR, compute_scale_of_counts
 from ...correction.ratios import clamp_and_exp
 from ...recording import Rows
 from ...recording.recording import read_config
@@ -376,7 +376,7 @@ class DenominatorCounts:
         return ""
 
     def compute_scale(self, rows: Rows, kept: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Compute the factor of each row, (N,) float64; see ``correction.denominator.compute_scale_of_counts``.
+        """Compute the factor of each row, (N,) float64; see ``correction.decisions.compute_scale_of_counts``.
 
         Args:
             rows: rows for which ``explain_unknown`` is empty.

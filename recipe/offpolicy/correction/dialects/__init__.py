@@ -10,17 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from .areal import AREAL
-from .ms_swift import MS_SWIFT
-from .nemo_rl import NEMO_RL
-from .open_instruct import OPEN_INSTRUCT
-from .openrlhf import OPENRLHF
+from .correction_sections import AREAL, OPENRLHF, ROLL
+from .flat_arguments import MILES, MS_SWIFT, OPEN_INSTRUCT, SLIME, TRL
+from .loss_sections import NEMO_RL, PRIME_RL, SKYRL
 from .peer import Peer
-from .prime_rl import PRIME_RL
-from .roll import ROLL
-from .skyrl import SKYRL
-from .slime import MILES, SLIME
-from .trl import TRL
 from .verl import VERL
 
 PEERS: Final[Mapping[str, Peer]] = {

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
 from ..correction_parts import CorrectionParts
-from ..mask_spec import MaskSpec
+from ..masks import MaskSpec
 from ..problem import SpecError
 from ..weights import WeightSpec
-from .skyrl import SKYRL_DEFAULTS
+from .loss_sections import SKYRL_DEFAULTS
 from .verl import VERL_DEFAULTS, VERL_REJECTIONS
 
 _AROUND: Final = {

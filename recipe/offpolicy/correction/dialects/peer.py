@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Final
 
 from ..problem import SpecError
+from .options import Options
 
 _WORDS: Final = re.compile(
     r"importance|icepop|mask|log_?prob|logp(?![a-z])|centering|replay|loss_type|(?<![a-z])tis(?!t)|_is$"
@@ -40,27 +41,6 @@ def names_a_correction(name: str) -> bool:
 def _to_snake(name: str) -> str:
     """Convert a name to lower case with underscores, as in the tables."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-
-
-@dataclass(frozen=True)
-class Options:
-    """Values of the keys that a converter reads, by full path.
-
-    Attributes:
-        values: values of all these keys, with the framework's default for a key that is not given.
-        given: the keys that are given.
-    """
-
-    values: Mapping[str, Any]
-    given: frozenset[str] = frozenset()
-
-    def __getitem__(self, path: str) -> Any:
-        return self.values[path]
-
-    def has_section(self, path: str) -> bool:
-        """Return True if a section is given and not null; it may be empty."""
-        below = any(each.startswith(f"{path}.") for each in self.given)
-        return below or (path in self.given and self.values[path] is not None)
 
 
 @dataclass(frozen=True)
@@ -113,8 +93,8 @@ class Peer:
     sections: tuple[str, ...]
     read: Mapping[str, Any]
     convert: Callable[[Options], dict[str, Any]]
-    unsaid: Mapping[str, tuple[tuple[Any, ...], str]]
-    plain: frozenset[str]
+    unsaid: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    plain: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
     switches: frozenset[str] = frozenset()
     context: frozenset[str] = frozenset()
@@ -122,9 +102,7 @@ class Peer:
 
     def knows(self, path: str) -> bool:
         """Return True if the full path is in the table."""
-        return (
-            path in self.read or self._find(self.unsaid, path) is not None or self._find(self.plain, path) is not None
-        )
+        return path in self.read or bool(self._find(self.unsaid, path) or self._find(self.plain, path))
 
     def read_source(self, source: Any, ignore: frozenset[str] = frozenset()) -> Reading:
         """Read a whole configuration, a section or flat options, given as a mapping or as an object with attributes.
@@ -170,24 +148,16 @@ class Peer:
 
     def _find_start(self, paths: list[str]) -> str:
         """Find the prefix missing from a configuration's paths: a section, the path above a section, or nothing."""
-        owners = {f"{section}." for section in self.sections}
-        for start in self._list_starts():
-            inside = [path for path in paths if f"{start}{path}.".startswith(tuple(owners))]
-            if start not in owners and inside:
+        owners = tuple(f"{section}." for section in self.sections)
+        above = {owner[: place + 1] for owner in owners for place, letter in enumerate(owner) if letter == "."}
+        for start in sorted({"", *above}, key=len):
+            full = [start + path for path in paths]
+            if start not in owners and any(f"{path}.".startswith(owners) for path in full):
                 return start
-            if start in owners and any(
-                start + path in self.read or self._find(self.unsaid, start + path) for path in paths
-            ):
+            if start in owners and any(path in self.read or self._find(self.unsaid, path) for path in full):
                 return start
-        bare = self.sections and not any("." in path or self.knows(path) for path in paths)
-        return f"{self.sections[0]}." if bare else ""
-
-    def _list_starts(self) -> list[str]:
-        found = [""]
-        for section in self.sections:
-            names = section.split(".")
-            found += [".".join(names[: place + 1]) + "." for place in range(len(names))]
-        return sorted(set(found), key=len)
+        bare = owners and not any("." in path or self.knows(path) for path in paths)
+        return owners[0] if bare else ""
 
     def _judge_unknown(self, path: str, full: str, value: Any, section: str) -> dict[str, Any]:
         """Return the key, to be listed, if it concerns no correction; raise ``SpecError`` if it may concern one."""

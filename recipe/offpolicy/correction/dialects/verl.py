@@ -7,9 +7,9 @@ import math
 from typing import Any, Final
 
 from ..problem import SpecError
-from ..validation import read_bool, read_number
-from .mapping import build_mask, read_choice, read_ratio_bound
-from .peer import Options, Peer, words
+from ..validation import read_number
+from .options import Options, build_mask, read_ratio_bound
+from .peer import Peer, words
 
 VERL_DEFAULTS: Final[dict[str, Any]] = {
     "rollout_is": None,
@@ -35,6 +35,8 @@ VERL_REJECTIONS: Final[dict[str, tuple[str, str]]] = {
     "seq_max_k3": ("sequence", "k3_max"),
 }
 _SECTION: Final = "algorithm.rollout_correction"
+_BYPASS: Final = f"{_SECTION}.bypass_mode"
+_NORMALIZE: Final = f"{_SECTION}.rollout_is_batch_normalize"
 _LOSS_MODE: Final = "actor_rollout_ref.actor.policy_loss.loss_mode"
 _YAML_UNDERSCORE: Final = (
     "YAML and Hydra read an unquoted 0.5_2 as the number 0.52 and 2_5 as 25, so quote a pair of bounds"
@@ -42,64 +44,39 @@ _YAML_UNDERSCORE: Final = (
 
 
 def _convert(options: Options) -> dict[str, Any]:
-    where = _SECTION
-    values = {key: options[f"{where}.{key}"] for key in VERL_DEFAULTS}
-    bypass = read_bool(values, "bypass_mode", where)
-    normalize = read_bool(values, "rollout_is_batch_normalize", where)
-    loss_type = read_choice(values["loss_type"], ("ppo_clip", "reinforce"), f"{where}.loss_type", optional=False)
-    level = read_choice(values["rollout_is"], ("token", "sequence"), f"{where}.rollout_is")
+    bypass, normalize = options.flag(_BYPASS), options.flag(_NORMALIZE)
+    loss_type = options.choice(f"{_SECTION}.loss_type", "ppo_clip", "reinforce")
+    level = options.choice_or_null(f"{_SECTION}.rollout_is", "token", "sequence")
     if loss_type == "reinforce" and not bypass:
-        raise SpecError(
-            "verl reads loss_type only in bypass mode.",
-            f"Set {where}.bypass_mode=true, or leave loss_type out.",
-            key=f"{where}.loss_type",
-            value="reinforce",
-            alongside={f"{where}.bypass_mode": False},
-        )
+        fix = f"Set {_BYPASS}=true, or leave loss_type out."
+        raise options.refuse(f"{_SECTION}.loss_type", "verl reads loss_type only in bypass mode.", fix, _BYPASS)
     if normalize and level is None:
-        raise SpecError(
-            "there is no weight to normalise.",
-            f"Set {where}.rollout_is=token, or leave rollout_is_batch_normalize out.",
-            key=f"{where}.rollout_is_batch_normalize",
-            value=True,
-            alongside={f"{where}.rollout_is": None},
-        )
+        fix = f"Set {_SECTION}.rollout_is=token, or leave rollout_is_batch_normalize out."
+        raise options.refuse(_NORMALIZE, "there is no weight to normalise.", fix, f"{_SECTION}.rollout_is")
     if options[_LOSS_MODE] == "bypass_mode" and not bypass:
-        reason = "this loss corrects with keys that are not read here."
-        raise SpecError(
-            reason, f"Set {where}.bypass_mode=true, and the correction there.", key=_LOSS_MODE, value="bypass_mode"
-        )
-    ratio = "full" if bypass else "rollout"
-    weight: dict[str, Any] | None = None
+        fix = f"Set {_BYPASS}=true, and the correction there."
+        raise options.refuse(_LOSS_MODE, "this loss corrects with keys that are not read here.", fix)
+    ratio, weight = "full" if bypass else "rollout", None
     if level is not None:
-        lower: float | None
-        lower, upper = read_verl_weight_bounds(values["rollout_is_threshold"], f"{where}.rollout_is_threshold")
+        key = f"{_SECTION}.rollout_is_threshold"
+        lower, upper = read_verl_weight_bounds(options[key], key)
         if not bypass or loss_type == "reinforce":
             if normalize and bypass:
-                raise SpecError(
-                    "verl divides by each micro-batch's own mean of pi / mu, so the loss depends on how a batch "
-                    "is split.",
-                    key=f"{where}.rollout_is_batch_normalize",
-                    value=True,
-                    alongside={f"{where}.bypass_mode": True},
-                    proposed={f"{where}.rollout_is_batch_normalize": False},
+                reason = (
+                    "verl divides by each micro-batch's own mean of pi / mu, so the loss depends on how a batch is "
+                    "split."
                 )
-            weight = {
-                "level": level,
-                "kind": "truncate" if lower is None else "reject",
-                "lower": lower,
-                "upper": upper,
-                "ratio": ratio,
-                "normalize": normalize,
-            }
-    masks: dict[str, Any] = {}
-    rejections = read_verl_rejections(values["rollout_rs"], values["rollout_rs_threshold"], f"{where}.")
-    for option, (lower, upper) in rejections.items():
-        unit, aggregate = VERL_REJECTIONS[option]
+                raise options.refuse(_NORMALIZE, reason, f"Set {_NORMALIZE}=false.", _BYPASS)
+            kind = "truncate" if lower is None else "reject"
+            weight = {"level": level, "kind": kind, "lower": lower, "upper": upper, "ratio": ratio}
+            weight["normalize"] = normalize
+    rejections, thresholds = options[f"{_SECTION}.rollout_rs"], options[f"{_SECTION}.rollout_rs_threshold"]
+    masks = {
         # The name becomes part of a metric's name, which must not contain "max".
-        masks[option.replace("max", "largest")] = build_mask(unit, aggregate, lower, upper, ratio)
-    proximal = "bypass" if bypass else "recompute"
-    return {"weight": weight, "masks": masks, "proximal": proximal}
+        option.replace("max", "largest"): build_mask(*VERL_REJECTIONS[option], *bounds, ratio)
+        for option, bounds in read_verl_rejections(rejections, thresholds, f"{_SECTION}.").items()
+    }
+    return {"weight": weight, "masks": masks, "proximal": "bypass" if bypass else "recompute"}
 
 
 def read_verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, float]:
@@ -128,7 +105,8 @@ def read_verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, flo
             value=threshold,
             proposed={key: 2.0},
         )
-    return read_ratio_bound(lower, key), _finite(read_ratio_bound(upper, key))
+    read_ratio_bound(upper, key)
+    return read_ratio_bound(lower, key), upper
 
 
 def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[str, tuple[float | None, float]]:
@@ -157,41 +135,24 @@ def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[s
                 "verl ignores it.", f"Set {rs}, or leave {ts} out.", key=ts, value=threshold, alongside={rs: None}
             )
         return {}
-    names = [name.strip() for name in rollout_rs.split(",")] if isinstance(rollout_rs, str) else []
-    options = list(dict.fromkeys(name for name in names if name))
+    names = rollout_rs.split(",") if isinstance(rollout_rs, str) else []
+    options = list(dict.fromkeys(name.strip() for name in names if name.strip()))
+    known = ", ".join(VERL_REJECTIONS)
     if not options:
-        raise SpecError(
-            "expected names of rejections.",
-            f"Set options separated by commas, or null. Known: {_known()}.",
-            key=rs,
-            value=rollout_rs,
-        )
-    for option in options:
-        if option not in VERL_REJECTIONS:
-            near = {each: difflib.get_close_matches(each, VERL_REJECTIONS, 1, cutoff=0)[0] for each in options}
-            raise SpecError(
-                f"{option!r} is unknown.",
-                f"Known: {_known()}.",
-                key=rs,
-                value=rollout_rs,
-                proposed={rs: ",".join(near.values())},
-            )
+        fix = f"Set options separated by commas, or null. Known: {known}."
+        raise SpecError("expected names of rejections.", fix, key=rs, value=rollout_rs)
+    if unknown := [option for option in options if option not in VERL_REJECTIONS]:
+        near = ",".join(difflib.get_close_matches(each, VERL_REJECTIONS, 1, cutoff=0)[0] for each in options)
+        reason, fix = f"{unknown[0]!r} is unknown.", f"Known: {known}."
+        raise SpecError(reason, fix, key=rs, value=rollout_rs, proposed={rs: near})
     if threshold is None:
-        raise SpecError(
-            "nothing is rejected.",
-            "Set a threshold for each option, or one for all.",
-            key=ts,
-            alongside={rs: rollout_rs},
-        )
+        fix = "Set a threshold for each option, or one for all."
+        raise SpecError("nothing is rejected.", fix, key=ts, alongside={rs: rollout_rs})
     parts = [part for part in threshold.split(",") if part.strip()] if isinstance(threshold, str) else [threshold]
     if len(parts) not in (1, len(options)):
-        raise SpecError(
-            f"{len(parts)} thresholds for the {len(options)} options.",
-            "Set one for all, or one each, separated by commas.",
-            key=ts,
-            value=threshold,
-            alongside={rs: rollout_rs},
-        )
+        reason = f"{len(parts)} thresholds for the {len(options)} options."
+        fix = "Set one for all, or one each, separated by commas."
+        raise SpecError(reason, fix, key=ts, value=threshold, alongside={rs: rollout_rs})
     parts = parts * len(options) if len(parts) == 1 else parts
     return {option: _rejection_bounds(option, part, ts) for option, part in zip(options, parts, strict=True)}
 
@@ -202,49 +163,33 @@ def _rejection_bounds(option: str, threshold: Any, key: str) -> tuple[float | No
         if lower is not None:
             raise SpecError(f"{option} has only an upper bound.", key=key, value=threshold, proposed={key: upper})
         return None, upper
-    if lower is None:
-        if upper < 1:
-            raise SpecError(
-                f"a single bound u of {option} means [1/u, u], which is empty below 1. {_YAML_UNDERSCORE}, "
-                f"{key}='0.5_2'.",
-                "Set a bound above 1.",
-                key=key,
-                value=threshold,
-            )
-        return 1 / upper, upper
-    return 1 / upper, 1 / lower
+    if lower is None and upper < 1:
+        reason = (
+            f"a single bound u of {option} means [1/u, u], which is empty below 1. {_YAML_UNDERSCORE}, {key}='0.5_2'."
+        )
+        raise SpecError(reason, "Set a bound above 1.", key=key, value=threshold)
+    return 1 / upper, upper if lower is None else 1 / lower
 
 
 def _pair(threshold: Any, key: str) -> tuple[float | None, float]:
     """Read bounds from a number, or from a string "upper" or "lower_upper"; all numbers must be positive."""
-    if not isinstance(threshold, str):
-        return None, _positive(_finite(read_number(threshold, key)), threshold, key)
-    try:
-        bounds = [float(part) for part in threshold.split("_")]
-    except ValueError:
-        bounds = []
-    if len(bounds) not in (1, 2) or not all(map(math.isfinite, bounds)):
-        raise SpecError("no number.", "Set one bound such as 2.0, or two such as '0.5_2.0'.", key=key, value=threshold)
-    for bound in bounds:
-        _positive(bound, threshold, key)
+    if isinstance(threshold, str):
+        try:
+            bounds = [float(part) for part in threshold.split("_")]
+        except ValueError:
+            bounds = []
+        if len(bounds) not in (1, 2) or not all(map(math.isfinite, bounds)):
+            fix = "Set one bound such as 2.0, or two such as '0.5_2.0'."
+            raise SpecError("no number.", fix, key=key, value=threshold)
+    else:
+        number = read_number(threshold, key)
+        assert number is not None, "a missing threshold is refused before"
+        bounds = [number]
+    if any(bound <= 0 or math.isinf(1 / bound) for bound in bounds):
+        raise SpecError("bounds are positive numbers.", "Set one above 0.", key=key, value=threshold)
     if bounds[0] > bounds[-1]:
         raise SpecError("nothing lies between.", "Swap the bounds.", key=key, value=threshold)
     return (None if len(bounds) == 1 else bounds[0]), bounds[-1]
-
-
-def _positive(bound: float, given: Any, key: str) -> float:
-    if bound <= 0 or math.isinf(1 / bound):
-        raise SpecError("bounds are positive numbers.", "Set one above 0.", key=key, value=given)
-    return bound
-
-
-def _finite(bound: float | None) -> float:
-    assert bound is not None
-    return bound
-
-
-def _known() -> str:
-    return ", ".join(VERL_REJECTIONS)
 
 
 _OLDER: Final = "belongs to an older verl; set algorithm.rollout_correction.rollout_is=token and .rollout_is_threshold."

@@ -11,11 +11,10 @@ from verl_patches.execution_path import USE_V1, count_prompts, describe_mode
 from verl_patches.releases import attributes_of
 
 from ...correction import MaskSpec, WeightSpec
-from ...correction.denominator import GROUP_ESTIMATORS, HAS_DENOMINATOR
-from ...correction.mask_spec import compute_arithmetic_limit, compute_proposal_limit
+from ...correction.decisions import GROUP_ESTIMATORS, HAS_DENOMINATOR
+from ...correction.masks import compute_arithmetic_limit, compute_proposal_limit, get_usual_bounds
 from ...correction.problem import Problem, format_value
 from ...correction.ratios import EXP_CLAMP
-from ...correction.validation import get_usual_bounds
 from ..composed import (
     ACTOR,
     BATCH,

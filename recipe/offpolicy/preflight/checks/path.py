@@ -15,8 +15,8 @@ from verl_patches.execution_path import FULLY_ASYNC, LEGACY, STRATEGY, USE_V1, L
 from verl_patches.releases import TESTED
 from verl_patches.runtime_env import KEY, ContradictionError, forward
 
+from ...correction.correction_parts import WITHOUT_FORWARD
 from ...correction.problem import CheckError, Problem, set_to
-from ...correction.proximal import WITHOUT_FORWARD
 from ...support.support_settings import CENTERING, SUPPORT
 from ..composed import (
     ACTOR,

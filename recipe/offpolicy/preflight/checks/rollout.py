@@ -17,8 +17,8 @@ from verl_patches.execution_path import STRATEGY
 from verl_patches.runtime_env import KEY as RUNTIME_ENV
 from verl_patches.runtime_env import MODEL_RUNNER
 
+from ...correction.correction_parts import WITHOUT_FORWARD
 from ...correction.problem import MU, Problem, Requirement, find_closest, find_unmet, set_to
-from ...correction.proximal import WITHOUT_FORWARD
 from ...correction.recommended import BATCH_INVARIANT
 from ...replay.replay_settings import (
     MEGATRON_ROUTER_REPLAY,

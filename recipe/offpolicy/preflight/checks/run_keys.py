@@ -21,8 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.execution_path import FULLY_ASYNC, USE_V1, count_prompts
 
+from ...correction.correction_parts import WITHOUT_FORWARD
 from ...correction.problem import Problem, find_closest, format_value, set_to
-from ...correction.proximal import WITHOUT_FORWARD
 from ..composed import (
     ACTOR,
     BACKEND,

@@ -14,8 +14,8 @@ from verl_patches.execution_path import FULLY_ASYNC, USE_V1, describe_mode
 from ...batch.declared_keys import build_unknown
 from ...batch.plan import PROVE_EVERY
 from ...correction import MaskSpec, WeightSpec, recommended
+from ...correction.correction_parts import BY_AGE
 from ...correction.problem import Problem, find_closest, format_value, remove, set_to
-from ...correction.proximal import BY_AGE
 from ...delivery.delivery_settings import find_problems as delivery_problems
 from ...extensions.add_on import find_problems as extension_problems
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems

@@ -8,11 +8,11 @@ import pytest
 from recipe.offpolicy.analysis.calibration.floor import NotIdentifiedError, estimate_noise_floor
 from recipe.offpolicy.analysis.calibration.parts import BoundedPart
 from recipe.offpolicy.analysis.calibration.scores import RowState, Scores
-from recipe.offpolicy.correction.mask_spec import MaskSpec
+from recipe.offpolicy.correction.read_parts import read_mask
 from tests.support.corrections import opsm
 
 ROWS = 400
-PART = BoundedPart("masks.opsm", MaskSpec.from_mapping(opsm(0.1), key="correction.masks.opsm"), "lower")
+PART = BoundedPart("masks.opsm", read_mask(opsm(0.1), key="correction.masks.opsm"), "lower")
 
 
 def scores() -> Scores:

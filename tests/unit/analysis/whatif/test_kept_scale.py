@@ -18,7 +18,7 @@ from recipe.offpolicy.analysis.whatif.replay import DenominatorCounts, count_kep
 from recipe.offpolicy.analysis.whatif.study import Study, run_study
 from recipe.offpolicy.batch.plan import SCALE, BatchSplit, build_row_columns
 from recipe.offpolicy.correction import BatchConstants
-from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR, assign_mini_batches
+from recipe.offpolicy.correction.decisions import HAS_DENOMINATOR, assign_mini_batches
 from recipe.offpolicy.recording import Recording, Rows
 from tests.support.acted import acted, by_hand, varied_rows
 from tests.support.corrections import TIS, band, spec

@@ -12,7 +12,7 @@ import torch
 from recipe.offpolicy.analysis.whatif.measures import build_reference_block, compute_weighed_advantages
 from recipe.offpolicy.analysis.whatif.replay import BaseLoss, count_kept_tokens, decide, iterate_blocks
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
-from recipe.offpolicy.correction.terms import PenaltySpec
+from recipe.offpolicy.correction.correction_parts import PenaltySpec
 from tests.support.acted import by_hand
 from tests.support.corrections import band, spec
 
