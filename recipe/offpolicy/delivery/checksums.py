@@ -39,14 +39,9 @@ class Checksum(NamedTuple):
 
 def add_checksums(parts: Iterable[Checksum]) -> Checksum:
     """Add the checksums of disjoint parts of a tensor, or of several tensors."""
-    size = total = squares = 0
-    for part in parts:
-        size, total, squares = size + part.size, total + part.total, squares + part.squares
-    return Checksum(size, _wrap(total), _wrap(squares))
-
-
-def _wrap(value: int) -> int:
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+    size, *sums = (sum(column) for column in zip(Checksum(0, 0, 0), *parts, strict=True))
+    total, squares = ((value + (1 << 63)) % (1 << 64) - (1 << 63) for value in sums)  # as int64 wraps
+    return Checksum(size, total, squares)
 
 
 def sum_bits(tensor: Tensor, dtype: torch.dtype | None = None, device: str | None = None) -> Tensor:
@@ -70,15 +65,11 @@ def compute_checksums(
     tensors: Iterable[tuple[str, Tensor, torch.dtype | None]], device: str | None = None
 ) -> dict[str, Checksum]:
     """Compute the checksum of each named tensor, rounded to the dtype given for it; see ``sum_bits``."""
-    names, counts, sums = [], [], []
-    for name, tensor, dtype in tensors:
-        names.append(name)
-        counts.append(tensor.numel())
-        sums.append(sum_bits(tensor, dtype, device))
-    if not names:
+    found = [(name, tensor.numel(), sum_bits(tensor, dtype, device)) for name, tensor, dtype in tensors]
+    if not found:
         return {}
-    pairs = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
-    return {name: Checksum(count, *pair) for name, count, pair in zip(names, counts, pairs, strict=True)}
+    pairs = torch.stack([sums.to(found[0][2].device) for *_, sums in found]).tolist()
+    return {name: Checksum(count, *pair) for (name, count, _), pair in zip(found, pairs, strict=True)}
 
 
 def plain_name(name: str) -> str:
@@ -236,33 +227,35 @@ def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str,
     if _SENT in vars(worker):
         return {"weights": dict(vars(worker)[_SENT]), "sent": True, "update": []}
     module = _find_module(worker)
-    own = [(plain_name(name), parameter) for name, parameter in module.named_parameters(remove_duplicate=False)]
-    dtypes = {
-        name: parameter.dtype if others.get(name) == AS_SENT else getattr(torch, others.get(name, default))
-        for name, parameter in own
-    }
-    shards = [
-        (name, shard, parameter.requires_grad)
-        for name, parameter in own
-        if (shard := _find_shard(parameter)) is not None
-    ]
+    shards: dict[str, tuple[str, Tensor, torch.dtype]] = {}
+    trained = set()
+    for full_name, parameter in module.named_parameters(remove_duplicate=False):
+        if (shard := _find_shard(parameter)) is not None:
+            name = plain_name(full_name)
+            held = others.get(name, default)
+            shards[name] = (name, shard, parameter.dtype if held == AS_SENT else getattr(torch, held))
+            trained |= {name} if parameter.requires_grad else set()
     # Offloaded parameters are on the host, where their checksums would take seconds to compute.
-    device = "cuda" if torch.cuda.is_available() else None
-    weighed = compute_checksums(((name, shard, dtypes[name]) for name, shard, _ in shards), device)
-    trained = {name: trains for name, _, trains in shards}
+    weighed = compute_checksums(shards.values(), "cuda" if torch.cuda.is_available() else None)
     sample = vars(worker).setdefault("_offpolicy_sample", UpdateSample())
-    update = sample.step((name, shard, dtypes[name]) for name, shard, trains in shards if trains)
-    return {
-        "weights": {name: [*each, int(trained[name])] for name, each in weighed.items()},
-        "sent": False,
-        "update": update,
-    }
+    update = sample.step(shard for name, shard in shards.items() if name in trained)
+    weights = {name: [*each, int(name in trained)] for name, each in weighed.items()}
+    return {"weights": weights, "sent": False, "update": update}
+
+
+def _find_engine(worker: Any) -> Any:
+    """Return verl's engine; None in a legacy worker."""
+    return getattr(getattr(worker, "actor", None), "engine", None)
 
 
 def _find_module(worker: Any) -> Any:
     """Return the trained model: a module, or Megatron's list of modules."""
-    engine = getattr(getattr(worker, "actor", None), "engine", None)
+    engine = _find_engine(worker)
     return getattr(worker, "actor_module_fsdp", None) if engine is None else engine.module
+
+
+def _is_first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def _find_shard(parameter: Tensor) -> Tensor | None:
@@ -270,13 +263,10 @@ def _find_shard(parameter: Tensor) -> Tensor | None:
     from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(parameter, DTensor):
-        first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        return parameter.detach() if first else None
+        return parameter.detach() if _is_first_rank() else None
     place = parameter.device_mesh.get_coordinate()
-    if place is None:
-        return None
-    copies = [at for at, kind in zip(place, parameter.placements, strict=True) if isinstance(kind, Replicate)]
-    if any(copies):
+    copies = zip(place or (), parameter.placements, strict=False)
+    if place is None or any(at for at, kind in copies if isinstance(kind, Replicate)):
         return None
     shard: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
     return shard
@@ -319,8 +309,7 @@ def watch_sent(worker: Any, dtype: str) -> None:
     if not _sends_other_tensors(worker):
         return
     vars(worker)[_SENT] = {}
-    engine = getattr(getattr(worker, "actor", None), "engine", None)
-    if engine is not None:
+    if (engine := _find_engine(worker)) is not None:
         export = engine.get_per_tensor_param
 
         def get_per_tensor_param(*args: Any, **kwargs: Any) -> Any:
@@ -339,10 +328,9 @@ def watch_sent(worker: Any, dtype: str) -> None:
 
 def _note_sent(worker: Any, tensors: Any, dtype: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the sent tensors; on rank 0, record their checksums, rounded as in the rollout engine."""
-    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     noted: dict[str, list[int]] = vars(worker)[_SENT]
     for name, tensor in tensors:
-        if first:
+        if _is_first_rank():
             rounded = None if "lora_" in name else getattr(torch, dtype)
             (each,) = compute_checksums([(name, tensor, rounded)]).values()
             noted[plain_name(name)] = [*each, 1]
@@ -356,7 +344,7 @@ def _sends_other_tensors(worker: Any) -> bool:
     if not isinstance(module, torch.nn.Module):
         return True
     model = getattr(module, "_fsdp_wrapped_module", module)
-    engine = getattr(getattr(worker, "actor", None), "engine", None)
+    engine = _find_engine(worker)
     # For other engines, and for models whose names verl converts, the names of the sent tensors differ from those of
     # the parameters.
     renamed = bool(getattr(model, "_checkpoint_conversion_mapping", None))
@@ -373,8 +361,5 @@ def add_method(worker: type) -> None:
     """Add the method ``weigh_offpolicy`` to verl's actor workers, in every process of a run."""
     from verl.single_controller.base.decorator import Dispatch, register
 
-    def weigh_offpolicy(self: Any, default: str, others: Mapping[str, str]) -> dict[str, Any]:
-        return weigh_own(self, default, others)
-
-    method: Callable[..., Any] = register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)(weigh_offpolicy)
+    method: Callable[..., Any] = register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)(weigh_own)
     worker.weigh_offpolicy = method  # type: ignore[attr-defined]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
 from ..batch.declared_keys import Section, count, read_shipped_defaults
-from ..correction import Problem
 
 SECTION = "offpolicy.delivery"
 LEAST_SEEN = 0.5
@@ -42,6 +40,5 @@ KEYS = Section(
 )
 
 
-def find_problems(config: DictConfig) -> Iterator[Problem]:
-    """Find invalid values of the keys."""
-    return KEYS.find_problems(config)
+find_problems = KEYS.find_problems
+"""Find invalid values of ``offpolicy.delivery``."""

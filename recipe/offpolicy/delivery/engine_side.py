@@ -122,8 +122,8 @@ def observe_update(
     load = model.load_weights
 
     def dtype_of(target: str) -> torch.dtype | None:
-        held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-        return held[target].dtype if target in held else None
+        tensor = _list_tensors(model).get(target)
+        return None if tensor is None else tensor.dtype
 
     model.load_weights = lambda given: load_observed(load, sources, given, functools.cache(dtype_of))
     try:
@@ -132,17 +132,19 @@ def observe_update(
         del model.load_weights
 
 
-def weigh_parameters(worker: Any, named: bool) -> dict[str, Any]:
+def _list_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """List the parameters and buffers of a model by name."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+
+def weigh_parameters(worker: Any) -> dict[str, Any]:
     """Compute the checksum of each group of parameters that share source tensors.
 
     Args:
         worker: vLLM's worker with verl's extension.
-        named: whether to list the sources of each group; if False, only their number is returned, because the caller
-            already has the names.
     """
     sources: Sources = vars(worker).setdefault("_offpolicy_sources", Sources())
-    model = worker.model_runner.model
-    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    held = _list_tensors(worker.model_runner.model)
     groups = _group(sources, held)
     weighed = compute_checksums(
         (f"{number} {name}", held[name], None) for number, (_, names) in enumerate(groups) for name in names
@@ -150,35 +152,36 @@ def weigh_parameters(worker: Any, named: bool) -> dict[str, Any]:
     rows: list[list[Any]] = []
     for number, (given, names) in enumerate(groups):
         whole = add_checksums(weighed[f"{number} {name}"] for name in names)
-        dtype = str(held[names[0]].dtype).removeprefix("torch.")
-        rows.append([given if named else [], *whole, dtype])
-    adapters = sorted(worker.list_loras()) if sources.adapter else []
-    found = {"groups": rows, "received": sources.received, "skipped": sources.skipped}
-    found |= {"adapter": sources.adapter, "adapters": adapters, "names": sorted(sources.names) if named else []}
-    found |= {"first": sources.first or {}}
+        rows.append([given, *whole, str(held[names[0]].dtype).removeprefix("torch.")])
+    found = {
+        "groups": rows,
+        "received": sources.received,
+        "skipped": sources.skipped,
+        "adapter": sources.adapter,
+        "adapters": sorted(worker.list_loras()) if sources.adapter else [],
+        "names": sorted(sources.names),
+        "first": sources.first or {},
+    }
     sources.received, sources.first = 0, None
     return found
 
 
 def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], list[str]]]:
     """Group tensors that were loaded into the same parameters; return each group's sorted sources and parameters."""
-    group_of: dict[str, int] = {}
-    members: dict[int, tuple[set[str], set[str]]] = {}
-    names_of: dict[str, list[str]] = {}
-    for name in sorted(sources.names):
-        names_of.setdefault(_key(name), []).append(name)
-    for number, (key, targets) in enumerate(sources.targets.items()):
-        targets = {target for target in targets if target in held}
-        if not targets:
-            continue
-        mine = {group_of[target] for target in targets if target in group_of}
-        merged = (set(names_of.get(key, ())), targets)
-        for other in mine:
-            before = members.pop(other)
-            merged = (merged[0] | before[0], merged[1] | before[1])
-        members[number] = merged
-        group_of |= dict.fromkeys(merged[1], number)
-    return [(sorted(given), sorted(names)) for given, names in members.values() if given]
+    names_of: dict[str, set[str]] = {}
+    for name in sources.names:
+        names_of.setdefault(_key(name), set()).add(name)
+    groups: list[tuple[set[str], set[str]]] = []
+    group_of: dict[str, tuple[set[str], set[str]]] = {}
+    for key, targets in sources.targets.items():
+        given, names = names_of.get(key, set()), targets & held.keys()
+        for group in {id(group_of[name]): group_of[name] for name in names if name in group_of}.values():
+            groups.remove(group)
+            given, names = given | group[0], names | group[1]
+        if names:
+            groups.append((given, names))
+            group_of |= dict.fromkeys(names, groups[-1])
+    return [(sorted(given), sorted(names)) for given, names in groups if given]
 
 
 def tell_root_cause(error: BaseException) -> str:
@@ -207,12 +210,9 @@ def extend_worker() -> None:
     # Start-up checks compare signatures; because of ``functools.wraps``, they see the original signature.
     @functools.wraps(update)
     def _update_weights(self: Any, weights: Any, peft_config: Any, base_sync_done: Any) -> Any:
-        weights = list(weights)
-        quantised = _is_quantised(utils, self)
-        return observe_update(update, self, weights, peft_config, base_sync_done, quantised)
-
-    def weigh_offpolicy(self: Any, named: bool = True) -> dict[str, Any]:
-        return weigh_parameters(self, named)
+        qat = getattr(self, "_is_qat_model", False) or getattr(self, "_is_modelopt_qat", False)
+        quantised = qat or getattr(self.model_runner.vllm_config, "quant_config", None) is not None
+        return observe_update(update, self, list(weights), peft_config, base_sync_done, quantised)
 
     receive = extension.update_weights_from_ipc
 
@@ -225,14 +225,7 @@ def extend_worker() -> None:
 
     extension.update_weights_from_ipc = update_weights_from_ipc
     extension._update_weights = _update_weights
-    setattr(extension, METHOD, weigh_offpolicy)
-
-
-def _is_quantised(utils: Any, worker: Any) -> bool:
-    if getattr(worker, "_is_qat_model", False) or getattr(worker, "_is_modelopt_qat", False):
-        return True
-    config = worker.model_runner.vllm_config
-    return getattr(config, "quant_config", None) is not None
+    setattr(extension, METHOD, weigh_parameters)
 
 
 def extend_server() -> None:

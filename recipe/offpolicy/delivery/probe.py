@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
@@ -64,13 +64,11 @@ def compare_changes(engine: Tensor, expected: Tensor, *, seed: int = 0) -> Chang
         expected: (S, T) float64, de; 0 after a sequence's end.
         seed: seed of the random signs.
     """
-    square = (expected * expected).sum(-1)
-    whole = float(square.sum())
+    square, along = (expected * expected).sum(-1), (engine * expected).sum(-1)
+    whole, count = float(square.sum()), len(square)
     if not whole > 0:
         return Change(math.nan, math.inf, 1.0)
-    along = (engine * expected).sum(-1)
     slope = float(along.sum()) / whole
-    count = len(square)
     spread = float((along - slope * square).square().sum())
     error = math.sqrt(spread * count / max(count - 1, 1)) / whole
     residual = along - square
@@ -204,36 +202,37 @@ class Probe:
             self._uncached = join_responses(rows, self._longest - 2)
             return {}
         pending, self._pending = self._pending, []
+        heard = [(replica, self._collect(replica, cached, asked)) for replica, cached, asked in pending]
+        heard = [(replica, answers) for replica, answers in heard if answers]
         metrics: dict[str, float] = {}
-        heard = [
-            (replica, answers)
-            for replica, cached, asked in pending
-            if (answers := self._collect(replica, cached, asked))
-        ]
-        if not heard or len(batch.uids) < len(self._sequences):
-            return metrics
-        own = self._compute_own(batch)
-        for replica, answers in heard if own else ():
-            metrics |= self._judge(replica, answers, own, synchronisation, update_seen)
+        if heard and len(batch.uids) >= len(self._sequences):
+            try:
+                own = batch.compute_log_probs([(ids[:1], ids[1:]) for ids in self._sequences])
+            except Exception as error:
+                self._stop_asking(f"the trainer cannot score the probe: {error}")
+                return metrics
+            for replica, answers in heard:
+                metrics |= self._judge(replica, answers, own, synchronisation, update_seen)
         return metrics
 
-    def _collect(self, replica: Any, cached: Any, asked: Sequence[Any]) -> list[list[float]] | None:
-        everything = [*([] if cached is None else [cached]), *asked]
+    def _collect(self, replica: Any, cached: Any, asked: Sequence[Any]) -> list[list[float]]:
+        """Wait for the answers of a replica; empty if they are late or incomplete."""
+        everything = [*asked] if cached is None else [cached, *asked]
         _, late = ray.wait(everything, num_returns=len(everything), timeout=PATIENCE)
         if late:
-            return None
+            return []
         try:
             outputs = ray.get(everything)
         except Exception as error:  # a failing engine ends the run elsewhere, with its own message
             self._stop_asking(f"the rollout engine does not answer: {error}")
-            return None
+            return []
         if cached is not None:
             self._judge_cache(replica, outputs.pop(0).extra_fields.get("num_cached_tokens"))
         answers = [output.extra_fields.get("prompt_logprobs") for output in outputs]
         if any(not answer for answer in answers):
             if all(output.token_ids for output in outputs):  # none was aborted
                 self._stop_asking("the rollout server returns no log-probs of prompts")
-            return None
+            return []
         return [[token[0] for token in answer[:-1]] for answer in answers]
 
     def _judge_cache(self, replica: Any, found: int | None) -> None:
@@ -242,18 +241,8 @@ class Probe:
             raise LivenessError(
                 f"the rollout engine kept its prefix cache after receiving new weights, in {KEPT_IN_A_ROW} probes in "
                 f"a row: {found} of {len(self._uncached)} tokens of the first request were found in the cache. "
-                "Responses are sampled "
-                f"with keys and values of older weights. {self._advice}"
+                f"Responses are sampled with keys and values of older weights. {self._advice}"
             )
-
-    def _compute_own(self, batch: Any) -> list[list[float]]:
-        pairs = [(ids[:1], ids[1:]) for ids in self._sequences]
-        try:
-            own: list[list[float]] = batch.compute_log_probs(pairs)
-        except Exception as error:
-            self._stop_asking(f"the trainer cannot score the probe: {error}")
-            return []
-        return own
 
     def _stop_asking(self, reason: str) -> None:
         self._off = reason
@@ -267,10 +256,8 @@ class Probe:
         ]
         metrics = {"probe_apart": sum(gaps) / len(gaps)}
         test = self._tests.setdefault(id(replica), ProbeTest())
-        if seen < LOOSE:  # rounding alone keeps the answers unchanged, even if the weights were delivered
-            return metrics
-        outcome = test.step(answers, own)
-        if outcome == "first":
+        # If seen is small, rounding alone keeps the answers unchanged, even if the weights were delivered.
+        if seen < LOOSE or (outcome := test.step(answers, own)) == "first":
             return metrics
         change = test.change
         metrics |= {"probe_slope": change.slope, "probe_error": change.error, "probe_p": change.p}
@@ -285,6 +272,6 @@ class Probe:
 
 
 def _ask(server: Any, ids: Sequence[int], params: Mapping[str, Any]) -> Any:
-    generate: Callable[..., Any] = server.generate.remote
     sampling = {"max_tokens": 1, "temperature": 1.0, **params}
-    return generate(prompt_ids=list(ids), sampling_params=sampling, request_id=f"delivery-{uuid4().hex}")
+    request_id = f"delivery-{uuid4().hex}"
+    return server.generate.remote(prompt_ids=list(ids), sampling_params=sampling, request_id=request_id)

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import ray
 from omegaconf import DictConfig, OmegaConf
@@ -21,7 +21,6 @@ from verl_patches import rollout_seams
 from ..extensions.add_on import AddOn
 from ..extensions.batch_view import BatchView
 from ..proof.verify import LivenessError
-from ..recording.run import RunRecord
 from .checksums import (
     AS_SENT,
     Checksum,
@@ -49,31 +48,17 @@ KEPT = 4
 """Number of past synchronisations whose checksums are kept, so that late weights are recognised."""
 
 
-class ActorRun(Protocol):
-    """A run of any of verl's trainers."""
-
-    @property
-    def recording(self) -> RunRecord | None: ...
-
-    @property
-    def workers(self) -> Any:
-        """The worker group of the actor."""
-
-    @property
-    def global_steps(self) -> int: ...
-
-
 class WeightDelivery(AddOn):
     """``offpolicy.delivery``.
 
     Args:
-        run: the run whose workers send the weights.
+        run: the run whose workers send the weights, with ``recording``, ``workers`` and ``global_steps``.
         settings: how often weights are compared.
     """
 
     proof_name = "delivery"
 
-    def __init__(self, run: ActorRun, settings: DeliverySettings) -> None:
+    def __init__(self, run: Any, settings: DeliverySettings) -> None:
         self._run, self._settings = run, settings
         self._syncs = self._updates = self._longest = self._intervals = 0
         self._engines: dict[int, Engine] = {}
@@ -144,10 +129,7 @@ class WeightDelivery(AddOn):
         if self._rollout.name != "vllm":
             return self._say(f"weights of the rollout engine {self._rollout.name} are not compared.")
         engines = [self._engines.setdefault(id(replica), Engine()) for replica in manager.replicas]
-        asked = [
-            replica.servers[0].collective_rpc.remote(METHOD, kwargs={"named": not engine.named})
-            for replica, engine in zip(manager.replicas, engines, strict=True)
-        ]
+        asked = [replica.servers[0].collective_rpc.remote(METHOD) for replica in manager.replicas]
         # Use the dtypes that the engines reported last; if the answers show that the dtypes have changed, ask again.
         ready = all(engine.dtypes and not engine.skipped for engine in engines)
         dtypes = _find_dtypes(engines, self._rollout) if ready else None
@@ -166,15 +148,13 @@ class WeightDelivery(AddOn):
                 raise
             self._metrics["proved"] = math.nan
             return self._say("the rollout engine uses its own worker class: weights are not compared.")
-        for replica, engine, answer in zip(given.manager.replicas, given.engines, answers, strict=True):
-            if not engine.read(answer):  # the names of the sent tensors have changed
-                engine.named = False
-                engine.read(ray.get(replica.servers[0].collective_rpc.remote(METHOD, kwargs={"named": True})))
-        judged = [engine for engine in given.engines if engine.answered and not engine.skipped]
+        for engine, answer in zip(given.engines, answers, strict=True):
+            engine.read(answer)
+        judged = [engine for engine in given.engines if not engine.skipped]
         for reason in sorted({engine.skipped for engine in given.engines} - {""}):
             self._say(f"{reason}: weights are not compared.")
         if not judged:
-            self._metrics["proved"] = float("nan")
+            self._metrics["proved"] = math.nan
             return
         if silent := [engine for engine in judged if not engine.received_names]:
             if given.manager.backend == "delta_sharded":
@@ -199,7 +179,7 @@ class WeightDelivery(AddOn):
         if self._updates > (FEWEST if self._intervals < 3 else 4 * self._longest):
             self._stop(
                 f"{self._updates} updates were made since verl last sent weights to the rollout engine; the longest "
-                f"previous interval was {self._longest} updates. {_ADVICE}"
+                f"previous interval was {self._longest} updates. {_advise('sums')}"
             )
 
     def _judge(
@@ -236,15 +216,12 @@ class WeightDelivery(AddOn):
 
     def _report(self, found: Sequence[Comparison], update: Sequence[float], first: bool) -> None:
         equal, unknown = (sum(len(getattr(each, name)) for each in found) for name in ("equal", "unknown"))
-        self._metrics |= {"proved": 1.0 if equal else float("nan"), "equal": float(equal), "unknown": float(unknown)}
+        self._metrics |= {"proved": 1.0 if equal else math.nan, "equal": float(equal), "unknown": float(unknown)}
+        along, square, own, rounded, _ = update or [0.0] * 5
         if update:
-            along, square, own, rounded, _ = update
-            self._metrics |= {
-                "update_seen": along / square if square else float("nan"),
-                "changed": rounded / own if own else float("nan"),
-            }
+            self._metrics["update_seen"] = along / square if square else math.nan
+            self._metrics["changed"] = rounded / own if own else math.nan
             self._warn_of_rounding(along, square)
-        along, square, *_ = update or (0.0, 0.0)
         self._record("equal", tensors=equal, along=along, square=square)
         if first:
             logger.info(
@@ -252,10 +229,8 @@ class WeightDelivery(AddOn):
             )
         if unknown:
             names = sorted({name for each in found for name in each.unknown})
-            self._say(
-                f"{len(names)} tensors are not compared, because the engine stores them in its own layout: "
-                f"{_names(names)}."
-            )
+            reason = "are not compared, because the engine stores them in its own layout"
+            self._say(f"{len(names)} tensors {reason}: {_names(names)}.")
 
     def _warn_of_rounding(self, along: float, square: float) -> None:
         """Warn once that updates are lost in the rounding to the engine's dtype although all weights are delivered."""
@@ -290,58 +265,29 @@ def _advise(key: str) -> str:
     )
 
 
-_ADVICE = _advise("sums")
-
-
 class Engine:
-    """State of one rollout server."""
+    """State of one rollout server: the latest answers of its workers, and what was learned from all of them."""
 
     def __init__(self) -> None:
-        self.sources: list[list[tuple[str, ...]]] = []
         self.dtypes: dict[str, str] = {}
-        self.received_names: list[str] = []
-        self.received = 0
-        self.answered = self.named = False
         self.skipped = ""
-        self.adapter: dict[str, Checksum] = {}
-        self._has_adapter = True
-        self._first: dict[str, Checksum] = {}
-        self._base_names: set[str] = set()
-        self._ranks: list[list[Held]] = []
         self._comparer = HeldComparer()
 
-    def read(self, answer: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Read the answers of a server's workers; None if the server's class is not verl's.
-
-        Returns:
-            Whether the answers could be read without the names of their groups.
-        """
-        self.answered = bool(answer)
-        self.skipped = "" if answer else "the rollout server does not return checksums of its workers"
+    def read(self, answer: Sequence[Mapping[str, Any]] | None) -> None:
+        """Read the answers of a server's workers; None if the server's class is not verl's."""
         if not answer:
-            return True
-        groups = [len(rank["groups"]) for rank in answer]
-        if self.named and groups != [len(rank) for rank in self.sources]:
-            return False
+            self.skipped = "the rollout server does not return checksums of its workers"
+            return
         self.skipped = next((rank["skipped"] for rank in answer if rank["skipped"]), "")
         self.received = sum(rank["received"] for rank in answer)
-        if not self.named:
-            self.sources = [[tuple(group[0]) for group in rank["groups"]] for rank in answer]
-            self._base_names = {name for rank in answer for name in rank["names"]}
-            self.named = True
         self._ranks = [
-            [
-                Held(names, Checksum(*sums), dtype)
-                for names, (_, *sums, dtype) in zip(sources, rank["groups"], strict=True)
-            ]
-            for sources, rank in zip(self.sources, answer, strict=True)
+            [Held(tuple(names), Checksum(*sums), dtype) for names, *sums, dtype in rank["groups"]] for rank in answer
         ]
         self.dtypes = {name: held.dtype for rank in self._ranks for held in rank for name in held.sources}
         self.adapter = {name: Checksum(*sums) for name, sums in answer[0]["adapter"].items()}
         self._first = {name: Checksum(*sums) for rank in answer for name, sums in rank["first"].items()}
         self._has_adapter = all(rank["adapters"] for rank in answer)
-        self.received_names = sorted(self._base_names | self.adapter.keys())
-        return True
+        self.received_names = sorted({name for rank in answer for name in rank["names"]} | self.adapter.keys())
 
     def compare(self, own: Mapping[str, Checksum], judge: bool = True) -> Comparison:
         """Compare with the trainer's checksums; with ``judge=False``, the result is not remembered."""
@@ -371,17 +317,15 @@ def _find_dtypes(engines: Sequence[Engine], rollout: Any) -> tuple[str, dict[str
 
 def _add_ranks(ranks: Sequence[Any]) -> tuple[dict[str, Checksum], list[str] | None, list[float]]:
     """Merge the reports of the trainer's ranks: checksums, names of trained tensors, and the update."""
+    weights = [(name, each) for rank in ranks for name, each in rank["weights"].items()]
     parts: dict[str, list[Checksum]] = {}
-    trained: dict[str, None] = {}
-    for rank in ranks:
-        for name, (*sums, trains) in rank["weights"].items():
-            parts.setdefault(name, []).append(Checksum(*sums))
-            if trains:
-                trained[name] = None
+    for name, (*sums, _) in weights:
+        parts.setdefault(name, []).append(Checksum(*sums))
     own = {name: add_checksums(each) for name, each in parts.items()}
+    trained = list(dict.fromkeys(name for name, (*_, trains) in weights if trains))
     updates = [rank["update"] for rank in ranks if rank["update"]]
     update = [sum(column) for column in zip(*updates, strict=True)]
-    return own, None if any(rank["sent"] for rank in ranks) else list(trained), update
+    return own, None if any(rank["sent"] for rank in ranks) else trained, update
 
 
 def _dtype(given: Any) -> str:

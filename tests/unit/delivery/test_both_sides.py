@@ -109,8 +109,8 @@ class Server:
         for part in (weights[:3], weights[3:]):
             observe_update(self.load, self.worker, part, {"r": 2} if adapter else None, adapter, quantised=False)
 
-    def weigh(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
-        return [weigh_parameters(self.worker, **kwargs)]
+    def weigh(self, method: str) -> list[Any]:
+        return [weigh_parameters(self.worker)]
 
 
 class World:
