@@ -33,28 +33,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = build_parser().parse_args(arguments)
     require_modules("attribute", "torch", "pyarrow", "polars", "xxhash", "hydra", *list_output_modules(options))
+    from .analysis import plotting
     from .analysis.attribution.attribution import attribute
+    from .analysis.attribution.attribution_page import build_page, draw_overview
     from .analysis.jobs import JobsError, prepare_process, read_arguments
-    from .analysis.plotting import PageError, check_outputs
     from .analysis.table import to_plain
     from .recording import Recording, RecordingError
 
     prepare_process()
     try:
-        check_outputs(options, "attribution")
+        plotting.check_outputs(options, "attribution")
         recording = Recording(options.directory)
         jobs = read_arguments(options, recording, recording.choose_steps(options.steps))
         found = attribute(recording, steps=options.steps, worst=options.worst, jobs=jobs, tokenizer=options.tokenizer)
         if options.png:
-            from .analysis import plotting
-            from .analysis.attribution.attribution_page import draw_overview
-
             plotting.save(draw_overview(found), options.png)
         if options.html:
-            from .analysis.attribution.attribution_page import build_page
-
             build_page(found, str(options.directory)).write(options.html)
-    except (RecordingError, PageError, JobsError, OSError) as error:
+    except (RecordingError, plotting.PageError, JobsError, OSError) as error:
         return refuse("attribute", error)
     if options.json:
         print(json.dumps(to_plain(found), allow_nan=False))  # noqa: T201
@@ -80,30 +76,23 @@ def _show(found: Any) -> None:
         tables.format_replayed(found.whole),
         f"Ids are shown instead of text: {found.without_text}." if found.without_text else "",
         tables.format_verdict(found),
-        *(f"Fix for {fix}" for fix in tables.list_fixes(found)),
+        *tables.list_fixes(found),
     )
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's arguments."""
-    parser = argparse.ArgumentParser(
-        prog=name_program("attribute"),
-        description="Attribute the mismatch of a recorded run to its sources and causes.",
-    )
-    parser.add_argument(
-        "directory", type=Path, metavar="DIR", help="the recording: the directory named by offpolicy.record.dir"
-    )
-    parser.add_argument(
-        "--steps",
-        type=read_steps,
-        metavar="FIRST:LAST",
-        help="steps to read: one number, or a range whose start or end may be left out (default: all)",
-    )
-    parser.add_argument("--worst", type=_count, default=12, metavar="N", help="worst tokens and rows to list (12)")
-    parser.add_argument("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write the picture")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    about = "Attribute the mismatch of a recorded run to its sources and causes."
+    parser = argparse.ArgumentParser(prog=name_program("attribute"), description=about)
+    add = parser.add_argument
+    add("directory", type=Path, metavar="DIR", help="the recording: the directory named by offpolicy.record.dir")
+    steps = "steps to read: one number, or a range whose start or end may be left out (default: all)"
+    add("--steps", type=read_steps, metavar="FIRST:LAST", help=steps)
+    add("--worst", type=_count, default=12, metavar="N", help="worst tokens and rows to list (12)")
+    add("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)
+    add("--png", type=Path, metavar="FILE", help="write the picture")
+    add("--html", type=Path, metavar="FILE", help="write a self-contained page")
+    add("--json", action="store_true", help="print everything as JSON")
     add_jobs(parser)
     return parser
 

@@ -46,7 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _replay(given: argparse.Namespace) -> Study:
     from .analysis.jobs import read_arguments
-    from .analysis.whatif import whatif_page
     from .analysis.whatif.candidates import RECORDED, UNCORRECTED, Candidate, build_candidates
     from .analysis.whatif.study import run_study
     from .recording import Recording
@@ -54,13 +53,9 @@ def _replay(given: argparse.Namespace) -> Study:
     recording = Recording(given.directory)
     steps = recording.choose_steps(given.steps)
     # Grid keys are checked against the correction that was active first; each step is replayed with its own correction.
-    first = recording.part(steps[0], 0).spec
-    asked = build_candidates(given.spec or [[RECORDED]], given.grid, first)
-    if given.html:
-        for line in whatif_page.describe_left_out(1 + sum(one.error is None for one in asked)):
-            sys.stderr.write(f"whatif: {line}\n")
-    baseline = Candidate(UNCORRECTED, UNCORRECTED)
-    return run_study(recording, steps, (baseline, *asked), jobs=read_arguments(given, recording, steps))
+    asked = build_candidates(given.spec or [[RECORDED]], given.grid, recording.part(steps[0], 0).spec)
+    jobs = read_arguments(given, recording, steps)
+    return run_study(recording, steps, (Candidate(UNCORRECTED, UNCORRECTED), *asked), jobs=jobs)
 
 
 def _write(result: Study, given: argparse.Namespace) -> None:
@@ -70,10 +65,9 @@ def _write(result: Study, given: argparse.Namespace) -> None:
 
     try:
         if given.json:
-            text = json.dumps(whatif_page.build_document(result), indent=2, allow_nan=False) + "\n"
+            sys.stdout.write(json.dumps(whatif_page.build_document(result), indent=2, allow_nan=False) + "\n")
         else:
-            text = _format_tables(result)
-        sys.stdout.write(text)
+            sys.stdout.write(_format_tables(result))
         sys.stdout.flush()
     except BrokenPipeError:
         # The files must still be written after the reader has closed the pipe, so the rest of the buffer is discarded.
@@ -115,23 +109,17 @@ def build_parser() -> argparse.ArgumentParser:
         "selects deviating tokens. The cost is shown by the bias columns, which are distances from the "
         "untruncated weights pi / mu.",
     )
-    parser.add_argument(
-        "directory", metavar="DIR", type=Path, help="the recording: the directory named by offpolicy.record.dir"
-    )
-    parser.add_argument(
-        "--spec", action="append", nargs="+", default=[], metavar="OVERRIDE",
-        help="Hydra overrides of one correction, as for a launch, or 'recorded'; may be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--grid", action="extend", nargs="+", default=[], metavar="KEY=VALUE,VALUE",
-        help="values of a key to try; several grids are crossed, on every --spec that has the key",
-    )  # fmt: skip
-    parser.add_argument(
-        "--steps", type=read_steps, metavar="FIRST:LAST", help="steps to replay, both ends included; default: all"
-    )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the results")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs no network")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add = parser.add_argument
+    add("directory", metavar="DIR", type=Path, help="the recording: the directory named by offpolicy.record.dir")
+    spec = "Hydra overrides of one correction, as for a launch, or 'recorded'; may be repeated"
+    add("--spec", action="append", nargs="+", default=[], metavar="OVERRIDE", help=spec)
+    grid = "values of a key to try; several grids are crossed, on every --spec that has the key"
+    add("--grid", action="extend", nargs="+", default=[], metavar="KEY=VALUE,VALUE", help=grid)
+    steps = "steps to replay, both ends included; default: all"
+    add("--steps", type=read_steps, metavar="FIRST:LAST", help=steps)
+    add("--png", type=Path, metavar="FILE", help="draw the results")
+    add("--html", type=Path, metavar="FILE", help="write one page that needs no network")
+    add("--json", action="store_true", help="print JSON instead of tables")
     add_jobs(parser)
     return parser
 

@@ -9,7 +9,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
@@ -50,41 +50,55 @@ class Jobs:
     count: int = 1
     ray: str | None = None
 
-    def map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+    def map(self, work: Callable[[Item], Result], items: Sequence[Item], what: str = "") -> Iterator[Result]:
         """Yield ``work(item)`` for each of ``items``, in their order, with few results in memory at a time.
 
         If a process dies, the items that it was processing are started again.
 
         Args:
             work: a module-level function, or a partial of one.
+            what: name of the work, for a progress bar if standard error is a terminal; empty for no bar.
 
         Raises:
             JobsError: an item's process died ``TRIES`` times, or there is no cluster at the address.
             Exception: any exception that ``work`` raised.
         """
+        found: Iterator[Result]
         if self.ray is not None:
-            return _map_on_ray(work, items, self.ray)
-        if self.count == 1 or len(items) < 2:
-            return map(work, items)
-        return _map_in_processes(work, items, min(self.count, len(items)))
+            found = _map_on_ray(work, items, self.ray)
+        elif self.count == 1 or len(items) < 2:
+            found = map(work, items)
+        else:
+            found = _map_in_processes(work, items, min(self.count, len(items)))
+        if not (what and sys.stderr.isatty()):
+            return found
+        from rich.console import Console
+        from rich.progress import track
+
+        return iter(track(found, what, total=len(items), console=Console(stderr=True), transient=True))
 
 
 ALONE: Final = Jobs()
+
+
+def _run_ahead(submit: Callable[[Any, Item], Any], work: Any, items: Iterable[Item], most: int) -> Iterator[Any]:
+    """Yield ``submit(work, item)`` for each item, in order, with at most ``most`` items submitted but not yielded."""
+    waiting: deque[Any] = deque()
+    for item in items:
+        waiting.append(submit(work, item))
+        if len(waiting) == most:
+            yield waiting.popleft()
+    while waiting:
+        yield waiting.popleft()
 
 
 def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], count: int) -> Iterator[Result]:
     place, tries = 0, 0
     while place < len(items):
         pool = ProcessPoolExecutor(count, _prepare_forks(work), initializer=prepare_process)
-        waiting: deque[Future[Result]] = deque()
-        ahead = iter(items[place:])
         try:
-            while True:
-                while len(waiting) < AHEAD * count and (item := next(ahead, ...)) is not ...:
-                    waiting.append(pool.submit(work, item))
-                if not waiting:
-                    break
-                found = waiting.popleft().result()
+            for future in _run_ahead(pool.submit, work, items[place:], AHEAD * count):
+                found = future.result()
                 place, tries = place + 1, 0
                 yield found
         except BrokenProcessPool as error:
@@ -128,39 +142,25 @@ def prepare_process() -> None:
 def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: str) -> Iterator[Result]:
     import ray
 
-    _connect(address)
+    # A tool connects only once, because each connection starts new workers, which have to import torch again.
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except Exception as error:  # the type depends on what is wrong with the address
+            raise JobsError(
+                f"--ray {address}: no cluster answers there ({error}). Fix: give the address that `ray start` printed."
+            ) from error
     # Ray restarts the task of a worker that died, and counts the attempts.
     task = ray.remote(max_retries=TRIES - 1, num_cpus=1)(_run_alone)
-    shared, ahead = ray.put(work), iter(items)
     most = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
-    waiting: deque[Any] = deque()
-    while True:
-        while len(waiting) < most and (item := next(ahead, ...)) is not ...:
-            waiting.append(task.remote(shared, item))
-        if not waiting:
-            return
+    for found in _run_ahead(task.remote, ray.put(work), items, most):
         try:
-            found = ray.get(waiting.popleft())
+            result = ray.get(found)
         except ray.exceptions.RayTaskError as error:
             raise error.as_instanceof_cause() from None
         except ray.exceptions.RayError as error:
             raise JobsError(f"a task on the cluster at {address} died {TRIES} times: {error}") from error
-        yield found
-
-
-def _connect(address: str) -> None:
-    """Connect this process to a cluster, unless it is already connected."""
-    import ray
-
-    # A tool connects only once, because each connection starts new workers, which have to import torch again.
-    if ray.is_initialized():
-        return
-    try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except Exception as error:  # the type depends on what is wrong with the address
-        raise JobsError(
-            f"--ray {address}: no cluster answers there ({error}). Fix: give the address that `ray start` printed."
-        ) from error
+        yield result
 
 
 def _run_alone(work: Callable[[Item], Result], item: Item) -> Result:
@@ -196,16 +196,4 @@ def map_steps(
     if not isinstance(steps, Recording):
         return (work([step]) for step in steps)
     reader = steps.in_pieces() if in_pieces else steps
-    alone = [reader.only(number) for number in steps.steps]
-    return show_progress(jobs.map(work, alone), len(alone), what)
-
-
-def show_progress(results: Iterable[Result], total: int, what: str) -> Iterator[Result]:
-    """Yield ``results``; if standard error is a terminal, show how many of the ``total`` have arrived."""
-    if not sys.stderr.isatty():
-        yield from results
-        return
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(results, what, total=total, console=Console(stderr=True), transient=True)
+    return jobs.map(work, [reader.only(number) for number in steps.steps], what)

@@ -27,7 +27,6 @@ from recipe.offpolicy.analysis.jobs import (
     map_steps,
     prepare_process,
     read_arguments,
-    show_progress,
 )
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.correction import CorrectionSpec
@@ -132,7 +131,7 @@ def test_a_large_recording_gets_a_process_a_core(recorded: Recording, monkeypatc
 
 
 def test_progress_is_shown_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(show_progress(iter([1, 2]), 2, "reading")) == [1, 2]
+    assert list(Jobs(1).map(square, [1, 2], "reading")) == [1, 4]
     assert capsys.readouterr().err == ""
 
 

@@ -13,7 +13,7 @@ import polars as pl
 
 from ...monitor.mismatch_shares import COLUMNS, RECENT
 from ...recording import Recording, RecordingError, Rows, concatenate
-from ..jobs import ALONE, Jobs, show_progress
+from ..jobs import ALONE, Jobs
 from .cause import NUMERICS, STALE, Cause
 from .causes import find_causes
 from .decomposition import (
@@ -85,7 +85,7 @@ def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs
     """
     sample = RowSample.of_steps(recording.steps, TOKENS)
     steps = [recording.only(step) for step in recording.steps if step in (sample.steps or ())]
-    rows = concatenate(list(show_progress(jobs.map(partial(_sample_step, sample), steps), len(steps), "sampling")))
+    rows = concatenate(list(jobs.map(partial(_sample_step, sample), steps, "sampling")))
     stale = has_stale_tokens(rows)
     return describe_faults(_add_delivery(find_causes(rows, card), recording.delivery, stale=stale), stale=stale)
 
@@ -237,7 +237,7 @@ def attribute(
     sample = RowSample.of_steps(chosen, SEARCHED) if size > SEARCHED * BYTES_A_TOKEN else RowSample()
     card = {**recording.card, **({"tokenizer": tokenizer} if tokenizer else {})}
     read = partial(_read_step, worst, sample)
-    parts = show_progress(jobs.map(read, [recording.only(step) for step in chosen]), len(chosen), "attributing")
+    parts = jobs.map(read, [recording.only(step) for step in chosen], "attributing")
     return attribute_parts(
         zip(chosen, parts, strict=True), card, recording.delivery, worst=worst, sampled=sample.steps is not None
     )

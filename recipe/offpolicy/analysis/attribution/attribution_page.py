@@ -35,10 +35,15 @@ def describe_unexplained(attribution: Attribution) -> str:
     """Describe, in one or two sentences, an attribution that found no cause."""
     kl = compute_kl(attribution)
     if not is_healthy(attribution):
-        return (
+        ages = [version.staleness for version in attribution.versions]
+        large = (
             f"The mismatch is large and its cause unknown: KL(mu, pi_old) is {kl:.2g} nats per token; between two "
-            f"healthy engines it is at most {THRESHOLDS.healthy:g}.{_only_stale(attribution)}"
+            f"healthy engines it is at most {THRESHOLDS.healthy:g}."
         )
+        # Fresh rows let the decomposition separate the effect of age; rows with unknown versions do not show age.
+        if 0 in ages or max(ages, default=-1) < 1:
+            return large
+        return f"{large} No row is fresh (weights up to {max(ages)} steps old), so age alone may be the cause."
     if all(cause.verdict == "not testable" for cause in attribution.causes):
         why = list(dict.fromkeys(cause.sentence for cause in attribution.causes))
         return f"No cause can be tested: {'; '.join(why)}."
@@ -53,16 +58,6 @@ def describe_unexplained(attribution: Attribution) -> str:
         f"No cause stands out: the difference is as small and as even as between two healthy engines, with a "
         f"KL(mu, pi_old) of {kl:.2g} nats per token."
     )
-
-
-def _only_stale(attribution: Attribution) -> str:
-    """If no row is fresh, explain that the age of the weights alone may be the cause; otherwise return ""."""
-    ages = [version.staleness for version in attribution.versions]
-    # Fresh rows let the decomposition separate the effect of age; rows with unknown versions do not show age.
-    if 0 in ages or max(ages, default=-1) < 1:
-        return ""
-    age = f"{max(ages)} step{'s' * (max(ages) > 1)}"
-    return f" All rows were sampled by weights up to {age} old and none is fresh, so age alone may be the cause."
 
 
 _MEAN, _STD, _KL = Column("mean", "log pi_old/mu", digits=4), Column("std", digits=4), Column("KL", "nats", digits=6)
@@ -177,12 +172,7 @@ def build_tokens_table(attribution: Attribution) -> Table:
     columns += [_OF_KL, Column("in its context", align="left")]
     rows = [
         [
-            t.step,
-            t.position,
-            t.count,
-            t.mu,
-            t.old,
-            t.pi,
+            *(t.step, t.position, t.count, t.mu, t.old, t.pi),
             _percent(t.share),
             f"{t.before} {OPEN}{t.token}{CLOSE} {t.after}",
         ]
@@ -211,7 +201,7 @@ def build_causes_table(attribution: Attribution) -> Table:
 
 def list_fixes(attribution: Attribution) -> list[str]:
     """List the fix of each present cause, one per line, so that no table cell breaks an override."""
-    return [f"{cause.name}: {cause.fix}" for cause in attribution.causes if cause.fix]
+    return [f"Fix for {cause.name}: {cause.fix}" for cause in attribution.causes if cause.fix]
 
 
 def format_verdict(attribution: Attribution) -> str:
@@ -258,11 +248,12 @@ def build_panels(attribution: Attribution) -> list[Panel]:
 
 
 def _build_steps(attribution: Attribution) -> Panel:
-    steps, parts = list(attribution.by_step), list(attribution.by_step.values())
+    steps, splits = list(attribution.by_step), [part.kl for part in attribution.by_step.values()]
     base, marks = [0.0] * len(steps), []
-    labels = _label_parts(attribution.whole, apart=all(part.kl.backend is not None for part in parts))
+    labels = _label_parts(attribution.whole, apart=all(kl.backend is not None for kl in splits))
     for name, label in labels.items():
-        heights = [_height(part, name) for part in parts]
+        # In nats per token; 0 if both policies agree exactly, so that there is nothing to split.
+        heights = [max((getattr(kl, name) or 0.0) * kl.whole, 0.0) if kl.whole > 0 else 0.0 for kl in splits]
         marks.append(Mark(steps, heights, label, plotting.PALETTE[_COLOURS[name]], bar=0.7, base=base))
         base = [below + height for below, height in zip(base, heights, strict=True)]
     y = Axis("nats per token", limits=(0.0, 1.05 * max(base) or 1.0))
@@ -306,10 +297,11 @@ def _build_profile(name: str, buckets: Sequence[Bucket]) -> Panel:
         Mark([place + 0.2 for place in places], of_kl, "share of KL", bar=0.38),
     ]
     agree = not any(bucket.k3 > 0 for bucket in buckets)
+    names = [str(int(bucket.name) + 1) if name == "turn" else bucket.name for bucket in buckets]
     return Panel(
         f"By {name}" + (" under mu" if name == "probability" else ""),
         f"Shares of tokens and of KL by {name}",
-        Axis(_SHOWN[name], ticks={place: _label(name, bucket.name) for place, bucket in enumerate(buckets)}),
+        Axis(_SHOWN[name], ticks=dict(enumerate(names))),
         Axis("share", form="percent"),
         [] if agree else marks,
         "mu and pi_old agree exactly" if agree else "",
@@ -317,35 +309,22 @@ def _build_profile(name: str, buckets: Sequence[Bucket]) -> Panel:
     )
 
 
-def _height(part: Decomposition, name: str) -> float:
-    """Compute a share of KL in nats per token; 0 if both policies agree exactly, so that there is nothing to split."""
-    return max((getattr(part.kl, name) or 0.0) * part.kl.whole, 0.0) if part.kl.whole > 0 else 0.0
-
-
-def _label(profile: str, bucket: str) -> str:
-    return str(int(bucket) + 1) if profile == "turn" and bucket.isdigit() else bucket
-
-
 METHOD = (
     "log pi/mu of each token is backend + staleness + drift. If expert routes are replayed and log pi_old was "
     "recorded without replay as well, routing is what the trainer's own routes add to it, and the whole is log pi/mu "
     "as it would be without replay: backend + staleness + routing + drift. Shares of variance are covariances with the "
-    "whole, so they sum to 1; a negative share offsets the others. Shares of KL are the increments of k3 as each part "
-    "is added, in this order. The backend's part of stale rows is estimated from fresh rows at the same "
-    "probability, because the trainer runs no forward pass with the weights that sampled them; without fresh rows it "
-    "is not identified. Staleness is determined by the versions that verl records; if the causes show older weights "
-    "than these versions do, backend and staleness are not separated. If the run used mu or a mixture as pi_old "
-    "(correction.proximal=bypass, same_engine or loglinear), pi at a step's first gradient step replaces it, because "
-    "no update has changed pi yet. Rows of later gradient steps are then left out, shares refer to KL(mu, pi_old), "
-    "and drift is not identified."
+    "whole, so they sum to 1. Shares of KL are the increments of k3 as each part is added, in this order. The "
+    "backend's part of stale rows is estimated from fresh rows at the same probability; it is not identified without "
+    "fresh rows, or if the causes show older weights than the versions that verl records. If the run used mu or a "
+    "mixture as pi_old, pi at a step's first gradient step replaces it; rows of later gradient steps are then left "
+    "out, and drift is not identified."
 )
 
 
 def add_sections(page: Page, attribution: Attribution) -> None:
     """Add causes, shares, figures and the worst examples to a page."""
-    fixes = (f"Fix for {fix}" for fix in list_fixes(attribution))
     causes = build_causes_table(attribution)
-    page.add_section("Causes", format_verdict(attribution), *fixes, causes)
+    page.add_section("Causes", format_verdict(attribution), *list_fixes(attribution), causes)
     page.add_section(
         "Where the mismatch comes from",
         METHOD,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -18,18 +15,12 @@ from ...monitor.mismatch_shares import COLUMNS
 from ...recording import Rows
 from .recorded_tokens import Array, hash_ids, hash_prompts
 
-_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Unicode categories of control, format, surrogate, private, unassigned and line-separator characters."""
-
 _OPTION = "Pass --tokenizer FOLDER, the folder of the model's tokenizer, to see text"
 
 
 def escape(text: str) -> str:
-    """Escape control, format and unassigned characters; for example, a line feed becomes \\n."""
-    return "".join(
-        character.encode("unicode_escape").decode() if unicodedata.category(character) in _HIDDEN else character
-        for character in text
-    )
+    """Escape characters that are not printable; for example, a line feed becomes \\n."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 @dataclass(frozen=True)
@@ -64,22 +55,13 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
     model = card.get("tokenizer") or card.get("model")
     if not isinstance(model, str) or not model:
         return TokenDecoder(), f"the recording does not name its model. {_OPTION}"
-    shown = escape(redact_text(model))
-    absent = f"the model is not at {shown}. {_OPTION}"
-    there = Path(model).is_dir()
-    # A Hugging Face model may already be in this machine's cache.
-    if not there and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return TokenDecoder(), absent
     try:
         from transformers import AutoTokenizer
-    except ImportError:
-        return TokenDecoder(), "transformers is not installed. Install it to see text"
-    try:
+
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     # A model folder may contain anything, and the analysis must not fail because text is missing.
     except Exception as error:
-        if not there:
-            return TokenDecoder(), absent
+        shown = escape(redact_text(model))
         return TokenDecoder(), f"{shown} has no readable tokenizer ({type(error).__name__}). {_OPTION}"
     return TokenDecoder(tokenizer), ""
 
@@ -93,6 +75,9 @@ _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log
 _SEARCHED: Final = 8
 """Number of largest values to examine first for each example wanted; more than one, because rows of a prompt share
 their first tokens."""
+_BLOCK: Final = 64
+"""Number of values in a block; the search for the largest values first compares only the largest value of each
+block."""
 Example = TypeVar("Example", "WorstToken", "WorstRow")
 
 
@@ -201,17 +186,24 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
 
 def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: int) -> pl.DataFrame:
     """Find the ``most`` largest sizes above 0, one per context, with ``count`` and ``loss`` over its copies."""
+    # The largest value of each block is enough to find a lower limit for the values to return.
+    tops = np.maximum.reduceat(size, np.arange(0, len(size), _BLOCK)) if len(size) else size
     count = _SEARCHED * most
     while True:
-        least = np.partition(size, -count)[-count] if 0 < count < len(size) else 0.0
+        least = np.partition(tops, -count)[-count] if 0 < count < len(tops) else 0.0
         places = np.flatnonzero((size >= least) & (size > 0))
         places = places[np.argsort(-size[places], kind="stable")]
         _, first = np.unique(context[places], return_index=True)
         places = places[np.sort(first)[:most]]
         if len(places) == most or least <= 0:
             break
-        count *= _SEARCHED
-    copies = [np.flatnonzero((context == context[place]) & (loss >= 0)) for place in places]
+        count *= _BLOCK
+    # A first pass over all contexts compares only a few bits of each.
+    bits, known = context.astype(np.uint16), np.zeros(2**16, dtype=bool)
+    known[bits[places]] = True
+    near = np.flatnonzero(known[bits])
+    near = near[loss[near] >= 0]
+    copies = [near[context[near] == context[place]] for place in places]
     return pl.DataFrame(
         {
             "place": places,

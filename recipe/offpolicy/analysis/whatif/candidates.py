@@ -36,7 +36,7 @@ from ...preflight.hydra_groups import (
 )
 from ...preflight.own_keys import list_groups
 
-_CONFIGS = Path(__file__).resolve().parents[2] / "config"
+_CONFIGS = str(Path(__file__).resolve().parents[2] / "config")
 _PRIMARY = "offpolicy_replay"
 _EXAMPLE = f"Examples: {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.upper=1.02."
 
@@ -49,11 +49,9 @@ def initialize_composer() -> Iterator[None]:
     GlobalHydra.instance().clear()
     # These are the lines of offpolicy_trainer.yaml without verl's own configuration, which a correction does not read.
     defaults = ["offpolicy_base", "_self_", {GROUP: "none"}]
-    ConfigStore.instance().store(
-        name=_PRIMARY, node={"defaults": defaults}, provider="recipe.offpolicy.analysis.whatif"
-    )
+    ConfigStore.instance().store(name=_PRIMARY, node={"defaults": defaults}, provider=__name__)
     try:
-        with initialize_config_dir(str(_CONFIGS), version_base=None):
+        with initialize_config_dir(_CONFIGS, version_base=None):
             yield
     finally:
         HydraConfig.instance().cfg = config
@@ -83,7 +81,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
                 f"{GROUP}={AUTO} depends on a run's configuration. Name the options that it chose; the run printed "
                 "them at its start."
             )
-        mapping = OmegaConf.to_container(config[GROUP], resolve=True)
+        mapping = cast(dict[str, Any], OmegaConf.to_container(config[GROUP], resolve=True))
     except MissingConfigException as error:
         if said := explain_moved(error.missing_cfg_file, overrides):
             raise SpecError(said) from error
@@ -91,14 +89,11 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
         near = suggest_keys(name, list_groups()[GROUP])
         raise SpecError(f"{GROUP}={name}: there is no such option. {near}") from error
     except (HydraException, OmegaConfBaseException) as error:
-        text = " ".join(str(error).split())
-        raise SpecError(f"{' '.join(overrides)}: {text}") from error
-    if not isinstance(mapping, dict):
-        raise SpecError(f"{GROUP}={mapping}: this is not a correction. {_EXAMPLE}")
+        raise SpecError(f"{' '.join(overrides)}: {' '.join(str(error).split())}") from error
     if mapping.get("proximal") == AUTO_PROXIMAL:
         # This is the recorded pi_old, whether a forward pass or the gradient step itself computed it.
         mapping["proximal"] = "recompute"
-    return cast(dict[str, Any], mapping)
+    return mapping
 
 
 def suggest_keys(name: str, known: Iterable[str]) -> str:
@@ -114,8 +109,6 @@ def parse_grid(grid: str) -> tuple[str, list[str]]:
         SpecError: the text is not an override.
     """
     override = _parse(grid)
-    if override.is_delete():
-        raise SpecError(f"{grid}: this deletes a key, so there is nothing to compare. Give key=value,value.")
     swept = override.is_sweep_override()
     return override.key_or_group, list(override.sweep_string_iterator()) if swept else [override.get_value_string()]
 
@@ -260,11 +253,12 @@ def build_candidates(
     """
     axes: dict[str, list[str]] = {}
     for key, values in map(parse_grid, grids):
-        if key in axes:
-            raise SpecError(f"--grid {key} is given twice. Put all of its values into one --grid, separated by commas.")
-        axes[key] = values
+        axes.setdefault(key, []).extend(values)
     with initialize_composer():
-        bases = [_compose_base(list(overrides), recorded) for overrides in specs]
+        bases = [
+            (RECORDED, recorded) if list(each) == [RECORDED] else (" ".join(each), compose_correction(each))
+            for each in specs
+        ]
     alone = all(label == RECORDED for label, _ in bases)
     # The grid keys of each base.
     keys = [_list_keys(mapping) if alone or label != RECORDED else set() for label, mapping in bases]
@@ -281,18 +275,6 @@ def build_candidates(
             if len(found) > MOST:
                 raise SpecError(f"--grid: the values yield more than {MOST} corrections. Give fewer values.")
     return tuple(found.values())
-
-
-def _compose_base(overrides: list[str], recorded: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Compose label and plain values of a spec."""
-    if overrides == [RECORDED]:
-        return RECORDED, recorded
-    if RECORDED in overrides:
-        raise SpecError(
-            f"--spec {' '.join(overrides)}: {RECORDED} takes no overrides. Use --grid key=value to vary the recorded "
-            f"correction."
-        )
-    return " ".join(overrides), compose_correction(overrides)
 
 
 def _build_candidate(base: str, mapping: Mapping[str, Any], point: Mapping[str, str]) -> Candidate:

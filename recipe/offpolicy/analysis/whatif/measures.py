@@ -15,7 +15,7 @@ from ...correction import CorrectionSpec
 from ...correction.ratios import EXP_CLAMP, clamp_and_exp, compute_log_ratio, find_valid_tokens
 from ...correction.statistics import BUCKETS, SIGNS, STALENESS
 from ...recording import Rows
-from .replay import BaseLoss, Block, Decision
+from .replay import Block, Decision, RecordedLoss
 
 Array = NDArray[np.float64]
 
@@ -57,7 +57,7 @@ class ReferenceBlock:
         counted: (B, W) bool, tokens at which gradient weights are compared, that is, where mu, pi_old, pi and A are
             all finite.
         advantages: (B, W) float64, 0 where ``counted`` is False.
-        base_loss: base loss of the run.
+        loss: the run's loss.
         base_factor: (B, W) float64, factor of the base loss with the recorded pi_old.
         ideal: rho A by reference, (B, W); rho is pi / mu of the token, or of all the row's tokens.
         mismatch: (B, W) float64, k3 = rho - 1 - log rho of each token, the sum of which estimates KL(mu, pi); never
@@ -70,7 +70,7 @@ class ReferenceBlock:
     block: Block
     counted: Tensor
     advantages: Tensor
-    base_loss: BaseLoss
+    loss: RecordedLoss
     base_factor: Tensor
     ideal: dict[str, Tensor]
     mismatch: Tensor
@@ -79,14 +79,14 @@ class ReferenceBlock:
     shared: dict[str, Tensor]
 
 
-def build_reference_block(block: Block, base_loss: BaseLoss) -> ReferenceBlock:
+def build_reference_block(block: Block, loss: RecordedLoss) -> ReferenceBlock:
     """Build the quantities with which a block's corrections are compared."""
     log_probs = (block.rollout_log_prob, block.old_log_prob, block.log_prob)
     counted = find_valid_tokens(block.mask, *log_probs, block.advantages)
     full = compute_log_ratio(block.log_prob, block.rollout_log_prob, counted)
     advantages = torch.where(counted, block.advantages, 0.0).double()
     log_r = compute_log_ratio(block.log_prob, block.old_log_prob, counted)
-    base_factor = base_loss.compute_factor(log_r, advantages)
+    base_factor = loss.compute_factor(log_r, advantages)
     uncorrected = base_factor * advantages
     of_row = clamp_and_exp(full.sum(-1, keepdim=True))
     ideal = {"token": clamp_and_exp(full) * advantages, "sequence": of_row * advantages}
@@ -112,7 +112,7 @@ def build_reference_block(block: Block, base_loss: BaseLoss) -> ReferenceBlock:
         "turn/is0/tokens": tokens,
         **{f"turn/{name}/tokens": each.sum(-1).double() for name, each in turns.items()},
     }
-    return ReferenceBlock(block, counted, advantages, base_loss, base_factor, ideal, mismatch, signs, turns, shared)
+    return ReferenceBlock(block, counted, advantages, loss, base_factor, ideal, mismatch, signs, turns, shared)
 
 
 def compute_weighed_advantages(
@@ -134,7 +134,7 @@ def compute_weighed_advantages(
         factor = of.base_factor
         if by.old_log_prob is not of.block.old_log_prob:
             log_r = compute_log_ratio(of.block.log_prob, by.old_log_prob, of.counted)
-            factor = of.base_loss.compute_factor(log_r, of.advantages)
+            factor = of.loss.compute_factor(log_r, of.advantages)
         weight = weight * factor
     weighed = weight * of.advantages
     if spec.penalty is None:

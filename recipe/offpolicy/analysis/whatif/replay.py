@@ -2,9 +2,9 @@
 
 A token's *gradient weight* is the factor that multiplies grad log pi in the policy gradient, leaving out the factors
 that all corrections share: f_t = w_t k_t r_t s. Here w is the weight, k is 1 for a kept token and 0 otherwise, and r is
-the base loss's own factor, see ``BaseLoss`` (1 if there is a weight on pi / mu, because such a loss has no ratio). s is
-the row's factor from ``denominator=kept`` or ``nonfinite=excluded``, see ``study``; it is 1 otherwise. If there is also
-a penalty, ``compute_pull`` is subtracted from f A. Without a correction, f is simply r, with the recorded pi_old.
+the base loss's own factor, see ``RecordedLoss`` (1 if there is a weight on pi / mu, because such a loss has no ratio).
+s is the row's factor from ``denominator=kept`` or ``nonfinite=excluded``, and otherwise 1. A penalty subtracts 2 c log
+r from f A. Without a correction, f is simply r, with the recorded pi_old.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def decide(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block, constant
 
 
 def count_kept_tokens(
-    spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows, constants: BatchConstants, size: int = SIZE
+    spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows, constants: BatchConstants
 ) -> NDArray[np.float64]:
     """Count, for each row, the tokens that the loss's denominator keeps, (N,).
 
@@ -222,13 +222,12 @@ def count_kept_tokens(
 
     Args:
         recorded, constants: as in ``decide``.
-        size: positions in a padded block, see ``iterate_blocks``.
     """
-    kept = np.zeros(len(rows))
     if spec.denominator == "original":
         finite = rows.response_mask & np.isfinite(rows.rollout_log_prob)
         return np.bincount(rows.row_of_token[finite], minlength=len(rows)).astype(np.float64)
-    for one in iterate_blocks(rows, size):
+    kept = np.zeros(len(rows))
+    for one in iterate_blocks(rows):
         old = compute_pi_old(spec, recorded, one)
         stage = rollout_stage(spec, old_log_prob=old, constants=constants, measure="nothing", **_rollout(one))
         kept[one.rows] = stage.keep.sum(-1).numpy()
@@ -259,34 +258,52 @@ def _rollout(rows: Block) -> dict[str, Any]:
     }
 
 
+_ACTOR = "actor_rollout_ref.actor"
+
+
 @dataclass(frozen=True)
-class BaseLoss:
-    """The run's ``actor.policy_loss.loss_mode`` and clips, as recorded.
+class RecordedLoss:
+    """The run's policy loss, as its card describes it.
 
     Attributes:
-        name: the mode; empty if the recording does not contain it.
+        name: ``policy_loss.loss_mode``; empty if the card does not contain it.
         low, high: PPO's clip range, from 1 - low to 1 + high; None if there is no clip.
         dual: upper clip for negative advantages (dual-clip PPO, Ye et al. 2020); None for no such clip.
+        aggregation: ``loss_agg_mode``; empty if the card does not contain it.
+        mini_batch_rows: rows of a mini-batch over all ranks; 0 if unknown.
+        sampled: whether only a share of the rows was recorded.
     """
 
     name: str = ""
     low: float | None = None
     high: float | None = None
     dual: float | None = None
+    aggregation: str = ""
+    mini_batch_rows: int = 0
+    sampled: bool = False
 
     @classmethod
-    def from_card(cls, card: Mapping[str, Any]) -> BaseLoss:
-        """Read the base loss from a recording's card; clips are read only for ``vanilla``."""
-        name = read_config(card, "actor_rollout_ref.actor.policy_loss.loss_mode")
-        if not isinstance(name, str):
-            return cls()
-        if name != "vanilla":
-            return cls(name)
+    def from_card(cls, card: Mapping[str, Any]) -> RecordedLoss:
+        """Read the loss from a recording's card; mini-batches are split as in ``batch.plan``."""
+        name, mode = (read_config(card, f"{_ACTOR}.{key}") for key in ("policy_loss.loss_mode", "loss_agg_mode"))
+        if isinstance(mode, str) and isinstance(release := card.get("release"), str):
+            mode = attributes_of(release).find_policy_aggregation(str(name), mode)
         both, low, high, dual = (
-            read_number(card, f"actor_rollout_ref.actor.clip_ratio{side}") for side in ("", "_low", "_high", "_c")
+            _read_number(card, f"{_ACTOR}.clip_ratio{side}") if name == "vanilla" else None
+            for side in ("", "_low", "_high", "_c")
         )
-        # For a side without a clip of its own, verl uses clip_ratio.
-        return cls(name, both if low is None else low, both if high is None else high, dual)
+        prompts = _read_number(card, f"{_ACTOR}.ppo_mini_batch_size") or 0
+        share = _read_number(card, "offpolicy.record.share")
+        return cls(
+            name=name if isinstance(name, str) else "",
+            # For a side without a clip of its own, verl uses clip_ratio.
+            low=both if low is None else low,
+            high=both if high is None else high,
+            dual=dual,
+            aggregation=mode if isinstance(mode, str) else "",
+            mini_batch_rows=int(prompts * (_read_number(card, "actor_rollout_ref.rollout.n") or 0)),
+            sampled=share is not None and share < 1,
+        )
 
     def compute_factor(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Compute r = pi / pi_old, 0 where the clip stops the gradient; 1 under ``gpg``, whose loss contains no ratio.
@@ -319,43 +336,6 @@ class BaseLoss:
             return "The recording does not name the base loss, so pi / pi_old is used without a clip."
         return f"Base loss {self.name}: its own ratio and clip are not modelled; pi / pi_old is used without a clip."
 
-
-def read_number(card: Mapping[str, Any], key: str) -> float | None:
-    """Read a number from the configuration in a card; None if it is missing or not a number."""
-    value = read_config(card, key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-@dataclass(frozen=True)
-class DenominatorCounts:
-    """Settings, read from a run's card, that determine the denominator of the run's loss.
-
-    Attributes:
-        mode: the aggregation of the policy loss, from ``actor.loss_agg_mode``; None if the card does not contain it.
-        mini_batch_rows: rows of a mini-batch over all ranks; None if unknown.
-        sampled: whether only a share of the rows was recorded.
-    """
-
-    mode: str | None = None
-    mini_batch_rows: int | None = None
-    sampled: bool = False
-
-    @classmethod
-    def from_card(cls, card: Mapping[str, Any]) -> DenominatorCounts:
-        """Read the settings from a recording's card; mini-batches are split as in ``batch.plan``."""
-        mode = read_config(card, "actor_rollout_ref.actor.loss_agg_mode")
-        prompts = read_number(card, "actor_rollout_ref.actor.ppo_mini_batch_size")
-        responses = read_number(card, "actor_rollout_ref.rollout.n")
-        if isinstance(mode, str) and isinstance(release := card.get("release"), str):
-            loss_mode = str(read_config(card, "actor_rollout_ref.actor.policy_loss.loss_mode"))
-            mode = attributes_of(release).find_policy_aggregation(loss_mode, mode)
-        share = read_number(card, "offpolicy.record.share")
-        return cls(
-            mode if isinstance(mode, str) else None,
-            int(prompts * responses) if prompts and responses else None,
-            sampled=share is not None and share < 1,
-        )
-
     def explain_unknown(self, rows: Rows) -> str:
         """Explain why N and R of the mini-batches of ``rows`` are unknown; empty if they are known.
 
@@ -364,10 +344,10 @@ class DenominatorCounts:
         """
         if self.sampled:
             return "only a sample of the rows was recorded"
-        if self.mode is None or self.mini_batch_rows is None:
+        if not (self.aggregation and self.mini_batch_rows):
             return "the recording does not contain all of loss_agg_mode, ppo_mini_batch_size and rollout.n"
-        if self.mode not in HAS_DENOMINATOR:
-            return f"loss_agg_mode={self.mode} divides by an unknown count"
+        if self.aggregation not in HAS_DENOMINATOR:
+            return f"loss_agg_mode={self.aggregation} divides by an unknown count"
         _, counts = np.unique(rows.mini_batch, return_counts=True)
         if (rows.mini_batch < 0).any() or (counts != self.mini_batch_rows).any():
             return (
@@ -384,9 +364,15 @@ class DenominatorCounts:
         """
         _, mini_batch = np.unique(rows.mini_batch, return_inverse=True)
         return compute_scale_of_counts(
-            str(self.mode),
+            self.aggregation,
             tokens=torch.from_numpy(rows.length.astype(np.float64)),
             kept=torch.from_numpy(kept),
             mini_batch=torch.from_numpy(mini_batch.astype(np.int64)),
-            mini_batch_rows=self.mini_batch_rows or 0,
+            mini_batch_rows=self.mini_batch_rows,
         ).numpy()
+
+
+def _read_number(card: Mapping[str, Any], key: str) -> float | None:
+    """Read a number from the configuration in a card; None if it is missing or not a number."""
+    value = read_config(card, key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

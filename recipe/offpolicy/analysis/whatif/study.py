@@ -13,7 +13,7 @@ import torch
 from ...correction import CorrectionSpec, SpecError
 from ...recording import Recording, RecordingError, Step
 from ...recording.recording import join_alike, read_extensions
-from ..jobs import ALONE, Jobs, show_progress
+from ..jobs import ALONE, Jobs
 from .candidates import Candidate
 from .measures import (
     COLUMNS,
@@ -33,11 +33,9 @@ from .measures import (
     sum_by_group,
 )
 from .replay import (
-    SIZE,
-    BaseLoss,
     Block,
     Decision,
-    DenominatorCounts,
+    RecordedLoss,
     check_replayable,
     compute_constants,
     count_kept_tokens,
@@ -189,10 +187,8 @@ class _Totals:
             self.sums[place] = sums + self.sums.get(place, 0.0)
         self.by_step |= other.by_step
         self.failures = other.failures | self.failures  # name the first step at which a correction fails
-        self.fidelity += other.fidelity
-        self.rows += other.rows
-        self.tokens += other.tokens
-        self.uncounted += other.uncounted
+        for name in ("rows", "tokens", "uncounted", "fidelity"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.unchecked |= other.unchecked
         for key, steps in other.unscaled.items():
             self.unscaled.setdefault(key, set()).update(steps)
@@ -217,29 +213,24 @@ def run_study(
     recording: Recording,
     steps: Sequence[int],
     candidates: Sequence[Candidate],
-    *,
-    size: int = SIZE,
     jobs: Jobs = ALONE,
 ) -> Study:
     """Replay ``candidates`` over ``steps``, and compare the replay of the recorded correction with the recording.
 
     Args:
-        size: positions in a padded block, see ``iterate_blocks``.
         jobs: the processes that replay the steps.
 
     Raises:
-        RecordingError: a step is damaged, no step was chosen, or no step contains a row; single steps without rows are
-            skipped.
+        RecordingError: a step is damaged, or no step contains a row; single steps without rows are skipped.
     """
-    if not steps:
-        raise RecordingError(f"{recording.directory}: no step to replay.")
     replayable = [candidate for candidate in candidates if candidate.error is None]
     card = recording.card
-    base_loss, counts = BaseLoss.from_card(card), DenominatorCounts.from_card(card)
-    work = partial(_replay_step, _Setting(replayable, base_loss, counts, size))
+    loss = RecordedLoss.from_card(card)
     totals = _Totals(np.zeros((3, len(replayable), len(replayable))))
     totals.failures = {candidate.label: candidate.error for candidate in candidates if candidate.error is not None}
-    for found in show_progress(jobs.map(work, [recording.only(step) for step in steps]), len(steps), "replaying"):
+    for found in jobs.map(
+        partial(_replay_step, replayable, loss), [recording.only(step) for step in steps], "replaying"
+    ):
         totals.add(found)
     if not totals.by_step:
         raise RecordingError(
@@ -258,10 +249,9 @@ def run_study(
         agreement=compute_agreement(totals.pairs[np.ix_(range(3), done, done)]),
         fidelity=totals.fidelity,
         notes=(
-            *([base_loss.note] if base_loss.note else []),
+            *filter(None, [loss.note]),
             *(f"{section}: {each['replay']}" for section, each in extensions if each["replay"]),
-            *_format_notes(totals, sampled=counts.sampled),
-            *_note_few_rows(outcomes),
+            *_format_notes(totals, [outcome.overall for outcome in outcomes], sampled=loss.sampled),
         ),
     )
 
@@ -270,7 +260,7 @@ _NAMED = 5
 """Largest number of corrections that a note names."""
 
 
-def _format_notes(totals: _Totals, *, sampled: bool) -> Iterator[str]:
+def _format_notes(totals: _Totals, measures: Sequence[CorrectionMeasures], *, sampled: bool) -> Iterator[str]:
     """Yield sentences about the limitations of the figures, one at a time."""
     if totals.uncounted:
         yield (
@@ -298,35 +288,21 @@ def _format_notes(totals: _Totals, *, sampled: bool) -> Iterator[str]:
         yield "The recorded correction was not compared with its replay, for the same reason."
     elif not totals.fidelity.tokens:
         yield "No token has a finite mu and pi_old."
-
-
-def _note_few_rows(outcomes: Sequence[CorrectionOutcome]) -> Iterator[str]:
-    for outcome in outcomes[:1]:  # the reference is the same for all corrections
-        overall = outcome.overall
-        if overall.rows and overall.reference_rows < FEW:
-            yield (
-                f"No bias by sequence is shown: when weighted by pi / mu of the whole row, {overall.rows} rows count "
-                f"as only {overall.reference_rows:.1f}, which is too few for a reference."
-            )
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """Values that all steps share: the corrections, base loss and denominator, and the block size in positions."""
-
-    candidates: Sequence[Candidate]
-    base_loss: BaseLoss
-    counts: DenominatorCounts
-    size: int
+    # The reference is the same for all corrections.
+    if measures and measures[0].rows and measures[0].reference_rows < FEW:
+        yield (
+            f"No bias by sequence is shown: when weighted by pi / mu of the whole row, {measures[0].rows} rows count "
+            f"as only {measures[0].reference_rows:.1f}, which is too few for a reference."
+        )
 
 
 @torch.no_grad()
-def _replay_step(setting: _Setting, recording: Recording) -> _Totals:
-    totals = _Totals(np.zeros((3, len(setting.candidates), len(setting.candidates))))
+def _replay_step(candidates: Sequence[Candidate], loss: RecordedLoss, recording: Recording) -> _Totals:
+    totals = _Totals(np.zeros((3, len(candidates), len(candidates))))
     # A constant of the whole batch can only be computed from all rows of the step; all other results can be added up.
-    for part in join_alike(recording.in_pieces(), partial(_needs_batch, setting.candidates)):
+    for part in join_alike(recording.in_pieces(), partial(_needs_batch, candidates)):
         if len(part.rows):
-            _replay(part, recording, setting, totals)
+            _replay(part, recording, candidates, loss, totals)
     return totals
 
 
@@ -340,7 +316,9 @@ def _needs_batch(candidates: Sequence[Candidate], part: Step) -> bool:
     return False
 
 
-def _replay(part: Step, recording: Recording, setting: _Setting, totals: _Totals) -> None:
+def _replay(
+    part: Step, recording: Recording, candidates: Sequence[Candidate], loss: RecordedLoss, totals: _Totals
+) -> None:
     """Replay every correction on rows of one step, and add the results to ``totals``."""
     ((number, files),) = recording.files.items()
     rows = part.rows
@@ -351,7 +329,7 @@ def _replay(part: Step, recording: Recording, setting: _Setting, totals: _Totals
             f"{files[0]}: its metadata holds no valid correction ({error}). Remove the file."
         ) from error
     active: dict[int, CorrectionSpec] = {}
-    for place, candidate in enumerate(setting.candidates):
+    for place, candidate in enumerate(candidates):
         if candidate.label in totals.failures:
             continue
         try:
@@ -363,10 +341,10 @@ def _replay(part: Step, recording: Recording, setting: _Setting, totals: _Totals
     constants = {spec: compute_constants(spec, recorded, rows) for spec in [recorded, *replayed]}
     totals.needs_batch |= any(spec.needs_constants for spec in constants)
     totals.other_advantages |= {
-        setting.candidates[place].label for place, spec in active.items() if needs_other_advantages(spec, recorded)
+        candidates[place].label for place, spec in active.items() if needs_other_advantages(spec, recorded)
     }
     recounting = [spec for spec in replayed if spec.recounts]
-    unknown = setting.counts.explain_unknown(rows) if recounting else ""
+    unknown = loss.explain_unknown(rows) if recounting else ""
     # Specs with an unknown scale are replayed with the original denominator.
     scales: dict[CorrectionSpec, Array] = {}
     for spec in recounting:
@@ -374,12 +352,12 @@ def _replay(part: Step, recording: Recording, setting: _Setting, totals: _Totals
             asked = "denominator=kept" if spec.denominator == "kept" else "nonfinite=excluded"
             totals.unscaled.setdefault((asked, unknown), set()).add(number)
         else:
-            kept = count_kept_tokens(spec, recorded, rows, constants[spec], setting.size)
-            scales[spec] = setting.counts.compute_scale(rows, kept)
+            kept = count_kept_tokens(spec, recorded, rows, constants[spec])
+            scales[spec] = loss.compute_scale(rows, kept)
     tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in replayed}
     places = list(active)
-    for block in iterate_blocks(rows, setting.size):
-        of = build_reference_block(block, setting.base_loss)
+    for block in iterate_blocks(rows):
+        of = build_reference_block(block, loss)
         decisions = {spec: decide(spec, recorded, block, constants[spec]) for spec in constants}
         weighed = {}
         for spec, table in tables.items():
@@ -393,7 +371,7 @@ def _replay(part: Step, recording: Recording, setting: _Setting, totals: _Totals
         totals.tokens += int(block.mask.sum())
         totals.uncounted += int((block.mask & ~of.counted).sum())
         # The constants of the whole batch cannot be computed from a recorded sample.
-        if setting.counts.sampled and recorded.needs_constants:
+        if loss.sampled and recorded.needs_constants:
             totals.unchecked = True
         else:
             totals.fidelity += compare_with_record(decisions[recorded], block, part.reasons)

@@ -343,9 +343,7 @@ def _limit(series: Sequence[plotting.Series], *, share: bool) -> tuple[float, fl
 _STEPS = 60
 """Largest number of steps for which the table by step is shown."""
 MEANINGS = {
-    "tokens kept, rows kept": (
-        "share of response tokens that receive a gradient, and of rows with at least one such token."
-    ),
+    "tokens kept, rows kept": "share of response tokens that receive a gradient, and of rows with such a token.",
     "mismatch left": (
         "benefit of a mask: the share of KL(mu, pi), by k3 of pi/mu over tokens, that remains on tokens which still "
         "receive a gradient. The further it is below the share of tokens kept, the better the mask selects deviating "
@@ -354,22 +352,18 @@ MEANINGS = {
     "ESS": "effective sample size of weight x keep: (sum w)^2 / (n sum w^2) over valid tokens, or rows.",
     "lr scale": (
         "norm of the corrected gradient weights f A = weight x keep x r x advantage relative to the norm of the "
-        "uncorrected r A. Here r is PPO's pi/pi_old, or 0 where PPO clips, and denominator=kept multiplies f by its "
-        "scale. The result is the effect on the learning rate if token gradients were equal in size and unrelated."
+        "uncorrected r A, where r is PPO's pi/pi_old, or 0 where PPO clips: the effect on the learning rate if token "
+        "gradients were equal in size and unrelated. denominator=kept multiplies f by its scale."
     ),
     "bias by token": (
         "relative distance of the gradient weights from those with the untruncated pi/mu of each token: the largest "
         "possible error of a gradient (Cauchy-Schwarz), including noise that would average out."
     ),
     "bias by row": (
-        "the same distance, but with pi/mu of the whole row, which is the unbiased weight of the policy gradient; if "
-        "rows are long, it depends on only a few of them."
+        "the same distance from pi/mu of the whole row, which is unbiased; with long rows, it depends on few of them."
     ),
     "in common (Jaccard)": "of the tokens or rows that either correction rejects, the share that both reject.",
-    "systematic part": (
-        "the part of that distance that cannot average out: shifts of the mean by length bucket and sign of the "
-        "advantage."
-    ),
+    "systematic part": "the part of that distance that cannot average out: shifts of the mean by length and sign of A.",
 }
 
 

@@ -29,7 +29,7 @@ def test_only_causes_that_are_present_have_a_fix(attribution: Attribution) -> No
         Cause("numerics", "absent", {}, "None."),
     )
     found = list_fixes(replace(attribution, causes=causes))
-    assert found == ["temperature: actor_rollout_ref.rollout.temperature=1"]
+    assert found == ["Fix for temperature: actor_rollout_ref.rollout.temperature=1"]
 
 
 def test_a_line_for_each_bucket_of_a_profile(attribution: Attribution) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.whatif.replay import BaseLoss
+from recipe.offpolicy.analysis.whatif.replay import RecordedLoss
 
 
 def card(**actor: Any) -> dict[str, Any]:
@@ -21,19 +21,19 @@ VANILLA = {"loss_mode": "vanilla"}
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, BaseLoss()),
-        ({"config": None}, BaseLoss()),
-        (card(clip_ratio=0.2), BaseLoss()),
-        (card(policy_loss=VANILLA, clip_ratio=0.2), BaseLoss("vanilla", 0.2, 0.2)),
+        ({}, RecordedLoss()),
+        ({"config": None}, RecordedLoss()),
+        (card(clip_ratio=0.2), RecordedLoss()),
+        (card(policy_loss=VANILLA, clip_ratio=0.2), RecordedLoss("vanilla", 0.2, 0.2)),
         (
             card(policy_loss=VANILLA, clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.28, clip_ratio_c=3),
-            BaseLoss("vanilla", 0.2, 0.28, 3.0),
+            RecordedLoss("vanilla", 0.2, 0.28, 3.0),
         ),
-        (card(policy_loss={"loss_mode": "gspo"}, clip_ratio=0.2), BaseLoss("gspo")),
+        (card(policy_loss={"loss_mode": "gspo"}, clip_ratio=0.2), RecordedLoss("gspo")),
     ],
 )
-def test_what_a_card_says(given: dict[str, Any], expected: BaseLoss) -> None:
-    assert BaseLoss.from_card(given) == expected
+def test_what_a_card_says(given: dict[str, Any], expected: RecordedLoss) -> None:
+    assert RecordedLoss.from_card(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,11 @@ def test_what_a_card_says(given: dict[str, Any], expected: BaseLoss) -> None:
 )
 def test_clips(ratio: float, advantage: float, expected: float) -> None:
     log_ratio, advantages = (torch.tensor([[value]], dtype=torch.float64) for value in (math.log(ratio), advantage))
-    assert float(BaseLoss("vanilla", 0.2, 0.28, 3.0).compute_factor(log_ratio, advantages)) == pytest.approx(expected)
-    assert float(BaseLoss("gspo").compute_factor(log_ratio, advantages)) == pytest.approx(ratio)
-    assert float(BaseLoss("gpg").compute_factor(log_ratio, advantages)) == 1.0
+    assert float(RecordedLoss("vanilla", 0.2, 0.28, 3.0).compute_factor(log_ratio, advantages)) == pytest.approx(
+        expected
+    )
+    assert float(RecordedLoss("gspo").compute_factor(log_ratio, advantages)) == pytest.approx(ratio)
+    assert float(RecordedLoss("gpg").compute_factor(log_ratio, advantages)) == 1.0
 
 
 def test_the_clip_is_that_of_ppo() -> None:
@@ -68,10 +70,10 @@ def test_the_clip_is_that_of_ppo() -> None:
         loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.28))
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * 3.0), loss)
         (gradient,) = torch.autograd.grad(loss.sum(), leaf)
-        factor = BaseLoss("vanilla", 0.2, 0.28, 3.0).compute_factor(log_ratio[None], advantages[None])[0]
+        factor = RecordedLoss("vanilla", 0.2, 0.28, 3.0).compute_factor(log_ratio[None], advantages[None])[0]
         torch.testing.assert_close(factor * -advantages, gradient)
 
 
 @pytest.mark.parametrize(("name", "words"), [("", "does not name"), ("gspo", "gspo"), ("vanilla", ""), ("gpg", "")])
 def test_what_is_not_modelled_is_said(name: str, words: str) -> None:
-    assert (words in BaseLoss(name).note) if words else BaseLoss(name).note == ""
+    assert (words in RecordedLoss(name).note) if words else RecordedLoss(name).note == ""

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.replay import DenominatorCounts, count_kept_tokens
+from recipe.offpolicy.analysis.whatif.replay import RecordedLoss, count_kept_tokens
 from recipe.offpolicy.analysis.whatif.study import Study, run_study
 from recipe.offpolicy.batch.plan import SCALE, BatchSplit, build_row_columns
 from recipe.offpolicy.correction import BatchConstants
@@ -87,9 +87,9 @@ def test_rows_are_scaled_as_training_scales_them(tmp_path: Path, mode: str) -> N
         done, reasons = acted(share, chosen)
         record(tmp_path, done, spec=chosen.to_mapping(), reasons=reasons)
     recorded = Recording(tmp_path).step(5).rows
-    counts = DenominatorCounts.from_card(card(mode, rows=8))
+    counts = RecordedLoss.from_card(card(mode, rows=8))
     assert counts.explain_unknown(recorded) == ""
-    scale = counts.compute_scale(recorded, count_kept_tokens(chosen, chosen, recorded, BatchConstants(), size=200))
+    scale = counts.compute_scale(recorded, count_kept_tokens(chosen, chosen, recorded, BatchConstants()))
     assert torch.from_numpy(scale).tolist() == pytest.approx(trained.tolist(), rel=1e-12)
     assert len(set(scale.tolist())) > 2
 

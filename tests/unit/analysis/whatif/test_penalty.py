@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.analysis.whatif.measures import build_reference_block, compute_weighed_advantages
-from recipe.offpolicy.analysis.whatif.replay import BaseLoss, count_kept_tokens, decide, iterate_blocks
+from recipe.offpolicy.analysis.whatif.replay import RecordedLoss, count_kept_tokens, decide, iterate_blocks
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
 from recipe.offpolicy.correction.correction_parts import PenaltySpec
 from tests.support.acted import by_hand
@@ -28,7 +28,7 @@ def test_a_penalty_pulls_by_twice_its_log_ratio(ratio: str, expected: list[float
     penalised = CorrectionSpec(penalty=PenaltySpec(ratio, 0.25))  # type: ignore[arg-type]
     rows = replace(ROWS, log_prob=ROWS.old_log_prob)
     block = next(block for block in iterate_blocks(rows) if 0 in block.rows)
-    of = build_reference_block(block, BaseLoss("gpg"))
+    of = build_reference_block(block, RecordedLoss("gpg"))
     decision = decide(penalised, CorrectionSpec(), block, BatchConstants())
     plain = replace(penalised, penalty=None)
     pull = compute_weighed_advantages(plain, decision, of) - compute_weighed_advantages(penalised, decision, of)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from recipe.offpolicy.analysis.whatif import replay as module
 from recipe.offpolicy.analysis.whatif.candidates import Candidate
-from recipe.offpolicy.analysis.whatif.replay import DenominatorCounts, iterate_blocks, pad_rows
+from recipe.offpolicy.analysis.whatif.replay import RecordedLoss, iterate_blocks, pad_rows
 from recipe.offpolicy.analysis.whatif.study import Study, run_study
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
 from recipe.offpolicy.correction.statistics import BUCKETS, SIGNS, STALENESS
@@ -102,9 +102,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_blocks_do_not_matter(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of like length in blocks of about 500 places, and one padded batch a step."""
-    cut = run(directory, size=500)
+    monkeypatch.setattr(iterate_blocks, "__defaults__", (500,))
+    cut = run(directory)
     monkeypatch.setattr(module, "_SHORTEST", 0.0)
-    whole = run(directory, size=10**9)
+    monkeypatch.setattr(iterate_blocks, "__defaults__", (10**9,))
+    whole = run(directory)
     assert len(list(iterate_blocks(Recording(directory).step(5).rows, 10**9))) == 1
     of_whole, of_cut = numbers(whole), numbers(cut)
     assert of_whole.keys() == of_cut.keys()
@@ -189,9 +191,10 @@ def test_padding_is_little() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "version"])
-def test_what_acted_is_reproduced(name: str, tmp_path: Path) -> None:
+def test_what_acted_is_reproduced(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iterate_blocks, "__defaults__", (300,))
     path = recorded(tmp_path, SPECS[name], varied_rows(seed=3), varied_rows(seed=4, step=6))
-    fidelity = run(path, {}, size=300).fidelity
+    fidelity = run(path, {}).fidelity
     assert fidelity.agrees, fidelity
     assert fidelity.tokens == sum(int(step.rows.response_mask.sum()) for step in Recording(path))
     assert fidelity.weight_error <= 1e-6
@@ -228,7 +231,7 @@ def test_a_sample_has_no_constants_of_the_batch(share: float | None, told: bool,
         card = {"config": {"offpolicy": {"record": {"share": share}}}}
         (path / "run.json").write_text(json.dumps(card))
     result = run(path, {"tis": SPECS["tis"]})
-    assert DenominatorCounts.from_card(Recording(path).card).sampled == told
+    assert RecordedLoss.from_card(Recording(path).card).sampled == told
     assert any("Only a sample of the rows" in note for note in result.notes) == told
     assert any("not compared with its replay" in note for note in result.notes) == told
     assert (result.fidelity.tokens == 0) == told
@@ -268,8 +271,3 @@ def test_a_recorded_correction_that_is_none(mapping: dict[str, Any], tmp_path: P
     record(tmp_path, varied_rows(), spec=mapping)
     with pytest.raises(RecordingError, match=r"step_00000005.*its metadata holds no valid correction"):
         run(tmp_path)
-
-
-def test_no_step(directory: Path) -> None:
-    with pytest.raises(RecordingError, match="no step to replay"):
-        run_study(Recording(directory), [], [])
