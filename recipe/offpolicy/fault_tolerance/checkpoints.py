@@ -68,10 +68,13 @@ class CheckpointFolder:
             return int((self.path / TRACKER).read_text())
         return None
 
-    def read_unfinished(self) -> UnfinishedCheckpoint | None:
-        """Read which checkpoint was started but not completed; None if there is none."""
-        record = _read(self.path / SAVING, SAVING_SCHEMA)
-        return None if record is None else UnfinishedCheckpoint(record["step"], record["tracked"])
+    def read_unfinished(self) -> dict[str, Any] | None:
+        """Read which checkpoint was started but not completed; None if there is none.
+
+        Returns:
+            ``step`` of the checkpoint, and ``tracked``, the step from which a run could resume before, if any.
+        """
+        return _read(self.path / SAVING, SAVING_SCHEMA)
 
     def is_whole(self, step: int) -> bool:
         """Return True unless a checkpoint is known to be incomplete; without a record it counts as complete."""
@@ -83,11 +86,11 @@ class CheckpointFolder:
             with contextlib.suppress(ValueError):
                 return (self.read_tracked_step() or 0) >= step
             return False
-        if record is not None or mark is None or mark.step != step:
+        if record is not None or mark is None or mark["step"] != step:
             return True
         # verl names a checkpoint when it is complete; if it was named before, it was being overwritten.
         with contextlib.suppress(ValueError):
-            return self.read_tracked_step() == step != mark.tracked
+            return self.read_tracked_step() == step != mark["tracked"]
         return False
 
     def _is_emptied(self, step: int) -> bool:
@@ -102,14 +105,6 @@ class CheckpointFolder:
             with contextlib.suppress(CheckpointError):
                 found[path.parent.name.removeprefix(_STEP)] = _read(path)
         return sorted((int(s) for s, r in found.items() if s.isdigit() and r and r["complete"]), reverse=True)
-
-
-@dataclass(frozen=True)
-class UnfinishedCheckpoint:
-    """A checkpoint whose save has started: its step, and the step from which a run could resume before, if any."""
-
-    step: int
-    tracked: int | None
 
 
 @contextlib.contextmanager
@@ -140,15 +135,9 @@ def guard_save(
     yield
     # An asynchronous Megatron save continues in the background; verl writes its tracker file at the end of the save.
     complete = not OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save", default=False)
-    content: dict[str, Any] = {"correction": spec.to_mapping(), "fingerprint": spec.fingerprint()}
-    content |= {"step": step, "complete": complete}
-    if active is not None:
-        content[ACTIVE] = dict(active)
-    if states := extensions(folder.step_path(step) / STATES):
-        content["extensions"] = dict(states)
-    if staleness is not None:
-        content[_STALENESS] = dict(staleness)
-    write_json(record, content)
+    states = {ACTIVE: active, "extensions": extensions(folder.step_path(step) / STATES) or None, _STALENESS: staleness}
+    content = {"correction": spec.to_mapping(), "fingerprint": spec.fingerprint(), "step": step, "complete": complete}
+    write_json(record, content | {key: dict(state) for key, state in states.items() if state is not None})
     if complete:
         # verl has just written the same number, but not atomically. If the process had been killed during that write,
         # the file would contain no number.
@@ -183,36 +172,31 @@ def check_before_loading(
         return None
     record = _read(path / RECORD)
     changed_is_meant = OmegaConf.select(config, CHANGED, default=False)
-    if record is None and dependents and not changed_is_meant:
-        raise CheckpointError(
-            f"{path} has no {RECORD}, but {', '.join(dependents)} would continue from the state in this file. Restore "
-            f"the file, or set {CHANGED}=true to start without this state."
-        )
     if record is None:
+        if dependents and not changed_is_meant:
+            raise CheckpointError(
+                f"{path} has no {RECORD}, but {', '.join(dependents)} would continue from the state in this file. "
+                f"Restore the file, or set {CHANGED}=true to start without this state."
+            )
         logger.warning(
             "%s has no %s: it is unknown whether the checkpoint was trained with this correction. The next "
             "checkpoint will record the correction.",
-            path,
-            RECORD,
+            *(path, RECORD),
         )
         return None
     active: dict[str, Any] | None = record.get(ACTIVE)
     of_correction = find_changes(_normalize_proximal(record["correction"]), _normalize_proximal(spec.to_mapping()))
     with restoring(lambda: path / RECORD, ACTIVE):
         found = of_correction + differences(active) + of_extensions(record.get("extensions", {}))
+    lines = "".join(f"\n  {line}" for line in found)
     if not found:
-        logger.info(
-            "resuming %s with the correction that it was trained with, fingerprint %d.", path.name, spec.fingerprint()
-        )
+        own = "the correction that it was trained with"
+        logger.info("resuming %s with %s, fingerprint %d.", path.name, own, spec.fingerprint())
     elif changed_is_meant:
-        logger.warning(
-            "resuming %s with another correction, allowed by %s=true:%s", path.name, CHANGED, _format_lines(found)
-        )
+        logger.warning("resuming %s with another correction, allowed by %s=true:%s", path.name, CHANGED, lines)
     else:
-        raise CheckpointError(
-            f"{path} was trained with another correction:{_format_lines(found)}\n"
-            f"Set these keys back, or allow the change with {CHANGED}=true."
-        )
+        fix = f"Set these keys back, or allow the change with {CHANGED}=true."
+        raise CheckpointError(f"{path} was trained with another correction:{lines}\n{fix}")
     if of_correction and active is not None:
         logger.warning("alarms and moved bounds of %s belong to the other correction, so they start again.", path.name)
         return None
@@ -220,29 +204,30 @@ def check_before_loading(
 
 
 def find_record(config: DictConfig) -> Path:
-    """Find the record of the resumed checkpoint."""
+    """Find the record of the resumed checkpoint; it need not exist."""
     return (_find_resumed(config) or Path()) / RECORD
 
 
 def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
     """Read the extensions' state in the checkpoint that verl has just loaded, and the folder of their files."""
-    path = _find_resumed(config)
-    record = None if path is None else _read(path / RECORD)
-    return {} if record is None else record.get("extensions", {}), (path or Path()) / STATES
+    path = find_record(config)
+    return (_read(path) or {}).get("extensions", {}), path.with_name(STATES)
 
 
 def read_staleness(config: DictConfig) -> dict[str, Any] | None:
     """Read the state of the rate limit in the checkpoint that verl has just loaded; None if the checkpoint has none."""
-    path = _find_resumed(config)
-    record = None if path is None else _read(path / RECORD)
-    return None if record is None else record.get(_STALENESS)
+    return (_read(find_record(config)) or {}).get(_STALENESS)
 
 
 def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:
     """List the keys under ``key`` in which two mappings of plain values differ, with both values."""
     before, now = _flatten(old, key), _flatten(new, key)
+
+    def show(values: Mapping[str, Any], key: str) -> str:
+        return json.dumps(values[key]) if key in values else "not there"
+
     return [
-        f"{key}: {_format_value(before, key)} in the checkpoint, {_format_value(now, key)} now"
+        f"{key}: {show(before, key)} in the checkpoint, {show(now, key)} now"
         for key in sorted(before.keys() | now.keys())
         if key not in before or key not in now or before[key] != now[key]
     ]
@@ -291,11 +276,11 @@ def _choose_whole_step(folder: CheckpointFolder) -> int | None:
     else:
         if tracked is None:
             if mark is not None:
-                logger.warning("the first checkpoint, of step %d, is incomplete: training restarts.", mark.step)
+                logger.warning("the first checkpoint, of step %d, is incomplete: training restarts.", mark["step"])
             return None
         if folder.is_whole(tracked):
-            if mark is not None and mark.step != tracked:
-                logger.warning("the checkpoint of step %d is incomplete; resuming step %d.", mark.step, tracked)
+            if mark is not None and mark["step"] != tracked:
+                logger.warning("the checkpoint of step %d is incomplete; resuming step %d.", mark["step"], tracked)
             return tracked
         named = folder.step_path(tracked)
         trouble = _CUT_SHORT if named.is_dir() else "it does not exist"
@@ -313,22 +298,19 @@ def _choose_whole_step(folder: CheckpointFolder) -> int | None:
 
 def _keep_previous(config: DictConfig) -> None:
     """Raise verl's limit of kept checkpoints from 1 to 2, as verl deletes the old one before naming the new one."""
-    trainer = config.trainer
-    single = [
-        key for key in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep") if OmegaConf.select(trainer, key) == 1
-    ]
-    if OmegaConf.select(trainer, "remove_previous_ckpt_in_save", default=False):
-        single = ["remove_previous_ckpt_in_save", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"]
-    if not single:
-        return
-    with open_dict(config):
-        for key in single:
-            trainer[key] = False if key == "remove_previous_ckpt_in_save" else 2
-    logger.warning(
-        "trainer.%s: two checkpoints are kept, because verl deletes the previous one before the new one can be "
-        "resumed; a run that ends in between would have no checkpoint.",
-        single[0],
-    )
+    trainer, removes = config.trainer, "remove_previous_ckpt_in_save"
+    limits = ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
+    changed: dict[str, bool | int] = {key: 2 for key in limits if OmegaConf.select(trainer, key) == 1}
+    if OmegaConf.select(trainer, removes, default=False):
+        changed = {removes: False, **dict.fromkeys(limits, 2)}
+    if changed:
+        with open_dict(config):
+            trainer.update(changed)
+        logger.warning(
+            "trainer.%s: two checkpoints are kept, because verl deletes the previous one before the new one can be "
+            "resumed; a run that ends in between would have no checkpoint.",
+            next(iter(changed)),
+        )
 
 
 def _flatten(values: Any, key: str) -> dict[str, Any]:
@@ -337,20 +319,11 @@ def _flatten(values: Any, key: str) -> dict[str, Any]:
     return {key: values}
 
 
-def _format_lines(items: list[str]) -> str:
-    return "".join(f"\n  {item}" for item in items)
-
-
-def _format_value(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key]) if key in values else "not there"
-
-
 def _read(path: Path, schema: Keys = SCHEMA) -> dict[str, Any] | None:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         content: dict[str, Any] = read_json(path, schema)
-    except FileNotFoundError:
-        return None
-    return content
+        return content
+    return None
 
 
 def _write(path: Path, text: str, mode: int = 0o666) -> None:

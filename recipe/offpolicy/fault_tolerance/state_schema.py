@@ -47,10 +47,9 @@ class Named:
 
 @dataclass(frozen=True)
 class Items:
-    """A list of values of one kind: exactly ``count`` of them or, if ``count`` is None, at least ``least``."""
+    """A list of values of one kind, at least ``least`` of them. A tuple of kinds stands for a list of one of each."""
 
     of: Any
-    count: int | None = None
     least: int = 0
 
 
@@ -64,19 +63,16 @@ class Null:
 def number(least: float = -LARGEST, most: float = LARGEST) -> Value:
     """Build the kind of a finite number in this range."""
 
-    def fits(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-
-    return Value(fits, f"a number in [{least:g}, {most:g}]")
+    return Value(lambda value: REAL.fits(value) and least <= value <= most, f"a number in [{least:g}, {most:g}]")
 
 
 def whole(least: int = 0) -> Value:
     """Build the kind of a whole number."""
 
-    def fits(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
-
-    return Value(fits, f"a whole number, {least} or more")
+    return Value(
+        lambda value: REAL.fits(value) and isinstance(value, int) and least <= value < 2**63,
+        f"a whole number, {least} or more",
+    )
 
 
 def _is_eta(value: Any) -> bool:
@@ -85,20 +81,12 @@ def _is_eta(value: Any) -> bool:
     return False
 
 
-def _is_change(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and COUNT.fits(value[0]) and _is_eta(value[1])
-
-
 def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_answer(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and FLAG.fits(value[0]) and number(0).fits(value[1])
 
 
 def _is_rate(value: Any) -> bool:
@@ -123,7 +111,7 @@ _RATE_LIMIT = Keys(
         "controller": Keys(
             {
                 "eta": ETA,
-                "window": Items(Items(SHARE, 2)),
+                "window": Items((SHARE, SHARE)),
                 "since": COUNT,
                 "unsettled": COUNT,
                 "low": COUNT,
@@ -131,7 +119,7 @@ _RATE_LIMIT = Keys(
                 "demanded": number(0, 2),
             }
         ),
-        "changes": Items(Value(_is_change, "a step and an eta"), least=1),
+        "changes": Items((COUNT, ETA), least=1),
     },
 )
 _SEEN = Value(
@@ -176,7 +164,7 @@ SAVING = Keys({"step": COUNT, "tracked": Null(COUNT)})
 ANCHORS = Keys(
     {
         "frozen": Named(Keys({"length": number(1), "step": COUNT, "answers": whole(1)})),
-        "open": Named(Items(Items(Value(_is_answer, "whether the answer is right, and its tokens"), least=1), least=1)),
+        "open": Named(Items(Items((FLAG, number(0)), least=1), least=1)),
     }
 )
 """Schema of ``length_penalty/anchors.json``."""
@@ -185,7 +173,7 @@ CLASSES = Keys({"step": COUNT, "classes": Named(Value(lambda value: value in ("e
 PASS_RATES = Keys(
     {
         "counts": Named(Value(_is_rate, "a number of answers, and a number of correct ones that is not larger")),
-        "prior": Items(number(1e-300), 2),
+        "prior": (number(1e-300), number(1e-300)),
     }
 )
 """Schema of ``pass_at_k/pass_rates.json``."""
@@ -207,12 +195,14 @@ def check_state(schema: Any, value: Any, path: Path, key: str = "") -> None:
     elif isinstance(schema, Value):
         if not schema.fits(value):
             refuse(path, key, value, f"expected {schema.what}")
-    elif isinstance(schema, Items):
-        if not isinstance(value, list) or schema.count not in (None, len(value)) or len(value) < schema.least:
-            size = f" of {schema.count}" if schema.count else f" of {schema.least} or more" if schema.least else ""
+    elif isinstance(schema, Items | tuple):
+        least = len(schema) if isinstance(schema, tuple) else schema.least
+        if not isinstance(value, list) or len(value) < least or (isinstance(schema, tuple) and len(value) > least):
+            size = f" of {least}{'' if isinstance(schema, tuple) else ' or more'}" if least else ""
             refuse(path, key, value, f"expected a list{size}")
-        for place, each in enumerate(value):
-            check_state(schema.of, each, path, f"{key}[{place}]")
+        kinds = schema if isinstance(schema, tuple) else [schema.of] * len(value)
+        for place, (kind, each) in enumerate(zip(kinds, value, strict=True)):
+            check_state(kind, each, path, f"{key}[{place}]")
     elif not isinstance(value, Mapping):
         refuse(path, key, value, "expected a mapping")
     elif isinstance(schema, Named):

@@ -115,12 +115,8 @@ class Phases:
     @property
     def shortest(self) -> float:
         """The shortest limit in seconds; infinite if there are no limits."""
-        limits = [self.get_limit(name) for name in {*NAMES, *self.limits}]
+        limits = [self.limits.get(name, self.default) for name in {*NAMES, *self.limits}]
         return min((seconds for seconds in limits if seconds is not None), default=math.inf)
-
-    def get_limit(self, name: str) -> float | None:
-        """Return the time limit of a phase in seconds; None for no limit."""
-        return self.limits.get(name, self.default)
 
     def list_current(self) -> list[tuple[str, float]]:
         """List (phase, seconds spent in it), outermost first; without a current phase, only ``BETWEEN`` is listed."""
@@ -133,7 +129,7 @@ class Phases:
         """Return an error message if a phase has exceeded its limit; otherwise None."""
         current = self.list_current()
         for name, seconds in reversed(current):
-            limit = self.get_limit(name)
+            limit = self.limits.get(name, self.default)
             if limit is not None and seconds > limit:
                 key = f"{SECTION}.phase_timeouts.{name}" if name in self.limits else f"{SECTION}.step_timeout"
                 within = [outer for outer, _ in current if outer != name]
@@ -216,7 +212,8 @@ class Watchdog:
             raise _Interrupt(str(self.verdict))
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._tick()):
+        # The delay until an overdue phase is noticed is at most a quarter of the shortest limit.
+        while not self._stopped.wait(max(0.05, min(self.poll, self.phases.shortest / 4))):
             if self._deadline is not None:
                 if self.phases.clock() > self._deadline:
                     self._end_process("the run has failed.")
@@ -233,10 +230,6 @@ class Watchdog:
             logger.warning("could not check whether all workers are alive; this check is now off.", exc_info=True)
             self.lost = None
             return None
-
-    def _tick(self) -> float:
-        # The delay until an overdue phase is noticed is at most a quarter of the shortest limit.
-        return max(0.05, min(self.poll, self.phases.shortest / 4))
 
     def _end_run(self, sentence: str) -> None:
         phases = " > ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.phases.list_current())
@@ -277,13 +270,14 @@ def watch(
         The watchdog; None if every limit and the check for lost workers are off.
     """
     settings: Any = OmegaConf.to_container(OmegaConf.select(config, SECTION) or OmegaConf.create(), resolve=True)
-    default, limits, poll = settings.get("step_timeout"), settings.get("phase_timeouts") or {}, settings.get("poll")
-    if default is None and poll is None and not any(limit is not None for limit in limits.values()):
+    poll = settings.get("poll")
+    phases = Phases(settings.get("phase_timeouts") or {}, settings.get("step_timeout"), clock)
+    if poll is None and phases.shortest == math.inf:
         return None
     watchdog = Watchdog(
-        Phases(limits, default, clock),
+        phases,
         lost=LostWorkerDetector(trainer) if poll is not None else None,
-        poll=poll if poll is not None else 10.0,
+        poll=poll or 10.0,
         step=lambda: getattr(trainer, "global_steps", "?"),
         release=lambda: end_workers(trainer),
         **options,
@@ -309,9 +303,13 @@ def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterato
     limits = {**dict.fromkeys((*NAMES, *extensions)), **shipped["phase_timeouts"]}
     seconds = number("a number of seconds above 0, or null for any time", above=0, null=True)
     keys = ["step_timeout", "poll", *(f"phase_timeouts.{name}" for name in limits)]
-    hints = dict.fromkeys(keys, shipped["step_timeout"])
-    whole = {**shipped, "phase_timeouts": limits}
-    yield from Section(SECTION, whole, dict.fromkeys(keys, seconds), hints=hints).find_problems(config)
+    section = Section(
+        SECTION,
+        {**shipped, "phase_timeouts": limits},
+        dict.fromkeys(keys, seconds),
+        hints=dict.fromkeys(keys, shipped["step_timeout"]),
+    )
+    yield from section.find_problems(config)
 
 
 def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
@@ -319,15 +317,12 @@ def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
     wrapped: set[str] = set()
 
     def bind() -> None:
-        for path, name in PHASES.items():
+        for path in PHASES.keys() - wrapped:
             *owners, method = path.split(".")
-            owner = trainer
-            for part in owners:
-                owner = getattr(owner, part, None)
-            if path in wrapped or owner is None or not callable(getattr(owner, method, None)):
-                continue
-            setattr(owner, method, around(getattr(owner, method), name))
-            wrapped.add(path)
+            owner = functools.reduce(lambda parent, part: getattr(parent, part, None), owners, trainer)
+            if callable(call := getattr(owner, method, None)):
+                setattr(owner, method, around(call, PHASES[path]))
+                wrapped.add(path)
 
     def around(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -337,15 +332,13 @@ def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
                 return in_awaited_phase(*args, **kwargs)
             with watchdog.phase(name):
                 result = call(*args, **kwargs)
-            if len(wrapped) < len(PHASES):
-                bind()
+            bind()
             return result
 
         async def in_awaited_phase(*args: Any, **kwargs: Any) -> Any:
             with watchdog.phase(name):
                 result = await call(*args, **kwargs)
-            if len(wrapped) < len(PHASES):
-                bind()
+            bind()
             return result
 
         of_coroutine = inspect.iscoroutinefunction(inspect.unwrap(call))
@@ -383,8 +376,7 @@ def _failing(watchdog: Watchdog) -> Iterator[None]:
             yield
     except BaseException:
         if watchdog.verdict is None:
-            # The error is logged at once, because the clean-up may end this process before the error is reported
-            # elsewhere.
+            # The clean-up may end this process before the error is reported elsewhere.
             logger.exception("the run has failed.")
         if _in_ray_actor():
             # The clean-up, for example closing a store, may wait for processes that no longer answer.

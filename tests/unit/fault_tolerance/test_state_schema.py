@@ -36,7 +36,6 @@ from recipe.offpolicy.fault_tolerance.state_schema import (
     RECORD as SCHEMA,
 )
 from recipe.offpolicy.fault_tolerance.state_schema import (
-    Items,
     Keys,
     Named,
     check_state,
@@ -275,7 +274,7 @@ def test_a_lost_record_stops_what_goes_on_from_it(
 
 
 def test_a_schema_by_hand(tmp_path: Path) -> None:
-    schema = Keys({"a": whole(1)}, {"b": Named(Items(number(0, 1), 2))})
+    schema = Keys({"a": whole(1)}, {"b": Named((number(0, 1), number(0, 1)))})
     check_state(schema, {"a": 1, "b": {"x": [0, 1.0]}}, tmp_path)
     for value, said in (
         ({"a": 0}, "a=0: expected a whole number, 1 or more"),
