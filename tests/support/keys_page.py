@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.batch.declared_keys import Key
 from recipe.offpolicy.correction.problem import quote_value
-from recipe.offpolicy.delivery import delivery_settings
+from recipe.offpolicy.delivery import checksums
 from recipe.offpolicy.extensions import ess_lr, optimal_baseline
 from recipe.offpolicy.extensions.length_penalty import settings as length_penalty
 from recipe.offpolicy.extensions.opd import settings as opd
@@ -35,7 +35,7 @@ TABLES: dict[str, tuple[str, Mapping[str, Key]]] = {
     for section in (
         staleness_settings.KEYS,
         replay_settings.KEYS,
-        delivery_settings.KEYS,
+        checksums.KEYS,
         weight_snapshots.KEYS,
         record_settings.KEYS,
         *alarm_settings.KEYS.values(),

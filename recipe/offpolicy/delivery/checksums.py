@@ -1,4 +1,4 @@
-"""Checksums of weights, which can be added over shards, ranks and fused parameters; trainer's side of the comparison.
+"""Checksums of weights, which can be added over shards, ranks and fused parameters; the keys ``offpolicy.delivery``.
 
 This module reads ``actor.engine.module`` of verl's ``ActorRolloutRefWorker`` and ``actor_module_fsdp`` of the legacy
 worker. If the tensors sent are not the parameters (FSDP1, other engines, merged LoRA), this module patches the engine's
@@ -13,7 +13,46 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
+
+from ..batch.declared_keys import Section, count, read_shipped_defaults
+
+SECTION = "offpolicy.delivery"
+LEAST_SEEN = 0.5
+"""Updates count as rounded away if less than this share of them survives rounding to the engine's dtype."""
+FIX_ROUNDED = "actor_rollout_ref.rollout.dtype=float32, or a larger actor_rollout_ref.actor.optim.lr"
+
+
+@dataclass(frozen=True)
+class DeliverySettings:
+    """How often the rollout engine's weights are compared with the trainer's.
+
+    Attributes:
+        sums: number of synchronisations from one comparison of checksums to the next; None for never.
+        probe: number of synchronisations from one probe to the next; None for never.
+    """
+
+    sums: int | None
+    probe: int | None
+
+    @classmethod
+    def from_config(cls, config: DictConfig) -> DeliverySettings:
+        """Read the settings of a checked configuration."""
+        return cls(**{**read_shipped_defaults("delivery"), **(OmegaConf.select(config, SECTION) or {})})
+
+
+_EVERY = "a number of synchronisations, 1 or more, or null for never"
+KEYS = Section(
+    SECTION,
+    read_shipped_defaults("delivery"),
+    {"sums": count(_EVERY, null=True), "probe": count(_EVERY, null=True)},
+)
+
+
+find_problems = KEYS.find_problems
+"""Find invalid values of ``offpolicy.delivery``."""
+
 
 CHUNK = 1 << 22
 """Number of elements that are converted to a wider type at once."""

@@ -23,8 +23,12 @@ from ..extensions.batch_view import BatchView
 from ..proof.verify import LivenessError
 from .checksums import (
     AS_SENT,
+    FIX_ROUNDED,
+    LEAST_SEEN,
+    SECTION,
     Checksum,
     Comparison,
+    DeliverySettings,
     Held,
     HeldComparer,
     add_checksums,
@@ -32,7 +36,6 @@ from .checksums import (
     find_left_out,
     watch_sent,
 )
-from .delivery_settings import FIX_ROUNDED, LEAST_SEEN, SECTION, DeliverySettings
 from .engine_side import METHOD
 from .probe import Probe
 

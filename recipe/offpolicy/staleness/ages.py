@@ -39,9 +39,7 @@ class RateLimit:
 
     def __init__(self, eta: float, batch: int) -> None:
         # eta is converted from its text, so that 0.1 means 1/10 and not the nearest binary float.
-        self.eta = Fraction(str(eta))
-        self.batch = batch
-        self.account = 0
+        self.eta, self.batch, self.account = Fraction(str(eta)), batch, 0
 
     def room(self, step: int) -> int:
         """Compute how many prompts may be issued in ``step``, counted from 1; negative if too many have been issued."""
@@ -189,10 +187,8 @@ def read_tags(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> list[Ro
                 f"pass on the extra_fields of the server's output in its agent loop, or set "
                 f"offpolicy.staleness.eta=null."
             )
-        newest, padding = tag.get(NEWEST_VERSION), bool(tag.get("is_padding", False))
-        rows.append(
-            RowTag(key, version, version if newest is None else newest, tag[ISSUED], tag["response_len"], padding)
-        )
+        newest = version if (found := tag.get(NEWEST_VERSION)) is None else found
+        rows.append(RowTag(key, version, newest, tag[ISSUED], tag["response_len"], bool(tag.get("is_padding"))))
     return rows
 
 
@@ -285,20 +281,8 @@ def list_turns(data: TensorDict) -> list[Turns | None]:
     return [fields.get(CHUNKS) for fields in read_extra_fields(data)]
 
 
-def need_runs(rows: Sequence[RowTag], turns: Sequence[Turns | None]) -> bool:
-    """Return True if the response mask is needed to detect a lost chunk.
-
-    If a single turn is as long as the whole response, every token has a version.
-    """
-    return any(
-        noted is not None and not (len(noted) == 1 and sum(tokens for _, tokens in noted[0]) >= row.length)
-        for row, noted in zip(rows, turns, strict=True)
-        if not row.is_padding
-    )
-
-
 def check_noted(
-    rows: Sequence[RowTag], turns: Sequence[Turns | None], runs: Sequence[Sequence[int]] | None, step: int, eta: str
+    rows: Sequence[RowTag], turns: Sequence[Turns | None], runs: Sequence[Sequence[int]], step: int, eta: str
 ) -> None:
     """Check that each token has a version, and that none is older than the weights when its prompt was issued.
 
@@ -306,13 +290,13 @@ def check_noted(
 
     Args:
         turns: turns of each row.
-        runs: lengths of the runs of each row's response mask; None if ``need_runs`` is False.
+        runs: lengths of the runs of each row's response mask.
 
     Raises:
         StalenessError: a client lost a chunk, or a rollout server reports a version older than the one with which it
             samples.
     """
-    for row, noted, lengths in zip(rows, turns, runs or [[]] * len(rows), strict=True):
+    for row, noted, lengths in zip(rows, turns, runs, strict=True):
         if row.is_padding:
             continue
         if noted is not None and (lost := count_lost(noted, lengths)):

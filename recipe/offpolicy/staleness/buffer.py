@@ -21,7 +21,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import transfer_queue as tq
@@ -55,7 +55,6 @@ class Mean:
         return self.total / self.count if self.count else math.nan
 
 
-@dataclass
 class Tally:
     """Counts of the current step, and lengths since the start of the run.
 
@@ -73,19 +72,9 @@ class Tally:
         too_old, trained: lengths of rows that were too old, regardless of how they were treated, and of all other rows.
     """
 
-    issued: int = 0
-    refreshed: int = 0
-    lost: int = 0
-    room: int = 0
-    waited: float = 0.0
-    tokens: int = 0
-    masked_tokens: int = 0
-    in_flight: Mean = field(default_factory=Mean)
-    in_queue: Mean = field(default_factory=Mean)
-    spans: Mean = field(default_factory=Mean)
-    updates: Mean = field(default_factory=Mean)
-    too_old: Mean = field(default_factory=Mean)
-    trained: Mean = field(default_factory=Mean)
+    def __init__(self) -> None:
+        self.too_old, self.trained = Mean(), Mean()
+        self.begin()
 
     def begin(self) -> None:
         """Reset the step's counts."""
@@ -181,8 +170,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         clock: Callable[[], float] = time.monotonic,
         **kwargs: Any,
     ) -> None:
-        by_verl = settings.too_old == "drop"
-        threshold = limit.oldest + 1 if by_verl else None
+        threshold = limit.oldest + 1 if settings.too_old == "drop" else None
         super().__init__(max_off_policy_threshold=threshold, max_off_policy_strategy="drop", **kwargs)
         self._settings, self._limit, self._tally = settings, limit, tally
         self._sample_anew, self._clock, self._batch = sample_anew, clock, batch

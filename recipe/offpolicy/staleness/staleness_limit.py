@@ -68,11 +68,6 @@ class StalenessLimit(AddOn):
     def _step(self) -> int:
         return self._run.global_steps
 
-    @property
-    def _buffer(self) -> BoundedReplayBuffer:
-        buffer: BoundedReplayBuffer = self._run.trainer.replay_buffer
-        return buffer
-
     def replay_buffer(self, build: Callable[[], Any]) -> BoundedReplayBuffer:
         settings, trainer = self.settings, self._run.trainer
         logger.info(
@@ -105,7 +100,7 @@ class StalenessLimit(AddOn):
     def issue_prompts(self, add: Callable[[], None]) -> None:
         limit, step = self.rate_limit, self._step
         trained = (step - 1) * limit.batch
-        if (lost := limit.account - trained - self._buffer.count_prompts(step)) > 0:
+        if (lost := limit.account - trained - self._run.trainer.replay_buffer.count_prompts(step)) > 0:
             logger.warning("%d prompts were lost without being trained or evicted; new prompts replace them.", lost)
             limit.left(lost)
             self.tally.lost += lost
@@ -136,7 +131,7 @@ class StalenessLimit(AddOn):
         self._updates_made = 0
         begun = self.clock()
         batch = run()
-        self._buffer.check_versions(self._step)
+        self._run.trainer.replay_buffer.check_versions(self._step)
         waited = self.tally.waited / max(self.clock() - begun, self.tally.waited, 1e-9)
         metrics.update(self.tally.metrics(float(self.rate_limit.eta), waited))
         if self.controller is not None and (why := self.controller.observe(metrics.get(_ESS, math.nan), waited)):
@@ -155,8 +150,7 @@ class StalenessLimit(AddOn):
         with name_missing_column():
             columns = read_columns(batch, ages.RESPONSE_MASK, EXTRA_FIELDS)
         rows, turns = ages.read_tags(batch.keys, batch.tags), ages.list_turns(columns)
-        runs = ages.list_runs(columns[ages.RESPONSE_MASK]) if ages.need_runs(rows, turns) else None
-        ages.check_noted(rows, turns, runs, self._step, self._eta)
+        ages.check_noted(rows, turns, ages.list_runs(columns[ages.RESPONSE_MASK]), self._step, self._eta)
         noted = (each for row, each in zip(rows, turns, strict=True) if each and not row.is_padding)
         self.tally.spans.add(map(ages.count_versions, noted))
         return compute(batch)
@@ -202,9 +196,9 @@ class StalenessLimit(AddOn):
         without = {name: zero_rows(columns[name], [i in masked for i in range(len(rows))]) for name in _MASKS}
         silent = zero_rows(columns["advantages"], [i in silenced for i in range(len(rows))])
         batch = put_columns(batch, **without, advantages=silent)
-        keys = [[batch.keys[i] for i in places] for places in (masked, silenced)]
+        of_masked, of_silenced = ([batch.keys[i] for i in places] for places in (masked, silenced))
         why = f"too old, {TOO_OLD}={self.settings.too_old}"
-        batch = self._run.take_out(batch, why, masked=keys[0], silenced=keys[1])
+        batch = self._run.take_out(batch, why, masked=of_masked, silenced=of_silenced)
         self._run.seal(batch, {"advantages": silent})
         if self._run.supervision.wants_sampled:
             # The loss must use mu for these rows only.

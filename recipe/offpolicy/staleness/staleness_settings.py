@@ -57,8 +57,7 @@ class EtaController:
     """
 
     def __init__(self, settings: AdaptSettings, eta: Fraction) -> None:
-        self.settings = settings
-        self.eta = eta
+        self.settings, self.eta = settings, eta
         self._window: list[tuple[float, float]] = []
         self._since, self._unsettled, self._low = 0, 0, 0
         self._lacked: float | None = None
@@ -202,43 +201,41 @@ KEYS = Section(
     (
         Rule(
             "too_old",
-            lambda values: (
-                values["eta"] == 0 and values["too_old"] in ("drop", "refresh") and values["adapt.ess"] is None
-            ),
+            lambda v: v["eta"] == 0 and v["too_old"] in ("drop", "refresh") and v["adapt.ess"] is None,
             "the trainer waits for every prompt of a step, so none becomes too old.",
-            lambda values: "wait",
+            lambda v: "wait",
             "eta",
         ),
         Rule(
             "eta",
-            lambda values: values["adapt.ess"] is not None and values["eta"] is None,
+            lambda v: v["adapt.ess"] is not None and v["eta"] is None,
             f"{TARGET} moves eta from an initial value, but null leaves staleness to verl's own keys.",
-            lambda values: values["adapt.floor"],
+            lambda v: v["adapt.floor"],
             "adapt.ess",
         ),
         Rule(
             "adapt.floor",
-            lambda values: values["adapt.ess"] is not None and values["adapt.floor"] > values["adapt.ceiling"],
+            lambda v: v["adapt.ess"] is not None and v["adapt.floor"] > v["adapt.ceiling"],
             "above the ceiling.",
-            lambda values: values["adapt.ceiling"],
+            lambda v: v["adapt.ceiling"],
             "adapt.ceiling",
         ),
         Rule(
             "eta",
-            lambda values: (
-                None not in (values["adapt.ess"], values["eta"])
-                and values["adapt.floor"] <= values["adapt.ceiling"]
-                and not values["adapt.floor"] <= values["eta"] <= values["adapt.ceiling"]
+            lambda v: (
+                None not in (v["adapt.ess"], v["eta"])
+                and v["adapt.floor"] <= v["adapt.ceiling"]
+                and not v["adapt.floor"] <= v["eta"] <= v["adapt.ceiling"]
             ),
             "the initial value is outside [adapt.floor, adapt.ceiling].",
-            lambda values: min(max(values["eta"], values["adapt.floor"]), values["adapt.ceiling"]),
+            lambda v: min(max(v["eta"], v["adapt.floor"]), v["adapt.ceiling"]),
             "adapt.ess",
         ),
         Rule(
             "too_old",
-            lambda values: values["adapt.ess"] is not None and values["too_old"] == "drop",
+            lambda v: v["adapt.ess"] is not None and v["too_old"] == "drop",
             "verl's drop uses one threshold for all prompts, but eta moves.",
-            lambda values: "wait",
+            lambda v: "wait",
             "adapt.ess",
         ),
     ),

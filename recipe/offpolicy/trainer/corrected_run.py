@@ -24,7 +24,7 @@ from verl_patches.trainer_seams import plain_advantage
 
 from ..batch.plan import BatchSplit, SharedPlan, build_plan, decide_rollout, regroup_without_rejected
 from ..correction import CorrectionSpec, RolloutStage
-from ..delivery.delivery_settings import DeliverySettings
+from ..delivery.checksums import DeliverySettings
 from ..extensions.add_on import AddOn
 from ..extensions.add_ons import AddOns
 from ..fault_tolerance.checkpoints import ACTIVE, check_before_loading, extension_states, find_record, guard_save

@@ -22,7 +22,7 @@ from ..correction.correction_parts import TOLERANCE, WITHOUT_FORWARD
 from ..correction.row_layout import count_tokens_by_row
 from ..correction.spec import format_part_path
 from ..correction.statistics import Statistic, merge_all
-from ..delivery.delivery_settings import SECTION
+from ..delivery.checksums import SECTION
 from ..extensions.add_ons import AddOns
 from ..monitor.active_correction import ActiveCorrection
 from ..monitor.alarms import StaleRowsWatch, format_watched

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from recipe.offpolicy.delivery.checksums import UpdateSample, add_method, watch_sent, weigh_own
-from recipe.offpolicy.delivery.delivery_settings import DeliverySettings
+from recipe.offpolicy.delivery.checksums import DeliverySettings, UpdateSample, add_method, watch_sent, weigh_own
 from recipe.offpolicy.delivery.engine_side import (
     METHOD,
     Sources,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.delivery.delivery_settings import DeliverySettings, find_problems
+from recipe.offpolicy.delivery.checksums import DeliverySettings, find_problems
 
 
 def test_the_defaults() -> None:

@@ -9,11 +9,8 @@ import torch
 
 from recipe.offpolicy.batch.weight_versions import UNKNOWN, Chunk
 from recipe.offpolicy.staleness.ages import (
-    RowTag,
-    check_noted,
     count_lost,
     list_runs,
-    need_runs,
 )
 
 
@@ -42,23 +39,3 @@ def test_runs_of_each_row() -> None:
 )
 def test_tokens_without_a_chunk(turns: Sequence[Sequence[Chunk]], runs: Sequence[int], lost: int) -> None:
     assert count_lost(turns, runs) == lost
-
-
-@pytest.mark.parametrize(
-    ("turns", "needed"),
-    [
-        ([[(3, 1), (4, 2)]], False),
-        ([[(3, 1), (4, 5)]], False),
-        (None, False),
-        ([[(3, 2)]], True),
-        ([], True),
-        # Of two turns a part of the response is the tools'.
-        ([[(3, 2)], [(4, 2)]], True),
-    ],
-)
-def test_a_turn_as_long_as_the_response_has_lost_nothing(turns: Sequence[Sequence[Chunk]] | None, needed: bool) -> None:
-    row = RowTag("u0_0_0", version=3, newest=4, issued=4, length=3, is_padding=False)
-    padding = RowTag("u1_0_0", version=3, newest=4, issued=4, length=1, is_padding=True)
-    assert need_runs([row, padding], [turns, []]) is needed
-    if not needed:
-        check_noted([row, padding], [turns, []], None, 5, "2")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...correction import recommended
-from ...delivery.delivery_settings import FIX_ROUNDED, LEAST_SEEN
+from ...delivery.checksums import FIX_ROUNDED, LEAST_SEEN
 from ...monitor.mismatch_shares import BINS
 from .cause import LEAST_TOKENS, RETOKENISATION, STALE, THRESHOLDS, Array, Cause, Estimate, estimate, estimate_ratio
 from .recorded_tokens import SampledTokens, number

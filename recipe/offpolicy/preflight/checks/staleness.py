@@ -16,7 +16,7 @@ from ...batch.plan import PROVE_EVERY
 from ...correction import MaskSpec, WeightSpec, recommended
 from ...correction.correction_parts import BY_AGE
 from ...correction.problem import Problem, find_closest, format_value, remove, set_to
-from ...delivery.delivery_settings import find_problems as delivery_problems
+from ...delivery.checksums import find_problems as delivery_problems
 from ...extensions.add_on import find_problems as extension_problems
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
 from ...monitor.alarm_settings import find_problems as alarm_problems
