@@ -23,7 +23,7 @@ COMMANDS: Final = {
     "attribute": ("attribute", "attribute", "attribute the mismatch of a recording to its causes"),
     "report": ("report", "report", "write one HTML page about a recording"),
     "panels": ("panels", "panels", "add the panels of a run to TensorBoard or Weights & Biases"),
-    "translate": ("translate", "translate.translate_command", "translate a correction between frameworks"),
+    "translate": ("translate", "translate.__main__", "translate a correction between frameworks"),
     "pass-at-k": ("pass_at_k", "pass_at_k", "estimate pass@k from validation dumps"),
     "lengths": ("lengths", "lengths", "show the length of answers by correctness"),
     "rft": ("rft", "rft", "make SFT data from a student's correct answers, in the teacher's format"),

@@ -104,4 +104,4 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run("attribute", main))
+    sys.exit(run(main))

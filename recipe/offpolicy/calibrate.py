@@ -142,4 +142,4 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(run("calibrate", main))
+    sys.exit(run(main))

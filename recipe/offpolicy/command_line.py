@@ -18,7 +18,6 @@ PROGRAM = "OFFPOLICY_PROGRAM"
 """Environment variable that contains the command that started a tool, such as ``offpolicy doctor``; if unset, ``python
 -m`` is shown."""
 _DISTRIBUTIONS = {"hydra": "hydra-core", "wandb_workspaces": "wandb-workspaces"}
-_OURS = ("bokeh", "hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "polars", "pyarrow", "rich", "torch", "xxhash")
 
 
 def name_program(tool: str) -> str:
@@ -84,8 +83,8 @@ def parse_score(text: str) -> float:
     return found
 
 
-def run(tool: str, main: Callable[[], int]) -> int:
-    """Run ``main`` and return its exit status; a closed pipe or a missing package does not cause a traceback.
+def run(main: Callable[[], int]) -> int:
+    """Run the ``main`` of a tool and return its exit status; a closed pipe does not cause a traceback.
 
     The output of ``main`` is redacted.
     """
@@ -102,13 +101,6 @@ def run(tool: str, main: Callable[[], int]) -> int:
         # Python flushes standard output at exit, which would fail again on the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
-    except ModuleNotFoundError as error:
-        # The hint is given only for packages that this project requires; any other missing module is a bug.
-        name = (error.name or "").split(".")[0]
-        if name not in _OURS:
-            raise
-        require_modules(tool, name)
-        raise
 
 
 def _is_there(module: str) -> bool:

@@ -98,4 +98,4 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(run("lengths", main))
+    sys.exit(run(main))

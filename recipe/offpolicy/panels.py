@@ -134,4 +134,4 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(run("panels", main))
+    sys.exit(run(main))

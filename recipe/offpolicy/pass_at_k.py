@@ -84,4 +84,4 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(run("pass_at_k", main))
+    sys.exit(run(main))

@@ -26,11 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .analysis.calibration.scores import read_recorded_spec
     from .analysis.jobs import JobsError, prepare_process, read_arguments
     from .analysis.plotting import PageError, check_target
-    from .analysis.report.report_page import ReportContents, build_page, follow
+    from .analysis.report.report_page import follow, write_page
     from .analysis.report.timeline import build_timeline
     from .analysis.report.verdict import run_studies
     from .correction import SpecError
-    from .fault_tolerance.redaction import redact
     from .recording import Recording, RecordingError
 
     prepare_process()
@@ -51,12 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         studies = run_studies(
             recording, spec, stale=timeline.is_stale, spec=options.spec, jobs=jobs, tokenizer=options.tokenizer
         )
-        card, proof = redact(recording.card), redact(recording.proof)
-        found = ReportContents(str(options.directory), card, proof, timeline, studies)
-        size = build_page(found).write(options.out)
+        written = write_page(recording, timeline, options.out, studies)
     except (RecordingError, SpecError, PageError, JobsError, OSError) as error:
         return refuse("report", error)
-    print(f"{options.out}: {size:,} bytes. {found.sentence}")  # noqa: T201
+    print(written)  # noqa: T201
     return 0
 
 
@@ -85,4 +82,4 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(run("report", main))
+    sys.exit(run(main))

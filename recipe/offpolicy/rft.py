@@ -89,4 +89,4 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(run("rft", main))
+    sys.exit(run(main))

@@ -125,4 +125,4 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(run("whatif", main))
+    sys.exit(run(main))

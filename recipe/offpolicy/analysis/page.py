@@ -14,15 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .plotting import PageError, Panel, serialize
+from .plotting import Panel, serialize
 from .table import Table, format_cell, format_rows
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-LARGEST = 5_000_000
-"""Largest size of a page in bytes, so that it can be sent to a colleague."""
 PANEL = 'type="application/json" class="panel"'
 """Attributes of the script element with a panel's data."""
 _LOADER = """
@@ -198,15 +196,9 @@ class Page:
             Its size in bytes.
 
         Raises:
-            PageError: the page would be larger than ``LARGEST``.
             OSError: the file cannot be written.
         """
         content = self.render().encode("utf-8", errors="replace")
-        if len(content) > LARGEST:
-            raise PageError(
-                f"{path}: the page would be {len(content):,} bytes long, more than the limit of {LARGEST:,}. Give it "
-                "fewer figures or shorter tables."
-            )
         path.parent.mkdir(parents=True, exist_ok=True)
         # The file is written next to the target, so that the replacement is atomic.
         partial = path.with_name(f"{path.name}.partial")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +49,6 @@ class Counts:
     Attributes:
         step: step of the trainer.
         n, c: number of samples, and of correct samples, of each prompt.
-        pooled: number of prompts that the data set contains more than once, as far as the dumps show this.
-        named: whether the dumps identify prompts by uid.
         prompts: identity of each prompt.
         run: the name of the dumps' folder, see ``sessions.name_runs``.
     """
@@ -59,8 +56,6 @@ class Counts:
     step: int
     n: list[int]
     c: list[int]
-    pooled: int
-    named: bool
     prompts: list[Prompt]
     run: str = ""
 
@@ -70,57 +65,37 @@ class Counts:
         return f"{self.run}step {self.step}"
 
 
-@dataclass
-class _Samples:
-    """Scores of one prompt at one step, and the uids that name it in each file."""
-
-    scores: list[float] = field(default_factory=list)
-    uids: set[tuple[Path, str]] = field(default_factory=set)
-
-    def is_pooled(self) -> bool:
-        return max(Counter(path for path, _ in self.uids).values(), default=0) > 1
-
-
 def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts]:
     """Read dumps, one ``Counts`` per folder and step; later rounds of dynamic validation add samples to prompts.
 
-    Prompts are distinguished by input and ground truth. Dumps of the V1 trainer also show whether a data set contains a
-    prompt twice.
+    Prompts are distinguished by input and ground truth, so a prompt that a data set contains twice counts as one.
 
     Raises:
         DumpError: a line does not belong to a dump.
         OSError: a file cannot be read.
     """
-    steps: dict[tuple[str, int], dict[Prompt, _Samples]] = {}
-    named = True
+    steps: dict[tuple[str, int], dict[Prompt, list[float]]] = {}
     for path in drop_repeated(paths):
         folder = find_run(path)
         sessions: set[str] = set()
         for row in read_dump(path):
-            uid = row.get("uid")
-            named &= uid is not None
-            # A uid is the prompt's name, the session's number and the output's number; outputs of a session count once.
-            session = str(uid).rpartition("_")[0]
-            if uid is not None and session in sessions:
+            # The uid in a dump of the V1 trainer ends with the number of the output; a session counts once.
+            session = str(row.get("uid")).rpartition("_")[0]
+            if session and session in sessions:
                 continue
             sessions.add(session)
             key = (str(row["input"]), json.dumps(row.get("gts"), sort_keys=True))
-            samples = steps.setdefault((folder, row["step"]), {}).setdefault(key, _Samples())
-            samples.scores.append(float(row["score"]))
-            if uid is not None:
-                samples.uids.add((path, session.rpartition("_")[0]))
+            steps.setdefault((folder, row["step"]), {}).setdefault(key, []).append(float(row["score"]))
     if not steps:
         raise DumpError(f"{', '.join(map(str, paths))}: no sample was found.")
     runs, least = name_runs(folder for folder, _ in steps), round_threshold(correct_at_least)
     return [
         Counts(
-            step=step,
-            n=[len(each.scores) for each in prompts.values()],
-            c=[sum(score >= least for score in each.scores) for each in prompts.values()],
-            pooled=sum(each.is_pooled() for each in prompts.values()),
-            named=named,
-            prompts=list(prompts),
-            run=runs[folder],
+            step,
+            [len(scores) for scores in prompts.values()],
+            [sum(score >= least for score in scores) for scores in prompts.values()],
+            list(prompts),
+            runs[folder],
         )
         for (folder, step), prompts in sorted(steps.items())
     ]
@@ -162,17 +137,10 @@ def estimate(
 def _list_notes(counts: Counts, summary: Summary, stopping: Stopping | None) -> list[str]:
     notes = []
     least, most = min(counts.n), max(counts.n)
-    if counts.pooled:
-        notes.append(f"The data set contains {counts.pooled} prompts more than once; each counts as one prompt.")
-    elif not counts.named and least < most:
-        notes.append(
-            f"The dumps do not identify prompts: {summary.prompts} are distinguished by input and ground truth, with "
-            f"{least} to {most} samples. A prompt that the data set contains twice counts as one prompt."
-        )
     if stopping is None and least < most:
         notes.append(
-            f"Prompts have {least} to {most} samples. If sampling stopped early because of its results, these "
-            f"estimates are too large: pass --looks and --successes."
+            f"Prompts, distinguished by input and ground truth, have {least} to {most} samples. If sampling stopped "
+            "early because of its results, these estimates are too large: pass --looks and --successes."
         )
     if summary.left_out:
         ks = ", ".join(map(str, summary.left_out))

@@ -369,7 +369,7 @@ def create_axes(
 
 
 def draw_panels(drawn: Sequence[Panel | FigurePanel], columns: int = 1, title: str = "") -> Figure:
-    """Draw panels into one figure, row by row; each row is as high as its tallest panel, and no cell is empty."""
+    """Draw panels into one figure, row by row; each row is as high as its tallest panel."""
     rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
     heights = [max(panel.height for panel in row) for row in rows]
     with apply_style():
@@ -379,14 +379,8 @@ def draw_panels(drawn: Sequence[Panel | FigurePanel], columns: int = 1, title: s
         )  # fmt: skip
         for axis, panel in zip(axes, drawn, strict=False):
             panel.draw(axis)
-        if left := axes[len(drawn) :]:
-            # The last panel fills the cells that would otherwise be empty.
-            last = axes[len(drawn) - 1]
-            grid = last.get_gridspec()
-            assert grid is not None  # subplots have one
-            last.set_subplotspec(grid[-1, (len(drawn) - 1) % columns :])
-            for axis in left:
-                axis.remove()
+        for axis in axes[len(drawn) :]:
+            axis.remove()
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=MUTED)
     return figure
@@ -408,13 +402,9 @@ def save(figure: Figure, path: Path, *, dpi: int = 130) -> None:
     """Write the figure in the format that the suffix of ``path`` names; equal figures produce equal files.
 
     Raises:
-        PageError: matplotlib does not support the suffix.
         OSError: the file cannot be written.
     """
-    kind = path.suffix.removeprefix(".").lower() or "png"
-    known = figure.canvas.get_supported_filetypes()
-    if kind not in known:
-        raise PageError(f"{path}: .{kind} is not a picture format. Name it .png, or one of {', '.join(sorted(known))}.")
+    kind = path.suffix.removeprefix(".").lower()
     # Without date and version, output is reproducible.
     metadata = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}.get(kind)
     buffer = io.BytesIO()

@@ -59,21 +59,11 @@ class Table:
     Attributes:
         rows: rows with one cell per column.
         title: title above the table; empty for none.
-
-    Raises:
-        ValueError: a row has more or fewer cells than there are columns.
     """
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Any]]
     title: str = ""
-
-    def __post_init__(self) -> None:
-        for index, row in enumerate(self.rows):
-            if len(row) != len(self.columns):
-                raise ValueError(
-                    f"row {index} has {len(row)} cells, but the table has {len(self.columns)} columns: {row}"
-                )
 
     def get_alignment(self, column: int) -> Align:
         """Return the alignment of a column."""

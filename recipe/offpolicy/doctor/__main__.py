@@ -22,7 +22,7 @@ try:
     from ..process_start import hasten_check
 
     hasten_check()
-    status = run("doctor", main)
+    status = run(main)
 except SystemExit as stop:  # --help, and invalid combinations of arguments
     status = stop.code if isinstance(stop.code, int) else 2
 except Exception as error:  # even the doctor's own modules could not be imported

@@ -24,14 +24,143 @@ KEY, which may be repeated, declares that an unknown key corrects nothing.
 Exit status: 0, or 2 if a file or an argument is invalid, or something cannot be expressed.
 """
 
+from __future__ import annotations
+
 from ..process_start import answer_help
 
 if __name__ == "__main__":
     answer_help(__doc__)
 
-    import sys
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
-    from ..command_line import run
-    from .translate_command import main
+import yaml
+from omegaconf._utils import get_yaml_loader
 
-    sys.exit(run("translate", main))
+from ..analysis.whatif.candidates import build_overrides, initialize_composer
+from ..command_line import name_program, refuse, run
+from ..correction import CorrectionSpec, SpecError
+from ..correction.dialects import PEERS
+from ..correction.dialects.peer import flatten
+from ..correction.dialects.verl import VERL_DEFAULTS
+from ..correction.problem import format_value, set_to
+
+_SECTIONS: Final = ("rollout_correction", "algorithm.rollout_correction")
+_LOSS_MODE: Final = "actor_rollout_ref.actor.policy_loss.loss_mode=gpg"
+
+_WRITERS: Final[dict[str, Callable[[CorrectionSpec], dict[str, Any]]]] = {
+    "skyrl": CorrectionSpec.to_skyrl,
+    "trl": CorrectionSpec.to_trl,
+    "verl": CorrectionSpec.to_verl,
+}
+
+
+def read_document(path: Path) -> Mapping[str, Any]:
+    """Read a configuration, as TOML if the file's name indicates it, otherwise as YAML.
+
+    Raises:
+        ValueError: the file does not contain a mapping, or cannot be parsed.
+    """
+    import tomllib  # imported here because linters for Python 3.10, which lacks it, sort it differently
+
+    try:
+        text = path.read_text()
+        # OmegaConf's loader reads 1e-4 as a number, and rejects a key that is given twice.
+        document = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, get_yaml_loader())
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(document, Mapping):
+        raise ValueError(f"{path}: expected a mapping of keys, like a framework's configuration.")
+    return document
+
+
+def translate(
+    document: Mapping[str, Any], source: str, target: str, ignored: Collection[str] = ()
+) -> tuple[str, list[str]]:
+    """Translate the correction of ``document`` from one framework's keys to another's.
+
+    Overrides are for verl's own programs. Overrides translated from verl also switch verl's own correction off.
+
+    Args:
+        ignored: unknown keys that correct nothing.
+
+    Returns:
+        The translation as text, and remarks on keys of the document.
+
+    Raises:
+        SpecError: the correction is malformed, or the target cannot express it.
+
+    Example:
+        >>> print(translate({"is_correction_level": "token"}, "openrlhf", "verl")[0])
+        rollout_is: token
+        rollout_is_threshold: 0.5_5.0
+    """
+    reading = PEERS[source].read_source(document, frozenset(ignored))
+    spec = CorrectionSpec.from_mapping(reading.plain)
+    if target == "hydra":
+        with initialize_composer():
+            choice, *keys = build_overrides(spec)
+        keys += [_LOSS_MODE] if _needs_gpg(spec) else []
+        keys += _switch_verls_off(document) if source == "verl" else []
+        text = "\n".join(map(shlex.quote, [f"+correction@{choice}", *keys]))
+    else:
+        text = yaml.safe_dump(_WRITERS[target](spec), sort_keys=False).strip()
+    remarks = {
+        "not part of a correction, so not translated": sorted(reading.ignored),
+        "removing any of these does not change the translation": [
+            f"{key}={format_value(value)}" for key, value in sorted(reading.idle.items())
+        ],
+    }
+    return text, [f"{what}: {', '.join(keys)}" for what, keys in remarks.items() if keys]
+
+
+def _switch_verls_off(document: Mapping[str, Any]) -> list[str]:
+    """Build the overrides that set verl's own correction back to its defaults, for the keys that differ."""
+    given = {}
+    for path, value in flatten(document, "verl").items():
+        section, _, key = path.rpartition(".")
+        if section in ("", *_SECTIONS) and key in VERL_DEFAULTS:
+            given[key] = value
+    return [
+        set_to(f"{_SECTIONS[-1]}.{key}", default)
+        for key, default in VERL_DEFAULTS.items()
+        if given.get(key) not in (None, default)
+    ]
+
+
+def _needs_gpg(spec: CorrectionSpec) -> bool:
+    """Return True for a policy term that ignores the base loss's ratio: a weight on pi / mu, or Kimi k1.5's term."""
+    return spec.weighs_full_ratio or (spec.proximal == "bypass" and spec.penalty is not None)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    options = build_parser().parse_args(arguments)
+    try:
+        text, remarks = translate(read_document(options.config), options.source, options.target, options.ignore)
+    except (SpecError, ValueError, OSError) as error:
+        return refuse("translate", error)
+    print(text)  # noqa: T201
+    for remark in remarks:
+        print(f"translate: {remark}", file=sys.stderr)  # noqa: T201
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's arguments."""
+    parser = argparse.ArgumentParser(prog=name_program("translate"))
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--from", dest="source", required=True, choices=sorted(PEERS))
+    parser.add_argument("--to", dest="target", default="hydra", choices=["hydra", *sorted(_WRITERS)])
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="KEY", help="ignore this key, which corrects nothing"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

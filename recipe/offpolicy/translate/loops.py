@@ -1,18 +1,19 @@
-"""Compiled loops over a batch on the CPU, called by ``compiled_batch``.
+"""Compiled loops over a batch on the CPU, called by ``batch_sums.CompiledBatch``.
 
 Tokens are flat; row i extends from ``starts[i]`` to ``stops[i]``. One block of tokens at a time is gathered into
 float64 scratch memory that stays in the first-level cache, and measured there by branch-free loops, which the compiler
 vectorises. In blocks whose mask is 0 everywhere, nothing else is read.
+
+The first argument of each loop, ``tokens``, is the tuple (log pi_old, log mu, mask, starts, stops). ``asked`` is the
+tuple of the quantities' kinds, lower and upper bounds in float32, caps of weights, and (m, 2) clamps.
 
 A compiled function cached on disk is not updated when other files change, so everything that it uses is in this file.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,42 +29,26 @@ _NEAR = 0.25
 _SERIES = tuple(1 / math.factorial(k) for k in range(1, 13))
 _MAGNITUDE = 2**63 - 1
 """All bits except the sign bit; if these bits are flipped in negative floats, floats can be sorted as integers."""
+_LEAST, _GREATEST = int(np.float64(np.inf).view(np.int64)), int(np.float64(-np.inf).view(np.int64)) ^ _MAGNITUDE
+"""Extremes before the first number: inf and -inf as integers that sort like the floats."""
 
 _exact = njit(fastmath={"contract"}, nogil=True)
 _vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)
-"""For loops that only process finite numbers; sums may be computed in any order."""
+"""For loops that only process numbers other than NaN; sums may be computed in any order."""
 
 
-def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile on the first call with new dtypes and cache the result on disk, for all processes that share it.
-
-    A warning reports how long the compilation took.
-    """
+def _kept_on_disk(function: Callable[..., None]) -> Any:
+    """Compile on the first call with new dtypes and cache the result on disk, for all processes that share it."""
     settings: dict[str, Any] = {"fastmath": {"contract"}, "nogil": True}
     try:
-        compiled: Any = njit(cache=True, **settings)(function)
+        return njit(cache=True, **settings)(function)
     except RuntimeError as error:  # numba found no writable folder
         logger.warning(
             "%s: every process compiles the loops again, which takes seconds. "
             "Set NUMBA_CACHE_DIR to a writable folder.",
             error,
         )
-        compiled = njit(**settings)(function)
-
-    @functools.wraps(function)
-    def call(*arguments: Any) -> None:
-        known, started = len(compiled.signatures), time.perf_counter()
-        compiled(*arguments)
-        if len(compiled.signatures) > known and compiled.stats.cache_misses.get(compiled.signatures[-1]):
-            folder = compiled.stats.cache_path
-            logger.warning(
-                "the loop %r was compiled for new dtypes in %.1f s; %s",
-                function.__name__,
-                time.perf_counter() - started,
-                f"it is cached in {folder}" if folder else "it is not cached",
-            )
-
-    return call
+        return njit(**settings)(function)
 
 
 @_exact
@@ -87,8 +72,13 @@ def _copy(old: Any, rollout: Any, p: Any, q: Any) -> int:
 
 
 @_exact
-def _gather(old: Any, rollout: Any, mask: Any, p: Any, q: Any, where: Any) -> int:
-    """Gather the valid tokens of a block and their positions in it; return their number."""
+def _gather(old: Any, rollout: Any, mask: Any, response: int, p: Any, q: Any, where: Any) -> int:
+    """Gather the valid tokens of a block and their positions in it; return their number.
+
+    If all of its tokens are valid, this is a plain copy, without the positions.
+    """
+    if response == len(mask) and _copy(old, rollout, p, q) == response:
+        return response
     n = 0
     for k in range(len(old)):
         p[n] = old[k]
@@ -96,14 +86,6 @@ def _gather(old: Any, rollout: Any, mask: Any, p: Any, q: Any, where: Any) -> in
         where[n] = k
         n += (mask[k] != 0) & (abs(old[k]) < np.inf) & (abs(rollout[k]) < np.inf)
     return n
-
-
-@_exact
-def _valid(old: Any, rollout: Any, mask: Any, response: int, p: Any, q: Any, where: Any) -> int:
-    """Gather the valid tokens of a block; if all of them are valid, this is a plain copy."""
-    if response == len(mask) and _copy(old, rollout, p, q) == response:
-        return response
-    return _gather(old, rollout, mask, p, q, where)
 
 
 @_vector
@@ -129,7 +111,7 @@ def _ratios(p: Any, q: Any, n: int, clamp: float, x: Any, excess: Any) -> None:
 
 @_vector
 def _moments(p: Any, q: Any, x: Any, excess: Any, n: int, k2: Any, k3: Any, sums: Any) -> None:
-    """Add a block to the row's sums of p, q, x, k2, k3 and rho^2 - 1."""
+    """Compute k2 and k3, and add a block to the row's sums of p, q, x, k2, k3 and rho^2 - 1."""
     a = b = c = d = e = f = 0.0
     for k in range(n):
         k2[k] = 0.5 * x[k] * x[k]
@@ -140,12 +122,8 @@ def _moments(p: Any, q: Any, x: Any, excess: Any, n: int, k2: Any, k3: Any, sums
         d += k2[k]
         e += k3[k]
         f += excess[k] * (excess[k] + 2.0)
-    sums[0] += a
-    sums[1] += b
-    sums[2] += c
-    sums[3] += d
-    sums[4] += e
-    sums[5] += f
+    for k, total in enumerate((a, b, c, d, e, f)):
+        sums[k] += total
 
 
 @_vector
@@ -173,9 +151,11 @@ def _values(kind: int, x: Any, excess: Any, n: int, lower: Any, upper: Any, cap:
 
 
 @_vector
-def _measure(values: Any, n: int, low: float, high: float, about: float, sums: Any) -> None:
-    """Add a block to the quantity's sums of v, v^2, the deviation and its square."""
+def _measure(values: Any, compared: Any, n: int, clamp: Any, about: float, lower: Any, upper: Any, sums: Any) -> None:
+    """Add a block to the quantity's measures, in the order of ``batch_sums.MEASURES``, apart from the extremes."""
     a = b = c = d = 0.0
+    above = below = 0
+    low, high = clamp[0], clamp[1]
     for k in range(n):
         v = values[k]
         deviation = min(max(v, low), high) - about
@@ -183,20 +163,14 @@ def _measure(values: Any, n: int, low: float, high: float, about: float, sums: A
         b += v * v
         c += deviation
         d += deviation * deviation
+    for k in range(n):
+        single = np.float32(compared[k])
+        above += single > upper
+        below += single < lower
     sums[0] += a
     sums[1] += b
     sums[2] += c
     sums[3] += d
-
-
-@_vector
-def _beyond(values: Any, n: int, lower: Any, upper: Any, sums: Any) -> None:
-    """Count the values above and below the bounds, in float32."""
-    above = below = 0
-    for k in range(n):
-        v = np.float32(values[k])
-        above += v > upper
-        below += v < lower
     sums[6] += above
     sums[7] += below
 
@@ -213,57 +187,21 @@ def _extremes(values: Any, n: int, extremes: Any) -> None:
     extremes[0], extremes[1] = least, greatest
 
 
-@_exact
-def _reset(sums: Any, table: Any, extremes: Any) -> None:
-    """Clear the accumulators for the next row."""
-    for k in range(len(sums)):
-        sums[k] = 0.0
-    for m in range(len(table)):
-        for k in range(8):
-            table[m, k] = 0.0
-    numbers = extremes.view(np.float64)
-    for m in range(len(extremes)):
-        numbers[m, 0], numbers[m, 1] = np.inf, -np.inf
-        extremes[m, 1] ^= _MAGNITUDE  # -inf in the order of the integers
-
-
-@_exact
-def _numbers(extremes: Any) -> Any:
-    """Convert the integers of ``_extremes`` back to floats, in place."""
-    for m in range(len(extremes)):
-        for n in range(2):
-            extremes[m, n] ^= (extremes[m, n] >> 63) & _MAGNITUDE
-    return extremes.view(np.float64)
-
-
 @_kept_on_disk
-def sweep(
-    old: Any,
-    rollout: Any,
-    mask: Any,
-    starts: Any,
-    stops: Any,
-    clamp: float,
-    kinds: Any,
-    lower: Any,
-    upper: Any,
-    caps: Any,
-    clamps: Any,
-    ends: Any,
-    first: int,
-    columns: Any,
-    measures: Any,
-) -> None:
-    """Fill ``columns`` (10, B) and ``measures`` (8, m, B) from row ``first`` on, and ``ends`` with each mask's end."""
+def sweep(tokens: Any, clamp: float, asked: Any, ends: Any, columns: Any, measures: Any) -> None:
+    """Fill ``columns`` (10, B), ``measures`` (8, m, B), and ``ends`` (B,) with the end of each row's mask."""
+    old, rollout, mask, starts, stops = tokens
+    kinds, lower, upper, caps, clamps = asked
     count = len(kinds)
-    sums, table = np.empty(6), np.empty((count, 8))
-    extremes = np.empty((count + 2, 2), np.int64)
+    sums, table, extremes = np.empty(6), np.empty((count, 8)), np.empty((count + 2, 2), np.int64)
     scratch, where = np.empty((7, _BLOCK)), np.empty(_BLOCK, np.int64)
     p, q, x, excess, values = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
     k2, k3 = scratch[5], scratch[6]
     for i in range(len(starts)):
-        response = tokens = 0
-        _reset(sums, table, extremes)
+        response = valid = 0
+        sums[:] = 0.0
+        table[:] = 0.0
+        extremes[:, 0], extremes[:, 1] = _LEAST, _GREATEST
         ends[i] = starts[i]
         for start in range(starts[i], stops[i], _BLOCK):
             stop = min(start + _BLOCK, stops[i])
@@ -271,9 +209,9 @@ def sweep(
             if masked == 0:
                 continue
             ends[i] = stop
-            n = _valid(old[start:stop], rollout[start:stop], mask[start:stop], masked, p, q, where)
+            n = _gather(old[start:stop], rollout[start:stop], mask[start:stop], masked, p, q, where)
             response += masked
-            tokens += n
+            valid += n
             _ratios(p, q, n, clamp, x, excess)
             _moments(p, q, x, excess, n, k2, k3, sums)
             _extremes(k2, n, extremes[count])
@@ -281,37 +219,23 @@ def sweep(
             for m in range(count):
                 is_weight = kinds[m] <= BANDED
                 _values(kinds[m], x, excess, n, lower[m], upper[m], caps[m], values)
-                _measure(values, n, clamps[m, 0], clamps[m, 1], 1.0 if is_weight else 0.0, table[m])
-                _beyond(x if is_weight else values, n, lower[m], upper[m], table[m])
+                compared, about = (x, 1.0) if is_weight else (values, 0.0)
+                _measure(values, compared, n, clamps[m], about, lower[m], upper[m], table[m])
                 _extremes(values, n, extremes[m])
-        numbers = _numbers(extremes)
-        row = first + i
-        columns[0, row], columns[1, row] = response, tokens
-        for k in range(len(sums)):
-            columns[2 + k, row] = sums[k]
-        columns[8, row], columns[9, row] = max(numbers[count, 1], 0.0), max(numbers[count + 1, 1], 0.0)
-        for m in range(count):
-            table[m, 4], table[m, 5] = numbers[m, 0], numbers[m, 1]
-            for k in range(8):
-                measures[k, m, row] = table[m, k]
+        extremes ^= (extremes >> 63) & _MAGNITUDE
+        numbers = extremes.view(np.float64)
+        columns[0, i], columns[1, i] = response, valid
+        columns[2:8, i] = sums
+        columns[8, i], columns[9, i] = max(numbers[count, 1], 0.0), max(numbers[count + 1, 1], 0.0)
+        table[:, 4:6] = numbers[:count]
+        measures[:, :, i] = table.T
 
 
 @_kept_on_disk
-def compute_token_weights(
-    old: Any,
-    rollout: Any,
-    mask: Any,
-    starts: Any,
-    stops: Any,
-    clamp: float,
-    kind: int,
-    lower: Any,
-    upper: Any,
-    cap: float,
-    factor: float,
-    weights: Any,
-) -> None:
-    """Fill ``weights`` (N,) on valid tokens."""
+def compute_token_weights(tokens: Any, clamp: float, asked: Any, factor: float, weights: Any) -> None:
+    """Fill ``weights`` (N,) on valid tokens with the only quantity asked for, divided by ``factor``."""
+    old, rollout, mask, starts, stops = tokens
+    kinds, lower, upper, caps, _ = asked
     scratch, where = np.empty((5, _BLOCK)), np.empty(_BLOCK, np.int64)
     p, q, x, excess, values = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
     for i in range(len(starts)):
@@ -320,9 +244,9 @@ def compute_token_weights(
             masked = _count(mask[start:stop])
             if masked == 0:
                 continue
-            n = _valid(old[start:stop], rollout[start:stop], mask[start:stop], masked, p, q, where)
+            n = _gather(old[start:stop], rollout[start:stop], mask[start:stop], masked, p, q, where)
             _ratios(p, q, n, clamp, x, excess)
-            _values(kind, x, excess, n, lower, upper, cap, values)
+            _values(kinds[0], x, excess, n, lower[0], upper[0], caps[0], values)
             block = weights[start:stop]
             if n == len(block):
                 for k in range(n):
@@ -333,8 +257,9 @@ def compute_token_weights(
 
 
 @_kept_on_disk
-def spread_row_weights(old: Any, rollout: Any, mask: Any, starts: Any, stops: Any, rows: Any, weights: Any) -> None:
+def spread_row_weights(tokens: Any, rows: Any, weights: Any) -> None:
     """Fill ``weights`` (N,) on valid tokens with the weight of their row, ``rows`` (B,)."""
+    old, rollout, mask, starts, stops = tokens
     for i in range(len(starts)):
         row = rows[i]
         for start in range(starts[i], stops[i], _BLOCK):
@@ -348,21 +273,10 @@ def spread_row_weights(old: Any, rollout: Any, mask: Any, starts: Any, stops: An
 
 
 @_kept_on_disk
-def apply_rejections(
-    old: Any,
-    rollout: Any,
-    mask: Any,
-    starts: Any,
-    stops: Any,
-    clamp: float,
-    rejected: Any,
-    kinds: Any,
-    lower: Any,
-    upper: Any,
-    kept_mask: Any,
-    gone: Any,
-) -> None:
+def apply_rejections(tokens: Any, clamp: float, rejected: Any, asked: Any, kept_mask: Any, gone: Any) -> None:
     """Fill ``kept_mask`` (N,), and ``gone`` (B,) with the number of valid tokens rejected in each row."""
+    old, rollout, mask, starts, stops = tokens
+    kinds, lower, upper, caps, _ = asked
     scratch = np.empty((5, _BLOCK))
     p, q, x, excess, values = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
     where, drop = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.bool_)
@@ -373,16 +287,14 @@ def apply_rejections(
             masked = _count(here)
             if masked == 0:
                 continue
-            n = _valid(old[start:stop], rollout[start:stop], here, masked, p, q, where)
+            n = _gather(old[start:stop], rollout[start:stop], here, masked, p, q, where)
             if rejected[i]:
                 gone[i] += n
                 continue
-            for k in range(n):
-                drop[k] = False
-            if len(kinds):
-                _ratios(p, q, n, clamp, x, excess)
+            drop[:n] = False
+            _ratios(p, q, n, clamp, x, excess)
             for m in range(len(kinds)):
-                _values(kinds[m], x, excess, n, lower[m], upper[m], 0.0, values)
+                _values(kinds[m], x, excess, n, lower[m], upper[m], caps[m], values)
                 for k in range(n):
                     value = np.float32(values[k])
                     drop[k] |= (value > upper[m]) | (value < lower[m])

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from ..correction import SpecError
 from ..correction.dialects.verl import read_verl_rejections, read_verl_weight_bounds
 from ..correction.ratios import EXP_CLAMP
 from ..correction.row_layout import RowLayout, detect_layout
-from .row_sums import (
-    Batch,
+from .batch_sums import (
+    CompiledBatch,
     Kind,
     Numbers,
     Quantity,
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 
 Metrics = dict[str, float]
+Limits = Mapping[str, tuple[float, float]]
+"""verl's name of each rejection option -> its bounds in nats; the lower bound is -inf for k2 and k3."""
+_LEAST_MEAN = 1e-8  # verl does not normalise below this mean
 
 
 def compute_mismatch_metrics(columns: RowSums) -> Metrics:
@@ -85,43 +88,37 @@ def compute_weight_metrics(tokens: Numbers, measures: QuantitySums, lower: float
     # verl computes extremes of the applied weights at token level, and of the raw weights at sequence level.
     extremes = 1 if measures.of_tokens[1] else 0
     weight_sum, square = float(measures["total"][1].sum()), float(measures["square"][1].sum())
-    raw, applied = measures.select_quantities(slice(0, 1)), measures.select_quantities(slice(1, 2))
-    prefix = "rollout_is"
     return {
-        f"{prefix}_mean": float(weight_sum / total),
-        f"{prefix}_max": float(measures["greatest"][extremes].max()),
-        f"{prefix}_min": float(measures["least"][extremes].min()),
-        f"{prefix}_std": float(_std(applied, tokens)[0]),
-        f"{prefix}_eff_sample_size": float(weight_sum**2 / (total * square)) if square > 0 else 0.0,
-        f"{prefix}_ratio_fraction_high": float(_shares(raw, raw["above"], tokens)[0]),
-        f"{prefix}_ratio_fraction_low": float(_shares(raw, raw["below"], tokens)[0]),
-        **_of_row_means([prefix], row_mean[None], ideal=1.0),
-        f"{prefix}_seq_fraction_high": float((raw_row_mean > upper).mean()),
-        f"{prefix}_seq_fraction_low": float((raw_row_mean < lower).mean()),
+        "rollout_is_mean": float(weight_sum / total),
+        "rollout_is_max": float(measures["greatest"][extremes].max()),
+        "rollout_is_min": float(measures["least"][extremes].min()),
+        "rollout_is_std": float(_std(measures, tokens)[1]),
+        "rollout_is_eff_sample_size": float(weight_sum**2 / (total * square)) if square > 0 else 0.0,
+        "rollout_is_ratio_fraction_high": float(_shares(measures, "above", tokens)[0]),
+        "rollout_is_ratio_fraction_low": float(_shares(measures, "below", tokens)[0]),
+        **_of_row_means(["rollout_is"], row_mean[None], ideal=1.0),
+        "rollout_is_seq_fraction_high": float((raw_row_mean > upper).mean()),
+        "rollout_is_seq_fraction_low": float((raw_row_mean < lower).mean()),
     }
 
 
-def compute_rejection_metrics(
-    limits: Mapping[str, tuple[float | None, float]], tokens: Numbers, statistics: QuantitySums
-) -> Metrics:
+def compute_rejection_metrics(limits: Limits, tokens: Numbers, statistics: QuantitySums) -> Metrics:
     """Compute, for each rejection option, its statistic and the shares of tokens and rows that it rejects.
 
     Args:
-        limits: verl's name of each option -> its bounds in nats; the lower bound is None for k2 and k3.
         tokens: (B,) T.
         statistics: k1, k2 or k3 as each option aggregates it, in the same order.
     """
     total = tokens.sum()
     row_mean = statistics["total"] / tokens
     outside = statistics["above"] + statistics["below"]
-    lower = np.array([-np.inf if low is None else low for low, _ in limits.values()])
-    row_above, row_below = compare_with_bounds(row_mean, lower, np.array([upper for _, upper in limits.values()]))
+    row_above, row_below = compare_with_bounds(row_mean, *_split(limits))
     of_all = {
         "mean": statistics["total"].sum(-1) / total,
         "max": statistics["greatest"].max(-1),
         "min": statistics["least"].min(-1),
-        "fraction_high": _shares(statistics, statistics["above"], tokens),
-        "fraction_low": _shares(statistics, statistics["below"], tokens),
+        "fraction_high": _shares(statistics, "above", tokens),
+        "fraction_low": _shares(statistics, "below", tokens),
         "std": _std(statistics, tokens),
         "seq_fraction_high": row_above.mean(-1),
         "seq_fraction_low": row_below.mean(-1),
@@ -131,17 +128,9 @@ def compute_rejection_metrics(
     prefixes = [f"rollout_rs_{option}" for option in limits]
     metrics = _named(prefixes, of_all) | _of_row_means(prefixes, row_mean, ideal=0.0)
     for prefix, (low, _) in zip(prefixes, limits.values(), strict=True):
-        if low is None:
+        if math.isinf(low):
             del metrics[f"{prefix}_seq_fraction_low"]
     return metrics
-
-
-def compute_total_rejection_metrics(tokens: Numbers, rejected: Numbers) -> Metrics:
-    """Compute from (B,) counts the shares of tokens, and of rows with a token, that all options together reject."""
-    return {
-        "rollout_rs_masked_fraction": float(rejected.sum() / tokens.sum()),
-        "rollout_rs_seq_masked_fraction": float((rejected > 0).mean()),
-    }
 
 
 def _of_row_means(prefixes: Sequence[str], row_means: Numbers, *, ideal: float) -> Metrics:
@@ -172,17 +161,13 @@ def _std(measures: QuantitySums, tokens: Numbers) -> Numbers:
     """Compute the standard deviation over tokens, (m,)."""
     total = tokens.sum()
     variance = measures["squared_deviation"].sum(-1) / total - np.square(measures["deviation"].sum(-1) / total)
-    deviation: Numbers = np.sqrt(np.maximum(variance, 0.0))
-    return deviation
+    return np.asarray(np.sqrt(np.maximum(variance, 0.0)))
 
 
-def _shares(measures: QuantitySums, part: Numbers, tokens: Numbers) -> Numbers:
-    """Compute the share of tokens at token level, and the share of rows at sequence level, (m,)."""
-    rejected: Truths = part > 0
-    return np.where(measures.of_tokens, part.sum(-1) / tokens.sum(), rejected.mean(-1))
-
-
-_LEAST_MEAN = 1e-8  # verl does not normalise below this mean
+def _shares(measures: QuantitySums, side: str, tokens: Numbers) -> Numbers:
+    """Compute the share of tokens at token level, and of rows at sequence level, beyond a bound: (m,)."""
+    part = measures[side]
+    return np.where(measures.of_tokens, part.sum(-1) / tokens.sum(), (part > 0).mean(-1))
 
 
 def verl_rollout_correction(
@@ -199,8 +184,8 @@ def verl_rollout_correction(
 
     Sums are float64, and padding is never read. A token whose log-prob is not finite is excluded from weights, mask and
     metrics. A row without tokens is excluded from the metrics. On the CPU, if numba is installed, each row is read
-    once, and apart from the results, no memory of the batch's size is used. The first call on a machine compiles the
-    loops, which takes seconds.
+    once; with contiguous log-probs in float32 or float64 and a mask in int64 or bool, no memory of the batch's size is
+    used, apart from the results. The first call on a machine compiles the loops, which takes seconds.
 
     Tensors are either all padded, (B, T), or all jagged nested tensors of the same rows, which are read in place.
 
@@ -229,8 +214,10 @@ def verl_rollout_correction(
         raise SpecError("no such choice.", "Set one of null, token, sequence.", key="rollout_is", value=rollout_is)
     weight = _weight(rollout_is_threshold) if rollout_is else None
     options = read_verl_rejections(rollout_rs, rollout_rs_threshold, "")
-    limits = {option: _limits(option, *bounds) for option, bounds in options.items()}
-    of_tokens = {option: _of_token(option, *limits[option]) for option in options if option.startswith("token")}
+    limits = {option: _limits(*bounds) for option, bounds in options.items()}
+    of_tokens = {
+        option: Quantity(_kind(option), *bounds) for option, bounds in limits.items() if option.startswith("token")
+    }
     # verl reports the raw weights in addition to the applied weights.
     of_weight = [Quantity("raw", weight.lower, weight.upper), weight] if weight and rollout_is == "token" else []
 
@@ -258,7 +245,7 @@ def verl_rollout_correction(
         else:
             weights = batch.spread_row_weights(row_values / factor)
         measures = measures.select_rows(some)
-        metrics = compute_weight_metrics(tokens, measures, lower=weight.bounds[0], upper=weight.bounds[1])
+        metrics = compute_weight_metrics(tokens, measures, *weight.bounds)
         if weight.kind == "banded":
             metrics["rollout_is_oob_ratio"] = float((measures["above"][0] + measures["below"][0]).sum() / tokens.sum())
         if rollout_is_batch_normalize:
@@ -277,19 +264,18 @@ def verl_rollout_correction(
     if touched:
         mask, gone = batch.apply_rejections(rejected, list(of_tokens.values()))
     if options:
-        metrics |= compute_total_rejection_metrics(tokens, gone[some])
+        # These are the shares of tokens, and of rows with a token, that all options together reject.
+        metrics["rollout_rs_masked_fraction"] = float(gone[some].sum() / tokens.sum())
+        metrics["rollout_rs_seq_masked_fraction"] = float((gone[some] > 0).mean())
 
     metrics |= compute_mismatch_metrics(columns.select_rows(some))
     return _proto(weights), mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def _batch(rows: RowLayout, *tensors: Tensor) -> Batch:
+def _batch(rows: RowLayout, *tensors: Tensor) -> TorchBatch | CompiledBatch:
     """Choose the compiled backend if it can run, otherwise torch's; both compute the same numbers."""
-    if all(tensor.device.type == "cpu" for tensor in tensors) and _can_compile():
-        from .compiled_batch import CompiledBatch
-
-        return CompiledBatch(rows, *tensors)
-    return TorchBatch(rows, *tensors)
+    compiled = all(tensor.device.type == "cpu" for tensor in tensors) and _can_compile()
+    return (CompiledBatch if compiled else TorchBatch)(rows, *tensors)
 
 
 @functools.cache
@@ -329,29 +315,30 @@ def _batch_mean(total: float, count: float, device: torch.device) -> float:
     return mean if mean > _LEAST_MEAN else 1.0
 
 
-def _limits(option: str, lower_ratio: float | None, upper: float) -> tuple[float | None, float]:
+def _limits(lower_ratio: float | None, upper: float) -> tuple[float, float]:
     """Convert verl's bounds to bounds of k1, k2 or k3 in nats. In verl, a pair bounds the ratio, and k1 = -log rho."""
-    return (None, upper) if lower_ratio is None else (-math.log(upper), -math.log(lower_ratio))
+    return (-math.inf, upper) if lower_ratio is None else (-math.log(upper), -math.log(lower_ratio))
 
 
-def _of_token(option: str, lower: float | None, upper: float) -> Quantity:
-    """Build the quantity of an option that rejects per token."""
-    kinds: dict[str, Kind] = {"k1": "k1", "k2": "k2", "k3": "k3"}
-    return Quantity(kinds[option[-2:]], -math.inf if lower is None else lower, upper)
+def _kind(option: str) -> Kind:
+    """Return k1, k2 or k3, with which the name of each rejection option ends."""
+    return cast(Kind, option[-2:])
 
 
-def _statistics(
-    limits: dict[str, tuple[float | None, float]], columns: RowSums, by_token: QuantitySums
-) -> QuantitySums:
+def _split(limits: Limits) -> tuple[Numbers, Numbers]:
+    """Return the lower and the upper bounds, (m,) each."""
+    lower, upper = np.array(list(limits.values())).T
+    return lower, upper
+
+
+def _statistics(limits: Limits, columns: RowSums, by_token: QuantitySums) -> QuantitySums:
     """Compute the statistic of each rejection option; the order is that of ``limits``."""
-    of_rows = [option for option in limits if not option.startswith("token")]
+    of_rows = {option: bounds for option, bounds in limits.items() if not option.startswith("token")}
     if not of_rows:
         return by_token
-    bounds = [limits[option] for option in of_rows]
-    lower = np.array([-math.inf if low is None else low for low, _ in bounds])
-    upper = np.array([high for _, high in bounds])
+    lower, upper = _split(of_rows)
     values = np.stack([_of_option(option, columns) for option in of_rows])
-    clamp = np.array([0.0 if low is None else low for low, _ in bounds]), upper
+    clamp = np.where(np.isinf(lower), 0.0, lower), upper
     measures = measure_rows(values, columns.tokens, compare_with_bounds(values, lower, upper), clamp=clamp, about=0.0)
     found = [*(option for option in limits if option.startswith("token")), *of_rows]
     return by_token.concatenate(measures).select_quantities([found.index(option) for option in limits])
@@ -359,7 +346,7 @@ def _statistics(
 
 def _of_option(option: str, columns: RowSums) -> Numbers:
     """Compute the statistic of one rejection option per sequence, (B,)."""
-    name = option[-2:]
+    name = _kind(option)
     if "max" in option:
         return columns.k2_max if name == "k2" else columns.k3_max
     value = {"k1": -columns.log_ratio, "k2": columns.k2, "k3": columns.k3}[name]

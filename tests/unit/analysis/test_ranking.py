@@ -15,7 +15,7 @@ from recipe.offpolicy.pass_at_k import main
 
 
 def counts(step: int, n: list[int], c: list[int], *, first: int = 0) -> Counts:
-    return Counts(step, n, c, 0, True, [(f"q{at}", "") for at in range(first, first + len(n))])
+    return Counts(step, n, c, [(f"q{at}", "") for at in range(first, first + len(n))])
 
 
 def test_two_checkpoints_by_hand() -> None:

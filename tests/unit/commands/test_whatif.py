@@ -129,15 +129,18 @@ def test_bad_input_is_one_sentence(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
-def test_a_page_that_is_too_large_loses_no_table(
+def test_a_page_that_cannot_be_written_loses_no_table(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipe.offpolicy.analysis.page.LARGEST", 1000)
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("recipe.offpolicy.analysis.page.os.replace", fail)
     for form, words in (("--json", '"schema": 1'), ("--steps=5:", "What each correction would have done")):
         assert main([str(directory), *GRID, form, "--html", str(tmp_path / "a.html")]) == 2
         said = capsys.readouterr()
         assert words in said.out
-        assert "the page would be" in said.err
+        assert "No space left on device" in said.err
 
 
 @pytest.mark.slow  # a process of its own, as of the next

@@ -303,7 +303,7 @@ def test_every_command_line_prints_redacted_json(capfd: pytest.CaptureFixture[st
 import json, sys
 from recipe.offpolicy.command_line import run
 print_it = lambda: print(json.dumps({"api_key": 'a"hunter2', "n": {"url": "http://u:hunter2@h"}}))
-sys.exit(run("tool", print_it) or "http://u:hunter2@h")
+sys.exit(run(print_it) or "http://u:hunter2@h")
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
     printed = capfd.readouterr()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from recipe.offpolicy.translate.batch_sums import QuantitySums, compare_with_bounds, measure_rows
 from recipe.offpolicy.translate.rollout_correction import (
     compute_weight_metrics,
 )
-from recipe.offpolicy.translate.row_sums import QuantitySums, compare_with_bounds, measure_rows
 
 TOKENS = np.array([2.0, 1.0])
 
@@ -18,7 +18,7 @@ def test_weights_before_and_after_a_cap() -> None:
     raw = [[4, 0.5], [10, 0.25], [2, -0.5], [4, 0.25], [1, 0.5], [3, 0.5], [1, 0], [0, 1]]
     applied = [[3, 0.5], [5, 0.25], [1, -0.5], [1, 0.25], [1, 0.5], [2, 0.5], [0, 0], [0, 0]]
     table = np.stack([np.array(raw, dtype=float), np.array(applied, dtype=float)], axis=1)
-    found = compute_weight_metrics(TOKENS, QuantitySums(np.ones(2, dtype=bool), np.ones(2), table), 0.6, 2.0)
+    found = compute_weight_metrics(TOKENS, QuantitySums(np.ones(2, dtype=bool), table), 0.6, 2.0)
     assert found["rollout_is_mean"] == pytest.approx(3.5 / 3)
     assert (found["rollout_is_min"], found["rollout_is_max"]) == (0.5, 2.0)
     assert found["rollout_is_std"] == pytest.approx(np.std([1, 2, 0.5]))

@@ -23,7 +23,7 @@ from ..plotting import INK, Axis, Mark, Panel, Rule, draw_panels, style_line
 from ..table import Column, Table, to_plain
 from ..whatif.candidates import build_overrides, initialize_composer
 from ..whatif.replay import compute_constants, decide, iterate_blocks
-from .kept_bounds import EssCurve, KeptCurve, Threshold
+from .kept_bounds import Threshold
 from .parts import BoundedPart
 from .propose import CalibrationResult, Proposal
 from .scores import read_recorded_spec
@@ -165,11 +165,6 @@ def format_remarks(result: CalibrationResult) -> list[str]:
         sentences += _describe_floor(proposal, result.confidence)
         sentences.append(_describe_length_dependence(proposal, result.confidence))
     sentences += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]
-    if result.nonfinite:
-        sentences.append(
-            f"{result.nonfinite:,} response tokens have a log_prob that is not finite: bounds on pi leave "
-            f"them out, and training stops at such a token."
-        )
     if result.grouped < 1:
         sentences.append(
             f"For {1 - result.grouped:.0%} of the rows, the prompt was not recorded. These rows count as independent, "
@@ -324,7 +319,7 @@ def draw_curves(result: CalibrationResult) -> Figure:
 
 def build_panels(result: CalibrationResult) -> list[Panel]:
     """Build one panel for each proposal."""
-    return [_build_panel(proposal, result.confidence) for proposal in result.proposals]
+    return [_build_panel(proposal) for proposal in result.proposals]
 
 
 def format_caption(proposal: Proposal) -> str:
@@ -338,28 +333,24 @@ def format_caption(proposal: Proposal) -> str:
     return f"{proposal.part.key}: {what} by bound; {reached}."
 
 
-def _build_panel(proposal: Proposal, confidence: float) -> Panel:
-    curve = proposal.curve
-    if isinstance(curve, EssCurve):
-        lines = {"all lengths": (curve.radius, curve.ess)}
-        band, first = curve.compute_band(confidence), float(curve.radius.max(initial=0.0)) / 300
-        y = Axis("ESS of the weight")
+def _build_panel(proposal: Proposal) -> Panel:
+    curve, own = proposal.curve, {entry.bucket: entry.curve for entry in proposal.lengths if entry.curve is not None}
+    lines = {"all lengths": curve} | {f"T {format_bucket(bucket)}": each for bucket, each in own.items()}
+    if proposal.target == "ess":
+        first, y = float(curve.radius.max(initial=0.0)) / 300, Axis("ESS of the weight")
     else:
-        lines = {"all lengths": (curve.radius, curve.share)}
-        band = (curve.low, curve.high)
-        own = {entry.bucket: entry.curve for entry in proposal.lengths if isinstance(entry.curve, KeptCurve)}
-        lines |= {f"T {format_bucket(bucket)}": (each.radius, each.share) for bucket, each in own.items()}
         # The axis starts at the point where a curve first reaches the smallest share of interest.
-        first = min(radius[share >= _LEAST_SHARE].min(initial=math.inf) for radius, share in lines.values())
+        first = min(one.radius[one.reached >= _LEAST_SHARE].min(initial=math.inf) for one in lines.values())
         y = Axis(f"share of {proposal.part.looks_at} kept", limits=(_LEAST_SHARE, 1.01))
-    limits = _widen(proposal, first, max(radius.max(initial=0.0) for radius, _ in lines.values()))
+    limits = _widen(proposal, first, max(one.radius.max(initial=0.0) for one in lines.values()))
     marks: list[Mark | Rule] = []
     names = ["all lengths", *(f"T {format_bucket(bucket)}" for bucket in BUCKETS)]
-    for label, (radius, share) in lines.items():
-        if (there := radius > 0).any():  # the axis is logarithmic
+    for label, one in lines.items():
+        if (there := one.radius > 0).any():  # the axis is logarithmic
             look = style_line(names.index(label), marker=False)
-            ends = None if marks else (band[0][there], band[1][there])
-            marks.append(Mark(radius[there], share[there], label, band=ends, thick=1.2 if marks else 1.8, **look))
+            band = None if marks else (one.low[there], one.high[there])
+            thick = 1.2 if marks else 1.8
+            marks.append(Mark(one.radius[there], one.reached[there], label, band=band, thick=thick, **look))
     marks.append(Rule(proposal.goal, "y"))
     marks += _mark_bounds(proposal, limits) if len(curve.radius) else []
     x = Axis(_bound_label(proposal), log=10 if len(curve.radius) else 0, limits=limits)

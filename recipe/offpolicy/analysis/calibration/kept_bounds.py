@@ -199,21 +199,19 @@ def _compute_reaches(part: BoundedPart, values: dict[str, float]) -> list[float]
 
 
 @dataclass(frozen=True)
-class KeptCurve:
-    """Kept share by radius of the moving bound, (K,) each.
+class Curve:
+    """Kept share or ESS by radius of the moving bound, (K,) each.
 
     Attributes:
         radius: radii in ascending order, on the scale on which the part compares values.
-        share: kept share.
-        low, high: ends of the interval of the kept share; NaN (unknown) if there is only one prompt.
-        count: number of units on which the curve is based.
+        reached: kept share, or ESS.
+        low, high: ends of its interval; NaN (unknown) if there is only one prompt.
     """
 
     radius: Floats
-    share: Floats
+    reached: Floats
     low: Floats
     high: Floats
-    count: int
 
 
 def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
@@ -228,53 +226,12 @@ def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
     return np.unique(np.concatenate([by_rank, even]))
 
 
-def compute_kept_curve(part: BoundedPart, scores: Scores, radius: Floats, confidence: float) -> KeptCurve:
+def compute_kept_curve(part: BoundedPart, scores: Scores, radius: Floats, confidence: float) -> Curve:
     """Compute the kept share of the units that the part applies to, at each ``radius``."""
     radii, scores = compute_needed_radii(part, scores), scores.select(scores.looked)
     found = [estimate_share(radii <= place, scores.group) for place in radius]
     ends = np.array([compute_share_interval(share, confidence) for share in found]).reshape(-1, 2)
-    return KeptCurve(radius, np.array([share.share for share in found]), ends[:, 0], ends[:, 1], len(scores))
-
-
-@dataclass(frozen=True)
-class EssCurve:
-    """ESS by cap, with bootstrap draws.
-
-    Attributes:
-        radius: (K,) ascending: log of the cap, or log of the lower bound if only the lower bound moves.
-        ess: (K,) ESS of the recording.
-        resampled: (draws, K) ESS of resampled prompt groups; no draws if there is only one group.
-    """
-
-    radius: Floats
-    ess: Floats
-    resampled: Floats
-
-    def compute_band(self, confidence: float) -> tuple[Floats, Floats]:
-        """Compute the percentiles of the bootstrap draws, (K,) each; NaN if there are no draws."""
-        if not len(self.resampled):
-            return np.full_like(self.ess, math.nan), np.full_like(self.ess, math.nan)
-        low, high = np.quantile(self.resampled, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
-        return low, high
-
-    def compute_interval(self, target: float, confidence: float) -> Interval:
-        """Compute percentiles over the draws of the widest radius that reaches the target; inf if all radii do."""
-        if not len(self.resampled):
-            return math.nan, math.nan
-        # The widest radius of each draw is the last True in its row.
-        enough = self.resampled >= target
-        end = enough.shape[1] - 1
-        last = end - enough[:, ::-1].argmax(1)
-        following = np.minimum(last + 1, end)
-        draws = np.arange(len(last))
-        high, low = self.resampled[draws, last], self.resampled[draws, following]
-        # Interpolate linearly between the two radii around the crossing.
-        step = np.divide(high - target, high - low, out=np.zeros_like(high), where=high > low)
-        crossing = self.radius[last] + step * (self.radius[following] - self.radius[last])
-        crossing = np.where(last == end, math.inf, crossing)
-        crossing = np.where(enough.any(1), crossing, self.radius[0])
-        ends = np.quantile(crossing, [(1 - confidence) / 2, (1 + confidence) / 2], method="inverted_cdf")
-        return float(ends[0]), float(ends[1])
+    return Curve(radius, np.array([share.share for share in found]), ends[:, 0], ends[:, 1])
 
 
 def compute_ess(part: BoundedPart, scores: Scores, limits: tuple[float, float]) -> float:
@@ -306,12 +263,12 @@ def find_cap_for_ess(
     widest = float(np.abs(scores.low).max())
     if (most := compute_at(widest)) >= target:
         return build_not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
-    curve = compute_ess_curve(part, scores, seed=seed)
+    radius, ess, resampled = resample_ess(part, scores, seed=seed)
     # The ESS of a weight that rejects is not monotonic in its bound, so the search starts from the widest bound of the
     # curve that reaches the target.
-    fit = curve.radius[curve.ess >= target] if part.rejects else [0.0] if compute_at(0.0) >= target else []
+    fit = radius[ess >= target] if part.rejects else [0.0] if compute_at(0.0) >= target else []
     if not len(fit):
-        best = float(curve.ess.max())
+        best = float(ess.max())
         return build_not_found(scores, f"not reachable: no cap has an ESS above {best:.6g}", best, "not reachable")
     inside, beyond = float(fit[-1]), widest
     for _ in range(_EXACT):
@@ -329,13 +286,48 @@ def find_cap_for_ess(
     # Inward is the safe direction, because a narrower bound has a higher ESS.
     values = _round(part, inside, accept, outward=False)
     reached = compute_ess(part, scores, part.compute_limits_with(values))
-    interval = curve.compute_interval(target, confidence)
+    interval = _cross(radius, resampled, target, confidence)
     note = "no interval: all units belong to one prompt" if math.isnan(interval[0]) else ""
     return Threshold(values, inside, interval, reached, len(scores), len(np.unique(scores.group)), note)
 
 
-def compute_ess_curve(part: BoundedPart, scores: Scores, *, seed: int = 0, draws: int = DRAWS) -> EssCurve:
-    """Compute the ESS by cap, over the caps that occur."""
+def _cross(radius: Floats, resampled: Floats, target: float, confidence: float) -> Interval:
+    """Compute percentiles over the draws of the widest radius that reaches the target; inf if all radii do."""
+    if not len(resampled):
+        return math.nan, math.nan
+    # The widest radius of each draw is the last True in its row.
+    enough = resampled >= target
+    end = enough.shape[1] - 1
+    last = end - enough[:, ::-1].argmax(1)
+    following = np.minimum(last + 1, end)
+    draws = np.arange(len(last))
+    high, low = resampled[draws, last], resampled[draws, following]
+    # Interpolate linearly between the two radii around the crossing.
+    step = np.divide(high - target, high - low, out=np.zeros_like(high), where=high > low)
+    crossing = radius[last] + step * (radius[following] - radius[last])
+    crossing = np.where(enough.any(1), np.where(last == end, math.inf, crossing), radius[0])
+    ends = np.quantile(crossing, [(1 - confidence) / 2, (1 + confidence) / 2], method="inverted_cdf")
+    return float(ends[0]), float(ends[1])
+
+
+def compute_ess_curve(part: BoundedPart, scores: Scores, confidence: float) -> Curve:
+    """Compute the ESS by cap, with percentiles of its bootstrap draws."""
+    radius, ess, resampled = resample_ess(part, scores)
+    low = high = np.full_like(ess, math.nan)
+    if len(resampled):
+        low, high = np.quantile(resampled, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
+    return Curve(radius, ess, low, high)
+
+
+def resample_ess(
+    part: BoundedPart, scores: Scores, *, seed: int = 0, draws: int = DRAWS
+) -> tuple[Floats, Floats, Floats]:
+    """Compute the ESS over the caps that occur, for the recording and for resampled prompt groups.
+
+    Returns:
+        (K,) log of the cap, or of the lower bound if only the lower bound moves, ascending; (K,) ESS; (draws, K) ESS,
+        without draws if there is only one group.
+    """
     radius = _choose_caps(np.abs(scores.low))
     groups, group = np.unique(scores.group, return_inverse=True)
     totals = _sum_groups(part, scores, radius, group, len(groups))
@@ -345,7 +337,7 @@ def compute_ess_curve(part: BoundedPart, scores: Scores, *, seed: int = 0, draws
         count, total, square = np.moveaxis(sums, -1, 0)
         return np.divide(total**2, count * square, out=np.zeros_like(total), where=square > 0)
 
-    return EssCurve(radius, divide(totals.sum(0)), divide(resampled))
+    return radius, divide(totals.sum(0)), divide(resampled)
 
 
 def _sum_groups(part: BoundedPart, scores: Scores, radius: Floats, group: NDArray[np.int64], groups: int) -> Floats:

@@ -23,8 +23,7 @@ from ..jobs import ALONE, Jobs
 from . import QUANTILE
 from .floor import Floats, Interval, NoiseFloor, NotIdentifiedError, compute_normal_bound, estimate_noise_floor
 from .kept_bounds import (
-    EssCurve,
-    KeptCurve,
+    Curve,
     Threshold,
     build_not_found,
     choose_radii,
@@ -176,7 +175,7 @@ class LengthBound:
     rows: int
     reached: float
     threshold: Threshold
-    curve: KeptCurve | None
+    curve: Curve | None
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class Proposal:
     floor: NoiseFloor | None
     length: LengthTest
     lengths: tuple[LengthBound, ...]
-    curve: KeptCurve | EssCurve
+    curve: Curve
 
     @property
     def found(self) -> bool:
@@ -226,7 +225,6 @@ class CalibrationResult:
         confidence: confidence level of every interval.
         skipped: key -> why nothing was proposed for it.
         grouped: share of rows whose prompt is known; intervals treat the other rows as independent.
-        nonfinite: number of tokens that parts on pi leave out because the token's log pi is not finite.
     """
 
     spec: CorrectionSpec
@@ -234,7 +232,6 @@ class CalibrationResult:
     confidence: float
     skipped: dict[str, str]
     grouped: float
-    nonfinite: int = 0
 
 
 def propose_bounds(
@@ -259,9 +256,23 @@ def propose_bounds(
         RecordingError: the recording has no data to calibrate with.
     """
     request.check()
-    parts, skipped = _targeted(list_parts(spec, unset), request)
+    parts, skipped = list_parts(spec, unset), {}
+    goals = {part.key: goal for part in parts if (goal := _find_goal(part, request)) is not None}
+    for part in parts:
+        if part.key in goals:
+            continue
+        if part.rejects:
+            skipped[part.key] = "takes --target-kept"
+        elif part.spec.by_staleness is not None:
+            skipped[part.key] = "has a cap for each age (by_staleness), but an ESS target fits only a single cap"
+        else:
+            skipped[part.key] = "takes --target-ess, because it keeps every token and caps its weight"
+    if not goals:
+        reasons = "; ".join(f"{key} {why}" for key, why in skipped.items())
+        raise SpecError(f"no part of the correction can use the given target: {reasons}.")
+    parts = [part for part in parts if part.key in goals]
     scores, state = compute_scores(steps, spec, parts, sample=sample, jobs=jobs)
-    proposals = tuple(_proposal(part, scores[part.key], state, request) for part in parts)
+    proposals = tuple(_propose(_Evidence(part, *goals[part.key], scores[part.key], state, request)) for part in parts)
     for proposal in proposals:
         if proposal.found:
             spec = set_values(spec, proposal.part.key, proposal.threshold.values)
@@ -269,30 +280,10 @@ def propose_bounds(
     # A mask that requires a delta is invalid if none was found.
     open_masks = {key.split(".")[1] for key in unset if key.rpartition(".")[0] not in found}
     spec = replace(spec, masks=tuple((name, mask) for name, mask in spec.masks if name not in open_masks))
-    on_pi = any(part.spec.ratio != "rollout" for part in parts)
-    grouped, nonfinite = float(state.grouped.mean()), int(state.nonfinite.sum()) if on_pi else 0
-    return CalibrationResult(spec, proposals, request.confidence, skipped, grouped, nonfinite)
+    return CalibrationResult(spec, proposals, request.confidence, skipped, float(state.grouped.mean()))
 
 
-def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[list[BoundedPart], dict[str, str]]:
-    """Return the parts that have a target; for each of the other parts, return the reason why it has none."""
-    taken, skipped = [], {}
-    for part in parts:
-        if _goal(part, request) is not None:
-            taken.append(part)
-        elif part.rejects:
-            skipped[part.key] = "takes --target-kept"
-        elif part.spec.by_staleness is not None:
-            skipped[part.key] = "has a cap for each age (by_staleness), but an ESS target fits only a single cap"
-        else:
-            skipped[part.key] = "takes --target-ess, because it keeps every token and caps its weight"
-    if not taken:
-        reasons = "; ".join(f"{key} {why}" for key, why in skipped.items())
-        raise SpecError(f"no part of the correction can use the given target: {reasons}.")
-    return taken, skipped
-
-
-def _goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float] | None:
+def _find_goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float] | None:
     """Return the target of a part. A weight that rejects accepts both targets; the kept share takes precedence."""
     if part.rejects and request.target_kept is not None:
         return "kept", request.target_kept
@@ -301,88 +292,95 @@ def _goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float
     return None
 
 
-def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: CalibrationRequest) -> Proposal:
-    chosen = _goal(part, request)
-    assert chosen is not None  # _targeted has left out all other parts
-    target, goal = chosen
-    share = float(scores.looked.mean())
+@dataclass(frozen=True)
+class _Evidence:
+    """The units of a part, or only those of some lengths, with the target that its bound must reach."""
+
+    part: BoundedPart
+    target: Target
+    goal: float
+    scores: Scores
+    state: RowState
+    request: CalibrationRequest
+
+    @property
+    def looked(self) -> Scores:
+        """The units to which the part applies."""
+        return self.scores.select(self.scores.looked)
+
+    def explain_few(self) -> str:
+        """Explain that there are fewer rows than a bound needs; empty if there are enough rows."""
+        rows = len(np.unique(self.looked.row))
+        return f"only {rows} rows, and a bound needs {LEAST_ROWS}" if rows < LEAST_ROWS else ""
+
+    def reach(self, limits: tuple[float, float]) -> float:
+        """Compute the value that bounds at ``limits`` reach, measured like the target."""
+        return (compute_ess if self.target == "ess" else compute_kept_share)(self.part, self.scores, limits)
+
+    def estimate_floor(self) -> NoiseFloor | None:
+        """Estimate the noise floor of a delta; None for other bounds."""
+        if "delta" not in self.part.now:
+            return None
+        share, confidence = self.request.floor_quantile, self.request.confidence
+        return estimate_noise_floor(self.part, self.scores, self.state, share=share, confidence=confidence)
+
+    def find(self, floor: NoiseFloor | None) -> Threshold:
+        """Find the bound that reaches the target."""
+        arguments = (self.part, self.scores, self.goal, self.request.confidence)
+        if self.target == "ess":
+            return find_cap_for_ess(*arguments)
+        return find_bound_for_kept_share(*arguments, floor=floor.delta if floor else -math.inf)
+
+
+def _propose(evidence: _Evidence) -> Proposal:
+    part, target, request = evidence.part, evidence.target, evidence.request
+    share = float(evidence.scores.looked.mean())
     if target == "ess":
         # The ESS is computed from the part's weights.
-        scores = scores.select(scores.looked)
+        evidence = replace(evidence, scores=evidence.looked)
     floor, lacking = None, None
-    if "delta" in part.now:
-        try:
-            floor = _floor(part, scores, state, request)
-        except NotIdentifiedError as error:
-            lacking = error
-            if request.settle and error.share is not None:
-                request, lacking = replace(request, floor_quantile=error.share), None
-                floor = _floor(part, scores, state, request)
-    looked = scores.select(scores.looked)
+    try:
+        floor = evidence.estimate_floor()
+    except NotIdentifiedError as error:
+        lacking = error
+        if request.settle and error.share is not None:
+            evidence = replace(evidence, request=replace(request, floor_quantile=error.share))
+            floor, lacking = evidence.estimate_floor(), None
+    scores = evidence.scores
     if lacking is not None:
-        threshold = replace(build_not_found(looked, str(lacking)), missing=lacking)
-    elif few := _few(looked):
-        threshold = build_not_found(looked, f"not identified: {few}")
+        threshold = replace(build_not_found(evidence.looked, str(lacking)), missing=lacking)
+    elif few := evidence.explain_few():
+        threshold = build_not_found(evidence.looked, f"not identified: {few}")
     else:
-        threshold = _threshold(part, scores, chosen, request, floor)
+        threshold = evidence.find(floor)
     length = measure_length_dependence(scores, request.confidence)
-    curve: KeptCurve | EssCurve
     if target == "ess":
-        curve = compute_ess_curve(part, scores)
+        curve = compute_ess_curve(part, scores, request.confidence)
     else:
         curve = compute_kept_curve(part, scores, choose_radii(part, scores), request.confidence)
-    now = math.nan if part.unset else _reached(part, scores, target, part.limits)
-    found = Proposal(part, target, goal, share, now, threshold, floor, length, (), curve)
-    return replace(found, lengths=tuple(_by_length(found, scores, state, request))) if length.depends else found
+    now = math.nan if part.unset else evidence.reach(part.limits)
+    lengths = tuple(_bound_lengths(evidence, threshold, curve.radius)) if length.depends else ()
+    return Proposal(part, target, evidence.goal, share, now, threshold, floor, length, lengths, curve)
 
 
-def _threshold(
-    part: BoundedPart,
-    scores: Scores,
-    chosen: tuple[Target, float],
-    request: CalibrationRequest,
-    floor: NoiseFloor | None,
-) -> Threshold:
-    target, goal = chosen
-    if target == "ess":
-        return find_cap_for_ess(part, scores, goal, request.confidence)
-    return find_bound_for_kept_share(part, scores, goal, request.confidence, floor=floor.delta if floor else -math.inf)
-
-
-def _by_length(
-    proposal: Proposal, scores: Scores, state: RowState, request: CalibrationRequest
-) -> Iterator[LengthBound]:
-    part, target, values = proposal.part, proposal.target, proposal.threshold.values
-    bucket = find_length_bucket(scores.length)
+def _bound_lengths(evidence: _Evidence, overall: Threshold, radius: Floats) -> Iterator[LengthBound]:
+    """Find the bound of each length bucket that has a row to which the part applies."""
+    part, bucket = evidence.part, find_length_bucket(evidence.scores.length)
     for index, name in enumerate(BUCKETS):
-        own = scores.select(bucket == index)
-        looked = own.select(own.looked)
+        own = replace(evidence, scores=evidence.scores.select(bucket == index))
+        looked = own.looked
         if not len(looked):
             continue
-        known = bool(values) or not part.unset
-        reached = _reached(part, own, target, part.compute_limits_with(values)) if known else math.nan
-        if few := _few(looked):
+        known = bool(overall.values) or not part.unset
+        reached = own.reach(part.compute_limits_with(overall.values)) if known else math.nan
+        if few := own.explain_few():
             threshold = build_not_found(looked, few)
         else:
             try:
-                floor = _floor(part, own, state, request) if "delta" in part.now else None
-                threshold = _threshold(part, own, (target, proposal.goal), request, floor)
+                threshold = own.find(own.estimate_floor())
             except NotIdentifiedError:
                 threshold = build_not_found(looked, "its backend noise is not identified")
-        kept = target == "kept"
-        line = compute_kept_curve(part, own, proposal.curve.radius, request.confidence) if kept else None
+        line = None
+        if own.target == "kept":
+            line = compute_kept_curve(part, own.scores, radius, own.request.confidence)
         yield LengthBound(name, len(np.unique(looked.row)), reached, threshold, line)
-
-
-def _few(units: Scores) -> str:
-    """Explain that there are fewer rows than a bound needs; empty if there are enough rows."""
-    rows = len(np.unique(units.row))
-    return f"only {rows} rows, and a bound needs {LEAST_ROWS}" if rows < LEAST_ROWS else ""
-
-
-def _floor(part: BoundedPart, scores: Scores, state: RowState, request: CalibrationRequest) -> NoiseFloor:
-    return estimate_noise_floor(part, scores, state, share=request.floor_quantile, confidence=request.confidence)
-
-
-def _reached(part: BoundedPart, scores: Scores, target: Target, limits: tuple[float, float]) -> float:
-    return compute_ess(part, scores, limits) if target == "ess" else compute_kept_share(part, scores, limits)

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 
 _DECADES = 30
-_LONGEST_CONFIG = 400_000
-"""Number of characters of the configuration to show."""
 _LONGEST_TABLE = 60
 _CARD = ("model", "release", "path", "started", "fingerprint")
 _MARKED = 40
@@ -104,51 +102,34 @@ def _limit_nats(panel: Panel) -> Panel:
     return replace(panel, y=Axis(panel.y.label, log=10)) if wide else panel
 
 
-@dataclass(frozen=True)
-class ReportContents:
-    """The content of a report.
+def write_page(
+    recording: Recording, timeline: Timeline, out: Path, studies: Studies | None = None, refresh: int = 0
+) -> str:
+    """Write the page, without secrets; return a sentence that describes the page and what was read.
 
-    Attributes:
-        source: the recording's directory.
-        card, proof: as recorded, without secrets; empty if they were not recorded.
+    Args:
         studies: None for a run in progress, whose page has only the timeline.
         refresh: seconds after which a browser reloads the page; 0 for never.
     """
-
-    source: str
-    card: Mapping[str, Any]
-    proof: Mapping[str, Any]
-    timeline: Timeline
-    studies: Studies | None
-    refresh: int = 0
-
-    @property
-    def sentence(self) -> str:
-        """The sentences that describe what was read."""
-        steps = list(dict.fromkeys(step.step for step in self.timeline.steps))
-        count = "the one recorded step" if len(steps) == 1 else f"all {len(steps)} recorded steps"
-        sampled = self.studies.sampled if self.studies else ""
-        return f"Read: {count} ({steps[0]} to {steps[-1]}). {sampled}".rstrip()
-
-
-def build_page(found: ReportContents) -> Page:
-    """Build the page."""
-    spec = CorrectionSpec.from_mapping(found.timeline.correction)
-    subtitle = escape(f"{found.source}: {found.timeline.rows:,} responses")
-    page = Page("Off-policy report", subtitle, found.refresh)
-    verdict = build_table(build_answers(found.timeline, spec, found.proof, found.studies))
-    page.add_section("Verdict", verdict, found.sentence)
-    page.add_section("Run and liveness proof", *_run(found, spec))
-    page.add_section("Reward and mismatch over time", *_over_time(found.timeline))
-    page.add_section("Extensions", *_extensions(found))
-    page.add_section("Kept share by length", *_by_length(found.timeline))
-    if found.studies is not None:
-        page.add_section("Where the mismatch comes from", *_attribution(found.studies.attribution))
-        page.add_section("Calibration", *_calibration(found.studies))
-        page.add_section("Worst examples", *_worst(found.studies.attribution))
-        page.add_section("What other corrections would have done", *_what_if(found.studies.study))
-    page.add_section("Configuration", _configuration(found.card))
-    return page
+    card, proof = redact(recording.card), redact(recording.proof)
+    spec = CorrectionSpec.from_mapping(timeline.correction)
+    steps = list(dict.fromkeys(step.step for step in timeline.steps))
+    count = "the one recorded step" if len(steps) == 1 else f"all {len(steps)} recorded steps"
+    read = f"Read: {count} ({steps[0]} to {steps[-1]}). {studies.sampled if studies else ''}".rstrip()
+    page = Page("Off-policy report", escape(f"{recording.directory}: {timeline.rows:,} responses"), refresh)
+    page.add_section("Verdict", build_table(build_answers(timeline, spec, proof, studies)), read)
+    page.add_section("Run and liveness proof", *_run(card, proof, timeline, spec))
+    page.add_section("Reward and mismatch over time", *_over_time(timeline))
+    page.add_section("Extensions", *_extensions(card, timeline))
+    page.add_section("Kept share by length", *_by_length(timeline))
+    if studies is not None:
+        page.add_section("Where the mismatch comes from", *_attribution(studies.attribution))
+        page.add_section("Calibration", *_calibration(studies))
+        page.add_section("Worst examples", *_worst(studies.attribution))
+        page.add_section("What other corrections would have done", *_what_if(studies.study))
+    configuration = Code(json.dumps(card, indent=1, sort_keys=True, default=str))
+    page.add_section("Configuration", Details("run.json", [configuration]) if card else "run.json was not recorded.")
+    return f"{out}: {page.write(out):,} bytes. {read}"
 
 
 def _describe_spec(spec: CorrectionSpec) -> dict[str, str]:
@@ -163,22 +144,20 @@ def _describe_spec(spec: CorrectionSpec) -> dict[str, str]:
     return text | {key: json.dumps(value) for key, value in settings.items() if value != default.get(key)}
 
 
-def _run(found: ReportContents, spec: CorrectionSpec) -> list[Block]:
-    facts = {name: escape(str(found.card[name])) for name in _CARD if name in found.card}
-    sampling = found.card.get("sampling")
-    if isinstance(sampling, Mapping):
+def _run(card: Mapping[str, Any], proof: Mapping[str, Any], timeline: Timeline, spec: CorrectionSpec) -> list[Block]:
+    facts = {name: escape(str(card[name])) for name in _CARD if name in card}
+    if isinstance(sampling := card.get("sampling"), Mapping):
         facts["sampling"] = escape(", ".join(f"{name} {value}" for name, value in sampling.items()))
-    facts |= {"responses": f"{found.timeline.rows:,}", "response tokens": f"{found.timeline.tokens:,}"}
-    missing = "" if found.card else "run.json was not recorded: model, release and configuration are unknown."
-    changed = ", ".join(map(str, found.timeline.changed[:10])) + (" ..." if len(found.timeline.changed) > 10 else "")
+    facts |= {"responses": f"{timeline.rows:,}", "response tokens": f"{timeline.tokens:,}"}
+    missing = "" if card else "run.json was not recorded: model, release and configuration are unknown."
+    changed = ", ".join(map(str, timeline.changed[:10])) + (" ..." if len(timeline.changed) > 10 else "")
     moved = f"The correction changed during the run, before steps {changed}; the last one is shown." if changed else ""
-    proof: Block = ""
-    numbers = found.proof.get("live")
-    if isinstance(numbers, Mapping):
-        proof = Details("The proof in numbers", [{escape(str(k)): _whole(v) for k, v in numbers.items()}])
+    shown: Block = ""
+    if isinstance(numbers := proof.get("live"), Mapping):
+        shown = Details("The proof in numbers", [{escape(str(k)): _whole(v) for k, v in numbers.items()}])
     elif not spec.is_none:
-        proof = "proof.json was not recorded, so there is no evidence that the correction reached the gradient."
-    return [missing, facts | _describe_spec(spec), moved, proof]
+        shown = "proof.json was not recorded, so there is no evidence that the correction reached the gradient."
+    return [missing, facts | _describe_spec(spec), moved, shown]
 
 
 def _whole(value: Any) -> Any:
@@ -212,14 +191,14 @@ def _over_time(timeline: Timeline) -> list[Block]:
     return [build_step_panels(timeline), Details(name, [Table(list(columns.values()), rows)])]
 
 
-def _extensions(found: ReportContents) -> list[Block]:
-    if not (names := found.timeline.extensions):
+def _extensions(card: Mapping[str, Any], timeline: Timeline) -> list[Block]:
+    if not (names := timeline.extensions):
         return []
-    described = read_extensions(found.card)
+    described = read_extensions(card)
     known = {name: what for each in described.values() for name, what in each["columns"].items()}
     facts = {section: each["meaning"] for section, each in described.items()}
     facts |= {name.removeprefix("offpolicy_"): str(known[name]) for name in names if name in known}
-    rows = [(step.step, *(step.extensions.get(name, math.nan) for name in names)) for step in _thin_out(found.timeline)]
+    rows = [(step.step, *(step.extensions.get(name, math.nan) for name in names)) for step in _thin_out(timeline)]
     columns = (Column("step"), *(Column(name.removeprefix("offpolicy_"), digits=4) for name in names))
     sentence = "Means over response tokens of the columns that extensions sent."
     return [{escape(name): escape(text) for name, text in facts.items()}, sentence, Table(columns, rows)]
@@ -303,14 +282,6 @@ def _what_if(study: Study | str) -> list[Block]:
     ]
 
 
-def _configuration(card: Mapping[str, Any]) -> Block:
-    if not card:
-        return "run.json was not recorded."
-    text = json.dumps(card, indent=1, sort_keys=True, default=str)
-    cut = f" (its first {_LONGEST_CONFIG:,} characters)" if len(text) > _LONGEST_CONFIG else ""
-    return Details(f"run.json{cut}", [Code(text[:_LONGEST_CONFIG])])
-
-
 def follow(
     directory: Path, out: Path, seconds: int, say: Callable[[str], None], wait: Callable[[float], None] = time.sleep
 ) -> None:
@@ -342,9 +313,5 @@ def follow(
                 read[step] = recording.files[step], summarize_steps(recording.only(step))
             timeline = merge_parts(part for step in sorted(read) for part in read[step][1])
             if new and timeline.steps:
-                contents = ReportContents(
-                    str(directory), redact(recording.card), redact(recording.proof), timeline, None, seconds
-                )
-                size = build_page(contents).write(out)
-                say(f"{out}: {size:,} bytes. {contents.sentence}")
+                say(write_page(recording, timeline, out, refresh=seconds))
         wait(seconds)

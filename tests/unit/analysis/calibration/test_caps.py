@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.kept_bounds import compute_ess, compute_ess_curve, find_cap_for_ess
+from recipe.offpolicy.analysis.calibration.kept_bounds import compute_ess, find_cap_for_ess, resample_ess
 from recipe.offpolicy.analysis.calibration.parts import BoundedPart, list_parts, set_values
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import Scores, compute_scores
@@ -114,10 +114,10 @@ def test_curve_agrees_with_the_weights_themselves(name: str) -> None:
     _, part = part_of(WEIGHTS[name])
     rng = np.random.default_rng(5)
     scores = units(0.5 * rng.standard_normal(300), group=rng.integers(0, 20, 300), tokens=rng.integers(1, 9, 300))
-    curve = compute_ess_curve(part, scores, draws=10)
-    direct = [compute_ess(part, scores, part.compute_limits_at(radius)) for radius in curve.radius]
-    assert curve.ess == pytest.approx(direct, rel=1e-9)
-    assert curve.resampled.shape == (10, len(curve.radius))
+    radii, ess, resampled = resample_ess(part, scores, draws=10)
+    direct = [compute_ess(part, scores, part.compute_limits_at(radius)) for radius in radii]
+    assert ess == pytest.approx(direct, rel=1e-9)
+    assert resampled.shape == (10, len(radii))
 
 
 def test_the_cap_of_one_sign_is_that_of_the_rows_it_weighs() -> None:

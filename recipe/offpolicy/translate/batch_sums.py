@@ -1,11 +1,14 @@
-"""Sums per row of a batch, from which all of verl's metrics and decisions are computed, and their torch backend."""
+"""Sums per row of a batch, from which all of verl's metrics and decisions are computed.
+
+Two backends read a batch: ``CompiledBatch`` on the CPU, in compiled loops, and ``TorchBatch`` on any device.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -13,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..correction.ratios import (
+    EXP_CLAMP,
     clamp_and_exp,
     compute_divergence,
     compute_excess,
@@ -20,15 +24,15 @@ from ..correction.ratios import (
     find_valid_tokens,
     promote_weight_dtype,
 )
-from ..correction.row_layout import RowLayout
+from ..correction.row_layout import PackedRows, RowLayout
 
 Kind = Literal["raw", "capped", "banded", "k1", "k2", "k3"]
-"""A token's weight w before its bounds; min(w, upper); w, or 0 outside bounds; and k1, k2, k3 of log pi_old / mu."""
+"""A token's weight w before its bounds; min(w, upper); w, or 0 outside bounds; and k1, k2, k3 of log pi_old / mu. The
+loops number the kinds in this order."""
 
 Numbers = NDArray[np.float64]
 Truths = NDArray[np.bool_]
 
-COLUMNS = ("response", "tokens", "old", "rollout", "log_ratio", "k2", "k3", "chi2", "k2_max", "k3_max")
 MEASURES = ("total", "square", "deviation", "squared_deviation", "least", "greatest", "above", "below")
 
 
@@ -60,12 +64,11 @@ class Quantity:
     def clamp(self) -> tuple[float, float]:
         """Bounds to which a value is clamped before its deviation is summed; infinite for weights."""
         if self.is_weight:
-            return -float("inf"), float("inf")
+            return -math.inf, math.inf
         return self.lower if self.kind == "k1" else 0.0, self.upper
 
 
-@dataclass(frozen=True)
-class RowSums:
+class RowSums(NamedTuple):
     """Sums over the valid tokens of each row, (B,) float64 each.
 
     Attributes:
@@ -88,14 +91,9 @@ class RowSums:
     k2_max: Numbers
     k3_max: Numbers
 
-    @classmethod
-    def from_table(cls, table: Numbers) -> RowSums:
-        """Build from (10, B), in the order of ``COLUMNS``."""
-        return cls(*table)
-
     def select_rows(self, rows: Truths | slice) -> RowSums:
         """Return the sums of some of the rows."""
-        return RowSums(*(getattr(self, name)[rows] for name in COLUMNS))
+        return RowSums(*(column[rows] for column in self))
 
 
 @dataclass(frozen=True)
@@ -104,21 +102,13 @@ class QuantitySums:
 
     Attributes:
         of_tokens: (m,), whether the shares outside the bounds are shares of tokens instead of rows.
-        about: (m,) an estimate of the mean, from which deviations are computed.
         table: (8, m, B) float64, in the order of ``MEASURES``: sums of v and v^2 over the row's tokens; sums of
             c - about and its square, with c = v clamped to its bounds; extremes of v, undefined for a row without
             tokens; number of tokens beyond the upper and the lower bound.
     """
 
     of_tokens: Truths
-    about: Numbers
     table: Numbers
-
-    @classmethod
-    def from_token_table(cls, quantities: Sequence[Quantity], table: Numbers) -> QuantitySums:
-        """Build from (8, m, B), in the order of ``MEASURES``, for per-token quantities."""
-        about = np.array([quantity.about for quantity in quantities], dtype=np.float64)
-        return cls(np.ones(len(quantities), dtype=np.bool_), about, table)
 
     def __getitem__(self, measure: str) -> Numbers:
         """Return one of ``MEASURES``, (m, B)."""
@@ -126,19 +116,16 @@ class QuantitySums:
 
     def select_quantities(self, part: slice | Sequence[int]) -> QuantitySums:
         """Return some of the quantities."""
-        return QuantitySums(self.of_tokens[part], self.about[part], self.table[:, part])
+        return QuantitySums(self.of_tokens[part], self.table[:, part])
 
     def select_rows(self, rows: Truths | slice) -> QuantitySums:
         """Return the sums of some of the rows."""
-        return QuantitySums(self.of_tokens, self.about, self.table[:, :, rows])
+        return QuantitySums(self.of_tokens, self.table[:, :, rows])
 
     def concatenate(self, other: QuantitySums) -> QuantitySums:
         """Return the quantities of both objects, starting with those of this object."""
-        return QuantitySums(
-            np.concatenate([self.of_tokens, other.of_tokens]),
-            np.concatenate([self.about, other.about]),
-            np.concatenate([self.table, other.table], axis=1),
-        )
+        of_tokens = np.concatenate([self.of_tokens, other.of_tokens])
+        return QuantitySums(of_tokens, np.concatenate([self.table, other.table], axis=1))
 
 
 def compare_with_bounds(values: Numbers, lower: Numbers, upper: Numbers) -> tuple[Truths, Truths]:
@@ -166,44 +153,14 @@ def measure_rows(
         outside: (m, B) above and below the bounds.
         clamp: (m,) bounds of c, infinite if open.
     """
-    above, below = outside
     deviation = np.clip(values, clamp[0][:, None], clamp[1][:, None]) - about
-    weighted = [tokens * each for each in (values, np.square(values), deviation, np.square(deviation))]
-    return QuantitySums(
-        np.zeros(len(values), dtype=np.bool_),
-        np.full(len(values), about),
-        np.stack([*weighted, values, values, tokens * above, tokens * below]),
-    )
-
-
-class Batch(Protocol):
-    """Log-probs and mask of a batch, accessed through a backend that suits their device."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
-        """Read the batch once, and return the row sums and the sums of the per-token quantities."""
-
-    def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
-        """Compute weights of kind ``capped`` or ``banded``, divided by ``factor``, in float32 or wider.
-
-        Weights have the batch's layout, and are 0 outside valid tokens.
-        """
-
-    def spread_row_weights(self, rows: Numbers) -> Tensor:
-        """Spread the weights of the rows, (B,), over their valid tokens, in the form of ``compute_token_weights``."""
-
-    def apply_rejections(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
-        """Drop rejected ``rows``, (B,), and tokens outside the bounds of a quantity from the mask.
-
-        Returns:
-            The mask, in its own dtype, and the number of valid tokens that each row lost, (B,).
-        """
+    sums = [tokens * each for each in (values, np.square(values), deviation, np.square(deviation))]
+    table = np.stack([*sums, values, values, *(tokens * side for side in outside)])
+    return QuantitySums(np.zeros(len(values), dtype=np.bool_), table)
 
 
 class TorchBatch:
-    """Backend of ``row_sums.Batch`` with torch operations.
+    """Log-probs and mask of a batch, read with torch operations.
 
     Args:
         rows: layout of the tensors.
@@ -222,12 +179,9 @@ class TorchBatch:
         self._dtype = promote_weight_dtype(old, rollout)
 
     def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
+        """Read the batch once, and return the row sums and the sums of the per-token quantities."""
         rows, valid = self._rows, self._valid
-        above, k2, k3 = (
-            compute_excess(self._log_rho),
-            compute_divergence("k2", self._log_rho),
-            compute_divergence("k3", self._log_rho),
-        )
+        above, k2, k3 = compute_excess(self._log_rho), *(compute_divergence(n, self._log_rho) for n in ("k2", "k3"))
         sums = [
             self._mask.bool().double(),
             valid.double(),
@@ -241,24 +195,36 @@ class TorchBatch:
         measures = [column for quantity in quantities for column in self._measure(quantity)]
         # This is the only transfer from the device.
         table = torch.stack([column.flatten() for column in (*columns, *measures)]).cpu().numpy()
-        of_quantities = table[len(COLUMNS) :].reshape(len(quantities), len(MEASURES), rows.count).swapaxes(0, 1)
-        return RowSums.from_table(table[: len(COLUMNS)]), QuantitySums.from_token_table(quantities, of_quantities)
+        of_rows, of_quantities = np.split(table, [len(columns)])
+        of_quantities = of_quantities.reshape(len(quantities), len(MEASURES), rows.count).swapaxes(0, 1)
+        return RowSums(*of_rows), QuantitySums(np.ones(len(quantities), dtype=np.bool_), of_quantities)
 
     def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
-        return self._rows.to_given_layout(
-            torch.where(self._valid, self._values(quantity) / factor, 0.0).to(self._dtype)
-        )
+        """Compute weights of kind ``capped`` or ``banded``, divided by ``factor``, in float32 or wider.
+
+        Weights have the batch's layout, and are 0 outside valid tokens.
+        """
+        return self._as_weights(self._values(quantity) / factor)
 
     def spread_row_weights(self, rows: Numbers) -> Tensor:
-        return self._rows.to_given_layout(torch.where(self._valid, self._by_token(rows), 0.0).to(self._dtype))
+        """Spread the weights of the rows, (B,), over their valid tokens, in the form of ``compute_token_weights``."""
+        return self._as_weights(self._by_token(rows))
 
     def apply_rejections(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
+        """Drop rejected ``rows``, (B,), and tokens outside the bounds of a quantity from the mask.
+
+        Returns:
+            The mask, in its own dtype, and the number of valid tokens that each row lost, (B,).
+        """
         keep = self._valid & ~self._by_token(rows)
         for quantity in quantities:
             above, below = self._outside(quantity)
             keep &= ~(above | below)
         mask = torch.where(keep, self._mask, torch.zeros_like(self._mask))
         return self._rows.to_given_layout(mask), self._rows.sum(self._valid & ~keep).flatten().cpu().numpy()
+
+    def _as_weights(self, values: Tensor) -> Tensor:
+        return self._rows.to_given_layout(torch.where(self._valid, values, 0.0).to(self._dtype))
 
     def _by_token(self, rows: Numbers | Truths) -> Tensor:
         """Spread one value per row over the row's tokens."""
@@ -268,12 +234,11 @@ class TorchBatch:
         rows, values, valid = self._rows, self._values(quantity), self._valid
         deviation = torch.where(valid, values.clamp(*quantity.clamp) - quantity.about, 0.0)
         counted = torch.where(valid, values, 0.0)
-        above, below = self._outside(quantity)
         return [
             *(rows.sum(each) for each in (counted, counted.square(), deviation, deviation.square())),
             -rows.max(torch.where(valid, -values, -math.inf)),  # ``min`` supports only integers
             rows.max(torch.where(valid, values, -math.inf)),
-            *(rows.sum((valid & outside).double()) for outside in (above, below)),
+            *(rows.sum((valid & outside).double()) for outside in self._outside(quantity)),
         ]
 
     def _values(self, quantity: Quantity) -> Tensor:
@@ -292,3 +257,76 @@ class TorchBatch:
         value = self._log_rho if quantity.is_weight else compute_divergence(quantity.kind, self._log_rho)
         value = value.to(torch.float32)
         return value > quantity.upper, value < quantity.lower
+
+
+class CompiledBatch:
+    """``TorchBatch`` on the CPU in compiled loops: each row's valid tokens are read once, without temporaries.
+
+    Contiguous tensors are read in place if the log-probs have the same dtype, float32 or float64, and the mask is int64
+    or bool; other tensors are converted. Numba is imported by the constructor.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, rows: RowLayout, old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> None:
+        from . import loops
+
+        self._loops, self._rows = loops, rows
+        given = [rows.tokens(each.detach()) for each in (old_log_prob, rollout_log_prob, response_mask)]
+        self._mask = given[2]
+        dtype = promote_weight_dtype(old_log_prob, rollout_log_prob)
+        # The loops are compiled for each dtype.
+        mask_dtype = response_mask.dtype if response_mask.dtype in (torch.int64, torch.bool) else torch.bool
+        dtypes = (dtype, dtype, mask_dtype)
+        flat = [each.to(to).contiguous().view(-1).numpy() for each, to in zip(given, dtypes, strict=True)]
+        if isinstance(rows, PackedRows):
+            offsets = rows.offsets.numpy().astype(np.int64, copy=False)
+        else:
+            offsets = np.arange(rows.count + 1, dtype=np.int64) * given[0].shape[1]
+        self._read = (*flat, offsets[:-1], offsets[1:])
+
+    def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
+        count = self._rows.count
+        columns = np.zeros((len(RowSums._fields), count))
+        measures = np.zeros((len(MEASURES), len(quantities), count))
+        ends = np.empty(count, dtype=np.int64)
+        self._loops.sweep(self._read, EXP_CLAMP, _pack(quantities), ends, columns, measures)
+        self._read = (*self._read[:-1], ends)  # later passes stop at the end of each row's mask
+        return RowSums(*columns), QuantitySums(np.ones(len(quantities), dtype=np.bool_), measures)
+
+    def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
+        weights = self._zeros(0)
+        self._loops.compute_token_weights(self._read, EXP_CLAMP, _pack([quantity]), float(factor), weights)
+        return self._as_given(weights)
+
+    def spread_row_weights(self, rows: Numbers) -> Tensor:
+        weights = self._zeros(0)
+        self._loops.spread_row_weights(self._read, rows, weights)
+        return self._as_given(weights)
+
+    def apply_rejections(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
+        kept, gone = self._zeros(2), np.zeros(self._rows.count)
+        self._loops.apply_rejections(self._read, EXP_CLAMP, rows, _pack(quantities), kept, gone)
+        if self._mask.dtype in (torch.int64, torch.bool):
+            return self._as_given(kept), gone
+        # A mask that was read as bool is converted back to its own dtype and values.
+        keep = torch.from_numpy(kept).view(self._mask.shape)
+        return self._rows.to_given_layout(torch.where(keep, self._mask, torch.zeros_like(self._mask))), gone
+
+    def _zeros(self, like: int) -> NDArray[Any]:
+        """Allocate (N,) zeros; pages that are never written, which are mostly padding, do not use memory."""
+        return np.zeros(self._mask.numel(), dtype=self._read[like].dtype)
+
+    def _as_given(self, tokens: NDArray[Any]) -> Tensor:
+        return self._rows.to_given_layout(torch.from_numpy(tokens).view(self._mask.shape))
+
+
+def _pack(quantities: Sequence[Quantity]) -> tuple[NDArray[Any], ...]:
+    """Pack the quantities for the loops, as ``asked``."""
+    return (
+        np.array([get_args(Kind).index(quantity.kind) for quantity in quantities], dtype=np.int64),
+        np.array([quantity.lower for quantity in quantities], dtype=np.float32),
+        np.array([quantity.upper for quantity in quantities], dtype=np.float32),
+        np.array([quantity.bounds[1] for quantity in quantities], dtype=np.float64),
+        np.array([quantity.clamp for quantity in quantities], dtype=np.float64).reshape(-1, 2),
+    )
