@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -134,7 +135,7 @@ class Section:
             fix = f"Set one of them, or {self.path}={{}} for the defaults."
             yield self._build("", given, f"expected its keys: {', '.join(self.shipped)}.", fix)
             return
-        default, values = _flatten(self.shipped), _flatten(given)
+        default, values = flatten(self.shipped), flatten(given)
         yield from self._find_unknown(given, self.shipped, "")
         known = {name: value for name, value in values.items() if name in self.keys}
         unfit = {name: value for name, value in known.items() if not self.keys[name].fits(value)}
@@ -261,19 +262,20 @@ def choice(*options: str, null: str = "", read_with: tuple[str, Any] | None = No
     return Key(lambda value: value in options or (null != "" and value is None), words, read_with, options)
 
 
-def _flatten(values: Values, prefix: str = "") -> dict[str, Any]:
+def flatten(values: Values, prefix: str = "") -> dict[str, Any]:
+    """Return the values that are not sections, by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return flat
 
 
 _FILE = Path(__file__).resolve().parents[1] / "config" / "offpolicy_base.yaml"
 
 
-def read_shipped_defaults(section: str) -> dict[str, Any]:
-    """Read the shipped values of a section under ``offpolicy``, by key, in the order of the file."""
-    return dict(_sections()[section])
+def read_shipped_defaults(section: str) -> Any:
+    """Read the shipped values of a section under ``offpolicy``, by key, in the order of the file, or a single value."""
+    return copy.copy(_sections()[section])
 
 
 @cache

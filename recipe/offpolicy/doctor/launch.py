@@ -53,7 +53,7 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
     Raises:
         SpecError, CheckError: the primary configuration lacks its sections, or a choice of options is malformed.
     """
-    check_primary(arguments)
+    check_primary(parse_flags(arguments))
     bring_sections()
     return keep_search_path(force_own_keys(arguments))
 

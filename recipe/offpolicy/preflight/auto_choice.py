@@ -7,7 +7,7 @@ the loss cannot replace.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -26,17 +26,10 @@ Mode = Literal["sync", "async"]
 Model = Literal["dense", "moe"]
 Trajectory = Literal["single", "tools"]
 
-KEYS = Section(
-    "setup",
-    dict.fromkeys(("engine", "mode", "model", "trajectory", "minibatches")),
-    {
-        "engine": choice(*get_args(Engine), null="to find out"),
-        "mode": choice(*get_args(Mode), null="to find out"),
-        "model": choice(*get_args(Model), null="to find out"),
-        "trajectory": choice(*get_args(Trajectory), null="to find out"),
-        "minibatches": count("a number of gradient steps, 1 or more, or null to count them", null=True),
-    },
-)
+_NAMED = {"engine": Engine, "mode": Mode, "model": Model, "trajectory": Trajectory}
+_KEYS = {name: choice(*get_args(options), null="to find out") for name, options in _NAMED.items()}
+_KEYS["minibatches"] = count("a number of gradient steps, 1 or more, or null to count them", null=True)
+KEYS = Section("setup", dict.fromkeys(_KEYS), _KEYS)
 
 
 @dataclass(frozen=True)
@@ -139,6 +132,9 @@ class _Observed:
     firm: bool = True
 
 
+_TURNS = f"{ROLLOUT}.multi_turn.enable"
+
+
 def _find_engine(run: Composed) -> _Observed | None:
     name = run.get(NAME)
     # Kernels can be matched until the two engines are bitwise identical; no key shows whether this was done, so only
@@ -166,14 +162,14 @@ def _find_model(run: Composed) -> _Observed | None:
 
 
 def _find_trajectory(run: Composed) -> _Observed | None:
-    turns, loop = f"{ROLLOUT}.multi_turn.enable", f"{ROLLOUT}.agent.default_agent_loop"
-    enabled, agent = run.get(turns), run.get(loop)
+    loop = f"{ROLLOUT}.agent.default_agent_loop"
+    enabled, agent = run.get(_TURNS), run.get(loop)
     if enabled:
-        return _Observed("tools", f"{turns}=true")
+        return _Observed("tools", f"{_TURNS}=true")
     if agent not in (None, "single_turn_agent"):
         return _Observed("tools", f"{loop}={agent}", firm=False)
     # A data set may name an agent loop for each row.
-    return None if enabled is None else _Observed("single", f"{turns}=false", firm=False)
+    return None if enabled is None else _Observed("single", f"{_TURNS}=false", firm=False)
 
 
 def _count_minibatches(run: Composed) -> _Observed | None:
@@ -189,21 +185,13 @@ def _count_minibatches(run: Composed) -> _Observed | None:
 _LOOKS: dict[str, tuple[Callable[[Composed], _Observed | None], str, str]] = {
     "engine": (_find_engine, f"{NAME} is not a known engine.", "Set setup.engine=different, or same."),
     "mode": (_find_mode, f"{MODE} is not set.", "Set setup.mode=sync, or async."),
-    "model": (
-        _find_model,
-        "the model's config.json is not on this machine.",
-        "Set setup.model=dense, or moe for a mixture of experts.",
-    ),
+    "model": (_find_model, "the model's config.json is not on this machine.", "Set setup.model=dense, or moe."),
     "trajectory": (
         _find_trajectory,
         f"{ROLLOUT}.multi_turn.enable is not set.",
         "Set setup.trajectory=single, or tools.",
     ),
-    "minibatches": (
-        _count_minibatches,
-        f"{BATCH}, {MINI_BATCH} and {ACTOR}.ppo_epochs do not determine it.",
-        "Set setup.minibatches=1, or more.",
-    ),
+    "minibatches": (_count_minibatches, "the batch sizes do not determine it.", "Set setup.minibatches=1, or more."),
 }
 """Key -> the value that the configuration shows, why it may not show any, and what to do in that case."""
 
@@ -233,7 +221,7 @@ class Requirement:
     instead: tuple[str, Any] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Selection:
     """The corrections that a set-up needs, with reasons, requirements and advice.
 
@@ -245,10 +233,10 @@ class Selection:
         values: values for keys that the options leave open; the user's own values take precedence.
     """
 
-    options: tuple[str, ...]
-    reasons: tuple[str, ...]
-    requires: tuple[Requirement, ...] = ()
-    advice: tuple[str, ...] = ()
+    options: tuple[str, ...] = ("none",)
+    reasons: list[str] = field(default_factory=list)
+    requires: list[Requirement] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     values: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -258,137 +246,120 @@ def select(setup: Setup) -> Selection:
     For asynchronous data, the selection consists of the options in ``correction.recommended``, because OPSM on pi / mu
     covers the engine mismatch and staleness together, and does not need pi_old under the weights used for sampling.
     """
-    decisions = (
-        _choose_correction(setup),
-        _choose_rate_limit(setup),
-        _choose_clip(setup),
-        _choose_routing(setup),
-        _choose_tools(setup),
-    )
-    return Selection(
-        options=tuple(option for one in decisions for option in one.options) or ("none",),
-        reasons=tuple(line for one in decisions for line in one.reasons),
-        requires=tuple(requirement for one in decisions for requirement in one.requires),
-        advice=tuple(line for one in decisions for line in one.advice),
-        values={key: value for one in decisions for key, value in one.values.items()},
-    )
-
-
-def _choose_correction(setup: Setup) -> Selection:
-    engine, mode = f"setup.engine={setup.engine}", f"setup.mode={setup.mode}"
+    chosen = Selection()
+    _choose_correction(setup, chosen)
     if setup.mode == "async":
-        seen = {
-            "same": f"{engine}: pi / mu reflects only staleness.",
-            "different": f"{engine}: pi / mu reflects the engine mismatch and staleness.",
-        }
-        options = recommended.WEIGHTED_OPTIONS if setup.adaptive else recommended.OPTIONS
-        why = f"{mode}: opsm with delta={recommended.DELTA:g} drops stale rows with A < 0: {recommended.WHY}."
+        _choose_rate_limit(setup, chosen)
+    why = "one gradient step per batch, so nothing drifts within it."
+    if setup.minibatches > 1:
+        why = "the base loss's clip handles drift within a batch."
+    chosen.reasons.append(f"setup.minibatches={setup.minibatches}: {why}")
+    _choose_routing(setup, chosen)
+    why = "only the model's own tokens."
+    if setup.trajectory == "tools":
+        why = "loss, ratios and counts exclude tool tokens, and post-tool tokens are logged separately."
+        advice = "Tool outputs make ratios volatile: tis_turn and gsm_turn act per turn, so no turn affects another."
+        chosen.advice.append(advice)
+    chosen.reasons.append(f"setup.trajectory={setup.trajectory}: {why}")
+    return chosen
+
+
+def _choose_correction(setup: Setup, chosen: Selection) -> None:
+    engine, mode = f"setup.engine={setup.engine}", f"setup.mode={setup.mode}"
+    differs = setup.engine == "different"
+    if setup.mode == "async":
+        seen = "the engine mismatch and staleness" if differs else "only staleness"
+        why = f"{mode}: opsm with delta={recommended.DELTA:g} drops stale rows with A < 0: {recommended.WHY}"
         if setup.adaptive:
-            why = f"{why[:-1]}; decoupled_ppo supplies the weight that {TARGET} needs."
-        return Selection(options, (seen[setup.engine], why), values=recommended.VALUES)
-    fresh = f"{mode}: no staleness correction."
-    if setup.engine == "different":
-        why = f"{engine}: tis_token, because mu and pi_old differ even at equal weights."
-        return Selection(("tis_token",), (why, fresh), advice=(f"{recommended.BATCH_INVARIANT}.",))
-    advice = (
-        "correction.proximal=same_engine skips the second forward pass once the first step has shown that mu is "
-        "pi_old to 1e-6.",
-    )
-    return Selection((), (f"{engine}: no weight, as mu is pi_old.", fresh), (), advice if setup.minibatches > 1 else ())
+            why = f"{why}; decoupled_ppo supplies the weight that {TARGET} needs"
+        chosen.options = recommended.WEIGHTED_OPTIONS if setup.adaptive else recommended.OPTIONS
+        chosen.reasons += [f"{engine}: pi / mu reflects {seen}.", f"{why}."]
+        chosen.values = recommended.VALUES
+        return
+    why = "no weight, as mu is pi_old."
+    if differs:
+        why = "tis_token, because mu and pi_old differ even at equal weights."
+        chosen.options = ("tis_token",)
+        chosen.advice.append(f"{recommended.BATCH_INVARIANT}.")
+    elif setup.minibatches > 1:
+        chosen.advice.append(
+            "correction.proximal=same_engine skips the second forward pass once the first step has shown that mu is "
+            "pi_old to 1e-6."
+        )
+    chosen.reasons += [f"{engine}: {why}", f"{mode}: no staleness correction."]
 
 
-def _choose_rate_limit(setup: Setup) -> Selection:
-    if setup.mode == "sync":
-        return Selection((), ())
+def _choose_rate_limit(setup: Setup, chosen: Selection) -> None:
     why = f"the correction was measured up to {ETA_MATHS} steps of staleness, as AReaL's was for maths"
     if setup.bounded:
-        return Selection(
-            (),
-            (f"setup.mode=async: staleness is bounded by {ETA}.",),
-            tuple(Requirement(key, ETA_MATHS, f"{why}.", at_most=True) for key in (ETA, *([CEILING] * setup.adaptive))),
-            (f"set {ETA} to at most {ETA_CODE} for code, {ETA_MATHS} for maths.",),
+        chosen.reasons.append(f"setup.mode=async: staleness is bounded by {ETA}.")
+        chosen.requires.append(Requirement(ETA, ETA_MATHS, f"{why}.", at_most=True))
+        if setup.adaptive:
+            chosen.requires.append(Requirement(CEILING, ETA_MATHS, f"{why}.", at_most=True))
+        chosen.advice.append(f"set {ETA} to at most {ETA_CODE} for code, {ETA_MATHS} for maths.")
+    elif setup.program == FULLY_ASYNC:
+        chosen.reasons += [
+            f"setup.mode=async: staleness is limited to {_FULLY_ASYNC} + 1 versions unless a response takes longer "
+            f"than the time between two weight synchronisations.",
+            f"{_PARTIAL}={str(setup.resumes).lower()}: the tokens of a row were sampled by one version"
+            f"{' or several' if setup.resumes else ''}, each with its own mu.",
+        ]
+        chosen.requires.append(Requirement(_FULLY_ASYNC, ETA_MATHS - 1, f"{why}.", at_most=True))
+        chosen.advice.append(f"set {_FULLY_ASYNC} to at most {ETA_CODE - 1} for code, {ETA_MATHS - 1} for maths.")
+    elif setup.program is not None:
+        chosen.reasons.append("setup.mode=async: rollouts are one step late.")
+    else:
+        why = f"{why}; verl counts the versions that a trajectory spans, one more than its staleness."
+        chosen.reasons.append(f"setup.mode=async: staleness is bounded by {_STALENESS}.")
+        chosen.requires.append(Requirement(_STALENESS, ETA_MATHS + 1, why, at_most=True))
+        chosen.advice.append(
+            f"set {_STALENESS}={ETA_CODE + 1} for code, {ETA_MATHS + 1} for maths: {ETA_CODE} and {ETA_MATHS} steps."
         )
-    if setup.program == FULLY_ASYNC:
-        return Selection(
-            (),
-            (
-                f"setup.mode=async: staleness is limited to {_FULLY_ASYNC} + 1 versions unless a response "
-                f"takes longer than the time between two weight synchronisations.",
-                f"{_PARTIAL}={str(setup.resumes).lower()}: the tokens of a row were sampled by "
-                f"{'one version or several' if setup.resumes else 'one version'}, each with its own mu.",
-            ),
-            (Requirement(_FULLY_ASYNC, ETA_MATHS - 1, f"{why}.", at_most=True),),
-            (f"set {_FULLY_ASYNC} to at most {ETA_CODE - 1} for code, {ETA_MATHS - 1} for maths.",),
-        )
-    if setup.program is not None:
-        return Selection((), ("setup.mode=async: rollouts are one step late.",))
-    why = f"{why}; verl counts the versions that a trajectory spans, one more than its staleness."
-    return Selection(
-        (),
-        (f"setup.mode=async: staleness is bounded by {_STALENESS}.",),
-        (Requirement(_STALENESS, ETA_MATHS + 1, why, at_most=True),),
-        (f"set {_STALENESS}={ETA_CODE + 1} for code, {ETA_MATHS + 1} for maths: {ETA_CODE} and {ETA_MATHS} steps.",),
-    )
 
 
-def _choose_clip(setup: Setup) -> Selection:
-    n = f"setup.minibatches={setup.minibatches}"
-    if setup.minibatches == 1:
-        return Selection((), (f"{n}: one gradient step per batch, so nothing drifts within it.",))
-    return Selection((), (f"{n}: the base loss's clip handles drift within a batch.",))
+_REPLAY = {
+    "disabled": "no routing replay, because it would bias a step without drift",
+    "R2": "R2, which replays the trainer's routes; the first mini-batch keeps its own",
+    "R3": "R3, which replays the rollout engine's routes; with 3 mini-batches or more, engine mismatch dominates",
+}
 
 
-def _choose_routing(setup: Setup) -> Selection:
+def _choose_routing(setup: Setup, chosen: Selection) -> None:
     if setup.model == "dense":
-        return Selection((), ("setup.model=dense: no routes to replay.",))
+        chosen.reasons.append("setup.model=dense: no routes to replay.")
+        return
     replay = "disabled" if setup.minibatches == 1 else "R2" if setup.minibatches == 2 else "R3"
-    because = {
-        "disabled": "no routing replay, because it would bias a step without drift",
-        "R2": "R2, which replays the trainer's routes; the first mini-batch keeps its own",
-        "R3": "R3, which replays the rollout engine's routes; with 3 mini-batches or more, engine mismatch dominates",
-    }[replay]
-    line = f"setup.model=moe with setup.minibatches={setup.minibatches}: {because}."
-    if setup.objective == "gspo" and replay != "disabled":
-        return Selection((), (f"setup.model=moe: {LOSS_MODE}=gspo, instead of routing replay {replay}.",))
-    fresh = setup.mode == "sync"  # gsm rejects stale rows
-    advice = ["Long responses or a mixture of experts: try a geometric mask, correction=[...,gsm], with wider bounds."]
+    on, fresh = replay != "disabled", setup.mode == "sync"  # gsm rejects stale rows
+    if setup.objective == "gspo" and on:
+        chosen.reasons.append(f"setup.model=moe: {LOSS_MODE}=gspo, instead of routing replay {replay}.")
+        return
+    unavailable = on and setup.replay_mode is None
+    line = f"setup.model=moe with setup.minibatches={setup.minibatches}: {_REPLAY[replay]}"
+    if unavailable:
+        line = f"{line}; routing replay is unavailable with {ACTOR}.strategy={setup.strategy} here"
+        mask = "mask rows by their geometric mean, correction=[...,gsm], or " if fresh else ""
+        chosen.advice.append(
+            f"Without routing replay: {mask}use GSPO, {LOSS_MODE}=gspo. Megatron can replay routes, and so can FSDP "
+            f"with verl 0.9.1's V1 trainer and vLLM."
+        )
+    elif fresh:
+        chosen.advice.append(
+            "Long responses or a mixture of experts: try a geometric mask, correction=[...,gsm], with wider bounds."
+        )
+    chosen.reasons.append(f"{line}.")
     if setup.replay_mode is None:
-        if replay != "disabled":
-            line = f"{line[:-1]}; routing replay is unavailable with {ACTOR}.strategy={setup.strategy} here."
-            mask = "mask rows by their geometric mean, correction=[...,gsm], or " if fresh else ""
-            advice = [
-                f"Without routing replay: {mask}use GSPO, {LOSS_MODE}=gspo. Megatron can replay routes, and so can "
-                f"FSDP with verl 0.9.1's V1 trainer and vLLM."
-            ]
-            return Selection((), (line,), (), tuple(advice))
-        return Selection((), (line,), (), tuple(advice * fresh))
-    gspo = None if replay == "disabled" else (LOSS_MODE, "gspo")
-    why = f"{because}."
-    requires = [Requirement(setup.replay_mode, replay, why, instead=gspo)]
+        return
+    gspo = (LOSS_MODE, "gspo") if on else None
+    chosen.requires.append(Requirement(setup.replay_mode, replay, f"{_REPLAY[replay]}.", instead=gspo))
     if replay == "R3":
-        recorded = "R3 replays routes that the rollout engine must record."
-        requires.append(Requirement(RECORDED, True, recorded, instead=gspo))
+        why = "R3 replays routes that the rollout engine must record."
+        chosen.requires.append(Requirement(RECORDED, True, why, instead=gspo))
     if replay == "R2":
-        recorded = "R2 records routes in the forward pass that computes pi_old."
-        requires.append(Requirement(PROXIMAL, "recompute", recorded, instead=gspo))
-    return Selection((), (line,), tuple(requires), tuple(advice * fresh))
+        why = "R2 records routes in the forward pass that computes pi_old."
+        chosen.requires.append(Requirement(PROXIMAL, "recompute", why, instead=gspo))
 
 
-def _choose_tools(setup: Setup) -> Selection:
-    if setup.trajectory == "single":
-        return Selection((), ("setup.trajectory=single: only the model's own tokens.",))
-    return Selection(
-        (),
-        (
-            "setup.trajectory=tools: loss, ratios and counts exclude tool tokens, and post-tool tokens are logged "
-            "separately.",
-        ),
-        (),
-        ("Tool outputs make ratios volatile: tis_turn and gsm_turn act per turn, so no turn affects another.",),
-    )
-
-
-def check_requirements(run: Composed, requires: tuple[Requirement, ...]) -> None:
+def check_requirements(run: Composed, requires: Iterable[Requirement]) -> None:
     """Check a configuration against the requirements of a selection.
 
     Raises:

@@ -30,8 +30,8 @@ from ..correction.dialects.verl import VERL_DEFAULTS
 from ..correction.problem import format_value
 from ..extensions.add_on import Extension, load_extensions
 from ..replay.replay_settings import RECORDED, ReplaySettings
-from ..staleness.staleness_settings import StalenessSettings
-from ..support.support_settings import SupportSettings
+from ..staleness.staleness_settings import ETA, StalenessSettings
+from ..support.support_settings import CENTERING, SUPPORT, SupportSettings
 from .model_files import describe_noise
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -172,22 +172,22 @@ class Composed(Configured):
     @cached_property
     def staleness(self) -> StalenessSettings | None:
         """The limit of staleness; None if verl's own keys apply."""
-        return StalenessSettings.from_config(self.config)
+        return None if self.get(ETA) is None else StalenessSettings.from_config(self.config)
 
     @cached_property
     def replay(self) -> ReplaySettings | None:
         """Routing replay on FSDP; None if nothing is replayed."""
-        return ReplaySettings.from_config(self.config, self.path)
+        return None if self.router_replay is None else ReplaySettings.from_config(self.config, self.path)
 
     @cached_property
     def support(self) -> SupportSettings | None:
         """Replay of the support of truncated sampling; None if nothing is replayed."""
-        return SupportSettings.from_config(self.config)
+        return None if self.get(SUPPORT) is None else SupportSettings.from_config(self.config)
 
     @cached_property
     def centering(self) -> SupportSettings | None:
         """Request for the likeliest tokens, for score centering; None if nothing is centred."""
-        return SupportSettings.for_centering(self.config)
+        return None if self.get(CENTERING) is None else SupportSettings.for_centering(self.config)
 
     @cached_property
     def verls(self) -> dict[str, Any]:
@@ -298,13 +298,10 @@ def choose_proximal(run: Composed) -> ProximalChoice:
     values |= {"proximal": "recompute"}
     if _explain_refusal(values) or CorrectionSpec.from_mapping(values).is_none or not _has_one_step(run):
         return ProximalChoice("recompute")
+    selects, step = f"{PROXIMAL}=auto selects", "a batch gets one gradient step"
     if why := next(_find_reasons(run, values), ""):
-        return ProximalChoice(
-            "recompute", f"{PROXIMAL}=auto selects recompute, although a batch gets one gradient step: {why}."
-        )
-    return ProximalChoice(
-        "reuse", f"{PROXIMAL}=auto selects reuse: a batch gets one gradient step, whose own log-probs are pi_old."
-    )
+        return ProximalChoice("recompute", f"{selects} recompute, although {step}: {why}.")
+    return ProximalChoice("reuse", f"{selects} reuse: {step}, whose own log-probs are pi_old.")
 
 
 def check_one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) -> None:
@@ -315,13 +312,10 @@ def check_one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) ->
     """
     expected = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     if spec.proximal == "reuse" and rows > expected:
-        raise SpecError(
-            f"a batch of {rows} rows arrived, but a mini-batch has {expected}, so it would get several gradient "
-            f"steps, and only the first would start at pi_old.",
-            key=PROXIMAL,
-            value="reuse",
-            proposed={PROXIMAL: "recompute"},
+        reason = (
+            f"a batch of {rows} rows arrived, but a mini-batch has {expected}: only its first step starts at pi_old."
         )
+        raise SpecError(reason, key=PROXIMAL, value="reuse", proposed={PROXIMAL: "recompute"})
 
 
 def _has_one_step(run: Composed) -> bool:
@@ -331,15 +325,6 @@ def _has_one_step(run: Composed) -> bool:
 
 def _find_reasons(run: Composed, values: Mapping[str, Any]) -> Iterator[str]:
     """Find reasons why a single gradient step may not start at pi_old; the cheapest checks come first."""
-    yield from _find_path_reasons(run)
-    yield from _find_early_readers(run)
-    yield from _find_correction_reasons(run, values)
-    yield from _find_micro_batch_reasons(run)
-    if noise := describe_noise(run.config):
-        yield noise
-
-
-def _find_path_reasons(run: Composed) -> Iterator[str]:
     if run.actor.strategy not in ("fsdp", "fsdp2"):
         yield f"{ACTOR}.strategy={run.actor.strategy}, for which reuse was not shown to be exact"
     v1 = run.program != FULLY_ASYNC and run.get(USE_V1)
@@ -351,22 +336,25 @@ def _find_path_reasons(run: Composed) -> Iterator[str]:
     # A user's agent loop may return several rows, which make several mini-batches.
     if v1 and (loop := run.get(f"{ROLLOUT}.agent.default_agent_loop")) not in VERLS_LOOPS:
         yield f"the agent loop {loop} may return several rows per sample"
-    if run.get(f"{ACTOR}.shuffle"):
-        yield f"{ACTOR}.shuffle=true groups rows differently"
-    if replay := run.router_replay:
-        yield f"{replay}: routes of the two passes may differ"
-
-
-def _find_early_readers(run: Composed) -> Iterator[str]:
-    if run.get(KL_IN_REWARD):
-        yield "the KL in the reward reads pi_old"
     if (estimator := str(run.get(ESTIMATOR))) not in WITHOUT_PI_OLD:
         yield f"{ESTIMATOR}={estimator} may read pi_old"
-    if run.get(squared := f"{ACTOR}.calculate_sum_pi_squared"):
-        yield f"{squared}=true is computed with pi_old"
-    if run.active:
-        yield "verl's own correction reads pi_old"
-    yield from (f"the extension {each.section} reads pi_old" for each in run.extensions if each.reads_old_log_prob)
+    for asked, why in (
+        (run.get(f"{ACTOR}.shuffle"), f"{ACTOR}.shuffle=true groups rows differently"),
+        (run.router_replay, f"{run.router_replay}: routes of the two passes may differ"),
+        (run.get(KL_IN_REWARD), "the KL in the reward reads pi_old"),
+        (run.get(f"{ACTOR}.calculate_sum_pi_squared"), f"{ACTOR}.calculate_sum_pi_squared=true reads pi_old"),
+        (run.active, "verl's own correction reads pi_old"),
+        *((each.reads_old_log_prob, f"the extension {each.section} reads pi_old") for each in run.extensions),
+    ):
+        if asked:
+            yield why
+    yield from _find_correction_reasons(run, values)
+    for ours, theirs in list_micro_batch_keys(run):
+        trained, scored = run.actor.get(ours), run.rollout.get(theirs)
+        if trained is None or trained != scored:
+            yield f"{ROLLOUT}.{theirs}={scored} with {ACTOR}.{ours}={trained}: kernels may round differently"
+    if noise := describe_noise(run.config):
+        yield noise
 
 
 def _find_correction_reasons(run: Composed, values: Mapping[str, Any]) -> Iterator[str]:
@@ -380,13 +368,6 @@ def _find_correction_reasons(run: Composed, values: Mapping[str, Any]) -> Iterat
         fallback = alarm.get("fallback") if isinstance(alarm, DictConfig) else None
         if fallback and (not isinstance(fallback, DictConfig) or fallback.correction.get("proximal") != "reuse"):
             yield f"the fallback of alarm {name} may need pi_old"
-
-
-def _find_micro_batch_reasons(run: Composed) -> Iterator[str]:
-    for ours, theirs in list_micro_batch_keys(run):
-        trained, scored = run.actor.get(ours), run.rollout.get(theirs)
-        if trained is None or trained != scored:
-            yield f"{ROLLOUT}.{theirs}={scored} with {ACTOR}.{ours}={trained}: kernels may round differently"
 
 
 def _explain_refusal(values: Mapping[str, Any]) -> str:

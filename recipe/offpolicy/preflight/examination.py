@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig, OmegaConf
@@ -57,79 +57,61 @@ class ConfiguredPart:
 
 def list_parts(run: Composed) -> list[ConfiguredPart]:
     """List all configured parts: of our correction, its shadows, verl's own correction, and router replay."""
-    spec = run.spec
-    parts = [ConfiguredPart(key, describe_part(weight)) for key, weight in spec.all_weights.items()]
-    parts += [ConfiguredPart(f"masks.{name}", describe_part(mask), _reads_mu(mask)) for name, mask in spec.masks]
+    spec, part = run.spec, ConfiguredPart
+    parts = [part(key, describe_part(weight)) for key, weight in spec.all_weights.items()]
+    for name, mask in spec.masks:
+        parts.append(part(f"masks.{name}", describe_part(mask), mask.ratio != "ppo" and not mask.entry.of_age))
     if spec.proximal != "recompute":
-        parts.append(ConfiguredPart("proximal", f"pi_old: {spec.proximal}", spec.proximal != "reuse"))
+        parts.append(part("proximal", f"pi_old: {spec.proximal}", spec.proximal != "reuse"))
     if spec.kl_clip is not None:
         band = format_bounds(dict(zip(("lower", "upper"), spec.kl_clip, strict=True)))
-        parts.append(ConfiguredPart("kl_clip", f"KL loss with pi / pi_old in {band}", reads_mu=False))
-    if spec.kl_weight is not None:
-        capped = "" if spec.kl_weight.upper is None else f", {format_bounds({'upper': spec.kl_weight.upper})}"
-        meaning = f"KL loss times {_RATIOS[spec.kl_weight.ratio]}{capped}"
-        parts.append(ConfiguredPart("kl_weight", meaning, spec.kl_weight.ratio == "full"))
-    if spec.penalty is not None:
-        meaning = f"{spec.penalty.coefficient:g} times (log {_RATIOS[spec.penalty.ratio]})^2"
-        parts.append(ConfiguredPart("penalty", meaning, spec.penalty.ratio == "full"))
-    if spec.centering is not None:
-        parts.append(ConfiguredPart("centering", f"expected score over the {spec.centering} likeliest tokens removed"))
-    if spec.nonfinite != "counted":
-        parts.append(ConfiguredPart("nonfinite", f"tokens without a finite mu {spec.nonfinite}"))
-    if spec.denominator != "original":
-        parts.append(ConfiguredPart("denominator", spec.denominator))
-    if spec.baseline != "include":
-        parts.append(ConfiguredPart("baseline", spec.baseline))
+        parts.append(part("kl_clip", f"KL loss with pi / pi_old in {band}", reads_mu=False))
+    if (weight := spec.kl_weight) is not None:
+        capped = "" if weight.upper is None else f", {format_bounds({'upper': weight.upper})}"
+        parts.append(part("kl_weight", f"KL loss times {_RATIOS[weight.ratio]}{capped}", weight.ratio == "full"))
+    if (penalty := spec.penalty) is not None:
+        meaning = f"{penalty.coefficient:g} times (log {_RATIOS[penalty.ratio]})^2"
+        parts.append(part("penalty", meaning, penalty.ratio == "full"))
+    for name, usual, meaning in (
+        ("centering", None, f"expected score over the {spec.centering} likeliest tokens removed"),
+        ("nonfinite", "counted", f"tokens without a finite mu {spec.nonfinite}"),
+        ("denominator", "original", spec.denominator),
+        ("baseline", "include", spec.baseline),
+    ):
+        if getattr(spec, name) != usual:
+            parts.append(part(name, meaning))
     if (support := run.support) is not None:
         meaning = f"pi_old and pi over up to {support.size} tokens that could be sampled; else {support.unknown}"
-        parts.append(ConfiguredPart(SUPPORT_PART, meaning, ours=False))
-    shadows = run.get(SHADOW) or ()
-    parts += [ConfiguredPart(f"shadow.{name}", "reported, not applied", ours=False) for name in shadows]
+        parts.append(part(SUPPORT_PART, meaning, ours=False))
+    parts += [part(f"shadow.{name}", "reported, not applied", ours=False) for name in run.get(SHADOW) or ()]
     for key in run.active:
         bound = f"{key}_threshold"
         within = f", {bound}={format_value(run.verls[bound])}" if bound in run.verls else ""
-        parts.append(ConfiguredPart(name_part(key), f"verl's own, {format_value(run.verls[key])}{within}", ours=False))
-    for each in run.extensions:
-        parts.append(ConfiguredPart(each.section, each.meaning, reads_mu=False, ours=False))
+        parts.append(part(name_part(key), f"verl's own, {format_value(run.verls[key])}{within}", ours=False))
+    parts += [part(each.section, each.meaning, reads_mu=False, ours=False) for each in run.extensions]
     if asked := run.router_replay:
-        parts.append(ConfiguredPart(REPLAY_PART, asked, reads_mu=False, ours=False))
+        parts.append(part(REPLAY_PART, asked, reads_mu=False, ours=False))
     return parts
-
-
-def _reads_mu(mask: MaskSpec) -> bool:
-    return mask.ratio != "ppo" and not mask.entry.of_age
 
 
 def describe_part(part: WeightSpec | MaskSpec) -> str:
     """Describe a weight or a mask in a few words."""
-    return _describe_weight(part) if isinstance(part, WeightSpec) else _describe_mask(part)
-
-
-def _describe_weight(weight: WeightSpec) -> str:
-    ratio = _RATIOS[weight.ratio]
-    bounds = format_bounds({"lower": weight.lower, "upper": weight.upper})
-    when = "" if weight.when == "any" else f", {weight.when}"
-    aggregate = "" if weight.aggregate == "product" else f" {weight.aggregate},"
-    if weight.kind == "gamma":
-        bounds = f"power={weight.power:g} rate={weight.rate:g}"
-    return f"{weight.level},{aggregate} {weight.kind} {bounds} on {ratio}{when}{_format_factors(weight)}"
-
-
-def _describe_mask(mask: MaskSpec) -> str:
-    when = "" if mask.when == "any" else f", {mask.when}"
-    if mask.entry.of_age:
-        return f"{mask.level}, at most {mask.upper:g} versions old{when}"
-    ratio = _RATIOS[mask.ratio]
-    bounds = format_bounds({name: getattr(mask, name) for name in ("lower", "upper", "delta", "budget")})
-    return f"{mask.level}, {mask.aggregate} {bounds} on {ratio}{when}{_format_factors(mask)}"
-
-
-def _format_factors(part: WeightSpec | MaskSpec) -> str:
+    when = "" if part.when == "any" else f", {part.when}"
+    if isinstance(part, MaskSpec) and part.entry.of_age:
+        return f"{part.level}, at most {part.upper:g} versions old{when}"
+    factors = "" if part.by_staleness is None else f", |log bound| times {format_value(list(part.by_staleness))} by age"
     if part.by_position is not None:
-        return f", |log bound| times position^{part.by_position:g}"
-    return "" if part.by_staleness is None else f", |log bound| times {format_value(list(part.by_staleness))} by age"
+        factors = f", |log bound| times position^{part.by_position:g}"
+    names = ("lower", "upper", "delta", "budget")
+    bounds = format_bounds({name: getattr(part, name) for name in names if hasattr(part, name)})
+    kind = "" if isinstance(part, WeightSpec) and part.aggregate == "product" else f" {part.aggregate}"
+    if isinstance(part, WeightSpec):
+        bounds = f"power={part.power:g} rate={part.rate:g}" if part.kind == "gamma" else bounds
+        kind = f"{kind and f'{kind},'} {part.kind}"
+    return f"{part.level},{kind} {bounds} on {_RATIOS[part.ratio]}{when}{factors}"
 
 
+_UNREAD = "correction: not readable, so nothing would be trained"
 _UNREADABLE = (OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors that a check may raise on a value that it cannot read."""
 
@@ -179,7 +161,7 @@ def examine(
     overrides = list(overrides)
     # Every other check would fail on a null section.
     if null := list(find_null_sections(config)):
-        return Preflight(Composed(config), None, (), tuple(null), (), _format_headline(None, Composed(config), ()))
+        return Preflight(Composed(config), None, (), tuple(null), (), _UNREAD)
     problems = [*find_unresolved_interpolations(config), *find_unreadable_values(config)]
     if any(problem.verdict == "ERROR" for problem in problems):
         # The other checks run on a copy with readable values for these keys.
@@ -201,7 +183,7 @@ def examine(
         problems += error.problems
     except _UNREADABLE as error:
         problems.append(_build_unreadable("resolve", error))
-    first = _format_headline(spec, run, options)
+    first = _UNREAD if spec is None else _format_headline(run, options)
     for line in (first, *said):
         say(line)
     if spec is not None:
@@ -221,17 +203,15 @@ def _get_section(problem: Problem) -> str:
     return problem.key.rpartition(".")[0]
 
 
-def _format_headline(spec: CorrectionSpec | None, run: Composed, options: Sequence[str]) -> str:
+def _format_headline(run: Composed, options: Sequence[str]) -> str:
     """Format the line that names the active correction, or says UNCORRECTED."""
-    if spec is None:
-        return "correction: not readable, so nothing would be trained"
-    parts = list_parts(run)
-    asked = [f"{part.name} ({part.meaning})" for part in parts if part.ours]
     chosen = f"correction={options[0] if len(options) == 1 else format_value(list(options))}"
-    alongside = "".join(f"; {part.name} ({part.meaning})" for part in parts if part.name == SUPPORT_PART)
-    alongside += "".join(f"; {each.section} ({each.meaning})" for each in run.extensions)
+    parts = list_parts(run)
+    asked = ", ".join(f"{part.name} ({part.meaning})" for part in parts if part.ours)
+    others = {SUPPORT_PART, *(each.section for each in run.extensions)}
+    alongside = "".join(f"; {part.name} ({part.meaning})" for part in parts if part.name in others and not part.ours)
     if asked:
-        return f"{chosen}: {', '.join(asked)}{alongside}"
+        return f"{chosen}: {asked}{alongside}"
     return f"UNCORRECTED: {chosen}, {describe_verls_loss(run)}{alongside}"
 
 
@@ -243,12 +223,18 @@ def describe_verls_loss(run: Composed) -> str:
 def _check_around(run: Composed, options: Sequence[str]) -> Iterator[Problem]:
     """Find the problems of a configuration whose correction is well formed."""
     found = list(_find_stopping(run))
-    found += _collect_raised(lambda: check_beside(run.spec, run.shadows))
-    found += _collect_raised(lambda: check_fallbacks(run, run_checks))
-    found += _collect_raised(lambda: refuse_emptied(run.spec, options))
-    if not found:
-        found += collect_problems((check_by_verl,), run)
-    yield from found
+    for step in (
+        lambda: check_beside(run.spec, run.shadows),
+        lambda: check_fallbacks(run, run_checks),
+        lambda: refuse_emptied(run.spec, options),
+    ):
+        try:
+            step()
+        except SpecError as error:
+            found.append(error.problem)
+        except CheckError as error:
+            found += error.problems
+    yield from found or collect_problems((check_by_verl,), run)
     yield from collect_problems(REMARKS, run)
 
 
@@ -278,16 +264,6 @@ def collect_problems(checks: Iterable[Check], run: Composed) -> list[Problem]:
         except (PatchError, *_UNREADABLE) as error:
             problems.append(_build_unreadable(check.__name__, error))
     return problems
-
-
-def _collect_raised(step: Callable[[], object]) -> list[Problem]:
-    try:
-        step()
-    except SpecError as error:
-        return [error.problem]
-    except CheckError as error:
-        return list(error.problems)
-    return []
 
 
 def _build_unreadable(check: str, error: Exception) -> Problem:

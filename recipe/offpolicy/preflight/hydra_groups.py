@@ -10,7 +10,6 @@ from typing import Any, cast
 # There is no public call that lists or reads a group's options before, or without, composing them.
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,11 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.hydra_sections import GROUPS
 from verl_patches.moved_options import MOVED, describe_moved
 
+from ..batch.declared_keys import flatten
 from ..correction import Problem, SpecError
-from ..correction.problem import CheckError, format_value, set_to
+from ..correction.problem import CheckError, find_closest, format_value, set_to
 from ..correction.validation import read_numbers
 from ..extensions.add_on import SHIPPED
-from .hydra_refusals import find_malformed_choices, find_nearest, list_nested
+from .hydra_refusals import find_malformed_choices, list_nested
 from .own_keys import CONFIG_DIR, find_similar_keys, list_groups, list_sections
 
 GROUP = "correction"
@@ -60,13 +60,17 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
     group = re.compile(rf"\+*({'|'.join(sections)})\s*=(?!\s*\{{)")
     arguments = [each.lstrip("+") if group.match(each) else each for each in arguments]
     bare = [argument.replace(" ", "") for argument in arguments]
-    chosen = [argument for argument in bare if argument.startswith(f"{GROUP}=")]
-    if any(argument.lower() == "correction=null" for argument in chosen):
-        raise _build_no_group_error()
-    if len(chosen) > 1:
-        raise _build_several_error(chosen, "Hydra would take the last")
-    for section in SHIPPED:
-        _refuse_several(section, bare)
+    for section in (GROUP, *SHIPPED):
+        chosen = [argument for argument in bare if argument.startswith(f"{section}=")]
+        values = [argument.partition("=")[2] for argument in chosen]
+        options = [option for value in values for option in value.strip("[]").split(",")]
+        if section == GROUP and "null" in map(str.lower, values):
+            raise _build_no_group_error()
+        if section == GROUP and len(chosen) > 1:
+            raise _build_several_error(chosen, "Hydra would take the last")
+        if section != GROUP and len(options) > 1:  # these options are alternative modes
+            reason = f"options of {section} do not stack, and Hydra would use only the last."
+            raise SpecError(reason, f"Choose one of them: {section}={options[-1]}.", key=section, value=options)
     ours = tuple(f"{section}." for section in sections - SHIPPED.keys())
     arguments = list(map(_quote_list, arguments))
     return [f"++{each}" if each.startswith(ours) else each for each in arguments]
@@ -90,21 +94,6 @@ def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:
             yield Problem(key.strip(), "", "empty, perhaps because a shell variable is not set.", fix, parts=())
 
 
-def _refuse_several(section: str, bare: Sequence[str]) -> None:
-    """Check that only one option of an extension is chosen, because the options are alternative modes.
-
-    Raises:
-        SpecError: there are several options; Hydra would use only the last.
-    """
-    values = [
-        argument.lstrip("+").partition("=")[2] for argument in bare if argument.lstrip("+").startswith(f"{section}=")
-    ]
-    options = [option for value in values for option in (value[1:-1].split(",") if value.startswith("[") else [value])]
-    if len(options) > 1:
-        reason = f"options of {section} do not stack, and Hydra would use only the last."
-        raise SpecError(reason, f"Choose one of them: {section}={options[-1]}.", key=section, value=options)
-
-
 def read_chosen_options() -> list[str]:
     """Read the chosen options of the group ``correction`` in the running application, e.g. ["tis_token", "opsm"].
 
@@ -124,14 +113,9 @@ def read_chosen_options() -> list[str]:
     if not given and (choice := HydraConfig.get().runtime.choices.get(GROUP)) is not None:
         return [str(choice)]
     # The primary configuration's defaults contain a list, which Hydra does not record in its choices.
-    defaults: list[ResultDefault] = (
-        _get_loader()
-        .compute_defaults_list(
-            config_name=HydraConfig.get().job.config_name, overrides=_read_overrides(), run_mode=RunMode.RUN
-        )
-        .defaults
-    )
-    paths = [default.config_path or "" for default in defaults]
+    loader, name = GlobalHydra.instance().config_loader(), HydraConfig.get().job.config_name
+    found = loader.compute_defaults_list(config_name=name, overrides=_read_overrides(), run_mode=RunMode.RUN)
+    paths = [default.config_path or "" for default in found.defaults]
     options = [path.removeprefix(f"{GROUP}/") for path in paths if path.startswith(f"{GROUP}/")]
     if not options and (given or GROUP in HydraConfig.get().runtime.choices):
         raise _build_no_group_error()
@@ -148,10 +132,9 @@ def check_stack(options: Sequence[str]) -> None:
         if option in EMPTY | {AUTO} and len(options) > 1:
             fix = f"Leave {option} out, or choose it alone."
             raise SpecError(f"{option} with others.", fix, key=GROUP, value=list(options))
-    repository = _build_repository()
     owner: dict[str, str] = {}
     for option in options:
-        leaves = list(_list_leaves(_load(repository, option)))
+        leaves = flatten(load_option(option))
         for key in leaves:
             for seen, first in owner.items():
                 if key == seen or key.startswith(f"{seen}.") or seen.startswith(f"{key}."):
@@ -168,7 +151,13 @@ def load_option(option: str) -> dict[str, Any]:
     Raises:
         SpecError: there is no such option; the message names the existing options.
     """
-    return cast(dict[str, Any], OmegaConf.to_container(_load(_build_repository(), option), resolve=False))
+    loaded = _build_repository().load_config(f"{GROUP}/{option}")
+    if loaded is None:
+        refuse_moved(GROUP, [option])
+        near = find_closest(option, list_options(), 0.6)
+        fix = f"Did you mean {near}?" if near else "docs/corrections.md explains all of them."
+        raise SpecError("no such option.", fix, key=GROUP, value=option)
+    return cast(dict[str, Any], OmegaConf.to_container(loaded.config, resolve=False))
 
 
 def find_lost_values(config: DictConfig, overrides: Iterable[str]) -> Iterator[Problem]:
@@ -182,15 +171,13 @@ def find_lost_values(config: DictConfig, overrides: Iterable[str]) -> Iterator[P
     if not isinstance(written, DictConfig):
         return
     given = tuple(override.lstrip("+").partition("=")[0] for override in overrides)
-    for leaf in _list_leaves(written):
-        above, _, last = leaf.rpartition(".")
-        if OmegaConf.is_interpolation(OmegaConf.select(written, above) if above else written, last):
-            continue  # an interpolation has a value only in the whole configuration
-        key, mine = f"{GROUP}.{leaf}", OmegaConf.select(written, leaf)
+    for leaf, mine in flatten(cast(dict[str, Any], OmegaConf.to_container(written, resolve=False))).items():
+        key = f"{GROUP}.{leaf}"
         composed = OmegaConf.select(config, key, throw_on_resolution_failure=False)
-        if mine != composed and not any(key == each or key.startswith(f"{each}.") for each in given):
-            replaced = f"the chosen option of {GROUP}, which is composed later, sets {format_value(composed)}."
-            yield Problem(key, mine, f"{name} sets it, but {replaced}", overrides=(set_to(key, mine),), translated=True)
+        if "${" in str(mine) or mine == composed or any(key == each or key.startswith(f"{each}.") for each in given):
+            continue  # an interpolation has a value only in the whole configuration
+        replaced = f"the chosen option of {GROUP}, which is composed later, sets {format_value(composed)}."
+        yield Problem(key, mine, f"{name} sets it, but {replaced}", overrides=(set_to(key, mine),), translated=True)
 
 
 def list_options() -> list[str]:
@@ -224,28 +211,25 @@ def _get_group(override: str) -> str:
 
 def compose_without(left_out: Sequence[str]) -> DictConfig:
     """Compose the running application's configuration without some of its overrides."""
-    kept = [override for override in _read_overrides() if override not in left_out]
-    return _get_loader().load_configuration(
-        config_name=HydraConfig.get().job.config_name, overrides=kept, run_mode=RunMode.RUN
-    )
+    return _compose([override for override in _read_overrides() if override not in left_out])
 
 
-def recompose(options: Sequence[str], values: Mapping[str, float] | None = None) -> DictConfig:
+def recompose(options: Sequence[str], values: Mapping[str, float]) -> DictConfig:
     """Compose the node ``correction`` as if these options and values had been chosen.
 
     All other overrides still apply, including those of the options' own values.
     """
-    chosen = [f"{key}={value}" for key, value in (values or {}).items()]
     given = _read_overrides()
-    others = [each for each in given if _get_group(each) != GROUP]
     # The override is kept as it was given, with a + if the primary configuration does not have the group.
     group = next((each.partition("=")[0] for each in given if _get_group(each) == GROUP), GROUP)
-    config = _get_loader().load_configuration(
-        config_name=HydraConfig.get().job.config_name,
-        overrides=[*chosen, *others, f"{group}=[{','.join(options)}]"],
-        run_mode=RunMode.RUN,
-    )
-    return cast(DictConfig, config[GROUP])
+    others = [each for each in given if _get_group(each) != GROUP]
+    chosen = [f"{key}={value}" for key, value in values.items()]
+    return cast(DictConfig, _compose([*chosen, *others, f"{group}=[{','.join(options)}]"])[GROUP])
+
+
+def _compose(overrides: list[str]) -> DictConfig:
+    loader, name = GlobalHydra.instance().config_loader(), HydraConfig.get().job.config_name
+    return loader.load_configuration(config_name=name, overrides=overrides, run_mode=RunMode.RUN)
 
 
 def _build_several_error(chosen: Sequence[str], taken: str) -> SpecError:
@@ -256,10 +240,6 @@ def _build_several_error(chosen: Sequence[str], taken: str) -> SpecError:
 
 def _build_no_group_error() -> SpecError:
     return SpecError("the group has no option.", "Set correction=none to train uncorrected.", key=GROUP)
-
-
-def _get_loader() -> Any:
-    return GlobalHydra.instance().config_loader()
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -287,32 +267,12 @@ def _to_plain(overrides: Any) -> list[str]:
     return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
 
 
-def _load(repository: ConfigRepository, option: str) -> DictConfig:
-    loaded = repository.load_config(f"{GROUP}/{option}")
-    if loaded is None:
-        refuse_moved(GROUP, [option])
-        near = find_nearest(option, list_nested(repository.get_group_options, GROUP))
-        fix = f"Did you mean {' or '.join(near)}?" if near else "docs/corrections.md explains all of them."
-        raise SpecError("no such option.", fix, key=GROUP, value=option)
-    return cast(DictConfig, loaded.config)
-
-
 def _build_repository() -> ConfigRepository:
     """Build a repository of all config sources; Hydra's own repository leaves out ``hydra.searchpath``."""
     search_path = ConfigSearchPathImpl()
     for source in HydraConfig.get().runtime.config_sources:
         search_path.append(source.provider, f"{source.schema}://{source.path}")
     return ConfigRepository(search_path)
-
-
-def _list_leaves(config: Any, path: str = "") -> Iterator[str]:
-    for key in config:
-        name = f"{path}.{key!s}" if path else str(key)
-        node = config._get_node(key)  # config[key] would raise on a mandatory value, "???"
-        if isinstance(node, DictConfig) and not node._is_none():
-            yield from _list_leaves(node, name)
-        else:
-            yield name
 
 
 def restore_defaults(problem: Problem) -> Problem:
@@ -327,17 +287,20 @@ def restore_defaults(problem: Problem) -> Problem:
     if default in (..., _MISSING, problem.value) or (whole_part and default is None):
         return problem
     if isinstance(default, Mapping):
+        numbers = sorted(read_numbers(problem.value))
         if problem.value in (None, False) or isinstance(problem.value, Mapping):
             return problem
-        pair = sorted(read_numbers(problem.value)) if {"lower", "upper"} <= default.keys() else []
-        if len(pair) == 2:
-            bounds: dict[str, Any] = {"lower": pair[0], "upper": pair[1]}
+        if len(numbers) == 2 and {"lower", "upper"} <= default.keys():
+            bounds: dict[str, Any] = {"lower": numbers[0], "upper": numbers[1]}
             if default.get("kind") == "truncate":  # truncation has only an upper bound
                 bounds["kind"] = "clip"
             fix = f"Set {' and '.join(set_to(f'{problem.key}.{name}', each) for name, each in bounds.items())} instead."
             whole = set_to(problem.key, {**default, **bounds})
-            return replace(problem, fix=fix, overrides=(whole,) if pair[0] <= 1 else ())  # any other band excludes 1
-        default = _translate(problem.value, default)
+            # Any other band excludes 1.
+            return replace(problem, fix=fix, overrides=(whole,) if numbers[0] <= 1 else ())
+        single = next((name for name in _NAMES if default.get(name) is not None), None)
+        if len(numbers) == 1 and single is not None and default.get("lower") is None:
+            default = {**default, single: numbers[0]}
     return replace(problem, fix="", overrides=(set_to(problem.key, default),))
 
 
@@ -348,19 +311,9 @@ def _read_default(path: Sequence[str]) -> Any:
         values = [load_option(option) for option in read_chosen_options()]
     except SpecError:
         values = []
-    return next((found for each in (*values, base[GROUP]) if (found := _select(each, path)) is not ...), ...)
-
-
-def _select(values: Any, path: Sequence[str]) -> Any:
-    for name in path:
-        values = values.get(name, ...) if isinstance(values, Mapping) else ...
-    return values
-
-
-def _translate(value: Any, part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Insert a number that was given for a whole part into the part; if that is impossible, return the shipped part."""
-    numbers = read_numbers(value)
-    single = next((name for name in _NAMES if part.get(name) is not None), None)
-    if len(numbers) == 1 and single is not None and part.get("lower") is None:
-        return {**part, single: numbers[0]}
-    return part
+    for found in (*values, base[GROUP]):
+        for name in path:
+            found = found.get(name, ...) if isinstance(found, Mapping) else ...
+        if found is not ...:
+            return found
+    return ...

@@ -1,4 +1,4 @@
-"""Explains why Hydra rejects a command line, in a sentence that includes the override to write instead."""
+"""Refuses command lines that Hydra would misread, and explains those that Hydra rejects, with what to write instead."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
 
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
-from yaml import YAMLError
 
 from verl_patches.hydra_sections import GROUPS, PROVIDER
 from verl_patches.moved_options import explain_moved
 
 from ..correction import Problem, SpecError
-from ..correction.problem import format_value
+from ..correction.problem import find_closest, format_value
 from .own_keys import CONFIG_DIR
 
 GROUP = "correction"
@@ -34,7 +31,7 @@ NO_DEFAULT = "No match in the defaults list"
 _LONG = 80
 _FEW = 12
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@:-]*")
-_BESIDE = re.compile(r"\n\s*Config search path:.*|\n\s*See https?://\S+.*|, possible interpolation keys:.*", re.S)
+_ALL_OPTIONS = re.compile(r"\n\s*Config search path:.*|\n\s*See https?://\S+.*|, possible interpolation keys:.*", re.S)
 """Parts of Hydra's messages that list all available options."""
 _WORDS: dict[str, str] = {
     r"An item is already at '([^']+)'": "the key already exists. Write {key}={value}.",
@@ -47,7 +44,57 @@ _WORDS: dict[str, str] = {
 }
 """Hydra's message about a key -> the message that we show instead."""
 _WORD = re.compile(r"[A-Za-z_][\w/]*")
-_PUNCTUATION = re.compile(r"[\W_]+")
+_OURS = {"ppo_trainer": "offpolicy_trainer", "ppo_megatron_trainer": "offpolicy_megatron_trainer"}
+"""verl's primary configurations -> ours."""
+_SEARCH_PATH = re.compile(r"(?P<start>\+{0,2}hydra\.searchpath\s*=\s*\[)(?P<places>.*)\]\s*", re.S)
+_BRINGS = re.compile(rf"\+({'|'.join(GROUPS)})@\1=")
+"""An option that adds our sections to whatever primary configuration is used."""
+_OPTION = "'+correction@correction=[...]'"
+_NEEDED = "pkg://verl.trainer.config"
+
+
+def check_primary(flags: argparse.Namespace) -> None:
+    """Refuse a primary configuration that is not found, or that is verl's own.
+
+    Args:
+        flags: the arguments of our program, as Hydra parses them.
+
+    Raises:
+        SpecError: the configuration is refused; the message names our configuration to use instead.
+    """
+    given, path = flags.config_name, flags.config_path
+    if given is None or any(map(_BRINGS.match, flags.overrides)) or (path and "://" in path):
+        return  # a configuration that Hydra finds but that lacks our sections is reported when Hydra composes it
+    name = given.removesuffix(".yaml")
+    folders = [Path(flags.config_dir)] if flags.config_dir else []
+    folders.append(CONFIG_DIR.parent / path if path else CONFIG_DIR)
+    file = _find_file(name, folders)
+    if name in _OURS and (file is None or file.resolve().parts[-4:-1] == ("verl", "trainer", "config")):
+        reason = "verl's own primary configuration, which has no section for a correction."
+        fix = f"Give --config-name={_OURS[name]}, and no --config-path."
+    elif file is None:
+        if any(map(_SEARCH_PATH.fullmatch, flags.overrides)):
+            return  # the added search path may lead to the file
+        reason = f"there is no such file in {' or '.join(map(str, folders))}."
+        fix = f"Name its folder with --config-dir, or launch the program that it belongs to, with {_OPTION}."
+    else:
+        return
+    raise SpecError(reason, fix, key="--config-name", value=given)
+
+
+def keep_search_path(arguments: Sequence[str]) -> list[str]:
+    """Add verl's configuration, on which ours is based, to a search path given by the user."""
+    kept = []
+    for argument in arguments:
+        found = _SEARCH_PATH.fullmatch(argument)
+        if found and _NEEDED not in found["places"]:
+            argument = f"{found['start']}{','.join(filter(None, (found['places'].strip(), _NEEDED)))}]"
+        kept.append(argument)
+    return kept
+
+
+def _find_file(name: str, folders: Sequence[Path]) -> Path | None:
+    return next((path for folder in folders if (path := folder / f"{name}.yaml").is_file()), None)
 
 
 def parse(override: str) -> Override | None:
@@ -66,37 +113,30 @@ def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) ->
         groups: our groups; only ``correction`` accepts several options.
     """
     for argument in arguments:
-        if argument.startswith("-") or (parsed := parse(argument)) is None:
+        parsed = None if argument.startswith("-") else parse(argument)
+        if parsed is None or parsed.key_or_group not in groups or parsed.package is not None or parsed.is_delete():
             continue
-        group = parsed.key_or_group
-        if group not in groups or parsed.package is not None or parsed.is_delete():
-            continue
-        sign = argument[: len(argument) - len(argument.lstrip("+"))]
-        choices = getattr(parsed.value(), "list", None) if parsed.is_sweep_override() else None
-        if parsed.is_sweep_override() and choices is None:
-            continue  # a range or a glob, which explain_refusal reports
-        value: Any = parsed.value() if choices is None else list(map(_unquote, choices))
+        group, value, written = parsed.key_or_group, parsed.value(), argument.partition("=")[2]
+        key = f"{'+' * (len(argument) - len(argument.lstrip('+')))}{group}"
+        if isinstance(value, ChoiceSweep):
+            value = [[each.text if isinstance(each, QuotedString) else each for each in value.list]]
+        elif parsed.is_sweep_override() or value in (None, [], ""):
+            continue  # these have their own messages
         names = list(_flatten(value))
-        flat = isinstance(value, list) and choices is None and not any(isinstance(each, list) for each in value)
-        written = argument.partition("=")[2]
-        if value in (None, [], "") or (isinstance(value, str) and names == [value]):
-            continue  # null and [] have their own messages
         if not names or not all(isinstance(name, str) and name for name in names):
             more = f" Set single keys as {group}.KEY=VALUE." if isinstance(value, dict) else ""
             said = f"expected the name of an option{', or a list of names' * (group == GROUP)}."
-            yield Problem(f"{sign}{group}", written, said, f"Set {sign}{group}=NAME.{more}", parts=())
-        elif not flat and (group == GROUP or len(names) == 1):
+            fix = f"Set {key}=NAME.{more}"
+        elif names in (value, [value]):
+            continue
+        elif group == GROUP or len(names) == 1:
             said = "options are given as one list of names."
-            value = f"[{','.join(map(str, names))}]" if len(names) > 1 else names[0]
-            yield Problem(f"{sign}{group}", written, said, f"Quote it so: '{sign}{group}={value}'.", parts=())
-        elif not flat and group != GROUP:
+            options = f"[{','.join(names)}]" if len(names) > 1 else names[0]
+            fix = f"Quote it so: '{key}={options}'."
+        else:
             said = f"options of {group} do not stack, and Hydra would use only the last."
-            one = " or ".join(f"{sign}{group}={name}" for name in names)
-            yield Problem(f"{sign}{group}", written, said, f"Choose one of them: {one}.", parts=())
-
-
-def _unquote(value: object) -> object:
-    return value.text if isinstance(value, QuotedString) else value
+            fix = f"Choose one of them: {' or '.join(f'{key}={name}' for name in names)}."
+        yield Problem(key, written, said, fix, parts=())
 
 
 def _flatten(value: object) -> Iterator[object]:
@@ -138,49 +178,45 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
     if isinstance(error, OverrideParseException) or not isinstance(error, HydraException):
         for place, override in enumerate(overrides):
             if parse(override) is None:
-                return _explain_unparsed(override, overrides[place + 1 :])
+                return f"{_shorten(override)}: {_explain_unparsed(override, overrides[place + 1 :])}"
     for override in overrides:
-        parsed = parse(override)
-        if parsed is not None and parsed.is_delete() and "deletion value" in str(error):
-            return f"{_shorten(override)}: a group is deleted by its name alone. Write ~{parsed.key_or_group}."
-        if parsed is None or parsed.is_delete():
-            continue
-        if parsed.is_sweep_override():
-            return _explain_sweep(override)
-        key, value = parsed.key_or_group, parsed.value()
-        if "/" in key and f"Could not override '{key}'" in str(error):
-            return (
-                f"{_shorten(override)}: there is no group {key}. A key is written with dots: {key.replace('/', '.')}."
-            )
-        if NO_DEFAULT in str(error) and f"'{key}'" in str(error):
-            if key == PROVIDER:  # also a section; its group has a single option, which no one replaces
-                return f"{_shorten(override)}: expected a value of another type. Set single keys as {key}.KEY=VALUE."
-            near = find_nearest(str(value), get_options(key))
-            return f"{_shorten(override)}: no default to replace. Write +{key}={near[0] if near else value}."
-        names = value if isinstance(value, list) else [value]
-        no_names = not all(isinstance(name, str | QuotedString) for name in names) and not isinstance(value, dict)
-        null = value is None and "Got NoneType" in str(error)
-        if (null or (value is not None and no_names)) and (options := get_options(key)):
-            return f"{_shorten(override)}: expected the name of an option. Choose one of {', '.join(options)}."
+        if (parsed := parse(override)) and (said := _explain_composed(parsed, str(error), get_options)):
+            return f"{_shorten(override)}: {said}"
     for words, said in _WORDS.items():
-        found = re.search(words, str(error))
-        for each in overrides if found is not None else ():
-            key, _, value = each.lstrip("+~").partition("=")
-            if found is not None and key.partition("@")[0] == found[1].partition("@")[0]:
-                return f"{_shorten(each)}: {said.format(key=key, value=_shorten(value))}"
+        if found := re.search(words, str(error), re.S):
+            for each in overrides:
+                key, _, value = each.lstrip("+~").partition("=")
+                if key.partition("@")[0] == found[1].partition("@")[0]:
+                    return f"{_shorten(each)}: {said.format(key=key, value=_shorten(value))}"
     return _format_error(error)
 
 
-def find_nearest(name: str, options: Sequence[str]) -> list[str]:
-    """Find the options that a mistyped name may stand for, closest first; only one option if the match is clear."""
-    bare = {_PUNCTUATION.sub("", option.lower()): option for option in options}
-    wanted = _PUNCTUATION.sub("", name.lower())
-    if wanted in bare:
-        return [bare[wanted]]
-    if near := difflib.get_close_matches(wanted, bare, 1, 0.75):
-        return [bare[near[0]]]
-    begun = [option for short, option in bare.items() if wanted and short.startswith(wanted)]
-    return (begun or [bare[each] for each in difflib.get_close_matches(wanted, bare, 3, 0.6)])[:3]
+def _explain_composed(parsed: Override, error: str, get_options: GetOptions) -> str:
+    """Explain why Hydra does not compose an override that it can parse; "" if another one is the cause."""
+    key = parsed.key_or_group
+    if parsed.is_delete():
+        return f"a group is deleted by its name alone. Write ~{key}." if "deletion value" in error else ""
+    if parsed.is_sweep_override():
+        given, _, written = str(parsed.input_line).partition("=")
+        either = f"""Write '{given}=[{written}]' for a list, or '{given}="{written}"' for a text."""
+        return f"several values, but a launch takes one. {either}"
+    value = parsed.value()
+    if "/" in key and f"Could not override '{key}'" in error:
+        return f"there is no group {key}. A key is written with dots: {key.replace('/', '.')}."
+    if NO_DEFAULT in error and f"'{key}'" in error:
+        if key == PROVIDER:  # also a section; its group has a single option, which no one replaces
+            return f"expected a value of another type. Set single keys as {key}.KEY=VALUE."
+        package = f"@{key}" if key in GROUPS else ""  # it also adds the sections to a primary configuration
+        near = find_closest(str(value), get_options(key), 0.6)
+        return f"no default to replace. Write +{key}{package}={near or value}."
+    names = value if isinstance(value, list) else [value]
+    if value is None:
+        no_name = "Got NoneType" in error
+    else:
+        no_name = not isinstance(value, dict) and not all(isinstance(name, str | QuotedString) for name in names)
+    if no_name and (options := get_options(key)):
+        return f"expected the name of an option. Choose one of {', '.join(options)}."
+    return ""
 
 
 def _explain_missing(group: str, name: str, options: Sequence[str], overrides: Sequence[str]) -> str:
@@ -188,18 +224,21 @@ def _explain_missing(group: str, name: str, options: Sequence[str], overrides: S
     words = _WORD.findall(name)
     if group == GROUP and len(words) > 1 and set(words) <= set(options):
         return f"{group}={_shorten(name)}: several options are a list. Quote it so: '{group}=[{','.join(words)}]'."
-    engine = group in ENGINES
-    near = difflib.get_close_matches(name, options, 1, 0.85) if engine else find_nearest(name, options)
     given = next((each for each in overrides if name in each and each.lstrip("+").startswith(group)), f"{group}={name}")
-    beyond = f"{name} is not an option of {group}."
+    if group in ENGINES:
+        near = next(iter(difflib.get_close_matches(name, options, 1, 0.85)), None)
+    else:
+        near = find_closest(name, options, 0.6)
     if near:
-        return f"{_shorten(given)}: {beyond} Did you mean {' or '.join(near)}?"
-    if engine:
-        return f"{_shorten(given)}: {beyond} verl has {', '.join(options)}. Install the package that provides {name}."
-    if len(options) <= _FEW:
-        return f"{_shorten(given)}: {beyond} Choose one of {', '.join(options)}."
-    where = "docs/corrections.md explains them all" if group == GROUP else f"there are {len(options)} options"
-    return f"{_shorten(given)}: {beyond} {where}; the first are {', '.join(options[:_FEW])}."
+        advice = f"Did you mean {near}?"
+    elif group in ENGINES:
+        advice = f"verl has {', '.join(options)}. Install the package that provides {name}."
+    elif len(options) <= _FEW:
+        advice = f"Choose one of {', '.join(options)}."
+    else:
+        where = "docs/corrections.md explains them all" if group == GROUP else f"there are {len(options)} options"
+        advice = f"{where}; the first are {', '.join(options[:_FEW])}."
+    return f"{_shorten(given)}: {name} is not an option of {group}. {advice}"
 
 
 def _explain_unparsed(override: str, later: Sequence[str]) -> str:
@@ -209,33 +248,19 @@ def _explain_unparsed(override: str, later: Sequence[str]) -> str:
         # A key contains no spaces, and the equals sign needs none around it.
         whole += word if word.startswith("=") or whole.endswith("=") else f" {word}"
         if "=" in whole and parse(whole) is not None:
-            return f"{_shorten(override)}: the shell has split it. Quote it so: '{_shorten(whole)}'."
+            return f"the shell has split it. Quote it so: '{_shorten(whole)}'."
     key, equals, value = override.partition("=")
     if not equals or not _KEY.fullmatch(key):
-        return f"{_shorten(override)}: not an override. Write KEY=VALUE."
-    if key.strip("+") == GROUP and len(words := _WORD.findall(value)) > 1 and _is_closed(value):
-        return f"{_shorten(override)}: several options are a list. Quote it so: '{key}=[{','.join(words)}]'."
-    if not _is_closed(value):
-        return f"{_shorten(override)}: a bracket or a quote is not closed. Close it, and quote the whole override."
-    if len(value) > _LONG and value.strip().lstrip("+-").replace("_", "").isdigit():
-        return f"{_shorten(override)}: {len(value)} digits are too long for a number. Set a shorter one."
+        return "not an override. Write KEY=VALUE."
+    closed = all(value.count(left) == value.count(right) for left, right in ("[]", "{}", "()"))
+    closed = closed and not any(value.count(quote) % 2 for quote in "'\"")
+    if key.strip("+") == GROUP and len(words := _WORD.findall(value)) > 1 and closed:
+        return f"several options are a list. Quote it so: '{key}=[{','.join(words)}]'."
+    if not closed:
+        return "a bracket or a quote is not closed. Close it, and quote the whole override."
     quoted = value.replace("\\", "\\\\").replace('"', '\\"')
     fix = f""" Quote it so: '{key}="{_shorten(quoted)}"'.""" if parse(f'{key}="{quoted}"') is not None else ""
-    return f"{_shorten(override)}: Hydra cannot read this value.{fix}"
-
-
-def _is_closed(text: str) -> bool:
-    return all(text.count(left) == text.count(right) for left, right in ("[]", "{}", "()")) and not any(
-        text.count(quote) % 2 for quote in "'\""
-    )
-
-
-def _explain_sweep(override: str) -> str:
-    key, _, value = override.partition("=")
-    return (
-        f"{_shorten(override)}: several values, but a launch takes one. Write '{key}=[{value}]' for a list, "
-        f"""or '{key}="{value}"' for a text."""
-    )
+    return f"Hydra cannot read this value.{fix}"
 
 
 def _shorten(text: str) -> str:
@@ -246,122 +271,10 @@ def _format_error(error: BaseException | None) -> str:
     """Format Hydra's own message and its causes as one paragraph."""
     said: list[str] = []
     while error is not None:
-        text = _BESIDE.sub("", str(error)).strip()
+        text = _ALL_OPTIONS.sub("", str(error)).strip()
         if not isinstance(error, HydraException) and not said:
             text = f"Hydra cannot compose it: {text or format_value(type(error).__name__)}"
         if text and text not in said:
             said.append(text)
         error = error.__cause__
     return "\n".join(said)
-
-
-_OURS = {"dense": "offpolicy_trainer", "megatron": "offpolicy_megatron_trainer"}
-_VERLS = ("ppo_trainer", "ppo_megatron_trainer")
-_VERLS_FOLDER = ("verl", "trainer", "config")
-_SECTIONS = "offpolicy_base"
-_GROUP = "correction"
-_SEARCH_PATH = re.compile(r"(?P<start>\+{0,2}hydra\.searchpath\s*=\s*\[)(?P<places>.*)\]\s*", re.S)
-_BRINGS = re.compile(rf"\+({'|'.join(GROUPS)})@\1=")
-"""An option that adds our sections to whatever primary configuration is used."""
-_OPTION = "'+correction@correction=[...]'"
-_NEEDED = "pkg://verl.trainer.config"
-
-
-class _InvalidFlags(Exception):
-    """Flags that Hydra's parser rejects; Hydra itself reports them."""
-
-
-def check_primary(arguments: Sequence[str]) -> None:
-    """Refuse a primary configuration that is not found or does not contain a section for a correction.
-
-    Args:
-        arguments: command-line arguments of our program.
-
-    Raises:
-        SpecError: the configuration is refused; the message names our configuration to use instead.
-    """
-    flags = _parse_flags(arguments)
-    if flags is None or flags.config_name is None or any(map(_BRINGS.match, arguments)):
-        return
-    name = flags.config_name.removesuffix(".yaml")
-    alongside = CONFIG_DIR if flags.config_path is None else CONFIG_DIR.parent / flags.config_path
-    if flags.config_path is not None and "://" in flags.config_path:
-        return
-    folders = [*([Path(flags.config_dir)] if flags.config_dir else []), alongside]
-    file = _find_file(name, folders)
-    if name in _VERLS and (file is None or file.resolve().parts[-4:-1] == _VERLS_FOLDER):
-        fix = f"Give --config-name={_OURS['megatron' if 'megatron' in name else 'dense']}, and no --config-path."
-        reason = "verl's own primary configuration, which has no section for a correction."
-        raise SpecError(reason, fix, key="--config-name", value=flags.config_name)
-    if file is None:
-        if any(map(_SEARCH_PATH.fullmatch, arguments)):
-            return  # the added search path may lead to the file
-        places = " or ".join(map(str, folders))
-        fix = f"Name its folder with --config-dir, or launch the program that it belongs to, with {_OPTION}."
-        raise SpecError(f"there is no such file in {places}.", fix, key="--config-name", value=flags.config_name)
-    if not _has_sections(file, folders):
-        reason = f"{file} has no section for a correction."
-        fix = f"Give options of ours as {_OPTION}, which adds the sections to it."
-        raise SpecError(reason, fix, key="--config-name", value=flags.config_name)
-
-
-def keep_search_path(arguments: Sequence[str]) -> list[str]:
-    """Add verl's configuration, on which ours is based, to a search path given by the user."""
-    return [_add_verls(argument) for argument in arguments]
-
-
-def _add_verls(argument: str) -> str:
-    found = _SEARCH_PATH.fullmatch(argument)
-    if found is None or _NEEDED in found["places"]:
-        return argument
-    places = [place for place in (found["places"].strip(), _NEEDED) if place]
-    return f"{found['start']}{','.join(places)}]"
-
-
-class _Flags:
-    config_name: str | None
-    config_path: str | None
-    config_dir: str | None
-
-
-def _parse_flags(arguments: Sequence[str]) -> _Flags | None:
-    # Hydra's own parser is not public. Only these flags matter; --cfg is listed so that -c does not abbreviate another.
-    parser = argparse.ArgumentParser(add_help=False)
-    for short, flag in (("-cn", "--config-name"), ("-cp", "--config-path"), ("-cd", "--config-dir"), ("-c", "--cfg")):
-        parser.add_argument(short, flag)
-
-    def refuse(message: str) -> NoReturn:
-        raise _InvalidFlags(message)
-
-    parser.error = refuse  # type: ignore[method-assign]
-    try:
-        return cast(_Flags, parser.parse_known_args(list(arguments))[0])
-    except _InvalidFlags:
-        return None
-
-
-def _find_file(name: str, folders: Sequence[Path]) -> Path | None:
-    return next((path for folder in folders if (path := folder / f"{name}.yaml").is_file()), None)
-
-
-def _has_sections(file: Path, folders: Sequence[Path], seen: frozenset[Path] = frozenset()) -> bool:
-    """Return True if a configuration, or one of its defaults next to it, includes our sections."""
-    try:
-        content = OmegaConf.load(file)
-    except (OSError, ValueError, YAMLError):
-        return True  # Hydra reports what is wrong with it
-    if not isinstance(content, DictConfig) or file in seen:
-        return False
-    defaults = [*_list_defaults(content)]
-    if _GROUP in content or {_GROUP, _SECTIONS} & set(defaults):
-        return True
-    inner = filter(None, (_find_file(name, [*folders, CONFIG_DIR]) for name in defaults))
-    return any(_has_sections(each, folders, seen | {file}) for each in inner)
-
-
-def _list_defaults(content: DictConfig) -> Iterator[str]:
-    """List the names in a defaults list: configurations, and groups with a chosen option."""
-    plain = cast(dict[str, Any], OmegaConf.to_container(content, resolve=False))
-    for default in plain.get("defaults") or ():
-        for name in default if isinstance(default, dict) else (default,):
-            yield str(name).removeprefix("override ").split("@")[0].strip("/ ")

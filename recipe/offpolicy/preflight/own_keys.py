@@ -1,4 +1,7 @@
-"""The names of our keys, read from the shipped YAML files and the registry, and the names of keys in verl."""
+"""The names of our keys, and the detection of unused overrides that resemble our keys or that name a correction.
+
+Our names are read from the shipped YAML files and the registry, verl's from its source.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,21 @@ CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 _BASE = "offpolicy_base"
 _VERLS = frozenset({"defaults", "hydra", "actor_rollout_ref"})
 """Top-level keys of the base file that are not sections of ours."""
+_COMMON = frozenset({"none", "auto", "bypass", "reuse"})
+"""Options whose names are also values of other keys."""
+_OPTIONAL = "router_replay"
+_SET_BY_OPTIONAL = ("actor_rollout_ref", "actor", "fsdp_config", "router_replay", "mode")
+"""A group of which Hydra ignores options that do not exist, and the key of verl that was meant."""
+_OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/:-]+)\s*=\s*(?P<value>.*)", re.S)
+_CORRECTION = "correction"
+_CORRECTS = re.compile(
+    r"importance_(?:samp|weight|ratio)|(?:^|_)tis(?:_|$)|truncated_is|ice_?pop|off_?policy_|^corrections?_"
+)
+"""Names that other frameworks, or users of this one, give to corrections."""
+TARGET = "_target_"
+_MADE = ("actor_rollout_ref.rollout", "actor_rollout_ref.model")
+"""Sections that each launch converts to verl's dataclasses, which accept no other keys; the actor has a check of its
+own."""
 _PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
 _IN_YAML = re.compile(r"^[ \t-]*([A-Za-z_]\w*)\s*:", re.M)
 _IN_PYTHON = re.compile(r"config[\w.\[\]\"']*\.get\(\s*[\"'](\w+)[\"']|^    ([a-z_]\w*)\s*:", re.M)
@@ -63,11 +81,10 @@ def list_paths() -> Mapping[Path_, bool]:
         for file in (CONFIG_DIR / group).rglob("*.yaml"):
             text = file.read_text(encoding="utf-8")
             package = named[1] if (named := _PACKAGE.match(text)) else group
-            if package == "_global_":
-                continue  # sets keys of verl
-            prefix = tuple(package.split("."))
-            found |= {prefix: True, **dict(_flatten(_load(text), prefix))}
-    return {path: held for path, held in found.items() if len(path) > 1 or path[0] in list_sections()}
+            if package.split(".")[0] in list_sections():  # other packages are keys of verl
+                prefix = tuple(package.split("."))
+                found |= {prefix: True, **dict(_flatten(_load(text), prefix))}
+    return found
 
 
 @cache
@@ -84,19 +101,13 @@ def list_verls_names() -> frozenset[str]:
     return frozenset(names - {""})
 
 
-def find_meant(segments: Sequence[str], *, verls: bool = False, sections: bool = False) -> Path_ | None:
-    """Find our key that ends in the given segments, allowing for misspelling; None if there is none.
-
-    Args:
-        verls: search instead the verl keys that our groups set.
-        sections: whether to search only sections.
-    """
+def find_meant(segments: Sequence[str], *, sections: bool = False) -> Path_ | None:
+    """Find our key or section that ends in the given segments, allowing for misspelling; None if there is none."""
     matching = [
         path
         for path, holds_keys in list_paths().items()
         if len(path) >= len(segments)
         and (holds_keys or not sections)
-        and verls == (path[0] in _VERLS)
         and all(_alike(given, name) for given, name in zip(segments, path[-len(segments) :], strict=True))
     ]
     written = ".".join(segments)
@@ -111,9 +122,7 @@ def find_meant(segments: Sequence[str], *, verls: bool = False, sections: bool =
 def complete(path: Path_, rest: Sequence[str]) -> Path_:
     """Extend a section's path with the segments given under it, each spelled as in our keys."""
     for name in rest:
-        below = [known[len(path)] for known in list_paths() if known[: len(path)] == path and len(known) > len(path)]
-        begun = [each for each in below if each.startswith(name)]
-        path = (*path, find_closest(name, below) or next(iter(begun), name))
+        path = (*path, find_closest(name, list_children(path)) or name)
     return path
 
 
@@ -147,35 +156,30 @@ def _flatten(values: Mapping[str, Any], prefix: Path_) -> Iterator[tuple[Path_, 
             yield from _flatten(value, (*prefix, str(name)))
 
 
-_COMMON = frozenset({"none", "auto", "bypass", "reuse"})
-"""Options whose names are also values of other keys."""
-_OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/:-]+)\s*=\s*(?P<value>.*)", re.S)
-_CORRECTION = "correction"
-_CORRECTS = re.compile(
-    r"importance_(?:samp|weight|ratio)|(?:^|_)tis(?:_|$)|truncated_is|ice_?pop|off_?policy_(?:corr|mask)"
-)
-"""Names that other frameworks use for corrections."""
-TARGET = "_target_"
-_MADE = ("actor_rollout_ref.rollout", "actor_rollout_ref.model")
-"""Sections that each launch converts to verl's dataclasses, which accept no other keys; the actor has a check of its
-own."""
-
-
 def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
     """Before Hydra composes, find overrides whose first name resembles a section or group of ours but is not one.
 
     For ``corection=gsm``, Hydra suggests appending the key, after which the run would train uncorrected.
     """
+    sections, groups = list_sections(), list_groups()
     for sign, key, value in _parse_overrides(arguments):
-        if (meant := _find_resembled_section(key, value)) is not None:
+        named, _, package = key.partition("@")
+        first, *rest = re.split("[./]", named)
+        meant: Path_ | None = None
+        if first in sections or first in groups:
+            # A group under one of ours, or our group in another package, is not one of ours.
+            if "/" in named or package not in ("", *([first] if first in sections else [])):
+                meant = (first,)
+            elif first == _OPTIONAL and value not in groups[first] and "$" not in value:
+                meant = _SET_BY_OPTIONAL
+        elif near := find_closest(first, {*sections, *groups}, 0.85):
+            meant = complete((near,), rest) if near in sections else (near,) if value in groups[near] else None
+        if meant is not None:
             yield _build(sign, key, value, meant, "not a key of this package, so it would be unused")
 
 
 def find_stray_keys(
-    arguments: Iterable[str],
-    base: DictConfig,
-    options: Iterable[str],
-    registered: Collection[str] = (),
+    arguments: Iterable[str], base: DictConfig, options: Iterable[str], registered: Collection[str] = ()
 ) -> Iterator[Problem]:
     """Find added keys that are unused in their place: ours but misplaced, a correction's name, or unknown to verl.
 
@@ -186,20 +190,17 @@ def find_stray_keys(
         registered: sections of extensions, including the user's.
     """
     names = {*options, *MOVED} - _COMMON
+    known = {*list_sections(), *list_groups(), *registered}
     for sign, key, value in _parse_overrides(arguments):
-        top = re.split("[./@]", key)[0]
-        known = {*list_sections(), *list_groups(), *registered}
-        if sign not in ("+", "++") or top in known or has_key(base, key) or any(map(FREE.search, key.split("."))):
+        skipped = re.split("[./@]", key)[0] in known or has_key(base, key) or any(map(FREE.search, key.split(".")))
+        if sign not in ("+", "++") or skipped:
             continue
-        problem = explain_misplaced(sign, key, value, base)
-        problem = problem or _explain_extension(sign, key, value, set(registered) - list_sections())
-        if problem is not None:
+        if problem := explain_misplaced(sign, key, value, base):
             yield problem
         elif _is_option(value, names):
             reason = "an added key with the name of a correction; this package does not read the key."
-            yield Problem(
-                f"{sign}{key}", _parse_value(value), reason, f"Write {_CORRECTION}={rename(value)} instead.", parts=()
-            )
+            fix = f"Write {_CORRECTION}={rename(value)} instead."
+            yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
         elif option := next((each for each in key.split(".") if each in names - list_verls_names()), None):
             reason = f"an added and unused key, below the name of the correction {option}."
             keys = f"{_CORRECTION}.weight or {_CORRECTION}.masks"
@@ -207,19 +208,6 @@ def find_stray_keys(
             yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
         elif not set("@/") & set(key):
             yield from _find_unread(sign, key, value, base)
-
-
-def _explain_extension(sign: str, key: str, value: str, sections: Collection[str]) -> Problem | None:
-    """Explain a misplaced or misspelled key that names a section of a user's own extension."""
-    names = key.split(".")
-    for place, name in enumerate(names):
-        near = None if name in list_verls_names() else find_closest(name, sections, 0.85)
-        if near is not None:
-            meant = ".".join([near, *names[place + 1 :]])
-            reason = f"an added key that is unused there; it resembles {meant}."
-            fix = f"Write +{meant}={value}, or rename the key if it is your own."
-            return Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
-    return None
 
 
 def has_key(config: DictConfig, key: str) -> bool:
@@ -248,61 +236,53 @@ def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[
         return  # a check of the whole configuration reports it
     depth = next(depth for depth in range(len(names)) if not has_key(base, ".".join(names[: depth + 1])))
     section: Any = OmegaConf.select(base, ".".join(names[:depth])) if depth else base
-    if depth and _takes_any_name(section):
-        return
-    fields = list_fields(section)
-    if fields is not None and ".".join(names[:2]) in _MADE:
-        if names[depth] not in fields:
-            near = find_closest(names[depth], fields)
-            reason = f"verl refuses it: {section[TARGET].rpartition('.')[2]} has no field {names[depth]}."
-            fix = f"Did you mean {'.'.join([*names[:depth], near, *names[depth + 1 :]])}?" if near else ""
-            yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
-    elif not depth or names[depth] not in {*list_verls_names(), *(fields or ())}:
-        reason = "an added key: neither verl nor this recipe reads it; only your own code may read it."
-        near = find_closest(names[depth], map(str, section), 0.85)
-        fix = f"Did you mean {'.'.join([*names[:depth], near, *names[depth + 1 :]])}?" if near else ""
-        corrects = any(map(_CORRECTS.search, names[depth:]))
-        if corrects and not fix:
-            reason = "an added key that names a correction, and neither verl nor this recipe reads it."
-            fix = f"Choose one with {_CORRECTION}=NAME (docs/corrections.md), or rename the key if it is your own."
-        yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, "ERROR" if corrects else "NOTE", ())
-
-
-def _takes_any_name(section: Any) -> bool:
-    """Return True for a section without keys, or for one whose subsections the user names, such as teachers."""
-    return not isinstance(section, DictConfig) or all(
+    # The user names the subsections of a section that has no other keys, such as teachers.
+    takes_any = not isinstance(section, DictConfig) or all(
         isinstance(section._get_node(name), DictConfig) for name in section
     )
+    if depth and takes_any:
+        return
+    fields = list_fields(section)
+    verdict: Verdict = "ERROR"
+    if fields is not None and ".".join(names[:2]) in _MADE:
+        if names[depth] in fields:
+            return
+        near = find_closest(names[depth], fields)
+        reason = f"verl refuses it: {section[TARGET].rpartition('.')[2]} has no field {names[depth]}."
+    elif depth and names[depth] in {*list_verls_names(), *(fields or ())}:
+        return
+    else:
+        near = find_closest(names[depth], map(str, section), 0.85)
+        corrects = any(map(_CORRECTS.search, names[depth:]))
+        reason = "an added key: neither verl nor this recipe reads it; only your own code may read it."
+        if corrects:
+            reason = "an added key that names a correction, and neither verl nor this recipe reads it."
+        verdict = "ERROR" if corrects else "NOTE"
+    fix = f"Did you mean {'.'.join([*names[:depth], near, *names[depth + 1 :]])}?" if near else ""
+    if "names a correction" in reason and not near:
+        fix = f"Choose one with {_CORRECTION}=NAME (docs/corrections.md), or rename the key if it is your own."
+    yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, verdict, ())
 
 
 def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Problem | None:
     """Explain a missing key that is a misplaced or misspelled key of ours; None if it is not."""
     segments = tuple(key.partition("@")[0].replace("/", ".").split("."))
-    at_top = not has_key(base, segments[0])
-    for start in range(1 if at_top else len(segments)):
+    for start in range(len(segments) if has_key(base, segments[0]) else 1):
         if any(map(FREE.search, segments[:start])):
             break
-        tail = segments[start:]
-        group = _find_group(tail, value) if start else None
-        meant = group or _find_verls(segments, start) or find_meant(tail) or _find_section(tail, start)
-        if meant is None or (not group and meant[0] in list_sections() and not _is_distinct(tail, meant, start)):
+        first, *rest = tail = segments[start:]
+        # A single name that resembles one of our groups, with one of the group's options.
+        near = find_closest(first, list_groups(), 0.85) if start and not rest else None
+        group = (near,) if near and _is_option(value, set(list_groups()[near]) - _COMMON) else None
+        meant = group or find_meant(tail)
+        if meant is None and (section := find_meant([first], sections=True)):
+            meant = complete(section, rest)
+        if meant is None or not (group or _is_distinct(tail, meant, start)):
             continue
         reason = f"{'an added' if sign else 'a'} key that is unused {'at the top' if start == 0 else 'there'}"
-        plain = start > 0 and not group and len(tail) == 1 and "_" not in meant[-1] and not list_paths().get(meant)
+        plain = start > 0 and not group and not rest and "_" not in meant[-1] and not list_paths().get(meant)
         return _build(sign, key, value, meant, reason, "NOTE" if plain else "ERROR")
     return None
-
-
-def _find_group(tail: Path_, value: str) -> Path_ | None:
-    """Find the group that resembles a single name, if the value is one of the group's options."""
-    near = find_closest(tail[0], list_groups(), 0.85) if len(tail) == 1 else None
-    return (near,) if near and _is_option(value, set(list_groups()[near]) - _COMMON) else None
-
-
-def _find_verls(segments: Path_, start: int) -> Path_ | None:
-    """Find the verl key that a wrong key stands for, among those that our groups set, such as router_replay.mode."""
-    meant = find_meant(segments[start:], verls=True) if len(segments) - start > 1 else None
-    return meant if meant and meant != segments and not list_paths()[meant] else None
 
 
 def _is_distinct(tail: Path_, meant: Path_, start: int) -> bool:
@@ -313,45 +293,6 @@ def _is_distinct(tail: Path_, meant: Path_, start: int) -> bool:
     # Under a verl section, a single leaf must be almost identical to our key to count as meant for us.
     leaf = len(tail) == 1 and not list_paths().get(meant)
     return tail[0] not in verls and (not leaf or find_closest(tail[0], meant[-1:], 0.9) is not None)
-
-
-def _find_section(tail: Sequence[str], start: int) -> Path_ | None:
-    """Find our section that the first name resembles or, at the top level, starts with; append the names under it."""
-    first, *rest = tail
-    sections = {path[-1]: path for path, holds_keys in reversed(list(list_paths().items())) if holds_keys}
-    for name in sorted(sections, key=len, reverse=True) if start == 0 else ():
-        if alongside := re.match(rf"{name}[_-](.+)", first.lower()):
-            whole = complete(sections[name], [alongside[1], *rest])
-            return whole if whole in list_paths() else None
-    section = find_meant([first], sections=True)
-    return complete(section, rest) if section else None
-
-
-def _find_resembled_section(key: str, value: str) -> Path_ | None:
-    """Find our section or group that a key's first name resembles; None if it is already one, or resembles none."""
-    named, _, package = key.partition("@")
-    first, *rest = re.split("[./]", named)
-    sections, groups = list_sections(), list_groups()
-    if first in sections:
-        # A group under one of ours, or our group in another package, is not one of ours.
-        return (first,) if "/" in named or package not in ("", first) else None
-    if first in groups:
-        if "/" in named or package:
-            return (first,)  # the group's own file determines where its keys go
-        # Hydra ignores an option that an optional group does not have.
-        return _find_key_of_verl(first, rest) if value not in groups[first] and "$" not in value else None
-    for section in sorted(sections, key=len, reverse=True):
-        if alongside := re.match(rf"{section}[_-](.+)", first.lower()):
-            return complete((section,), [alongside[1], *rest])
-    near = find_closest(first, {*sections, *groups}, 0.85)
-    if near is None or near in sections:
-        return complete((near,), rest) if near else None
-    return (near,) if value in groups[near] else _find_key_of_verl(near, rest)
-
-
-def _find_key_of_verl(group: str, rest: Sequence[str]) -> Path_ | None:
-    """Find the verl key that a group of ours sets, such as router_replay; None if it sets more than a section."""
-    return find_meant((group, *rest), verls=True) if find_meant((group,), verls=True, sections=True) else None
 
 
 def _parse_overrides(arguments: Iterable[str]) -> Iterator[tuple[str, str, str]]:

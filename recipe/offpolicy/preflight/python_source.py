@@ -74,13 +74,6 @@ class LogProbEvidence:
     where: str = ""
 
 
-@dataclass(frozen=True)
-class _Module:
-    file: Path
-    definitions: dict[str, ast.AST]
-    imported: dict[str, tuple[str, str]]
-
-
 def find_log_probs(target: str) -> LogProbEvidence:
     """Search a class, and the code from the same author that the class uses, for returned log-probs.
 
@@ -98,69 +91,51 @@ def find_log_probs(target: str) -> LogProbEvidence:
         if module.split(".")[0] == "verl":
             inherits |= name.endswith("AgentLoop")
             continue
-        read = _parse_module(module)
-        node = read.definitions.get(name) if read else None
-        if read is None or node is None:
-            if read is not None and name in read.imported:
-                asked.append(read.imported[name])
+        file, definitions, imported = _parse_module(module)
+        if (node := definitions.get(name)) is None:
+            asked += [imported[name]] if name in imported else []
             continue
-        if _hands_on(node):
+        nodes = list(ast.walk(node))
+        if any(map(_hands_on, nodes)):
             return LogProbEvidence("returned")
-        for call in _find_outputs(node):
-            where = where or f"{read.file}, line {call.lineno}"
-            unclear |= any(keyword.arg is None for keyword in call.keywords)
-        names = set(_list_names(node))
+        for call in nodes:
+            if isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1] == _OUTPUT:
+                where = where or f"{file}, line {call.lineno}"
+                unclear |= any(keyword.arg is None for keyword in call.keywords)
+        names = {each.id for each in nodes if isinstance(each, ast.Name)}
         calls_above |= "super" in names
-        asked += [(module, each) for each in names if each in read.definitions]
-        asked += [read.imported[each] for each in names if each in read.imported]
+        asked += [(module, each) for each in names if each in definitions]
+        asked += [imported[each] for each in names if each in imported]
     if where and not unclear and not (inherits and calls_above):
         return LogProbEvidence("left out", where)
     return LogProbEvidence("returned" if inherits and not where else "unknown")
 
 
-def _parse_module(name: str) -> _Module | None:
+def _parse_module(name: str) -> tuple[Path | None, dict[str, ast.AST], dict[str, tuple[str, str]]]:
+    """Read a module's file, its definitions by name, and the (module, name) of each name that it imports."""
     file = find_source(name)
     try:
-        tree = _parse(file) if file is not None else None
+        tree = _parse(file) if file is not None else ast.Module([], [])
     except (OSError, SyntaxError, ValueError):
-        return None
-    if file is None or tree is None:
-        return None
-    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-    definitions: dict[str, ast.AST] = {}
+        tree = ast.Module([], [])
+    package = name if file is not None and file.name == "__init__.py" else name.rpartition(".")[0]
     imported: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             origin = ".".join([*above, *([node.module] if node.module else [])])
             imported |= {alias.asname or alias.name: (origin, alias.name) for alias in node.names}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            definitions[node.name] = node
-    return _Module(file, definitions, imported)
-
-
-def _list_names(node: ast.AST) -> Iterator[str]:
-    return (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
-
-
-def _find_outputs(node: ast.AST) -> Iterator[ast.Call]:
-    for each in ast.walk(node):
-        if isinstance(each, ast.Call) and ast.unparse(each.func).split(".")[-1] == _OUTPUT:
-            yield each
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return file, {node.name: node for node in tree.body if isinstance(node, kinds)}, imported
 
 
 def _hands_on(node: ast.AST) -> bool:
-    """Return True if the log-prob field is passed on, set or named anywhere."""
-    for each in ast.walk(node):
-        match each:
-            case ast.keyword(arg=field) if field == _FIELD:
-                if not (isinstance(each.value, ast.Constant) and each.value.value is None):
-                    return True
-            case ast.Attribute(attr=field, ctx=ast.Store()) if field == _FIELD:
-                return True
-            case ast.Constant(value=field) if field == _FIELD:
-                return True
+    """Return True if a node passes on, sets or names the log-prob field."""
+    match node:
+        case ast.keyword(arg=field) if field == _FIELD:
+            return not (isinstance(node.value, ast.Constant) and node.value.value is None)
+        case ast.Attribute(attr=field, ctx=ast.Store()) | ast.Constant(value=field):
+            return bool(field == _FIELD)
     return False
 
 
@@ -203,14 +178,9 @@ def _find_definition(owner: ast.AST, names: list[str]) -> ast.AST | None:
     return owner
 
 
-def _list_bound_names(node: ast.stmt) -> Iterator[str]:
-    match node:
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            yield node.name
-        case ast.Assign():
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
-        case ast.AnnAssign(target=ast.Name(id=name)):
-            yield name
+def _list_bound_names(node: ast.stmt) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [getattr(node, "name", ""), *(target.id for target in targets if isinstance(target, ast.Name))]
 
 
 def _format_signature(node: ast.AST) -> str | None:

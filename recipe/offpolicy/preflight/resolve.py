@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
@@ -14,8 +15,9 @@ from ..correction.correction_parts import SUPPORT_KEYS
 from ..correction.problem import CheckError, format_value
 from ..correction.validation import rename_for_metrics
 from ..monitor.alarm_settings import DEFAULTS, SECTION
+from ..recording.record_settings import SECTION as RECORD
 from ..recording.record_settings import resolve_dir
-from .auto_choice import Requirement, check_requirements, format_selection, read_setup, refuse_setup, select
+from .auto_choice import KEYS, Requirement, check_requirements, format_selection, read_setup, refuse_setup, select
 from .composed import AUTO as AUTO_PROXIMAL
 from .composed import BYPASS, PROXIMAL, SHADOW, VERL, Composed, choose_proximal
 from .hydra_groups import (
@@ -33,8 +35,7 @@ Say = Callable[[str], None]
 """Takes a line that says what was chosen and why."""
 SHIPPED_DELTA = 0.1
 """Default of ``offpolicy.shadow_delta``, in nats per token."""
-_DELTA = f"{SHADOW}_delta"
-_MISSING = "???"  # OmegaConf's placeholder for a mandatory value
+_DELTA, _MISSING = f"{SHADOW}_delta", "???"  # the latter is OmegaConf's placeholder for a mandatory value
 _OF_ROLLOUT = ("allow_truncated_sampling", "centering", *SUPPORT_KEYS)
 
 
@@ -48,25 +49,38 @@ def resolve(run: Composed, say: Say) -> list[str]:
         SpecError: something cannot be resolved; the message names the key, its value and the fix.
         CheckError: an extension is not available, or its settings are malformed.
     """
-    options, config = read_chosen_options(), run.config
+    options = read_chosen_options()
     check_stack(options)
-    requires: tuple[Requirement, ...] = ()
+    requires: list[Requirement] = []
     if options == [AUTO]:
-        options, requires = _choose(run, say)
-    else:
+        selection = select(read_setup(run))
+        options, requires = list(selection.options), selection.requires
+        check_stack(options)
+        with open_dict(run.config):
+            run.config.correction = recompose(options, selection.values)
+        for line in format_selection(selection):
+            say(line)
+    elif run.get("setup") != KEYS.shipped:
         refuse_setup(run)
     if not EMPTY.issuperset(options):
         _replace_bypass(run, say)
     for extension in run.extensions:
-        for line in extension.configure(config):
+        for line in extension.configure(run.config):
             say(line)
     # The order matters, because proximal=auto depends on shadows and fallbacks, and the requirements depend on all
     # choices.
     _resolve_shadows(run, say)
-    _resolve_fallbacks(config)
-    _resolve_proximal(run, say)
-    check_requirements(run, requires)
-    resolve_dir(config)
+    _resolve_fallbacks(run.config)
+    if run.get(PROXIMAL) == AUTO_PROXIMAL:
+        choice = choose_proximal(run)
+        with open_dict(run.config):
+            run.config.correction.proximal = choice.proximal
+        if choice.said:
+            say(choice.said)
+    if requires:
+        check_requirements(run, requires)
+    if run.get(f"{RECORD}.dir") is not None:
+        resolve_dir(run.config)
     return options
 
 
@@ -113,28 +127,6 @@ def _resolve_shadows(run: Composed, say: Say) -> None:
         say(note)
 
 
-def _resolve_proximal(run: Composed, say: Say) -> None:
-    """Replace ``correction.proximal=auto`` with the choice; shadows and fallbacks must be resolved first."""
-    if run.get(PROXIMAL) != AUTO_PROXIMAL:
-        return
-    choice = choose_proximal(run)
-    with open_dict(run.config):
-        run.config.correction.proximal = choice.proximal
-    if choice.said:
-        say(choice.said)
-
-
-def _choose(run: Composed, say: Say) -> tuple[list[str], tuple[Requirement, ...]]:
-    """Choose the options for the run's set-up, put them into ``config.correction``, and report them."""
-    selection = select(read_setup(run))
-    check_stack(selection.options)
-    with open_dict(run.config):
-        run.config.correction = recompose(selection.options, selection.values)
-    for line in format_selection(selection):
-        say(line)
-    return list(selection.options), selection.requires
-
-
 def parse_shadows(
     names: Iterable[str], values: Callable[[str], Mapping[str, Any]], default_delta: float
 ) -> tuple[dict[str, CorrectionSpec], list[str]]:
@@ -155,45 +147,41 @@ def parse_shadows(
     shadows: dict[str, CorrectionSpec] = {}
     notes: list[str] = []
     if isinstance(default_delta, bool) or not isinstance(default_delta, int | float) or not default_delta > 0:
-        key = f"{SHADOW}_delta"
-        raise SpecError(
-            "expected a number > 0, in nats per token.", key=key, value=default_delta, proposed={key: SHIPPED_DELTA}
-        )
+        reason, proposed = "expected a number > 0, in nats per token.", {_DELTA: SHIPPED_DELTA}
+        raise SpecError(reason, key=_DELTA, value=default_delta, proposed=proposed)
     names = list(names)
     for name in names:
-        without = {SHADOW: [other for other in dict.fromkeys(names) if other != name]}
+        refuse = partial(_build_shadow_error, names, name)
         if not isinstance(name, str):
-            raise SpecError("not an option of the group correction.", key=SHADOW, value=name, proposed=without)
+            raise refuse("not an option of the group correction.")
         if name in shadows:
             raise SpecError("named twice.", key=SHADOW, value=name, proposed={SHADOW: list(dict.fromkeys(names))})
         if not re.fullmatch(r"[a-z0-9_/]+", name):
-            raise SpecError(
-                "the name of an option has only lower case letters, digits, _ and /.",
-                f"Write several as a list, {SHADOW}=[gsm,opsm].",
-                key=SHADOW,
-                value=name,
-                proposed=without,
-            )
+            reason = "the name of an option has only lower case letters, digits, _ and /."
+            raise refuse(reason, f"Write several as a list, {SHADOW}=[gsm,opsm].")
         try:
             plain, filled = _fill_delta(values(name), default_delta)
             spec = CorrectionSpec.from_mapping(plain)
         except SpecError as error:
-            raise SpecError(error.problem.statement, key=SHADOW, value=name, proposed=without) from error
+            raise refuse(error.problem.statement) from error
         if spec.proximal != "recompute":
-            raise SpecError(
+            raise refuse(
                 f"its correction.proximal={spec.proximal} changes pi_old, and thus the run itself, so it cannot be a "
-                f"shadow of another correction.",
-                key=SHADOW,
-                value=name,
-                proposed=without,
+                f"shadow of another correction."
             )
         if not spec.all_weights and not spec.masks:
-            raise SpecError("it has no weight and no mask to report on.", key=SHADOW, value=name, proposed=without)
+            raise refuse("it has no weight and no mask to report on.")
         shadows[name] = spec
         notes += [
             f"shadow {name}: {key} is not set; the report uses {default_delta:g} nats per token" for key in filled
         ]
     return shadows, notes
+
+
+def _build_shadow_error(names: Iterable[Any], name: Any, reason: str, fix: str = "") -> SpecError:
+    """Build the error of a shadow; the proposed override leaves it out."""
+    left = [other for other in dict.fromkeys(names) if other != name]
+    return SpecError(reason, fix, key=SHADOW, value=name, proposed={SHADOW: left})
 
 
 def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> None:
@@ -206,8 +194,7 @@ def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) ->
         try:
             CorrectionSpec.from_mapping(shadow.to_mapping() | {"proximal": spec.proximal, "alpha": spec.alpha})
         except SpecError as error:
-            left = {SHADOW: [other for other in shadows if other != name]}
-            raise SpecError(error.problem.statement, key=SHADOW, value=name, proposed=left) from error
+            raise _build_shadow_error(shadows, name, error.problem.statement) from error
 
 
 def _fill_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[str, Any], list[str]]:

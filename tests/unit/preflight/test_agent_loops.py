@@ -111,23 +111,15 @@ def test_nothing_is_asked_where_nothing_reads_mu(module: Path) -> None:
     assert problems(config(agent_loop_config_path="/none.yaml"), CorrectionSpec()) == []
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "there is no such file"),
-        ("a: 1", "not a list of agent loops"),
-        ("- {name: x}", "not a list of agent loops"),
-        ("- [", "not a list of agent loops"),
-    ],
-)
-def test_a_file_that_verl_cannot_read_is_wrong(content: str | None, said: str, module: Path) -> None:
+@pytest.mark.parametrize("content", [None, "a: 1", "- {name: x}", "- ["])
+def test_a_file_that_verl_cannot_read_is_wrong(content: str | None, module: Path) -> None:
     path = module.parent.parent / "agent.yaml"
     if content is not None:
         path.write_text(content)
     for given in ("agent.yaml", str(path)):
         (problem,) = problems(config(agent_loop_config_path=given, default_agent_loop="mine"))
         assert (problem.verdict, problem.value) == ("ERROR", given)
-        assert said in problem.reason
+        assert "cannot read a list of agent loops" in problem.reason
 
 
 def test_a_loop_that_nobody_registers_is_wrong_and_mended(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:

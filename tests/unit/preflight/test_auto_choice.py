@@ -93,13 +93,13 @@ def test_minibatches_decide_the_replay(n: int, mode: str, more: dict[str, Any], 
     assert required(select(setup)) == requires
     assert required(select(replace(setup, mode="async"))) == requires | {STALENESS: 9}
     assert required(select(replace(setup, model="dense"))) == {}
-    assert select(replace(setup, objective="gspo")).requires == () or n == 1
+    assert select(replace(setup, objective="gspo")).requires == [] or n == 1
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "veomni", "torchtitan"])
 def test_without_replay_in_verl(strategy: str) -> None:
     selection = select(replace(PLAIN, model="moe", minibatches=4, strategy=strategy))
-    assert selection.requires == ()
+    assert selection.requires == []
     said = f"routing replay is unavailable with actor_rollout_ref.actor.strategy={strategy}"
     assert any(said in reason for reason in selection.reasons)
     assert any("gsm" in line and f"{LOSS}=gspo" in line for line in selection.advice)
@@ -132,7 +132,7 @@ def test_advice() -> None:
     assert kernels.startswith("VLLM_BATCH_INVARIANT=1")
     (staleness,) = select(replace(PLAIN, mode="async")).advice
     assert staleness == f"set {STALENESS}=5 for code, 9 for maths: 4 and 8 steps."
-    assert select(replace(PLAIN, engine="same", minibatches=1)).advice == ()
+    assert select(replace(PLAIN, engine="same", minibatches=1)).advice == []
     (engine,) = select(replace(PLAIN, engine="same", minibatches=2)).advice
     assert engine.startswith("correction.proximal=same_engine skips the second forward pass")
     _, turns = select(replace(PLAIN, trajectory="tools")).advice
@@ -312,6 +312,6 @@ def test_all_requirements_are_reported_at_once() -> None:
 
 def test_gspo_takes_the_place_of_routing_replay() -> None:
     chosen = select(replace(PLAIN, model="moe", minibatches=2, strategy="megatron", objective="gspo"))
-    assert chosen.requires == ()
+    assert chosen.requires == []
     assert any("loss_mode=gspo, instead of routing replay R2" in line for line in chosen.reasons)
     assert not any("which replays" in line for line in chosen.reasons)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.preflight import hydra_groups
@@ -58,8 +57,7 @@ def test_every_pair_that_shares_a_key_conflicts(folder: Path, monkeypatch: pytes
     seen = set()
     with application(folder=folder):
         values = {option: load_option(option) for option in stackable}
-        read = {option: OmegaConf.create(value) for option, value in values.items()}
-        monkeypatch.setattr(hydra_groups, "_load", lambda _, option: read[option])
+        monkeypatch.setattr(hydra_groups, "load_option", values.__getitem__)
         for pair in itertools.combinations(stackable, 2):
             shared = share_a_key(values[pair[0]], values[pair[1]])
             if shared:
@@ -105,7 +103,7 @@ def test_options_chosen_later_are_as_if_chosen_at_once(chosen: str | None, folde
         at_once = config.correction
     with application(*([chosen] if chosen else []), *overrides, folder=folder) as config:
         before = config.copy()
-        later = recompose(["skyrl/recommended", "bypass"])
+        later = recompose(["skyrl/recommended", "bypass"], {})
         assert config == before
     assert later == at_once
     assert later.weight.upper == 3.0
@@ -118,7 +116,7 @@ def test_options_chosen_later_may_be_the_users_own(folder: Path, tmp_path: Path)
     (tmp_path / "correction").mkdir()
     (tmp_path / "correction" / "mine.yaml").write_text("alpha: 0.25\n")
     with application(f"hydra.searchpath=[file://{tmp_path}]", "correction=auto", folder=folder):
-        assert recompose(["mine", "gsm"]).alpha == 0.25
+        assert recompose(["mine", "gsm"], {}).alpha == 0.25
 
 
 def test_options_of_the_users_own(folder: Path, tmp_path: Path) -> None:

@@ -9,24 +9,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from recipe.offpolicy.preflight.hydra_refusals import explain_refusal, find_malformed_choices, find_nearest, parse
+from recipe.offpolicy.preflight.hydra_refusals import explain_refusal, find_malformed_choices, parse
 from recipe.offpolicy.preflight.own_keys import CONFIG_DIR
-
-OPTIONS = ("gsm", "gsm_turn", "icepop", "tis_token", "tis_turn", "tis_sequence", "none")
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("tis_tokn", ["tis_token"]),
-        ("ice_pop", ["icepop"]),
-        ("TIS_token", ["tis_token"]),
-        ("tis", ["tis_token", "tis_turn", "tis_sequence"]),
-        ("qqqq", []),
-    ],
-)
-def test_the_nearest_options(name: str, nearest: list[str]) -> None:
-    assert find_nearest(name, OPTIONS) == nearest
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_auto_reads_the_programs_own_limit_of_staleness() -> None:
     )
     (required,) = found.requires
     assert (required.key, required.value) == ("async_training.staleness_threshold", ETA_MATHS - 1)
-    assert select(Setup(**run, minibatches=1, strategy="fsdp", program="one_step_off")).requires == ()
+    assert select(Setup(**run, minibatches=1, strategy="fsdp", program="one_step_off")).requires == []
 
 
 def test_an_option_of_ours_is_known_to_have_brought_the_sections(tmp_path: Path) -> None:

@@ -44,13 +44,9 @@ MEANT = {
     "+corrections=[tis_token,gsm]": "correction=[tis_token,gsm]",
     "+correction/masks=gsm": "correction=gsm",
     "correction@algorithm=gsm": "correction=gsm",
-    "+correction_masks.gsm.upper=1.02": "correction.masks.gsm.upper=1.02",
-    "+correction_weight.upper=3": "correction.weight.upper=3",
     "+algorithm.correction=gsm": "correction=gsm",
     "+actor_rollout_ref.actor.correction.weight.upper=3.0": "correction.weight.upper=3.0",
     "+off_policy.shadow=[gsm]": "offpolicy.shadow=[gsm]",
-    "+offpolicy_shadow=[gsm]": "offpolicy.shadow=[gsm]",
-    "+setup_model=dense": "setup.model=dense",
     "+trainer.setup.model=dense": "setup.model=dense",
     "+process_rewards=prefix_value": "process_reward=prefix_value",
     "+reward.process_rewards=prefix_value": "process_reward=prefix_value",
@@ -68,12 +64,8 @@ MEANT = {
     "+opd@algorithm=advantage": "opd=advantage",
     "+actor_rollout_ref.rollout.opd=loss": "opd=loss",
     "+teacher.url=http://a": "opd.teacher.url=http://a",
-    "+router_replays=R3": f"{ROUTER_REPLAY}=R3",
     "router_replay=R3": f"{ROUTER_REPLAY}=R3",
     "+router_replay.mode=R2": f"{ROUTER_REPLAY}=R2",
-    "+actor_rollout_ref.actor.router_replay.mode=R3": f"{ROUTER_REPLAY}=R3",
-    "+actor_rollout_ref.router_replays.mode=R3": f"{ROUTER_REPLAY}=R3",
-    f"+{ROUTER_REPLAY.replace('fsdp', 'FSDP')}=R2": f"{ROUTER_REPLAY}=R2",
     "+algorithm.router_replay=dp": "+router_replay=dp",
     "+router_replay@algorithm=dp": "+router_replay=dp",
     "+modes=separate_async_cpu": "+mode=separate_async_cpu",
@@ -85,7 +77,6 @@ MEANT = {
     "+trainer.v1.staleness.eta=2": "offpolicy.staleness.eta=2",
     "+staleness.eta=2": "offpolicy.staleness.eta=2",
     "+stalenes.eta=2": "offpolicy.staleness.eta=2",
-    "+staleness_eta=2": "offpolicy.staleness.eta=2",
     "+eta=2": "offpolicy.staleness.eta=2",
     "+too_old=mask": "offpolicy.staleness.too_old=mask",
     "+trainer.too_olds=mask": "offpolicy.staleness.too_old=mask",
@@ -142,7 +133,9 @@ def test_every_section_is_recognised_where_it_does_not_belong(
         assert (problem.verdict, f"resembles {'.'.join(section)}.x." in problem.reason) == ("ERROR", True), problem
 
 
-@pytest.mark.parametrize("key", ["tis_token.upper", "trainer.icepop.lower", "algorithm.importance_sampling"])
+@pytest.mark.parametrize(
+    "key", ["tis_token.upper", "trainer.icepop.lower", "trainer.importance_sampling", "correction_weight.upper"]
+)
 def test_an_added_key_that_names_a_correction_is_an_error(key: str, base: DictConfig) -> None:
     (problem,) = found(f"+{key}=3", base)
     assert (problem.verdict, "correction" in problem.fix) == ("ERROR", True)
@@ -184,10 +177,6 @@ def test_a_section_of_the_users_own_is_no_problem(base: DictConfig) -> None:
     (note,) = found("+env.setup.model=x", base)
     assert note.verdict == "NOTE"
     assert found("+tempo.bpm=3", base, "tempo") == []
-    for elsewhere in ("+tempoo.bpm=3", "+algorithm.tempo.bpm=3"):
-        (problem,) = found(elsewhere, base, "tempo")
-        assert problem.verdict == "ERROR"
-        assert problem.fix.startswith("Write +tempo.bpm=3,")
 
 
 @pytest.mark.parametrize("argument", ["+max_turns=2", "+trainer.max_turnz=2"])

@@ -18,7 +18,6 @@ from recipe.offpolicy.preflight.checks import (
     rollout,
     run_keys,
     staleness,
-    verl_correction,
 )
 from recipe.offpolicy.preflight.composed import SHADOW, Composed, copy_config
 from tests.support.applications import NEEDED, application
@@ -148,9 +147,6 @@ def test_what_fixes_a_problem_leaves_none_of_its_key(check: Check, release: str,
 
 
 def test_every_check_of_a_launch_is_in_the_table() -> None:
-    inside = {rollout.check_router_replay, verl_correction.check_trainer_mode, verl_correction.check_former_names}
-    inside |= {verl_correction.check_decoupled, verl_correction.check_bypass, verl_correction.check_legacy_mu}
-    inside |= {verl_correction.check_misplaced, run_keys.check_by_verl}
     elsewhere = {path.check_seams, path.check_lora, run_keys.check_resume, run_keys.check_folders, rollout.check_bucket}
     elsewhere |= {
         rollout.check_model_runner,
@@ -158,5 +154,5 @@ def test_every_check_of_a_launch_is_in_the_table() -> None:
         staleness.check_extensions,
         staleness.warn_extensions,
     }
-    asked = {check for check, _ in CASES} - inside | elsewhere | {verl_correction.check_dead_keys}
+    asked = {check for check, _ in CASES} - {run_keys.check_by_verl} | elsewhere
     assert asked == {*CHECKS, *REMARKS}

@@ -61,8 +61,7 @@ def _check(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iter
         return
     if run.registrar and actor.policy_loss.loss_mode not in POLICY_LOSS_REGISTRY:
         reason = (
-            f"verl has no such loss; {run.registrar} may register it, but this is not checked. The first update proves "
-            f"the loss."
+            f"verl has no such loss; {run.registrar} may register it, which is not checked before the first update."
         )
         yield run.problem(LOSS_MODE, reason, "", (), parts, "NOTE")
         return
@@ -72,10 +71,7 @@ def _check(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iter
         wrong = f"it fails on a small batch: {error}"
     if not wrong:
         return
-    fix = (
-        f"No override corrects {actor.policy_loss.loss_mode}. A loss_mode that weighs each token's policy "
-        f"term (vanilla, gspo, cispo, gpg, dppo_tv, sapo) trains another objective."
-    )
+    fix = f"No override corrects {actor.policy_loss.loss_mode}; vanilla, gspo or cispo trains another objective."
     sets: dict[str, Any] = {}
     misspelt = actor.policy_loss.loss_mode not in POLICY_LOSS_REGISTRY
     if misspelt and (near := find_closest(str(actor.policy_loss.loss_mode), POLICY_LOSS_REGISTRY)):
@@ -218,10 +214,7 @@ def _run(
         rows = slice(start, start + size)
         piece = with_tensors(batch[rows], **{mb.WEIGHTS: factor[rows]})
         tu.assign_non_tensor(
-            piece,
-            dp_size=1,
-            batch_num_tokens=int(batch["response_mask"].sum()),
-            global_batch_size=len(_LENGTHS),
+            piece, dp_size=1, batch_num_tokens=int(batch["response_mask"].sum()), global_batch_size=len(_LENGTHS)
         )
         mask = piece["response_mask"].bool()
         # verl's layout: log-probs flat over prompt and response, shifted left by one token.

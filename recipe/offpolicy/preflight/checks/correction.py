@@ -13,7 +13,7 @@ from verl_patches.releases import attributes_of
 from ...correction import MaskSpec, WeightSpec
 from ...correction.decisions import GROUP_ESTIMATORS, HAS_DENOMINATOR
 from ...correction.masks import compute_arithmetic_limit, compute_proposal_limit, get_usual_bounds
-from ...correction.problem import Problem, format_value
+from ...correction.problem import Problem, Verdict, format_value
 from ...correction.ratios import EXP_CLAMP
 from ..composed import (
     ACTOR,
@@ -82,9 +82,7 @@ def _find_closed(run: Composed, name: str, mask: MaskSpec) -> Iterator[Problem]:
     neutral, one_sided = 1.0 if mask.entry.on_ratio else 0.0, mask.entry.one_sided
     if mask.entry.of_age or mask.upper != neutral or (mask.lower != neutral and not one_sided):
         return
-    reason = (
-        f"the mask keeps only exactly {neutral:g}, which means bitwise equal policies, and rejects everything else."
-    )
+    reason = f"the mask keeps only exactly {neutral:g}, bitwise equal policies, and rejects everything else."
     sides = ("upper",) if one_sided else ("lower", "upper")
     sets = {f"correction.{name}.{side}": _get_usual(mask, side) for side in sides}
     yield run.problem(f"correction.{name}.upper", reason, "", sets, (name,), value=mask.upper)
@@ -216,35 +214,27 @@ def build_two_steps(run: Composed) -> Mapping[str, Any]:
 
 def check_kl(run: Composed) -> Iterator[Problem]:
     """If a KL loss is clipped or weighted, check that it exists."""
-    kind, spec = run.actor.kl_loss_type, run.spec
-    if spec.kl_clip is not None:
-        found = list(_find_no_kl_loss(run, "kl_clip", "there is no KL loss to clip.", "clipped"))
-        yield from found
-        if not found and kind in ("kl", "k1"):
-            reason = (
-                "the gradient of this KL loss is zero on average for all policies, so there is nothing for a ratio to "
-            )
-            fix = "Set kl_loss_type=k3+ or k2."
-            yield run.problem(_KL_TYPE, f"{reason}correct.", fix, {_KL_TYPE: "k3+"}, ("kl_clip",), "NO-OP")
-    if spec.kl_weight is not None:
-        missing = "there is no KL loss to weight; KL in the reward is part of the policy term, which has its own clip."
-        found = list(_find_no_kl_loss(run, "kl_weight", missing, "weighted"))
-        yield from found
-        if not found and kind not in _UNBIASED:
-            reason = "r k has the gradient of the reverse KL only if k is k1, or k3 with its own slope."
-            fix = f"Set kl_loss_type to one of {', '.join(_UNBIASED)}, or correction.kl_weight=null."
-            yield run.problem(_KL_TYPE, reason, fix, {_KL_TYPE: "low_var_kl"}, ("kl_weight",))
-
-
-def _find_no_kl_loss(run: Composed, part: str, missing: str, named: str) -> Iterator[Problem]:
-    """Find out whether the KL loss that a part changes is switched off or has the coefficient 0."""
-    off = f"or correction.{part}=null."
-    if not run.actor.use_kl_loss:
-        fix, value = f"Set {KL_LOSS}=true, {off}", run.spec.to_mapping()[part]
-        yield run.problem(f"correction.{part}", missing, fix, {KL_LOSS: True}, (part,), "NO-OP", value=value)
-    elif run.actor.kl_loss_coef == 0:
-        reason = f"the coefficient of the {named} KL loss is 0, so it has no effect."
-        yield run.problem(_KL_COEF, reason, f"Set it to 0.001, {off}", {_KL_COEF: 0.001}, (part,), "NO-OP")
+    spec, kind = run.spec, run.actor.kl_loss_type
+    no_ratio = "the gradient of this KL loss is zero on average for all policies, so no ratio can correct it."
+    no_weight = "r k has the gradient of the reverse KL only if k is k1, or k3 with its own slope."
+    for part, does, wrong, reason, kinds in (
+        ("kl_clip", "clip", kind in ("kl", "k1"), no_ratio, ("k3+", "k2")),
+        ("kl_weight", "weight", kind not in _UNBIASED, no_weight, _UNBIASED),
+    ):
+        off = f"or correction.{part}=null."
+        if getattr(spec, part) is None:
+            continue
+        if not run.actor.use_kl_loss:
+            missing, value = f"there is no KL loss to {does}.", spec.to_mapping()[part]
+            fix = f"Set {KL_LOSS}=true, {off}"
+            yield run.problem(f"correction.{part}", missing, fix, {KL_LOSS: True}, (part,), "NO-OP", value=value)
+        elif run.actor.kl_loss_coef == 0:
+            none = f"the coefficient of the KL loss to {does} is 0, so it has no effect."
+            yield run.problem(_KL_COEF, none, f"Set it to 0.001, {off}", {_KL_COEF: 0.001}, (part,), "NO-OP")
+        elif wrong:
+            fix = f"Set one of {', '.join(kinds)}, {off}"
+            verdict: Verdict = "NO-OP" if part == "kl_clip" else "ERROR"
+            yield run.problem(_KL_TYPE, reason, fix, {_KL_TYPE: kinds[0]}, (part,), verdict)
 
 
 def check_denominator(run: Composed) -> Iterator[Problem]:
@@ -281,10 +271,7 @@ def check_baseline(run: Composed) -> Iterator[Problem]:
 def check_distillation(run: Composed) -> Iterator[Problem]:
     """Refuse verl's distillation loss, which this package's loss would overwrite."""
     if run.get(key := "distillation.enabled"):
-        reason = (
-            "verl's worker accepts only one loss. With distillation, this is distillation_ppo_loss, which adds up "
-            "the policy term and the distillation term, so the correction's loss would replace both."
-        )
+        reason = "verl's worker accepts one loss, so the correction's loss would replace the distillation loss."
         yield run.problem(key, reason, "No override keeps both: distil without a correction, or correct without it.")
 
 
@@ -340,9 +327,8 @@ def warn_short_answers(run: Composed) -> Iterator[Problem]:
         kept = math.erf(band * math.sqrt(tokens / 2) / _NOISE)
         if 0 < kept < 0.98:
             reason = (
-                "noise averages out over long answers only, and this band may reject many short ones: [0.99, 1.01] "
-                "kept 0.61 of the tokens of a 135 M model with a bfloat16 engine, in answers of 14 tokens "
-                "(docs/evidence/real_model.md)."
+                "noise averages out over long answers only: [0.99, 1.01] kept 0.61 of the tokens of a 135 M model in "
+                "answers of 14 tokens with a bfloat16 engine (docs/evidence/real_model.md)."
             )
             fix = "Record some steps (offpolicy.record.dir), and set the bounds with offpolicy calibrate."
             at = f"correction.{name}.upper"
@@ -357,17 +343,11 @@ def warn_no_staleness(run: Composed) -> Iterator[Problem]:
     trainers = run.spec.proximal in ("recompute", "reuse", "same_engine")
     if not trainers or run.steps != 1 or run.asynchronous:
         return
-    reason = (
-        "a batch gets one gradient step, at which pi is pi_old: the staleness term pi / pi_old is always 1, "
-        "and only pi_old / mu is measured."
-    )
+    reason = "a batch gets one gradient step, at which pi is pi_old, so only pi_old / mu is measured."
     for name, mask in list_masks(run):
         if mask.ratio == "full":
             key, parts = f"correction.{name}.ratio", (f"{name}.staleness",)
-            fix = (
-                f"Set {key}=rollout, which states this explicitly; or {MINI_BATCH} below {BATCH}, which changes "
-                "training."
-            )
+            fix = f"Set {key}=rollout, which is the same here, or {_TWO_STEPS}."
             yield run.problem(key, reason, fix, {key: "rollout"}, parts, "NO-OP", value="full")
 
 
@@ -387,10 +367,7 @@ def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
         yield run.problem(KL_LOSS, reason, fix, overrides, parts, "NOTE", value=True)
     bypassed = spec.proximal == "bypass" or (spec.is_none and run.verls.get(BYPASS))
     if run.get(KL_IN_REWARD) and bypassed:
-        reason = (
-            "pi_old is mu here, so the reward is charged for the rollout engine's distance from the reference, "
-            "including the mismatch."
-        )
+        reason = "pi_old is mu here, so the reward is also charged for the mismatch between engine and trainer."
         fix = f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true, which changes training."
         yield run.problem(KL_IN_REWARD, reason, fix, _TO_KL_LOSS, ("kl_in_reward",), "NOTE", value=True)
 
@@ -402,16 +379,10 @@ def _explain_kl_left_out(run: Composed) -> str | None:
     bypass mode, however, only the policy term uses the changed mask.
     """
     if "rollout_rs" in run.active and BYPASS in run.active:
-        said = (
-            "verl's rollout_rs acts only on the policy term in bypass mode, so rejected tokens keep the gradient of "
-            "the KL"
-        )
-        return f"{said} loss."
-    return (
-        "verl's rollout_is acts only on the policy term, so the KL loss is not weighted."
-        if "rollout_is" in run.active
-        else None
-    )
+        return "verl's rollout_rs acts only on the policy term here, so rejected tokens keep the KL loss's gradient."
+    if "rollout_is" in run.active:
+        return "verl's rollout_is acts only on the policy term, so the KL loss is not weighted."
+    return None
 
 
 def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
@@ -420,13 +391,8 @@ def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
     if estimator not in OUTCOME:
         return
     if run.get(KL_IN_REWARD) and run.get("algorithm.kl_ctrl.kl_coef") != 0:
-        reason = (
-            f"the penalty is given per token, but {ESTIMATOR}={estimator} sums a row to one outcome before its "
-            "baseline, so the row is charged for the KL of all of its tokens, and no token for its own KL."
-        )
-        fix = (
-            f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true to charge each token for its own KL, which changes training."
-        )
+        reason = f"{ESTIMATOR}={estimator} sums a row's penalties, so each token is charged for the KL of all tokens."
+        fix = f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true, which changes training."
         yield run.problem(KL_IN_REWARD, reason, fix, _TO_KL_LOSS, parts, "NOTE", value=True)
     for key, reader in (("algorithm.gamma", "reinforce_plus_plus"), ("algorithm.lam", "gae")):
         by_turn = key == "algorithm.gamma" and run.get("turn_credit") is not None

@@ -161,31 +161,22 @@ def _check_mode(run: Composed) -> Iterator[Problem]:
         proposed = _find_nearest_mode(mode, covered)
         if mode == _SEPARATE:
             reason = (
-                f"verl {path.release} computes pi_old in this mode as {newest} does, which was tested. But it differs "
-                "in the warm-up, in lending the trainer's GPUs to rollouts and in routing requests; it ignores "
-                "hybrid_engine=false, and it was not shown to record versions per token."
+                f"verl {path.release} differs from {newest}, which was tested, in the warm-up, routing and lending of "
+                f"GPUs, and it was not shown to record versions per token."
             )
             fix = f"Set {MODE}={proposed}, or install verl {newest}."
         yield run.problem(MODE, reason, fix, {MODE: proposed})
     elif mode == _SEPARATE and (key := _find_aliased_snapshot(run)):
-        reason = (
-            "if weights are offloaded, verl keeps references instead of copies of the weights of pi_old and, while "
-            "pi_old is computed, of pi, so restoring these weights undoes updates."
-        )
+        reason = "verl keeps references, not copies, of offloaded weights, so restoring pi_old's undoes updates."
         yield run.problem(key, reason, f"Set it to false, or {_SYNC_STEP}=1.", {key: False}, value=True)
 
 
 def _find_nearest_mode(mode: object, covered: Sequence[str]) -> str:
-    """Find the covered mode nearest to an uncovered one; return sync only if sync was misspelt.
-
-    A run that trains asynchronously under another name must not silently become synchronous.
-    """
+    """Find the covered mode nearest to an uncovered one; an asynchronous mode must not become sync."""
     given = str(mode).lower()
-    if "sync" in covered and "a" not in given and difflib.get_close_matches(given, ["sync"], 1):
-        return "sync"
-    others = [each for each in covered if each != "sync"]
+    among = [each for each in covered if each != "sync" or "a" not in given] or list(covered)
     # Modes of other programs, such as fully_async, separate sampling from training.
-    return (difflib.get_close_matches(given, others, 1, 0.65) or others[-1:] or covered[:1])[0]
+    return next(iter(difflib.get_close_matches(given, among, 1, 0.65)), among[-1])
 
 
 def _find_aliased_snapshot(run: Composed) -> str | None:
@@ -203,12 +194,10 @@ def check_program(run: Composed) -> Iterator[Problem]:
     if run.path.mode == _SEPARATE and run.get(BACKEND) == "naive":
         reason = "trainer_mode=separate_async has its own servers, and verl refuses to send weights to them this way."
         yield run.problem(BACKEND, reason, "", {BACKEND: "nccl"})
-    if run.program is not None and run.spec.support is not None:
-        reason = f"{run.program}_policy samples in processes that do not replay supports."
-        yield run.problem(SUPPORT, reason, f"Set {SUPPORT}=null.", (), (SUPPORT_PART,), value=run.spec.support)
-    if run.program is not None and run.centering is not None:
-        reason = f"{run.program}_policy samples in processes that do not return the likeliest tokens."
-        yield run.problem(CENTERING, reason, f"Set {CENTERING}=null.", (), ("centering",), value=run.spec.centering)
+    for key, part in ((SUPPORT, SUPPORT_PART), (CENTERING, "centering")):
+        if run.program is not None and run.get(key) is not None:
+            reason = f"{run.program}_policy samples in processes that do not return the likeliest tokens."
+            yield run.problem(key, reason, f"Set {key}=null.", (), (part,))
     if run.program != FULLY_ASYNC:
         return
     loop = run.get(f"{ROLLOUT}.agent.default_agent_loop")
@@ -216,10 +205,7 @@ def check_program(run: Composed) -> Iterator[Problem]:
         reason = f"fully_async_policy runs {VERLS_LOOPS[0]} instead unless {enabled} is true: no tool would be called."
         yield run.problem(f"{ROLLOUT}.agent.default_agent_loop", reason, "", {enabled: True}, value=loop)
     for extension in run.extensions:
-        reason = (
-            f"{FULLY_ASYNC}_policy keeps the data set and validation in another process, which the extension does not "
-            "reach."
-        )
+        reason = f"{FULLY_ASYNC}_policy samples and validates in a process that the extension does not reach."
         for key, fix in extension.needs_rollouter.items():
             value = "on" if key == extension.section else run.get(key)
             yield run.problem(key, reason, fix, (), (extension.section,), value=value)
@@ -242,9 +228,7 @@ def check_lora(run: Composed) -> Iterator[Problem]:
     alongside: dict[str, Any] = {_MERGE: merged}
     sets: dict[str, Any] = {}
     if merged and not merges:
-        reason = (
-            f"verl {path.release} sends the base weights without the adapter, so rollouts would never use an update."
-        )
+        reason = f"verl {path.release} sends the base weights without the adapter, so rollouts never use an update."
         if legacy_fsdp:
             reason = "the legacy actor does not merge, and the rollout engine would refuse its adapters."
         sets = {_MERGE: False} if adapters else {}
@@ -300,7 +284,7 @@ def check_workers_env(run: Composed) -> Iterator[Problem]:
 
 
 _LORA_RANK = f"{MODEL}.lora_rank"
-_ABOVE_ONE = {
+_NOT_TESTED = {
     f"{ACTOR}.ulysses_sequence_parallel_size": "sequences split over ranks (Ulysses)",
     f"{FSDP}.ulysses_sequence_parallel_size": "sequences split over ranks (Ulysses)",
     f"{MEGATRON}.context_parallel_size": "sequences split over ranks (context parallelism)",
@@ -310,8 +294,6 @@ _ABOVE_ONE = {
     f"{ROLLOUT}.pipeline_model_parallel_size": "pipelines within a rollout server",
     _LORA_RANK: "LoRA with this trainer",
     f"{MODEL}.lora.rank": "LoRA on Megatron",
-}
-_TRUE = {
     f"{MODEL}.use_fused_kernels": "fused kernels of the log-probs",
     f"{MODEL}.use_liger": "Liger's kernels",
     f"{MODEL}.tiled_mlp.enabled": "a tiled MLP",
@@ -323,8 +305,6 @@ _TRUE = {
     f"{FSDP}.qat.enable": "training for quantised weights",
     f"{MEGATRON}.qat.enable": "training for quantised weights",
     f"{ACTOR}.freeze_vision_tower": "models with images",
-}
-_SET = {
     f"{ROLLOUT}.quantization": "a quantised rollout engine",
     f"{ENGINE}.quantization": "a quantised rollout engine",
     f"{ROLLOUT}.limit_images": "models with images",
@@ -332,45 +312,37 @@ _SET = {
     f"{MODEL}.lora.adapter_path": "LoRA that starts from an adapter",
     f"{ENGINE}.speculative_config": "speculative decoding",
 }
+"""Keys that request something untested: by true, by a number above 1 (LoRA: above 0), or by any other value."""
 _DTYPES = (f"{ROLLOUT}.dtype", f"{ENGINE}.kv_cache_dtype", f"{ENGINE}.kv-cache-dtype")
 
 
 def warn_not_shown(run: Composed) -> Iterator[Problem]:
     """Warn of devices, estimators, kernels and layouts that have not been tested with a correction."""
-    for key, value, what in () if run.spec.is_none and not run.active else _find_not_shown(run):
+    for key, what in () if run.spec.is_none and not run.active else _find_not_shown(run):
         reason = f"corrections are not tested with {what}: the first update proves this one, or stops the run."
         if key in _DTYPES or key.endswith(".quantization"):
-            reason += (
-                " Quantised weights cannot be compared with the trainer's; offpolicy.delivery.probe=1 compares answers."
-            )
-        yield run.problem(key, reason, "", (), (), "NOTE", value=value)
+            reason += " offpolicy.delivery.probe=1 compares answers, because quantised weights cannot be compared."
+        yield run.problem(key, reason, "", (), (), "NOTE")
 
 
-def _has_run_lora(run: Composed) -> bool:
-    """Return True if this set-up of LoRA on FSDP was tested: any on V1, only merged LoRA on V0 and one_step_off_policy.
-
-    docs/paths.md lists them.
-    """
-    merged = run.path.worker == "engine" and run.get(f"{MODEL}.lora.merge") and run.program != FULLY_ASYNC
-    return run.path.trainer == "v1" or bool(merged)
-
-
-def _find_not_shown(run: Composed) -> Iterator[tuple[str, Any, str]]:
+def _find_not_shown(run: Composed) -> Iterator[tuple[str, str]]:
     if (engine := run.get(NAME)) not in (None, "vllm"):
         owner = "this" if engine in UNTESTED_ENGINES else "a program's own"
         condition = "which must return the log-probs of the sampled tokens at the run's temperature"
-        yield NAME, engine, f"{owner} rollout engine, {condition}"
+        yield NAME, f"{owner} rollout engine, {condition}"
     if (device := run.get("trainer.device")) not in (None, "cuda", "cpu"):
-        yield "trainer.device", device, f"{device} devices"
+        yield "trainer.device", f"{device} devices"
     if (estimator := run.get(ESTIMATOR)) is not None and estimator not in WITHOUT_PI_OLD:
-        yield ESTIMATOR, estimator, "estimators that read pi_old, or that are the user's own"
+        yield ESTIMATOR, "estimators that read pi_old, or that are the user's own"
     for key in _DTYPES:
         if "fp8" in str(value := run.get(key)) or "int8" in str(value):
-            yield key, value, f"rollouts in {value}"
-    for key, what in _ABOVE_ONE.items():
-        was_run = (run.path.worker == "legacy" and "ulysses" in key) or (key == _LORA_RANK and _has_run_lora(run))
-        least = 0 if "lora" in key else 1
-        if not was_run and isinstance(value := run.get(key), int) and value > least:
-            yield key, value, what
-    yield from ((key, True, what) for key, what in _TRUE.items() if run.get(key) is True)
-    yield from ((key, value, what) for key, what in _SET.items() if (value := run.get(key)) not in (None, ""))
+            yield key, f"rollouts in {value}"
+    # LoRA on FSDP was tested on V1, and if merged also on V0 and in one_step_off_policy (docs/paths.md).
+    merged = run.path.worker == "engine" and run.get(_MERGE) and run.program != FULLY_ASYNC
+    tested = {_LORA_RANK} if run.path.trainer == "v1" or merged else set()
+    for key, what in _NOT_TESTED.items():
+        value = run.get(key)
+        number = isinstance(value, int) and not isinstance(value, bool)
+        requested = value > (0 if "lora" in key else 1) if number else value not in (None, "", False)
+        if requested and key not in tested and not (run.path.worker == "legacy" and "ulysses" in key):
+            yield key, what

@@ -80,18 +80,6 @@ def find_missing_actor(config: DictConfig) -> Iterator[Problem]:
         yield Problem(ACTOR, None, reason, "Launch it without a correction.", parts=())
 
 
-def find_former_actor(config: DictConfig) -> Iterator[Problem]:
-    """Find out whether a program's configuration is from verl before 0.5, whose sections name no dataclasses."""
-    section = _select(config, ACTOR)
-    if isinstance(section, DictConfig) and "_target_" not in section:
-        reason = (
-            "the section names no _target_, although verl's own has had one since 0.5, and this verl's workers "
-            "refuse a section without it."
-        )
-        fix = "Install the verl release that the program was written for, or let its configuration inherit ppo_trainer."
-        yield Problem(ACTOR, None, reason, fix, parts=())
-
-
 def _select(config: DictConfig, key: str, default: Any = None) -> Any:
     """Return the value at a key; None for an unresolved interpolation."""
     try:
@@ -121,27 +109,19 @@ def substitute_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConf
 
 def find_unresolved_interpolations(config: DictConfig) -> Iterator[Problem]:
     """Find interpolations of missing keys or variables; verl resolves all interpolations when it starts."""
-    found = list(_find_unresolved(config))
-    named = {missing for _, missing, by_itself in found if by_itself}
-    # A key that interpolates a broken key works again once the broken key is fixed.
-    yield from (problem for problem, missing, by_itself in found if by_itself or missing not in named)
-
-
-def _find_unresolved(config: DictConfig) -> Iterator[tuple[Problem, str, bool]]:
-    """Find each problem, what OmegaConf reports as missing, and whether the interpolation itself names it."""
+    # The user's modules that verl imports may register a resolver.
+    registered = bool(os.environ.get("VERL_USE_EXTERNAL_MODULES"))
     for key, written in _list_interpolations(config):
         try:
             OmegaConf.select(config, key)
         except OmegaConfBaseException as error:
-            variable = _VARIABLE.search(written)
             reason = str(error).split("\n")[0].strip().rstrip(".")
-            missing = _MISSING.search(reason)
+            if (missing := _MISSING.search(reason)) and missing[1] not in written:
+                continue  # a key that interpolates a broken key works again once the broken key is fixed
+            variable = _VARIABLE.search(written)
             fix = f"Export {variable[1]}, or set {key} to a value." if variable else f"Set {key} to a value."
-            # The user's modules that verl imports may register a resolver.
-            registered = bool(os.environ.get("VERL_USE_EXTERNAL_MODULES"))
             unknown = isinstance(error, UnsupportedInterpolationType) and registered
-            problem = Problem(key, written, f"{reason}.", fix, "NOTE" if unknown else "ERROR")
-            yield problem, reason, missing is not None and missing[1] in written
+            yield Problem(key, written, f"{reason}.", fix, "NOTE" if unknown else "ERROR")
 
 
 def _list_interpolations(node: DictConfig | ListConfig, path: str = "") -> Iterator[tuple[str, str]]:
@@ -158,8 +138,8 @@ def _list_interpolations(node: DictConfig | ListConfig, path: str = "") -> Itera
             yield from _list_interpolations(below, key)
 
 
-_OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>[+-]?[\d.]+(?:_[\d.]+)+)\s*")
-_BOUND = re.compile(r"(?P<which>recovery_)?(?:lower|upper)|(?:\w+_)?(?:delta|budget|threshold|threshold_lower)")
+_PAIR = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>[+-]?\d+(?:\.\d+)?(?:_\d+)+)\s*")
+_BOUND = re.compile(r"(?P<side>(?:recovery_)?(?:lower|upper))|(?:\w+_)?(?:delta|budget|threshold|threshold_lower)")
 """Names of keys that may have a pair of bounds; in other keys, an underscore groups digits."""
 _BOUNDED = (f"{VERL}.", f"{WORKERS}.", "correction.", "offpolicy.")
 
@@ -168,7 +148,7 @@ def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
     """Find bounds that Hydra reads as one number unless they are quoted, such as 0.5_2 (0.52) and 1_01 (101)."""
     last = {override.partition("=")[0].lstrip("+~"): override for override in overrides}
     for override in last.values():
-        found = _OVERRIDE.fullmatch(override)
+        found = _PAIR.fullmatch(override)
         if found is None or not found["key"].startswith(_BOUNDED):
             continue
         key, value = found["key"], found["value"]
@@ -176,27 +156,18 @@ def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
         bound = _BOUND.fullmatch(name)
         if bound is None:
             continue
-        try:
-            number = float(value)
-        except ValueError:  # 0.5_2.0, which stays a string
-            continue
-        reason = f"Hydra reads {value} as this number, because it ignores underscores in numbers."
-        if key.endswith(("_threshold", "_threshold_lower")):
-            fix = f"Set it to '{value}', and protect these quotes from the shell."
-            yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=(set_to(key, value),))
-            continue
         lower, upper, *_ = value.split("_")
-        pair = name.endswith(("lower", "upper")) and float(lower) < float(upper)
-        bounds = (f"{owner}.{bound['which'] or ''}lower={lower}", f"{owner}.{bound['which'] or ''}upper={upper}")
-        if "." in value:
-            fixes = bounds if pair else (f"{key}={lower}",)
-        else:  # probably a decimal comma, not two bounds
+        fixes: tuple[str, ...] = (f"{key}={lower}",)
+        fix = ""
+        if key.endswith(("_threshold", "_threshold_lower")):
+            fixes, fix = (set_to(key, value),), f"Set it to '{value}', and protect these quotes from the shell."
+        elif "." not in value:  # probably a decimal comma, not two bounds
             fixes = (f"{key}={value.replace('_', '.', 1).replace('_', '')}",)
-        # No one writes a bound as 02, so 1_02 means 1.02.
-        two = pair and fixes != bounds and upper == (upper.lstrip("0") or "0")
-        other = f", or {bounds[0]} and {bounds[1]} if two bounds are meant" if two else ""
-        fix = f"Set {' and '.join(fixes)}{other}."
-        yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=fixes)
+        elif bound["side"] and float(lower) < float(upper):
+            owner = f"{owner}.{'recovery_' * name.startswith('recovery_')}"
+            fixes = (f"{owner}lower={lower}", f"{owner}upper={upper}")
+        reason = f"Hydra reads {value} as this number, because it ignores underscores in numbers."
+        yield Problem(key, float(value), reason, fix, parts=_find_parts(key), overrides=fixes)
 
 
 def _find_parts(key: str) -> tuple[str, ...]:

@@ -59,6 +59,8 @@ WITHOUT_REPLAY = "offpolicy.record.without_replay"
 
 def check_router_replay(run: Composed) -> Iterator[Problem]:
     """Check that replayed routes are recorded, and that recorded routes are replayed."""
+    if run.router_replay is None:
+        return
     live, path = _find_replay_key(run), run.path
     yield from _find_unread(run, live)
     mode, key = run.replay_modes.get(live or "", "disabled"), f"{live}.mode"
@@ -90,9 +92,6 @@ def _find_unread(run: Composed, live: str | None) -> Iterator[Problem]:
             off = set_to(f"{key}.mode", "disabled") if run.get(f"{key}._target_") is not None else f"~{key}"
             moved = (off, set_to(f"{live}.mode", mode, add=True)) if live and of_actor else ()
             yield run.problem(f"{key}.mode", f"this key is unused: {reason}.", fix, moved, _PARTS, "NO-OP", value=mode)
-        for name in (f"{key}.record_file", f"{key}.replay_file"):
-            if run.get(name) is not None:
-                yield run.problem(name, "this key is unused: routes travel with the batch.", "", (), _PARTS, "NO-OP")
 
 
 def _find_skipped_forward(run: Composed) -> str | None:
@@ -166,10 +165,7 @@ def check_recorded_without_replay(run: Composed) -> Iterator[Problem]:
         reason = "pi_old is already computed without replay: only R3 on FSDP replays routes there."
         yield run.problem(WITHOUT_REPLAY, reason, f"Set {off}", sets, (), alongside=(_MODE,))
     elif run.spec.proximal != "recompute":
-        reason, fix = (
-            "there is no pi_old with replayed routes to compare with.",
-            f"Set {PROXIMAL}=recompute, or {off}",
-        )
+        reason, fix = "no pi_old is computed with replayed routes.", f"Set {PROXIMAL}=recompute, or {off}"
         yield run.problem(WITHOUT_REPLAY, reason, fix, sets, (), alongside={PROXIMAL: run.spec.proximal})
 
 
@@ -255,10 +251,7 @@ def check_sampling(run: Composed) -> Iterator[Problem]:
     key = f"{_GENERATION}.temperature"
     of_engine = run.get(key)
     if of_engine is not None and of_engine != temperature:
-        reason = (
-            f"a request without a temperature is sampled at this one, but the trainer divides its logits by "
-            f"{_TEMPERATURE}={temperature}."
-        )
+        reason = f"requests without a temperature are sampled at it, but the trainer uses {_TEMPERATURE}={temperature}."
         fix, override = f"Set {_TEMPERATURE}={of_engine}, and remove this key.", set_to(_TEMPERATURE, of_engine)
         yield run.problem(key, reason, fix, (override, f"~{key}"), MU)
     if not run.spec.allow_truncated_sampling:
@@ -360,21 +353,13 @@ def check_agent_loops(run: Composed) -> Iterator[Problem]:
         yield run.problem(_MANAGER, reason, "", (), MU, "NOTE")
         return
     given, default = run.get(_FILE), run.get(_DEFAULT)
-    targets: dict[str, str] = {}
-    if given:
-        path = _resolve(str(given))
-        if path is None:
-            reason = "there is no such file, so every rollout would fail."
-            fix = "Set the path of the file that names the loops, or null for verl's own."
-            yield run.problem(_FILE, reason, fix, (), MU)
-            return
-        try:
-            targets = _read_targets(path)
-        except _UNREADABLE:
-            reason = "not a list of agent loops, each with a name and a _target_, as verl reads it."
-            fix = "Write one line per loop: `- {name: mine, _target_: package.module.Class}`."
-            yield run.problem(_FILE, reason, fix, (), MU)
-            return
+    try:
+        targets = _read_targets(str(given)) if given else {}
+    except _UNREADABLE:
+        reason = "verl cannot read a list of agent loops from this file, each with a name and a _target_."
+        fix = "Set a file with one line per loop: `- {name: mine, _target_: package.module.Class}`, or null."
+        yield run.problem(_FILE, reason, fix, (), MU)
+        return
     if default and default not in (*VERLS_LOOPS, *targets):
         reason = f"neither one of verl's loops nor one in {_FILE}"
         if elsewhere := run.registrar or run.get("data.custom_cls.path"):
@@ -391,18 +376,13 @@ def check_agent_loops(run: Composed) -> Iterator[Problem]:
         yield from _check_loop(run, f"the loop {name} ({targets[name]})", each, sure=sure and name in used)
 
 
-def _resolve(given: str) -> Path | None:
-    """Resolve a path as verl does: from the current directory, then from the root of its checkout."""
+def _read_targets(given: str) -> dict[str, str]:
+    """Read the agent loops in a file, name -> ``_target_``; as in verl, the path may start at the checkout's root."""
     package = find_source("verl")
     roots = [Path.cwd(), *([package.parent.parent] if package else [])]
-    return next((path for root in roots if (path := root / given).is_file()), None)
-
-
-def _read_targets(path: Path) -> dict[str, str]:
-    """Read the agent loops in a file: name -> ``_target_``."""
-    listed = OmegaConf.load(path)
+    listed = OmegaConf.load(next((path for root in roots if (path := root / given).is_file()), given))
     if not isinstance(listed, ListConfig):
-        raise TypeError(f"{path} holds no list")
+        raise TypeError
     return {str(each["name"]): str(each["_target_"]) for each in listed}
 
 
@@ -421,9 +401,6 @@ def warn_one_seed(run: Composed) -> Iterator[Problem]:
     """Warn of verl's deterministic rollouts, in which all requests to one server have the same seed."""
     key, samples = f"{ROLLOUT}.full_determinism", f"{ROLLOUT}.n"
     if run.get(key) and run.get(NAME) == "vllm" and run.get(samples, 1) > 1:
-        reason = (
-            "verl gives every request to a server the same seed, so a prompt's rollouts on that server are "
-            "identical, and their advantages are 0."
-        )
+        reason = "a server samples all requests with the same seed: a prompt's rollouts are equal, their advantages 0."
         fix = f"Use this setting only for debugging. For training, {BATCH_INVARIANT}."
         yield run.problem(key, reason, fix, {key: False}, (), "NOTE", (samples,), value=True)

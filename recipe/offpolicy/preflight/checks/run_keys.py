@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.execution_path import FULLY_ASYNC, USE_V1, count_prompts
 
+from ...batch.declared_keys import flatten
 from ...correction.correction_parts import WITHOUT_FORWARD
 from ...correction.problem import Problem, find_closest, format_value, set_to
 from ..composed import (
@@ -116,23 +117,13 @@ def _explain_unwritable(path: str) -> str:
 
 def check_numbers(run: Composed) -> Iterator[Problem]:
     """Check that numbers fit float32 or an index."""
-    for key, value in _list_numbers(OmegaConf.to_container(run.config, resolve=False)):
+    for key, value in flatten(cast(dict[str, Any], OmegaConf.to_container(run.config, resolve=False))).items():
         if isinstance(value, float) and math.isfinite(value) and abs(value) > _LARGEST:
             reason = f"products with it overflow float32; numbers above {_LARGEST:g} are rejected."
             yield run.problem(key, reason, "Set a smaller number.", (), (), value=value)
         elif isinstance(value, int) and abs(value) >= 2**63:
-            shown = f"{str(int(value))[:20]}..."
+            shown = f"{str(value)[:20]}..."
             yield run.problem(key, "the number exceeds 64 bits.", "Set a smaller number.", (), (), value=shown)
-
-
-def _list_numbers(plain: Any, path: str = "") -> Iterator[tuple[str, int | float]]:
-    pairs: Any = plain.items() if isinstance(plain, dict) else enumerate(plain)
-    for name, value in pairs:
-        key = f"{path}.{name}" if path else str(name)
-        if isinstance(value, dict | list):
-            yield from _list_numbers(value, key)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield key, value
 
 
 def check_micro_batches(run: Composed) -> Iterator[Problem]:
@@ -161,9 +152,7 @@ def check_micro_batches(run: Composed) -> Iterator[Problem]:
         return
     # The legacy FSDP worker asserts this for fixed-size micro-batches, even if dynamic micro-batches are used.
     if path.worker == "legacy" or not run.get(f"{ACTOR}.use_dynamic_bsz"):
-        said = (
-            f"a mini-batch of {MINI_BATCH} x {ROLLOUT}.n = {rows} rows leaves {rows // ranks} on each of {ranks} ranks"
-        )
+        said = f"a mini-batch of {MINI_BATCH} x {ROLLOUT}.n rows leaves {rows // ranks} on each of {ranks} ranks"
         yield from _check_divides(run, f"{ACTOR}.ppo_micro_batch_size_per_gpu", rows // ranks, said)
     if path.worker == "engine":
         yield from _check_forward_passes(run, rows, ranks)
@@ -221,8 +210,7 @@ def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
     trained, scored, key = run.actor.get(ours), run.rollout.get(theirs), f"{ROLLOUT}.{theirs}"
     if trained is not None and scored is not None and trained != scored:
         reason = (
-            f"pi_old and pi are computed in different micro-batches ({ACTOR}.{ours}={format_value(trained)}). "
-            f"Kernels may round differently, so pi / pi_old may not be exactly 1 at the first step."
+            f"pi is computed with {ACTOR}.{ours}={format_value(trained)}: kernels may round pi and pi_old differently."
         )
         yield run.problem(key, reason, "", {key: trained}, ("pi_old",), "NOTE")
 
@@ -263,10 +251,8 @@ def _build_refusal(run: Composed, said: str) -> Problem:
         key, value = MINI_BATCH, run.get(BATCH)
     elif found := (unset := _UNSET.search(said)) or _BOTH.search(said):
         # verl's message names keys of the actor without their parent section.
-        key, value = (
-            f"actor_rollout_ref.{found[1]}" if found[1].startswith("actor.") else found[1],
-            1 if unset else None,
-        )
+        key = f"actor_rollout_ref.{found[1]}" if found[1].startswith("actor.") else found[1]
+        value = 1 if unset else None
     else:
         return run.problem("", reason, value=None)
     return run.problem(key, reason, f"Set {set_to(key, value)}.", {key: value})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from verl_patches.execution_path import FULLY_ASYNC, USE_V1, describe_mode
 
-from ...batch.declared_keys import build_unknown
+from ...batch.declared_keys import build_unknown, read_shipped_defaults
 from ...batch.plan import PROVE_EVERY
 from ...correction import MaskSpec, WeightSpec, recommended
 from ...correction.correction_parts import BY_AGE
@@ -30,7 +30,7 @@ from ...staleness.weight_snapshots import find_problems as snapshot_problems
 from ..composed import ASYNC_MODES, MODE, MU_KEY, SHADOW, Composed
 from .correction import list_masks
 
-Validator = Callable[[Composed], Iterator[Problem]]
+Validator = Callable[[Composed], Iterable[Problem]]
 
 
 def _check_flag(name: str, run: Composed) -> Iterator[Problem]:
@@ -46,40 +46,38 @@ def _check_prove_every(run: Composed) -> Iterator[Problem]:
         yield run.problem(PROVE_EVERY, "not a whole number >= 0.", fix, {PROVE_EVERY: 50}, ())
 
 
-_SECTIONS: dict[str, Validator] = {
-    "alarms": lambda run: alarm_problems(run.config, run.spec),
-    "calibrate": lambda run: calibrate_problems(run.config, run.spec),
-    "delivery": lambda run: delivery_problems(run.config),
-    "extensions": lambda run: extension_problems(run.config),
-    "late_weights": lambda run: snapshot_problems(run.config),
-    "prove_every": _check_prove_every,
-    "record": lambda run: record_problems(run.config),
-    "replay": lambda run: replay_problems(run.config),
-    "staleness": lambda run: staleness_problems(run.config),
-    "watchdog": lambda run: watchdog_problems(run.config, [each.phase or each.section for each in run.extensions]),
-}
 _FLAGS = ("allow_identical_log_probs", "allow_unrelated_log_probs", "resume_changed_correction")
 OWN_KEYS: dict[str, Validator] = {
     **{name: partial(_check_flag, name) for name in _FLAGS},
-    **_SECTIONS,
-    **dict.fromkeys(("shadow", "shadow_delta"), lambda run: iter(())),  # their reader validates them
+    "alarms": lambda run: alarm_problems(run.config, run.spec),
+    "calibrate": lambda run: calibrate_problems(run.config, run.spec),
+    "delivery": lambda run: delivery_problems(run.config),
+    "extensions": lambda run: (),  # checked even if no extension of the user's is registered
+    "late_weights": lambda run: snapshot_problems(run.config),
+    "prove_every": _check_prove_every,
+    "record": lambda run: [*record_problems(run.config), *find_too_many_parts(run.config, run.spec)],
+    "replay": lambda run: replay_problems(run.config),
+    "staleness": lambda run: staleness_problems(run.config),
+    "watchdog": lambda run: watchdog_problems(run.config, [each.phase or each.section for each in run.extensions]),
+    **dict.fromkeys(("shadow", "shadow_delta"), lambda run: ()),  # their reader validates them
 }
-"""Every key under ``offpolicy`` -> the check of its value."""
+"""Every key under ``offpolicy`` -> the check of its value if it is not the shipped one."""
 
 
 def check_own_keys(run: Composed) -> Iterator[Problem]:
     """Refuse unknown keys under ``offpolicy``, and invalid values."""
     section = run.config.get("offpolicy")
     if section is None:
-        yield run.problem(
-            "offpolicy", "the section is null, so its keys have no values.", "Remove this override.", (), ()
-        )
+        fix = "Remove this override, or add the section with an option such as +correction@correction=NAME."
+        yield run.problem("offpolicy", "the section is null or missing, so its keys have no values.", fix, (), ())
         return
     values: Any = OmegaConf.to_container(section)
-    yield from (_build_unknown(name, values) for name in map(str, section) if name not in OWN_KEYS)
-    for validate in OWN_KEYS.values():
-        yield from validate(run)
-    yield from find_too_many_parts(run.config, run.spec)
+    yield from (_build_unknown(name, values) for name in values if name not in OWN_KEYS)
+    for name, validate in OWN_KEYS.items():
+        # True is not 1 here.
+        if name not in values or repr(values[name]) != repr(read_shipped_defaults(name)):
+            yield from validate(run)
+    yield from extension_problems(run.config)
 
 
 def _build_unknown(name: str, values: dict[str, Any]) -> Problem:
@@ -194,19 +192,15 @@ def warn_verls_limit(run: Composed) -> Iterator[Problem]:
         return
     age = math.ceil(ahead)
     if threshold is None:
-        reason = (
-            f"the age is not limited: groups are trained {age} versions after they were issued, and slower groups "
-            "whenever they finish."
-        )
+        reason = f"the age is not limited: groups are trained {age} or more versions after they were issued."
         fix = f"Set {ETA}={format_value(ahead)} to bound it."
         yield run.problem(_THRESHOLD, reason, fix, (), (), "NOTE", (warmup,))
     elif age + 1 > threshold and strategy in ("wait", "drop"):
         fix = f"Set {set_to(warmup, threshold - 1)}, or {ETA}={threshold - 1} instead of all three."
         reason = (
-            f"by design it discards {1 - threshold / (age + 1):.0%} of all rollouts, because groups arrive {age} "
-            "versions"
+            f"it discards {1 - threshold / (age + 1):.0%} of all rollouts, because groups arrive {age} versions after "
+            f"they were issued."
         )
-        reason += " after they were issued."
         if strategy == "wait":
             reason = f"it waits only for unfinished groups: finished groups are trained at age {age}, and the "
             reason += f"threshold admits {threshold - 1}."
@@ -239,14 +233,10 @@ def warn_asynchronous(run: Composed) -> Iterator[Problem]:
             continue
         side = "lower" if of_stale < low else "upper"
         reason = (
-            f"it rejects rows that older weights sampled: in a recorded asynchronous run, [0.99, 1.01] kept 0.898 of "
-            f"the tokens in fresh rows but 0.005 of the tokens in stale rows, whose mean log-ratio is beyond "
-            f"{STALE_NATS:g} nats per token."
+            f"it rejects rows that older weights sampled: in a recorded run, [0.99, 1.01] kept 0.898 of the tokens in "
+            f"fresh rows but 0.005 in rows whose mean log-ratio is beyond {STALE_NATS:g} nats."
         )
-        fix = (
-            f"Use {recommended.LINE} instead; or calibrate the bound on a recording of such rows, and watch "
-            f"offpolicy/staleness/*/keep_token_share."
-        )
+        fix = f"Use {recommended.LINE} instead, or calibrate the bound on a recording of such rows."
         value = getattr(mask, side)
         yield run.problem(f"correction.{name}.{side}", reason, fix, (), (name,), "NOTE", alongside, value=value)
 

@@ -17,7 +17,6 @@ ignored. According to the sources of 0.7.1, 0.8.0, 0.9.0 and 0.9.1:
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,13 +27,13 @@ from omegaconf import OmegaConf
 
 from verl_patches.execution_path import count_prompts
 
-from ...correction import CorrectionSpec, SpecError
+from ...batch.declared_keys import flatten
+from ...correction import SpecError
 from ...correction.dialects.verl import VERL_DEFAULTS as DEFAULTS
 from ...correction.dialects.verl import read_verl_rejections, read_verl_weight_bounds
 from ...correction.problem import Problem, find_closest, format_value, remove, set_to
 from ...extensions.add_on import list_registered
 from ..composed import ACTOR, BYPASS, LOSS_MODE, MODE, MU_KEY, VERL, Composed, name_part, to_mapping
-from .rollout import check_router_replay
 
 WORKERS = f"{ACTOR}.policy_loss.rollout_correction"
 FREE = re.compile(r"(?:^|_)(?:kwargs|override|env_vars|extra)(?:_|$)")
@@ -46,16 +45,6 @@ OBSOLETE = {
     "use_policy_gradient": "loss_type=reinforce",
 }
 """Names used in verl 0.6 and 0.7.0 -> the equivalent names."""
-FORMER = {
-    "algorithm.rollout_is": f"{VERL}.rollout_is",
-    "algorithm.rollout_is_threshold": f"{VERL}.rollout_is_threshold",
-    "algorithm.rollout_is_threshold_lower": f"{VERL}.rollout_is_threshold",
-    "algorithm.rollout_is_level": f"{VERL}.rollout_is",
-    "algorithm.rollout_is_mode": f"{VERL}.rollout_is or rollout_rs",
-    "algorithm.rollout_is_veto_threshold": f"{VERL}.rollout_rs",
-    f"{ACTOR}.tis_imp_ratio_cap": f"{VERL}.rollout_is_threshold",
-}
-"""Keys in verl before 0.6 -> the keys that replaced them."""
 UNREAD = {
     "loss_type": (BYPASS, "verl reads it only in bypass mode."),
     "rollout_is_threshold": ("rollout_is", "there is no weight to bound."),
@@ -63,8 +52,6 @@ UNREAD = {
     "rollout_rs_threshold": ("rollout_rs", "there is no rejection to bound."),
 }
 """Keys of verl's correction -> the key that must be set for verl to read them, and why."""
-_LOPSIDED = 0.1
-"""Largest distance of the middle of a band from 1, as a share of the band's width in nats."""
 _RS, _IS, _BYPASS = f"{VERL}.rollout_rs_threshold", f"{VERL}.rollout_is_threshold", f"{VERL}.{BYPASS}"
 _CAP = "correction.weight.upper"
 _LOSS, _SECTION = "policy_loss", VERL.rpartition(".")[2]
@@ -100,20 +87,6 @@ def check_not_both(run: Composed) -> Iterator[Problem]:
         yield run.problem(name, reason, fix, overrides, value=value)
 
 
-def check_dead_keys(run: Composed) -> Iterator[Problem]:
-    """Find keys of verl's own correction that are misspelled or misplaced, or that this path ignores."""
-    for check in (
-        check_trainer_mode,
-        check_former_names,
-        check_decoupled,
-        check_bypass,
-        check_legacy_mu,
-        check_router_replay,
-        check_misplaced,
-    ):
-        yield from check(run)
-
-
 def check_trainer_mode(run: Composed) -> Iterator[Problem]:
     """Check that ``trainer_mode`` is only used with the V1 trainer, because no other trainer reads it."""
     if run.path.trainer == "v0" and run.get(MODE) not in (None, "sync"):
@@ -123,7 +96,7 @@ def check_trainer_mode(run: Composed) -> Iterator[Problem]:
 
 
 def check_former_names(run: Composed) -> Iterator[Problem]:
-    """Check for former key names; each is reported as a separate correction, because no other key implies it."""
+    """Check for former and unknown key names; no other key implies one, so each is a correction of its own."""
     reason = "verl no longer reads a key of this name."
     for key, value in run.verls.items() if run.spec.is_none else ():
         if key not in DEFAULTS and key != "_target_":
@@ -136,38 +109,6 @@ def check_former_names(run: Composed) -> Iterator[Problem]:
                 fix, overrides = f"Did you mean {meant}?", (f"~{name}", meant)
             said = reason if instead else "verl reads no key of this name."
             yield run.problem(name, said, fix, overrides, (name_part(key),), "NO-OP", value=value)
-    for key, instead in FORMER.items():
-        if (value := run.get(key)) is not None:
-            overrides, fix = _build_move(key, value, instead), f"In its place, use {instead}."
-            if not run.spec.is_none:
-                overrides, fix = _build_ours(key, value, run.spec)
-            yield run.problem(key, reason, fix, overrides, (key,), "NO-OP", value=value)
-
-
-def _build_ours(key: str, value: object, spec: CorrectionSpec) -> tuple[tuple[str, ...], str]:
-    """Build overrides and a sentence that express verl's setting in our active correction, so that it acts only once.
-
-    Nothing is moved if our correction has no equivalent part.
-    """
-    cap = key.endswith(("tis_imp_ratio_cap", "rollout_is_threshold")) and isinstance(value, int | float)
-    if spec.weight is None:
-        weight = "correction=[tis_token,...]"
-        return (), f"Stack a weight of ours that does it, {weight}, and use verl's key only in launches of verl."
-    if cap and spec.weight.upper is not None:
-        return (f"~{key}", set_to(_CAP, value)), f"Set {_CAP} to this value instead."
-    if key.endswith(("rollout_is", "rollout_is_level")):
-        return (f"~{key}",), f"correction.weight is on and already does this: drop {key}."
-    return (), "See docs/corrections.md for the part of ours that does it."
-
-
-def _build_move(key: str, value: object, instead: str) -> tuple[str, ...]:
-    """Build overrides that remove a key and, if exactly one other key accepts the same value, set that key."""
-    if key.endswith("tis_imp_ratio_cap"):
-        return (f"~{key}", set_to(f"{VERL}.rollout_is", "token"), set_to(instead, value))
-    if key == "algorithm.rollout_is" and value is True:  # the level was a separate key
-        return (f"~{key}", set_to(instead, "token"))
-    same = key.rpartition(".")[2] == instead.rpartition(".")[2] or key.endswith("rollout_is_level")
-    return (f"~{key}", *((set_to(instead, value),) if same and value is not True and value is not False else ()))
 
 
 def check_decoupled(run: Composed) -> Iterator[Problem]:
@@ -192,23 +133,13 @@ def check_decoupled(run: Composed) -> Iterator[Problem]:
         yield run.problem(MU_KEY, reason, "Set it to true.", {MU_KEY: True}, parts, "NO-OP")
 
 
-def _read_workers_copy(run: Composed) -> dict[str, Any]:
-    """Read what the bypass-mode loss reads: the given keys over the defaults of verl's dataclass, not of its YAML."""
-    node = run.get(WORKERS)
-    typed = {"rollout_is": "sequence"} if node is None or "_target_" in node else {}
-    return {**DEFAULTS, **typed, **to_mapping(node)}
-
-
 def check_bypass(run: Composed) -> Iterator[Problem]:
     """Check the weights, rejections and loss type used with ``bypass_mode``, and the worker's loss and its keys."""
     loss, asked_of = run.get(LOSS_MODE), run.verls
     if run.spec.is_none and asked_of.get(BYPASS):
         yield from _check_keys_beside(run, loss, asked_of)
     if run.spec.is_none and loss == BYPASS and not asked_of.get(BYPASS):
-        reason = (
-            f"this loss uses pi_old as mu, but {_BYPASS}=false recomputes pi_old, so its ratios are pi / pi_old, and "
-            "the mismatch is not corrected."
-        )
+        reason = f"{_BYPASS}=false recomputes pi_old, which this loss uses as mu, so the mismatch is not corrected."
         fix = f"Set {_BYPASS}=true, or correction=bypass with loss_mode=vanilla."
         yield run.problem(LOSS_MODE, reason, fix, {_BYPASS: True}, (LOSS_MODE,))
     if (node := run.get(WORKERS)) is not None and loss != BYPASS:
@@ -224,13 +155,15 @@ def _check_keys_beside(run: Composed, loss: object, asked_of: dict[str, Any]) ->
             why = "the trainer writes it to actor.policy_loss after the workers have received their copy"
         reason = f"in bypass mode the worker applies it, and {why}: the loss stays {loss} around mu."
         ours = "set correction=bypass with a weight or mask, or one of correction=verl/bypass_*, which are proved live"
-        overrides = _build_worker_overrides(asked_of, {**DEFAULTS, **to_mapping(run.get(WORKERS))})
         for key, value in run.changed.items():
             if key in DEFAULTS and key != BYPASS:
                 fix, parts = f"Remove it from {VERL} and {ours}.", (name_part(_find_owner(key)),)
-                yield run.problem(f"{VERL}.{key}", reason, fix, overrides, parts, "NO-OP", value=value)
+                yield run.problem(f"{VERL}.{key}", reason, fix, (), parts, "NO-OP", value=value)
         return
-    held = _read_workers_copy(run)
+    node = run.get(WORKERS)
+    # The loss reads the given keys over the defaults of verl's dataclass, which differ from those of its YAML.
+    typed = {"rollout_is": "sequence"} if node is None or "_target_" in node else {}
+    held = {**DEFAULTS, **typed, **to_mapping(node)}
     for key in DEFAULTS:
         if key != BYPASS and (value := asked_of.get(key, DEFAULTS[key])) != held[key]:
             at, parts = f"{WORKERS}.{key}", (name_part(_find_owner(key)),)
@@ -242,14 +175,6 @@ def _check_keys_beside(run: Composed, loss: object, asked_of: dict[str, Any]) ->
 def _find_owner(key: str) -> str:
     """Return the part to which a key belongs; bounds and normalisation belong to the weight or the rejection."""
     return next((name for name in ("rollout_is", "rollout_rs") if key.startswith(name)), key)
-
-
-def _build_worker_overrides(asked: dict[str, object], held: dict[str, object]) -> tuple[str, ...]:
-    """Build overrides that set the worker's copy to the same values, and the loss that reads it."""
-    said = {key: asked.get(key, default) for key, default in DEFAULTS.items() if key != BYPASS}
-    differing = {key: value for key, value in said.items() if value != held[key]} or {"loss_type": said["loss_type"]}
-    copied = (set_to(f"{WORKERS}.{key}", value, add=True) for key, value in differing.items())
-    return (set_to(LOSS_MODE, BYPASS), *copied)
 
 
 def check_legacy_mu(run: Composed) -> Iterator[Problem]:
@@ -274,7 +199,7 @@ def find_meant(names: Sequence[str]) -> str | None:
         names: segments of the misplaced or misspelled key.
     """
     key = ".".join(names)
-    if key.startswith(_READ) or key in FORMER or any(map(FREE.search, names)):
+    if key.startswith(_READ) or any(map(FREE.search, names)):
         return None
     for place, name in enumerate(names):
         if find_closest(name, [_SECTION], 0.75):
@@ -303,26 +228,19 @@ def check_misplaced(run: Composed) -> Iterator[Problem]:
     """Find keys of verl's own correction or policy loss outside the sections that verl reads."""
     plain: Any = OmegaConf.to_container(run.config, resolve=False)
     skipped = {"hydra", *list_registered(run.config)}
-    for names, value in _list_leaves({name: each for name, each in plain.items() if name not in skipped}, ()):
+    for key, value in flatten({name: each for name, each in plain.items() if name not in skipped}).items():
+        names = key.split(".")
         meant, leaf = find_meant(names), names[-1]
         if meant is None or value is None or value == {**DEFAULTS, "loss_mode": "vanilla"}.get(leaf, ...):
             continue
         if run.own_main and names[0] not in _VERLS_TOPS and not find_closest(names[0], [_SECTION], 0.75):
             continue  # the program's own section
-        key, loss = ".".join(names), meant == LOSS_MODE
+        loss = meant == LOSS_MODE
         known = loss or meant.rpartition(".")[2] in DEFAULTS
         moved = (f"~{key}", set_to(meant, value)) if known and (loss or run.spec.is_none) else ()
         reason = "this key is unused there, so it would have no effect."
         fix = f"Did you mean {meant}{f'={format_value(value)}' if known else ''}?"
         yield run.problem(key, reason, fix, moved, (key if loss else name_part(leaf),), value=value)
-
-
-def _list_leaves(values: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _list_leaves(value, (*path, str(name)))
-        else:
-            yield (*path, str(name)), value
 
 
 def check_thresholds(run: Composed) -> Iterator[Problem]:
@@ -333,8 +251,10 @@ def check_thresholds(run: Composed) -> Iterator[Problem]:
     rejection, bound = values.get("rollout_rs"), values.get("rollout_rs_threshold")
     if rejection:
         read = partial(read_verl_rejections, rejection, bound, f"{VERL}.")
-        malformed = list(_find_malformed(_RS, "rollout_rs", _get_usual(str(rejection)), read))
-        yield from malformed or _find_inverted(run, str(rejection), bound)
+        names = dict.fromkeys(name.strip() for name in str(rejection).split(",") if name.strip())
+        # A pair of ratios for k1, else an upper bound in nats.
+        usual = ("0.5_2.0" if name.endswith("k1") else "0.01" if "mean" in name else "2.0" for name in names)
+        yield from _find_malformed(_RS, "rollout_rs", ",".join(usual), read)
 
 
 def _find_malformed(key: str, owner: str, proposed: str | float, read: Callable[[], object]) -> Iterator[Problem]:
@@ -343,45 +263,3 @@ def _find_malformed(key: str, owner: str, proposed: str | float, read: Callable[
     except SpecError as error:
         overrides = (set_to(key, proposed),) if error.problem.key == key else error.problem.overrides
         yield replace(error.problem, parts=(name_part(owner),), overrides=overrides)
-
-
-def _list_names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _get_usual(rejection: str) -> str:
-    """Return a usual threshold for verl's options: a pair of ratios for k1, else an upper bound in nats."""
-    names = dict.fromkeys(_list_names(rejection))
-    return ",".join("0.5_2.0" if name.endswith("k1") else "0.01" if "mean" in name else "2.0" for name in names)
-
-
-def _find_inverted(run: Composed, rejection: str, bound: Any) -> Iterator[Problem]:
-    """Find bands for k1 = -log r that are written for r: "lo_hi" bounds mu / pi_old.
-
-    A pair that is wider above 1 than below looks like a band for pi_old / mu. Symmetric pairs, such as 0.5_2.0, have
-    the same meaning either way. A pair is reported if its middle differs from 1 by more than a tenth of its width in
-    nats.
-    """
-    names, texts = list(dict.fromkeys(_list_names(rejection))), _list_names(str(bound))
-    texts = texts * len(names) if len(texts) == 1 else texts
-    parts = (name_part("rollout_rs"),)
-    for index, (name, text) in enumerate(zip(names, texts, strict=True)):
-        if not name.endswith("_k1") or "_" not in text:
-            continue
-        lower, upper = (float(each) for each in text.split("_"))
-        middle = math.log(lower) + math.log(upper)
-        if abs(middle) <= _LOPSIDED * (math.log(upper) - math.log(lower)):
-            continue
-        band = f"pi_old / mu in [{1 / upper:.4g}, {1 / lower:.4g}]"
-        if middle < 0:
-            reason = f"k1 bounds mu / pi_old: {name} keeps {band}."
-            yield run.problem(_RS, reason, "Keep it if this is intended.", (), parts, "NOTE")
-            continue
-        mirrored = f"{1 / upper:.6g}_{1 / lower:.6g}"
-        texts_then = [mirrored if place == index else each for place, each in enumerate(texts)]
-        reason = (
-            f"k1 bounds mu / pi_old, the inverse of the importance ratio: {name} keeps {band}, although {text} looks "
-            "like a band of ratios."
-        )
-        fix = f"Set {_RS}='{mirrored}' for pi_old / mu in [{lower:g}, {upper:g}]."
-        yield run.problem(_RS, reason, fix, {_RS: ",".join(texts_then)}, parts)
