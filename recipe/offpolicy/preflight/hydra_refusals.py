@@ -131,7 +131,7 @@ def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) ->
             continue
         elif group == GROUP or len(names) == 1:
             said = "options are given as one list of names."
-            options = f"[{','.join(names)}]" if len(names) > 1 else names[0]
+            options = f"[{','.join(map(str, names))}]" if len(names) > 1 else names[0]
             fix = f"Quote it so: '{key}={options}'."
         else:
             said = f"options of {group} do not stack, and Hydra would use only the last."
