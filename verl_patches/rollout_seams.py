@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from .contract import Contract, Seams, installed_release, wrap
@@ -29,7 +30,7 @@ _GENERATE = (
     "generate(self, request_id, *, prompt_ids, sampling_params, image_data=None, video_data=None, audio_data=None, "
     "mm_processor_kwargs=None, **kwargs)"
 )
-_of_versions = partial(Seams, releases=specifiers(lambda release: release.token_versions))
+_of_versions = partial(Seams, releases=specifiers(attrgetter("token_versions")))
 VERSIONS = (
     # Each request is sent to one server, which reports its version together with the tokens.
     _of_versions(f"{_SERVERS}:LLMServerClient")(
@@ -77,9 +78,7 @@ def note_fully_async_clients(note: Callable[[Any], Any]) -> None:
 # Support replay of truncated sampling: a server class of this package requests from vLLM the ids that could have been
 # sampled at each position, a client of this package records them per row, and two methods of the FSDP engine's instance
 # are wrapped.
-_of_support = partial(
-    Seams, releases=specifiers(lambda release: release.truncated_support), option="correction.support"
-)
+_of_support = partial(Seams, releases=specifiers(attrgetter("truncated_support")), option="correction.support")
 _V0_CLIENT = _of_support(f"{_SERVERS}:LLMServerManager")(
     "get_client(self, client_cls=None, **kwargs)", name="client of the V0 trainer"
 )
@@ -126,7 +125,7 @@ def note_clients(note: Callable[[Any], Any]) -> None:
 
 
 # Agent loops: sequences are scored for process rewards before verl's reward. Nothing is patched.
-_of_scores = partial(Seams, releases=specifiers(lambda release: release.scores_prompts), option="process_reward")
+_of_scores = partial(Seams, releases=specifiers(attrgetter("scores_prompts")), option="process_reward")
 _loop_worker = _of_scores(f"{_LOOPS}.agent_loop:AgentLoopWorker")
 _replicas = _of_scores("verl.workers.rollout.replica:RolloutReplicaRegistry")
 _client = _of_scores(f"{_SERVERS}:LLMServerClient")
@@ -152,7 +151,7 @@ AGENT_LOOPS = (
 AGENT_LOOPS_V1 = (
     Seams(
         f"{_V1}.agent_loop_tq:AgentLoopWorkerTQ.__ray_metadata__.modified_class",
-        specifiers(lambda release: bool(release.v1_modes)),
+        specifiers(attrgetter("v1_modes")),
         "process_reward",
     )(
         "_agent_loop_postprocess",

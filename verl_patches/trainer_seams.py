@@ -12,6 +12,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, MutableMapping
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -52,7 +53,7 @@ V0 = (
 
 _separate = Seams(
     "verl.experimental.separation.ray_trainer:SeparateRayPPOTrainer",
-    specifiers(lambda release: release.separate_programs),
+    specifiers(attrgetter("separate_programs")),
 )
 PROGRAMS = (
     _separate("_init_models(self)", names="actor_rollout_wg"),
@@ -62,7 +63,7 @@ PROGRAMS = (
 )
 """Functions on which the trainers of fully_async_policy and one_step_off_policy rely."""
 
-_OF_V1 = specifiers(lambda release: bool(release.v1_modes))
+_OF_V1 = specifiers(attrgetter("v1_modes"))
 _v1 = Seams(_V1_TRAINER, _OF_V1)
 V1 = (
     _v1("init(self)", names="_setup on_init_end"),
@@ -86,7 +87,7 @@ V1 = (
     Seams("verl.trainer.main_ppo", _OF_V1)("run_ppo(config, task_runner_class)"),
 )
 
-_OF_SNAPSHOTS = (specifiers(lambda release: release.token_versions), "offpolicy.late_weights.snapshots")
+_OF_SNAPSHOTS = (specifiers(attrgetter("token_versions")), "offpolicy.late_weights.snapshots")
 _worker = Seams("verl.experimental.separation.engine_workers:DetachActorWorker", *_OF_SNAPSHOTS)
 SNAPSHOTS = (
     Seams(_V1_TRAINER, *_OF_SNAPSHOTS)(
@@ -98,7 +99,7 @@ SNAPSHOTS = (
 )
 """Functions on which a trainer that keeps snapshots of weights relies."""
 
-_OF_LIMIT = (specifiers(lambda release: release.staleness_limit), "offpolicy.staleness.eta")
+_OF_LIMIT = (specifiers(attrgetter("staleness_limit")), "offpolicy.staleness.eta")
 _limited = Seams(_V1_TRAINER, *_OF_LIMIT)
 _buffer = Seams(f"{_V1}.replay_buffer:ReplayBufferAsync", *_OF_LIMIT)
 _base = Seams(f"{_V1}.replay_buffer:ReplayBuffer", *_OF_LIMIT)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from .contract import Seams, wrap
@@ -45,7 +46,7 @@ LOSS = (
 )
 """All functions of verl's workers that the engine path calls, or that call the engine path."""
 
-_of_replay = partial(Seams, releases=specifiers(lambda release: release.fsdp_replay), option="router_replay")
+_of_replay = partial(Seams, releases=specifiers(attrgetter("fsdp_replay")), option="router_replay")
 _engine = _of_replay(f"{_FSDP}:FSDPEngine")
 _language_model = _of_replay(f"{_FSDP}:FSDPEngineWithLMHead")
 _replaying_worker = _of_replay(f"{_WORKERS}:ActorRolloutRefWorker")
@@ -86,7 +87,7 @@ ROUTER_REPLAY = (
 replay, a subclass of verl's worker sets, on the batch, the flag that verl's own engines expect, and three methods of
 the engine's instance are wrapped."""
 
-_of_megatron = partial(Seams, releases=specifiers(lambda release: release.watched_replay), option="router_replay")
+_of_megatron = partial(Seams, releases=specifiers(attrgetter("watched_replay")), option="router_replay")
 _megatron_model = _of_megatron(f"{_MEGATRON}:MegatronEngineWithLMHead")
 _routes = _of_megatron("verl.utils.megatron.router_replay_utils")
 MEGATRON_REPLAY = (
@@ -114,7 +115,7 @@ MEGATRON_REPLAY = (
 )
 """Functions that the Megatron monitoring reads; their modules import Megatron."""
 
-_of_lr = partial(Seams, releases=specifiers(lambda release: release.scales_lr), option="ess_lr")
+_of_lr = partial(Seams, releases=specifiers(attrgetter("scales_lr")), option="ess_lr")
 _stepping_engine = _of_lr(f"{_FSDP}:FSDPEngine")
 OPTIMIZER = (
     _of_lr("verl.workers.engine.base:BaseEngine")(

@@ -28,7 +28,7 @@ from verl_patches.hydra_sections import bring_sections
 from ..preflight.hydra_groups import force_own_keys
 from ..preflight.hydra_refusals import NO_DEFAULT, check_primary, explain_refusal, keep_search_path, list_nested, parse
 from ..preflight.own_keys import CONFIG_DIR
-from ..preflight.python_source import VERLS
+from ..preflight.python_source import OURS, VERLS
 from .program import HydraMain, Launch, LaunchError, find_program
 from .unknown_keys import find_unknown_keys
 
@@ -67,12 +67,13 @@ def compose(launch: Launch) -> DictConfig:
         SpecError, CheckError: see ``prepare_arguments``.
     """
     demand_release()
-    program = OUR_PROGRAM if launch.ours else find_program(launch.module)
-    given = [argument for argument in launch.arguments if argument != _CHECK]
+    program, given = OUR_PROGRAM, [argument for argument in launch.arguments if argument != _CHECK]
     arguments = parse_flags(given)
-    if launch.ours:
+    if launch.module == OURS:
         arguments = parse_flags(prepare_arguments(given))
-    program.demand(arguments)
+    else:
+        program = find_program(launch.module)
+        program.demand(arguments)
     name = arguments.config_name or program.config_name
     path = arguments.config_path or program.config_path
     try:
