@@ -42,20 +42,16 @@ from .worker.loss import OffPolicyLoss
 from .worker.metrics import take_packets
 
 CAP, LOWER, UPPER = 2.0, 0.8, 1.25
+_GSM = {
+    "ratio": "rollout",
+    "level": "sequence",
+    "aggregate": "geometric",
+    "lower": LOWER,
+    "upper": UPPER,
+    "when": "any",
+}
 SPEC = CorrectionSpec.from_mapping(
-    {
-        "weight": {"level": "token", "kind": "truncate", "lower": None, "upper": CAP},
-        "masks": {
-            "gsm": {
-                "ratio": "rollout",
-                "level": "sequence",
-                "aggregate": "geometric",
-                "lower": LOWER,
-                "upper": UPPER,
-                "when": "any",
-            }
-        },
-    }
+    {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": CAP}, "masks": {"gsm": _GSM}}
 )
 # log pi_old - log mu per row: in one row, a single token exceeds the cap; one row as a whole exceeds the mask; two rows
 # lie within both.
@@ -82,7 +78,9 @@ def run_update() -> dict[str, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     log_probs = torch.cat([_scored(model, row) for row in tokens])
     data = _micro_batch(tokens, log_probs.detach())
-    loss_fn = OffPolicyLoss(SPEC, _actor_config(), prove=True)
+    sizes = dict.fromkeys(("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu"), len(LOG_RATIOS))
+    config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, use_torch_compile=False, **sizes)
+    loss_fn = OffPolicyLoss(SPEC, config, prove=True)
     loss, metrics = loss_fn(model_output={"log_probs": log_probs}, data=data, dp_group=None)
     loss.backward()
     sampled = compute_row_checksums(data["responses"], data["response_mask"].bool(), data[mb.ROLLOUT_LOG_PROBS])
@@ -159,17 +157,6 @@ def _micro_batch(tokens: list[Tensor], flat: Tensor) -> TensorDict:
 
 def _padded(rows: list[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-
-def _actor_config() -> FSDPActorConfig:
-    rows = len(LOG_RATIOS)
-    return FSDPActorConfig(
-        strategy="fsdp2",
-        rollout_n=1,
-        ppo_mini_batch_size=rows,
-        ppo_micro_batch_size_per_gpu=rows,
-        use_torch_compile=False,
-    )
 
 
 def main() -> None:

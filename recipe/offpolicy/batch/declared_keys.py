@@ -118,8 +118,6 @@ class Section:
 
     def read(self, config: Any) -> Any:
         """Return the section as plain values; None if it is null or absent."""
-        from omegaconf import OmegaConf
-
         node = OmegaConf.select(config, self.path, default=None)
         return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
