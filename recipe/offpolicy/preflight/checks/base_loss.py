@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -60,9 +61,7 @@ def _check(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iter
         yield unknown or _build_refusal(run, str(cause) or type(cause).__name__, parts)
         return
     if run.registrar and actor.policy_loss.loss_mode not in POLICY_LOSS_REGISTRY:
-        reason = (
-            f"verl has no such loss; {run.registrar} may register it, which is not checked before the first update."
-        )
+        reason = f"verl has no such loss; {run.registrar} may register it, but this is not checked before an update."
         yield run.problem(LOSS_MODE, reason, "", (), parts, "NOTE")
         return
     try:
@@ -112,8 +111,8 @@ def _find_unknown_keys(run: Composed, section: str, parts: tuple[str, ...]) -> P
 def _build_refusal(run: Composed, said: str, parts: tuple[str, ...]) -> Problem:
     """Build the problem for an actor that verl's dataclasses refuse, under the key that the message names, if any."""
     reason = f"verl rejects it: {' '.join(said.split()).rstrip('.?')}."
-    named = [key for word in re.findall(r"\w+_\w+", said) if (key := next(_find_keys(run, word), None)) is not None]
-    named += [key for key, choice in CHOICES.items() if key.startswith(ACTOR) and choice.rejects(run.get(key, ...))]
+    named = [key for key, choice in CHOICES.items() if key.startswith(ACTOR) and choice.rejects(run.get(key, ...))]
+    named += [key for word in re.findall(r"\w+_\w+", said) for key in itertools.islice(_find_keys(run, word), 1)]
     name = next((key for key in named if key.endswith(_DEMANDED)), named[0] if named else "")
     if not name:
         fix = f"Change the key of {ACTOR} that verl's message is about."

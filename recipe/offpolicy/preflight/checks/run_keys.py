@@ -348,6 +348,7 @@ CHOICES: dict[str, Choice] = {
         *("torch.optim", r"__all__ = \[(.*?)\]", r'"([A-Z]\w*)"'),
         read=lambda run: run.get(f"{ACTOR}.optim.optimizer_impl") == "torch.optim",
     ),
+    f"{FSDP}.router_replay.mode": Choice(("disabled", "R2", "R3"), read=_is_uncorrected),
     f"{FSDP}.dtype": _DTYPE,
     f"{FSDP}.model_dtype": replace(_DTYPE, null=True),
     f"{MEGATRON}.dtype": _read_from(f"{_CONFIGS}.engine", r"self\.dtype in \[(.*?)\]"),
