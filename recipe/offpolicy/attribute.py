@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from .command_line import (
     add_jobs,
     list_output_modules,
     name_program,
+    parse_count,
     read_steps,
     refuse,
     require_modules,
@@ -88,19 +89,19 @@ def build_parser() -> argparse.ArgumentParser:
     add("directory", type=Path, metavar="DIR", help="the recording: the directory named by offpolicy.record.dir")
     steps = "steps to read: one number, or a range whose start or end may be left out (default: all)"
     add("--steps", type=read_steps, metavar="FIRST:LAST", help=steps)
-    add("--worst", type=_count, default=12, metavar="N", help="worst tokens and rows to list (12)")
+    add(
+        "--worst",
+        type=partial(parse_count, least=0),
+        default=12,
+        metavar="N",
+        help="tokens and rows to list (12)",
+    )
     add("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)
     add("--png", type=Path, metavar="FILE", help="write the picture")
     add("--html", type=Path, metavar="FILE", help="write a self-contained page")
     add("--json", action="store_true", help="print everything as JSON")
     add_jobs(parser)
     return parser
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens. Give a number such as 12.")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -65,10 +65,10 @@ def read_steps(text: str) -> tuple[int, int | None]:
     return first, last
 
 
-def parse_count(text: str) -> int:
-    """Parse a whole number above 0."""
-    if not (text.isascii() and text.isdigit() and 0 < len(text) < 19 and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count of 1 or more, such as 8")
+def parse_count(text: str, least: int = 1) -> int:
+    """Parse a whole number of at least ``least``."""
+    if not (text.isascii() and text.isdigit() and 0 < len(text) < 19 and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count of {least} or more, such as 8")
     return int(text)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
@@ -67,7 +66,13 @@ def _write(result: Study, given: argparse.Namespace) -> None:
         if given.json:
             sys.stdout.write(json.dumps(whatif_page.build_document(result), indent=2, allow_nan=False) + "\n")
         else:
-            sys.stdout.write(_format_tables(result))
+            from .analysis.table import open_console, print_blocks
+
+            console = open_console()
+            # Rich would end the program if a reader closed the pipe.
+            with console.capture() as captured:
+                print_blocks(console, *whatif_page.build_blocks(result))
+            sys.stdout.write(captured.get())
         sys.stdout.flush()
     except BrokenPipeError:
         # The files must still be written after the reader has closed the pipe, so the rest of the buffer is discarded.
@@ -76,27 +81,6 @@ def _write(result: Study, given: argparse.Namespace) -> None:
         plotting.save(whatif_page.draw_study(result), given.png)
     if given.html:
         whatif_page.build_page(result).write(given.html)
-
-
-def _format_tables(result: Study) -> str:
-    """Format the tables as text, because Rich would end the program if a reader closed the pipe."""
-    from .analysis.table import open_console, print_blocks
-    from .analysis.whatif import whatif_page
-
-    console = open_console()
-    style = None if result.fidelity.agrees else "bold red"
-    with console.capture() as captured:
-        print_blocks(
-            console,
-            whatif_page.build_overall_table(result),
-            whatif_page.build_group_table(result),
-            *itertools.islice(whatif_page.build_agreement_tables(result), 1),
-            whatif_page.build_failure_table(result) if result.failures else "",
-        )
-        console.print(whatif_page.describe_fidelity(result.fidelity), style=style, markup=False, highlight=False)
-        for note in [*result.notes, *whatif_page.describe_left_out(len(result.outcomes))]:
-            console.print(note, style="yellow", markup=False, highlight=False)
-    return captured.get()
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -144,8 +144,8 @@ def test_either_end_of_the_steps_may_be_left_out(
         ("--steps", "1:y", "is neither FIRST:LAST"),
         ("--steps", ":", "is neither FIRST:LAST"),
         ("--steps", "³", "is neither FIRST:LAST"),
-        ("--worst", "²", "'²' is not a number of tokens"),
-        ("--worst", "-1", "'-1' is not a number of tokens"),
+        ("--worst", "²", "'²' is not a count of 0 or more"),
+        ("--worst", "-1", "'-1' is not a count of 0 or more"),
     ],
 )
 def test_numbers_that_are_none(

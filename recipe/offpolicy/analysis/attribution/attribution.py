@@ -60,10 +60,7 @@ def describe_faults(causes: Sequence[Cause], *, stale: bool) -> str:
     if not faults:
         return ""
     named = "; ".join(f"{cause.name} ({cause.fix})" if cause.fix else cause.name for cause in faults)
-    return (
-        f"The mismatch has a cause that must be fixed first: {named}. A bound set from this recording would fit that "
-        "cause, and not a run without it."
-    )
+    return f"The mismatch has a cause that must be fixed first: {named}. A bound set from this recording would fit it."
 
 
 def _add_delivery(causes: Sequence[Cause], lines: Sequence[Mapping[str, Any]], *, stale: bool) -> list[Cause]:
@@ -282,9 +279,7 @@ def attribute_parts(
         raise RecordingError(f"{describe_none_scored(total.left_out)}.")
     recorded = total.sums["recorded"][0]
     if not recorded.any():
-        raise RecordingError(
-            f"{total.rows} rows are recorded, but none has a token with finite log-probs. Record other steps."
-        )
+        raise RecordingError(f"none of {total.rows} recorded rows has finite log-probs. Record other steps.")
     sample = concatenate(total.samples)
     causes = find_causes(sample, card)
     versions = summarize_by_version(total.cells, total.ages, recorded)

@@ -54,10 +54,7 @@ def describe_unexplained(attribution: Attribution) -> str:
             f"KL(mu, pi_old) is small, {kl:.2g} nats per token, but the correlation of log pi_old and log mu is only "
             f"{correlation:.2f}: the recorded log-probs vary too little to identify a cause."
         )
-    return (
-        f"No cause stands out: the difference is as small and as even as between two healthy engines, with a "
-        f"KL(mu, pi_old) of {kl:.2g} nats per token."
-    )
+    return f"No cause stands out: KL(mu, pi_old) is {kl:.2g} nats per token, as between two healthy engines."
 
 
 _MEAN, _STD, _KL = Column("mean", "log pi_old/mu", digits=4), Column("std", digits=4), Column("KL", "nats", digits=6)
@@ -321,8 +318,17 @@ METHOD = (
 )
 
 
-def add_sections(page: Page, attribution: Attribution) -> None:
-    """Add causes, shares, figures and the worst examples to a page."""
+def build_page(attribution: Attribution, source: str) -> Page:
+    """Build a page that contains only the attribution: causes, shares, figures and the worst examples."""
+    page = Page("Where does the mismatch come from?", escape(source))
+    facts = {
+        "steps": f"{attribution.steps[0]} to {attribution.steps[-1]}",
+        "rows": attribution.rows,
+        "tokens": attribution.whole.tokens,
+        "KL(mu, pi), nats per token": attribution.whole.kl.whole,
+        "variance of log pi/mu": attribution.whole.variance.whole,
+    }
+    page.add_section("Recording", facts)
     causes = build_causes_table(attribution)
     page.add_section("Causes", format_verdict(attribution), *list_fixes(attribution), causes)
     page.add_section(
@@ -338,18 +344,4 @@ def add_sections(page: Page, attribution: Attribution) -> None:
     note = f"Ids are shown instead of text: {attribution.without_text}." if attribution.without_text else ""
     examples = (build_tokens_table(attribution), build_rows_table(attribution))
     page.add_section("Worst examples", f"Sorted by k3 of log pi/mu. {note}", *examples)
-
-
-def build_page(attribution: Attribution, source: str) -> Page:
-    """Build a page that contains only the attribution."""
-    page = Page("Where does the mismatch come from?", escape(source))
-    facts = {
-        "steps": f"{attribution.steps[0]} to {attribution.steps[-1]}",
-        "rows": attribution.rows,
-        "tokens": attribution.whole.tokens,
-        "KL(mu, pi), nats per token": attribution.whole.kl.whole,
-        "variance of log pi/mu": attribution.whole.variance.whole,
-    }
-    page.add_section("Recording", facts)
-    add_sections(page, attribution)
     return page

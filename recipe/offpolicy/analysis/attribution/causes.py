@@ -7,7 +7,6 @@ vocabulary and numerics.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +47,11 @@ def find_causes(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
         return report_untestable(NAMES, f"only {len(sampled)} tokens are recorded, and {LEAST_TOKENS} are needed")
     # Two engines never agree bit for bit on this many tokens.
     if np.array_equal(sampled.mu, sampled.old):
-        return report_untestable(NAMES, _explain_identity(card))
+        correction = card.get("correction")
+        why = "was one copied from the other? Record with correction.proximal=recompute"
+        if isinstance(correction, dict) and correction.get("proximal") == "same_engine":
+            why = "there is nothing to explain, as with correction.proximal=same_engine"
+        return report_untestable(NAMES, f"mu equals pi_old bit for bit: {why}")
     misaligned = find_misalignment(sampled)
     if misaligned.verdict == "present":
         return [misaligned, *report_untestable(NAMES[1:], "not tested: log mu belongs to other tokens")]
@@ -67,13 +70,6 @@ def find_causes(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
     # contexts.
     offset = "present" in (truncated.verdict, extra.verdict)
     return [*found, truncated, extra, find_numerics(sampled, offset=offset)]
-
-
-def _explain_identity(card: Mapping[str, Any]) -> str:
-    correction = card.get("correction")
-    if isinstance(correction, dict) and correction.get("proximal") == "same_engine":
-        return "mu equals pi_old bit for bit, as correction.proximal=same_engine requires: there is nothing to explain"
-    return "mu equals pi_old bit for bit: was one copied from the other? Record with correction.proximal=recompute"
 
 
 LOWEST = -15.0
@@ -103,15 +99,10 @@ def _find_shift(sampled: SampledTokens, columns: Mapping[int, Array]) -> Cause:
         return Cause(MISALIGNMENT, "not testable", evidence, "all log-probs are alike")
     evidence |= {"better_beside": better.value, "better_low": better.low, "better_high": better.high}
     if better.low <= THRESHOLDS.shift:
-        sentence = (
-            f"the correlation of log pi_old with log mu of the same token is {values[0]:.2f}, and with log mu of an "
-            f"adjacent token at most {values[best]:.2f}"
-        )
+        sentence = f"log pi_old correlates with log mu of the same token ({values[0]:.2f}; adjacent {values[best]:.2f})"
         return Cause(MISALIGNMENT, "absent", evidence, sentence)
-    sentence = (
-        f"log mu belongs to the token {'before' if best == 1 else 'after'}: with that shift its correlation with log "
-        f"pi_old is {values[best]:.2f}, without the shift {values[0]:.2f}"
-    )
+    side = "before" if best == 1 else "after"
+    sentence = f"log mu belongs to the token {side}: its correlation is {values[best]:.2f}, unshifted {values[0]:.2f}"
     fix = "fix the slicing in the code that computes mu: mu of token t is the log-prob at position t - 1 of the logits"
     return Cause(MISALIGNMENT, "present", evidence, sentence, fix)
 
@@ -136,10 +127,7 @@ def _find_unrelated(sampled: SampledTokens, columns: Array, evidence: Mapping[st
         f"log mu is unrelated to log pi_old: their correlation is {here.value:.2f} [{here.low:.2f}, {here.high:.2f}], "
         f"and the KL is {sampled.k3.mean():.2g} nats per token"
     )
-    fix = (
-        "find where mu is joined to the wrong rows: the rows may be in a different order, or mu may come from entirely "
-        "different weights"
-    )
+    fix = "find where mu is joined to the wrong rows, or comes from entirely different weights"
     return Cause(MISALIGNMENT, "present", {**evidence, **here.name("correlation_0", "low", "high")}, sentence, fix)
 
 
@@ -171,15 +159,12 @@ def find_temperature(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cau
     Args:
         sampling: sampling settings in the card, such as ``temperature``; empty if there are none.
     """
-    contexts = center_within_contexts(sampled)
-    evidence: dict[str, float] = {"contexts": contexts.count}
-    if contexts.count < LEAST_CONTEXTS:
-        sentence = (
-            f"only {contexts.count} contexts have two different sampled tokens, and {LEAST_CONTEXTS} are needed: "
-            f"record whole groups, with rollout.n of 2 or more"
-        )
-        return Cause(TEMPERATURE, "not testable", evidence, sentence)
-    x, y, cluster = contexts.old, contexts.mu, sampled.cluster[contexts.index]
+    contexts, index, y, x = center_within_contexts(sampled)
+    evidence: dict[str, float] = {"contexts": contexts}
+    if contexts < LEAST_CONTEXTS:
+        why = f"only {contexts} of {LEAST_CONTEXTS} contexts have two tokens: set rollout.n to 2 or more"
+        return Cause(TEMPERATURE, "not testable", evidence, why)
+    cluster = sampled.cluster[index]
     slope = estimate_ratio(x * y, x * x, cluster)
     # Share of the squared gap within contexts that is linear in log pi_old, and R^2 of log mu on log pi_old.
     explained, fit = (
@@ -191,37 +176,26 @@ def find_temperature(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cau
     evidence |= slope.name("slope", "low", "high") | explained.name("explained", "low") | fit.name("fit", "low")
     # Distance of the interval from 1; negative if the interval contains 1.
     distance = max(slope.low - 1.0, 1.0 - slope.high)
-    if distance <= THRESHOLDS.slope or explained.low <= THRESHOLDS.slope_explains:
-        sentence = (
-            f"within a context log mu is {slope.value:.3f} times log pi_old, which explains {explained.value:.0%} of "
-            f"the gap"
-        )
-        return Cause(TEMPERATURE, "absent", evidence, sentence)
     sentence = f"within a context log mu is {slope.value:.3f} [{slope.low:.3f}, {slope.high:.3f}] times log pi_old"
+    explains = f"which explains {explained.value:.0%} of the gap"
+    if distance <= THRESHOLDS.slope or explained.low <= THRESHOLDS.slope_explains:
+        return Cause(TEMPERATURE, "absent", evidence, f"{sentence}, {explains}")
     if slope.low <= 0.0 or fit.low <= THRESHOLDS.slope_fits:
         sentence += f" with an R^2 of {fit.value:.2f}, which no temperature can explain"
         return Cause(TEMPERATURE, "absent", evidence, sentence)
-    sentence += (
-        f", which explains {explained.value:.0%} of the gap: mu was computed at {1 / slope.value:.3f} times the "
-        "trainer's temperature"
+    sentence += f", {explains}: mu was computed at {1 / slope.value:.3f} times the trainer's temperature"
+    known = sampling.get("temperature")
+    # The override with which the trainer scores at the sampling temperature of the run.
+    same = (
+        f"actor_rollout_ref.rollout.temperature={float(known)!r}"
+        if isinstance(known, int | float) and known > 0
+        else "actor_rollout_ref.rollout.temperature at the value at which the engine samples, and"
     )
     fix = (
-        "use the same temperature for both engines, and log-probs computed after it is applied: "
-        f"{_format_same_temperature(sampling.get('temperature'))} "
+        f"use the same temperature for both engines, and log-probs computed after it is applied: {same} "
         "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
     )
     return Cause(TEMPERATURE, "present", evidence, sentence, fix)
-
-
-def _format_same_temperature(sampled_at: Any) -> str:
-    """Format the override with which the trainer scores at the sampling temperature of the run."""
-    known = isinstance(sampled_at, int | float) and not isinstance(sampled_at, bool)
-    if known and math.isfinite(sampled_at) and sampled_at > 0:
-        return f"actor_rollout_ref.rollout.temperature={float(sampled_at)!r}"
-    return (
-        "actor_rollout_ref.rollout.temperature at the value at which the engine samples, no other temperature in the "
-        "engine's own settings, and"
-    )
 
 
 WHOLE = 1e-4
@@ -252,9 +226,7 @@ def find_truncation(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tupl
         return Cause(TRUNCATED, verdict, evidence, why), Cause(EXTRA, verdict, evidence, why)
 
     if sampling.get("support") == "engine" and sampling.get("support_unknown") == "mask":
-        return both(
-            "absent", "the run's card says that pi_old was renormalised over the support from which the engine sampled"
-        )
+        return both("absent", "the run's card says that pi_old was renormalised over the support of the engine")
     if len(sampled) < LEAST_TOKENS:
         return both("not testable", f"fewer than {LEAST_TOKENS} tokens are left for the test")
     gap, cluster = sampled.gap, sampled.cluster
@@ -284,18 +256,12 @@ def find_truncation(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tupl
         "exhausted_contexts": contexts,
     }
     if missing.low <= THRESHOLDS.missing or one_sided.low <= THRESHOLDS.one_sided:
-        why = (
-            f"mu has cut off {missing.value:.2%} of pi_old's mass, and tokens at which mu is larger make up "
-            f"{one_sided.value:.0%} of the squared gap"
-        )
-        return both("absent", why, **evidence)
+        share = f"{one_sided.value:.0%} of the squared gap is at tokens where mu is larger"
+        return both("absent", f"mu has cut off {missing.value:.2%} of pi_old's mass, and {share}", **evidence)
     if above is not None:
         evidence |= above.name("above", "high")
         if above.high > THRESHOLDS.above:
-            why = (
-                f"where pi_old exceeds mu, it does so by {above.value:.2g} nats, which cutting off mass cannot cause; "
-                "with such scatter, the mean of pi_old / mu over these tokens does not measure the mass that is missing"
-            )
+            why = f"where pi_old exceeds mu, it does so by {above.value:.2g} nats, which cutting off mass cannot cause"
             return both("absent", why, **evidence)
     constant = (
         f"tokens at which mu is larger than pi_old make up {one_sided.value:.0%} of the squared gap, as if "
@@ -308,14 +274,8 @@ def find_truncation(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tupl
         by_what = f"the run's card says {restricted}"
     else:
         not_all = f"the sampled tokens hold all of mu's mass in only {contexts} contexts"
-        sentence = (
-            f"{constant}, and no token that could be sampled is missing, so the engine masks ids that the trainer "
-            "counts"
-        )
-        fix = (
-            "cut the output layer to the tokenizer's size, or mask the same ids in the trainer: config.vocab_size must "
-            "equal len(tokenizer)"
-        )
+        sentence = f"{constant}, and no token that could be sampled is missing: the engine masks ids of pi_old"
+        fix = "cut the output layer to the tokenizer's size (config.vocab_size), or mask the same ids in the trainer"
         return Cause(TRUNCATED, "absent", evidence, not_all), Cause(EXTRA, "present", evidence, sentence, fix)
     fix = "actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1, and no min_p"
     real = "the tokens that were cut off have a nonzero probability in the trainer"
@@ -328,11 +288,7 @@ def find_truncation(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tupl
 def _format_restrictions(sampling: Mapping[str, Any]) -> str:
     """Format the sampling settings that exclude tokens; empty if there are none."""
     known = {key: value for key, value in sampling.items() if isinstance(value, int | float)}
-    excludes = {
-        "top_p": known.get("top_p", 1) < 1,
-        "top_k": known.get("top_k", 0) > 0,
-        "min_p": known.get("min_p", 0) > 0,
-    }
+    excludes = {"top_p": known.get("top_p", 1) < 1, **{key: known.get(key, 0) > 0 for key in ("top_k", "min_p")}}
     return ", ".join(f"{key}={known[key]:g}" for key, excluded in excludes.items() if excluded)
 
 
@@ -349,12 +305,12 @@ def find_numerics(sampled: SampledTokens, *, offset: bool) -> Cause:
     """
     mu, gap, cluster = sampled.mu, sampled.gap, sampled.cluster
     if offset:
-        contexts = center_within_contexts(sampled)
-        if contexts.count < LEAST_CONTEXTS:
-            why = f"only {contexts.count} contexts have two different sampled tokens"
-            return Cause(NUMERICS, "not testable", {"contexts": contexts.count}, why)
+        contexts, index, centred_mu, centred_old = center_within_contexts(sampled)
+        if contexts < LEAST_CONTEXTS:
+            why = f"only {contexts} contexts have two different sampled tokens"
+            return Cause(NUMERICS, "not testable", {"contexts": contexts}, why)
         # Centring removes the offset of each context.
-        mu, gap, cluster = mu[contexts.index], contexts.old - contexts.mu, cluster[contexts.index]
+        mu, gap, cluster = mu[index], centred_old - centred_mu, cluster[index]
     if len(gap) < LEAST_TOKENS:
         return Cause(NUMERICS, "not testable", {}, f"fewer than {LEAST_TOKENS} tokens are left for the test")
     low, middle, high = mu < np.log(0.1), (mu >= np.log(0.1)) & (mu < np.log(0.9)), mu >= np.log(0.5)
@@ -368,10 +324,7 @@ def find_numerics(sampled: SampledTokens, *, offset: bool) -> Cause:
     if tail is not None:
         evidence |= tail.name("tail", "low")
     if noise.low <= THRESHOLDS.noise:
-        sentence = (
-            f"for tokens with a probability between 0.1 and 0.9, the gap has a deviation of {noise.value:.2g} nats, "
-            "which is normal for two engines in bfloat16"
-        )
+        sentence = f"the gap's deviation of {noise.value:.2g} nats is normal for two engines in bfloat16"
         return Cause(NUMERICS, "absent", evidence, sentence)
     if tail is None or tail.low <= THRESHOLDS.tail:
         sentence = f"the gap of {noise.value:.2g} nats does not grow towards low probability"

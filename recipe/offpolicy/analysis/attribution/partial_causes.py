@@ -50,8 +50,7 @@ def find_retokenisation(sampled: SampledTokens) -> tuple[Cause, Mask]:
         if (turn == each).sum() >= LEAST_TOKENS
     }
     if len(means) < 2:
-        why = f"fewer than two turns have {LEAST_TOKENS} tokens"
-        return Cause(RETOKENISATION, "not testable", {}, why), everything
+        return Cause(RETOKENISATION, "not testable", {}, "fewer than two turns have enough tokens"), everything
     # The cleanest turn represents the effect of the backend alone.
     cleanest = min(means, key=lambda each: means[each])
     evidence = {**{f"kl_turn_{each}": value for each, value in means.items()}, "cleanest": cleanest}
@@ -74,10 +73,7 @@ def find_retokenisation(sampled: SampledTokens) -> tuple[Cause, Mask]:
         f"{worse[worst]:,.0f} times that of turn {cleanest + 1} at equal probability "
         f"({means[worst]:.2g} against {means[cleanest]:.2g} nats)"
     )
-    fix = (
-        "train on the token ids that the engine received and returned: an agent loop must keep them, and must never "
-        "encode a conversation's text again"
-    )
+    fix = "train on the token ids that the engine received and returned: never encode a conversation's text again"
     return Cause(RETOKENISATION, "present", evidence, sentence, fix), clean
 
 
@@ -120,10 +116,7 @@ def find_stale_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
         if kept.high < THRESHOLDS.growth:
             told_apart += ", so the weights are stale"
         elif of_new.verdict == "present":
-            told_apart += (
-                ": the weights are stale, because new prompts are affected too and training changes repeated prompts "
-                "most; the cache may be stale as well"
-            )
+            told_apart += ": the weights are stale, because new prompts are affected too; the cache may be as well"
         else:
             told_apart += ", which does not show whether the weights or the cache are stale"
     if cause.verdict == "present":
@@ -133,18 +126,15 @@ def find_stale_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
 
 def _report_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> Cause:
     """Build the verdict on repeated prompts; ``alone``: whether new prompts are as fresh as the freshest step's."""
-    which = (
-        "and new prompts are fresh, so the engine's prefix cache holds keys and values computed with older weights"
-        if alone
-        else "and there are too few new prompts to tell whether the engine has older weights, or only keys and values "
-        "computed with them"
-    )
-    sentence = (
+    found = (
         f"in the same steps and at equal probability, rows with a repeated prompt have {kept.value:,.0f} times the KL "
-        f"of rows with a new prompt ({evidence['kl_again']:.2g} against {evidence['kl_new']:.2g} nats per token), "
-        f"{which}"
+        f"of rows with a new prompt ({evidence['kl_again']:.2g} against {evidence['kl_new']:.2g} nats per token), and"
     )
-    return Cause(STALE, "present", evidence, sentence, _FIX_CACHE if alone else FIX_WEIGHTS)
+    if alone:
+        which = "new prompts are fresh, so the engine's prefix cache holds keys and values computed with older weights"
+        return Cause(STALE, "present", evidence, f"{found} {which}", _FIX_CACHE)
+    which = "there are too few new prompts to tell whether the engine has older weights, or only an older cache"
+    return Cause(STALE, "present", evidence, f"{found} {which}", FIX_WEIGHTS)
 
 
 def _compare_prompts(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping[str, float]]:
@@ -181,10 +171,7 @@ def _explain_missing_comparison(sampled: SampledTokens, again: Mask) -> str:
     if (sampled.again < 0).any():
         return "; record the prompts to find out whether the weights or the cache are stale"
     if again.sum() < LEAST_TOKENS:
-        return (
-            "; every step has new prompts, so either the weights are stale, or the cache of a text that the prompts "
-            "share"
-        )
+        return "; every step has new prompts, so either the weights are stale, or the cache of a text that they share"
     return "; to find out whether the weights or the cache are stale, new prompts are needed alongside repeated ones"
 
 
@@ -229,8 +216,7 @@ def _compare_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
     elif present:
         sentence = (
             f"the KL per token grows from {series[freshest]:.2g} nats at step {freshest} to {series[worst]:.2g} at "
-            f"step {worst}, by a factor of {factor.value:.0f}, and falls back {falls} times: the engine does not "
-            f"sample with the trainer's weights"
+            f"step {worst}, and falls back {falls} times: the engine does not sample with the trainer's weights"
         )
     else:
         sentence = f"the KL of steps differs by a factor of {factor.value:.1f} at most, without resets"
@@ -263,14 +249,12 @@ def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
     delivered = Cause(UNDELIVERED, "present" if wrong else "absent", evidence, sentence)
     along, square = (sum(float(line.get(name, 0.0)) for line in lines) for name in ("along", "square"))
     if not square > 0:
-        why = "no update between two synchronisations was recorded"
-        return [delivered, Cause(ROUNDED, "not testable", {}, why)]
+        return [delivered, Cause(ROUNDED, "not testable", {}, "no update between two synchronisations was recorded")]
     seen = along / square
     sentence = f"the engine's dtype lets {seen:.2g} of the trainer's updates through"
     if seen >= LEAST_SEEN:
         return [delivered, Cause(ROUNDED, "absent", {"seen": seen}, sentence)]
-    sentence = f"{sentence}: the engine samples with older weights"
-    return [delivered, Cause(ROUNDED, "present", {"seen": seen}, sentence, FIX_ROUNDED)]
+    return [delivered, Cause(ROUNDED, "present", {"seen": seen}, f"{sentence}: its weights are older", FIX_ROUNDED)]
 
 
 def withdraw_staleness(delivery: Sequence[Cause], causes: Sequence[Cause], *, stale: bool) -> list[Cause]:

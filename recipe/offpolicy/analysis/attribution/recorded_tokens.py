@@ -90,20 +90,14 @@ def select_scored_rows(parts: Iterable[Step]) -> tuple[Rows, int]:
 
 def describe_left_out(left_out: int) -> str:
     """Describe the rows that are left out of an attribution; empty if there are none."""
-    if not left_out:
-        return ""
-    return (
-        f"{left_out} rows of later gradient steps are left out, and drift is not identified: the trainer's pi_old was "
-        f"not recorded. Record with correction.proximal=recompute to include them."
-    )
+    reason = "drift is not identified. Record with correction.proximal=recompute to include them."
+    return f"{left_out} rows of later gradient steps are left out, and {reason}" if left_out else ""
 
 
 def describe_none_scored(left_out: int) -> str:
     """Explain why nothing can be attributed if all rows are left out, and suggest a fix, without a final full stop."""
-    return (
-        f"{left_out} rows are recorded, but none during the first gradient step of a training step, and the trainer's "
-        f"pi_old was not recorded. Record with correction.proximal=recompute"
-    )
+    reason = "none during the first gradient step of a training step. Record with correction.proximal=recompute"
+    return f"{left_out} rows are recorded, but {reason}"
 
 
 @dataclass(frozen=True)
@@ -266,24 +260,13 @@ def number(keys: NDArray[np.generic]) -> Integers:
     return np.unique(keys, return_inverse=True)[1].astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Contexts:
-    """Contexts from which at least two different tokens were sampled, with centred log-probs.
+def center_within_contexts(sampled: SampledTokens) -> tuple[int, Integers, Array, Array]:
+    """Center log-probs within each context from which at least two different tokens were sampled.
 
-    Attributes:
-        index: (n,) indices of their distinct tokens.
-        count: number of contexts.
-        mu, old: (n,) log-probs without their context's mean.
+    Returns:
+        The number of these contexts, and, for each of their n distinct tokens, its index, and log mu and log pi_old
+        without their context's mean.
     """
-
-    index: Integers
-    count: int
-    mu: Array
-    old: Array
-
-
-def center_within_contexts(sampled: SampledTokens) -> Contexts:
-    """Center log-probs within each context that has at least two different tokens."""
     index = _find_distinct_tokens(sampled)
     _, place, kinds = np.unique(sampled.context[index], return_inverse=True, return_counts=True)
     index, place = index[kinds[place] > 1], number(place[kinds[place] > 1])
@@ -292,7 +275,7 @@ def center_within_contexts(sampled: SampledTokens) -> Contexts:
         values[index] - (np.bincount(place, weights=values[index]) / size)[place]
         for values in (sampled.mu, sampled.old)
     )
-    return Contexts(index, len(size), mu, old)
+    return len(size), index, mu, old
 
 
 def sum_probabilities(sampled: SampledTokens) -> tuple[Array, Array, Integers]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypeVar
 
@@ -66,9 +66,8 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
     return TokenDecoder(tokenizer), ""
 
 
-BEFORE: Final = 12
-AFTER: Final = 4
-"""Number of tokens to show as context."""
+BEFORE, AFTER = 12, 4
+"""Number of tokens to show as context before and after a token."""
 EXCERPT: Final = 60
 """Number of tokens of a row to show."""
 _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log_prob"}
@@ -227,8 +226,8 @@ def build_examples(kind: type[Example], found: pl.DataFrame, k3: float, reader: 
     """Build the examples (tokens or rows) from their frame, with shares of ``k3``, the sum over all tokens."""
     found = found.with_columns(share=pl.col("loss") / k3).select(field.name for field in fields(kind))
     text = [name for name, dtype in found.schema.items() if dtype == pl.List]
-    each: Iterable[dict[str, Any]] = found.iter_rows(named=True)
-    return [kind(**(values | {name: reader.decode(values[name]) for name in text})) for values in each]
+    decoded = ({**each, **{name: reader.decode(each[name]) for name in text}} for each in found.iter_rows(named=True))
+    return [kind(**values) for values in decoded]
 
 
 def _describe(rows: Rows, row: NDArray[np.int64]) -> list[pl.Series]:

@@ -67,9 +67,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
     """
     for override in overrides:
         if _parse(override).key_or_group.split(".")[0] != GROUP:
-            raise SpecError(
-                f"{override}: this is not an override of the correction, and a replay reads nothing else. {_EXAMPLE}"
-            )
+            raise SpecError(f"{override}: this is not an override of the correction. {_EXAMPLE}")
     try:
         # The Hydra node lists the chosen options.
         config = compose(_PRIMARY, overrides=force_own_keys(overrides), return_hydra_config=True)
@@ -77,10 +75,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
         options = read_chosen_options()
         check_stack(options)
         if options == [AUTO]:
-            raise SpecError(
-                f"{GROUP}={AUTO} depends on a run's configuration. Name the options that it chose; the run printed "
-                "them at its start."
-            )
+            raise SpecError(f"{GROUP}={AUTO} depends on a run's configuration. Name the options that the run printed.")
         mapping = cast(dict[str, Any], OmegaConf.to_container(config[GROUP], resolve=True))
     except MissingConfigException as error:
         if said := explain_moved(error.missing_cfg_file, overrides):

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...correction import CorrectionSpec
 from ...correction.ratios import EXP_CLAMP, clamp_and_exp, compute_log_ratio, find_valid_tokens
 from ...correction.statistics import BUCKETS, SIGNS, STALENESS
 from ...recording import Rows
-from .replay import Block, Decision, RecordedLoss
-
-Array = NDArray[np.float64]
+from .replay import Array, Block, Decision, RecordedLoss
 
 TURN_GROUPS = ("is0", "is1", "is2", "ge3")
 """Turns of a row by number, from 0; their names are formed like the names of the staleness groups."""
@@ -115,9 +112,7 @@ def build_reference_block(block: Block, loss: RecordedLoss) -> ReferenceBlock:
     return ReferenceBlock(block, counted, advantages, loss, base_factor, ideal, mismatch, signs, turns, shared)
 
 
-def compute_weighed_advantages(
-    spec: CorrectionSpec, by: Decision, of: ReferenceBlock, scale: Array | None = None
-) -> Tensor:
+def weigh_advantages(spec: CorrectionSpec, by: Decision, of: ReferenceBlock, scale: Array | None = None) -> Tensor:
     """Compute f A, as defined in ``replay``, minus a penalty's pull: (B, W) float64, 0 where ``of.counted`` is
     False.
 
@@ -149,7 +144,7 @@ def compute_row_sums(by: Decision, of: ReferenceBlock, weighed: Tensor) -> Array
     """Compute the sums of each row: (B, len(COLUMNS)).
 
     Args:
-        weighed: (B, W) f A, see ``compute_weighed_advantages``.
+        weighed: (B, W) f A, see ``weigh_advantages``.
     """
     applied = torch.where(by.keep, by.weight, 0.0).double()
     kept = by.keep.sum(-1).double()

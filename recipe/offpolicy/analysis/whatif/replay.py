@@ -35,6 +35,7 @@ from ...correction.ratios import clamp_and_exp
 from ...recording import Rows
 from ...recording.recording import read_config
 
+Array = NDArray[np.float64]
 SIZE = 2**16
 """Number of positions in a block, including padding; a longer row forms its own block."""
 _COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")
@@ -159,20 +160,14 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         if beyond := int((~(apart <= TOLERANCE)).sum()):
             raise SpecError(
                 f"correction.proximal=same_engine: at {beyond} of {len(apart)} tokens mu differs from pi_old by more "
-                f"than {TOLERANCE:g} nats, so the run would have stopped. Replay with correction.proximal=bypass, "
-                "which uses mu as pi_old."
+                f"than {TOLERANCE:g} nats, so the run would have stopped. Replay with correction.proximal=bypass."
             )
     if "version" in spec.levels and (unknown := _count_rows(rows, rows.version < 0)):
-        raise SpecError(
-            f"level=version: for {unknown} of {len(rows)} rows it is unknown which version of the weights sampled "
-            f"each token. Set level=turn or level=sequence."
-        )
+        reason = f"for {unknown} of {len(rows)} rows it is unknown which version of the weights sampled each token"
+        raise SpecError(f"level=version: {reason}. Set level=turn or level=sequence.")
     if spec.age_keys and (unknown := _count_rows(rows, rows.token_staleness < 0)):
-        key = spec.age_keys[0]
-        raise SpecError(
-            f"correction.{key} depends on the age of the weights: for {unknown} of {len(rows)} rows it is unknown "
-            f"which version sampled them. Replay without this key."
-        )
+        reason = f"depends on the age of the weights: for {unknown} of {len(rows)} rows it is unknown"
+        raise SpecError(f"correction.{spec.age_keys[0]} {reason}. Replay without this key.")
 
 
 def _count_rows(rows: Rows, tokens: NDArray[np.bool_]) -> int:
@@ -213,9 +208,7 @@ def decide(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block, constant
     return Decision(old, stage.valid, step.weight, step.keep, step.rejected)
 
 
-def count_kept_tokens(
-    spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows, constants: BatchConstants
-) -> NDArray[np.float64]:
+def count_kept(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows, constants: BatchConstants) -> Array:
     """Count, for each row, the tokens that the loss's denominator keeps, (N,).
 
     These are the tokens that the rollout stage keeps, or, with ``nonfinite=excluded``, the tokens whose mu is finite.
@@ -350,12 +343,10 @@ class RecordedLoss:
             return f"loss_agg_mode={self.aggregation} divides by an unknown count"
         _, counts = np.unique(rows.mini_batch, return_counts=True)
         if (rows.mini_batch < 0).any() or (counts != self.mini_batch_rows).any():
-            return (
-                f"some recorded mini-batches do not have the {self.mini_batch_rows} rows that the run trains on at once"
-            )
+            return f"some recorded mini-batches do not have the {self.mini_batch_rows} rows of a training mini-batch"
         return ""
 
-    def compute_scale(self, rows: Rows, kept: NDArray[np.float64]) -> NDArray[np.float64]:
+    def compute_scale(self, rows: Rows, kept: Array) -> Array:
         """Compute the factor of each row, (N,) float64; see ``correction.decisions.compute_scale_of_counts``.
 
         Args:

@@ -20,7 +20,6 @@ from .measures import (
     FEW,
     GROUPS,
     Agreement,
-    Array,
     CorrectionMeasures,
     TurnShare,
     build_reference_block,
@@ -29,16 +28,17 @@ from .measures import (
     compute_measures,
     compute_row_sums,
     compute_turn_shares,
-    compute_weighed_advantages,
     sum_by_group,
+    weigh_advantages,
 )
 from .replay import (
+    Array,
     Block,
     Decision,
     RecordedLoss,
     check_replayable,
     compute_constants,
-    count_kept_tokens,
+    count_kept,
     decide,
     iterate_blocks,
     needs_other_advantages,
@@ -233,9 +233,8 @@ def run_study(
     ):
         totals.add(found)
     if not totals.by_step:
-        raise RecordingError(
-            f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record other steps."
-        )
+        span = f"steps {steps[0]} to {steps[-1]}"
+        raise RecordingError(f"{recording.directory}: no row is recorded in {span}. Record other steps.")
     done = [place for place, candidate in enumerate(replayable) if candidate.label not in totals.failures]
     outcomes = tuple(totals.build_outcome(place, replayable[place]) for place in done)
     extensions = read_extensions(card).items()
@@ -263,25 +262,16 @@ _NAMED = 5
 def _format_notes(totals: _Totals, measures: Sequence[CorrectionMeasures], *, sampled: bool) -> Iterator[str]:
     """Yield sentences about the limitations of the figures, one at a time."""
     if totals.uncounted:
-        yield (
-            f"{totals.uncounted} response tokens have a log-prob or an advantage that is not finite: their gradient "
-            f"weights are left out."
-        )
+        yield f"{totals.uncounted} response tokens have a log-prob or advantage that is not finite: left out."
     if sampled and totals.needs_batch:
-        yield (
-            "Only a sample of the rows was recorded: constants of the whole batch (the mean of normalised weights, "
-            "M2PO's cut) are computed from the sample."
-        )
+        yield "Only a sample of the rows was recorded: constants of the whole batch are computed from the sample."
     for (asked, reason), steps in totals.unscaled.items():
-        yield (
-            f"{asked} is replayed as original in {len(steps)} step(s), because its factor N / (N - R) is unknown: "
-            f"{reason}."
-        )
+        yield f"{asked} is replayed as original in {len(steps)} step(s), because its factor is unknown: {reason}."
     # A correction may fail after an earlier step has added a note about it.
     if labels := sorted(totals.other_advantages - totals.failures.keys()):
         more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
         yield (
-            f"Advantages are used as recorded, but correction.baseline=exclude computes them from kept rows: with "
+            f"correction.baseline=exclude computes advantages from kept rows, but they are used as recorded: with "
             f"{', '.join(labels[:_NAMED])}{more}, training would have used other advantages."
         )
     if totals.unchecked:
@@ -325,15 +315,21 @@ def _replay(
     try:
         recorded = CorrectionSpec.from_mapping(part.spec)
     except SpecError as error:
-        raise RecordingError(
-            f"{files[0]}: its metadata holds no valid correction ({error}). Remove the file."
-        ) from error
+        why = f"its metadata holds no valid correction ({error})"
+        raise RecordingError(f"{files[0]}: {why}. Remove the file.") from error
     active: dict[int, CorrectionSpec] = {}
     for place, candidate in enumerate(candidates):
         if candidate.label in totals.failures:
             continue
         try:
-            active[place] = _resolve(candidate, part, recorded)
+            spec = candidate.resolve_spec(part.spec)
+            if spec.centering is not None:
+                why = (
+                    "the log-probs of tokens that were not sampled are unknown. Replay with correction.centering=null."
+                )
+                raise SpecError(f"correction.centering={spec.centering}: {why}")
+            check_replayable(spec, recorded, rows)
+            active[place] = spec
         except SpecError as error:
             totals.failures[candidate.label] = f"step {number}: {error}"
     # Results are keyed by spec, so that candidates that are equal at this step are replayed once.
@@ -352,8 +348,7 @@ def _replay(
             asked = "denominator=kept" if spec.denominator == "kept" else "nonfinite=excluded"
             totals.unscaled.setdefault((asked, unknown), set()).add(number)
         else:
-            kept = count_kept_tokens(spec, recorded, rows, constants[spec])
-            scales[spec] = loss.compute_scale(rows, kept)
+            scales[spec] = loss.compute_scale(rows, count_kept(spec, recorded, rows, constants[spec]))
     tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in replayed}
     places = list(active)
     for block in iterate_blocks(rows):
@@ -361,7 +356,7 @@ def _replay(
         decisions = {spec: decide(spec, recorded, block, constants[spec]) for spec in constants}
         weighed = {}
         for spec, table in tables.items():
-            weighed[spec] = compute_weighed_advantages(spec, decisions[spec], of, scales.get(spec))
+            weighed[spec] = weigh_advantages(spec, decisions[spec], of, scales.get(spec))
             table[block.rows] = compute_row_sums(decisions[spec], of, weighed[spec])
         if places:
             chosen = active.values()
@@ -380,19 +375,3 @@ def _replay(
     for place, spec in active.items():
         totals.sums[place] = sums[spec] + totals.sums.get(place, 0.0)
         of_step[place] = sums[spec][0] + of_step.get(place, 0.0)
-
-
-def _resolve(candidate: Candidate, part: Step, recorded: CorrectionSpec) -> CorrectionSpec:
-    """Return the correction with which a part of a step is replayed.
-
-    Raises:
-        SpecError: the correction is malformed, or the recorded data are not sufficient to replay it.
-    """
-    spec = candidate.resolve_spec(part.spec)
-    if spec.centering is not None:
-        raise SpecError(
-            f"correction.centering={spec.centering}: a recording contains no log-probs of tokens that were not "
-            "sampled, so the centring term is unknown. Replay with correction.centering=null."
-        )
-    check_replayable(spec, recorded, part.rows)
-    return spec

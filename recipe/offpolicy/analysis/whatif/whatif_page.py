@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from ..page import Details, Page
 from ..plotting import Axis, Mark, Panel, Rule, style_line
 from ..table import Column, Table, to_plain
 from .candidates import RECORDED, UNCORRECTED
-from .measures import Array
+from .replay import Array
 from .study import TOLERANCE, CorrectionOutcome, Fidelity, Study
 
 if TYPE_CHECKING:
@@ -105,10 +106,8 @@ def describe_left_out(corrections: int) -> list[str]:
     """Describe which tables are left out for this many corrections; empty if all tables are shown."""
     if corrections <= MOST_COMPARED:
         return []
-    return [
-        f"{corrections} corrections are more than {MOST_COMPARED}: no tables of their agreement or by step are shown. "
-        f"--json contains both."
-    ]
+    tables = "no tables of their agreement or by step are shown. --json contains both."
+    return [f"{corrections} corrections are more than {MOST_COMPARED}: {tables}"]
 
 
 def build_agreement_tables(study: Study) -> Iterator[Table]:
@@ -144,10 +143,9 @@ def describe_fidelity(fidelity: Fidelity) -> str:
             f"within a relative tolerance of {TOLERANCE:g} (largest difference {fidelity.weight_error:.1g})."
         )
     return (
-        f"MISMATCH: the replay of the recorded correction differs from the recording in "
-        f"{fidelity.rejections:,} decisions and {fidelity.weights:,} weights of {tokens}. "
-        f"The recording and this code disagree, so no figure here is credible. "
-        f"Fix: replay with the release that made the recording."
+        f"MISMATCH: the replay of the recorded correction differs in {fidelity.rejections:,} decisions and "
+        f"{fidelity.weights:,} weights of {tokens}, so no figure here is credible. Fix: replay with the release that "
+        "made the recording."
     )
 
 
@@ -240,18 +238,7 @@ def _split_base(outcomes: Sequence[CorrectionOutcome]) -> Iterator[PanelRow]:
     for title, several in along.items():
         ordered = tuple(sorted(several, key=parse))
         ticks = tuple(outcome.candidate.point[axis] for outcome in ordered)
-        # "[tis_token,gsm] weight.upper=2" is written as "tis_token and gsm, upper bound of weight = 2".
-        options, *others = shorten_label(title).split(" ")
-        named = [f"{_name_key(key)} = {value}" for key, _, value in (each.partition("=") for each in others)]
-        words = ", ".join([" and ".join(options.strip("[]").split(",")), *named])
-        yield PanelRow(words, _name_key(shorten_label(axis)), ticks, ordered, ordered=True)
-
-
-def _name_key(key: str) -> str:
-    """Write ``masks.gsm.upper`` as ``upper bound of gsm``; other keys stay as they are."""
-    *owner, name = key.split(".")
-    known = {"upper": "upper bound", "lower": "lower bound", "delta": "delta", "budget": "budget"}
-    return f"{known[name]} of {owner[-1]}" if owner and name in known else key
+        yield PanelRow(shorten_label(title), shorten_label(axis), ticks, ordered, ordered=True)
 
 
 def draw_study(study: Study) -> Figure:
@@ -271,7 +258,9 @@ def build_panels(study: Study) -> list[list[Panel]]:
 
 
 def _build_row(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[Panel]:
-    by_group, title = _collect_groups(line)
+    shares = [collect_kept_shares(outcome) for outcome in line.outcomes]
+    headings = {name: text for name, text in list_groups(line.outcomes[0]).items() if name.startswith("length/")}
+    by_length = {text: [share.get(name) for share in shares] for name, text in headings.items()}
     uncorrected = [
         Rule(value, "y", f"uncorrected, {_BIAS[name]}", plotting.PALETTE[colour])
         for outcome in level
@@ -283,30 +272,16 @@ def _build_row(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[Panel
         {label: [getattr(outcome.overall, name) for outcome in line.outcomes] for name, label in names.items()}
         for names in (_KEPT, _SCALE, _BIAS)
     )
-    lengths, sample = (
-        "Share of tokens kept by length of the row or group",
-        "Share kept, mismatch left and effective sample size",
-    )
-    distance = "Distance from unbiased weights"
+    lengths, distance = "Share of tokens kept by length of the row", "Distance from unbiased weights"
+    sample = "Share kept, mismatch left and effective sample size"
     return [
-        _build_panel(line, title, lengths, "share of the group's tokens", by_group, share=True),
+        _build_panel(line, "Tokens kept by length T", lengths, "share of the group's tokens", by_length, share=True),
         _build_panel(line, "Kept and effective sample", sample, "share", kept, share=True),
         _build_panel(
             line, "Effective learning rate", "Learning-rate scale", "share of the uncorrected scale", scale, [full]
         ),
         _build_panel(line, distance, distance, "relative distance", bias, uncorrected),
     ]
-
-
-def _collect_groups(line: PanelRow) -> tuple[Series, str]:
-    """Collect kept shares by length or, if all rows have the same length, by the groups that split the tokens."""
-    names = list_groups(line.outcomes[0])
-    lengths = [name for name in names if name.startswith("length/")]
-    others = [name for name in names if name not in lengths]
-    by_length = len(lengths) > 1 or not others
-    shares = [collect_kept_shares(outcome) for outcome in line.outcomes]
-    found = {names[name]: [share.get(name) for share in shares] for name in (lengths if by_length else others)}
-    return found, f"Tokens kept by {'length T' if by_length else 'group'}"
 
 
 def _build_panel(
@@ -367,6 +342,15 @@ MEANINGS = {
 }
 
 
+def build_blocks(study: Study) -> list[Table | str]:
+    """Build the tables and sentences to print."""
+    return [
+        *(build_overall_table(study), build_group_table(study), *itertools.islice(build_agreement_tables(study), 1)),
+        *([build_failure_table(study)] if study.failures else []),
+        *(describe_fidelity(study.fidelity), *study.notes, *describe_left_out(len(study.outcomes))),
+    ]
+
+
 def build_page(study: Study) -> Page:
     """Build the page: all results, and the meaning of their columns."""
     result = Page("What if: other corrections on recorded steps", subtitle=study.directory)
@@ -408,16 +392,16 @@ def build_document(study: Study) -> dict[str, Any]:
     * ``failures``: label -> why the correction was not replayed.
     * ``notes``: limitations of the figures.
     """
-    compared = study.fidelity.tokens or not study.fidelity.agrees
-    agrees = study.fidelity.agrees if compared else None
+    agrees = study.fidelity.agrees and (True if study.fidelity.tokens else None)
     matrices = {name: matrix.tolist() for name, matrix in vars(study.agreement).items()}
-    corrections = []
-    for outcome in study.outcomes:
-        candidate, results = outcome.candidate, vars(outcome)
-        named = {"label": candidate.label, "base": candidate.base, "point": candidate.point}
-        spec = None if candidate.spec is None else candidate.spec.to_mapping()
-        measured = {name: results[name] for name in ("overall", "groups", "turns", "steps")}
-        corrections.append({**named, "spec": spec, **measured})
+    corrections = [
+        {
+            **{name: getattr(outcome.candidate, name) for name in ("label", "base", "point")},
+            "spec": None if outcome.candidate.spec is None else outcome.candidate.spec.to_mapping(),
+            **{name: getattr(outcome, name) for name in ("overall", "groups", "turns", "steps")},
+        }
+        for outcome in study.outcomes
+    ]
     document = {
         "schema": SCHEMA,
         "recording": {name: getattr(study, name) for name in ("directory", "steps", "rows", "tokens")},

@@ -63,7 +63,6 @@ def test_temperature_is_estimated(temperature: float) -> None:
         (0.7, "rollout.temperature=0.7 "),
         (1, "rollout.temperature=1.0 "),
         (0.0, "at which the engine samples"),
-        (True, "at which the engine samples"),
         ("warm", "at which the engine samples"),
     ],
 )

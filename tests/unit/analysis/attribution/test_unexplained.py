@@ -61,7 +61,7 @@ def test_what_cannot_be_looked_for_is_not_called_even() -> None:
     assert "mu equals pi_old bit for bit: was one copied from the other?" in format_verdict(copied)
     one_engine = {"correction": {"proximal": "same_engine"}}
     alike = attribute_rows(replace(rows, old_log_prob=rows.rollout_log_prob), one_engine)
-    assert "as correction.proximal=same_engine requires: there is nothing to explain" in format_verdict(alike)
+    assert "there is nothing to explain, as with correction.proximal=same_engine" in format_verdict(alike)
     assert "5 tokens are recorded" in format_verdict(attribute_rows(drawn_rows([5]), {}))
 
 

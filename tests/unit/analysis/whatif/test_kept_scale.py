@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.replay import RecordedLoss, count_kept_tokens
+from recipe.offpolicy.analysis.whatif.replay import RecordedLoss, count_kept
 from recipe.offpolicy.analysis.whatif.study import Study, run_study
 from recipe.offpolicy.batch.plan import SCALE, BatchSplit, build_row_columns
 from recipe.offpolicy.correction import BatchConstants
@@ -89,7 +89,7 @@ def test_rows_are_scaled_as_training_scales_them(tmp_path: Path, mode: str) -> N
     recorded = Recording(tmp_path).step(5).rows
     counts = RecordedLoss.from_card(card(mode, rows=8))
     assert counts.explain_unknown(recorded) == ""
-    scale = counts.compute_scale(recorded, count_kept_tokens(chosen, chosen, recorded, BatchConstants()))
+    scale = counts.compute_scale(recorded, count_kept(chosen, chosen, recorded, BatchConstants()))
     assert torch.from_numpy(scale).tolist() == pytest.approx(trained.tolist(), rel=1e-12)
     assert len(set(scale.tolist())) > 2
 

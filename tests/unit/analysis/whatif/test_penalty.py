@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.whatif.measures import build_reference_block, compute_weighed_advantages
-from recipe.offpolicy.analysis.whatif.replay import RecordedLoss, count_kept_tokens, decide, iterate_blocks
+from recipe.offpolicy.analysis.whatif.measures import build_reference_block, weigh_advantages
+from recipe.offpolicy.analysis.whatif.replay import RecordedLoss, count_kept, decide, iterate_blocks
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
 from recipe.offpolicy.correction.correction_parts import PenaltySpec
 from tests.support.acted import by_hand
@@ -31,7 +31,7 @@ def test_a_penalty_pulls_by_twice_its_log_ratio(ratio: str, expected: list[float
     of = build_reference_block(block, RecordedLoss("gpg"))
     decision = decide(penalised, CorrectionSpec(), block, BatchConstants())
     plain = replace(penalised, penalty=None)
-    pull = compute_weighed_advantages(plain, decision, of) - compute_weighed_advantages(penalised, decision, of)
+    pull = weigh_advantages(plain, decision, of) - weigh_advantages(penalised, decision, of)
     first = pull[list(block.rows).index(0), :3]
     torch.testing.assert_close(first, 2 * 0.25 * LOG2 * torch.tensor(expected, dtype=torch.float64))
 
@@ -41,5 +41,5 @@ def test_excluded_counts_the_tokens_with_a_finite_mu() -> None:
     mu = ROWS.rollout_log_prob.copy()
     mu[1] = math.nan
     excluded = replace(spec(None, band=band(0.9, 1.1)), nonfinite="excluded")
-    kept = count_kept_tokens(excluded, CorrectionSpec(), replace(ROWS, rollout_log_prob=mu), BatchConstants())
+    kept = count_kept(excluded, CorrectionSpec(), replace(ROWS, rollout_log_prob=mu), BatchConstants())
     assert kept.tolist() == [2.0, 2.0]
