@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ...monitor.alarms import HEALTHY_KL
 
 Array = NDArray[np.float64]
+Values = NDArray[np.generic]
 Verdict = Literal["present", "absent", "not testable"]
 
 MISALIGNMENT, RETOKENISATION, STALE = "misalignment", "re-tokenisation", "stale weights"
@@ -111,7 +112,7 @@ class Estimate:
 
 
 def estimate(
-    columns: Iterable[NDArray[np.generic]], cluster: NDArray[np.int64], statistic: Callable[[Array], float]
+    columns: Iterable[Values], cluster: NDArray[np.int64], statistic: Callable[[Array], float]
 ) -> Estimate | None:
     """Estimate a statistic of sums over all tokens, with a cluster-bootstrap interval; None if it is not finite.
 
@@ -138,8 +139,6 @@ def estimate(
     return Estimate(float(value), float(np.percentile(drawn, 1)), float(np.percentile(drawn, 99)))
 
 
-def estimate_ratio(
-    part: NDArray[np.generic], whole: NDArray[np.generic], cluster: NDArray[np.int64]
-) -> Estimate | None:
+def estimate_ratio(part: Values, whole: Values, cluster: NDArray[np.int64]) -> Estimate | None:
     """Estimate the sum of one column divided by the sum of another; see ``estimate``."""
     return estimate((part, whole), cluster, lambda sums: float(sums[0] / sums[1]))

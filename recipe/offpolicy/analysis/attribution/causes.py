@@ -198,10 +198,9 @@ def find_temperature(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cau
     return Cause(TEMPERATURE, "present", evidence, sentence, fix)
 
 
-WHOLE = 1e-4
-"""Largest distance from 1 at which a sum of probabilities still counts as 1."""
-SHORT = 1e-2
-"""Minimum mass that pi_old must assign to other tokens for a context to count."""
+WHOLE, SHORT = 1e-4, 1e-2
+"""Largest distance from 1 at which a sum of probabilities still counts as 1, and minimum mass that pi_old must assign
+to other tokens for a context to count."""
 
 
 def find_truncation(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:

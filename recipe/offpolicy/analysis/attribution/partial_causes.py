@@ -180,8 +180,7 @@ def _compare_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
     everything, loss = np.ones(len(sampled), dtype=bool), sampled.k3
     fresh, stale = sampled.staleness == 0, sampled.staleness > 0
     by_version = stale.any() and fresh.sum() >= LEAST_TOKENS
-    part = sampled.staleness if by_version else sampled.step
-    least = 1 if by_version else LEAST_TOKENS
+    part, least = (sampled.staleness, 1) if by_version else (sampled.step, LEAST_TOKENS)
     numbers = [int(each) for each in np.unique(part) if each >= 0 and (part == each).sum() >= least]
     if len(numbers) < 2:
         return Cause(STALE, "not testable", {}, f"fewer than two steps have {LEAST_TOKENS} tokens"), everything
@@ -216,7 +215,8 @@ def _compare_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
     elif present:
         sentence = (
             f"the KL per token grows from {series[freshest]:.2g} nats at step {freshest} to {series[worst]:.2g} at "
-            f"step {worst}, and falls back {falls} times: the engine does not sample with the trainer's weights"
+            f"step {worst} ({factor.value:.0f} times) and falls back {falls} times: the engine does not sample with "
+            "the trainer's weights"
         )
     else:
         sentence = f"the KL of steps differs by a factor of {factor.value:.1f} at most, without resets"

@@ -161,10 +161,8 @@ def _matrix(values: Array, places: Sequence[int], title: str) -> Table:
     return Table(columns, rows, title=title)
 
 
-MOST_LINES = 4
-"""Largest number of rows of panels; further corrections appear only in the tables."""
-_MOST_TICKS = 8
-"""Largest number of grid values that are labelled in words below a panel."""
+MOST_LINES, _MOST_TICKS = 4, 8
+"""Largest number of rows of panels (further corrections appear only in the tables), and of labelled grid values."""
 _KEPT = {
     "kept_tokens": "tokens kept",
     "kept_rows": "rows kept",
