@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch.seals import hash_model_input
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.recording.record_settings import RecordSettings
+from recipe.offpolicy.recording.run import RecordSettings
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from tests.integration.test_recorder import recorded, shipped
 from tests.support import images as im

@@ -19,8 +19,8 @@ from recipe.offpolicy.batch.plan import PLAN, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.recording import Recording, Rows, Step, worker_hook
-from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.recording.recorder import flush_all, get_recorder
+from recipe.offpolicy.recording.run import RecordSettings
 from recipe.offpolicy.recording.worker_hook import is_chosen
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import take_packets

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.fault_tolerance.lost_workers import HOLDERS
-from recipe.offpolicy.fault_tolerance.watchdog import PHASES
+from recipe.offpolicy.fault_tolerance.watchdog import HOLDERS, PHASES
 
 _V1 = "verl.trainer.ppo.v1"
 TRAINERS = {

@@ -23,7 +23,7 @@ from recipe.offpolicy.extensions.process_reward import settings as process_rewar
 from recipe.offpolicy.extensions.turn_credit import turn_credit
 from recipe.offpolicy.monitor import alarm_settings, bound_settings
 from recipe.offpolicy.preflight import auto_choice
-from recipe.offpolicy.recording import record_settings
+from recipe.offpolicy.recording import run
 from recipe.offpolicy.replay import replay_settings
 from recipe.offpolicy.staleness import staleness_settings, weight_snapshots
 from tests.support.paths import ROOT
@@ -37,7 +37,7 @@ TABLES: dict[str, tuple[str, Mapping[str, Key]]] = {
         replay_settings.KEYS,
         checksums.KEYS,
         weight_snapshots.KEYS,
-        record_settings.KEYS,
+        run.KEYS,
         *alarm_settings.KEYS.values(),
         bound_settings.KEYS,
         auto_choice.KEYS,

@@ -169,7 +169,7 @@ def handed(
     others = {name: CorrectionSpec.from_mapping(shadow) for name, shadow in (shadows or {}).items()}
     if record is None:
         return proto(batch, Handover(spec, plan, prove, others, extensions=extensions or {}))
-    from recipe.offpolicy.recording.record_settings import RecordSettings
+    from recipe.offpolicy.recording.run import RecordSettings
 
     count = len(rows)
     uids = torch.tensor([list(f"row{i}".encode()) for i in range(count)], dtype=torch.uint8)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl_patches import rollout_seams
 
-from ..fault_tolerance.lost_workers import FAILURE
+from ..fault_tolerance.watchdog import FAILURE
 from .checksums import add_checksums, compute_checksums, plain_name
 
 METHOD = "weigh_offpolicy"

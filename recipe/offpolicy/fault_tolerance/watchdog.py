@@ -1,8 +1,7 @@
 """A watchdog thread that ends a run within a bounded time if the run hangs or has lost a worker, and names the phase.
 
-verl waits for its workers without a limit. A weight sync that hangs, a rollout engine that stops answering, or rollouts
-that fail and are requested again forever therefore keep a run alive that makes no progress. A thread in the trainer's
-process tracks the current phase of the step and its duration through wrapped methods.
+verl waits for its workers without a limit, so a hanging weight sync or rollout engine keeps a run alive that makes no
+progress. A thread in the trainer's process tracks the current phase of the step through wrapped methods.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ import inspect
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -27,7 +27,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..batch.declared_keys import Section, number, read_shipped_defaults
 from ..correction import Problem
-from .lost_workers import LostWorkerDetector, end_workers
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -51,21 +50,103 @@ PHASES: Mapping[str, str] = {
     "_load_checkpoint": "load_checkpoint",
     "_validate": "validation",
 }
-"""Method under the trainer -> its phase, for the V0 and V1 trainers of all releases; each trainer has only some of
-them."""
-BETWEEN = "between_phases"
-"""The driver's own work between two phases, such as rewards, advantages, metrics and logging."""
+"""Method under the trainer -> its phase, for all trainers and releases; each trainer has only some of them."""
+BETWEEN = "between_phases"  # the driver's own work, such as rewards, advantages, metrics and logging
 NAMES = tuple(sorted({*PHASES.values(), BETWEEN}))
 
 SECTION = "offpolicy.watchdog"
-SIGNAL = signal.SIGUSR2
-"""Signal that interrupts the main thread; the signal's handler raises an exception."""
-PATIENCE = 5.0
-"""Seconds after the signal until the actors that the main thread may be waiting for are killed, if it does not
-react."""
-GRACE = 60.0
-"""Seconds for which a failing run may unwind before its process is ended."""
-EXIT_CODE = 70
+SIGNAL = signal.SIGUSR2  # interrupts the main thread; its handler raises an exception
+PATIENCE, GRACE, EXIT_CODE = 5.0, 60.0, 70
+"""Seconds from the signal until ``Watchdog.release`` is called, from then to the process's end, and its exit status."""
+
+
+HOLDERS = (
+    "actor_rollout_wg.workers",
+    "critic_wg.workers",
+    "ref_policy_wg.workers",
+    "llm_server_manager.server_handles",
+    "standalone_server_manager.server_handles",
+    "async_rollout_manager.server_handles",
+    "checkpoint_manager.replicas.servers",
+    "async_rollout_manager.agent_loop_workers",
+    "agent_loop_manager.agent_loop_workers",
+    "reward_loop_manager.reward_loop_workers",
+)
+"""Trainer attributes that hold Ray actors, in verl 0.7.1 to 0.9.1; each trainer has only some of them."""
+FAILURE = "_offpolicy_failure"  # attribute in which an actor stores its failure message
+
+
+class LostWorkerDetector:
+    """A callable that returns an error message if a Ray actor of the trainer has died or reports a failure, else None.
+
+    verl notices a dead worker only when it waits for that worker's answer. An engine that raises while loading weights
+    stays alive, and the sender waits for its acknowledgement. Here, each actor has one pending call of Ray's
+    ``__ray_call__`` that reads ``FAILURE``. On a busy actor, this call stays in the queue; on a dead actor, it fails at
+    once, with the cause.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        # Reference to a pending answer -> the actor that will give it.
+        self._waiting: dict[Any, Any] = {}
+
+    def __call__(self) -> str | None:
+        import ray
+        from ray import exceptions as of_ray
+
+        # Ray's memory monitor kills actors with an error of its own, which is not a RayActorError.
+        deaths = of_ray.RayActorError, of_ray.OutOfMemoryError, of_ray.NodeDiedError, of_ray.WorkerCrashedError
+        listed = {handle: holder for holder, handle in list_actor_handles(self._trainer)}
+        for handle in listed.keys() - self._waiting.values():
+            # getattr is a builtin, so every process has it.
+            self._waiting[handle.__ray_call__.remote(getattr, FAILURE, None)] = handle
+        if not self._waiting:
+            return None
+        answers, _ = ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=0)
+        lost = []
+        for answer in answers:
+            handle = self._waiting.pop(answer)
+            try:
+                failure = ray.get(answer)
+            except of_ray.ActorUnavailableError:
+                continue  # Ray also raises it for a broken connection, which may recover
+            except deaths as error:
+                failure, kind = summarize_death(error), "died"
+            else:
+                kind = "failed"
+            # An actor that the trainer no longer lists was ended on purpose.
+            if failure and handle in listed:
+                lost.append(f"a worker of {listed[handle]} has {kind}: {failure}")
+        return " ".join(lost) or None
+
+
+def summarize_death(error: Exception) -> str:
+    """Summarize in one line why an actor died: the exceptions of its constructor with the root cause first, or the
+    largest process of Ray's memory report, or Ray's whole message."""
+    text = str(error)
+    if users := re.search(r"^Top \d+ memory users:.*\n\S+\t(\S+)\t(.*)$", text, re.MULTILINE):
+        return f"{text.splitlines()[0]}; the largest process has {users[1]} GB: {users[2]}"
+    raised = re.findall(r"^[\w.]+(?:Error|Exception|Interrupt)\b.*$", text, re.MULTILINE)
+    return " -> ".join(raised) or " ".join(text.split())
+
+
+def end_workers(trainer: Any) -> None:
+    """Kill the trainer's Ray actors, so that callers that wait for them receive an error at once."""
+    import ray
+
+    for _, handle in list_actor_handles(trainer):
+        with contextlib.suppress(Exception):  # already dead actors
+            ray.kill(handle)
+
+
+def list_actor_handles(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """List (trainer attribute, handle) for every Ray actor that the trainer holds."""
+    for path in HOLDERS:
+        found = [trainer]
+        for part in path.split("."):
+            values = [getattr(one, part, None) for one in found]
+            found = [each for value in values for each in (value if isinstance(value, Iterable) else [value])]
+        yield from ((path.split(".")[0], handle) for handle in found if hasattr(handle, "__ray_ready__"))
 
 
 class WatchdogError(RuntimeError):
@@ -73,11 +154,7 @@ class WatchdogError(RuntimeError):
 
 
 class _Interrupt(KeyboardInterrupt):
-    """Raised in the main thread by the signal handler: only a KeyboardInterrupt ends ``ray.get``, and no ``except
-    Exception`` catches it.
-
-    ``Watchdog.raise_verdict`` replaces this exception with the verdict.
-    """
+    """Raised in the main thread by the signal handler, because only a KeyboardInterrupt ends ``ray.get``."""
 
 
 @dataclass(eq=False)
@@ -87,7 +164,6 @@ class Phases:
     Args:
         limits: phase -> the number of seconds that it may take; None for no limit.
         default: limit in seconds for phases without a limit of their own.
-        clock: returns seconds.
     """
 
     limits: Mapping[str, float | None]
@@ -145,13 +221,9 @@ class Watchdog:
     """A thread that watches the phases and the workers of a run, and ends the run.
 
     Args:
-        phases: the trainer's current phases.
         lost: returns an error message if a worker has died; called every ``poll`` seconds. None for no check.
-        poll: seconds between two checks.
         step: returns the trainer's step, for messages.
         release: kills the actors that the main thread may be waiting for, if the signal does not interrupt the thread.
-        patience: seconds from the signal until ``release`` is called.
-        grace: seconds from ``release`` until the process is ended.
         end: exits this process at once; never returns.
     """
 
@@ -169,7 +241,7 @@ class Watchdog:
         self._unwinding, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="offpolicy-watchdog", daemon=True)
         self._before: Any = None
-        self._deadline: float | None = None
+        self.deadline: float | None = None
 
     def start(self) -> None:
         """Start watching; call this in the thread that trains."""
@@ -185,10 +257,6 @@ class Watchdog:
         if self._before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(SIGNAL, self._before)
             self._before = None
-
-    def start_grace_period(self) -> None:
-        """Record that the run has failed on its own; its process then has ``grace`` seconds left to exit."""
-        self._deadline = self.phases.clock() + self.grace
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -214,8 +282,8 @@ class Watchdog:
     def _watch(self) -> None:
         # The delay until an overdue phase is noticed is at most a quarter of the shortest limit.
         while not self._stopped.wait(max(0.05, min(self.poll, self.phases.shortest / 4))):
-            if self._deadline is not None:
-                if self.phases.clock() > self._deadline:
+            if self.deadline is not None:
+                if self.phases.clock() > self.deadline:
                     self._end_process("the run has failed.")
                     return
             elif sentence := self.phases.describe_overdue() or self._lost_workers():
@@ -259,15 +327,8 @@ def watch(
 ) -> Watchdog | None:
     """Start a watchdog over a verl trainer; call this once, after construction, in the thread that trains.
 
-    Args:
-        trainer: ``RayPPOTrainer`` or a V1 ``PPOTrainer``; methods of ``PHASES`` are wrapped on the instance; methods of
-            parts that the trainer creates later are wrapped as soon as they exist.
-        config: configuration that contains ``offpolicy.watchdog``.
-        clock: returns seconds.
-        options: further arguments of the Watchdog.
-
     Returns:
-        The watchdog; None if every limit and the check for lost workers are off.
+        The watchdog, with further ``options``; None if every limit and the check for lost workers are off.
     """
     settings: Any = OmegaConf.to_container(OmegaConf.select(config, SECTION) or OmegaConf.create(), resolve=True)
     poll = settings.get("poll")
@@ -289,11 +350,7 @@ def watch(
 
 
 def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterator[Problem]:
-    """Find the problems of the keys under ``offpolicy.watchdog``.
-
-    Args:
-        extensions: phases that exist in addition to ``NAMES``.
-    """
+    """Find the problems of the keys under ``offpolicy.watchdog``; ``extensions``: phases in addition to ``NAMES``."""
     settings = OmegaConf.select(config, SECTION)
     if settings is None or (isinstance(settings, DictConfig) and settings.get("phase_timeouts", {}) is None):
         key = SECTION if settings is None else f"{SECTION}.phase_timeouts"
@@ -354,8 +411,8 @@ def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
     def watched(*args: Any, **kwargs: Any) -> Any:
         with _failing(watchdog):
             result = fit(*args, **kwargs)
-        if inspect.isawaitable(result):
-            return awaited(result)
+            if inspect.isawaitable(result):
+                return awaited(result)
         watchdog.stop()
         return result
 
@@ -380,7 +437,7 @@ def _failing(watchdog: Watchdog) -> Iterator[None]:
             logger.exception("the run has failed.")
         if _in_ray_actor():
             # The clean-up, for example closing a store, may wait for processes that no longer answer.
-            watchdog.start_grace_period()
+            watchdog.deadline = watchdog.phases.clock() + watchdog.grace
         elif watchdog.verdict is None:
             watchdog.stop()
         raise

@@ -15,8 +15,8 @@ from ..correction.correction_parts import SUPPORT_KEYS
 from ..correction.problem import CheckError, format_value
 from ..correction.validation import rename_for_metrics
 from ..monitor.alarm_settings import DEFAULTS, SECTION
-from ..recording.record_settings import SECTION as RECORD
-from ..recording.record_settings import resolve_dir
+from ..recording.run import SECTION as RECORD
+from ..recording.run import resolve_dir
 from .auto_choice import KEYS, Requirement, check_requirements, format_selection, read_setup, refuse_setup, select
 from .composed import AUTO as AUTO_PROXIMAL
 from .composed import BYPASS, PROXIMAL, SHADOW, VERL, Composed, choose_proximal

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..batch.plan import UpdateRows
 from .files import OverLimit
-from .record_settings import SECTION, RecordSettings
+from .run import SECTION, RecordSettings
 from .writer import Item, Outcome, Packed, StepWriter
 
 MOST_TIME = 0.05

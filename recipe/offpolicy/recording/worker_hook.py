@@ -21,8 +21,8 @@ from ..batch.weight_versions import TokenVersions
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.ratios import find_valid_tokens
 from ..correction.statistics import Reduction
-from .record_settings import SECTION, RecordSettings
 from .recorder import Recorder, get_recorder
+from .run import SECTION, RecordSettings
 from .schema import WITHOUT_REPLAY
 from .writer import Seen, pack
 

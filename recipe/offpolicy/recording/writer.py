@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .files import PARTIAL, PRIVATE_DIRECTORY, SUFFIX, OverLimit, write
-from .record_settings import SECTION, RecordSettings
 from .recording import file_name, parse_name
+from .run import SECTION, RecordSettings
 from .schema import EXTENSION_PREFIX, UNKNOWN_VERSION, Rows, compute_offsets, concatenate, spread_versions
 
 _FLOATS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")

@@ -32,7 +32,7 @@ from ..correction import CorrectionSpec, StepStage
 from ..correction.spec import Side, replace_bounds
 from ..extensions.add_on import WorkerExtension
 from ..proof.gradient import prove
-from ..recording.record_settings import RecordSettings
+from ..recording.run import RecordSettings
 from .loss import OffPolicyLoss, add_parts
 from .metrics import METRIC_KEY
 from .terms import BoundLoss, choose_surrogate

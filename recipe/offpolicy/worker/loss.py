@@ -33,7 +33,7 @@ from ..extensions.add_on import WorkerExtension
 from ..extensions.loss_rows import LossRows
 from ..proof.gradient import prove
 from ..proof.rollout_log_probs import find_zero_rows
-from ..recording.record_settings import RecordSettings
+from ..recording.run import RecordSettings
 from ..recording.worker_hook import record
 from .metrics import METRIC_KEY, Ledger, Observation, Packet, merge_metrics
 from .terms import (

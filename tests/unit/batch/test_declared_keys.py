@@ -12,7 +12,7 @@ from recipe.offpolicy.batch import declared_keys
 from recipe.offpolicy.batch.declared_keys import Rule, Section, build_unknown, choice, count, flag, number
 from recipe.offpolicy.monitor import alarm_settings, bound_settings
 from recipe.offpolicy.monitor.moving_bounds import Schedule
-from recipe.offpolicy.recording.record_settings import RecordSettings
+from recipe.offpolicy.recording.run import RecordSettings
 from recipe.offpolicy.staleness.staleness_settings import StalenessSettings
 
 SHIPPED = {"limit": None, "on": True, "way": "wait", "inner": {"share": 0.5, "times": 2}}

@@ -24,7 +24,7 @@ from recipe.offpolicy.delivery.engine_side import (
     weigh_parameters,
 )
 from recipe.offpolicy.delivery.weight_delivery import WeightDelivery
-from recipe.offpolicy.fault_tolerance.lost_workers import FAILURE
+from recipe.offpolicy.fault_tolerance.watchdog import FAILURE
 from recipe.offpolicy.proof.verify import LivenessError
 
 WIDTH = 4

@@ -12,7 +12,7 @@ from recipe.offpolicy.correction.dialects.verl import read_verl_rejections
 from recipe.offpolicy.preflight.checks.staleness import check_own_keys
 from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
-from recipe.offpolicy.recording.record_settings import find_problems
+from recipe.offpolicy.recording.run import find_problems
 from tests.support.corrections import GSM, TIS, opsm
 from tests.support.mended import with_overrides
 

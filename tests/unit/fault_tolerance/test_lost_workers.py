@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
-from recipe.offpolicy.fault_tolerance.lost_workers import (
+from recipe.offpolicy.fault_tolerance.watchdog import (
     LostWorkerDetector,
     end_workers,
     list_actor_handles,

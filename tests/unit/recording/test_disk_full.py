@@ -13,8 +13,8 @@ import torch
 
 from recipe.offpolicy.batch.plan import UpdateRows
 from recipe.offpolicy.recording import Recording
-from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.recording.recorder import Recorder
+from recipe.offpolicy.recording.run import RecordSettings
 from recipe.offpolicy.recording.writer import Seen, pack
 
 PAGES = 16

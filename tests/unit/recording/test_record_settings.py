@@ -11,7 +11,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.recording.files import MOST_REASONS
-from recipe.offpolicy.recording.record_settings import (
+from recipe.offpolicy.recording.run import (
     FOREIGN,
     RecordSettings,
     find_problems,

@@ -15,8 +15,8 @@ from recipe.offpolicy.batch.plan import UpdateRows
 from recipe.offpolicy.recording import Recording, files
 from recipe.offpolicy.recording import recorder as recorder_module
 from recipe.offpolicy.recording import writer as writer_module
-from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.recording.recorder import Recorder
+from recipe.offpolicy.recording.run import RecordSettings
 from recipe.offpolicy.recording.writer import Packed, Seen, pack
 from tests.support.recorder_clock import Clock
 

@@ -17,9 +17,8 @@ from recipe.offpolicy.batch.plan import BatchSplit, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, RecordingError
 from recipe.offpolicy.recording.files import write
-from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.recording.recording import file_name
-from recipe.offpolicy.recording.run import POLL, RunRecord, build_card
+from recipe.offpolicy.recording.run import POLL, RecordSettings, RunRecord, build_card
 from recipe.offpolicy.recording.writer import Item, StepWriter
 from tests.support.recordings import drawn_rows, record
 

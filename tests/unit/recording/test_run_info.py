@@ -8,9 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.recording.record_settings import find_resumed_folder
 from recipe.offpolicy.recording.recorder import Counters
-from recipe.offpolicy.recording.run import read_sampling
+from recipe.offpolicy.recording.run import find_resumed_folder, read_sampling
 from recipe.offpolicy.recording.worker_hook import Place, take_statistics
 
 

@@ -13,7 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from recipe.offpolicy.batch.plan import REWARD, UID, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import worker_hook
-from recipe.offpolicy.recording.record_settings import RecordSettings
+from recipe.offpolicy.recording.run import RecordSettings
 from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
 
 ROWS, PROMPT, WIDTH = 3, 4, 2

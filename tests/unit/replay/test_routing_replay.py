@@ -39,7 +39,7 @@ def test_pi_old_without_replay_is_computed_before_that_with_it(
     step: int, changes: dict[str, Any], native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a pass whose batch names no step to replay, in the steps that are recorded alone."""
-    from recipe.offpolicy.recording.record_settings import RecordSettings
+    from recipe.offpolicy.recording.run import RecordSettings
     from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
     from recipe.offpolicy.replay import routing_replay
     from recipe.offpolicy.replay.batch_routes import REPLAY_STEP

@@ -21,8 +21,8 @@ from ...extensions.add_on import find_problems as extension_problems
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
 from ...monitor.alarm_settings import find_problems as alarm_problems
 from ...monitor.bound_settings import find_problems as calibrate_problems
-from ...recording.record_settings import find_problems as record_problems
-from ...recording.record_settings import find_too_many_parts
+from ...recording.run import find_problems as record_problems
+from ...recording.run import find_too_many_parts
 from ...replay.replay_settings import find_problems as replay_problems
 from ...staleness.staleness_settings import ETA, TARGET
 from ...staleness.staleness_settings import find_problems as staleness_problems

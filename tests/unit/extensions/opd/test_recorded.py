@@ -18,10 +18,9 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.opd.signal import ROW, TEACHER
 from recipe.offpolicy.recording import Recording
-from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.recording.recorder import flush_all
 from recipe.offpolicy.recording.recording import CARD
-from recipe.offpolicy.recording.run import RunRecord
+from recipe.offpolicy.recording.run import RecordSettings, RunRecord
 from recipe.offpolicy.report import main as report
 from tests.support.corrections import TIS
 from tests.support.distilled import Run, opinion
