@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -39,7 +38,7 @@ from ..correction.decisions import Columns, assign_mini_batches, compute_scale_o
 from ..correction.deferred_value import DeferredValue
 from ..correction.row_layout import count_tokens_by_row
 from .seals import PLAN_HASH, PREFIX, LivenessError, SealError, build_seals, key_of, seal_constant
-from .weight_versions import EXTRA_FIELDS, RowVersions, check_ages_known, compute_token_versions, read_versions
+from .weight_versions import EXTRA_FIELDS, check_ages_known, compute_token_versions, read_versions
 
 PLAN = "offpolicy_plan"
 """Key of the ``SharedPlan`` in the batch that reaches the loss."""
@@ -152,14 +151,13 @@ def build_plan(
         batch_split: returns verl's split of the batch; called only if needed.
         bounds: bounds of parts whose bounds move; ``spec`` already contains them.
     """
-    counts = spec.recounts
-    if not (spec.needs_constants or counts or any(shadow.needs_constants for shadow in shadows.values())):
+    if not (spec.recounts or any(each.needs_constants for each in (spec, *shadows.values()))):
         return SharedPlan(step, bounds=bounds or {}), {}
-    batch = _Rollout(rows(), step)
-    shadow_constants = {name: batch.compute_constants(shadow) for name, shadow in shadows.items()}
-    constants = batch.compute_constants(spec)
+    batch = rows()
+    shadow_constants = {name: compute_constants(shadow, batch, step) for name, shadow in shadows.items()}
+    constants = compute_constants(spec, batch, step)
     plan = SharedPlan(step, constants, shadow_constants, bounds=bounds or {})
-    return plan, batch.build_columns(spec, batch_split(), constants) if counts else {}
+    return plan, build_row_columns(spec, batch, batch_split(), step, constants) if spec.recounts else {}
 
 
 def seal_batch(plan: SharedPlan, rows: TensorDict, columns: Mapping[str, Tensor]) -> SharedPlan:
@@ -189,24 +187,26 @@ def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None =
     Args:
         step: the trainer's step, for age-dependent parts.
     """
-    return _Rollout(rows, step).compute_constants(spec)
+    return batch_constants(spec, **_read_columns(spec, rows, step)) if spec.needs_constants else BatchConstants()
 
 
-def count_kept(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> tuple[Tensor, Tensor]:
+def count_kept(
+    spec: CorrectionSpec, rows: TensorDict, step: int | None = None, constants: BatchConstants | None = None
+) -> tuple[Tensor, Tensor]:
     """Count each row's response tokens, and the tokens that the rollout stage of ``spec`` keeps: (B,) float64 each.
 
     Args:
         rows: contains ``COLUMNS``, nested or padded.
         step: the trainer's step, for age-dependent parts.
+        constants: the constants of ``spec`` for these rows, if they are already known.
     """
-    batch = _Rollout(rows, step)
-    return batch.count_kept(spec, batch.compute_constants(spec))
+    constants = constants or compute_constants(spec, rows, step)
+    return count_kept_by_row(spec, constants, **_read_columns(spec, rows, step))
 
 
 def decide_rollout(spec: CorrectionSpec, rows: TensorDict, step: int) -> RolloutStage:
     """Run the rollout stage of ``spec``, with its statistics, on the batch ``rows``, which contains ``COLUMNS``."""
-    batch = _Rollout(rows, step)
-    return rollout_stage(spec, **batch._columns(spec), constants=batch.compute_constants(spec))
+    return rollout_stage(spec, **_read_columns(spec, rows, step), constants=compute_constants(spec, rows, step))
 
 
 @dataclass(frozen=True)
@@ -236,72 +236,44 @@ def regroup_without_rejected(
 
 
 def build_row_columns(
-    spec: CorrectionSpec, rows: TensorDict, batch_split: BatchSplit, step: int | None = None
+    spec: CorrectionSpec,
+    rows: TensorDict,
+    batch_split: BatchSplit,
+    step: int | None = None,
+    constants: BatchConstants | None = None,
 ) -> dict[str, Tensor]:
     """Build the columns of ``denominator=kept`` or ``nonfinite=excluded`` for the batch ``rows``.
 
     The columns are in the order in which verl splits the batch.
     """
-    batch = _Rollout(rows, step)
-    return batch.build_columns(spec, batch_split, batch.compute_constants(spec))
+    if spec.denominator == "kept":
+        tokens, kept = count_kept(spec, rows, step, constants)
+    else:
+        mask = rows["response_mask"].bool()
+        tokens = count_tokens_by_row(mask)
+        kept = count_tokens_by_row(find_finite_tokens(mask, rows["rollout_log_probs"]))
+    size = batch_split.mini_batch_rows
+    group = assign_mini_batches(len(tokens), ranks=batch_split.ranks, rows_a_mini_batch=size)
+    of_group = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, tokens.long())
+    scale = compute_scale_of_counts(
+        batch_split.loss_agg_mode, tokens=tokens, kept=kept, mini_batch=group, mini_batch_rows=size
+    )
+    return {SCALE: scale, MINI_BATCH_TOKENS: of_group[group]}
 
 
-@dataclass(frozen=True)
-class _Rollout:
-    """A batch in the form that corrections read.
-
-    Attributes:
-        rows: contains ``COLUMNS``, nested or padded.
-        step: the trainer's step; None if unknown.
-    """
-
-    rows: TensorDict
-    step: int | None
-
-    @cached_property
-    def versions(self) -> RowVersions | None:
-        """Versions of the rows, read once for all corrections, because each read lists verl's fields of all rows."""
-        return read_versions(self.rows, self.rows["response_mask"])
-
-    def compute_constants(self, spec: CorrectionSpec) -> BatchConstants:
-        return batch_constants(spec, **self._columns(spec)) if spec.needs_constants else BatchConstants()
-
-    def count_kept(self, spec: CorrectionSpec, constants: BatchConstants) -> tuple[Tensor, Tensor]:
-        return count_kept_by_row(spec, constants, **self._columns(spec))
-
-    def build_columns(
-        self, spec: CorrectionSpec, batch_split: BatchSplit, constants: BatchConstants
-    ) -> dict[str, Tensor]:
-        if spec.denominator == "kept":
-            tokens, kept = self.count_kept(spec, constants)
-        else:
-            mask = self.rows["response_mask"].bool()
-            tokens = count_tokens_by_row(mask)
-            kept = count_tokens_by_row(find_finite_tokens(mask, self.rows["rollout_log_probs"]))
-        group = assign_mini_batches(len(tokens), ranks=batch_split.ranks, rows_a_mini_batch=batch_split.mini_batch_rows)
-        of_group = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, tokens.long())
-        scale = compute_scale_of_counts(
-            batch_split.loss_agg_mode,
-            tokens=tokens,
-            kept=kept,
-            mini_batch=group,
-            mini_batch_rows=batch_split.mini_batch_rows,
-        )
-        return {SCALE: scale, MINI_BATCH_TOKENS: of_group[group]}
-
-    def _columns(self, spec: CorrectionSpec) -> Columns:
-        mask, step, by_version = self.rows["response_mask"], self.step, "version" in spec.levels
-        versions = self.versions if spec.age_parts or by_version else None
-        check_ages_known(spec, versions, step)
-        ages = versions.compute_ages(step, mask) if spec.age_parts and versions and step is not None else None
-        return {
-            "old_log_prob": self.rows["old_log_probs"],
-            "rollout_log_prob": self.rows["rollout_log_probs"],
-            "response_mask": mask,
-            "segment_ids": turns(mask) if spec.needs_turns else None,
-            "versions": compute_token_versions(versions, mask) if by_version else None,
-            "staleness": ages,
-        }
+def _read_columns(spec: CorrectionSpec, rows: TensorDict, step: int | None) -> Columns:
+    """Read the arguments of a rollout stage of ``spec`` from rows with ``COLUMNS``."""
+    mask, by_version = rows["response_mask"], "version" in spec.levels
+    versions = read_versions(rows, mask) if spec.age_parts or by_version else None
+    check_ages_known(spec, versions, step)
+    return {
+        "old_log_prob": rows["old_log_probs"],
+        "rollout_log_prob": rows["rollout_log_probs"],
+        "response_mask": mask,
+        "segment_ids": turns(mask) if spec.needs_turns else None,
+        "versions": compute_token_versions(versions, mask) if by_version else None,
+        "staleness": versions.compute_ages(step, mask) if spec.age_parts and versions and step is not None else None,
+    }
 
 
 Shares = dict[str, float]
@@ -354,13 +326,10 @@ def defer_shares(response_mask: Tensor, data: TensorDict) -> DeferredValue[Share
 
     def divide(tokens: list[int]) -> Shares:
         filled = {_TOKENS: tokens[0], _ROWS: rows}
-        return {name: _divide(filled[name], of) for name, of in sent.items() if of is not None}
+        known = {name: of for name, of in sent.items() if of is not None}
+        return {name: filled[name] / of if of else math.inf if filled[name] else math.nan for name, of in known.items()}
 
     return DeferredValue(response_mask.sum()[None], divide)
-
-
-def _divide(filled: int, of: float) -> float:
-    return filled / of if of else math.inf if filled else math.nan
 
 
 def add_shares(parts: Iterable[Shares]) -> Shares:
@@ -389,13 +358,13 @@ def check_shares(shares: Shares, steps: int) -> None:
 
 def take_reports(metrics: dict[str, Any], key: str) -> list[Any]:
     """Remove the reports of one update, from every rank, mini-batch and micro-batch, from the workers' metrics."""
-    return list(_flatten(metrics.pop(key, [])))
 
+    def flatten(value: Any) -> Iterator[Any]:
+        # verl nests lists by rank and mini-batch, except with a single rank.
+        if isinstance(value, list | tuple):
+            for item in value:
+                yield from flatten(item)
+        else:
+            yield value
 
-def _flatten(value: Any) -> Iterator[Any]:
-    # verl nests lists by rank and mini-batch, except with a single rank.
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _flatten(item)
-    else:
-        yield value
+    return list(flatten(metrics.pop(key, [])))

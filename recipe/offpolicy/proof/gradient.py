@@ -90,12 +90,12 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
         batch: the micro-batch that the engine is processing.
         loss: the tensor that the engine will differentiate, possibly after scaling it.
     """
-    mask = batch.response_mask
+    mask, mu, old = batch.response_mask, batch.rollout_log_prob, batch.old_log_prob
     proof = Proof(
         tokens=int(mask.sum()),
-        identical_tokens=int((mask & _identical(batch.rollout_log_prob, batch.old_log_prob)).sum()),
+        identical_tokens=int((mask & ((mu == old) | (mu.isnan() & old.isnan()))).sum()),
         tolerance=TOLERANCE.get(batch.log_prob.dtype, TOLERANCE[torch.float32]),
-        log_prob_bits=8 * min(t.element_size() for t in (batch.rollout_log_prob, batch.old_log_prob, batch.log_prob)),
+        log_prob_bits=8 * min(each.element_size() for each in (mu, old, batch.log_prob)),
         marked=sum(batch.marks),
         tried=not batch.marks or max(batch.marks) > 1,
     )
@@ -138,10 +138,6 @@ def _take_few(batch: mb.MicroBatch) -> mb.MicroBatch:
     return mb.read(*take_rows(batch.model_output, batch.data, sorted(chosen)))
 
 
-def _identical(one: Tensor, other: Tensor) -> Tensor:
-    return (one == other) | (torch.isnan(one) & torch.isnan(other))
-
-
 def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[tuple[float, float, float], int]:
     """Sum |log trainer's policy - log mu| over inner tokens of rows, with mu of the previous, same and next token.
 
@@ -178,12 +174,8 @@ def isolate_parts(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
     parts = weights + parts
     if spec.proximal != "recompute":
         parts.append(("proximal", CorrectionSpec(proximal=spec.proximal, alpha=spec.alpha)))
-    if spec.kl_clip is not None:
-        parts.append(("kl_clip", CorrectionSpec(kl_clip=spec.kl_clip)))
-    if spec.kl_weight is not None:
-        parts.append(("kl_weight", CorrectionSpec(kl_weight=spec.kl_weight)))
-    if spec.penalty is not None:
-        parts.append(("penalty", CorrectionSpec(penalty=spec.penalty)))
+    terms: dict[str, Any] = {name: getattr(spec, name) for name in ("kl_clip", "kl_weight", "penalty")}
+    parts += [(name, CorrectionSpec(**{name: term})) for name, term in terms.items() if term is not None]
     if spec.centering is not None:
         parts.append(("centering", replace(select_token_parts(spec), centering=spec.centering)))
     return parts
@@ -249,14 +241,9 @@ def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
     # A trial tests each bound on all tokens, even those whose support is not known.
     detached = replace(batch, log_prob=batch.log_prob.detach(), withheld=None)
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
-    if spec.kl_clip is not None:
-        return try_kl(adapter, spec, batch)
-    if spec.kl_weight is not None:
-        return try_kl_weight(adapter, spec, batch)
-    if spec.penalty is not None:
-        return try_penalty(adapter, spec, batch)
-    if spec.centering is not None:
-        return try_centering(adapter, spec, batch)
+    of_terms = {"kl_clip": try_kl, "kl_weight": try_kl_weight, "penalty": try_penalty, "centering": try_centering}
+    if term := next((name for name in of_terms if getattr(spec, name) is not None), None):
+        return of_terms[term](adapter, spec, batch)
     errors = []
     seen: dict[str, bool] = {}
     for trial in _trials(spec, batch):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
@@ -109,9 +109,8 @@ def check_zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mas
         RolloutLogProbError: the log-probs of some or all sequences were replaced with zeros; or ``column.error``.
     """
     columns = {"mu": rollout_log_prob, "trainer": trainer_log_prob, "mask": response_mask}
-    found = sum(_count_zero_rows(rows, **block) for _, rows, block in split_tokens(columns))
-    assert isinstance(found, Tensor), "split_tokens yields at least one block"
-    _judge_zeros(len(rollout_log_prob), found.tolist(), column)
+    counts = [_count_zero_rows(rows, **block) for _, rows, block in split_tokens(columns)]
+    _judge_zeros(len(rollout_log_prob), torch.stack(counts).sum(0).tolist(), column)
 
 
 @torch.no_grad()
@@ -226,12 +225,7 @@ class ExcessTally:
     rows: int = 0
 
     def __add__(self, other: ExcessTally) -> ExcessTally:
-        return ExcessTally(
-            self.total + other.total,
-            self.squares + other.squares,
-            self.tokens + other.tokens,
-            self.rows + other.rows,
-        )
+        return ExcessTally(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def judge(self) -> None:
         """Raise ``RolloutLogProbError`` if the mean exceeds 1 by more than rounding and chance can explain."""
@@ -241,11 +235,9 @@ class ExcessTally:
         if mean - ERRORS * error > TOLERANCE:
             raise RolloutLogProbError(
                 f"tokens were not sampled from the distribution that rollout_log_probs report: the mean of pi_old / mu "
-                f"over {self.tokens} tokens is {1 + mean:.3f} (standard error {error:.3f}), but must be 1 for any "
-                f"pi_old. Typical causes are raw log-probs, before the temperature, and a different temperature. "
-                f"Configure the rollout engine to return processed log-probs at "
-                f"actor_rollout_ref.rollout.temperature. If this is intended, set "
-                f"offpolicy.allow_unrelated_log_probs=true."
+                f"over {self.tokens} tokens is {1 + mean:.3f} (standard error {error:.3f}), but must be 1. Configure "
+                f"the rollout engine to return processed log-probs at actor_rollout_ref.rollout.temperature. If this "
+                f"is intended, set offpolicy.allow_unrelated_log_probs=true."
             )
 
 
@@ -359,15 +351,6 @@ def name_missing_column() -> Iterator[None]:
         raise
 
 
-def pad_columns(rows: TensorDict, names: Sequence[str]) -> list[Tensor]:
-    """Return columns of a rollout as (B, T) tensors; nested columns are padded with zeros.
-
-    Raises:
-        RolloutLogProbError: mu is missing.
-    """
-    return [column.to_padded_tensor(0) if column.is_nested else column for column in _take_columns(rows, names)]
-
-
 def _take_columns(rows: TensorDict, names: Sequence[str]) -> list[Tensor]:
     if ROLLOUT_LOG_PROBS not in rows.keys():
         raise build_missing_error(", ".join(sorted(map(str, rows.keys()))))
@@ -382,23 +365,15 @@ class SameEngineError(RuntimeError):
 
 
 def measure_difference(rollout_log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
-    """Compute |log mu - log pi_old| of each token.
-
-    Args:
-        rollout_log_prob, old_log_prob: (B, T).
-        response_mask: (B, T) bool or 0/1.
-
-    Returns:
-        (B, T) float64 nats, 0 where the mask is False, inf where a log-prob is not finite.
+    """Compute |log mu - log pi_old| of each token, (B, T): 0 where the mask is False, inf for non-finite log-probs.
 
     Example:
         >>> mask = torch.tensor([[1, 1, 0]])
         >>> measure_difference(torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.0, -2.5, -9.0]]), mask).tolist()
         [[0.0, 0.5, 0.0]]
     """
-    apart = (rollout_log_prob.double() - old_log_prob.double()).abs()
-    apart = torch.where(torch.isfinite(apart), apart, torch.inf)
-    return torch.where(response_mask.bool(), apart, 0.0)
+    apart = (rollout_log_prob.double() - old_log_prob.double()).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return apart.where(response_mask.bool(), 0.0)
 
 
 class SameEngineCheck:
@@ -423,7 +398,8 @@ class SameEngineCheck:
         Raises:
             SameEngineError: at some token, mu differs from pi_old by more than ``SAME_ENGINE_TOLERANCE``.
         """
-        mask, mu, old = pad_columns(rows, ALIGNED)
+        columns = _take_columns(rows, ALIGNED)
+        mask, mu, old = (each.to_padded_tensor(0) if each.is_nested else each for each in columns)
         apart = measure_difference(mu, old, mask)
         if not apart.numel() or not mask.any():
             return

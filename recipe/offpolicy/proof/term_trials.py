@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from ..batch.plan import SharedPlan, mini_batch_mean
 from ..correction import BatchConstants, CorrectionSpec, MaskSpec, StepStage, WeightSpec
 from ..correction.centering import select_token_parts
 from ..correction.spec import Side
-from .trials import list_bounds
+from .trials import list_bounds, replace_policies
 
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Loss function of (model_output, data)."""
@@ -58,13 +58,8 @@ class ShiftResult:
 def base_gradient(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> Tensor:
     """Compute verl's gradient at the log-probs, (total tokens,), with ``factor`` (B, T) as verl's weights."""
     output, leaf = batch.leaf()
-    handed: dict[str, Any] = {
-        "old_log_probs": batch.old_log_prob,
-        mb.ROLLOUT_LOG_PROBS: batch.rollout_log_prob,  # read by a weighted KL term
-        "advantages": batch.advantages,
-        "response_mask": batch.response_mask,
-        mb.WEIGHTS: (factor * batch.response_mask).to(batch.log_prob.dtype),
-    }
+    weights = (factor * batch.response_mask).to(batch.log_prob.dtype)
+    handed = batch.loss_columns() | {"response_mask": batch.response_mask, mb.WEIGHTS: weights}
     loss, _ = base_loss(output, batch.data_with(**handed))
     return torch.autograd.grad(loss, leaf)[0]
 
@@ -77,13 +72,9 @@ def adapter_gradient(
     adapter: CorrectedLoss, spec: CorrectionSpec, moved: mb.MicroBatch, constants: BatchConstants
 ) -> Tensor:
     output, leaf = moved.leaf()
-    changed = moved.data_with(
-        SharedPlan(step=moved.plan.step if moved.plan else 1, constants=constants),
-        old_log_probs=moved.old_log_prob,
-        advantages=moved.advantages,
-        response_mask=moved.response_mask,
-        **{mb.ROLLOUT_LOG_PROBS: moved.rollout_log_prob, mb.WEIGHTS: None},
-    )
+    plan = SharedPlan(step=moved.plan.step if moved.plan else 1, constants=constants)
+    handed = moved.loss_columns() | {"response_mask": moved.response_mask}
+    changed = moved.data_with(plan, **handed, **{mb.WEIGHTS: None})
     loss, _ = isolate(adapter, spec)(output, changed)
     return torch.autograd.grad(loss, leaf)[0]
 
@@ -157,19 +148,14 @@ def _weigh_by(weight: WeightSpec, ratio: Tensor, p: Tensor, q: Tensor) -> Tensor
 def _keeps(mask: MaskSpec, ratio: Tensor) -> Tensor:
     """Flag the single-token ratios that the mask keeps."""
     log_ratio = ratio.log()
-    match mask.aggregate.split("_")[0]:
-        case "k1":
-            value = -log_ratio
-        case "k2":
-            value = log_ratio.square() / 2
-        case "k3":
-            value = ratio - 1 - log_ratio
-        case "tv":
-            value = (ratio - 1).abs() / 2
-        case "exp":
-            value = log_ratio.abs()
-        case _:
-            value = log_ratio
+    values = {
+        "k1": -log_ratio,
+        "k2": log_ratio.square() / 2,
+        "k3": ratio - 1 - log_ratio,
+        "tv": (ratio - 1).abs() / 2,
+        "exp": log_ratio.abs(),
+    }
+    value = values.get(mask.aggregate.split("_")[0], log_ratio)
     kept = torch.ones_like(ratio, dtype=torch.bool)
     for side, bound in list_bounds(mask):
         kept &= value * side <= bound * side
@@ -200,35 +186,47 @@ def place_masses(spec: CorrectionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
 _FAR = 50.0  # nats; float32 log-probs of this size have an error of 4e-6
 
 
+def _alternate(like: Tensor, size: float) -> Tensor:
+    """Return ``size`` at even and -``size`` at odd positions of a row, float64."""
+    return torch.where(torch.arange(like.shape[-1], device=like.device) % 2 == 0, size, -size).double()
+
+
+def _split_kl(adapter: CorrectedLoss, batch: mb.MicroBatch) -> tuple[Tensor, Tensor]:
+    """Compute verl's own gradients of the KL term and of the policy term."""
+    kl = base_gradient(adapter.verl_loss, batch, torch.zeros_like(batch.log_prob))
+    return kl, base_gradient(adapter.verl_loss, batch, torch.ones_like(batch.log_prob)) - kl
+
+
+def _compare(
+    adapter: CorrectedLoss, spec: CorrectionSpec, moved: mb.MicroBatch, demanded: Tensor, term: Tensor
+) -> ShiftResult:
+    """Compare the adapter's gradient with the expected one, relative to the gradient of the tried term."""
+    error = (adapter_gradient(adapter, spec, moved, BatchConstants()) - demanded).abs().max()
+    scale = term.abs().max()
+    return ShiftResult(relative_error(error, scale), vacuous=not float(scale))
+
+
+def _merge(results: Sequence[ShiftResult]) -> ShiftResult:
+    return ShiftResult(max(each.error for each in results), vacuous=any(each.vacuous for each in results))
+
+
 def try_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
     """Compare the KL term's gradient under ratios beyond and inside its clip with verl's own gradient at ratio 1."""
     assert spec.kl_clip is not None
     lower, upper = spec.kl_clip
     log_prob = batch.log_prob.double()
     # Move pi away from the reference in both directions, because the KL term has no gradient at pi = ref.
-    apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3)
-    batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + apart).float()))
-    errors, scales = [], []
-    # The ratios are beyond the upper bound, beyond the lower bound, and inside.
-    for ratio in (1.1 * upper, lower / 1.1, math.sqrt(upper)):
-        moved = replace(
-            batch,
-            old_log_prob=(log_prob - math.log(ratio)).float(),
-            rollout_log_prob=(log_prob - math.log(ratio)).float(),
-            advantages=torch.ones_like(batch.advantages),
-            scale=None,
-        )
-        zeros, ones = torch.zeros_like(log_prob), torch.ones_like(log_prob)
-        kl = base_gradient(adapter.verl_loss, moved, zeros)
-        policy = base_gradient(adapter.verl_loss, moved, ones) - kl
-        # The term is clipped where the loss would decrease further: above the upper bound for a negative slope, and
-        # below the lower bound for a positive slope.
-        clipped = (kl < 0) if ratio > upper else (kl > 0) if ratio < lower else torch.zeros_like(kl, dtype=torch.bool)
-        demanded = policy + torch.where(clipped, torch.zeros_like(kl), ratio * kl)
-        gradient = adapter_gradient(adapter, spec, moved, BatchConstants())
-        errors.append(relative_error((gradient - demanded).abs().max(), kl.abs().max()))
-        scales.append(float(kl.abs().max()))
-    return ShiftResult(error=max(errors), vacuous=not all(scales))
+    batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + _alternate(log_prob, 0.3)).float()))
+    results = []
+    # The term is clipped where the loss would decrease further: above the upper bound for a negative slope, and below
+    # the lower bound for a positive slope. It is not clipped at the last ratio.
+    for ratio, clipped in ((1.1 * upper, -1.0), (lower / 1.1, 1.0), (math.sqrt(upper), 0.0)):
+        old = log_prob - math.log(ratio)
+        moved = replace_policies(batch, old=old, mu=old, advantages=torch.ones_like(log_prob))
+        kl, policy = _split_kl(adapter, moved)
+        demanded = policy + torch.where(kl * clipped > 0, 0.0, ratio * kl)
+        results.append(_compare(adapter, spec, moved, demanded, kl))
+    return _merge(results)
 
 
 def try_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
@@ -240,34 +238,23 @@ def try_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroB
     assert spec.kl_weight is not None
     upper = spec.kl_weight.upper
     log_prob = batch.log_prob.double()
-    apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3).double()
+    apart = _alternate(log_prob, 0.3)
     batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + apart).float()))
-    zeros, ones = torch.zeros_like(log_prob), torch.ones_like(log_prob)
     of_k1 = str(adapter.actor_config.kl_loss_type) in ("kl", "k1")
     share = -apart if of_k1 else (torch.expm1(apart) - apart) / -torch.expm1(apart)
-    errors, scales = [], []
+    results = []
     for ratio in (0.7, 1.5) if upper is None else (0.7, math.sqrt(upper), 1.1 * upper):
-        shifted = (log_prob - math.log(ratio)).float()
         # The other ratio is the inverse, so that use of the wrong ratio is detected.
-        other = (log_prob + math.log(ratio)).float()
-        of_mu = spec.kl_weight.ratio == "full"
-        moved = replace(
-            batch,
-            old_log_prob=other if of_mu else shifted,
-            rollout_log_prob=shifted if of_mu else other,
-            advantages=torch.zeros_like(batch.advantages),
-            scale=None,
-        )
-        kl = base_gradient(adapter.verl_loss, moved, zeros)
-        policy = base_gradient(adapter.verl_loss, moved, ones) - kl
-        bound = upper is not None and ratio > upper
+        shifted, other = log_prob - math.log(ratio), log_prob + math.log(ratio)
+        old, mu = (other, shifted) if spec.kl_weight.ratio == "full" else (shifted, other)
+        moved = replace_policies(batch, old=old, mu=mu, advantages=torch.zeros_like(log_prob))
+        kl, policy = _split_kl(adapter, moved)
         # A clamped ratio is a constant with slope 0.
-        factor = torch.full_like(zeros, upper) if bound and upper is not None else ratio * (1 + share)
-        gradient = adapter_gradient(adapter, spec, moved, BatchConstants())
-        demanded = policy + kl * batch.spread(factor.expand_as(zeros))
-        errors.append(relative_error((gradient - demanded).abs().max(), kl.abs().max()))
-        scales.append(float(kl.abs().max()))
-    return ShiftResult(error=max(errors), vacuous=not all(scales))
+        bounded = upper is not None and ratio > upper
+        factor = torch.full_like(apart, upper) if bounded and upper is not None else ratio * (1 + share)
+        demanded = policy + kl * batch.spread(factor.expand_as(log_prob))
+        results.append(_compare(adapter, spec, moved, demanded, kl))
+    return _merge(results)
 
 
 def try_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
@@ -275,21 +262,12 @@ def try_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBat
     assert spec.penalty is not None
     log_prob = batch.log_prob.double()
     # The shift in either direction is large enough that the penalty's gradient is as large as a policy term's.
-    far = min(0.25 / spec.penalty.coefficient, _FAR)
-    shift = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, far, -far)
-    of_mu = spec.penalty.ratio == "full"
-    moved = replace(
-        batch,
-        old_log_prob=(log_prob if of_mu else log_prob - shift).float(),
-        rollout_log_prob=(log_prob - shift if of_mu else log_prob).float(),
-        advantages=torch.zeros_like(batch.advantages),
-        scale=None,
-    )
+    shifted = log_prob - _alternate(log_prob, min(0.25 / spec.penalty.coefficient, _FAR))
+    old, mu = (log_prob, shifted) if spec.penalty.ratio == "full" else (shifted, log_prob)
+    moved = replace_policies(batch, old=old, mu=mu, advantages=torch.zeros_like(log_prob))
     penalty = penalty_gradient(adapter, spec, moved)
     demanded = base_gradient(adapter.base_loss, moved, torch.ones_like(log_prob)) + penalty
-    gradient = adapter_gradient(adapter, spec, moved, BatchConstants())
-    scale = penalty.abs().max()
-    return ShiftResult(error=relative_error((gradient - demanded).abs().max(), scale), vacuous=not float(scale))
+    return _compare(adapter, spec, moved, demanded, penalty)
 
 
 def expect_centering(adapter: CorrectedLoss, batch: mb.MicroBatch, step: StepStage) -> tuple[Tensor, Tensor, Tensor]:
@@ -319,13 +297,8 @@ def try_centering(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroB
         output[key] = torch.nested.nested_tensor_from_jagged(values, batch.model_output[key].offsets())
     same = batch.log_prob.float()
     advantages = torch.where(torch.arange(batch.width, device=same.device) % 2 == 0, 1.0, -0.5).expand_as(same)
-    moved = replace(batch, old_log_prob=same, rollout_log_prob=same, advantages=advantages, scale=None)
-    data = moved.data_with(
-        SharedPlan(step=1),
-        old_log_probs=same,
-        advantages=advantages.to(batch.advantages.dtype),
-        **{mb.ROLLOUT_LOG_PROBS: same, mb.WEIGHTS: None},
-    )
+    moved = replace_policies(batch, old=same, mu=same, advantages=advantages)
+    data = moved.data_with(SharedPlan(step=1), **moved.loss_columns(), **{mb.WEIGHTS: None})
     loss, _ = isolate(adapter, spec)(output, data)
     gradient = torch.autograd.grad(loss, leaf)[0]
     pull = torch.where(batch.policy_mask, advantages.double() * token_share(adapter, spec, moved), 0.0)

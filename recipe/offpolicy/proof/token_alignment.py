@@ -10,7 +10,7 @@ to all tokens nor one extreme token matters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +52,15 @@ class PairCounts:
     rows: int = 0
 
     def __add__(self, other: PairCounts) -> PairCounts:
-        pairs = tuple(map(sum, zip(self.pairs, other.pairs, strict=True)))
-        agreeing = tuple(map(sum, zip(self.agreeing, other.agreeing, strict=True)))
+        pairs, agreeing = (
+            tuple(map(sum, zip(*each, strict=True)))
+            for each in ((self.pairs, other.pairs), (self.agreeing, other.agreeing))
+        )
         return PairCounts(pairs, agreeing, self.rows + other.rows)
+
+    def is_enough(self, lag: int) -> bool:
+        """Return True if there are enough pairs at this lag to judge it."""
+        return self.pairs[LAGS.index(lag)] >= LEAST_PAIRS
 
     def concordance(self, lag: int = 0) -> float:
         """Compute (agreeing - disagreeing) / pairs: 1 if all agree, about 0 by chance, 0.0 if there are no pairs."""
@@ -113,7 +119,8 @@ def count_agreements(
         rows = range(len(groups)) if chosen is None else chosen.tolist()
         alike, kinds = torch.tensor([names[groups[row]] for row in rows], device=mu.device), len(names)
     strangers, siblings = [], []
-    for offset in _offsets(len(mu)):
+    # Short distances pair siblings, if groups are known.
+    for offset in sorted({each for each in (1, 2, len(mu) // 3, len(mu) // 2) if 0 < each < len(mu)}):
         there = tuple(t.roll(offset, 0) for t in (trainer, mu, usable))
         if alike is None:
             strangers.append(((trainer, mu, usable), there))
@@ -130,32 +137,24 @@ def count_agreements(
     return DeferredValue(torch.cat(counts), _tally)
 
 
-def _measure_width(mask: Tensor) -> int:
+def _measure_width(mask: Any) -> int:
     """Return the number of compared tokens of the longest row."""
-    longest = int(_lengths(mask).max()) if mask.is_nested else mask.shape[1]
+    longest = int(mask.offsets().diff().max()) if mask.is_nested else mask.shape[1]
     # Many rows are more informative than many tokens of a few rows.
     return min(longest, MOST_POSITIONS)
 
 
-def _cut(column: Tensor, width: int, chosen: Tensor | None) -> Tensor:
+def _cut(column: Any, width: int, chosen: Tensor | None) -> Tensor:
     """Take the first ``width`` tokens of the chosen rows, zero-padded: (rows, width)."""
     rows = slice(None) if chosen is None else chosen.to(column.device)
     if not column.is_nested:
-        return column[:, :width][rows]
+        padded: Tensor = column[:, :width][rows]
+        return padded
     there = torch.arange(width, device=column.device)
-    absent = there >= _lengths(column)[rows][:, None]
-    places = (_starts(column)[rows][:, None] + there).masked_fill_(absent, 0)
-    return column.values()[places].masked_fill(absent, 0)
-
-
-def _starts(nested: Any) -> Tensor:
-    starts: Tensor = nested.offsets()[:-1]
-    return starts
-
-
-def _lengths(nested: Any) -> Tensor:
-    lengths: Tensor = nested.offsets().diff()
-    return lengths
+    absent = there >= column.offsets().diff()[rows][:, None]
+    places = (column.offsets()[:-1][rows][:, None] + there).masked_fill_(absent, 0)
+    values: Tensor = column.values()
+    return values[places].masked_fill(absent, 0)
 
 
 def _tally(numbers: list[int]) -> AlignmentTally:
@@ -207,14 +206,14 @@ class AlignmentChecker:
         Raises:
             AlignmentError: mu is off by one token, or belongs to other rows.
         """
-        together = self._pending + tally
+        together = vars(self._pending + tally)
+        # A few rows suffice if they have many tokens.
         enough = {
             kind: count
-            for kind in KINDS
-            if (count := getattr(together, kind)).rows >= LEAST_ROWS or _has_many_tokens(count)
+            for kind, count in together.items()
+            if count.rows >= LEAST_ROWS or max(count.pairs) >= 8 * LEAST_PAIRS
         }
-        kept = {kind: count for kind in KINDS if (count := getattr(together, kind)).rows < self.enough}
-        self._pending = AlignmentTally(**kept)
+        self._pending = AlignmentTally(**{kind: count for kind, count in together.items() if count.rows < self.enough})
         for kind, count in enough.items():
             if not self.allow_unrelated:
                 self._judge(kind, count)
@@ -232,30 +231,21 @@ class AlignmentChecker:
                 f"{'after' if shift == 1 else 'before'} (1: always, 0: by chance). The component that produces "
                 f"{column} drops or repeats a token."
             )
-        if kind != "tokens" and _has_enough_pairs(count, 0) and here < self.limit(count.rows):
+        if kind != "tokens" and count.is_enough(0) and here < self.limit(count.rows):
             raise AlignmentError(
-                f"{column} belong to other sequences: {numbers} (1: always, 0: by chance). Sequences were permuted or "
-                f"taken from another batch between engine and trainer, or the two policies have diverged completely; "
-                f"either way {self.lost}. If this is intended, set offpolicy.allow_unrelated_log_probs=true."
+                f"{column} belong to other sequences: {numbers} (1: always, 0: by chance). Sequences were permuted "
+                f"between engine and trainer, or the two policies have diverged; either way {self.lost}. If this is "
+                f"intended, set offpolicy.allow_unrelated_log_probs=true."
             )
 
 
 def find_shift(count: PairCounts) -> int:
     """Find the lag, -1 or 1, at which both policies agree better than at lag 0; 0 if there is no such lag."""
-    alongside = max((-1, 1), key=lambda lag: count.concordance(lag) if _has_enough_pairs(count, lag) else -2.0)
+    alongside = max((-1, 1), key=lambda lag: count.concordance(lag) if count.is_enough(lag) else -2.0)
     # Pairs within a row are dependent, so 16 of them count as one row.
     better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16, 1)))
     shifted = count.concordance(alongside) > max(count.concordance(), 0.0) + better
-    return alongside if shifted and _has_enough_pairs(count, alongside) else 0
-
-
-def _has_enough_pairs(count: PairCounts, lag: int) -> bool:
-    return count.pairs[LAGS.index(lag)] >= LEAST_PAIRS
-
-
-def _has_many_tokens(count: PairCounts) -> bool:
-    """Return True if there are few rows, but enough tokens."""
-    return max(count.pairs) >= 8 * LEAST_PAIRS
+    return alongside if shifted and count.is_enough(alongside) else 0
 
 
 Side = tuple[Tensor, ...]
@@ -308,29 +298,14 @@ def _shift(values: Tensor, lag: int) -> Tensor:
     return moved
 
 
-def _sort_by_group(groups: Sequence[str]) -> list[int]:
-    return sorted(range(len(groups)), key=groups.__getitem__)
-
-
 def _select_rows(rows: int, width: int, groups: Sequence[str] | None) -> Tensor | None:
-    """Select the rows to compare, with rows of one prompt adjacent; None: all rows in their order."""
-    spread = _select_evenly(rows, width)
-    if groups is None:
-        return spread
-    order = torch.tensor(_sort_by_group(groups), dtype=torch.long)
-    return order if spread is None else order[spread]
-
-
-def _select_evenly(rows: int, width: int) -> Tensor | None:
-    """Select row positions: None for all, or evenly spaced runs of 4 neighbours in large batches."""
+    """Select evenly spaced rows if there are many, with rows of one prompt adjacent; None: all rows in their order."""
     most = max(16, MOST_ELEMENTS // max(1, width))
-    if rows <= most:
+    if groups is None and rows <= most:
         return None
-    # Neighbours are drawn together because siblings of one prompt are adjacent and form pairs.
+    order = torch.tensor(range(rows) if groups is None else sorted(range(rows), key=groups.__getitem__))
+    if rows <= most:
+        return order
+    # Runs of 4 neighbours are drawn, because siblings of one prompt are adjacent and form pairs.
     starts = torch.linspace(0, rows - 4, most // 4).long()
-    return (starts[:, None] + torch.arange(4)).flatten().unique()
-
-
-def _offsets(rows: int) -> Iterator[int]:
-    """Yield distances between partner rows: short distances, to siblings if groups are known, and long distances."""
-    yield from sorted({offset for offset in (1, 2, rows // 3, rows // 2) if 0 < offset < rows})
+    return order[(starts[:, None] + torch.arange(4)).flatten().unique()]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from tensordict import NonTensorStack
@@ -71,16 +73,29 @@ def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
     A weight with age-dependent bounds is tried at each age, on the unit of each row's first token. A weight for one
     sign of the advantage is tried with advantages of this sign, of the other sign, and of both signs in one row.
     """
+    return _try_each_age(spec, batch, _build_weight_trials)
+
+
+Part = TypeVar("Part", WeightSpec, MaskSpec)
+
+
+def _try_each_age(
+    spec: Part, batch: MicroBatch, build: Callable[[Part, MicroBatch], Iterator[Trial]]
+) -> Iterator[Trial]:
+    """Build the trials; with age-dependent bounds, at each age that has a factor, and at one more age."""
     if spec.when == "post_tool":
         batch = open_second_turn(batch)
-    if spec.by_staleness is not None:
-        for age, factor in _list_ages(spec.by_staleness):
-            bounds = [None if bound is None else bound**factor for bound in (spec.lower, spec.upper)]
-            scaled = replace(spec, lower=bounds[0], upper=bounds[1])
-            for trial in _build_weight_trials(scaled, age_first_tokens(batch, age)):
-                yield replace(trial, label=trial.label and f"{trial.label} at age {age}")
+    if spec.by_staleness is None:
+        yield from build(spec, batch)
         return
-    yield from _build_weight_trials(spec, batch)
+    for age, factor in enumerate((*spec.by_staleness, spec.by_staleness[-1])):
+        scaled: dict[str, float | None] = {
+            name: None if (bound := getattr(spec, name)) is None else bound**factor for name in ("lower", "upper")
+        }
+        if isinstance(spec, MaskSpec) and spec.delta is not None:
+            scaled["delta"] = spec.delta * factor
+        for trial in build(replace(spec, **scaled), age_first_tokens(batch, age)):
+            yield replace(trial, label=trial.label and f"{trial.label} at age {age}")
 
 
 def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
@@ -90,7 +105,7 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
             out = 0.0 if spec.kind == "reject" else bound
             demanded |= {beyond * bound: out, math.sqrt(bound): math.sqrt(bound)}
             if spec.by_staleness is not None:
-                near = math.exp(math.copysign(_measure_near(math.log(bound)), math.log(beyond)))
+                near = math.exp(math.copysign(max(_NEAR * abs(math.log(bound)), _LEAST), math.log(beyond)))
                 demanded |= {bound * near: out, bound / near: bound / near}
     if spec.upper is None:
         demanded[2.0] = 2.0
@@ -137,37 +152,40 @@ def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[
 
     A mask on age, or with age-dependent bounds, is tried on the unit of each row's first token, the only aged token.
     """
-    if spec.when == "post_tool":
-        batch = open_second_turn(batch)
-    if spec.by_staleness is not None:
-        for age, factor in _list_ages(spec.by_staleness):
-            bounds = [None if bound is None else bound**factor for bound in (spec.lower, spec.upper)]
-            delta = None if spec.delta is None else spec.delta * factor
-            scaled = replace(spec, lower=bounds[0], upper=bounds[1], delta=delta)
-            for trial in _build_mask_trials(name, scaled, age_first_tokens(batch, age)):
-                yield replace(trial, label=trial.label and f"{trial.label} at age {age}")
-        return
-    yield from _build_mask_trials(name, spec, batch)
+    return _try_each_age(spec, batch, partial(_build_mask_trials, name))
 
 
 def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
     # A budget's cutoff depends on the batch, so the trial sets the cutoff that ``list_bounds`` yields.
     constants = BatchConstants(cutoffs={name: 0.04} if spec.budget is not None else {})
     signs = {"negative": (-1.0,), "positive": (1.0,)}.get(spec.when, (-1.0, 1.0))
+    mask = batch.response_mask
+
+    def build(side: float, value: float, sign: float, *, beyond: bool, inward: bool = False) -> Trial:
+        advantages = torch.full_like(batch.log_prob, sign, dtype=torch.float64)
+        moved, hit = _place_policies(spec, batch, value, side, advantages, inward=inward)
+        if spec.when == "post_tool":
+            hit = hit & (turns(mask) > 0)
+        factor = torch.where(hit, 0.0, 1.0) if beyond else torch.ones_like(hit, dtype=torch.float64)
+        return Trial(f"side {side:+.0f}" if beyond and not inward else "", moved, factor, constants)
+
     for side, bound in list_bounds(spec):
+        there, inside = (_step_from_bound(spec, bound, side, beyond) for beyond in (True, False))
         for sign in signs:
-            for beyond in (True, False):
-                yield _build_mask_trial(
-                    spec, batch, constants, side, _step_from_bound(spec, bound, side, beyond), sign, beyond
-                )
-        there = _step_from_bound(spec, bound, side, True)
+            yield build(side, there, sign, beyond=True)
+            yield build(side, inside, sign, beyond=False)
         if spec.when in ("negative", "positive"):
-            yield _build_mask_trial(spec, batch, constants, side, there, -signs[0], beyond=False)
+            yield build(side, there, -signs[0], beyond=False)
         if spec.when == "outward":
-            for sign in signs:
-                yield _build_mask_trial(spec, batch, constants, side, there, sign, beyond=True, inward=True)
+            # Where the ratio may have either sign, the update reduces it.
+            yield from (build(side, there, sign, beyond=True, inward=True) for sign in signs)
         if spec.when not in ("any", "post_tool"):
-            yield _build_mixed_sign_trial(spec, batch, constants, side, there, signs[0])
+            # The rows' mean advantage has the mask's sign, and their later tokens have the opposite sign.
+            advantages = mix_signs(mask, signs[0])
+            moved, hit = _place_policies(spec, batch, there, side, advantages)
+            by_row = spec.sign == "row" or spec.when == "outward"  # ``hit`` already includes when=outward
+            looked_at = hit if by_row else hit & (advantages * signs[0] > 0)
+            yield Trial("", moved, torch.where(looked_at, 0.0, 1.0), constants)
 
 
 def list_bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
@@ -183,21 +201,11 @@ def list_bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
                 yield side, math.log(bound) if on_ratio else bound
 
 
-def _list_ages(factors: tuple[float, ...]) -> Iterator[tuple[int, float]]:
-    """Yield each age with its factor, and then one more age with the last factor."""
-    yield from enumerate((*factors, factors[-1]))
-
-
-def _measure_near(bound: float) -> float:
-    """Compute a step from a bound, in nats, that is small enough to detect a bound with a different factor."""
-    return max(_NEAR * abs(bound), _LEAST)
-
-
 def _step_from_bound(spec: MaskSpec, bound: float, side: float, beyond: bool) -> float:
     if spec.aggregate == "staleness":
         return bound + 1 if beyond else bound
     if spec.by_staleness is not None:
-        return bound + (side if beyond else -side) * _measure_near(bound)
+        return bound + (side if beyond else -side) * max(_NEAR * abs(bound), _LEAST)
     if not beyond:
         return bound / 2
     # Differences of probabilities and squares of small ratios need a smaller step than nats do.
@@ -210,36 +218,6 @@ def measure_step(spec: MaskSpec, bound: float) -> float:
         return BEYOND
     step = min(BEYOND, 0.1 * abs(bound) + 1e-4)
     return min(step, (1 - abs(bound)) / 2) if spec.aggregate == "binary_tv" else step
-
-
-def _build_mask_trial(
-    spec: MaskSpec,
-    batch: MicroBatch,
-    constants: BatchConstants,
-    side: float,
-    value: float,
-    sign: float,
-    beyond: bool,
-    inward: bool = False,
-) -> Trial:
-    """Build a trial; ``inward``: if the ratio may have either sign, use the sign that the update reduces."""
-    advantages = torch.full_like(batch.log_prob, sign, dtype=torch.float64)
-    moved, hit = _place_policies(spec, batch, value, side, advantages, inward=inward)
-    if spec.when == "post_tool":
-        hit = hit & (turns(batch.response_mask) > 0)
-    factor = torch.where(hit, 0.0, 1.0) if beyond else torch.ones_like(hit, dtype=torch.float64)
-    return Trial(f"side {side:+.0f}" if beyond and not inward else "", moved, factor, constants)
-
-
-def _build_mixed_sign_trial(
-    spec: MaskSpec, batch: MicroBatch, constants: BatchConstants, side: float, value: float, sign: float
-) -> Trial:
-    """Build a trial of rows whose mean advantage has the mask's sign and whose later tokens have the opposite sign."""
-    advantages = mix_signs(batch.response_mask, sign)
-    moved, hit = _place_policies(spec, batch, value, side, advantages)
-    by_row = spec.sign == "row" or spec.when == "outward"  # ``hit`` already includes when=outward
-    looked_at = hit if by_row else hit & (advantages * sign > 0)
-    return Trial("", moved, torch.where(looked_at, 0.0, 1.0), constants)
 
 
 def mix_signs(mask: Tensor, sign: float) -> Tensor:

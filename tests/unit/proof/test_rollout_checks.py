@@ -10,7 +10,6 @@ from recipe.offpolicy.proof.rollout_log_probs import (
     RolloutChecker,
     RolloutLogProbError,
     name_missing_column,
-    pad_columns,
 )
 from recipe.offpolicy.proof.token_alignment import MOST_ELEMENTS, AlignmentError, tally_agreements
 from tests.support.growth import count_work
@@ -58,16 +57,6 @@ def test_missing() -> None:
         RolloutLogProbError, match="came without them; it contains old_log_probs, response_mask, responses"
     ):
         RolloutChecker().check_sampled(rows)
-
-
-def test_columns_are_padded_with_zeros() -> None:
-    mask, mu = pad_columns(rollout(nested=True), ["response_mask", "rollout_log_probs"])
-    expected = rollout(nested=False)
-    width = int(expected["response_mask"].sum(-1).max())
-    assert torch.equal(mask, expected["response_mask"][:, :width])
-    assert torch.equal(mu, (expected["rollout_log_probs"] * expected["response_mask"])[:, :width])
-    with pytest.raises(RolloutLogProbError, match="came without them"):
-        pad_columns(rollout(nested=True).exclude("rollout_log_probs"), ["response_mask"])
 
 
 @pytest.mark.parametrize(("number", "rows"), [(0.0, 2), (0.0, 64), (-9.5, 64)])
