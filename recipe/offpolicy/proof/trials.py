@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tensordict import NonTensorStack
@@ -77,11 +77,10 @@ def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
 
 
 Part = TypeVar("Part", WeightSpec, MaskSpec)
+Builder = Callable[[Part, MicroBatch], Iterator[Trial]]
 
 
-def _try_each_age(
-    spec: Part, batch: MicroBatch, build: Callable[[Part, MicroBatch], Iterator[Trial]]
-) -> Iterator[Trial]:
+def _try_each_age(spec: Part, batch: MicroBatch, build: Builder[Part]) -> Iterator[Trial]:
     """Build the trials; with age-dependent bounds, at each age that has a factor, and at one more age."""
     if spec.when == "post_tool":
         batch = open_second_turn(batch)
@@ -89,7 +88,7 @@ def _try_each_age(
         yield from build(spec, batch)
         return
     for age, factor in enumerate((*spec.by_staleness, spec.by_staleness[-1])):
-        scaled: dict[str, float | None] = {
+        scaled: dict[str, Any] = {
             name: None if (bound := getattr(spec, name)) is None else bound**factor for name in ("lower", "upper")
         }
         if isinstance(spec, MaskSpec) and spec.delta is not None:
