@@ -84,10 +84,11 @@ def _try_each_age(spec: Part, batch: MicroBatch, build: Builder[Part]) -> Iterat
     """Build the trials; with age-dependent bounds, at each age that has a factor, and at one more age."""
     if spec.when == "post_tool":
         batch = open_second_turn(batch)
-    if spec.by_staleness is None:
+    factors: tuple[float, ...] | None = spec.by_staleness
+    if factors is None:
         yield from build(spec, batch)
         return
-    for age, factor in enumerate((*spec.by_staleness, spec.by_staleness[-1])):
+    for age, factor in enumerate((*factors, factors[-1])):
         scaled: dict[str, Any] = {
             name: None if (bound := getattr(spec, name)) is None else bound**factor for name in ("lower", "upper")
         }

@@ -22,6 +22,7 @@ from .gradient import Proof, isolate_parts
 FOREIGN = 0.1
 """Mean |log pi - log pi_old|, in nats per token, below which pi and pi_old must come from one policy and the same
 sequences."""
+_BYPASSED = "the engine's backward pass did not go through the corrected loss, or scaled it by zero"
 LEAST_INNER = 8
 """Minimum number of tokens with two neighbours to conclude that mu is off by one; fewer tokens can match by chance."""
 
@@ -81,14 +82,13 @@ def verify(
     _verify_number(packets, None if marked is None else marked * epochs)
     if not again:
         _verify_alignment(proofs)
-        _verify_own_rows(proofs)
     proofs = [proof for proof in proofs if proof.tokens]
     if not proofs:
         return {"proved": 0.0, "fingerprint": structure}
-    if spec.proximal != "recompute":
-        _verify_mu_in_place_of_old(proofs, spec)
-    elif not (allow_identical or again):
-        _verify_two_policies(proofs)
+    tokens, identical, moved = (
+        sum(getattr(proof, name) for proof in proofs) for name in ("tokens", "identical_tokens", "gradient_tokens")
+    )
+    _verify_identity(spec, tokens, identical, allowed=allow_identical or again)
     gradient_error = _verify_gradient(proofs)
     tried = [proof for proof in proofs if proof.tried]
     # A base loss without a ratio does not read pi_old, so ``proximal`` cannot be proved. All other parts must be
@@ -98,8 +98,6 @@ def verify(
     if again:
         names = [name for name in names if _seen(tried, name) or any(name not in proof.shifts for proof in tried)]
     shift_error = max((_verify_shift(tried, name) for name in names if tried), default=0.0)
-    moved = sum(proof.gradient_tokens for proof in proofs)
-    tokens = sum(proof.tokens for proof in proofs)
     return {
         "proved": float(moved > 0 and bool(names) and bool(tried)),
         "fingerprint": structure,
@@ -108,7 +106,7 @@ def verify(
         "gradient_error": gradient_error,
         "shift_error": shift_error,
         "parts": float(len(names)),
-        "identical_share": sum(proof.identical_tokens for proof in proofs) / tokens,
+        "identical_share": identical / tokens,
         "log_prob_bits": float(min(proof.log_prob_bits for proof in proofs)),
         "own_rows": float(any(other for _, other in (proof.row_distances for proof in proofs))),
         "factor": float(any(packet.scales for packet in packets)),
@@ -137,7 +135,12 @@ def verify_update(
     """
     _verify_fingerprint(packets, spec, moving)
     if not spec.is_none:
-        _verify_plan(packets, plan)
+        if plan is not None and (wrong := sum(packet.plan != plan for packet in packets)):
+            absent = sum(not packet.plan for packet in packets)
+            raise LivenessError(
+                f"{wrong} of {len(packets)} micro-batches had a plan other than the one that the trainer sent with "
+                f"this update ({absent} had no plan): step, bounds or constants came from another update."
+            )
         _verify_rows([row for packet in packets for row in packet.rows], sampled_rows, epochs)
         _verify_scales(packets)
         if steps:
@@ -161,17 +164,6 @@ def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec,
             )
 
 
-def _verify_plan(packets: Sequence[UpdateEvidence], plan: int | None) -> None:
-    if plan is None:
-        return
-    if wrong := sum(packet.plan != plan for packet in packets):
-        absent = sum(not packet.plan for packet in packets)
-        raise LivenessError(
-            f"{wrong} of {len(packets)} micro-batches had a plan other than the one that the trainer sent with this "
-            f"update ({absent} had no plan): step, bounds or batch-level constants came from another update."
-        )
-
-
 def _verify_rows(rows: Sequence[int], sampled_rows: Sequence[int], epochs: int) -> None:
     if are_same_rows(sampled_rows, rows, epochs):
         return
@@ -191,20 +183,17 @@ def _verify_rows(rows: Sequence[int], sampled_rows: Sequence[int], epochs: int) 
 
 
 def _verify_scales(packets: Sequence[UpdateEvidence]) -> None:
-    micro_batches = sum(count for packet in packets for count in packet.scales.values())
-    for packet in packets:
-        for scale, count in packet.scales.items():
-            if scale == 0:
-                raise LivenessError(
-                    f"the engine's backward pass did not go through the corrected loss, or scaled it by zero, in "
-                    f"{count} of {micro_batches} micro-batches."
-                )
-            # The factor may arrive rounded to the dtype of the loss. The condition is written so that NaN also fails.
-            if not abs(scale - 1) <= 1e-3:
-                raise LivenessError(
-                    f"the engine multiplied the corrected loss of {count} of {micro_batches} micro-batches by "
-                    f"{scale:.6g} times the expected factor. Code between the loss and the backward pass scales it."
-                )
+    scales = [each for packet in packets for each in packet.scales.items()]
+    for scale, count in scales:
+        of_all = f"{count} of {sum(each for _, each in scales)} micro-batches"
+        if scale == 0:
+            raise LivenessError(f"{_BYPASSED}, in {of_all}.")
+        # The factor may arrive rounded to the dtype of the loss. The condition is written so that NaN also fails.
+        if not abs(scale - 1) <= 1e-3:
+            raise LivenessError(
+                f"the engine multiplied the corrected loss of {of_all} by {scale:.6g} times the expected factor. Code "
+                f"between the loss and the backward pass scales it."
+            )
 
 
 def _verify_number(packets: Sequence[UpdateEvidence], marked: int | None) -> None:
@@ -220,21 +209,17 @@ def _verify_number(packets: Sequence[UpdateEvidence], marked: int | None) -> Non
 
 
 def _verify_alignment(proofs: Sequence[Proof]) -> None:
+    """Check that mu belongs to its tokens, and that the engine's log-probs belong to its own rows."""
     before, same, after = (sum(proof.distances[i] for proof in proofs) for i in range(3))
-    if sum(proof.inner_tokens for proof in proofs) < LEAST_INNER:
-        return
-    if 2.0 * min(before, after) < same:
+    if sum(proof.inner_tokens for proof in proofs) >= LEAST_INNER and 2.0 * min(before, after) < same:
         raise LivenessError(
             f"mu is off by one token: it differs from log pi_old by {same:.3g} nats in total, but mu of the token "
             f"{'before' if before < after else 'after'} differs by {min(before, after):.3g}. The component that "
             f"produces rollout_log_probs drops or repeats a token."
         )
-
-
-def _verify_own_rows(proofs: Sequence[Proof]) -> None:
-    """Check that the engine's log-probs belong to its own rows; after a few steps, pi is still close to pi_old."""
     tokens = sum(proof.tokens for proof in proofs)
     own, other = (sum(proof.row_distances[i] for proof in proofs) for i in range(2))
+    # After a few steps, pi is still close to pi_old.
     if own > FOREIGN * tokens and 2.0 * own > other:
         raise LivenessError(
             f"log pi of the training engine, or pi_old, belongs to other sequences: over {tokens} tokens log pi "
@@ -243,9 +228,14 @@ def _verify_own_rows(proofs: Sequence[Proof]) -> None:
         )
 
 
-def _verify_two_policies(proofs: Sequence[Proof]) -> None:
-    tokens = sum(proof.tokens for proof in proofs)
-    if tokens == sum(proof.identical_tokens for proof in proofs):
+def _verify_identity(spec: CorrectionSpec, tokens: int, identical: int, *, allowed: bool) -> None:
+    """Check that mu replaces pi_old where the correction says so, and that they are two policies otherwise."""
+    if spec.proximal != "recompute" and identical != tokens:
+        raise LivenessError(
+            f"correction.proximal={spec.proximal}: the batch must carry mu as old_log_probs up to the loss, but "
+            f"{tokens - identical} of {tokens} tokens arrived with another value. Some code computes old_log_probs."
+        )
+    if spec.proximal == "recompute" and identical == tokens and not allowed:
         raise LivenessError(
             f"mu equals pi_old bitwise on all {tokens} tokens: one was copied from the other, so every rollout ratio "
             f"is 1 and nothing is corrected. If rollouts come from the trainer's own engine, set "
@@ -254,34 +244,20 @@ def _verify_two_policies(proofs: Sequence[Proof]) -> None:
         )
 
 
-def _verify_mu_in_place_of_old(proofs: Sequence[Proof], spec: CorrectionSpec) -> None:
-    tokens = sum(proof.tokens for proof in proofs)
-    identical = sum(proof.identical_tokens for proof in proofs)
-    if identical != tokens:
-        raise LivenessError(
-            f"correction.proximal={spec.proximal}: the batch must carry mu as old_log_probs up to the loss, but "
-            f"{tokens - identical} of {tokens} tokens arrived with another value. Some code computes old_log_probs."
-        )
-
-
 def _verify_gradient(proofs: Sequence[Proof]) -> float:
     """Check the gradient of the engine's own backward pass; return its largest relative error."""
-    errors = []
     for proof in proofs:
         if proof.gradient_error is None:
             raise LivenessError("no gradient reached the log-probs in the engine's backward pass.")
         if proof.gradient_error == math.inf:
-            raise LivenessError(
-                "the engine's backward pass did not go through the corrected loss, or scaled it by zero."
-            )
+            raise LivenessError(f"{_BYPASSED}.")
         # This form also fails for NaN.
         if not proof.gradient_error <= proof.tolerance:
             raise LivenessError(
                 f"the gradient at the log-probs is not weight * keep * verl's gradient (plus terms of extensions): "
                 f"relative error {proof.gradient_error:.3g}, tolerance {proof.tolerance:.3g}."
             )
-        errors.append(proof.gradient_error)
-    return max(errors)
+    return max(proof.gradient_error or 0.0 for proof in proofs)
 
 
 def _seen(proofs: Sequence[Proof], name: str) -> bool:
@@ -290,11 +266,8 @@ def _seen(proofs: Sequence[Proof], name: str) -> bool:
 
 def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
     """Check one correction on shifted log-probs; return its largest relative error."""
-    errors = []
-    seen = False
     for proof in proofs:
-        shift = proof.shifts.get(name)
-        if shift is None:
+        if (shift := proof.shifts.get(name)) is None:
             raise LivenessError(f"{name} was not tried on every micro-batch.")
         # This form also fails for NaN.
         if not shift.error <= proof.tolerance:
@@ -302,9 +275,7 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
                 f"{name} does not act: on log-probs shifted beyond its bound, the relative error of the gradient is "
                 f"{shift.error:.3g}, tolerance {proof.tolerance:.3g}."
             )
-        errors.append(shift.error)
-        seen = seen or not shift.vacuous
-    if not seen:
+    if not _seen(proofs, name):
         why = (
             "verl's loss has the same gradient whatever pi_old is."
             if name == "proximal"
@@ -312,7 +283,7 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
             "narrower and the correction changes nothing, or no sequence has two tokens."
         )
         raise LivenessError(f"no evidence that {name} acts: {why}")
-    return max(errors)
+    return max(proof.shifts[name].error for proof in proofs)
 
 
 def describe_proof(spec: CorrectionSpec, live: Mapping[str, float]) -> str:
@@ -338,10 +309,8 @@ def describe_rest(
     """
     proved = [f"{', '.join(sorted(sealed))} per sequence with the values at their source"] if sealed else []
     proved += [name for name, why in add_ons.items() if why is None]
-    missing = [
-        *_find_missing(spec, live, sealed),
-        *(f"{name} ({why.rstrip('.')})" for name, why in add_ons.items() if why),
-    ]
+    missing = [*_find_missing(spec, live, sealed)]
+    missing += [f"{name} ({why.rstrip('.')})" for name, why in add_ons.items() if why]
     return f"also compared: {'; '.join(proved) or 'nothing'}. Not proved: {'; '.join(missing) or 'nothing'}."
 
 

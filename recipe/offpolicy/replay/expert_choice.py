@@ -58,19 +58,15 @@ class RouterSlot:
         self.layer, self.experts, self.top_k = layer, experts, top_k
         self.record: ChoiceRecord | None = None
         """Record of the last forward since the slot was armed. A recomputed forward writes the same values again."""
-        self._armed: object | None = None
+        self.armed: object | None = None
         self._ran_under: object | None = None
-        self._ids: Tensor | None = None
+        self.ids: Tensor | None = None
         self._rows: Tensor | None = None
         self.entered: Tensor | None = None
         """(tokens, k) ids with which the layer's experts were called in the last forward, if they are called by ids."""
         self.gradient: Tensor | None = None
         """() float32, sum of |gradient| of the router's scores since the last reset; None if gradients are not
         watched."""
-
-    @property
-    def is_armed(self) -> bool:
-        return self._armed is not None
 
     def arm(self, ids: Tensor | None = None, rows: Tensor | None = None) -> None:
         """Start recording, and start replaying if ids are given.
@@ -79,12 +75,12 @@ class RouterSlot:
             ids: (tokens, k) of any integer dtype, distinct in each row; None: record the router's own choice.
             rows: (tokens,) bool, rows to replay; None: all rows.
         """
-        self._armed, self.record, self.entered = object(), None, None
-        self._ids, self._rows = ids, rows
+        self.armed, self.record, self.entered = object(), None, None
+        self.ids, self._rows = ids, rows
 
     def disarm(self) -> None:
         """Stop recording and replaying; the last record stays."""
-        self._armed = self._ids = self._rows = None
+        self.armed = self.ids = self._rows = None
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward of the choosing module.
@@ -94,35 +90,22 @@ class RouterSlot:
                 other routes.
         """
         self._check_recomputation()
-        if not self.is_armed:
+        if self.armed is None:
             return forward(*args, **kwargs)
         with _Replacement(self) as replacement:
             result = forward(*args, **kwargs)
         if replacement.count != 1:
             raise ReplayError(
                 f"the router of layer {self.layer} made {replacement.count} choices of {self.top_k} among "
-                f"{self.experts} experts in one forward, but 1 when replay was installed. Fix: do not let a kernel or "
-                f"compiler replace this block's forward, or turn routing replay off."
+                f"{self.experts} experts in one forward, but must make 1. Fix: do not let a kernel or compiler replace "
+                f"this block's forward, or turn routing replay off."
             )
         return result
 
-    def get_shipped(self, record: ChoiceRecord) -> Tensor:
-        """Return the ids shipped for the tokens of a record, (tokens, k); the router's own ids if none were shipped."""
-        return record.ids if self._ids is None else self._ids.to(record.ids.device, torch.int64)
-
-    def note_entry(self, ids: Tensor) -> None:
-        """Record the ids with which the layer's experts are called."""
-        if self.is_armed:
-            self.entered = ids
-
-    def watch_gradient(self, scores: Tensor) -> None:
-        """Add the gradient of the router's scores to ``gradient`` when it is computed."""
-
-        def add(gradient: Tensor) -> None:
-            if self.gradient is not None:
-                self.gradient = self.gradient + gradient.float().abs().sum()
-
-        scores.register_hook(add)
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add a gradient of the router's scores to ``gradient``."""
+        if self.gradient is not None:
+            self.gradient = self.gradient + gradient.float().abs().sum()
 
     def choose(self, scores: Tensor, own: Any) -> Any:
         """Choose the experts of one forward, and record them.
@@ -138,18 +121,16 @@ class RouterSlot:
             ReplayError: the number of tokens differs from the number of rows of ids.
         """
         chosen: Tensor = own[1]
-        tokens = len(scores)
-        if self._ids is None:
-            self.record = ChoiceRecord(chosen, chosen, torch.zeros(tokens, dtype=torch.bool, device=scores.device))
+        if self.ids is None:
+            self.record = ChoiceRecord(chosen, chosen, torch.zeros_like(chosen[:, 0], dtype=torch.bool))
             return own
-        if len(self._ids) != tokens:
+        if len(self.ids) != len(scores):
             raise ReplayError(
-                f"layer {self.layer} routes {tokens} tokens, but routes of {len(self._ids)} tokens were given. Fix: "
-                f"give a row of ids for each token of this forward, padding included, in the order of the tokens."
+                f"layer {self.layer} routes {len(scores)} tokens, but routes of {len(self.ids)} tokens were given. "
+                f"Fix: give a row of ids for each token of this forward, padding included, in their order."
             )
-        ids = self._ids.to(scores.device, torch.int64)
-        rows = torch.ones(tokens, dtype=torch.bool) if self._rows is None else self._rows
-        rows = rows.to(scores.device)
+        ids = self.ids.to(scores.device, torch.int64)
+        rows = torch.ones_like(chosen[:, 0], dtype=torch.bool) if self._rows is None else self._rows.to(scores.device)
         entered = torch.where(rows[:, None], ids, chosen)
         self.record = ChoiceRecord(entered, chosen, rows)
         return torch.return_types.topk((scores.gather(-1, entered), entered))
@@ -157,8 +138,8 @@ class RouterSlot:
     def _check_recomputation(self) -> None:
         # The task's id is -1 outside of a backward; torch.utils.checkpoint uses the same test.
         if torch._C._current_graph_task_id() == -1:
-            self._ran_under = self._armed
-        elif self._ran_under is not self._armed:
+            self._ran_under = self.armed
+        elif self._ran_under is not self.armed:
             raise ReplayError(
                 f"layer {self.layer} is recomputed for its backward with routes other than those of its forward. Fix: "
                 "disarm, or arm with the next routes, after the backward."
@@ -179,7 +160,7 @@ class _Replacement(TorchFunctionMode):
         if self._watches and _is_scored(result, self._slot.experts):
             # The first tensor of this shape is the gate's output.
             self._watches = False
-            self._slot.watch_gradient(result)
+            result.register_hook(self._slot.add_gradient)
         scores = find_scores(func, args, kwargs, self._slot.experts, self._slot.top_k)
         if scores is None:
             return result

@@ -44,11 +44,9 @@ def compare_layers(records: Mapping[int, ChoiceRecord]) -> Tensor:
     Returns:
         (layers, layers) int64, the choosing layer first, in the order of the records.
     """
-    return torch.stack([_count(chooser.own, list(records.values()), chooser.replayed) for chooser in records.values()])
-
-
-def _count(own: Tensor, shipped: list[ChoiceRecord], rows: Tensor) -> Tensor:
-    return torch.stack([(equal_sets(own, record.ids) & rows).sum() for record in shipped])
+    pairs = [(chooser, other) for chooser in records.values() for other in records.values()]
+    counts = [(equal_sets(chooser.own, other.ids) & chooser.replayed).sum() for chooser, other in pairs]
+    return torch.stack(counts).view(len(records), -1)
 
 
 def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
@@ -203,9 +201,7 @@ class RoutingTally:
         ages = sums[3 * width : -1]
         pairs = tuple(zip(ages[::2], ages[1::2], strict=True))
         return RoutingReport(
-            *(self.layers, self.top_k, self.tokens, replayed, entered, equal, pairs),
-            withheld=sums[-1],
-            size=self.size,
+            self.layers, self.top_k, self.tokens, replayed, entered, equal, pairs, withheld=sums[-1], size=self.size
         )
 
 

@@ -55,12 +55,24 @@ def find_routers(
     # Sharding replaces the model's class.
     name: str = getattr(model.config, "model_type", None) or type(model).__name__
     experts, top_k = _read_size(name, config, _EXPERTS), _read_size(name, config, _TOP_K)
-    inputs = inputs or _build_inputs(model, config)
+    if inputs is None:
+        ids = torch.arange(TOKENS, device=next(model.parameters()).device)[None] % config.vocab_size
+        inputs = {"input_ids": ids, "use_cache": False}
     search = _search(model, experts, top_k, inputs)
     inside = [path for path in search.paths if _LAYER.search(f"{path}.")]
     # A load-balancing loss makes another choice among all layers' scores, in a module above the layers.
-    paths = [path for path in search.paths if path in inside or not any(_lies_in(other, path) for other in inside)]
-    _check_one_a_layer(name, [(_read_layer(name, path), path) for path in paths], (experts, top_k))
+    paths = [
+        path
+        for path in search.paths
+        if path in inside or (path and not any(other.startswith(f"{path}.") for other in inside)) or not inside
+    ]
+    for layer, count in sorted(Counter(_read_layer(name, path) for path in paths).items()):
+        if count > 1:
+            where = sorted(path for path in paths if _read_layer(name, path) == layer)
+            raise _refuse(
+                name,
+                f"layer {layer} makes {count} choices of {top_k} among {experts} experts in one forward, in {where}",
+            )
     found = {_read_layer(name, path): model.get_submodule(path) for path in paths}
     layout = RoutedLayers(name, config.num_hidden_layers, tuple(sorted(found)), experts, top_k)
     if silent := sorted(find_experts(model).keys() - set(found)) if found else list(range(layout.depth)):
@@ -74,21 +86,6 @@ def find_routers(
     if search.met_masked and _search(model, experts, top_k, inputs, poison=True).reached_output:
         raise _refuse(name, "it weights experts by masked scores, which belong to groups that it did not choose")
     return layout, {layer: found[layer] for layer in layout.layers}
-
-
-def _check_one_a_layer(name: str, choices: list[tuple[int, str]], size: tuple[int, int]) -> None:
-    counts = Counter(layer for layer, _ in choices)
-    if several := sorted(layer for layer, count in counts.items() if count > 1):
-        where = sorted(path for layer, path in choices if layer == several[0])
-        raise _refuse(
-            name,
-            f"layer {several[0]} makes {len(where)} choices of {size[1]} among {size[0]} experts in one forward, "
-            f"in {where}",
-        )
-
-
-def _lies_in(path: str, outer: str) -> bool:
-    return not outer or path.startswith(f"{outer}.")
 
 
 def _refuse(name: str, reason: str) -> ReplayError:
@@ -118,11 +115,6 @@ def find_experts(model: nn.Module) -> dict[int, nn.Module]:
     """Find the modules named ``experts``, by absolute layer number."""
     named = ((path, module) for path, module in model.named_modules() if path.endswith(".experts"))
     return {int(numbers[0]): module for path, module in named if (numbers := _LAYER.findall(path))}
-
-
-def _build_inputs(model: nn.Module, config: Any) -> dict[str, Any]:
-    device = next(model.parameters()).device
-    return {"input_ids": torch.arange(TOKENS, device=device)[None] % config.vocab_size, "use_cache": False}
 
 
 def _search(model: nn.Module, experts: int, top_k: int, inputs: Mapping[str, Any], poison: bool = False) -> _Search:
@@ -225,18 +217,14 @@ class RoutedModel:
     """
 
     def __init__(
-        self,
-        layout: RoutedLayers,
-        routers: Mapping[int, nn.Module],
-        experts: Mapping[int, nn.Module] | None = None,
+        self, layout: RoutedLayers, routers: Mapping[int, nn.Module], experts: Mapping[int, nn.Module]
     ) -> None:
         self.layout = layout
         self._slots = {layer: RouterSlot(layer, layout.experts, layout.top_k) for layer in routers}
         for layer, router in routers.items():
-            router.forward = _wrap(router.forward, self._slots[layer])
-        for layer, module in (experts or {}).items():
-            if layer in routers:
-                _note_entries(module, self._slots[layer])
+            router.forward = functools.partial(_run, self._slots[layer], router.forward)
+            if layer in experts:
+                _note_entries(experts[layer], self._slots[layer])
 
     def arm(self, routes: Tensor, rows: Tensor | None = None) -> None:
         """Replay these routes in each forward from now on.
@@ -297,7 +285,8 @@ class RoutedModel:
         for layer, record in self.get_records().items():
             slot = self._slots[layer]
             entered = record.ids if slot.entered is None else slot.entered
-            same = (entered == slot.get_shipped(record)).all(-1) & record.replayed
+            shipped = record.ids if slot.ids is None else slot.ids.to(record.ids.device, torch.int64)
+            same = (entered == shipped).all(-1) & record.replayed
             counts.append(torch.stack([record.count_replayed(), same.sum(), record.count_equal()]))
         return torch.stack(counts)
 
@@ -319,27 +308,21 @@ class RoutedModel:
         Raises:
             ReplayError: a layer made no choice since the arming.
         """
-        records = self.get_records()
-        dense = torch.zeros_like(next(iter(records.values())).ids)
-        return torch.stack(
-            [records[layer].ids if layer in records else dense for layer in range(self.layout.depth)], dim=1
-        )
+        ids = {layer: record.ids for layer, record in self.get_records().items()}
+        dense = torch.zeros_like(next(iter(ids.values())))
+        return torch.stack([ids.get(layer, dense) for layer in range(self.layout.depth)], dim=1)
 
 
-def _wrap(forward: Callable[..., Any], slot: RouterSlot) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return slot.run(forward, args, kwargs)
-
-    return run
+def _run(slot: RouterSlot, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return slot.run(forward, args, kwargs)
 
 
 def _note_entries(experts: nn.Module, slot: RouterSlot) -> None:
     """Make the slot record the ids with which the experts are called."""
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for value in (*args, *kwargs.values()):
+        for value in (*args, *kwargs.values()) if slot.armed is not None else ():
             if isinstance(value, Tensor) and value.dtype == torch.int64 and value.shape[1:] == (slot.top_k,):
-                slot.note_entry(value)
+                slot.entered = value
 
     experts.register_forward_pre_hook(note, with_kwargs=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -55,8 +56,8 @@ class RoutedClient(LLMServerClient):
             if not output.token_ids:
                 return output
             raise ReplayError(
-                "the rollout server returned tokens without their routes. Fix: use a mixture of experts with "
-                "enable_return_routed_experts in the rollout server, or set router_replay.mode=disabled."
+                "the rollout server returned tokens without their routes. Fix: set enable_return_routed_experts in the "
+                "rollout server, or router_replay.mode=disabled."
             )
         note = _rows.find(request_id, shared=self.shares_ids)
         routes = torch.as_tensor(output.routed_experts)
@@ -114,23 +115,18 @@ def merge_reports(reports: Sequence[RoutingReport]) -> RoutingReport:
     sums: dict[str, Any] = {
         name: sum(getattr(each, name) for each in reports) for name in ("tokens", "withheld", "size")
     }
-    sums |= {name: _add([getattr(each, name) for each in reports]) for name in ("replayed", "entered", "equal")}
+    for name in ("replayed", "entered", "equal", "ages"):
+        by_place = np.array([getattr(each, name) for each in reports], dtype=np.int64).sum(0).tolist()
+        sums[name] = tuple(tuple(each) if isinstance(each, list) else each for each in by_place)
     return replace(
         reports[0],
         **sums,
-        ages=tuple(zip(*(_add([[pair[i] for pair in each.ages] for each in reports]) for i in (0, 1)), strict=True)),
         gradients=tuple(math.fsum(each) for each in zip(*watched, strict=True)),
         first=FirstLook(
-            checksums=sum(look.checksums for look in looks),
-            tokens=sum(look.tokens for look in looks),
-            k3=math.fsum(look.k3 for look in looks),
-            k3_without=math.fsum(look.k3_without for look in looks),
+            *(sum(getattr(look, name) for look in looks) for name in ("checksums", "tokens")),
+            *(math.fsum(getattr(look, name) for look in looks) for name in ("k3", "k3_without")),
         ),
     )
-
-
-def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(map(sum, zip(*counts, strict=True)))
 
 
 def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
@@ -159,7 +155,7 @@ def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
     if len(set(update.replayed)) > 1 or not (update.replayed[0] or update.withheld):
         counts = dict(zip(update.layers, update.replayed, strict=True))
         raise LivenessError(f"routing replay: the numbers of tokens replayed by layer are {counts}, but must be equal.")
-    metrics = _measure(update)
+    metrics = measure_routes([update])
     seen = _judge_gradients(update)
     if mode == "R3" and look.tokens and look.k3 > WORSE * look.k3_without + _ROUNDING * look.tokens:
         raise LivenessError(
@@ -172,10 +168,7 @@ def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
 
 def measure_routes(reports: Sequence[RoutingReport]) -> dict[str, float]:
     """Compute the metrics under ``offpolicy/routing/`` from the reports of one or several updates."""
-    return _measure(merge_reports(reports))
-
-
-def _measure(update: RoutingReport) -> dict[str, float]:
+    update = merge_reports(reports)
     choices = sum(update.replayed)
     shares = [equal / count for equal, count in zip(update.equal, update.replayed, strict=True) if count]
     metrics = {
@@ -258,12 +251,9 @@ class RoutingReplay(AddOn):
         return {REPLAY_STEP: self._run.global_steps}
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
-        return compute(self._put_native(batch) if self._records_without_replay else batch)
-
-    @property
-    def _records_without_replay(self) -> bool:
-        settings = self._run.recording.settings
-        return settings is not None and settings.without_replay and settings.records(self._run.global_steps)
+        settings, step = self._run.recording.settings, self._run.global_steps
+        native = settings is not None and settings.without_replay and settings.records(step)
+        return compute(self._put_native(batch) if native else batch)
 
     def _put_native(self, batch: Any) -> Any:
         """Compute log pi_old under the trainer's own routes, without replay, and store it next to the batch."""
