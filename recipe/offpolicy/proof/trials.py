@@ -84,8 +84,8 @@ def _try_each_age(spec: Part, batch: MicroBatch, build: Builder[Part]) -> Iterat
     """Build the trials; with age-dependent bounds, at each age that has a factor, and at one more age."""
     if spec.when == "post_tool":
         batch = open_second_turn(batch)
-    factors: tuple[float, ...] | None = spec.by_staleness
-    if factors is None:
+    factors: list[float] = list(spec.by_staleness or ())
+    if not factors:
         yield from build(spec, batch)
         return
     for age, factor in enumerate((*factors, factors[-1])):

@@ -64,15 +64,13 @@ def find_routers(
     paths = [
         path
         for path in search.paths
-        if path in inside or (path and not any(other.startswith(f"{path}.") for other in inside)) or not inside
+        if path in inside or not any(other.startswith(path and f"{path}.") for other in inside)
     ]
     for layer, count in sorted(Counter(_read_layer(name, path) for path in paths).items()):
         if count > 1:
             where = sorted(path for path in paths if _read_layer(name, path) == layer)
-            raise _refuse(
-                name,
-                f"layer {layer} makes {count} choices of {top_k} among {experts} experts in one forward, in {where}",
-            )
+            choices = f"{count} choices of {top_k} among {experts} experts in one forward, in {where}"
+            raise _refuse(name, f"layer {layer} makes {choices}")
     found = {_read_layer(name, path): model.get_submodule(path) for path in paths}
     layout = RoutedLayers(name, config.num_hidden_layers, tuple(sorted(found)), experts, top_k)
     if silent := sorted(find_experts(model).keys() - set(found)) if found else list(range(layout.depth)):
@@ -222,7 +220,7 @@ class RoutedModel:
         self.layout = layout
         self._slots = {layer: RouterSlot(layer, layout.experts, layout.top_k) for layer in routers}
         for layer, router in routers.items():
-            router.forward = functools.partial(_run, self._slots[layer], router.forward)
+            router.forward = _wrap(router.forward, self._slots[layer])
             if layer in experts:
                 _note_entries(experts[layer], self._slots[layer])
 
@@ -313,8 +311,12 @@ class RoutedModel:
         return torch.stack([ids.get(layer, dense) for layer in range(self.layout.depth)], dim=1)
 
 
-def _run(slot: RouterSlot, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return slot.run(forward, args, kwargs)
+def _wrap(forward: Callable[..., Any], slot: RouterSlot) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return slot.run(forward, args, kwargs)
+
+    return run
 
 
 def _note_entries(experts: nn.Module, slot: RouterSlot) -> None:

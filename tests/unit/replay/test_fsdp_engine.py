@@ -74,4 +74,4 @@ def test_the_forward_of_pi_old_hands_out_its_routes() -> None:
     engine.fails = True
     with pytest.raises(ArithmeticError):
         engine.forward_backward_batch(batch(**flags), None, forward_only=True)
-    assert not any(slot.is_armed for slot in replaying.model._slots.values())
+    assert not any(slot.armed for slot in replaying.model._slots.values())
