@@ -18,8 +18,7 @@ from verl.utils import tensordict_utils as tu
 from ..batch.micro_batch import LIKELIEST_LOG_PROBS, LIKELIEST_ROLLOUT_LOG_PROBS
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS as MU
 from ..replay.batch_routes import TokenLayout
-from ..support.batch_supports import BatchSupports, ResponseTokens, lay_out_supports
-from ..support.token_supports import MASS
+from ..support.token_supports import MASS, BatchSupports, ResponseTokens, lay_out_supports
 
 MU_ERROR = 1e-5
 """Largest accepted difference, in nats, between a sampled token's mu and its mu in the position's top-k list; both come

@@ -20,8 +20,15 @@ from verl.utils import tensordict_utils as tu
 from ..batch.micro_batch import FULL_LOG_PROBS, LAST, ROLLOUT_LOG_PROBS, SUPPORT_SIZE, WITHHELD
 from ..correction.correction_parts import SupportUnknown
 from ..replay.batch_routes import TokenLayout
-from .batch_supports import BatchSupports, ResponseTokens, lay_out_supports
-from .token_supports import MASS, SupportError, compute_truncated_log_probs, find_inside
+from .token_supports import (
+    MASS,
+    BatchSupports,
+    ResponseTokens,
+    SupportError,
+    compute_truncated_log_probs,
+    find_inside,
+    lay_out_supports,
+)
 
 _COUNTS = ("tokens", "lacking", "known", "members", "outside", "after", "before", "compared", "other")
 _FIX = "Fix: find the code that changes them between rollout server and trainer, or set correction.support=null."
@@ -123,8 +130,9 @@ class SupportTally:
             places = (responses.places - 1).clamp(min=0)
             sampled = responses.read(mu)
             counted = responses.trained & known[responses.places] & torch.isfinite(sampled)
-            sums = [_sum_k3(each[places], sampled, counted) for each in (truncated, full)]
-            self._k3.append(torch.stack([*sums, counted.sum().double()]))
+            pi = torch.stack([truncated[places], full[places]]).double()
+            gap = torch.where(counted, pi - sampled.double(), 0.0)
+            self._k3.append(torch.cat([(gap.expm1() - gap).sum(-1), counted.sum()[None].double()]))
 
     def report(self) -> SupportReport:
         """Copy the counts to the host.
@@ -145,12 +153,20 @@ class SupportTally:
                 f"that the rollout servers' client recorded: their checksums differ. {_FIX}"
             )
         if found["outside"]:
-            raise SupportError(_describe_outside(found))
+            nearest = min("after", "before", key=found.__getitem__)
+            whose = (
+                f"they fit the token {nearest} in all but {found[nearest]} cases, so the supports are off by one token"
+                if found[nearest] < found["outside"] / 2
+                else "they belong to another sequence, or come from another engine"
+            )
+            raise SupportError(
+                f"{found['outside']} of {found['known']} tokens are not in the support that they arrived with: {whose}. Fix: "
+                f"give each token the support that it was sampled from, or set correction.support=null."
+            )
         if max(1.0 - self.least_mass, self.greatest_mass - 1.0) > MASS:
             raise SupportError(
-                f"mu sums to {self.least_mass:.4f} to {self.greatest_mass:.4f} over the supports, but must sum to 1: "
-                f"the engine did not return the log-probs that it sampled from. Fix: set "
-                f"actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, or correction.support=null."
+                f"mu sums to {self.least_mass:.4f} to {self.greatest_mass:.4f} over the supports, but must sum to 1. "
+                f"Fix: set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, or correction.support=null."
             )
         k3 = torch.stack(self._k3).sum(0).tolist() if self._k3 else [0.0, 0.0, 0.0]
         return SupportReport(
@@ -164,25 +180,6 @@ class SupportTally:
             k3=k3[0],
             k3_without=k3[1],
         )
-
-
-def _describe_outside(found: dict[str, int]) -> str:
-    shifts = {"after": "the token after", "before": "the token before"}
-    nearest = min(shifts, key=lambda each: found[each])
-    whose = (
-        f"they fit {shifts[nearest]} in all but {found[nearest]} cases, so the supports are off by one token"
-        if found[nearest] < found["outside"] / 2
-        else "they belong to another sequence, or come from another engine"
-    )
-    return (
-        f"{found['outside']} of {found['known']} tokens are not in the support that they arrived with: {whose}. "
-        f"Fix: give each token the support that it was sampled from, or set correction.support=null."
-    )
-
-
-def _sum_k3(pi: Tensor, mu: Tensor, counted: Tensor) -> Tensor:
-    gap = torch.where(counted, pi.double() - mu.double(), 0.0)
-    return (gap.expm1() - gap).sum()
 
 
 REPORT = "offpolicy_support_report"

@@ -1,4 +1,4 @@
-"""Supports of sampled tokens, read from vLLM's log-probs and sent as notes, and the softmax renormalised over them.
+"""Supports of sampled tokens: read from vLLM's log-probs, sent as notes, and assigned to the tokens of a forward pass.
 
 vLLM's processed log-probs are -inf outside the support. vLLM returns the K largest log-probs per token. The ids with
 finite log-probs are the support if any of the other log-probs is not finite, or if the probabilities of these ids sum
@@ -8,15 +8,18 @@ to 1. Score centering keeps all K ids with their log-probs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
-from ..replay.batch_routes import count_shared, hash_tokens
+from ..batch.padding import Layout
+from ..batch.weight_versions import read_extra_fields
+from ..replay.batch_routes import TokenLayout, count_shared, hash_tokens
 
 
 class SupportError(RuntimeError):
@@ -90,7 +93,7 @@ class TokenSupports:
     sizes: Array
     ids: Array
     masses: Array
-    log_probs: Array = field(default_factory=lambda: _NONE)
+    log_probs: Array = _NONE
 
     @classmethod
     def empty(cls) -> TokenSupports:
@@ -154,22 +157,20 @@ def read_supports(
     rows = np.asarray(ids, np.int64).reshape(count, -1)
     found = np.asarray(log_probs, np.float64).reshape(count, -1)
     finite = found > _LEAST
-    if likeliest:
-        inside = finite.copy()
-        inside[:, 0] = False  # the sampled token itself
-        sizes = inside.sum(1)
-        masses = np.exp(np.where(inside, found, -np.inf)).sum(1).astype(np.float32)
-        ids_inside = _narrow(rows[inside], rows.max(initial=0))
-        return TokenSupports(_narrow(sizes, sizes.max(initial=0)), ids_inside, masses, found[inside].astype(np.float32))
-    # If the sampled token is among the most likely ids, it appears twice.
-    inside = finite & np.concatenate([np.ones((count, 1), bool), rows[:, 1:] != rows[:, :1]], 1)
-    masses = np.where(inside, np.exp(np.where(inside, found, 0.0)), 0.0).sum(1)
-    # A support with a known last id is accepted here; the trainer checks the support's mass.
-    known = (~finite).any(1) | (np.abs(masses - 1.0) <= MASS)
-    inside &= known[:, None]
-    sizes = inside.sum(1)
+    # The sampled token comes first, and appears again if it is among the most likely ids.
+    first = np.arange(rows.shape[1]) == 0
+    inside = finite & (~first if likeliest else first | (rows != rows[:, :1]))
+    masses = np.exp(np.where(inside, found, -np.inf)).sum(1)
+    if not likeliest:
+        # A support with a known last id is accepted here; the trainer checks the support's mass.
+        inside &= ((~finite).any(1) | (np.abs(masses - 1.0) <= MASS))[:, None]
+    sizes, kept = inside.sum(1), rows[inside]
+    kept_log_probs = found[inside].astype(np.float32) if likeliest else _NONE
     return TokenSupports(
-        _narrow(sizes, sizes.max(initial=0)), _narrow(rows[inside], rows.max(initial=0)), masses.astype(np.float32)
+        _narrow(sizes, sizes.max(initial=0)),
+        _narrow(kept, rows.max(initial=0)),
+        masses.astype(np.float32),
+        kept_log_probs,
     )
 
 
@@ -297,3 +298,132 @@ def read_note(found: Any) -> RowSupports | None:
     if len(log_probs) not in (0, len(ids)):
         return None
     return RowSupports(spans, TokenSupports(sizes, ids, _NONE, log_probs), (least, greatest, unknown), checksum)
+
+
+@dataclass(frozen=True)
+class ResponseTokens:
+    """Positions of a micro-batch's response tokens, in the order of its columns.
+
+    Attributes:
+        places: (R,) int64, position of each response token among the micro-batch's tokens; 0 on padding.
+        trained: (R,) bool, the response mask.
+        nested: True if columns are nested by row, without padding.
+    """
+
+    places: Tensor
+    trained: Tensor
+    nested: bool
+
+    @classmethod
+    def of(cls, data: TensorDict, offsets: Tensor) -> ResponseTokens:
+        """Build the positions of one micro-batch.
+
+        Args:
+            offsets: (B + 1,) start of each row's prompt and response.
+        """
+        mask = data["response_mask"]
+        if mask.is_nested:
+            # A response extends to the end of its row.
+            lengths = mask.offsets().diff()
+            count = len(mask.values())
+            before = torch.repeat_interleave(offsets[1:] - mask.offsets()[1:], lengths, output_size=count)
+            return cls(before + torch.arange(count, device=offsets.device), mask.values().bool(), True)
+        layout = Layout.of(data)
+        places = (offsets[:-1] + layout.prompts)[:, None] + torch.arange(mask.shape[1], device=offsets.device)
+        there = mask.bool() & ~layout.absent
+        return cls(places.masked_fill(layout.absent, 0).flatten(), there.flatten(), False)
+
+    def read(self, column: Tensor) -> Tensor:
+        """Read a column of the responses: (R,)."""
+        return column.values() if self.nested else column.flatten()
+
+
+@dataclass(frozen=True)
+class BatchSupports:
+    """Supports of the n sampled tokens of a micro-batch whose rows have a note.
+
+    Attributes:
+        places: (n,) int64, position of each token in the micro-batch.
+        rows, within: (n,) int64, row of each token, and its position in the row.
+        ids: (n, K) int64, the ids in each token's support, padded with -1; none if the support is unknown.
+        log_probs: (n, K) float32, log mu of the ids, padded with -inf; (n, 0) for support replay.
+        sizes: (n,) int64, number of ids in each token's support.
+        known, unknown: (k,) and (u,) int64, indices of tokens with known and unknown support.
+        truncated: int64, indices of known supports that are smaller than the vocabulary.
+        checksums: (B,) int64, checksums of the notes.
+        compared: (B,) bool, rows with a note for all of their tokens.
+        bytes: bytes of sizes and ids, as received.
+        masses: (minimum, maximum) of mu's sum over known supports.
+        unknown_mass: sum of mu over the ids returned for tokens of unknown support.
+    """
+
+    places: Tensor
+    rows: Tensor
+    within: Tensor
+    ids: Tensor
+    log_probs: Tensor
+    sizes: Tensor
+    known: Tensor
+    unknown: Tensor
+    truncated: Tensor
+    checksums: Tensor
+    compared: Tensor
+    bytes: int
+    masses: tuple[float, float]
+    unknown_mass: float
+
+    def hash_rows(self, tokens: Tensor) -> Tensor:
+        """Compute the checksum of each row, (B,) int64, from these supports and their (n,) tokens."""
+        parts = hash_supports(self.within, tokens, self.ids, self.log_probs)
+        return torch.zeros_like(self.checksums).index_add_(0, self.rows, parts)
+
+
+def read_notes(data: TensorDict) -> list[RowSupports | None]:
+    """Read the note of each row; None if it is missing or inconsistent."""
+    if NOTE in data.keys():
+        found: list[Any] = [getattr(row, "data", row) for row in data[NOTE]]
+    else:
+        found = [fields.get(NOTE) for fields in read_extra_fields(data)]
+    found += [None] * (data.batch_size[0] - len(found))
+    return [read_note(each) for each in found]
+
+
+def lay_out_supports(data: TensorDict, layout: TokenLayout, vocabulary: int) -> BatchSupports:
+    """Assign the supports of a micro-batch to its tokens; drop entries beyond the end of a row.
+
+    Args:
+        vocabulary: number of logits per token.
+    """
+    notes, offsets = read_notes(data), layout.offsets.tolist()
+    kept = []
+    checksums, compared = [0] * len(notes), [False] * len(notes)
+    for row, note in ((row, note) for row, note in enumerate(notes) if note is not None):
+        own = note.list_places()
+        there = int((own < offsets[row + 1] - offsets[row]).sum())
+        compared[row], checksums[row] = there == len(own), note.checksum
+        kept.append((row, own[:there], note.supports.cut(0, there)))
+    joined = TokenSupports.concatenate([supports for _, _, supports in kept])
+    masses = [note.masses for note in notes if note is not None]
+    has = joined.sizes > 0
+    device = layout.offsets.device
+
+    def put(values: Tensor) -> Tensor:
+        return values.to(device, non_blocking=True)
+
+    none = torch.zeros(0, dtype=torch.int64)
+    return BatchSupports(
+        places=put(torch.cat([none, *(own + offsets[row] for row, own, _ in kept)])),
+        rows=put(torch.cat([none, *(torch.full_like(own, row) for row, own, _ in kept)])),
+        within=put(torch.cat([none, *(own for _, own, _ in kept)])),
+        ids=put(torch.from_numpy(joined.pad())),
+        log_probs=put(torch.from_numpy(joined.pad_log_probs())),
+        sizes=put(torch.from_numpy(joined.sizes.astype(np.int64))),
+        known=put(torch.from_numpy(has.nonzero()[0])),
+        truncated=put(torch.from_numpy((has & (joined.sizes < vocabulary)).nonzero()[0])),
+        unknown=put(torch.from_numpy((~has).nonzero()[0])),
+        checksums=put(torch.tensor(checksums, dtype=torch.int64)),
+        compared=put(torch.tensor(compared)),
+        bytes=joined.bytes,
+        masses=(min((each[0] for each in masses), default=1.0), max((each[1] for each in masses), default=1.0)),
+        unknown_mass=sum(each[2] for each in masses),
+    )

@@ -10,8 +10,14 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from recipe.offpolicy.replay.batch_routes import TokenLayout
-from recipe.offpolicy.support.batch_supports import ResponseTokens, lay_out_supports, read_notes
-from recipe.offpolicy.support.token_supports import NOTE, SupportNote, TokenSupports
+from recipe.offpolicy.support.token_supports import (
+    NOTE,
+    ResponseTokens,
+    SupportNote,
+    TokenSupports,
+    lay_out_supports,
+    read_notes,
+)
 
 ROWS = [[1, 2, 5, 6, 7], [3, 8, 9]]
 SUPPORTS = [[[5, 4], [], [7]], [[8, 1, 2], [9]]]
