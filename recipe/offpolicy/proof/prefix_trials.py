@@ -16,7 +16,17 @@ from torch import Tensor
 from ..batch.micro_batch import MicroBatch
 from ..correction import BatchConstants, MaskSpec, WeightSpec
 from .inverses import HIGH, MOST_UPWARD, invert_aggregate, invert_binary_kl, place_gap
-from .trials import BEYOND, MEAN_WEIGHT, Trial, list_bounds, measure_step, mix_signs, place_masses, replace_policies
+from .trials import (
+    MEAN_WEIGHT,
+    Trial,
+    list_bounds,
+    look_at,
+    measure_step,
+    mix_signs,
+    place_masses,
+    shift_mu,
+    shift_ratio,
+)
 
 _CLEAR = 1e-4
 """Smallest difference between a prefix's value and its bound, in nats, that float32 log-probs can resolve."""
@@ -81,10 +91,7 @@ def build_prefix_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[
             weight = weight if lower is None else torch.maximum(weight, lower.exp())
             weight = weight if upper is None else torch.minimum(weight, upper.exp())
         size = place.at if spec.aggregate == "geometric" else 1.0
-        shift = torch.where(place.moved, raw * size, 0.0)
-        old = batch.log_prob.double() + advantages.sign() * BEYOND
-        numerator = old if spec.ratio == "rollout" else batch.log_prob.double()
-        moved = replace_policies(batch, old=old, mu=numerator - shift, advantages=advantages)
+        moved = shift_mu(spec, batch, torch.where(place.moved, raw * size, 0.0), advantages)
         factor = torch.where(weighed, weight / mean, 1.0 / mean)
         acts = bool((factor[mask] != 1).any()) and advantages is same
         return Trial("raw beyond or inside a bound" if acts else "", moved, factor, constants)
@@ -129,9 +136,7 @@ def _build_mask_trial(
     alone = by_mass and 2 * abs(bound) > _WIDEST["kl" in spec.aggregate]
     place = _Place.of(mask, 1 if alone else 2)
     advantages = mix_signs(mask, sign) if mixed else torch.full_like(batch.log_prob, sign, dtype=torch.float64)
-    looked = advantages.sign()
-    if spec.sign == "row":
-        looked = torch.where(mask, advantages, 0.0).sum(-1, keepdim=True).sign().expand_as(advantages)
+    looked = look_at(spec, mask, advantages)
     way = looked if spec.when == "outward" else -advantages.sign()
     limit = bound * _grow(place.position, spec.by_position)
     there = bound * _grow(place.at, spec.by_position)
@@ -148,9 +153,7 @@ def _build_mask_trial(
         own[spread] = invert_aggregate(spec.aggregate, total.expand_as(own)[spread], side, way[spread])
         outside = mask & (outside.any(-1, keepdim=True)) if spec.aggregate == "k1_max" else outside
         drift = (-advantages.sign() * 1.5 * own.abs()).clamp(-0.5, 0.5)
-        ppo, rollout = {"rollout": (drift, own), "full": (drift, own - drift), "ppo": (own, -1.5 * own)}[spec.ratio]
-        old = batch.log_prob.double() - ppo
-        moved = replace_policies(batch, old=old, mu=old - rollout, advantages=advantages)
+        moved = shift_ratio(spec, batch, own, drift, advantages)
     if spec.when == "outward":
         outside = outside & (own * looked > 0)
     elif spec.when != "any":

@@ -125,13 +125,7 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
     same = torch.full_like(size, sign)
 
     def place(raw: float, advantages: Tensor, weighed: Tensor, weight: float) -> Trial:
-        shift = torch.where(first, math.log(raw) * size, 0.0)
-        # pi_old differs from pi, so that a mix-up of pi_old and pi is detected. The base loss never clips a ratio pi /
-        # pi_old below 1 with a positive advantage, or above 1 with a negative advantage, so every token has a gradient
-        # to weigh.
-        old_log_prob = batch.log_prob.double() + advantages.sign() * BEYOND
-        numerator = old_log_prob if spec.ratio == "rollout" else batch.log_prob.double()
-        moved = replace_policies(batch, old=old_log_prob, mu=numerator - shift, advantages=advantages)
+        moved = shift_mu(spec, batch, torch.where(first, math.log(raw) * size, 0.0), advantages)
         factor = torch.where(weighed, weight / mean, 1.0 / mean)
         acts = bool((factor != 1).any()) and advantages is same
         return Trial(f"raw {raw:g}" if acts else "", moved, factor, constants)
@@ -244,9 +238,7 @@ def _place_policies(
     hit = _choose_units(units, spec.by_staleness is not None, spec) & mask
     # The maximum can be low only if all values are low.
     first = hit if spec.aggregate == "k1_max" else hit & _find_unit_starts(units, mask)
-    looked = advantages.sign()
-    if spec.sign == "row":
-        looked = torch.where(mask, advantages, 0.0).sum(-1, keepdim=True).sign().expand_as(advantages)
+    looked = look_at(spec, mask, advantages)
     # PPO never clips upward moves with a negative advantage, or downward moves with a positive advantage.
     free = -advantages.sign()
     way = free if spec.when != "outward" else -looked if inward else looked
@@ -270,13 +262,7 @@ def _place_policies(
     drift = free * 1.5 * shift.abs()
     # A single-token unit must keep its gradient, within PPO's second clip of large ratios.
     drift = torch.where(_count_tokens(units, mask) == 1, drift.clamp(-0.5, 0.5), drift)
-    ppo, rollout = {
-        "rollout": (drift, shift),
-        "full": (drift, shift - drift),
-        "ppo": (shift, -1.5 * shift),
-    }[spec.ratio]
-    old_log_prob = batch.log_prob.double() - ppo
-    return replace_policies(batch, old=old_log_prob, mu=old_log_prob - rollout, advantages=advantages), hit
+    return shift_ratio(spec, batch, shift, drift, advantages), hit
 
 
 def _spread_gap(
@@ -311,6 +297,30 @@ def place_masses(
     old = {"rollout": top, "full": pi, "ppo": bottom}[spec.ratio]
     mu = bottom if spec.ratio != "ppo" else old
     return replace_policies(replace(batch, log_prob=pi.to(batch.log_prob.dtype)), old=old, mu=mu, advantages=advantages)
+
+
+def shift_mu(spec: WeightSpec, batch: MicroBatch, shift: Tensor, advantages: Tensor) -> MicroBatch:
+    """Give the weight's ratio the logarithm ``shift``."""
+    # pi_old differs from pi, so that a mix-up of pi_old and pi is detected. The base loss never clips a ratio pi /
+    # pi_old below 1 with a positive advantage, or above 1 with a negative advantage, so every token has a gradient to
+    # weigh.
+    old = batch.log_prob.double() + advantages.sign() * BEYOND
+    numerator = old if spec.ratio == "rollout" else batch.log_prob.double()
+    return replace_policies(batch, old=old, mu=numerator - shift, advantages=advantages)
+
+
+def shift_ratio(spec: MaskSpec, batch: MicroBatch, shift: Tensor, drift: Tensor, advantages: Tensor) -> MicroBatch:
+    """Give the mask's ratio the logarithm ``shift``, and pi / pi_old the logarithm ``drift`` if this ratio is free."""
+    ppo, rollout = {"rollout": (drift, shift), "full": (drift, shift - drift), "ppo": (shift, -1.5 * shift)}[spec.ratio]
+    old = batch.log_prob.double() - ppo
+    return replace_policies(batch, old=old, mu=old - rollout, advantages=advantages)
+
+
+def look_at(spec: MaskSpec, mask: Tensor, advantages: Tensor) -> Tensor:
+    """Return the sign of the advantage that the mask reads: the token's, or that of its row's mean."""
+    if spec.sign != "row":
+        return advantages.sign()
+    return torch.where(mask, advantages, 0.0).sum(-1, keepdim=True).sign().expand_as(advantages)
 
 
 def replace_policies(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages: Tensor) -> MicroBatch:

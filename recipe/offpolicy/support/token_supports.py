@@ -164,13 +164,12 @@ def read_supports(
     if not likeliest:
         # A support with a known last id is accepted here; the trainer checks the support's mass.
         inside &= ((~finite).any(1) | (np.abs(masses - 1.0) <= MASS))[:, None]
-    sizes, kept = inside.sum(1), rows[inside]
-    kept_log_probs = found[inside].astype(np.float32) if likeliest else _NONE
+    sizes = inside.sum(1)
     return TokenSupports(
         _narrow(sizes, sizes.max(initial=0)),
-        _narrow(kept, rows.max(initial=0)),
+        _narrow(rows[inside], rows.max(initial=0)),
         masses.astype(np.float32),
-        kept_log_probs,
+        found[inside].astype(np.float32) if likeliest else _NONE,
     )
 
 

@@ -27,7 +27,7 @@ from ..batch import micro_batch as mb
 from ..batch.padding import split_micro_batch
 from ..batch.plan import check_ranks, defer_shares, mini_batch_mean
 from ..correction import CorrectionSpec, Statistic, StepStage
-from ..correction.deferred_value import DeferredValue, fetch
+from ..correction.deferred_value import DeferredValue, defer_statistics, fetch
 from ..correction.spec import Side, compute_fingerprint, read_bounds, replace_bounds
 from ..extensions.add_on import WorkerExtension
 from ..extensions.loss_rows import LossRows
@@ -65,7 +65,11 @@ def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
         The factor, as a tensor on the device if reading it would make the host wait; None if it is unknown, for example
         with Megatron's dynamic context parallelism.
     """
-    engine = _find_engine()
+    # The engine does not pass itself to its loss, so it is found among the calling frames.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not hasattr(frame.f_locals.get("self"), "forward_backward_batch"):
+        frame = frame.f_back
+    engine = None if frame is None else frame.f_locals["self"]
     if (scaler := getattr(engine, "scaler", None)) is not None:
         scaled: Tensor = scaler.scale(torch.ones_like(loss, requires_grad=False))
         return scaled
@@ -83,16 +87,6 @@ def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
         scale = float(parallel_state.get_context_parallel_world_size())
     grad_scale = get_model_config(engine.module[0]).grad_scale_func
     return scale if grad_scale is None else scale * grad_scale(torch.ones_like(loss, requires_grad=False))
-
-
-def _find_engine() -> Any:
-    """Find verl's engine among the calling frames, because the engine does not pass itself to its loss."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if hasattr(owner := frame.f_locals.get("self"), "forward_backward_batch"):
-            return owner
-        frame = frame.f_back
-    return None
 
 
 _FATAL = (
@@ -185,10 +179,10 @@ class OffPolicyLoss:
         likeliest = None if self.spec.centering is None else LikeliestTokens.of(batch)
         random_state = torch.get_rng_state()
         loss, metrics, packet.statistics = self.compute_corrected(batch, dp_group, likeliest)
-        if likeliest is not None and self.ledger is not None and torch.is_grad_enabled():
-            packet.note(measure_drift(self.spec, self.shadows, batch, likeliest))
         if self.ledger is not None and torch.is_grad_enabled():
-            packet.count(defer_shares(batch.response_mask, data))
+            if likeliest is not None:
+                packet.note("statistics", defer_statistics(measure_drift(self.spec, self.shadows, batch, likeliest)))
+            packet.note("shares", defer_shares(batch.response_mask, data))
         if self.proves(batch):
             packet.proof = prove(self.copy_for_trials(random_state), batch, loss)
         packet.watch(loss, expected_scale(loss, data))
@@ -210,7 +204,7 @@ class OffPolicyLoss:
     def _weigh(self, model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
         """Compute the correction's factor again, for reports that read it."""
         batch = mb.read(model_output, data)
-        return mb.compute_factor(self.spec, batch, self._decided(batch))
+        return mb.compute_factor(self.spec, batch, mb.decide(self.spec, batch, measure="nothing"))
 
     def create_packet(self, batch: mb.MicroBatch) -> Packet:
         """Create this micro-batch's metrics packet, whose values are filled in when the packet is sent."""
@@ -233,7 +227,7 @@ class OffPolicyLoss:
         batch = mb.read(model_output, data)
         packet = self.create_packet(batch)
         if self.record is not None:
-            packet.statistics = self._recorded(batch, self._decided(batch))
+            packet.statistics = self._recorded(batch, mb.decide(self.spec, batch, measure="nothing"))
         return packet
 
     def compute_corrected(
@@ -249,7 +243,7 @@ class OffPolicyLoss:
                 f"the micro-batch already has {mb.WEIGHTS}: verl's algorithm.rollout_correction is on together with "
                 f"correction. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
             )
-        step = self._decided(batch)
+        step = mb.decide(self.spec, batch, measure="nothing")
         # This is a micro-batch's only device-to-host transfer; it fetches the checks that must pass before the backward
         # pass.
         fetch(self._guards(batch))
@@ -303,13 +297,8 @@ class OffPolicyLoss:
             handed |= {"response_mask": batch.response_mask, "advantages": batch.advantages}
         return batch.data_with(**handed)
 
-    def _decided(self, batch: mb.MicroBatch) -> StepStage:
-        return mb.decide(self.spec, batch, measure="nothing")
-
     def _guards(self, batch: mb.MicroBatch) -> list[DeferredValue[None]]:
-        guards = [_finite(batch)]
-        if batch.counted is not None:
-            guards.append(batch.counted)
+        guards = [_check_finite(batch), *filter(None, [batch.counted])]
         if self.ledger is not None and (seals := mb.check_seals(batch)) is not None:
             guards += [seals, mb.check_engine(batch)]
         if self.spec.proximal != "recompute" and torch.is_grad_enabled():
@@ -331,18 +320,18 @@ def _repeat(random_state: Tensor, loss: BoundLoss, *args: Any, **kwargs: Any) ->
         return loss(*args, **kwargs)
 
 
-def _finite(batch: mb.MicroBatch) -> DeferredValue[None]:
+def _check_finite(batch: mb.MicroBatch) -> DeferredValue[None]:
     lost = [~torch.isfinite(t.detach()) & batch.response_mask for t in (batch.log_prob, batch.advantages)]
-    return DeferredValue(torch.stack(lost).sum((1, 2)), _judge_finite)
 
+    def judge(counts: list[int]) -> None:
+        for bad, what in zip(counts, _FATAL, strict=True):
+            if bad:
+                raise FloatingPointError(
+                    f"{bad} {what} are not finite, and no mask can remove them from the gradient. "
+                    f"The optimizer has not stepped."
+                )
 
-def _judge_finite(counts: list[int]) -> None:
-    for bad, what in zip(counts, _FATAL, strict=True):
-        if bad:
-            raise FloatingPointError(
-                f"{bad} {what} are not finite, and no mask can remove them from the gradient. "
-                f"The optimizer has not stepped."
-            )
+    return DeferredValue(torch.stack(lost).sum((1, 2)), judge)
 
 
 def build_loss(

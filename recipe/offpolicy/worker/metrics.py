@@ -36,7 +36,7 @@ from verl.utils.metric import Metric
 from ..batch import micro_batch as mb
 from ..batch.plan import Shares, add_shares, take_reports
 from ..batch.seals import drop_empty_rows, hash_rows
-from ..batch.weight_versions import UNKNOWN, RowVersions, TokenVersions, compute_token_versions
+from ..batch.weight_versions import UNKNOWN, compute_token_versions
 from ..correction import CorrectionSpec, Statistic
 from ..correction.correction_parts import OF_THE_TRAINER
 from ..correction.deferred_value import DeferredValue, defer_statistics, fetch
@@ -93,9 +93,10 @@ def merge(observations: Sequence[Observation]) -> Observation:
     columns: dict[str, Any] = {
         name: torch.cat([_widened(getattr(batch, name), width) for batch in batches]) for name in _COLUMNS
     }
-    known = [batch.versions for batch in batches if batch.versions is not None]
-    if known:
-        columns["versions"] = _merge_versions(known, width)
+    if (versions := first.batch.versions) is not None:
+        named = {each.name: [getattr(batch.versions, each.name) for batch in batches] for each in fields(versions)}
+        merged = {name: torch.cat([_widened(one, width, UNKNOWN) for one in parts]) for name, parts in named.items()}
+        columns["versions"] = replace(versions, **merged)
     if any(batch.withheld is not None for batch in batches):
         masks = [torch.zeros_like(each.response_mask) if each.withheld is None else each.withheld for each in batches]
         columns["withheld"] = torch.cat([_widened(mask, width) for mask in masks])
@@ -116,9 +117,10 @@ def split(observation: Observation, most: int) -> Iterator[Observation]:
     for start in range(0, len(batch.response_mask), rows):
         at = slice(start, start + rows)
         columns: dict[str, Any] = {name: getattr(batch, name)[at] for name in _COLUMNS}
-        if batch.versions is not None:
-            each = {one.name: getattr(batch.versions, one.name)[at] for one in fields(batch.versions)}
-            columns["versions"] = type(batch.versions)(**each)
+        if (versions := batch.versions) is not None:
+            columns["versions"] = replace(
+                versions, **{one.name: getattr(versions, one.name)[at] for one in fields(versions)}
+            )
         if batch.withheld is not None:
             columns["withheld"] = batch.withheld[at]
         yield replace(observation, batch=replace(batch, **columns))
@@ -163,14 +165,8 @@ def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
     return readings
 
 
-def _merge_versions(parts: Sequence[RowVersions], width: int) -> RowVersions:
-    oldest, newest = (torch.cat([getattr(part, name) for part in parts]) for name in ("oldest", "newest"))
-    tokens = [_widened(part.tokens, width, UNKNOWN) for part in parts if isinstance(part, TokenVersions)]
-    return TokenVersions(oldest, newest, torch.cat(tokens)) if tokens else RowVersions(oldest, newest)
-
-
 def _widened(column: Tensor, width: int, value: int = 0) -> Tensor:
-    missing = width - column.shape[1]
+    missing = width - column.shape[-1] if column.dim() == 2 else 0
     return torch.nn.functional.pad(column, (0, missing), value=value) if missing else column
 
 
@@ -232,13 +228,9 @@ class Packet:
 
         loss.register_hook(arrive)
 
-    def note(self, statistics: Mapping[str, Statistic]) -> None:
-        """Add statistics whose values are on the device."""
-        self._readings.append({"statistics": defer_statistics(statistics)})
-
-    def count(self, shares: DeferredValue[Shares]) -> None:
-        """Add shares of verl's denominators."""
-        self._readings.append({"shares": shares})
+    def note(self, name: Name, value: DeferredValue[Any]) -> None:
+        """Add a value on the device to the attribute ``name``."""
+        self._readings.append({name: value})
 
     def settle(self) -> None:
         """Copy the values of this packet, and of all packets queued with it, to the host."""
@@ -307,7 +299,9 @@ class Ledger:
         """
         first = next(self._waiting.values(), None)
         rows, width = observation.batch.response_mask.shape
-        if first is not None and not self._fits(first, observation):
+        padded = (self._waiting_rows + rows) * max(self._waiting_width, width)
+        known = None if first is None else first._observed
+        if padded > AT_ONCE or known is None or not known.fits(observation):
             self._measure()
         self._more = more
         packet._ledger, packet._observed = self, observation
@@ -315,16 +309,6 @@ class Ledger:
         self._waiting_rows, self._waiting_width = self._waiting_rows + rows, max(self._waiting_width, width)
         if rows * width >= AT_ONCE:
             self._measure()
-
-    def _fits(self, first: Packet, observation: Observation) -> bool:
-        """Return True if the rows can be measured together with the queued rows within ``AT_ONCE`` tokens.
-
-        Args:
-            first: first queued packet.
-        """
-        rows, width = observation.batch.response_mask.shape
-        padded = (self._waiting_rows + rows) * max(self._waiting_width, width)
-        return padded <= AT_ONCE and first._observed is not None and first._observed.fits(observation)
 
     def leave(self, packet: Packet) -> None:
         """Settle ``packet`` before a copy of it is sent, or keep it until the last mini-batch."""
