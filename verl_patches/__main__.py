@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
 from . import GROUPS, OFF, Group, PatchError, hydra_sections, rollout_seams, status, trainer_seams, worker_seams
-from .contract import Contract, NotInstalledError, installed_release, is_needed, of_installed
+from .contract import Contract, NotInstalledError, installed_release, is_needed
 
 COLUMNS = ("patch", "target", "releases", "state", "contract")
 _WIDTH_OF_LOGS = 240
@@ -53,21 +53,28 @@ def rows() -> list[Row]:
     rows = [
         _row(module.__name__.rpartition(".")[2], each, _state_alone(module, each), tested)
         for module, found in contracts.items()
-        for each in _per_target(found)
+        for each in found
     ]
     for group in GROUPS.values():
         rows += _rows_of_group(group)
     return rows
 
 
-def _state_alone(module: ModuleType, contracts: list[Contract]) -> str:
-    """Return the state of contracts without a group: of a patch that the run installs, or of a called function.
+def _contracts_of(module: ModuleType) -> list[Contract]:
+    """Collect the contracts that a module declares, as attributes or in tuples."""
+    values = vars(module).values()
+    found = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
+    return list(dict.fromkeys(each for each in found if isinstance(each, Contract)))
+
+
+def _state_alone(module: ModuleType, contract: Contract) -> str:
+    """Return the state of a contract without a group: of a patch that the run installs, or of a called function.
 
     If the trainer wraps a function, the contract is in force in the trainer's process.
     """
-    if any(each.in_force() for each in contracts):
+    if contract.in_force():
         return "in force"
-    return OFF if contracts[0] in getattr(module, "PATCHES", ()) else CALLS
+    return OFF if contract in getattr(module, "PATCHES", ()) else CALLS
 
 
 def _rows_of_group(group: Group) -> Iterator[Row]:
@@ -87,19 +94,17 @@ def _rows_of_group(group: Group) -> Iterator[Row]:
             missing = f"{error.name} is missing"
             yield Row(f"{group.name}.{name}", "", "", missing, str(error) if broken else MISSING, broken)
             continue
-        for each in _per_target(_contracts_of(patch)):
-            yield _row(f"{group.name}.{name}", each, states[name], may_be_of_others=states[name] == NOT_NEEDED)
+        for contract, _ in patch.wrappers:
+            yield _row(f"{group.name}.{name}", contract, states[name], may_be_of_others=states[name] == NOT_NEEDED)
 
 
-def _row(patch: str, contracts: list[Contract], state: str, may_be_of_others: bool) -> Row:
-    contract = of_installed(*contracts)
+def _row(patch: str, contract: Contract, state: str, may_be_of_others: bool) -> Row:
     release = installed_release(contract.distribution)
-    tested = " or ".join(dict.fromkeys(each.tested for each in contracts))
     elsewhere = release is not None and not contract.covers(release)
     verdict, broken = (NOT_HERE, False) if may_be_of_others and elsewhere else _verdict(contract)
     if broken and contract.option and elsewhere:
         verdict, broken = f"{contract.option} is refused here: {verdict}", False
-    return Row(patch, contract.target, tested, state, verdict, broken)
+    return Row(patch, contract.target, contract.tested, state, verdict, broken)
 
 
 def _verdict(contract: Contract) -> tuple[str, bool]:
@@ -110,40 +115,6 @@ def _verdict(contract: Contract) -> tuple[str, bool]:
     except PatchError as error:
         return str(error), True
     return OK, False
-
-
-def _contracts_of(patch: object) -> list[Contract]:
-    """Collect the contracts that a module or a patch object declares, as attributes or in tuples."""
-    found: list[Contract] = []
-    # The limit on the depth ensures that cycles end.
-    _collect(vars(patch).values(), found, depth=5)
-    return list(dict.fromkeys(found))
-
-
-def _collect(values: Iterable[object], found: list[Contract], depth: int) -> None:
-    for value in values:
-        if isinstance(value, Contract):
-            found.append(value)
-        elif depth and isinstance(value, tuple | list):
-            _collect(value, found, depth - 1)
-        elif depth and type(value).__module__.startswith(f"{__package__}."):
-            _collect(vars(value).values() if hasattr(value, "__dict__") else (), found, depth - 1)
-
-
-def _per_target(contracts: list[Contract]) -> list[list[Contract]]:
-    """Group contracts that differ by release: they have the same target, or the same name if a target has moved.
-
-    A contract is left out if another contract of the same name applies to the installed release.
-    """
-    same_name: dict[tuple[str, str], list[Contract]] = {}
-    for contract in contracts:
-        same_name.setdefault((contract.name, contract.distribution), []).append(contract)
-    rows: list[list[Contract]] = []
-    for (_, distribution), turns in same_name.items():
-        release = installed_release(distribution)
-        here = {each.target for each in turns if release and each.covers(release)}
-        rows += [[each for each in turns if each.target == target] for target in sorted(here)] or [turns]
-    return rows
 
 
 def show(table: list[Row]) -> None:

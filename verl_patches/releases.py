@@ -1,13 +1,14 @@
 """The supported releases of verl, and the attributes in which they differ. This module does not import other packages.
 
-To support another release, add a row here and its file in requirements/, and run the tests.
+To support another release, add it to `RELEASES` and its file to requirements/, and run the tests. Each release is
+listed by its differences from the next one.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 V1_MODES = ("sync", "colocate_async", "separate_async")
 """Trainers of verl's V1 that are supported."""
@@ -75,62 +76,38 @@ class Release:
         return "seq-mean-token-mean" if fixed else loss_agg_mode
 
 
-RELEASES = (
-    Release(
-        "0.7.1",
-        legacy_actors=True,
-        engine_attends_by_loss_mask=True,
-        bound_pairs=False,
-        replaying_engines=("megatron",),
-        platforms=False,
-        unpads_alone=False,
-        weight_versions=False,
-        v1_modes=(),
-        staleness_limit=False,
-        token_versions=False,
-        scores_prompts=False,
-        fsdp_replay=False,
-        watched_replay=False,
-        truncated_support=False,
-        scales_lr=False,
-        aggregates_gspo_by_key=False,
-        separate_programs=False,
-        large_tensors=False,
-        merged_lora=False,
-        sglang_adapters=(),
-    ),
-    Release(
-        "0.8.0",
-        platforms=False,
-        unpads_alone=False,
-        v1_modes=(),
-        staleness_limit=False,
-        token_versions=False,
-        fsdp_replay=False,
-        watched_replay=False,
-        truncated_support=False,
-        scales_lr=False,
-        aggregates_gspo_by_key=False,
-        merged_lora=False,
-        sglang_adapters=("fsdp",),
-    ),
-    # Its separate_async computes pi_old as in 0.9.1; warm-up, rollouts on the trainer's GPUs and the balancer of
-    # requests differ, and hybrid_engine=false is ignored. Its servers report versions; recording them was not tested.
-    Release(
-        "0.9.0",
-        unpads_alone=False,
-        v1_modes=("sync", "colocate_async"),
-        staleness_limit=False,
-        token_versions=False,
-        fsdp_replay=False,
-        watched_replay=False,
-        truncated_support=False,
-        scales_lr=False,
-        aggregates_gspo_by_key=False,
-        sglang_adapters=("fsdp",),
-    ),
-    Release("0.9.1"),
+_V0_9_1 = Release("0.9.1")
+# Its separate_async computes pi_old as in 0.9.1; warm-up, rollouts on the trainer's GPUs and the balancer of requests
+# differ, and hybrid_engine=false is ignored. Its servers report versions; recording them was not tested.
+_V0_9_0 = replace(
+    _V0_9_1,
+    name="0.9.0",
+    unpads_alone=False,
+    v1_modes=("sync", "colocate_async"),
+    staleness_limit=False,
+    token_versions=False,
+    fsdp_replay=False,
+    watched_replay=False,
+    truncated_support=False,
+    scales_lr=False,
+    aggregates_gspo_by_key=False,
+    sglang_adapters=("fsdp",),
 )
+_V0_8_0 = replace(_V0_9_0, name="0.8.0", platforms=False, v1_modes=(), merged_lora=False)
+_V0_7_1 = replace(
+    _V0_8_0,
+    name="0.7.1",
+    legacy_actors=True,
+    engine_attends_by_loss_mask=True,
+    bound_pairs=False,
+    replaying_engines=("megatron",),
+    weight_versions=False,
+    scores_prompts=False,
+    separate_programs=False,
+    large_tensors=False,
+    sglang_adapters=(),
+)
+RELEASES = (_V0_7_1, _V0_8_0, _V0_9_0, _V0_9_1)
 """Oldest first."""
 TESTED = tuple(release.name for release in RELEASES)
 VLLM = ("0.24.0", "0.28.0", "0.31.0")

@@ -59,7 +59,7 @@ def test_a_snapshot_on_the_cpu_is_the_live_weight_until_it_is_patched() -> None:
         "print(after_a_step_and_a_restoration())\n"
         "import sys\n"
         "del sys.modules['verl.utils.fsdp_utils']\n"
-        "t.let_logger_flush(); t.let_logger_flush()\n"
+        "patch.install(); patch.install()\n"
         "assert patch.waiting() and not patch.in_force()\n"
         "import verl.utils.fsdp_utils as utils\n"
         "assert not patch.waiting()\n"

@@ -142,9 +142,8 @@ def check_prompts(run: Composed) -> Iterator[Problem]:
 
 def test_a_release(copy: Copy) -> None:
     table = (copy.root / "verl_patches" / "releases.py").read_text()
-    newest = '    Release("0.9.1"),\n'
-    assert newest in table
-    copy.write("verl_patches/releases.py", table.replace(newest, newest + newest.replace("0.9.1", "0.10.0")))
+    assert "_V0_9_0, _V0_9_1)" in table
+    copy.write("verl_patches/releases.py", table.replace("_V0_9_1)\n", '_V0_9_1, Release("0.10.0"))\n'))
     tests = ("tests/unit/test_packaging.py", "tests/unit/verl_patches/test_releases.py")
     assert "0.10.0" in copy.fails(tests[0], "-k", "release")
     pinned = (copy.root / "requirements" / "verl-0.9.1.txt").read_text()

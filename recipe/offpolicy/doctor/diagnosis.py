@@ -39,7 +39,7 @@ from ..preflight.own_keys import find_similar_keys, list_groups, list_sections
 from ..preflight.python_source import VERLS, check_program_trains, is_own
 from .launch import compose
 from .program import Launch, LaunchError
-from .verdicts import Diagnosis, VerdictRow
+from .show import Diagnosis, VerdictRow
 
 HOOKS = "recipe.offpolicy.trainer.hooked"
 _BRING = (

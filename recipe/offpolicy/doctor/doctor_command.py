@@ -19,7 +19,7 @@ from .foreign_code import ForeignCode
 
 if TYPE_CHECKING:
     from .program import Launch
-    from .verdicts import Diagnosis
+    from .show import Diagnosis
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,11 +68,10 @@ def _diagnose(known: argparse.Namespace, given: Sequence[str], out: IO[str] | No
     """
     from verl_patches.contract import PatchError
 
-    from .bash import ScriptError
+    from .bash.shell_values import ScriptError
     from .program import Launch, LaunchError, find_program
     from .scripts import find_launches
-    from .show import show_lost
-    from .verdicts import Diagnosis
+    from .show import Diagnosis, show_lost
 
     launch = Launch("" if known.script else known.module or OURS, tuple(given), known.script or "")
     try:

@@ -156,6 +156,4 @@ def _locate(module: str) -> str:
     if module in VERLS:
         first = next(release.name for release in RELEASES if release.separate_programs)
         return f"The installed verl has no such program. Install verl {first} or later."
-    if (package := find_source(top)) is not None:
-        return f"{package.parent} has no such module. Correct its name, or change to the launch directory."
-    return "Install it, or change to the launch directory."
+    return "Correct its name, install it, or change to the launch directory."

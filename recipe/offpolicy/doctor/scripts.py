@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .bash import Field, ProgramCall, Script, ScriptEnd, ScriptError, Unknown, read_script, read_text
+from .bash.interpreter import read_script
+from .bash.shell_values import Field, ProgramCall, ScriptEnd, ScriptError, Unknown
 from .program import Launch
 
 KEY = re.compile(r"[+]{0,2}([\w./@-]+)=", re.S)
@@ -73,18 +74,9 @@ _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _LIKE_AN_OVERRIDE = re.compile(r"[+~]{0,2}[a-z_][\w/@-]*(\.[\w./@-]*)?=.*|~[a-z_][\w./@-]*", re.S)
 _ARGUMENTS = re.compile(r"\$\{?[#\d@*]")
 _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*", re.S)
-_FREE_TEXT = re.compile(
-    r"\+{0,2}(trainer\.(experiment|project)_name=.*|(trainer\.\w+_dir|[\w.]*\.\w*log_dir)=.+)", re.S
-)
-"""Overrides whose values do not affect any check; an unset variable may occur in the name or under the first folder."""
-_NOUNSET = re.compile(r"^\s*set\s.*(-\w*u|nounset)|^#!.*\s-\w*u", re.M)
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
 """Largest number of different launches of one script that are checked; each check takes a second or more."""
-_LONGEST = 2**13
-"""Largest length in characters of a launch of one word, or of several words with the same sum of squares; this limits
-the time that Hydra spends on parsing."""
-_DISTRIBUTORS = re.compile(r"(.*/)?(xargs|parallel)")
 
 
 def find_launches(script: Path, arguments: list[str], line: int | None = None) -> list[Launch]:
@@ -100,13 +92,12 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
             launch is unknown without running the script; or an argument other than an override has no effect. The
             message names the line and says what to do.
     """
-    read, empty = _read(script, arguments, line)
+    read = read_script(script, arguments, dict(os.environ))
     found = [
         (called, launch)
         for called in read.calls
         if line in (None, called.line) and (launch := _build_launch(called, script, arguments)) is not None
     ]
-    assumed = (*read.assumed, *(f"${name} is not set, and bash treats it as empty" for name in empty))
     if not found:
         raise ScriptError(f"{script}: {_explain_no_launch(read.end, line)}")
     if len({launch.origin for _, launch in found}) > 1:
@@ -130,41 +121,13 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
                 f"{where}: {words[0]} does not reach the launch. "
                 f'Fix: end the launch with "$@", or add {words[0]} to it.'
             )
-        if any(word.isspace() for word in launch.arguments):
-            raise ScriptError(f"{where}: an argument consists only of blanks. Fix: remove the blank after a backslash.")
-        launches[replace(launch, arguments=(*launch.arguments, *lost), lost=tuple(lost), assumed=assumed)] = None
+        launches[replace(launch, arguments=(*launch.arguments, *lost), lost=tuple(lost), assumed=read.assumed)] = None
     if len(launches) > MOST:
         raise ScriptError(
             f"{script}, line {found[0][0].line}: {len(launches)} different launches, but at most {MOST} are checked. "
             f"Fix: check the script with fewer values in its loops."
         )
-    if sum(len(word) ** 2 for launch in launches for word in launch.arguments) > _LONGEST**2:
-        longest = max(len(word) for launch in launches for word in launch.arguments)
-        raise ScriptError(
-            f"{script}, line {found[0][0].line}: Hydra would take minutes to read arguments of up to {longest} "
-            f"characters. Fix: put long lists into a configuration file."
-        )
     return list(launches)
-
-
-def _read(script: Path, arguments: list[str], line: int | None) -> tuple[Script, list[str]]:
-    """Read a script; unset variables that occur only in names and folders of its launches are empty, as in bash."""
-    empty: dict[str, str] = {}
-    while True:
-        read = read_script(script, arguments, {**os.environ, **empty})
-        unknown = [
-            [w for w in each.words if isinstance(w, Unknown)] for each in read.calls if line in (None, each.line)
-        ]
-        words = [word for each in unknown if _count_overrides([word.prefix for word in each]) for word in each]
-        free = {each.unset for each in words if _is_free(each)} - {each.unset for each in words if not _is_free(each)}
-        if not free or _NOUNSET.search(read_text(script)):
-            return read, sorted(empty)
-        empty |= dict.fromkeys(free, "")
-
-
-def _is_free(word: Unknown) -> bool:
-    """Return True if the only unknown part of a name or folder is a variable that bash replaces with nothing."""
-    return _FREE_TEXT.fullmatch(word.prefix) is not None and word.unset.isidentifier()
 
 
 def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:
@@ -217,11 +180,6 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
     )
     if module is None or not _count_overrides([*rest, *(w.prefix for w in rest if isinstance(w, Unknown))]):
         return None
-    if by := next((word for word in words[:start] if isinstance(word, str) and _DISTRIBUTORS.fullmatch(word)), None):
-        raise ScriptError(
-            f"{script}, line {called.line}: {by} fills in the arguments of this launch, which is not supported. "
-            f"Fix: check the launch itself, with its overrides."
-        )
     rest = [_settle(word, [*rest[place + 1 :], *arguments]) for place, word in enumerate(rest)]
     if unknowns := [word for word in (module, *rest) if isinstance(word, Unknown)]:
         raise ScriptError(f"{script}, line {called.line}: {describe_overrides(unknowns, script)}")

@@ -8,9 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.doctor.program import Launch
-from recipe.offpolicy.doctor.show import show
+from recipe.offpolicy.doctor.show import Diagnosis, VerdictRow, show
 from recipe.offpolicy.doctor.unknown_keys import find_unknown_keys
-from recipe.offpolicy.doctor.verdicts import Diagnosis, VerdictRow
 
 
 def test_a_piped_table_has_100_columns_with_nothing_cut() -> None:

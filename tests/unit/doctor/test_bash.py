@@ -18,7 +18,7 @@ ARGUMENTS = ["one.a=1", "two words", "three"]
 
 # Snippets that call `launch`; their words are compared with those that bash itself hands on.
 SAME_AS_BASH = {
-    "words and quotes": """launch a 'b c' "d  e" f\\ g "h'i" 'j"k' l"m n"o $'p\\tq'""",
+    "words and quotes": """launch a 'b c' "d  e" f\\ g "h'i" 'j"k' l"m n"o""",
     "continued lines": "launch a \\\n  b \\\n\\\n  c",
     "a backslash at the end": "launch a \\",
     "comments": "# launch no\nlaunch a#b 'c # d' # e\n",
@@ -36,8 +36,7 @@ SAME_AS_BASH = {
     "appended": "X=a; X+=b; launch $X",
     "exported": 'export X=$GIVEN Y="a b"; declare -r Z=1; launch "$X" "$Y" $Z',
     "arithmetic": "N=3; launch $((N * 2 + 1)) $((N / 2)) $((-7 / 2)) $(( ($N + 1) % 3 )) $((N > 2 && N < 9))",
-    "powers": "N=4; launch $((2 ** 10)) $((1 << N)) $((7 & 3)) $((1 << 3 | 1)) $((!0))",
-    "wrapped": "launch $((absent + 9223372036854775807 + 1))",
+    "powers": "N=4; launch $((2 ** 10)) $((1 << N)) $((!0))",
     "substitution": 'launch $(echo a b) "$(echo "c  d")" `echo e` "x$(dirname /a/b/c)y" $(basename /a/b.c)',
     "if": "if [ $# -gt 2 ]; then launch many; elif [ $# = 0 ]; then launch none; else launch few; fi",
     "tests": 'if [[ -n $GIVEN && ! -f /none && "$1" == one.* ]]; then launch yes; else launch no; fi',
@@ -57,13 +56,10 @@ SAME_AS_BASH = {
     "files": 'echo "a  b" > /dev/null; X=$(< /dev/null); launch "$X" "$(cat < /dev/null)" c',
     "pipes": "X=$(echo a:b | cut -d: -f2); launch $X",
     "braces": 'launch "{a: 1}" [a,b] \'["x","y"]\' a.b=[1,2]',
-    "brace expansion": "launch {a,b}{1..3} x{,y}z {c..a} {08..10..2} {a} {,} a{b,{c,d}e}f",
-    "braces in quotes": "launch '{a,b}' \"{a,b}\" \\{a,b} {a,'b c'}",
-    "braces around values": 'X=1; launch {$X,"${X}{2,3}"} +x={a:1,b:2} a.b={c:1}',
+    "braces in quotes": "launch '{a,b}' \"{a,b}\" \\{a,b} {a} a.b={c:1}",
     "after exit": "launch a; exit 0; launch b",
     "own place": 'launch "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"',
     "unset": "X=1; unset X; launch ${X:-gone}",
-    "indirect": 'N=GIVEN; A=(p q); M="A[1]"; launch "${!N}" ${!N##*-} "${!A[@]}" ${!M} "${!N:-x}"',
     "own variables": "launch $PWD $UID $EUID",
     "indirect arithmetic": "(( $# > 1 )) && launch yes",
 }
@@ -145,6 +141,12 @@ NOT_KNOWN = {
     "a loop that counts": ("for ((i = 0; i < $(count_it); i++)); do\n X=$i\ndone\nlaunch a.b=$X", "`count_it`", 1),
     "sourced": ("X=1\nsource ./none.sh\nlaunch a.b=$X", "sources ./none.sh", 2),
     "a status": ("X=$?\nlaunch a.b=$X", "$? is the status", 1),
+    "indirect": ("launch a.b=${!X}", "${!X} is not supported", 1),
+    "braces": ("launch a.b={1,2}", "braces of a.b={1,2}", 1),
+    "bits": ("launch a.b=$((7 & 3))", "((7 & 3)) is not supported", 1),
+    "more than 64 bits": ("launch a.b=$((9223372036854775807 + 1))", "more than 64 bits", 1),
+    "a number that is counted": ("i=1\n((i++))\nlaunch a.b=$i", "((i++)) is not supported", 2),
+    "in ANSI quotes": ("launch a.b=$'1'", "$'...' is not supported", 1),
 }
 
 
@@ -199,8 +201,6 @@ def test_nothing_is_run(tmp_path: Path) -> None:
         ("A=(a\nb", 1, "an array is not closed"),
         ("\n\nif true; then launch a", 3, "expected 'fi'"),
         ("X=$(echo a", 1, "( is not closed"),
-        ("launch ${X@Q}", 1, "${X@Q} is not supported"),
-        ("while true; do launch a; done", 1, "the end of the loop cannot be determined"),
         ("cat <<END\na", 1, "the here-document END is not closed"),
     ],
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from recipe.offpolicy.doctor.bash.conditions import evaluate
 from recipe.offpolicy.doctor.bash.programs import (
     find_inner_script,
     is_importable,
     is_read_only,
     list_imports,
 )
-from recipe.offpolicy.doctor.bash.words import evaluate
 
 
 @pytest.mark.parametrize("expression", ["1 / 0", "1.5 + 1", "f(1)", "2 ** 63", "1 +", "x = 1"])

@@ -119,7 +119,7 @@ def test_as_a_program(tmp_path: Path) -> None:
             (),
             "has moved this program: launch verl.experimental.one_step_off_policy.main_ppo.",
         ),
-        ("verl.trainer.main_sft a.b=1", (), "has no such module. Correct its name"),
+        ("verl.trainer.main_sft a.b=1", (), "was not found. Correct its name"),
     ],
 )
 @pytest.mark.verl(">=0.8")

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, open_dict
 from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.doctor.diagnosis import judge
 from recipe.offpolicy.doctor.program import Launch
-from recipe.offpolicy.doctor.verdicts import Diagnosis
+from recipe.offpolicy.doctor.show import Diagnosis
 from recipe.offpolicy.launch_callback import prepare
 from recipe.offpolicy.preflight.python_source import OURS
 from tests.support.applications import NEEDED, application, changed

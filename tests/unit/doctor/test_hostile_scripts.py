@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import resource
 import time
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError
-from recipe.offpolicy.doctor.bash.words import expand_braces
 from recipe.offpolicy.doctor.scripts import MOST, find_launches, propose_exports
 
 LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
 CHAIN = "f0() { :; }\n" + "\n".join(f"f{i}() {{ f{i - 1}; f{i - 1}; }}" for i in range(1, 19)) + "\nf18"
-NESTED = "for a in {1..999}; do for b in {1..999}; do for c in {1..999}; do :; done; done; done"
+NESTED = "for a in $(seq 999); do for b in $(seq 999); do for c in $(seq 999); do :; done; done; done"
 DOUBLING = 'python3 -c \'x="aaaaaaaa"; ' + "x=x+x; " * 40 + "print(x)'"
 
 ENDLESS = {
@@ -25,23 +23,19 @@ ENDLESS = {
     "a text that doubles": "X=aaaaaaaa\n" + "X=$X$X\n" * 40,
     "one word of many values": 'X=$(seq 1 100000)\nY="' + "$X" * 2000 + '"',
     "one word of many arguments": 'set -- $(seq 1 50000)\nY="' + "$@" * 2000 + '"',
-    "nothing, many times": "for x in " + "{,}" * 40 + "; do :; done",
     "functions that call two": CHAIN,
     "three loops": NESTED,
     "a function that calls itself": "f() { f; }; f",
     "a text that evaluates itself": 'f=\'eval "$f"\'; eval "$f"',
     "a script that sources itself": "source run.sh",
     "a script that runs itself twice": "bash run.sh; bash run.sh",
-    "a long sequence": "for x in {1..999999999}; do :; done",
-    "a letter after the other": "set -- {1..9999} {a..z}{a..z}{a..z}{a..z}{a..z}",
     "a loop without an end": "while true; do X=1; done",
     "a counted loop without an end": "for ((;;)); do X=1; done",
-    "three counted loops": "for ((a=0;a<999;a++)); do for ((b=0;b<999;b++)); do for ((;;)); do :; done; done; done",
-    "printed without an end": "X=$(for a in {1..9999}; do cat /etc/services /etc/passwd; done)",
+    "printed without an end": "X=$(for a in $(seq 9999); do cat /etc/services /etc/passwd; done)",
     "a number that grows": "launch $((" + "(" * 20 + "9" + "**62)" * 20 + "))",
     "replaced by more": "X=$(seq 1 100000)\nX=${X//1/$X}\nX=${X//2/$X}",
     "an expression that goes back": "[[ " + "a" * 60 + "! =~ ^(a+)+$ ]]",
-    "a document in a loop": "for a in {1..9999}; do X+=$(cat <<E\n" + "x" * 100000 + "\nE\n); done",
+    "a document in a loop": "for a in $(seq 9999); do X+=$(cat <<E\n" + "x" * 100000 + "\nE\n); done",
 }
 
 
@@ -56,17 +50,6 @@ def test_a_script_that_grows_ends_in_words(name: str, tmp_path: Path, monkeypatc
         find_launches(script, [])
     assert time.process_time() - began < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 * 1024
-
-
-def test_launches_that_hydra_would_read_for_minutes_are_refused(tmp_path: Path) -> None:
-    for source in (
-        f"{LAUNCH} c.d=[{'1,' * 5000}1]",
-        f"{LAUNCH} c.d=[{'1,' * 3000}1] e.f=[{'1,' * 3000}1]",
-        f"for i in {{1..9}}; do {LAUNCH} c.d=$i e.f=[{'1,' * 2000}1]; done",
-    ):
-        with pytest.raises(ScriptError, match="Hydra would take minutes"):
-            arguments_of(tmp_path, source)
-    assert arguments_of(tmp_path, f"{LAUNCH} c.d=[{'1,' * 3000}1]")
 
 
 def test_a_look_up_that_doubles_has_no_answer(tmp_path: Path) -> None:
@@ -88,12 +71,8 @@ def test_each_turn_of_a_loop_and_call_of_a_function_is_a_launch(tmp_path: Path) 
     expected = [("a.b=1", "r.top_p=0.9"), ("a.b=1", "r.top_p=1.0")]
     loops = (
         f"for tp in 0.9 1.0; do\n  {LAUNCH} r.top_p=$tp\ndone",
-        f"for tp in {{0.9,1.0,0.9}}; do {LAUNCH} r.top_p=$tp; done",
         f'A=(0.9 1.0)\nfor tp in "${{A[@]}}"; do {LAUNCH} r.top_p=$tp; done',
-        f"A=(0.9 1.0)\nfor ((i = 0; i < ${{#A[@]}}; i++)); do {LAUNCH} r.top_p=${{A[$i]}}; done",
-        f"i=9; while (( i <= 10 )); do {LAUNCH} r.top_p=$(( i / 10 )).$(( i % 10 )); (( i += 1 )); done",
-        f"for ((i=10; --i;)); do [ $i = 9 ] || break; {LAUNCH} r.top_p=0.$i; done; {LAUNCH} r.top_p=1.0",
-        f"X=$({LAUNCH} r.top_p=0.9) && for ((;;)); do Y=`{LAUNCH} r.top_p=1.0`; break; done",
+        f"X=$({LAUNCH} r.top_p=0.9) && while true; do Y=`{LAUNCH} r.top_p=1.0`; break; done",
         f"set -- 0.9 1.0\nwhile [ $# -gt 0 ]; do {LAUNCH} r.top_p=$1; shift; done",
         f"train() {{ {LAUNCH} r.top_p=$1; }}\ntrain 0.9\ntrain 1.0\ntrain 1.0",
         f'train() {{ {LAUNCH} "$@"; }}\nfor tp in 9 10; do train r.top_p=$((tp / 10)).$((tp % 10)) || exit 1; done',
@@ -101,7 +80,7 @@ def test_each_turn_of_a_loop_and_call_of_a_function_is_a_launch(tmp_path: Path) 
     for source in loops:
         assert arguments_of(tmp_path, source) == expected, source
     with pytest.raises(ScriptError, match=f"30 different launches, but at most {MOST}"):
-        arguments_of(tmp_path, f"for i in {{1..30}}; do {LAUNCH} c.d=$i; done")
+        arguments_of(tmp_path, f"for i in $(seq 30); do {LAUNCH} c.d=$i; done")
 
 
 def test_a_launch_in_a_process_substitution_is_a_launch(tmp_path: Path) -> None:
@@ -136,21 +115,7 @@ LOST = {
     "a blank": (f"{LAUNCH} \\ \n  e.f=2\n", 2, "A blank follows the backslash that ends line 1"),
     "a tab": (f"{LAUNCH} \\\t\n  correction=gsm\n", 2, "A blank follows the backslash that ends line 1"),
     "a carriage return": (f"{LAUNCH} \\\n  e.f=2\r\n", 2, "the line ends in a carriage return"),
-    "a group at the margin": (f"{LAUNCH} \\\n  c.d=1\n\ncorrection=gsm\n", 4, "Line 2 does not end in a backslash"),
-    "a group behind arguments alone": (
-        'A=(c.d=1)\npython3 -m verl.trainer.main_ppo "${A[@]}"\n  correction=gsm\n',
-        3,
-        "Line 2 does not end in a backslash",
-    ),
-    "a semicolon": (f"{LAUNCH}; correction=gsm\n", 1, "A ; ends the launch of line 1. Remove it."),
-    "an and": (f"{LAUNCH} && correction=gsm\n", 1, "A && ends the launch of line 1. Remove it."),
-    "an or": (f"{LAUNCH} ||\n  c.d=1\n", 2, "A || ends the launch of line 1. Remove it."),
-    "a pipe": (f"{LAUNCH} | correction=gsm\n", 1, "A | ends the launch of line 1. Remove it."),
-    "a spaced semicolon": (f"{LAUNCH} ; correction=gsm\n", 1, "A ; ends the launch of line 1. Remove it."),
-    "another group": (f"{LAUNCH} && opd=loss\n", 1, "A && ends the launch of line 1. Remove it."),
-    "a variable": (f"correction=gsm {LAUNCH}\n", 1, "put it after the module"),
     "behind a block": (f"if true; then\n  {LAUNCH}\nfi c.d=1\n", 3, "'c.d=1' is not expected here"),
-    "words from a pipe": (f"seq 3 | xargs -I{{}} {LAUNCH} c.d={{}}\n", 1, "xargs fills in the arguments"),
     "a flag": (f"{LAUNCH}\n  --config-name=x\n", 2, "Line 1 does not end in a backslash"),
     "arguments": (f'{LAUNCH} \\\n  # on\n  "$@"\n', 3, COMMENT.format(2)),
     "an unknown value": (f"{LAUNCH}\n  c.d=$NOT_SET_HERE\n", 2, "Line 1 does not end in a backslash"),
@@ -224,11 +189,6 @@ def test_a_guard_on_an_argument_asks_for_it(tmp_path: Path) -> None:
     ):
         with pytest.raises(ScriptError, match=r"Fix: give the script's arguments after --script FILE\."):
             arguments_of(tmp_path, f"{guard}\n{LAUNCH} model.path=$1\n")
-
-
-def test_braces_are_expanded_lazily() -> None:
-    words = expand_braces("{1..999999999999}{a,b}", lambda word, place: place + 1)
-    assert list(islice(words, 3)) == ["1a", "1b", "2a"]
 
 
 def test_what_must_be_given_is_asked_for() -> None:

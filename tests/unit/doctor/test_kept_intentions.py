@@ -12,7 +12,7 @@ import pytest
 from recipe.offpolicy.doctor.diagnosis import diagnose
 from recipe.offpolicy.doctor.launch import compose
 from recipe.offpolicy.doctor.program import Launch
-from recipe.offpolicy.doctor.verdicts import Diagnosis
+from recipe.offpolicy.doctor.show import Diagnosis
 from recipe.offpolicy.preflight.checks import rollout
 from recipe.offpolicy.preflight.checks.verl_correction import check_misplaced
 from recipe.offpolicy.preflight.composed import Composed
@@ -125,14 +125,6 @@ def test_routes_of_vllm_0_31_need_its_second_model_runner(monkeypatch: pytest.Mo
     assert said() == ["ERROR"]
     monkeypatch.setitem(os.environ, "VLLM_USE_V2_MODEL_RUNNER", "1")
     assert said() == []
-
-
-def test_sampling_of_validation_stays_apart_from_that_of_training() -> None:
-    error = diagnose(Launch("verl.trainer.main_ppo", (f"{ROLLOUT}.val_temperature=0.6", f"{ROLLOUT}.n_val=8"))).error
-    assert [line.rpartition("Write ")[2] for line in error.split("\n")] == [
-        f"{ROLLOUT}.val_kwargs.temperature=0.6.",
-        f"{ROLLOUT}.val_kwargs.n=8.",
-    ]
 
 
 def test_an_added_key_of_a_former_release_is_removed() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from recipe.offpolicy.doctor.diagnosis import diagnose
 from recipe.offpolicy.doctor.program import Launch
-from recipe.offpolicy.doctor.verdicts import Diagnosis
+from recipe.offpolicy.doctor.show import Diagnosis
 from recipe.offpolicy.extensions.add_on import KEY, SHIPPED, Extension, list_registered, load_extensions
 from recipe.offpolicy.preflight.composed import Composed, choose_proximal
 from recipe.offpolicy.preflight.examination import Preflight, examine

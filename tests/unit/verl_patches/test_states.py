@@ -94,7 +94,7 @@ def test_a_seam_of_an_option_ends_with_1_in_tested_releases_alone(
     """In others the option is refused, by its name."""
     monkeypatch.setenv(ALLOW_UNTESTED, "1")
     moved = Contract("issue", "no_module_of_that_name:f", "()", "packaging", releases, option=option)
-    row = _row("buffer", [moved], "calls", may_be_of_others=False)
+    row = _row("buffer", moved, "calls", may_be_of_others=False)
     assert row.broken is broken
     assert "has moved" in row.verdict
     assert ("staleness.eta is refused here" in row.verdict) is not broken

@@ -4,9 +4,3 @@
 of its programs is run except a few read-only ones (``programs``). An unknown value is kept as ``Unknown`` with its line
 and its cause, and is an error only if a launch needs it.
 """
-
-from .interpreter import Script, read_script
-from .programs import read_text
-from .shell_values import Field, ProgramCall, ScriptEnd, ScriptError, Unknown
-
-__all__ = ["Field", "ProgramCall", "Script", "ScriptEnd", "ScriptError", "Unknown", "read_script", "read_text"]

@@ -8,32 +8,33 @@ from contextlib import contextmanager
 
 from .conditions import Truth
 from .grammar import Case, Chain, Command, CommandGroup, If, Loop, Pipeline, Simple, Test
-from .shell_values import LoopBreak, ProgramCall, ScriptEnd, ScriptError, ShellState, Unknown
+from .lexer import Token
+from .shell_values import LoopBreak, ProgramCall, ScriptEnd, ShellState, Unknown
 from .words import WordExpander
 
 _LONGEST = 80
+_ROUNDS = 100
+"""Rounds after which a loop counts as endless."""
 
 
-def format_command(command: Command) -> str:
-    """Format a condition in one line, shortened if it is long; return "..." if it is not a simple condition."""
-    text = _format(command).replace("\n", " ")
+def format_condition(condition: object) -> str:
+    """Format a condition as written, in one line, shortened if it is long."""
+    text = " ".join(_list_words(condition)).replace("\n", " ")
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def _format(command: Command) -> str:
-    match command:
-        case Simple():
-            return " ".join(token.text for token in (*command.assignments, *command.words))
-        case Test():
-            inside = " ".join(token.text for token in command.tokens)
-            return f"(({inside}))" if [token.kind for token in command.tokens] == ["arithmetic"] else f"[[ {inside} ]]"
-        case Chain():
-            return " ".join(
-                (_format(command.first), *(f"{operator} {_format(each)}" for operator, each in command.rest))
-            )
-        case Pipeline():
-            return "! " * command.negated + " | ".join(map(_format, command.commands))
-    return "..."
+def _list_words(part: object) -> Iterator[str]:
+    """List the words and operators of commands or of their parts."""
+    match part:
+        case str():
+            yield part
+        case Token(text=text):
+            yield text
+        case list() | tuple():
+            for each in part:
+                yield from _list_words(each)
+        case Simple() | Test() | Chain() | Pipeline():
+            yield from _list_words([value for name, value in vars(part).items() if name != "cut"])
 
 
 @contextmanager
@@ -44,9 +45,6 @@ def note_condition(condition: str) -> Iterator[None]:
     except ScriptEnd as end:
         end.because = end.because or condition
         raise
-
-
-_ROUNDS = 1000  # rounds after which a loop counts as endless
 
 
 class Branches:
@@ -61,7 +59,7 @@ class Branches:
         self.state = state
         self.calls: list[ProgramCall] = []
         self._doubt: Unknown | None = None
-        self._broken: Unknown | None = None  # why the loop may have been left in this round
+        self._broken: list[Unknown] = []  # why the loop may have been left in this round
 
     def run(self, commands: list[Command]) -> Truth:
         """Run commands in order, and return the status of the last one."""
@@ -78,53 +76,41 @@ class Branches:
         raise NotImplementedError
 
     def _run_chain(self, chain: Chain) -> Truth:
-        tested = len(self.state.files.missing)
+        tested = len(self.state.missing)
         status = self._run_command(chain.first)
         latest = chain.first
-        for place, (operator, command) in enumerate(chain.rest):
+        for operator, command in chain.rest:
             if isinstance(status, Unknown):
-                self._run_maybe(lambda command=command: self._run_command(command), status)  # type: ignore[misc]
+                self._run_either(lambda command=command: self._run_command(command), None, status)  # type: ignore[misc]
             elif status is (operator == "&&"):
-                holds = format_command(latest) if operator == "&&" else f"! {format_command(latest)}"
+                holds = f"{'! ' * (operator == '||')}{format_condition(latest)}"
                 latest = command
                 try:
                     with note_condition(holds):
                         status = self._run_command(command)
                 except ScriptEnd as end:
-                    before = Chain(chain.line, chain.first, chain.rest[:place])
-                    if not self._needs_file(end, tested, [before], holds=operator == "&&"):
-                        raise
+                    self._pass_by(end, tested)
                     status = operator != "&&"
         return status
 
-    def _needs_file(self, end: ScriptEnd, tested: int, condition: list[Command], holds: bool) -> bool:
-        """Return True if an exit with an error is due to a file that is missing here, and note the assumed file.
-
-        A script uses such a condition to check that it runs on the launch machine, which may not be this machine.
+    def _pass_by(self, end: ScriptEnd, tested: int) -> None:
+        """Assume that a file is on the launch machine if the script ends with an error because it is missing here.
 
         Args:
-            tested: number of missing files before the condition.
-            condition: the condition of the exit; ``holds``: its result.
+            tested: number of missing files before the condition of the exit.
+
+        Raises:
+            ScriptEnd: the exit has another cause.
         """
-        files, calls = self.state.files, len(self.calls)
-        missing = list(dict.fromkeys(files.missing[tested:]))
-        if str(end) != "exit" or end.status in ("", "0") or not missing or files.all_exist:
-            return False
-        files.all_exist = True
-        try:
-            differs = self.run(condition) is (not holds)
-        finally:
-            files.all_exist = False
-            del self.calls[calls:]
-        if differs:
-            named = " and ".join(missing)
-            files.assumed.append(
-                f"line {end.line}: the doctor assumes that {named} exists, because otherwise the script would end"
-            )
-        return differs
+        missing = " and ".join(dict.fromkeys(self.state.missing[tested:]))
+        if end.name != "exit" or end.status in ("", "0") or not missing:
+            raise end
+        self.state.assumed.append(
+            f"line {end.line}: the doctor assumes that {missing} exists, because otherwise the script would end"
+        )
 
     def _run_if(self, command: If) -> Truth:
-        tested = len(self.state.files.missing)
+        tested = len(self.state.missing)
         for index, (condition, body) in enumerate(command.branches):
             holds = self.run(condition)
             if isinstance(holds, Unknown):
@@ -132,26 +118,24 @@ class Branches:
                 return self._run_either(lambda body=body: self.run(body), lambda rest=rest: self._run_if(rest), holds)  # type: ignore[misc]
             if holds:
                 try:
-                    with note_condition(" ".join(map(format_command, condition))):
+                    with note_condition(format_condition(condition)):
                         return self.run(body)
                 except ScriptEnd as end:
-                    if not self._needs_file(end, tested, condition, holds=True):
-                        raise
-        tried = " or ".join(" ".join(map(format_command, condition)) for condition, _ in command.branches)
+                    self._pass_by(end, tested)
+                    return True
+        tried = " or ".join(format_condition(condition) for condition, _ in command.branches)
         try:
             with note_condition(f"! ( {tried} )" if tried else ""):
                 return self.run(command.otherwise)
         except ScriptEnd as end:
-            for condition, body in command.branches:
-                if self._needs_file(end, tested, condition, holds=False):
-                    return self.run(body)
-            raise
+            self._pass_by(end, tested)
+            return self.run(command.branches[0][1])
 
     def _run_case(self, command: Case) -> Truth:
         subject = self._words.expand_text(command.subject.text, command.subject.line)
         if isinstance(subject, Unknown) and not subject.may_be_empty:
             for _, body in command.branches:
-                self._run_maybe(lambda body=body: self.run(body), subject)  # type: ignore[misc]
+                self._run_either(lambda body=body: self.run(body), None, subject)  # type: ignore[misc]
             return subject
         value = subject if isinstance(subject, str) else ""
         for patterns, body in command.branches:
@@ -163,7 +147,7 @@ class Branches:
         return True
 
     def _run_for(self, command: Loop) -> Truth:
-        outside = self._broken
+        outside, self._broken = self._broken, []
         for value in [field for word in command.words for field in self._words.expand_fields(word.text, word.line)]:
             self.state.variables[command.name] = value
             try:
@@ -175,34 +159,29 @@ class Branches:
         return True
 
     def _run_while(self, command: Loop) -> Truth:
-        outside, self._broken = self._broken, None
+        """Run a loop until its condition fails; an endless loop may end for a reason that only a run shows."""
+        outside, self._broken = self._broken, []
+        why = Unknown("the end of the loop cannot be determined", command.line)
         try:
-            return self._follow_while(command)
+            for _ in range(_ROUNDS):
+                holds = self.run(command.condition)
+                if isinstance(holds, Unknown):
+                    return self._run_either(lambda: self.run(command.body), None, holds)
+                if holds is command.until:
+                    return True
+                before = self.state.copy()
+                try:
+                    self.run(command.body)
+                except LoopBreak as stopped:
+                    if str(stopped) == "break":
+                        return True
+                if self._broken:  # its changes are unknown after any round
+                    why = self._broken[0]
+                    self.state = _merge(self.state, before, why)
+                    break
+            return why
         finally:
             self._broken = outside
-
-    def _follow_while(self, command: Loop) -> Truth:
-        self.run(command.begin)
-        for _ in range(_ROUNDS):
-            holds = self.run(command.condition)
-            if isinstance(holds, Unknown):
-                self._run_maybe(lambda: self.run(command.body), holds)
-                return holds
-            if holds is command.until:
-                return True
-            before = self.state.copy()
-            try:
-                self.run(command.body)
-            except LoopBreak as stopped:
-                if str(stopped) == "break":
-                    break
-            if why := self._broken or _find_waiting(command):  # its changes are unknown after any round
-                self.state = _merge(self.state, before, why)
-                return why
-            self.run(command.step)
-        else:
-            raise ScriptError(f"line {command.line}: the end of the loop cannot be determined")
-        return True
 
     def _run_group(self, command: CommandGroup) -> Truth:
         if not command.subshell:
@@ -215,11 +194,11 @@ class Branches:
         finally:
             self.state = outside
 
-    def _run_maybe(self, run: Callable[[], object], why: Unknown) -> None:
-        """Process commands that may not run: whatever they change is unknown afterwards, unless they end the script."""
-        self._run_either(run, lambda: None, why)
+    def _run_either(self, first: Callable[[], object], second: Callable[[], object] | None, why: Unknown) -> Unknown:
+        """Process commands of which only one may run, or none: whatever they change is unknown afterwards.
 
-    def _run_either(self, first: Callable[[], object], second: Callable[[], object], why: Unknown) -> Unknown:
+        A branch that ends the script changes nothing.
+        """
         before, doubt = self.state, self._doubt
         left: list[ShellState] = []
         broken: list[ShellState] = []
@@ -227,7 +206,8 @@ class Branches:
         for run in (first, second):
             self.state, self._doubt = before.copy(), doubt or why
             try:
-                run()
+                if run is not None:
+                    run()
                 left.append(self.state)
             except (ScriptEnd, LoopBreak) as end:
                 # After a break, the script continues with the assignments made before it; after an exit, it does not
@@ -236,7 +216,7 @@ class Branches:
                 stopped = stopped if isinstance(stopped, LoopBreak) else end
         self._doubt = doubt
         if broken and left:
-            self._broken = why
+            self._broken.append(why)
         if not left:
             self.state = broken[0] if broken else before
             assert stopped is not None
@@ -244,15 +224,6 @@ class Branches:
         left += broken
         self.state = left[0] if len(left) == 1 else _merge(left[0], left[1], why)
         return why
-
-
-def _find_waiting(loop: Loop) -> Unknown | None:
-    """Explain why an endless loop that sleeps in each round may end: it waits for an event during a run."""
-    asked = [each.words[0].text for each in loop.condition if isinstance(each, Simple) and each.words]
-    sleeps = any(isinstance(each, Simple) and each.words and each.words[0].text == "sleep" for each in loop.body)
-    if asked in (["true"], [":"]) and sleeps:
-        return Unknown("the loop waits for something that happens only in a real run", loop.line)
-    return None
 
 
 def _merge(first: ShellState, second: ShellState, why: Unknown) -> ShellState:

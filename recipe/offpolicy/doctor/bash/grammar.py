@@ -16,7 +16,6 @@ class Simple:
 
     Attributes:
         cut: why the command may belong to the previous one; "" if nothing indicates that.
-        pipes: targets of redirections that are commands, such as ``> >(tee log)``.
     """
 
     line: int
@@ -24,7 +23,6 @@ class Simple:
     words: list[Token] = field(default_factory=list)
     input: Token | None = None
     cut: str = ""
-    pipes: list[Token] = field(default_factory=list)
 
 
 @dataclass
@@ -64,7 +62,7 @@ class If:
 
 @dataclass
 class Loop:
-    """``for name in words``, ``for ((begin; condition; step))``, or while and until with a condition."""
+    """``for name in words``, or while and until with a condition; for ``for ((...))``, the condition is the text."""
 
     line: int
     body: list[Command]
@@ -72,8 +70,6 @@ class Loop:
     words: list[Token] = field(default_factory=list)
     condition: list[Command] = field(default_factory=list)
     until: bool = False
-    begin: list[Command] = field(default_factory=list)
-    step: list[Command] = field(default_factory=list)
 
 
 @dataclass
@@ -105,9 +101,7 @@ class Function:
 
 Command = Simple | Test | Chain | Pipeline | If | Loop | Case | CommandGroup | Function
 
-_OVERRIDE = re.compile(r"['\"]?[+~]{0,2}[A-Za-z_]\w*\.[\w./@-]+=")
-_LAUNCH = re.compile(rf"{_OVERRIDE.pattern}|-m$|torchrun$|[\w./-]*\.py$")
-_PIPES = ("<(", ">(")
+_LAUNCH = re.compile(r"['\"]?[+~]{0,2}[A-Za-z_]\w*\.[\w./@-]+=|-m$|torchrun$|[\w./-]*\.py$")
 _CLOSING = {"then", "fi", "else", "elif", "do", "done", "esac", "}"}
 
 
@@ -161,16 +155,13 @@ class _Parser:
             start = self._token
             found.append(self._parse_chain())
             lead = _find_first(found[-1])
-            if lead is not None and (start.indent > indent or _assigns_group(lead)):
+            if lead is not None and start.indent > indent:
                 lead.cut = cut
-            _mark_lost(found[-1])
             if self._token.kind in ("word", "array") and not self._is(*until, *_CLOSING):
                 raise ScriptError(f"line {self._token.line}: {self._token.text!r} is not expected here")
             cut, indent = self._token.cut, start.indent
-            if not cut and lead is not None and _is_launch(lead):
-                by = self._token.text if self._is(";", "&") else ""
+            if not cut and lead is not None and any(_LAUNCH.match(word.text) for word in lead.words):
                 cut = f"Line {self._token.line} does not end in a backslash. Add one."
-                cut = f"A {by} ends the launch of line {self._token.line}. Remove it." if by else cut
             self._skip()
         return found
 
@@ -219,17 +210,15 @@ class _Parser:
         return self._parse_simple()
 
     def _skip_redirects(self, command: Command) -> Command:
-        redirected = Simple(command.line)
         while self._is(*REDIRECTS) or (self._token.kind == "word" and self._token.text.isdigit()):
-            self._parse_redirect(redirected)
-        pipes = [*redirected.pipes, *_list_pipes(redirected.input)]
-        before = [Simple(command.line, pipes=pipes)] if pipes else []
-        return CommandGroup(command.line, [*before, command], subshell=False) if pipes else command
+            self._parse_redirect(Simple(command.line))
+        return command
 
     def _parse_simple(self) -> Simple:
-        command = Simple(self._token.line)
+        command, redirected = Simple(self._token.line), False
         while self._token.kind in ("word", "array") or self._is(*REDIRECTS):
             if self._is(*REDIRECTS):
+                redirected = True
                 self._parse_redirect(command)
                 continue
             token = self._take()
@@ -240,7 +229,7 @@ class _Parser:
                 command.assignments.append(token)
             else:
                 command.words.append(token)
-        if not command.words and not command.assignments and command.input is None and not command.pipes:
+        if not command.words and not command.assignments and command.input is None and not redirected:
             raise ScriptError(f"line {self._token.line}: {self._token.text!r} is not expected here")
         return command
 
@@ -255,8 +244,6 @@ class _Parser:
             target = self._take()
             if operator.text in ("<<<", "<"):
                 command.input = Token("operator", operator.text, operator.line, [target])
-            elif target.text.startswith(_PIPES):
-                command.pipes.append(target)
 
     def _parse_if(self) -> If:
         line = self._take().line
@@ -292,11 +279,7 @@ class _Parser:
         self._expect("done", line)
         if name.kind != "arithmetic":
             return Loop(line, body, name=name.text, words=words)
-        parts = [part.strip() or "1" for part in name.text.split(";")]
-        if len(parts) != 3:
-            raise ScriptError(f"line {line}: for (({name.text})) does not have three parts")
-        begin, condition, step = ([Test(line, [Token("arithmetic", part, line)])] for part in parts)
-        return Loop(line, body, condition=[*condition], begin=[*begin], step=[*step])
+        return Loop(line, body, condition=[Test(line, [name])])
 
     def _parse_while(self) -> Loop:
         token = self._take()
@@ -361,64 +344,6 @@ def _find_first(command: Command) -> Simple | None:
         case Pipeline():
             return _find_first(command.commands[0])
     return command if isinstance(command, Simple) else None
-
-
-def _list_pipes(given: Token | None) -> list[Token]:
-    return [word for word in given.words if word.text.startswith(_PIPES)] if given is not None else []
-
-
-def _mark_lost(command: Command) -> None:
-    """Mark commands that were meant as overrides but are separated from a launch by an operator.
-
-    Raises:
-        ScriptError: an override precedes the launch, so bash treats it as a variable.
-    """
-    joined = [("", command)]
-    if isinstance(command, Chain):
-        joined = [("", command.first), *command.rest]
-    joined = [
-        (operator if place == 0 else "|", inner)
-        for operator, each in joined
-        for place, inner in enumerate(each.commands if isinstance(each, Pipeline) else [each])
-    ]
-    launched = 0
-    for operator, simple in joined:
-        if not isinstance(simple, Simple):
-            continue
-        if launched and (_assigns_group(simple) or any(_OVERRIDE.match(word.text) for word in simple.words[:1])):
-            simple.cut = f"A {operator} ends the launch of line {launched}. Remove it."
-        if _is_launch(simple):
-            launched = simple.line
-            given = _find_group(simple)
-            if given is not None and not _OVERRIDE.match(simple.words[0].text):
-                raise ScriptError(
-                    f"line {given.line}: {given.text} before the launch is a variable, which no program reads. "
-                    f"Fix: put it after the module."
-                )
-
-
-def _is_launch(command: Simple) -> bool:
-    return any(_LAUNCH.match(word.text) for word in command.words)
-
-
-def _find_group(command: Simple) -> Token | None:
-    """Find the assignment of a Hydra group, such as ``correction=gsm``, which is never meant as a variable."""
-    for token in command.assignments:
-        name, _, value = token.text.partition("=")
-        if name in ("correction", "model_engine"):
-            return token
-        if name.islower():  # environment variables are upper case, groups are not
-            from ...preflight.own_keys import list_groups  # imports torch
-
-            options = list_groups().get(name, ())
-            if any(each in options for each in re.findall(r"\w+", value)):
-                return token
-    return None
-
-
-def _assigns_group(command: Simple) -> bool:
-    """Return True if an assignment right after a launch is really one of the launch's overrides."""
-    return not command.words and _find_group(command) is not None
 
 
 def is_assignment(text: str) -> bool:

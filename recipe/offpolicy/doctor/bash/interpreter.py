@@ -6,13 +6,14 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from .branches import Branches
 from .builtin import BUILTINS, DECLARING
-from .conditions import Condition, Truth
+from .conditions import Truth, evaluate_test
 from .grammar import (
     Case,
     Chain,
@@ -41,8 +42,8 @@ from .programs import (
     run_program,
     shorten,
 )
-from .shell_values import WORDS, Field, OverBudget, ProgramCall, ScriptEnd, ScriptError, ShellState, Unknown
-from .words import WordExpander
+from .shell_values import Field, OverBudget, ProgramCall, ScriptEnd, ScriptError, ShellState, Unknown, find_unknown
+from .words import WordExpander, concatenate
 
 _DEPTH = 20  # limit for scripts and functions that call each other
 _LOST = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=.*|--?[A-Za-z][\w-]*(=.*)?", re.S)
@@ -119,8 +120,6 @@ class Interpreter(Branches):
                 self.state.functions[command.name] = command.body
                 return True
 
-    # Commands -----------------------------------------------------------------------------------------------
-
     def _run_test(self, command: Test) -> Truth:
         if command.tokens and command.tokens[0].kind == "arithmetic":
             number = self._words.evaluate_arithmetic(command.tokens[0].text, command.line)
@@ -130,16 +129,14 @@ class Interpreter(Branches):
             pattern = index > 0 and command.tokens[index - 1].text in ("=", "==", "!=")
             read = self._tested_words.expand_pattern if pattern else self._tested_words.expand_text
             words.append(token.text if token.kind == "operator" else read(token.text, token.line))
-        return Condition(words, self.state, command.line, patterns=True).evaluate()
+        return evaluate_test(words, self.state, command.line, patterns=True)
 
     def _run_pipeline(self, pipeline: Pipeline) -> Truth:
         given: Field = ""
-        status: Truth = True
-        for index, command in enumerate(pipeline.commands):
-            if index + 1 == len(pipeline.commands):
-                status = self._run_piped(command, given)
-            else:
-                given = self._capture(lambda command=command, given=given: self._run_piped(command, given))  # type: ignore[misc]
+        *before, last = pipeline.commands
+        for command in before:
+            given = self._capture(lambda command=command, given=given: self._run_piped(command, given))  # type: ignore[misc]
+        status = self._run_piped(last, given)
         return status if isinstance(status, Unknown) or not pipeline.negated else not status
 
     def _run_piped(self, command: Command, given: Field) -> Truth:
@@ -152,17 +149,14 @@ class Interpreter(Branches):
             run()
         finally:
             printed, self.printed = self.printed, outer
-        unknown = next((each for each in printed if isinstance(each, Unknown)), None)
-        return unknown or "".join(map(str, printed))
+        return concatenate(printed)
 
     def _substitute(self, source: str, line: int) -> Field:
         outside, self.state = self.state, self.state.copy()
 
         def run() -> None:
-            try:
+            with suppress(ScriptEnd):
                 self.run(self.parse(source, line))
-            except ScriptEnd:
-                return
 
         try:
             printed = self._capture(run)
@@ -171,8 +165,6 @@ class Interpreter(Branches):
         return printed.rstrip("\n") if isinstance(printed, str) else printed
 
     def _run_simple(self, command: Simple, given: Field = "") -> Truth:
-        for pipe in command.pipes:
-            self._words.expand_text(pipe.text, pipe.line)
         if not command.words:
             if command.assignments and command.cut:
                 self._refuse_lost(command.assignments[0].text, command)
@@ -200,27 +192,23 @@ class Interpreter(Branches):
         )
 
     def _read_input(self, token: Token) -> Field:
+        """Read a here-document, a here-string or a file."""
         text = token.words[0]
-        if token.text == "<":
-            return self._read_content(self._words.expand_text(text.text, text.line), text.line)
-        if token.text == "<<<":
-            value = self._words.expand_text(text.text, text.line)
+        if token.text not in ("<", "<<<"):
+            return text.text if token.words[1].text else self._words.expand_document(text.text, text.line)
+        value = self._words.expand_text(text.text, text.line)
+        if isinstance(value, Unknown) or token.text == "<<<":
             return value if isinstance(value, Unknown) else f"{value}\n"
-        return text.text if token.words[1].text else self._words.expand_document(text.text, text.line)
-
-    def _read_content(self, name: Field, line: int) -> Field:
-        if isinstance(name, Unknown):
-            return name
-        path = self.state.directory / name
+        path = self.state.directory / value
         try:
             # Reading from a pipe or a device may never end.
             return (
                 read_text(path)
                 if path.is_file() or path == Path(os.devnull)
-                else Unknown(f"{name} is not a file", line)
+                else Unknown(f"{value} is no file", text.line)
             )
         except (OSError, ValueError):
-            return Unknown(f"{name} cannot be read", line)
+            return Unknown(f"{value} cannot be read", text.line)
 
     def _expand_element(self, token: Token, declares: bool, tests: bool) -> list[Field]:
         if token.kind == "array" or (declares and is_assignment(token.text)):
@@ -229,57 +217,44 @@ class Interpreter(Branches):
         return (self._tested_words if tests else self._words).expand_fields(token.text, token.line)
 
     def _assign(self, token: Token) -> None:
-        self._set(token)
         name, _, written = token.text.partition("=")
-        name = name.removesuffix("+")
-        self.state.written[name] = written
-        value = self.state.variables.get(name)
-        size = sum(len(str(each)) + 1 for each in value) if isinstance(value, list) else len(str(value))
-        if size > LARGEST:
-            self.state.variables[name] = Unknown(f"the value of ${name} is too long", token.line)
-
-    def _set(self, token: Token) -> None:
-        name, _, written = token.text.partition("=")
-        appends = name.endswith("+")
-        name = name.removesuffix("+")
+        appends, name = name.endswith("+"), name.removesuffix("+")
         variables = self.state.variables
+        self.state.written[name] = written
+        before = variables.get(name, "") if appends else ""
+        if isinstance(before, Unknown):
+            return
         if token.kind == "array":
             elements = [field for word in token.words for field in self._words.expand_fields(word.text, word.line)]
-            before = variables.get(name, [])
-            if appends and isinstance(before, Unknown):
-                return
-            variables[name] = [*(before if isinstance(before, list) else [before]), *elements] if appends else elements
-            return
-        value = self._words.expand_text(written, token.line)
-        if "[" in name:
-            owner = name.partition("[")[0]
-            variables[owner] = Unknown(f"an element of {owner} is assigned by index", token.line)
-        elif appends and (before := variables.get(name, "")) != "":
-            if isinstance(before, list):
-                first: Field = before[0] if before else ""
-                variables[name] = [_concatenate(first, value), *before[1:]]
-            else:
-                variables[name] = _concatenate(before, value)
+            variables[name] = [*(before if isinstance(before, list) else [before] if before else []), *elements]
         else:
-            variables[name] = value
+            value = self._words.expand_text(written, token.line)
+            owner, index, _ = name.partition("[")
+            if index:
+                name, value = owner, Unknown(f"an element of {owner} is assigned by index", token.line)
+            first = before[0] if isinstance(before, list) and before else "" if isinstance(before, list) else before
+            whole = concatenate((first, value))
+            variables[name] = [whole, *before[1:]] if isinstance(before, list) else whole
+        made = variables[name]
+        size = sum(len(str(each)) + 1 for each in made) if isinstance(made, list) else len(str(made))
+        if size > LARGEST:
+            variables[name] = Unknown(f"the value of ${name} is too long", token.line)
 
     def call(self, words: list[Field], line: int, given: Field) -> Truth:
         """Call a function, a builtin or a program; programs that are not read-only are recorded in ``calls``."""
-        if len(words) > WORDS:
-            raise OverBudget(f"line {line}: a command of {len(words)} words is too long.")
         name, *arguments = words
         if isinstance(name, str) and name in self.state.functions:
             return self._run_function(name, arguments)
         if isinstance(name, str) and (builtin := BUILTINS.get(name)):
             return builtin(self, name, arguments, line)
-        if all(isinstance(word, str) for word in words) and isinstance(given, str):
+        if find_unknown(words) is None and isinstance(given, str):
             texts = [str(word) for word in words]
             code = find_python_code(texts, given)
             if is_read_only(texts) or (code is not None and is_lookup(code)):
                 answer = run_program(texts, self.state.directory, given) if code is None else run_lookup(code)
                 if answer is not None:
                     return self.print_known(*answer)
-                return self._print_unknown(f"`{shorten(words)}` does not end, or its output is not supported", line)
+                return self.print_unknown(f"`{shorten(words)}` does not end, or its output is not supported", line)
             if code is not None and (modules := list_imports(code)):
                 return self.print_known("", all(map(is_importable, modules)))
         self.calls.append(ProgramCall(tuple(words), line, self._doubt))
@@ -287,9 +262,10 @@ class Interpreter(Branches):
         if inner is not None:
             self._run_inner(inner, line)
         shown = name if isinstance(name, str) else "an unknown program"
-        return self._print_unknown(f"it depends on the output of `{shorten(words)}`, and {shown} is not run", line)
+        return self.print_unknown(f"it depends on the output of `{shorten(words)}`, and {shown} is not run", line)
 
-    def _print_unknown(self, why: str, line: int) -> Unknown:
+    def print_unknown(self, why: str, line: int) -> Unknown:
+        """Append output that only running the program would show, and return its unknown status."""
         said = Unknown(why, line)
         if self.printed is not None:
             self.printed.append(said)
@@ -334,12 +310,6 @@ class Interpreter(Branches):
             return True
         finally:
             self.state.arguments, self._depth = outside, self._depth - 1
-
-
-def _concatenate(first: Field, second: Field) -> Field:
-    if isinstance(first, Unknown) or isinstance(second, Unknown):
-        return first if isinstance(first, Unknown) else second
-    return first + second
 
 
 _SECONDS = 20.0
@@ -395,5 +365,5 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
         raise ScriptError(f"{path}, {error} Fix: check the launch itself, with its overrides.") from error
     except (IndexError, ValueError, RecursionError) as error:
         raise ScriptError(f"{path}: cannot be read: {error}.") from error
-    assumed = tuple(dict.fromkeys(state.files.assumed))
+    assumed = tuple(dict.fromkeys(state.assumed))
     return Script(interpreter.calls, frozenset(state.looked_at), interpreter.end, assumed)

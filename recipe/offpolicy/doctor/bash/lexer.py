@@ -73,7 +73,9 @@ class Lexer:
         starts = not before or before[-1].kind == "newline" or before[-1].text in _COMMAND_FOLLOWS
         # "((" opens an arithmetic command only at the start of a command; elsewhere it is two parentheses.
         if starts and self.source.startswith("((", self.place):
-            return self._read_arithmetic()
+            start = self.place
+            self._skip_bracketed(start)
+            return Token("arithmetic", self.source[start + 2 : self.place - 2], line)
         for operator in _OPERATORS:
             if self.source.startswith(operator, self.place) and not self.source.startswith(("<(", ">("), self.place):
                 self._advance(len(operator))
@@ -101,17 +103,13 @@ class Lexer:
         while self.place < len(self.source):
             if self.source.startswith("\\\n", self.place):
                 self._advance(2)
-            elif self.source[self.place] in " \t" or self._ends_in_backslash():
+            elif self.source[self.place] in " \t" or self.source[self.place :] == "\\":  # bash ignores the latter
                 self._advance(1)
             elif self.source[self.place] == "#":
                 end = self.source.find("\n", self.place)
                 self._advance((len(self.source) if end < 0 else end) - self.place)
             else:
                 return
-
-    def _ends_in_backslash(self) -> bool:
-        """Return True at a backslash that ends the script; bash ignores such a backslash."""
-        return self.place == len(self.source) - 1 and self.source[self.place] == "\\"
 
     def _read_elements(self) -> list[Token]:
         started, words = self.line, list[Token]()
@@ -147,7 +145,7 @@ class Lexer:
 
     def _skip_piece(self) -> None:
         if self.source.startswith(("<(", ">("), self.place):
-            self._skip_bracketed(1)
+            self._skip_bracketed(self.place + 1)
         else:
             self._step()
 
@@ -163,10 +161,7 @@ class Lexer:
         elif character == "`":
             self._skip_to("`", self.place + 1)
         elif character == "$" and self.source[self.place + 1 : self.place + 2] in ("{", "("):
-            self._skip_bracketed(1)
-        elif character == "$" and self.source.startswith("$'", self.place):
-            self._advance(1)
-            self._skip_ansi_quoted()
+            self._skip_bracketed(self.place + 1)
         else:
             self._advance(1)
 
@@ -176,17 +171,11 @@ class Lexer:
             raise ScriptError(f"line {self.line}: {closer} is not closed")
         self._advance(end + 1 - self.place)
 
-    def _skip_ansi_quoted(self) -> None:
-        self._advance(1)
-        while self.source[self.place : self.place + 1] not in ("'", ""):
-            self._advance(2 if self.source[self.place] == "\\" else 1)
-        self._advance(1)
-
     def _skip_double_quoted(self) -> None:
         line = self.line
         self._advance(1)
         while self.place < len(self.source) and self.source[self.place] != '"':
-            if self.source.startswith(("'", "$'"), self.place):
+            if self.source[self.place] == "'":
                 self._advance(1)
             else:
                 self._step()
@@ -194,10 +183,10 @@ class Lexer:
             raise ScriptError(f'line {line}: " is not closed')
         self._advance(1)
 
-    def _skip_bracketed(self, before: int) -> None:
+    def _skip_bracketed(self, start: int) -> None:
         """Skip ${...}, $(...) and similar constructs, including nested ones."""
         line = self.line
-        self._advance(before)
+        self._advance(start - self.place)
         opener = self.source[self.place]
         arithmetic = self.source.startswith("((", self.place)
         depth = 0
@@ -251,11 +240,6 @@ class Lexer:
                 lines.append(text)
             token.words = [Token("word", "\n".join(lines), line), Token("word", "quoted" if quoted else "", line)]
         self._documents = []
-
-    def _read_arithmetic(self) -> Token:
-        line, start = self.line, self.place
-        self._skip_bracketed(0)
-        return Token("arithmetic", self.source[start + 2 : self.place - 2], line)
 
     def _advance(self, count: int) -> None:
         self.line += self.source.count("\n", self.place, self.place + count)

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -20,23 +19,19 @@ _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _SECONDS = 5
 LARGEST = 2**20
 """Largest size of a file that is read, of a program's output, and of a value."""
-_IMPORTS = frozenset({"importlib", "importlib.util", "importlib.metadata", "os", "sys", "pathlib"})
-_CALLS = frozenset(
-    {
-        "importlib.metadata.version",
-        "importlib.util.find_spec",
-        "os.path.dirname",
-        "os.path.join",
-        "pathlib.Path",
-        "print",
-        "str",
-        "sys.exit",
-    }
+_IMPORTS = {"importlib", "importlib.util", "importlib.metadata", "os", "sys", "pathlib"}
+_CALLS = {
+    *("importlib.metadata.version", "importlib.util.find_spec", "os.path.dirname", "os.path.join", "pathlib.Path"),
+    *("print", "str", "sys.exit"),
+}
+_NODES = (
+    *(ast.Module, ast.Import, ast.alias, ast.Assign, ast.Expr, ast.If, ast.Pass, ast.Call, ast.keyword, ast.Attribute),
+    *(ast.Name, ast.Constant, ast.Subscript, ast.Tuple, ast.List, ast.IfExp, ast.JoinedStr, ast.FormattedValue),
+    *(ast.BoolOp, ast.boolop, ast.Compare, ast.cmpop, ast.UnaryOp, ast.Not, ast.USub, ast.expr_context),
+    # Operators that can create large values, such as "a" * 10**10, are not allowed in a look-up.
+    *(ast.BinOp, ast.Add, ast.Div),
 )
-_STATEMENTS = (ast.Import, ast.Assign, ast.Expr, ast.If, ast.Pass)
-# Operators that can create large values, such as "a" * 10**10, are not allowed in a look-up.
-_OPERATORS = (ast.Add, ast.Div)
-_OTHERWISE = (ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.comprehension)
+"""All that code which only looks up modules or releases may consist of."""
 # The standard library takes precedence over modules with the same names; a process that is killed gives no answer.
 _ISOLATED = """import importlib.metadata, importlib.util, os, pathlib, sys, sysconfig
 library = sysconfig.get_paths()
@@ -46,7 +41,7 @@ sys.excepthook = lambda kind, *rest: os.kill(os.getpid(), 9) if kind is MemoryEr
 """
 _MEMORY = 512 * 2**10
 """Memory limit of a program in KiB."""
-_LIMITED = ["/bin/sh", "-c", f'ulimit -v {_MEMORY}; exec "$@"', "sh"]
+_LIMITED = ["/bin/sh", "-c", f'ulimit -v {_MEMORY}; ulimit -f {LARGEST // 512}; exec "$@"', "sh"]
 
 
 def read_text(path: Path) -> str:
@@ -86,71 +81,51 @@ def run_program(words: list[str], directory: Path, given: str) -> tuple[str, boo
     # If the search path contained a relative folder, programs would be searched for in the script's folder.
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder)]
     environment = {**os.environ, "PATH": os.pathsep.join(folders)}
-    with tempfile.TemporaryFile() as source:
-        source.write(given.encode())
-        source.seek(0)
+    with tempfile.TemporaryFile() as printed:
         try:
-            process = subprocess.Popen(
+            done = subprocess.run(
                 [*_LIMITED, *words],
                 cwd=directory,
-                stdin=source,
-                stdout=subprocess.PIPE,
+                input=given.encode(),
+                stdout=printed,
                 stderr=subprocess.DEVNULL,
                 env=environment,
+                timeout=_SECONDS,
+                check=False,
             )
+            printed.seek(0)
+            # A negative status is the number of a signal, e.g. because the output is too long.
+            return (printed.read().decode(), done.returncode == 0) if done.returncode >= 0 else None
+        except (subprocess.TimeoutExpired, UnicodeDecodeError):
+            return None
         except (OSError, ValueError):
             return "", False
-        late = threading.Timer(_SECONDS, process.kill)
-        late.start()
-        with process:
-            assert process.stdout is not None
-            printed = process.stdout.read(LARGEST + 1)
-            if len(printed) > LARGEST:
-                process.kill()
-        late.cancel()
-    # A negative status is the number of a signal.
-    if len(printed) > LARGEST or process.returncode < 0:
-        return None
-    try:
-        return printed.decode(), process.returncode == 0
-    except UnicodeDecodeError:
-        return None
 
 
 def is_lookup(code: str) -> bool:
     """Return True if Python code only looks up modules' locations or releases."""
     tree = _parse(code)
-    if tree is None:
-        return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS):
-            return False
-        if isinstance(node, ast.Import) and any(alias.name not in _IMPORTS or alias.asname for alias in node.names):
-            return False
-        if isinstance(node, ast.Assign) and not all(isinstance(target, ast.Name) for target in node.targets):
-            return False
-        if isinstance(node, ast.Assign) and {target.id for target in node.targets if isinstance(target, ast.Name)} & {
-            "print",
-            "str",
-            *(name.partition(".")[0] for name in _IMPORTS),
-        }:
-            return False
-        if isinstance(node, ast.Call) and (ast.unparse(node.func) not in _CALLS or not _is_harmless(node)):
-            return False
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
-            return False
-        if isinstance(node, ast.BinOp) and not isinstance(node.op, _OPERATORS):
-            return False
-        if isinstance(node, _OTHERWISE) or (isinstance(node, ast.FormattedValue) and node.format_spec is not None):
-            return False
+    return tree is not None and all(isinstance(node, _NODES) and _is_harmless(node) for node in ast.walk(tree))
+
+
+def _is_harmless(node: ast.AST) -> bool:
+    """Return False for an import, assignment, call, attribute or format that may do more than look up."""
+    match node:
+        case ast.Import(names=names):
+            return all(alias.name in _IMPORTS and not alias.asname for alias in names)
+        case ast.Assign(targets=targets):
+            taken = {"print", "str", *(name.partition(".")[0] for name in _IMPORTS)}
+            return all(isinstance(target, ast.Name) and target.id not in taken for target in targets)
+        case ast.Call(func=function, args=arguments, keywords=keywords):
+            name = ast.unparse(function)
+            if name == "importlib.util.find_spec":  # which would import the parents of a nested module
+                return [type(each) for each in arguments] == [ast.Constant] and "." not in ast.unparse(arguments[0])
+            return name in _CALLS and not any(keyword.arg in ("file", None) for keyword in keywords)
+        case ast.Attribute(attr=name):
+            return not name.startswith("_")
+        case ast.FormattedValue(format_spec=spec):
+            return spec is None
     return True
-
-
-def _is_harmless(call: ast.Call) -> bool:
-    """Return True if the call imports nothing; find_spec of a nested module would import the module's parents."""
-    if ast.unparse(call.func) != "importlib.util.find_spec":
-        return not any(keyword.arg in ("file", None) for keyword in call.keywords)
-    return [type(each) for each in call.args] == [ast.Constant] and "." not in str(call.args[0].value)  # type: ignore[attr-defined]
 
 
 def run_lookup(code: str) -> tuple[str, bool] | None:

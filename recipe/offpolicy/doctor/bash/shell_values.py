@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +15,6 @@ BYTES = 2**23
 FIELD = 64
 """Number of bytes counted for each word in addition to its characters."""
 
-WORDS = 5000
-"""Largest number of words in one command."""
 PATTERN = 4096
 """Largest number of characters in a pattern, an expression, or a value that a pattern cuts or changes."""
 
@@ -137,25 +135,15 @@ class Unknown:
         return bool(self.unset) and not self.required
 
 
-@dataclass
-class FileTests:
-    """The file tests in a script, whose results may differ on the launch machine.
-
-    Attributes:
-        missing: paths that were tested but do not exist here.
-        all_exist: answer as if every file existed.
-        assumed: assumptions made while reading, as sentences without the full stop.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    all_exist: bool = False
-    assumed: list[str] = field(default_factory=list)
-
-
 Field = str | Unknown
 """A word after expansion."""
 Value = str | Unknown | list[Field]
 """The value of a variable; a list for an array."""
+
+
+def find_unknown(values: Iterable[Value]) -> Unknown | None:
+    """Return the first unknown value; None if all are known."""
+    return next((value for value in values if isinstance(value, Unknown)), None)
 
 
 @dataclass(frozen=True)
@@ -185,7 +173,8 @@ class ShellState:
         script: path, for messages and BASH_SOURCE.
         looked_at: values of $1, $2 ..., $@ and shift that the script itself reads.
         written: name -> the unexpanded text of its latest assignment.
-        files: the file tests, shared by all copies.
+        missing: files that the script tested but that do not exist here; they may exist on the launch machine.
+        assumed: assumptions made while reading, as sentences without the full stop.
         budget: the budget for reading the script.
     """
 
@@ -196,14 +185,12 @@ class ShellState:
     functions: dict[str, object] = field(default_factory=dict)
     looked_at: set[Field] = field(default_factory=set)
     written: dict[str, str] = field(default_factory=dict)
-    files: FileTests = field(default_factory=FileTests)
+    missing: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
     budget: Budget = field(default_factory=Budget)
 
     def copy(self) -> ShellState:
-        """Copy the state for a subshell; ``looked_at``, ``written``, ``files`` and the budget stay shared."""
+        """Copy the state for a subshell; only variables, arguments and functions are separate in the copy."""
         values = {name: list(value) if isinstance(value, list) else value for name, value in self.variables.items()}
-        functions = dict(self.functions)
-        self.budget.spend_bytes(
-            8 * (len(values) + sum(len(each) for each in values.values() if isinstance(each, list)))
-        )
-        return replace(self, variables=values, arguments=list(self.arguments), functions=functions)
+        self.budget.spend_bytes(8 * sum(len(each) if isinstance(each, list) else 1 for each in values.values()))
+        return replace(self, variables=values, arguments=list(self.arguments), functions=dict(self.functions))

@@ -1,165 +1,52 @@
-"""Word expansion: quotes, braces, parameters, arithmetic, substitutions and field splitting."""
+"""Word expansion: quotes, parameters, arithmetic, substitutions and field splitting."""
 
 from __future__ import annotations
 
-import ast
-import operator
+import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from .conditions import evaluate
 from .lexer import Lexer
-from .parameters import Parameter, expand_parameter, parse_parameter
-from .shell_values import FIELD, PATTERN, Field, ShellState, Unknown
+from .shell_values import FIELD, PATTERN, Field, ShellState, Unknown, find_unknown
 
-Skip = Callable[[str, int], int]
-"""Called with a word and a position; returns the position after the character or the quoted or bracketed piece that
-starts there."""
-_SEQUENCE = re.compile(r"(?:(-?\d+)\.\.(-?\d+)|([A-Za-z])\.\.([A-Za-z]))(?:\.\.(-?\d+))?")
-
-
-def expand_braces(word: str, skip: Skip) -> Iterator[str]:
-    """Expand the braces of an unexpanded word, lazily; quoted braces are unchanged."""
-    place = 0
-    while place < len(word):
-        if word[place] == "{" and (found := _read_brace(word, place, skip)) is not None:
-            end, parts = found
-            for part in parts:
-                for rest in expand_braces(word[end:], skip):
-                    yield word[:place] + part + rest
-            return
-        place = skip(word, place)
-    yield word
-
-
-def _read_brace(word: str, start: int, skip: Skip) -> tuple[int, Iterable[str]] | None:
-    """Return the position after a brace and its expansion; None for a brace that bash leaves unchanged."""
-    depth, place, cuts = 0, start, [start]
-    while place < len(word):
-        character = word[place]
-        depth += (character == "{") - (character == "}")
-        if character == "," and depth == 1:
-            cuts.append(place)
-        if depth == 0:
-            break
-        place = skip(word, place)
-    else:
-        return None
-    if len(cuts) == 1:
-        sequence = _SEQUENCE.fullmatch(word, start + 1, place)
-        return None if sequence is None else (place + 1, _count(sequence))
-    parts = [word[cut + 1 : end] for cut, end in zip(cuts, [*cuts[1:], place], strict=True)]
-    return place + 1, (each for part in parts for each in expand_braces(part, skip))
-
-
-def _count(sequence: re.Match[str]) -> Iterable[str]:
-    first, last, one, other, step = sequence.groups()
-    ends = (int(first), int(last)) if first else (ord(one), ord(other))
-    by = abs(int(step or 1)) or 1
-    numbers = range(ends[0], ends[1] + 1, by) if ends[0] <= ends[1] else range(ends[0], ends[1] - 1, -by)
-    if not first:
-        return map(chr, numbers)
-    width = max(len(first), len(last)) if re.search(r"^-?0\d", first) or re.search(r"^-?0\d", last) else 0
-    return (f"{number:0{width}d}" for number in numbers)
-
-
-_BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Pow: operator.pow,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.Div: lambda a, b: _divide(a, b),
-    ast.Mod: lambda a, b: a - b * _divide(a, b),
-}
-_COMPARED: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-_LARGEST_EXPONENT = 62
-
-
-def evaluate(expression: str, numbers: Mapping[str, str]) -> int:
-    """Evaluate an expression without assignments, in 64 bits like bash.
-
-    Args:
-        numbers: values of the expression's variables; missing and empty variables count as 0.
-
-    Raises:
-        ValueError: the expression is not integer arithmetic.
-    """
-    # Inside $((...)) a variable needs no $; && || ! become Python's operators, so that Python's parser can be used.
-    text = re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or ").replace("$", ""))
-    if len(text) > PATTERN:
-        raise ValueError(f"{len(text)} characters")
-    try:
-        tree = ast.parse(text.strip() or "0", mode="eval")
-        return _wrap(_evaluate_node(tree.body, numbers))
-    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
-        raise ValueError(str(error)) from error
-
-
-def _evaluate_node(node: ast.expr, numbers: Mapping[str, str]) -> int:
-    match node:
-        case ast.Constant(value=int(number)):
-            return number
-        case ast.Name():
-            return _parse_number(numbers.get(node.id, ""))
-        case ast.BinOp():
-            left, right = _evaluate_node(node.left, numbers), _evaluate_node(node.right, numbers)
-            if isinstance(node.op, ast.Pow | ast.LShift) and not 0 <= right <= _LARGEST_EXPONENT:
-                raise ValueError(f"the exponent {right}")
-            if type(node.op) in _BINARY:
-                return _wrap(_BINARY[type(node.op)](left, right))
-        case ast.UnaryOp(op=ast.USub()):
-            return -_evaluate_node(node.operand, numbers)
-        case ast.UnaryOp(op=ast.UAdd()):
-            return _evaluate_node(node.operand, numbers)
-        case ast.UnaryOp(op=ast.Not()):
-            return int(not _evaluate_node(node.operand, numbers))
-        case ast.BoolOp():
-            holds = [bool(_evaluate_node(each, numbers)) for each in node.values]
-            return int(all(holds) if isinstance(node.op, ast.And) else any(holds))
-        case ast.Compare(ops=[compared]):
-            return int(
-                _COMPARED[type(compared)](
-                    _evaluate_node(node.left, numbers), _evaluate_node(node.comparators[0], numbers)
-                )
-            )
-    raise ValueError(ast.unparse(node))
-
-
-def _wrap(number: int) -> int:
-    """Wrap a number to 64 bits, like bash, so that values stay bounded."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def _divide(a: int, b: int) -> int:
-    """Divide towards zero, as in C."""
-    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-
-
-def _parse_number(text: str) -> int:
-    return int(text, 0) if text.strip() else 0
-
+_FORM = re.compile(
+    r"(?P<length>#(?!\}|$))?(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?"
+    r"(?P<operator>:?[-=+?]|%%?|\#\#?|//?|\^\^|,,|:)?(?P<word>.*)",
+    re.S,
+)
+_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
+_CHANGING = {"RANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "SRANDOM", "PPID", "BASHPID"}
+"""Variables that bash sets, whose values are known only when the script runs."""
+_QUOTED = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.", re.S)
+_BRACES = re.compile(r"(?<!\$)\{[^{}]*(,|\.\.)[^{}]*\}")
+_ASSIGNS = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)")
 
 Substitute = Callable[[str, int], Field]
 """Called with the commands of $(...) and their line; returns their output."""
-_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
-_ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
-_ASSIGNS = re.compile(
-    r"\s*(?:(\+\+|--)\s*(?P<first>[A-Za-z_]\w*)|(?P<name>[A-Za-z_]\w*)\s*"
-    r"(?:(?P<after>\+\+|--)|(?P<with><<|>>|[-+*/%&|^])?=(?!=)(?P<value>.+)))\s*",
-    re.S,
-)
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter, and the operation applied to it.
+
+    Attributes:
+        index: index of an array element; @ or * for all elements.
+        operator, word: as written, e.g. ``:-`` and the default.
+        length: ``${#name}``.
+    """
+
+    name: str
+    index: str | None = None
+    operator: str = ""
+    word: str = ""
+    length: bool = False
+
+    @property
+    def is_list(self) -> bool:
+        """True for a list of values: $@, $*, ${A[@]}."""
+        return self.name in ("@", "*") or self.index in ("@", "*")
 
 
 @dataclass(frozen=True)
@@ -182,11 +69,10 @@ class WordExpander:
 
     def expand_fields(self, written: str, line: int) -> list[Field]:
         """Expand a word of a command to its fields: none, one or several."""
-        fields: list[Field] = []
-        for word in expand_braces(written, lambda text, place: Lexer(text, line).find_piece_end(place)):
-            self._state.budget.spend_bytes(FIELD)
-            fields += _join_fields(self._split_pieces(word, line, quoted=False))
-        return fields
+        if _BRACES.search(_QUOTED.sub("", written)):
+            why = f"bash expands the braces of {written}, which is not supported: quote a value, write out a list"
+            return [Unknown(why, line, prefix=written.partition("{")[0])]
+        return list(_join_fields(self._split_pieces(written, line, quoted=False)))
 
     def expand_text(self, written: str, line: int) -> Field:
         """Expand a word to one value without splitting, as in assignments, tests and here-strings."""
@@ -198,46 +84,39 @@ class WordExpander:
 
     def expand_pattern(self, written: str, line: int) -> Field:
         """Expand a pattern; quoted parts are matched literally."""
-        pieces = self._split_pieces(written, line, quoted=False)
         return concatenate(
             re.sub(r"[*?\[]", r"[\g<0>]", piece.value) if piece.quoted and isinstance(piece.value, str) else piece.value
-            for piece in pieces
+            for piece in self._split_pieces(written, line, quoted=False)
         )
 
     def evaluate_arithmetic(self, expression: str, line: int) -> Field:
-        """Evaluate an arithmetic expression, or execute an assignment such as ``i++`` or ``n = 2 * m``."""
+        """Evaluate an arithmetic expression; after one that assigns, such as ``i++``, its variables are unknown."""
         plain = self.expand_document(expression, line)
         if isinstance(plain, Unknown):
             return plain
-        if found := _ASSIGNS.fullmatch(plain):
-            name = found["name"] or found["first"]
-            by = f"{found['with'] or ''}({found['value']})" if found["value"] else f"{(found[1] or found['after'])[0]}1"
-            before = self.evaluate_arithmetic(name, line)
-            after = self.evaluate_arithmetic(by if found["value"] and not found["with"] else f"{name}{by}", line)
-            self._state.variables[name] = after
-            return before if found["after"] else after
         names = set(re.findall(r"[A-Za-z_]\w*", plain))
-        numbers = {}
-        for name in names:
-            value = self._state.variables.get(name, "")
-            value = value[0] if isinstance(value, list) and value else value
-            if isinstance(value, Unknown):
-                return value
-            numbers[name] = str(value) if isinstance(value, str) else ""
+        why = Unknown(f"(({expression.strip()})) is not supported", line)
+        if _ASSIGNS.search(plain):
+            self._state.variables |= dict.fromkeys(names, why)
+            return why
+        values = {name: self._state.variables.get(name, "") for name in names}
+        values = {name: value[0] if isinstance(value, list) and value else value for name, value in values.items()}
         try:
-            return str(evaluate(plain, numbers))
+            return find_unknown(values.values()) or str(evaluate(plain, values))
         except ValueError as error:
-            return Unknown(f"$(({expression.strip()})) is not supported ({error})", line)
+            return replace(why, why=f"{why.why} ({error})")
 
     def _split_pieces(self, written: str, line: int, *, quoted: bool, document: bool = False) -> Iterator[_Piece]:
         for piece in self._read_pieces(written, line, quoted, document):
-            self._state.budget.spend_bytes(FIELD + len(_get_text(piece.value)))
+            size = len(piece.value.prefix if isinstance(piece.value, Unknown) else piece.value)
+            self._state.budget.spend_bytes(FIELD + size)
             yield piece
 
     def _read_pieces(self, written: str, line: int, quoted: bool, document: bool) -> Iterator[_Piece]:
         place = 0
         if not quoted and re.match(r"~(?=/|$)", written):
-            yield _Piece(self._expand_home(line))
+            home = self._state.variables.get("HOME")
+            yield _Piece(home if isinstance(home, str) else Unknown("$HOME is not set", line, unset="HOME"))
             place = 1
         while place < len(written):
             character = written[place]
@@ -279,58 +158,156 @@ class WordExpander:
     def _expand_dollar(self, rest: str, line: int, quoted: bool) -> tuple[int, list[_Piece]]:
         """Return the length of an expansion that starts with $, and the result of the expansion."""
         if rest.startswith("$'") and not quoted:
-            end = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.S).match(rest)
-            assert end is not None, "the lexer checks that it is closed"
-            inside = re.sub(r"\\(.)", lambda found: _ANSI.get(found[1], found[0]), rest[2 : end.end() - 1])
-            return end.end(), [_Piece(inside)]
+            return rest.index("'", 2) + 1, [_Piece(Unknown("$'...' is not supported", line))]
         if rest.startswith(("$(", "${")):
-            end_at = Lexer(rest, line).find_piece_end(0)
-            inside = rest[2 : end_at - 1]
-            if inside.startswith("(") and inside.endswith(")") and rest[1] == "(":
-                return end_at, [_Piece(self.evaluate_arithmetic(inside[1:-1], line))]
-            if rest[1] == "(":
-                return end_at, [_Piece(self._substitute(inside, line), split=not quoted)]
-            return end_at, self._expand_parameter(parse_parameter(inside, line), line, quoted)
+            end = Lexer(rest, line).find_piece_end(0)
+            inside = rest[2 : end - 1]
+            if rest[1] == "{":
+                asked = _parse_parameter(inside)
+                unknown = [_Piece(Unknown(f"${{{inside}}} is not supported", line))]
+                return end, unknown if asked is None else self._expand_parameter(asked, line, quoted)
+            if inside.startswith("(") and inside.endswith(")"):
+                return end, [_Piece(self.evaluate_arithmetic(inside[1:-1], line))]
+            return end, [_Piece(self._substitute(inside, line), split=not quoted)]
         if found := _NAME.match(rest, 1):
-            return found.end(), self._expand_parameter(Parameter(found[0]), line, quoted)
+            return found.end(), self._expand_parameter(_Parameter(found[0]), line, quoted)
         return 1, [_Piece("$")]
 
-    def _expand_parameter(self, asked: Parameter, line: int, quoted: bool) -> list[_Piece]:
-        values = expand_parameter(asked, self._state, line, lambda text: self.expand_text(text, line))
+    def _expand_parameter(self, asked: _Parameter, line: int, quoted: bool) -> list[_Piece]:
+        values = self._apply_operator(asked, self._read_values(asked, line), line)
         if self._unset_is_empty:
             values = ["" if isinstance(value, Unknown) and value.may_be_empty else value for value in values]
-        if not asked.is_list:
+        if not asked.is_list or asked.length:
             return [_Piece(values[0] if values else "", split=not quoted)]
-        if asked.is_joined and quoted:
-            return [_Piece(concatenate(_intersperse_blanks(values)))]
+        if quoted and "*" in (asked.name, asked.index):
+            return [_Piece(find_unknown(values) or " ".join(map(str, values)))]
         pieces = [_Piece(value, split=not quoted, ends=index < len(values) - 1) for index, value in enumerate(values)]
         # "${EMPTY[@]}" produces no field.
         return pieces or [_Piece("", split=True)]
 
-    def _expand_home(self, line: int) -> Field:
-        home = self._state.variables.get("HOME")
-        return home if isinstance(home, str) else Unknown("$HOME is not set", line, unset="HOME")
-
-
-def _get_text(value: Field) -> str:
-    return value.prefix if isinstance(value, Unknown) else value
-
-
-def concatenate(values: Iterator[Field]) -> Field:
-    """Concatenate the parts of one value; Unknown if one of them is Unknown."""
-    texts = []
-    for value in values:
-        if isinstance(value, Unknown):
+    def _read_values(self, asked: _Parameter, line: int) -> list[Field] | None:
+        """Return the values of a parameter before its operation; None if it is unset."""
+        name, state = asked.name, self._state
+        if name in ("@", "*"):
+            state.looked_at.update(state.arguments)
+            return list(state.arguments)
+        if name == "#":
+            return [str(len(state.arguments))]
+        if name == "0" or (name == "BASH_SOURCE" and asked.index in (None, "0", "-1", "@")):
+            return [str(state.script)]
+        if name.isdigit():
+            argument = state.arguments[int(name) - 1 : int(name)]
+            state.looked_at.update(argument)
+            return argument or None
+        if not name.isidentifier():
+            return [Unknown("$? is the status of a program" if name == "?" else f"${name} exists only in a run", line)]
+        value = state.variables.get(name)
+        if value is None:
+            return [Unknown(f"${name} differs in each run", line)] if name in _CHANGING else None
+        if not isinstance(value, list):
+            return [value] if asked.index in (None, "0", "@", "*") else None
+        if asked.index in ("@", "*"):
             return value
-        texts.append(value)
-    return "".join(texts)
+        index = self.expand_text(asked.index, line) if asked.index else "0"
+        if isinstance(index, Unknown):
+            return [index]
+        try:
+            return [value[int(index)]]
+        except ValueError:
+            return [Unknown(f"${{{name}[{index}]}} belongs to an associative array", line)]
+        except IndexError:
+            return None
+
+    def _apply_operator(self, asked: _Parameter, values: list[Field] | None, line: int) -> list[Field]:
+        """Return the values after the operation: several for a list, otherwise one."""
+        if asked.length:
+            value = values[0] if values else ""
+            return [
+                str(len(values or ())) if asked.is_list else value if isinstance(value, Unknown) else str(len(value))
+            ]
+        if asked.operator and asked.operator[-1] in "-=+?":
+            return self._apply_default(asked, values, line)
+        if values is None:
+            return [] if asked.is_list else [Unknown(f"${asked.name} is not set", line, unset=asked.name)]
+        if asked.operator == ":":
+            return self._slice(asked, values, line)
+        return [
+            value if isinstance(value, Unknown) or not asked.operator else self._transform(asked, value, line)
+            for value in values
+        ]
+
+    def _apply_default(self, asked: _Parameter, values: list[Field] | None, line: int) -> list[Field]:
+        empty_counts, kind = asked.operator.startswith(":"), asked.operator[-1]
+        if values and isinstance(values[0], Unknown) and empty_counts and not asked.is_list:
+            return values
+        there = values is not None and (not empty_counts or any(value != "" for value in values))
+        if kind == "+":
+            return [self.expand_text(asked.word, line)] if there else ([] if asked.is_list else [""])
+        if values is not None and there:
+            return values
+        if kind == "?":
+            why = f"${asked.name} is not set, and the script ends without it"
+            return [Unknown(why, line, unset=asked.name, required=True)]
+        value = self.expand_text(asked.word, line)
+        if isinstance(value, Unknown) and asked.name.isidentifier():
+            value = replace(value, variable=asked.name)
+        if kind == "=" and asked.name.isidentifier():
+            self._state.variables[asked.name] = value
+        return [value]
+
+    def _slice(self, asked: _Parameter, values: list[Field], line: int) -> list[Field]:
+        bounds = self.expand_text(asked.word, line)
+        if isinstance(bounds, Unknown):
+            return [bounds]
+        try:
+            start, *length = (int(part) for part in bounds.split(":"))
+        except ValueError:
+            return [Unknown(f"${{{asked.name}:{asked.word}}} is not supported", line)]
+
+        def cut(size: int) -> slice:
+            first = start if start >= 0 else max(size + start, 0)
+            return slice(first, size if not length else first + length[0] if length[0] >= 0 else size + length[0])
+
+        if asked.is_list:
+            # The first element of $@ is $1.
+            shifted = values if asked.index else ["", *values]
+            return shifted[cut(len(shifted))]
+        value = values[0]
+        return [value if isinstance(value, Unknown) else value[cut(len(value))]]
+
+    def _transform(self, asked: _Parameter, value: str, line: int) -> Field:
+        operator = asked.operator
+        if operator in ("^^", ",,"):
+            return value.upper() if operator == "^^" else value.lower()
+        pattern, _, replacement = asked.word.partition("/") if operator in ("/", "//") else (asked.word, "", "")
+        what, by = self.expand_text(pattern, line), self.expand_text(replacement, line)
+        if isinstance(what, Unknown) or isinstance(by, Unknown):
+            return what if isinstance(what, Unknown) else by
+        if max(len(value), len(what), len(by)) > PATTERN:
+            return Unknown(f"${asked.name} is too long for a pattern", line)
+        if operator in ("/", "//"):
+            found = re.compile(fnmatch.translate(what).removesuffix(r"\Z").removesuffix(r"\z"))
+            return found.sub(lambda _: by, value, count=1 if operator == "/" else 0)
+        ends = range(len(value) + 1)  # # and % remove the shortest match, ## and %% the longest
+        if operator.startswith("#"):
+            order = ends if operator == "#" else reversed(ends)
+            return next((value[end:] for end in order if fnmatch.fnmatchcase(value[:end], what)), value)
+        order = reversed(ends) if operator == "%" else ends
+        return next((value[:end] for end in order if fnmatch.fnmatchcase(value[end:], what)), value)
 
 
-def _intersperse_blanks(values: list[Field]) -> Iterator[Field]:
-    for index, value in enumerate(values):
-        if index:
-            yield " "
-        yield value
+def _parse_parameter(written: str) -> _Parameter | None:
+    """Parse the text between ${ and }; None if its syntax is not supported."""
+    found = _FORM.fullmatch(written)
+    if found is None or (found["word"] and not found["operator"]):
+        return None
+    return _Parameter(found["name"], found["index"], found["operator"] or "", found["word"], bool(found["length"]))
+
+
+def concatenate(values: Iterable[Field]) -> Field:
+    """Concatenate the parts of one value; Unknown if one of them is Unknown."""
+    parts = list(values)
+    return find_unknown(parts) or "".join(map(str, parts))
 
 
 def _join_fields(pieces: Iterator[_Piece]) -> Iterator[Field]:
@@ -346,8 +323,7 @@ def _join_fields(pieces: Iterator[_Piece]) -> Iterator[Field]:
         if not piece.split or isinstance(piece.value, Unknown):
             current = add(piece.value)
         else:
-            parts = re.split(r"[ \t\n]+", piece.value)
-            for index, part in enumerate(parts):
+            for index, part in enumerate(re.split(r"[ \t\n]+", piece.value)):
                 if index and current is not None:
                     yield current
                     current = None

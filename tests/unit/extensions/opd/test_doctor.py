@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from recipe.offpolicy.doctor.diagnosis import judge
 from recipe.offpolicy.doctor.program import Launch
-from recipe.offpolicy.doctor.verdicts import Diagnosis
+from recipe.offpolicy.doctor.show import Diagnosis
 from recipe.offpolicy.preflight.python_source import OURS
 from tests.support.applications import NEEDED, application, changed
 from tests.support.fake_teacher import FakeTeacher, serving
