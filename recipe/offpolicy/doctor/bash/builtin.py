@@ -5,23 +5,34 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .conditions import Truth, evaluate_test
+from .grammar import Command
 from .programs import read_text
-from .shell_values import Field, LoopBreak, ScriptEnd, ScriptError, Unknown, find_unknown
-
-if TYPE_CHECKING:
-    from .interpreter import Interpreter
+from .shell_values import Field, LoopBreak, ScriptEnd, ScriptError, ShellState, Unknown, find_unknown
 
 
-Builtin = Callable[["Interpreter", str, list[Field], int], Truth]
+class Shell(Protocol):
+    """Shell state and functions that builtin commands use; see ``interpreter.Interpreter``."""
+
+    state: ShellState
+    printed: list[Field] | None
+
+    def parse(self, source: str, first_line: int = 1) -> list[Command]: ...
+    def run(self, commands: list[Command]) -> Truth: ...
+    def call(self, words: list[Field], line: int, given: Field) -> Truth: ...
+    def print_known(self, printed: str, succeeded: bool) -> Truth: ...
+    def print_unknown(self, why: str, line: int) -> Unknown: ...
+
+
+Builtin = Callable[[Shell, str, list[Field], int], Truth]
 _ENVIRONMENT = re.compile(r"(^|/)(activate|conda\.sh|\.?(bashrc|bash_profile|profile|zshrc)|set(env|vars)\.sh)$")
 """Files that set up a shell or a program, such as those of conda, virtual environments, logins, CANN and oneAPI."""
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
-def _do_echo(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_echo(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Collect the output of echo or printf inside a substitution or a pipe."""
     if shell.printed is None:
         return True
@@ -39,7 +50,7 @@ def _do_echo(shell: Interpreter, name: str, arguments: list[Field], line: int) -
     return True
 
 
-def _do_declare(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_declare(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Assign the values of export, declare, local, readonly or typeset."""
     for argument in arguments:
         name, equals, value = argument.partition("=") if isinstance(argument, str) else ("", "", "")
@@ -48,17 +59,17 @@ def _do_declare(shell: Interpreter, name: str, arguments: list[Field], line: int
     return True
 
 
-def _do_leave(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_leave(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """End the script or function: exit and return."""
     raise ScriptEnd(name, line, str(arguments[0]) if arguments and isinstance(arguments[0], str) else "")
 
 
-def _do_break(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_break(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Leave or continue a loop: break and continue."""
     raise LoopBreak(name)
 
 
-def _do_shift(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_shift(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Drop leading positional arguments; return False if there are fewer."""
     count = int(arguments[0]) if arguments and isinstance(arguments[0], str) else 1
     enough = count <= len(shell.state.arguments)
@@ -68,21 +79,21 @@ def _do_shift(shell: Interpreter, name: str, arguments: list[Field], line: int) 
     return enough
 
 
-def _do_set(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_set(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Replace the positional arguments after ``set --``; options are ignored."""
     if "--" in arguments:
         shell.state.arguments = arguments[arguments.index("--") + 1 :]
     return True
 
 
-def _do_unset(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_unset(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Remove variables."""
     for argument in arguments:
         shell.state.variables.pop(str(argument), None)
     return True
 
 
-def _do_cd(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_cd(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Change the directory; if the new directory is unknown, reading of the script ends."""
     target = next((each for each in arguments if each != "--"), str(shell.state.variables.get("HOME", "")))
     if isinstance(target, Unknown):
@@ -92,17 +103,17 @@ def _do_cd(shell: Interpreter, name: str, arguments: list[Field], line: int) -> 
     return True
 
 
-def _do_pwd(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_pwd(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Print the directory."""
     return shell.print_known(f"{shell.state.directory}\n", True)
 
 
-def _do_bracket(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_bracket(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Evaluate ``[ ... ]`` or ``test``."""
     return evaluate_test(arguments[: -1 if name == "[" else None], shell.state, line)
 
 
-def _do_true(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_true(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Return the status of commands that change nothing; ``false`` fails, and ``: ${X:?}`` ends a script without X."""
     missing = next((each for each in arguments if isinstance(each, Unknown) and each.required), None)
     if missing is not None:
@@ -112,7 +123,7 @@ def _do_true(shell: Interpreter, name: str, arguments: list[Field], line: int) -
     return name != "false"
 
 
-def _do_source(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_source(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Run a sourced file in the same state; if the file is missing or unreadable, mark the variables as unknown.
 
     A missing file that only sets up programs, such as a conda environment, is assumed to assign none of the script's
@@ -136,7 +147,7 @@ def _do_source(shell: Interpreter, name: str, arguments: list[Field], line: int)
         return True
 
 
-def _do_eval(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_eval(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Run the text of eval; if a part of the text is unknown, mark the variables as unknown."""
     if (unknown := find_unknown(arguments)) is not None:
         _forget_variables(shell, unknown)
@@ -144,7 +155,7 @@ def _do_eval(shell: Interpreter, name: str, arguments: list[Field], line: int) -
     return shell.run(shell.parse(" ".join(map(str, arguments)), line))
 
 
-def _do_read(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_read(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Mark the variables of read, mapfile or readarray as unknown."""
     why = Unknown(f"`{name}` reads the value from an input", line)
     for argument in arguments:
@@ -153,7 +164,7 @@ def _do_read(shell: Interpreter, name: str, arguments: list[Field], line: int) -
     return why
 
 
-def _do_exec(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_exec(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Record the program that exec runs, and end the script."""
     if arguments:
         shell.call(arguments, line, "")
@@ -161,7 +172,7 @@ def _do_exec(shell: Interpreter, name: str, arguments: list[Field], line: int) -
     return True
 
 
-def _do_command(shell: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_command(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Run the command given as arguments; for ``command -v NAME``, print the path of NAME if it is installed here."""
     if arguments[:1] != ["-v"]:
         return shell.call(arguments, line, "") if arguments else True
@@ -171,7 +182,7 @@ def _do_command(shell: Interpreter, name: str, arguments: list[Field], line: int
     return shell.print_unknown("`command -v` looks for a program that is not installed here", line)
 
 
-def _forget_variables(shell: Interpreter, why: Unknown) -> None:
+def _forget_variables(shell: Shell, why: Unknown) -> None:
     """After unknown commands, mark all variables except a few environment variables as unknown."""
     shell.state.variables = {
         key: value if key in ("HOME", "PWD", "PATH", "USER") else why for key, value in shell.state.variables.items()
