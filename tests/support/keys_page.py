@@ -24,7 +24,7 @@ from recipe.offpolicy.extensions.turn_credit import turn_credit
 from recipe.offpolicy.monitor import alarm_settings, bound_settings
 from recipe.offpolicy.preflight import auto_choice
 from recipe.offpolicy.recording import run
-from recipe.offpolicy.replay import replay_settings
+from recipe.offpolicy.replay import batch_routes
 from recipe.offpolicy.staleness import staleness_settings, weight_snapshots
 from tests.support.paths import ROOT
 
@@ -34,7 +34,7 @@ TABLES: dict[str, tuple[str, Mapping[str, Key]]] = {
     section.path: (BASE, section.keys)
     for section in (
         staleness_settings.KEYS,
-        replay_settings.KEYS,
+        batch_routes.KEYS,
         checksums.KEYS,
         weight_snapshots.KEYS,
         run.KEYS,

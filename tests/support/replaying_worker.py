@@ -44,8 +44,8 @@ def tiny_mixture(folder: Path) -> Path:
 
 def start(model: Path, mode: str | None, *, oldest: int | None = None, **settings: Any) -> Any:
     """A worker that replays; a plain one of verl's where ``mode`` is None."""
+    from recipe.offpolicy.replay.batch_routes import ReplaySettings
     from recipe.offpolicy.replay.fsdp_engine import install_in_worker
-    from recipe.offpolicy.replay.replay_settings import ReplaySettings
 
     worker = tw.start_worker(model, layer="Qwen3MoeDecoderLayer", **settings)
     if mode is not None:

@@ -16,7 +16,7 @@ from verl_patches.execution_path import FULLY_ASYNC, STRATEGY, count_prompts
 from ..batch.declared_keys import Section, choice, count
 from ..correction import Problem, SpecError, recommended
 from ..correction.problem import CheckError, find_unmet, set_to
-from ..replay.replay_settings import MEGATRON_ROUTER_REPLAY, RECORDED, ROUTER_REPLAY, list_requirements, replays_on_fsdp
+from ..replay.batch_routes import MEGATRON_ROUTER_REPLAY, RECORDED, ROUTER_REPLAY, list_requirements, replays_on_fsdp
 from ..staleness.staleness_settings import CEILING, ETA, TARGET
 from .composed import ACTOR, BATCH, LOSS_MODE, MINI_BATCH, MODE, NAME, PROXIMAL, ROLLOUT, UNTESTED_ENGINES, Composed
 from .model_files import find_experts

@@ -29,7 +29,7 @@ from ..correction.correction_parts import Proximal
 from ..correction.dialects.verl import VERL_DEFAULTS
 from ..correction.problem import format_value
 from ..extensions.add_on import Extension, load_extensions
-from ..replay.replay_settings import RECORDED, ReplaySettings
+from ..replay.batch_routes import RECORDED, ReplaySettings
 from ..staleness.staleness_settings import ETA, StalenessSettings
 from ..support.support_settings import CENTERING, SUPPORT, SupportSettings
 from .model_files import describe_noise

@@ -26,9 +26,17 @@ from verl.workers.utils.padding import response_from_nested
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.padding import with_tensors
 from ..batch.seals import key_of
-from .batch_routes import REPLAY_STEP, ROUTES, BatchRoutes, Mode, TokenLayout, check_checksums, read_routes
+from .batch_routes import (
+    REPLAY_STEP,
+    ROUTES,
+    BatchRoutes,
+    Mode,
+    ReplaySettings,
+    TokenLayout,
+    check_checksums,
+    read_routes,
+)
 from .expert_choice import ChoiceRecord, ReplayError, equal_sets
-from .replay_settings import ReplaySettings
 from .routed_model import RoutedModel, install_replay
 
 _DEVIATIONS = 3.0

@@ -27,10 +27,9 @@ from ..extensions.v1_run import V1Run
 from ..proof.verify import LivenessError
 from ..recording.schema import WITHOUT_REPLAY
 from ..staleness.client import RowNotes, VersionedClient, convert
-from .batch_routes import NOTE, REPLAY_STEP, Mode, RouteNote
+from .batch_routes import NOTE, REPLAY_STEP, Mode, ReplaySettings, RouteNote
 from .expert_choice import ReplayError
 from .fsdp_engine import AGES, REPORT, FirstLook, RoutingReport, install_in_worker
-from .replay_settings import ReplaySettings
 
 _rows: RowNotes[RouteNote] = RowNotes(RouteNote)
 """Global because the client is pickled."""

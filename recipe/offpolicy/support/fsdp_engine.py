@@ -160,8 +160,8 @@ class SupportTally:
                 else "they belong to another sequence, or come from another engine"
             )
             raise SupportError(
-                f"{found['outside']} of {found['known']} tokens are not in the support that came with them: {whose}. Fix: "
-                f"give each token the support that it was sampled from, or set correction.support=null."
+                f"{found['outside']} of {found['known']} tokens are not in the support that came with them: {whose}. "
+                f"Fix: give each token the support that it was sampled from, or set correction.support=null."
             )
         if max(1.0 - self.least_mass, self.greatest_mass - 1.0) > MASS:
             raise SupportError(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -57,21 +56,17 @@ def _shape_positions(positions: Tensor, axes: Sequence[int]) -> Tensor:
     return positions.unsqueeze(-2).expand(shape) if axes else positions
 
 
-def count_rows(rows: int, batch: int, ranks: int, config: DictConfig) -> int:
-    """Compute how many rows to send in a pass over ``rows`` rows: the smallest number that the workers can split.
+def pad_rows(rows: Sequence[Pair], batch: int, ranks: int, config: DictConfig) -> list[Pair]:
+    """Repeat rows until the workers can split them in one pass.
 
     An engine with pipeline stages can require a certain number of micro-batches, so it receives ``batch`` rows.
     """
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     a_rank = 1 if rollout.get("log_prob_use_dynamic_bsz") else rollout.get("log_prob_micro_batch_size_per_gpu")
-    if not a_rank or actor.strategy not in ("fsdp", "fsdp2"):
-        return batch
-    unit = ranks * a_rank
-    return min(-(-rows // unit) * unit, batch)
-
-
-def repeat_rows(rows: Sequence[Pair], count: int) -> list[Pair]:
-    """Repeat rows until there are ``count`` rows."""
+    count = batch
+    if a_rank and actor.strategy in ("fsdp", "fsdp2"):
+        unit = ranks * a_rank
+        count = min(-(-len(rows) // unit) * unit, batch)
     return [rows[place % len(rows)] for place in range(count)]
 
 
@@ -117,12 +112,6 @@ def build_nested(rows: Sequence[Pair], source: TensorDict) -> TensorDict:
         row |= {"attention_mask": torch.ones_like(ids), "position_ids": positions}
         made.append(row | {"response_mask": mask, "loss_mask": mask})
     return list_of_dict_to_tensordict(made)
-
-
-def name_keys(count: int) -> list[str]:
-    """Create keys for rows that belong to no batch."""
-    uid = f"forward{uuid4().hex}"
-    return [f"{uid}_{number}_0" for number in range(count)]
 
 
 class HeldBatch:

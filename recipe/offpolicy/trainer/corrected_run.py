@@ -36,7 +36,7 @@ from ..preflight.checks.path import demand_seams
 from ..preflight.composed import OUTCOME, Composed, check_one_mini_batch
 from ..proof.rewards import BY_KL, DenseRewardGuard, ScoredRows, check_rewards
 from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
-from ..replay.replay_settings import ReplaySettings, read_megatron_mode
+from ..replay.batch_routes import ReplaySettings, read_megatron_mode
 from ..staleness.staleness_settings import StalenessSettings
 from ..staleness.weight_snapshots import SnapshotSettings, WeightSnapshots
 from ..support.support_settings import SupportSettings

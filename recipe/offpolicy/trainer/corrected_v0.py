@@ -61,9 +61,8 @@ from .batch_view import (
     DataProtoPrompts,
     Pair,
     build_padded,
-    count_rows,
     demand_text,
-    repeat_rows,
+    pad_rows,
 )
 from .corrected_run import CorrectedRun
 
@@ -195,7 +194,7 @@ class CorrectedV0(CorrectedRun):
                 batch.non_tensor_batch[EXTRA_FIELDS] = np.array(fields, dtype=object)
             else:
                 batch[EXTRA_FIELDS] = NonTensorStack(*fields)
-        rows = tensors.select(*(name for name in (*COLUMNS, VERSIONS) if name in tensors.keys()))
+        rows = tensors.select(*COLUMNS, VERSIONS, strict=False)
         if isinstance(batch, DataProto) and EXTRA_FIELDS in batch.non_tensor_batch:
             rows[EXTRA_FIELDS] = NonTensorStack(*batch.non_tensor_batch[EXTRA_FIELDS])
         return rows
@@ -215,8 +214,7 @@ class CorrectedV0(CorrectedRun):
         """Compute log-probs at temperature 1 of each row's response."""
         demand_text(batch.non_tensor_batch.get(MEDIA, ()))
         axes = batch.batch["position_ids"].shape[1:-1]
-        count = count_rows(len(rows), len(batch), self._count_ranks(), self.config)
-        columns = build_padded(repeat_rows(rows, count), axes)
+        columns = build_padded(pad_rows(rows, len(batch), self._count_ranks(), self.config), axes)
         tokens = columns["attention_mask"].sum(-1).tolist()
         alongside = DataProto.from_dict(columns)
         flags = self.add_ons.batch_flags()
@@ -267,10 +265,10 @@ class CorrectedV0(CorrectedRun):
         with self.cost.of_pi_old():
             old, mfu = self.verls._compute_old_log_prob(batch)
         self._seal(batch.batch, {"old_log_probs": old.batch["old_log_probs"]}, old.batch)
-        if self.supervision.wants_sampled and self._scored_seal is not None:
-            # The worker that computed the log-probs sealed them before other code could change them.
-            old.batch[key_of("old_log_probs")] = self._scored_seal
         if self.supervision.wants_sampled:
+            if self._scored_seal is not None:
+                # The worker that computed the log-probs sealed them before other code could change them.
+                old.batch[key_of("old_log_probs")] = self._scored_seal
             rows = batch.batch.select("response_mask", "responses", ROLLOUT_LOG_PROBS)
             rows["old_log_probs"] = old.batch["old_log_probs"]
             uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
@@ -343,7 +341,10 @@ class CorrectedV0(CorrectedRun):
             tensors[name] = column
         unsealed = key_of(TOKEN_VERSIONS_SEALED) not in tensors.keys()
         of_rows = (self._find_token_versions(batch) or {VERSIONS_SEALED: versions}) if unsealed else {}
-        plan = self._with_seals(plan, tensors, {**columns_to_seal(columns), **of_rows})
+        if self.supervision.wants_sampled:
+            read = (*_READ, *(_OF_REFERENCE if self.config.actor_rollout_ref.actor.get("use_kl_loss") else ()))
+            of_loss = {name: tensors[name] for name in read if name in tensors.keys()}
+            plan = seal_batch(plan, tensors, {**of_loss, **columns_to_seal(columns), **of_rows})
         self.supervision.expect(plan)
         handed: SharedPlan | Handover = plan
         if not self._by_engine:
@@ -362,15 +363,6 @@ class CorrectedV0(CorrectedRun):
         seals = {name: column for name, column in tensors.items() if name.startswith(PREFIX)}
         self.cost.add({VERSIONS: versions, **columns, **seals}, handed)
         return batch
-
-    def _with_seals(self, plan: SharedPlan, tensors: TensorDict, columns: Mapping[str, Tensor]) -> SharedPlan:
-        """Seal the columns that the update adds and all unsealed columns; return the plan that lists all seals."""
-        if not self.supervision.wants_sampled:
-            return plan
-        read = (*_READ, *(_OF_REFERENCE if self.config.actor_rollout_ref.actor.get("use_kl_loss") else ()))
-        return seal_batch(
-            plan, tensors, {**{name: tensors[name] for name in read if name in tensors.keys()}, **columns}
-        )
 
     def _find_token_versions(self, batch: Any) -> dict[str, Tensor]:
         if not self.correction.reads_token_versions:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
+from uuid import uuid4
 
 import torch
 import transfer_queue as tq
@@ -41,10 +42,8 @@ from .batch_view import (
     TensorDictPrompts,
     TransferQueueBatch,
     build_nested,
-    count_rows,
     demand_text,
-    name_keys,
-    repeat_rows,
+    pad_rows,
 )
 from .corrected_run import CorrectedRun
 
@@ -134,15 +133,15 @@ class CorrectedV1(CorrectedRun):
 
     def view(self, batch: Any) -> TransferQueueBatch:
         """Build the add-ons' view of a batch."""
-        note = partial(self._note_columns, batch)
+
+        def note(columns: Mapping[str, Tensor]) -> None:
+            self.cost.add_columns(columns)
+            self.seal(batch, columns)
+
         return TransferQueueBatch(batch, self.global_steps, note, self._compute_log_probs, self._decide)
 
     def _read_rows(self, batch: Any) -> TensorDict:
         return read_columns(batch, *COLUMNS)
-
-    def _note_columns(self, batch: Any, columns: dict[str, Tensor]) -> None:
-        self.cost.add_columns(columns)
-        self.seal(batch, columns)
 
     def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
         """Seal the current columns of all rows, so that the loss stops the run if it later reads other values."""
@@ -153,16 +152,13 @@ class CorrectedV1(CorrectedRun):
             self._sealed = self._sealed.moved_to(batch.keys, rows["responses"], rows["response_mask"])
         self._sealed.add(columns)
 
-    def _seal_stored(self, batch: Any, name: str) -> None:
-        """Seal a column as TransferQueue stores it now."""
-        self.seal(batch, read_columns(batch, name))
-
     def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:
         """Compute log-probs at temperature 1 of each row's response, in temporary rows outside the batch."""
         demand_text(read_columns(batch, MEDIA)[MEDIA])
         told, flags = batch.extra_info or {}, self.add_ons.batch_flags()
-        count = count_rows(len(rows), len(batch.keys), self._count_ranks(), self.config)
-        keys, source = name_keys(count), read_columns(_first(batch), *OF_A_FORWARD)
+        padded = pad_rows(rows, len(batch.keys), self._count_ranks(), self.config)
+        uid, source = uuid4().hex, read_columns(_first(batch), *OF_A_FORWARD)
+        keys = [f"forward{uid}_{number}_0" for number in range(len(padded))]
         alongside = type(batch)(
             keys=keys,
             tags=[dict(batch.tags[0]) for _ in keys],
@@ -170,7 +166,7 @@ class CorrectedV1(CorrectedRun):
             extra_info={name: value for name, value in told.items() if name not in flags} | FORWARD,
         )
         try:
-            fields = build_nested(repeat_rows(rows, len(keys)), source)
+            fields = build_nested(padded, source)
             tq.kv_batch_put(keys=keys, partition_id=OWN_PARTITION, fields=fields, tags=alongside.tags)
             self.workers.compute_log_prob(alongside)
             found = read_columns(alongside, "log_probs", "response_mask")
@@ -236,7 +232,7 @@ class CorrectedV1(CorrectedRun):
             if scored in read_columns(batch, scored).keys():
                 self._sealed_by_workers += ("ref_log_prob",)
             else:
-                self._seal_stored(batch, "ref_log_prob")
+                self.seal(batch, read_columns(batch, "ref_log_prob"))
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -250,7 +246,7 @@ class CorrectedV1(CorrectedRun):
 
         metrics.update(self._estimate_advantages(view, estimator))
         if self._sealed is not None:
-            self._seal_stored(view.batch, "advantages")
+            self.seal(view.batch, read_columns(view.batch, "advantages"))
         return view.batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:

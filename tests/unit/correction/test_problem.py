@@ -15,7 +15,7 @@ from recipe.offpolicy.correction.deferred_value import DeferredValue, defer_stat
 from recipe.offpolicy.correction.problem import Requirement, find_unmet, set_to
 from recipe.offpolicy.correction.spec import format_bounds
 from recipe.offpolicy.preflight.examination import describe_part
-from recipe.offpolicy.replay.replay_settings import list_requirements
+from recipe.offpolicy.replay.batch_routes import list_requirements
 from recipe.offpolicy.support.support_settings import REQUIREMENTS
 from tests.support.presets import PRESETS
 

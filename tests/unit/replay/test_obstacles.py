@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipe.offpolicy.replay.replay_settings import list_requirements
+from recipe.offpolicy.replay.batch_routes import list_requirements
 
 
 def test_the_trainers_own_routes_come_from_no_engine() -> None:

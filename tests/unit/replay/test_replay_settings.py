@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.replay.replay_settings import ReplaySettings, find_problems, read_megatron_mode, replays_on_fsdp
+from recipe.offpolicy.replay.batch_routes import ReplaySettings, find_problems, read_megatron_mode, replays_on_fsdp
 from verl_patches.execution_path import LivePath
 
 V1 = LivePath("0.9.1", "v1", "engine", "fsdp2")

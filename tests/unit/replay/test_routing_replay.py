@@ -14,7 +14,7 @@ pytest.importorskip("transfer_queue")
 
 
 def add_on(mode: Any, **run: Any) -> Any:
-    from recipe.offpolicy.replay.replay_settings import ReplaySettings
+    from recipe.offpolicy.replay.batch_routes import ReplaySettings
     from recipe.offpolicy.replay.routing_replay import RoutingReplay
 
     made: Any = SimpleNamespace(**run)
@@ -23,7 +23,7 @@ def add_on(mode: Any, **run: Any) -> Any:
 
 def test_actors_get_workers_that_replay_and_agent_loops_a_client_that_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe.offpolicy.replay import routing_replay
-    from recipe.offpolicy.replay.replay_settings import ReplaySettings
+    from recipe.offpolicy.replay.batch_routes import ReplaySettings
 
     monkeypatch.setattr(routing_replay, "install_in_worker", lambda worker, settings: (worker, settings))
     monkeypatch.setattr(routing_replay, "note_routes", lambda client: f"noting {client}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe.offpolicy.replay.replay_settings import ReplaySettings
+from recipe.offpolicy.replay.batch_routes import ReplaySettings
 
 pytestmark = pytest.mark.verl("==0.9.1")
 pytest.importorskip("verl")

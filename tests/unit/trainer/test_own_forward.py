@@ -14,10 +14,8 @@ from recipe.offpolicy.trainer.batch_view import (
     MediaError,
     build_nested,
     build_padded,
-    count_rows,
     demand_text,
-    name_keys,
-    repeat_rows,
+    pad_rows,
 )
 
 ROWS = [([5], [6, 7]), ([8, 9], [1])]
@@ -42,8 +40,8 @@ def test_a_pass_has_the_fewest_rows_that_workers_can_split(
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "actor": {"strategy": "fsdp2"}}})
     for key, value in changes.items():
         OmegaConf.update(config, f"actor_rollout_ref.{key}", value)
-    assert count_rows(rows, batch, ranks, config) == expected
-    assert repeat_rows(ROWS, 3) == [ROWS[0], ROWS[1], ROWS[0]]
+    given = [([row], [row]) for row in range(rows)]
+    assert pad_rows(given, batch, ranks, config) == (given * 4)[:expected]
 
 
 def test_padded_columns_by_hand() -> None:
@@ -82,10 +80,3 @@ def test_rows_with_images_are_not_scored_by_their_tokens_alone() -> None:
     demand_text([{}, None, {}])
     with pytest.raises(MediaError, match=r"sequence 1 has image_grid_thw, pixel_values: .*snapshots=null"):
         demand_text([{}, {"pixel_values": 0, "image_grid_thw": 0}])
-
-
-def test_keys_are_of_no_batch_and_all_different() -> None:
-    keys = name_keys(2)
-    assert keys[0].endswith("_0_0")
-    assert keys[1].endswith("_1_0")
-    assert not set(keys) & set(name_keys(2))

@@ -20,7 +20,7 @@ from verl_patches.runtime_env import MODEL_RUNNER
 from ...correction.correction_parts import WITHOUT_FORWARD
 from ...correction.problem import MU, Problem, Requirement, find_closest, find_unmet, set_to
 from ...correction.recommended import BATCH_INVARIANT
-from ...replay.replay_settings import (
+from ...replay.batch_routes import (
     MEGATRON_ROUTER_REPLAY,
     RECORDED,
     ROUTER_REPLAY,

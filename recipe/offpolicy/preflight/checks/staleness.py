@@ -23,7 +23,7 @@ from ...monitor.alarm_settings import find_problems as alarm_problems
 from ...monitor.bound_settings import find_problems as calibrate_problems
 from ...recording.run import find_problems as record_problems
 from ...recording.run import find_too_many_parts
-from ...replay.replay_settings import find_problems as replay_problems
+from ...replay.batch_routes import find_problems as replay_problems
 from ...staleness.staleness_settings import ETA, TARGET
 from ...staleness.staleness_settings import find_problems as staleness_problems
 from ...staleness.weight_snapshots import find_problems as snapshot_problems
