@@ -189,17 +189,16 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
     """
     for key in _NEEDED:
         if key not in data.keys():
-            fix = (
-                "set actor_rollout_ref.rollout.calculate_log_probs=true"
-                if key == ROLLOUT_LOG_PROBS
-                else "this path of verl does not send it to the loss"
-            )
+            of_mu = "set actor_rollout_ref.rollout.calculate_log_probs=true"
+            fix = of_mu if key == ROLLOUT_LOG_PROBS else "this path of verl does not send it to the loss"
             raise KeyError(f"{key} is not in the micro-batch that reached the loss: {fix}")
     # Legacy actors pad all rows, and omit the prompts.
     layout = None if _is_padded(model_output["log_probs"]) else Layout.of(data)
     columns = {key: data[key] if layout is None else pad_column(data[key], layout, key) for key in _NEEDED}
     response_mask = columns["response_mask"].bool()
     plan = tu.get_non_tensor_data(data, PLAN, None)
+    withheld = model_output.get(WITHHELD)
+    marked = plan is not None and plan.prove and PROVE in data.keys()
     return MicroBatch(
         responses=columns["responses"],
         response_mask=response_mask,
@@ -211,9 +210,9 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
         plan=plan,
         scale=data[SCALE] if SCALE in data.keys() else None,
         counted=_counted(data),
-        withheld=_read_withheld(model_output, data, layout),
+        withheld=None if withheld is None else (layout or Layout.of(data)).responses_of(flatten(withheld)),
         last=bool(tu.get_non_tensor_data(data, LAST, True)),
-        marks=_read_marks(data) if plan is not None and plan.prove else (),
+        marks=tuple(filter(None, data[PROVE].tolist())) if marked else (),
         layout=layout,
         model_output=model_output,
         data=data,
@@ -228,7 +227,7 @@ def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all")
         ValueError: the correction uses level ``version`` or has an age-dependent part, but verl does not record the
             versions.
     """
-    return _stepped(spec, _first_stage(spec, batch, measure), batch)
+    return step_stage(spec, _first_stage(spec, batch, measure), log_prob=batch.log_prob, advantages=batch.advantages)
 
 
 def decide_with_shadows(
@@ -238,6 +237,12 @@ def decide_with_shadows(
 
     The shadow corrections use the pi_old of ``spec``.
     """
+<<<<<<< HEAD
+=======
+    stage = _first_stage(spec, batch, "all")
+    step = step_stage(spec, stage, log_prob=batch.log_prob, advantages=batch.advantages)
+    statistics = step.statistics | count_unknown_versions(batch)
+>>>>>>> 283462a1 (batch, replay: describe a broken seal where it is found)
     for shadow in shadows.values():
         _check_ages(shadow, batch)
     by_version = any("version" in shadow.levels for shadow in shadows.values())
@@ -271,10 +276,6 @@ def _first_stage(spec: CorrectionSpec, batch: MicroBatch, measure: Measure, by_v
 
 def _check_ages(spec: CorrectionSpec, batch: MicroBatch) -> None:
     check_ages_known(spec, batch.versions, None if batch.plan is None else batch.plan.step)
-
-
-def _stepped(spec: CorrectionSpec, stage: RolloutStage, batch: MicroBatch) -> StepStage:
-    return step_stage(spec, stage, log_prob=batch.log_prob, advantages=batch.advantages)
 
 
 def compute_factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> Tensor:
@@ -397,16 +398,6 @@ def pad_log_probs(model_output: Mapping[str, Any], data: TensorDict, layout: Lay
     if _is_padded(log_probs):
         return log_probs
     return (layout or Layout.of(data)).responses_of(flatten(log_probs))
-
-
-def _read_withheld(model_output: Mapping[str, Any], data: TensorDict, layout: Layout | None) -> Tensor | None:
-    if WITHHELD not in model_output:
-        return None
-    return (layout or Layout.of(data)).responses_of(flatten(model_output[WITHHELD]))
-
-
-def _read_marks(data: TensorDict) -> tuple[int, ...]:
-    return tuple(filter(None, data[PROVE].tolist())) if PROVE in data.keys() else ()
 
 
 def _is_padded(log_probs: Tensor) -> bool:

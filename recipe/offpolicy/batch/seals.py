@@ -123,6 +123,9 @@ class SealError(LivenessError):
     """A column changed before it reached the loss; the message names the column and the row, and states both values."""
 
 
+_END = " The optimizer has not stepped."
+
+
 def key_of(column: str) -> str:
     """Return the key of a column's seal."""
     return f"{PREFIX}{column}"
@@ -142,11 +145,6 @@ def seal_columns(tokens: Tensor, mask: Tensor, columns: Sequence[Tensor]) -> lis
     return [*map(_join, hash_columns(tokens, mask, whole).unbind(-1), (_mean(column, mask) for column in whole))]
 
 
-def seal_numbers(values: Tensor) -> Tensor:
-    """Seal a per-row column, (B,) or (B, K): (B, 3) int32, with the mean of each row's numbers."""
-    return _join(hash_numbers(values), values.detach().double().reshape(len(values), -1).mean(-1))
-
-
 def build_seals(tokens: Tensor, mask: Tensor, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Seal columns of the rows with these tokens, by name.
 
@@ -156,7 +154,11 @@ def build_seals(tokens: Tensor, mask: Tensor, columns: Mapping[str, Tensor]) -> 
     """
     by_token = {name: column for name, column in columns.items() if column.is_nested or column.shape == mask.shape}
     sealed = dict(zip(by_token, seal_columns(tokens, mask, [*by_token.values()]), strict=True)) if by_token else {}
-    return sealed | {name: seal_numbers(column) for name, column in columns.items() if name not in by_token}
+    return sealed | {
+        name: _join(hash_numbers(column), column.detach().double().reshape(len(column), -1).mean(-1))
+        for name, column in columns.items()
+        if name not in by_token
+    }
 
 
 def seal_constant(number: int, rows: int) -> Tensor:
@@ -202,7 +204,13 @@ def compare(
     """
     if absent := sorted(set(seals) - {*by_token, *by_row, PLAN_HASH}):
         raise SealError(f"{', '.join(absent)} did not reach the loss, although sealed for these sequences.")
-    found = dict(zip(by_token, hash_columns(tokens, mask, [*map(_plain, by_token.values())]).unbind(-1), strict=True))
+    found = dict(
+        zip(
+            by_token,
+            hash_columns(tokens, mask, [column.detach().float() for column in by_token.values()]).unbind(-1),
+            strict=True,
+        )
+    )
     found |= {name: hash_numbers(values) for name, values in by_row.items()}
     found[PLAN_HASH] = torch.full_like(next(iter(found.values())), plan)
     names = [name for name in found if name in seals]
@@ -214,9 +222,25 @@ def compare(
         if not any(counts):
             return
         at = next(i for i, count in enumerate(counts) if count)
-        row = int(broken[at].nonzero()[0])
+        name, row = names[at], int(broken[at].nonzero()[0])
+        of_rows = f"{counts[at]} of {len(mask)} sequences of the micro-batch"
+        if name == PLAN_HASH:
+            raise SealError(f"the plan of another update reached the loss with {of_rows}.{_END}")
+        ids = tokens[row][mask[row]]
+        begins = f"begins with the ids {ids[:4].tolist()}"
+        if name == INPUT:
+            raise SealError(
+                f"the model's input changed before it reached the loss, in {of_rows}: input_ids or position_ids of "
+                f"prompt or response. The response of sequence {row} {begins}.{_END}"
+            )
+        values = {**by_token, **by_row}[name][row]
+        values = values[mask[row]] if values.shape == mask[row].shape else values.reshape(-1)
         was = float(sealed[at, row, 2].cpu().view(torch.float32))
-        raise SealError(_describe(names[at], row, counts[at], len(mask), was, {**by_token, **by_row}, tokens, mask))
+        raise SealError(
+            f"{name} changed before it reached the loss, in {of_rows}. Sequence {row} has a response of {len(ids)} "
+            f"tokens that {begins}: its mean was {was:.6g} at the source and is {float(values.double().mean()):.6g} in "
+            f"the loss, beginning with {[float(f'{value:.4g}') for value in values[:4].tolist()]}.{_END}"
+        )
 
     return DeferredValue(broken.sum(-1), judge)
 
@@ -230,61 +254,24 @@ def compare_engine(tokens: Tensor, mask: Tensor, *, fed: Tensor | None, counted:
         fed: (B, T) the model's input at the response positions; None: unknown.
         counted: mask that the engine uses to count the tokens of a mini-batch, in any layout; None: unknown.
     """
+
+    def judge(numbers: list[int]) -> None:
+        other, of_loss, engines = numbers
+        if other:
+            raise SealError(
+                f"input_ids and responses differ at {other} of {of_loss} response tokens of the micro-batch: log pi "
+                f"belongs to the wrong tokens. Code between trainer and engine changed one of them.{_END}"
+            )
+        if engines != of_loss:
+            raise SealError(
+                f"loss_mask has {engines} tokens in a micro-batch, but response_mask has {of_loss}: the engine divides "
+                f"the loss by the sum of loss_mask. Code between trainer and engine changed loss_mask.{_END}"
+            )
+
     of_loss = mask.sum()
     other = torch.zeros_like(of_loss) if fed is None else ((fed != tokens) & mask).sum()
     engines = of_loss if counted is None else counted.sum(dtype=torch.int64)
-    return DeferredValue(torch.stack([other, of_loss, engines]), _judge_engine)
-
-
-def _judge_engine(numbers: list[int]) -> None:
-    other, of_loss, counted = numbers
-    end = " The optimizer has not stepped."
-    if other:
-        raise SealError(
-            f"input_ids and responses differ at {other} of {of_loss} response tokens of the micro-batch: log pi "
-            "belongs to the wrong tokens. Code between trainer and engine changed input_ids, responses or "
-            f"prompts.{end}"
-        )
-    if counted != of_loss:
-        raise SealError(
-            f"loss_mask has {counted} tokens in a micro-batch, but response_mask has {of_loss}: the engine divides the "
-            f"loss by the sum of loss_mask. Code between trainer and engine changed loss_mask.{end}"
-        )
-
-
-def _plain(column: Tensor) -> Tensor:
-    return column.detach().float()
-
-
-def _describe(
-    name: str,
-    row: int,
-    count: int,
-    rows: int,
-    was: float,
-    columns: Mapping[str, Tensor],
-    tokens: Tensor,
-    mask: Tensor,
-) -> str:
-    ends = " The optimizer has not stepped."
-    if name == PLAN_HASH:
-        return f"the plan of another update reached the loss with {count} of {rows} sequences of the micro-batch.{ends}"
-    there = mask[row].bool()
-    if name == INPUT:
-        return (
-            f"the model's input changed before it reached the loss, in {count} of {rows} sequences of the micro-batch: "
-            f"input_ids or position_ids of prompt or response. The response of sequence {row} begins with the ids "
-            f"{tokens[row][mask[row].bool()][:4].tolist()}.{ends}"
-        )
-    values = columns[name][row]
-    values = values[there] if values.shape == there.shape else values.reshape(-1)
-    ids = tokens[row][there][:4].tolist()
-    return (
-        f"{name} changed before it reached the loss, in {count} of {rows} sequences of the micro-batch. Sequence {row} "
-        f"has a response of {int(there.sum())} tokens that begins with the ids {ids}: its mean was {was:.6g} at the "
-        f"source and is {float(values.double().mean()):.6g} in the loss, beginning with "
-        f"{[float(f'{value:.4g}') for value in values[:4].tolist()]}.{ends}"
-    )
+    return DeferredValue(torch.stack([other, of_loss, engines]), judge)
 
 
 class SealedRows:

@@ -10,6 +10,7 @@ token.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -74,7 +75,7 @@ class WatchedEngine:
         """Per router, (tokens, experts) bool: the experts that each token of the last forward was sent to."""
         self._forwards: dict[Any, list[Tensor]] = {}
         """Per router, (tokens,) checksums of the forwards that will be recomputed."""
-        self._counts: dict[int, list[Tensor]] = {}
+        self._counts: defaultdict[int, list[Tensor]] = defaultdict(list)
         """Per layer, the (5,) counts of each forward, including recomputed forwards, see ``count_replayed``."""
         for chunk in engine.module:
             for module in chunk.modules():
@@ -104,7 +105,7 @@ class WatchedEngine:
         flagged = bool(tu.get_non_tensor_data(data, _FLAG, default=False))
         self._watches = flagged and not (self.mode == "R2" and forward_only)
         self._keeps = not forward_only and self._recomputes
-        self._sent, self._forwards, self._counts = {}, {}, {}
+        self._sent, self._forwards, self._counts = {}, {}, defaultdict(list)
         try:
             output = self._run(data, loss_function, forward_only=forward_only)
         finally:
@@ -133,8 +134,8 @@ class WatchedEngine:
             for number, router in self._list_routers(unwrap_model(model)):
                 layer, target = number - 1, router.target_topk_idx
                 shipped = self._select(self._routes, layer) if self.places else None
-                sent = self._sent[router]
-                self._add(layer, count_replayed(layer, sent, target, router.target_replay_mask, shipped, drops))
+                counts = count_replayed(layer, self._sent[router], target, router.target_replay_mask, shipped, drops)
+                self._counts[layer].append(counts)
         return output
 
     def _select(self, routes: Tensor, layer: int) -> Tensor:
@@ -156,10 +157,7 @@ class WatchedEngine:
                 self._forwards.setdefault(router, []).append(hash_rows(sent))
         elif self._keeps:
             other = (self._forwards[router].pop(0) != hash_rows(sent)).sum()
-            self._add(module.layer_number - 1, torch.stack([*other.new_zeros(4), other]))
-
-    def _add(self, layer: int, counts: Tensor) -> None:
-        self._counts.setdefault(layer, []).append(counts)
+            self._counts[module.layer_number - 1].append(torch.stack([*other.new_zeros(4), other]))
 
     def _report(self) -> MegatronReport:
         sums = {layer: torch.stack(counts).sum(0).tolist() for layer, counts in sorted(self._counts.items())}
@@ -267,15 +265,12 @@ def judge_megatron(reports: Sequence[MegatronReport], mode: Mode) -> str:
             f"routing replay: actor_rollout_ref.actor.megatron.router_replay.mode={mode}, but {seen}. Fix: train a "
             f"mixture of experts with verl's own Megatron engine, or set the key to disabled."
         )
-    placed = all(report.placed for report in reports)
-    told = (
-        "which equal the shipped routes"
-        if placed
-        else "which were not compared with the shipped routes, because verl splits these"
-    )
+    compared = "equal the shipped routes"
+    if not all(report.placed for report in reports):
+        compared = "were not compared with the shipped routes, because verl splits these"
     return (
         f"routing replay {mode} LIVE on Megatron, in layers {layers} of the last stage: {replayed / forwarded:.1%} of "
-        f"tokens sent to the experts that verl's RouterReplay names, {told}."
+        f"tokens sent to the experts that verl's RouterReplay names, which {compared}."
     )
 
 
