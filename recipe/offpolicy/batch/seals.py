@@ -204,13 +204,8 @@ def compare(
     """
     if absent := sorted(set(seals) - {*by_token, *by_row, PLAN_HASH}):
         raise SealError(f"{', '.join(absent)} did not reach the loss, although sealed for these sequences.")
-    found = dict(
-        zip(
-            by_token,
-            hash_columns(tokens, mask, [column.detach().float() for column in by_token.values()]).unbind(-1),
-            strict=True,
-        )
-    )
+    values = [column.detach().float() for column in by_token.values()]
+    found = dict(zip(by_token, hash_columns(tokens, mask, values).unbind(-1), strict=True))
     found |= {name: hash_numbers(values) for name, values in by_row.items()}
     found[PLAN_HASH] = torch.full_like(next(iter(found.values())), plan)
     names = [name for name in found if name in seals]
@@ -226,7 +221,8 @@ def compare(
         of_rows = f"{counts[at]} of {len(mask)} sequences of the micro-batch"
         if name == PLAN_HASH:
             raise SealError(f"the plan of another update reached the loss with {of_rows}.{_END}")
-        ids = tokens[row][mask[row]]
+        there = mask[row].bool()
+        ids = tokens[row][there]
         begins = f"begins with the ids {ids[:4].tolist()}"
         if name == INPUT:
             raise SealError(
@@ -234,7 +230,7 @@ def compare(
                 f"prompt or response. The response of sequence {row} {begins}.{_END}"
             )
         values = {**by_token, **by_row}[name][row]
-        values = values[mask[row]] if values.shape == mask[row].shape else values.reshape(-1)
+        values = values[there] if values.shape == there.shape else values.reshape(-1)
         was = float(sealed[at, row, 2].cpu().view(torch.float32))
         raise SealError(
             f"{name} changed before it reached the loss, in {of_rows}. Sequence {row} has a response of {len(ids)} "
