@@ -237,17 +237,12 @@ def decide_with_shadows(
 
     The shadow corrections use the pi_old of ``spec``.
     """
-<<<<<<< HEAD
-=======
-    stage = _first_stage(spec, batch, "all")
-    step = step_stage(spec, stage, log_prob=batch.log_prob, advantages=batch.advantages)
-    statistics = step.statistics | count_unknown_versions(batch)
->>>>>>> 283462a1 (batch, replay: describe a broken seal where it is found)
     for shadow in shadows.values():
         _check_ages(shadow, batch)
     by_version = any("version" in shadow.levels for shadow in shadows.values())
     stage = _first_stage(spec, batch, "all", by_version)
-    statistics = _stepped(spec, stage, batch).statistics | count_unknown_versions(batch)
+    step = step_stage(spec, stage, log_prob=batch.log_prob, advantages=batch.advantages)
+    statistics = step.statistics | count_unknown_versions(batch)
     needy = any(spec.needs_constants for spec in shadows.values())
     return statistics, compute_shadow_statistics(
         shadows,
