@@ -8,7 +8,7 @@ to 1. Score centering keeps all K ids with their log-probs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,7 @@ class TokenSupports:
     sizes: Array
     ids: Array
     masses: Array
-    log_probs: Array = _NONE
+    log_probs: Array = field(default_factory=lambda: _NONE)
 
     @classmethod
     def empty(cls) -> TokenSupports:
