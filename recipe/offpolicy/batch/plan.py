@@ -351,8 +351,7 @@ def check_shares(shares: Shares, steps: int) -> None:
         if not (math.isnan(share) or abs(share - steps) <= 1e-6 * max(steps, 1)):
             raise LivenessError(
                 f"{name}, by which verl divides the loss, does not match its mini-batches: they add up to {share:.6g} "
-                f"times its value in {steps} optimizer steps. Code between trainer and loss changed it, so the loss "
-                "was scaled."
+                f"times its value in {steps} optimizer steps. Code between trainer and loss changed it."
             )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -130,20 +130,6 @@ class DenseRewardError(CheckError):
     """The configured estimator sums the per-token rewards of a sequence."""
 
 
-class ScoredRows(Protocol):
-    """The part of ``extensions.batch_view.BatchView`` that the guard reads."""
-
-    step: int
-
-    @property
-    def uids(self) -> Sequence[str]: ...
-
-    @property
-    def scores(self) -> Tensor: ...
-
-    def rows(self, *names: str) -> dict[str, Any]: ...
-
-
 class DenseRewardGuard:
     """Guard that checks every batch until the estimator is known to use the positions of rewards.
 
@@ -157,7 +143,7 @@ class DenseRewardGuard:
         self._config, self._compute, self._outcome = config, compute, outcome
         self._sees = False
 
-    def check(self, batch: ScoredRows) -> None:
+    def check(self, batch: Any) -> None:
         """Check one batch. The first per-token reward may appear in any batch.
 
         Raises:
@@ -175,17 +161,16 @@ class DenseRewardGuard:
             logger.warning("%s=%s: the check with per-token rewards could not run this estimator.", KEY, estimator)
             sees = estimator not in self._outcome
         if not sees:
-            raise DenseRewardError([_build_problem(estimator, *found, float(scores[found]))])
+            row, token = found
+            reason = (
+                f"this estimator sums the rewards of a sequence to one outcome, but sequence {row} has a reward of "
+                f"{float(scores[found]):g} at token {token}, before its last token, so no token would receive its own "
+                f"credit."
+            )
+            fix = f"Set {KEY}={BY_TOKEN} or gae, or put each sequence's reward on its last token."
+            overrides = (set_to(KEY, BY_TOKEN),)
+            raise DenseRewardError([Problem(KEY, estimator, reason, fix, parts=("dense_reward",), overrides=overrides)])
         self._sees = True
-
-
-def _build_problem(estimator: str, row: int, token: int, reward: float) -> Problem:
-    reason = (
-        f"this estimator sums the rewards of a sequence to one outcome, but sequence {row} has a reward of {reward:g} "
-        f"at token {token}, before its last token. Therefore, no token would receive its own credit."
-    )
-    fix = f"Set {KEY}={BY_TOKEN} or gae, or put each sequence's reward on its last token."
-    return Problem(KEY, estimator, reason, fix, parts=("dense_reward",), overrides=(set_to(KEY, BY_TOKEN),))
 
 
 def find_dense_reward(scores: Tensor, response_mask: Tensor) -> tuple[int, int] | None:

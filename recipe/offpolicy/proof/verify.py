@@ -159,8 +159,7 @@ def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec,
     for packet in packets:
         if packet.bounds != bounds:
             raise LivenessError(
-                f"a worker used bounds other than those that the trainer sent with this update: {packet.bounds} "
-                f"instead of {bounds}."
+                f"a worker used bounds other than those of this update: {packet.bounds} instead of {bounds}."
             )
 
 
@@ -203,8 +202,7 @@ def _verify_number(packets: Sequence[UpdateEvidence], marked: int | None) -> Non
         raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
     if marked is not None and (seen := sum(proof.marked for proof in proofs)) != marked:
         raise LivenessError(
-            f"the marks of the proofs add up to {seen}, but {marked} were sent: code between trainer and loss drops or "
-            f"changes the column {PROVE}."
+            f"the marks of the proofs add up to {seen}, but {marked} were sent: some code changes the column {PROVE}."
         )
 
 
@@ -223,8 +221,7 @@ def _verify_alignment(proofs: Sequence[Proof]) -> None:
     if own > FOREIGN * tokens and 2.0 * own > other:
         raise LivenessError(
             f"log pi of the training engine, or pi_old, belongs to other sequences: over {tokens} tokens log pi "
-            f"differs from pi_old by {own:.3g} nats, and from pi_old of other sequences by {other:.3g}. Code permutes "
-            f"or replaces one of these log-probs."
+            f"differs from pi_old by {own:.3g} nats, but from that of other sequences by {other:.3g}. Code permutes it."
         )
 
 

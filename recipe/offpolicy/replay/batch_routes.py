@@ -196,8 +196,7 @@ def read_routes(data: TensorDict, layout: TokenLayout, mode: Mode, step: int, ol
     if oldest is not None and ages is None:
         raise ReplayError(
             f"offpolicy.replay.oldest={oldest} needs the age of the weights, but a sequence does not name the version "
-            f"that sampled it. Fix: pass on the extra_fields of the server's output in its agent loop, or set "
-            f"offpolicy.replay.oldest=null."
+            f"that sampled it. Fix: pass on the server's extra_fields in its agent loop, or set {OLDEST}=null."
         )
     routed = layout.within < counts[layout.rows]
     replayed = routed if oldest is None or ages is None else routed & (ages <= oldest)
@@ -222,9 +221,8 @@ def read_counts(data: TensorDict) -> list[int]:
         row for row, there in enumerate(trained) if there and (row >= len(fields) or NOTE not in fields[row])
     ]:
         raise ReplayError(
-            f"{len(missing)} sequences have no note of the routes that they were sampled with ({NOTE} is missing in "
-            f"their extra_fields). Fix: pass on the extra_fields of the server's output in the agent loop, or set "
-            f"router_replay.mode=disabled."
+            f"{len(missing)} sequences have no note of the routes that they were sampled with ({NOTE}). Fix: pass on "
+            f"the server's extra_fields in the agent loop, or set router_replay.mode=disabled."
         )
     return [int(fields[row][NOTE][0]) if there else 0 for row, there in enumerate(trained)]
 

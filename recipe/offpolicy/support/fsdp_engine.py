@@ -144,8 +144,7 @@ class SupportTally:
         found = dict(zip(_COUNTS, counts, strict=True))
         if found["lacking"]:
             raise SupportError(
-                f"{found['lacking']} of {found['tokens']} tokens in the loss arrived without the support that they "
-                f"were sampled from. {_FIX}"
+                f"{found['lacking']} of {found['tokens']} tokens in the loss arrived without a support. {_FIX}"
             )
         if found["other"]:
             raise SupportError(
@@ -239,8 +238,7 @@ class SupportEngine:
         logits, full = output.logits, found["log_probs"]
         if isinstance(logits, DTensor):
             raise SupportError(
-                "correction.support=engine: logits are split over ranks. Fix: train without tensor parallelism, or "
-                "set correction.support=null."
+                "correction.support=engine: logits are split over ranks. Fix: train without tensor parallelism."
             )
         layout = TokenLayout.of(micro_batch["input_ids"], logits[..., 0])
         supports = lay_out_supports(micro_batch, layout, logits.shape[-1])

@@ -34,7 +34,7 @@ from ..monitor.active_correction import find_differences, list_dependents
 from ..monitor.step_cost import StepCost
 from ..preflight.checks.path import demand_seams
 from ..preflight.composed import OUTCOME, Composed, check_one_mini_batch
-from ..proof.rewards import BY_KL, DenseRewardGuard, ScoredRows, check_rewards
+from ..proof.rewards import BY_KL, DenseRewardGuard, check_rewards
 from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
 from ..replay.batch_routes import ReplaySettings, read_megatron_mode
 from ..staleness.staleness_settings import StalenessSettings
@@ -238,7 +238,7 @@ class CorrectedRun:
     def _finishing(self) -> Iterator[ExitStack]:
         """Finish the recording and the extensions when the context exits."""
         with ExitStack() as stack:
-            stack.callback(self._end_extensions)
+            stack.callback(self._close, "an extension", self.add_ons.end)
             # Workers are killed after this, and the decisive update may not have been written yet.
             failed = stack.enter_context(ExitStack())
             failed.callback(self._finish_recording, AFTER_FAILURE)
@@ -250,9 +250,6 @@ class CorrectedRun:
         if "recording" in vars(self):  # a run can end before it has workers
             self._close("the recording", partial(self.recording.finish, patience))
 
-    def _end_extensions(self) -> None:
-        self._close("an extension", self.add_ons.end)
-
     def _close(self, what: str, end: Callable[[], None]) -> None:
         try:
             end()
@@ -263,7 +260,7 @@ class CorrectedRun:
     def _dense_rewards(self) -> DenseRewardGuard:
         return DenseRewardGuard(self.config, plain_advantage(), OUTCOME)
 
-    def _check_rewards(self, batch: ScoredRows) -> None:
+    def _check_rewards(self, batch: Any) -> None:
         """Stop a run if its rewards are not finite, or if the estimator sums its per-token rewards."""
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         self._dense_rewards.check(batch)

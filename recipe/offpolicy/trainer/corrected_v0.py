@@ -169,7 +169,7 @@ class CorrectedV0(CorrectedRun):
             return await made
         except BaseException:
             self._finish_recording(AFTER_FAILURE)
-            self._end_extensions()
+            self._close("an extension", self.add_ons.end)
             raise
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:

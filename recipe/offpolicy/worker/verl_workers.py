@@ -26,17 +26,20 @@ from ..replay.batch_routes import ROUTES, hash_routes_by_row
 Update = Callable[..., Any]
 
 
-class UnadoptedUpdate:
-    """Replacement for ``update_actor`` of a worker group that no corrected trainer has adopted.
+class GuardedUpdate:
+    """Replacement for ``update_actor`` of a worker group; a copy that is unpickled is not adopted.
 
     Args:
         verls: verl's own method of the group.
+        update: called with verl's method and the arguments; None if no corrected trainer has adopted the group.
     """
 
-    def __init__(self, verls: Update) -> None:
-        self.verls = verls
+    def __init__(self, verls: Update, update: Update | None = None) -> None:
+        self.verls, self._update = verls, update
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._update is not None:
+            return self._update(self.verls, *args, **kwargs)
         from ..proof.verify import LivenessError
 
         raise LivenessError(
@@ -45,28 +48,13 @@ class UnadoptedUpdate:
             "PPOTrainer, or creates its workers in an unsupported way."
         )
 
-
-class AdoptedUpdate:
-    """Replacement for ``update_actor`` of an adopted worker group; it is unpickled as an ``UnadoptedUpdate``.
-
-    Args:
-        update: called with verl's own method and the arguments.
-        verls: verl's own method of the group.
-    """
-
-    def __init__(self, update: Callable[..., Any], verls: Update) -> None:
-        self._update, self.verls = update, verls
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._update(self.verls, *args, **kwargs)
-
     def __reduce__(self) -> Any:
-        return UnadoptedUpdate, (self.verls,)
+        return GuardedUpdate, (self.verls,)
 
 
 def adopt(workers: Any, update: Callable[..., Any]) -> None:
     """Make ``update(verls, batch)`` run each update of the worker group ``workers``."""
-    workers.update_actor = AdoptedUpdate(update, getattr(workers.update_actor, "verls", workers.update_actor))
+    workers.update_actor = GuardedUpdate(getattr(workers.update_actor, "verls", workers.update_actor), update)
 
 
 def guard_groups() -> None:
@@ -81,7 +69,7 @@ def guard_groups() -> None:
         names = bind(self, *args, **kwargs)
         for name in names:
             if name == "update_actor" or name.endswith("_update_actor"):  # prefixed with the name of a colocated role
-                setattr(self, name, UnadoptedUpdate(getattr(self, name)))
+                setattr(self, name, GuardedUpdate(getattr(self, name)))
         return names
 
     bind_guarded.__offpolicy__ = True  # type: ignore[attr-defined]

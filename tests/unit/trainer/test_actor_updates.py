@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.offpolicy.proof.verify import LivenessError
-from recipe.offpolicy.worker.verl_workers import UnadoptedUpdate, adopt
+from recipe.offpolicy.worker.verl_workers import GuardedUpdate, adopt
 
 
 def verls(batch: int) -> int:
@@ -16,7 +16,7 @@ def verls(batch: int) -> int:
 
 
 def test_an_update_is_refused_until_it_is_adopted_and_in_every_copy() -> None:
-    group = SimpleNamespace(update_actor=UnadoptedUpdate(verls))
+    group = SimpleNamespace(update_actor=GuardedUpdate(verls))
     with pytest.raises(LivenessError, match="belong to no corrected trainer"):
         group.update_actor(3)
     adopt(group, lambda original, batch: original(batch) + 1)
@@ -45,7 +45,7 @@ def test_groups_of_verl_refuse_updates_under_each_name_that_they_bind(monkeypatc
     worker_group.WorkerGroup._bind_worker_method(
         group, ("actor_rollout_update_actor", "update_actor", "compute_log_prob")
     )
-    assert isinstance(group.update_actor, UnadoptedUpdate)
+    assert isinstance(group.update_actor, GuardedUpdate)
     assert group.update_actor.verls is verls
-    assert isinstance(group.actor_rollout_update_actor, UnadoptedUpdate)
+    assert isinstance(group.actor_rollout_update_actor, GuardedUpdate)
     assert group.compute_log_prob is verls
