@@ -240,7 +240,11 @@ def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None
         return by_row
     one = torch.where(by_row.oldest == by_row.newest, by_row.oldest, UNKNOWN)
     # The mappings are read instead of tensors, because a read from a tensor may have to wait for a device.
-    turns = [None if _has_one_version(row) else row.get(CHUNKS) for row in fields]
+    turns = []
+    for row in fields:
+        oldest, newest, chunks = (row.get(name) for name in (OLDEST_VERSION, NEWEST_VERSION, CHUNKS))
+        alike = oldest == newest and all(version == oldest for turn in chunks or () for version, _ in turn)
+        turns.append(None if alike else chunks)
     if any(row is not None for row in turns):
         tokens = lay_out(turns, response_mask, one)
     else:
@@ -248,11 +252,6 @@ def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None
         mask, version = rows.tokens(response_mask).bool(), rows.to_column(one.to(response_mask.device))
         tokens = rows.to_given_layout(torch.where(mask, rows.broadcast(version), UNKNOWN))
     return TokenVersions(by_row.oldest, by_row.newest, tokens)
-
-
-def _has_one_version(fields: Mapping[str, Any]) -> bool:
-    oldest, newest, turns = (fields.get(name) for name in (OLDEST_VERSION, NEWEST_VERSION, CHUNKS))
-    return oldest == newest and all(version == oldest for turn in turns or () for version, _ in turn)
 
 
 def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Tensor, by_row: Tensor) -> Tensor:

@@ -181,19 +181,20 @@ class Supervision:
         """
         packets = take_packets(metrics)
         norms = metrics.get("grad_norm")  # verl's engines report one for each optimizer step
-        plan = None if self._plan is None else self._plan.fingerprint()
-        explained = False
-        expected: dict[str, Any] = {"sampled_rows": self._sampled_rows, "epochs": self._epochs, "plan": plan}
-        expected["steps"] = len(norms) if isinstance(norms, list) else 0
-        self.proof = None
-        moving = self.active_correction.moving
+        expected: dict[str, Any] = {
+            "sampled_rows": self._sampled_rows,
+            "epochs": self._epochs,
+            "plan": None if self._plan is None else self._plan.fingerprint(),
+            "steps": len(norms) if isinstance(norms, list) else 0,
+            "moving": self.active_correction.moving,
+        }
+        explained, self.proof = False, None
         self._since_proof += 1
         if self.proving or self._marked is not None:
             live = verify(
                 packets,
                 self.spec,
                 **expected,
-                moving=moving,
                 allow_identical=self._allow_identical,
                 marked=self._marked,
                 again=not self.proving,
@@ -212,10 +213,11 @@ class Supervision:
             self.proving = self.proving and not proved
             self._marked = None
         else:
-            verify_update(packets, self.spec, **expected, moving=moving)
+            verify_update(packets, self.spec, **expected)
         self._add_ons.judge([packet.reports for packet in packets], self._epochs)
         if explained:
-            self._explain()
+            add_ons = {"delivery": f"{SECTION} is off"} | self._add_ons.unproved
+            logger.info(describe_rest(self.spec, self._live, self._plan.sealed if self._plan else (), add_ons))
         if self.spec.proximal != "recompute":
             self._samples.check_tallies(packet.alignment for packet in packets)
         merged = merge_all(packet.statistics for packet in packets)
@@ -240,17 +242,11 @@ class Supervision:
 
     def _values(self, merged: dict[str, Statistic]) -> dict[str, float]:
         values = {name: statistic.value() for name, statistic in merged.items()}
-        live = {f"live/{name}": value for name, value in self._live.items()}
-        live["live/sealed"] = float(len(self._sealed))
-        live["live/updates_since_proof"] = float(self._since_proof)
-        return (
-            values
-            | self._floor.compute_shares(merged)
-            | live
-            | ({} if self._same_engine is None else self._same_engine.metrics())
-            | self._samples.metrics()
-            | self.active_correction.metrics()
-        )
+        sealed = len(self._plan.sealed if self._plan else ())
+        live = self._live | {"sealed": float(sealed), "updates_since_proof": float(self._since_proof)}
+        values |= self._floor.compute_shares(merged) | {f"live/{name}": value for name, value in live.items()}
+        values |= {} if self._same_engine is None else self._same_engine.metrics()
+        return values | self._samples.metrics() | self.active_correction.metrics()
 
     def begin(self) -> None:
         """Reset the values of the last update, so that an update that bypasses the correction is noticed."""
@@ -265,15 +261,6 @@ class Supervision:
         if not self._statistics:
             raise LivenessError("the update bypassed the correction: the workers returned none of its metrics.")
         return {f"offpolicy/{name}": value for name, value in self._statistics.items()}
-
-    @property
-    def _sealed(self) -> tuple[str, ...]:
-        return () if self._plan is None else self._plan.sealed
-
-    def _explain(self) -> None:
-        """Log once what else this update has proved, and what it has not proved."""
-        add_ons = {"delivery": f"{SECTION} is off"} | self._add_ons.unproved
-        logger.info(describe_rest(self.spec, self._live, self._sealed, add_ons))
 
     def _say(self, proved: bool) -> None:
         if not proved:
