@@ -159,7 +159,7 @@ def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec,
     for packet in packets:
         if packet.bounds != bounds:
             raise LivenessError(
-                f"a worker used bounds other than those of this update: {packet.bounds} instead of {bounds}."
+                f"a worker used bounds other than those that the trainer sent: {packet.bounds} instead of {bounds}."
             )
 
 
