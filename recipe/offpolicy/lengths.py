@@ -86,7 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog=name_program("lengths"), description="Length of answers by correctness over steps."
     )
     add = parser.add_argument
-    add("sources", metavar="SOURCE", nargs="+", type=Path, help="metrics.jsonl, directory of a recording, or dumps")
+    sources = "metrics.jsonl, the directory of a recording, or dumps"
+    add("sources", metavar="SOURCE", nargs="+", type=Path, help=sources)
     score = "smallest score that counts as correct (1.0)"
     add("--correct-at-least", type=parse_score, default=1.0, metavar="SCORE", help=score)
     add("--tokenizer", metavar="FOLDER", help="for dumps: the tokenizer that counts their tokens")

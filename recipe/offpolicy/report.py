@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from .command_line import TOKENIZER, add_jobs, name_program, refuse, require_modules, run
+from .command_line import TOKENIZER, add_jobs, name_program, parse_count, refuse, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,12 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _read_seconds(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 3600):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 to 3600, such as 10")
-    return int(text)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's arguments."""
     parser = argparse.ArgumentParser(prog=name_program("report"), description="One HTML page about a recorded run.")
@@ -75,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         "rewrite the page after each step of a run in progress, without attribution, calibration and what-if; a "
         "browser reloads it every SECONDS (default: 10)"
     )
-    add("--follow", nargs="?", type=_read_seconds, const=10, metavar="SECONDS", help=refresh)
+    add("--follow", nargs="?", type=parse_count, const=10, metavar="SECONDS", help=refresh)
     add("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)
     add_jobs(parser)
     return parser

@@ -102,8 +102,8 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 caption { text-align: left; font-weight: 600; padding: .2rem 0 .4rem; }
 th, td { padding: .28rem .5rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--muted); font-weight: 600; vertical-align: bottom; border-bottom-width: 2px; }
-td.right, th.right { text-align: right; white-space: nowrap; }
-th.right { white-space: normal; }
+td.right, th.right { text-align: right; }
+td.right { white-space: nowrap; }
 td.left, th.left { text-align: left; overflow-wrap: break-word; min-width: 2.5rem; max-width: 40rem; }
 table:not(.prose) td:first-child { white-space: nowrap; }
 pre { background: var(--shade); border: 1px solid var(--line); border-radius: 6px; padding: .7rem .9rem;
@@ -116,10 +116,7 @@ figure { display: flex; flex-wrap: wrap; justify-content: center; align-items: f
 figure div[role] { flex: 1 1 26rem; min-width: 0; max-width: min(100%, 36rem); }
 details { margin: .6rem 0; }
 summary { cursor: pointer; color: var(--link); }
-@media (max-width: 40rem) {
-  dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; }
-  .prose thead { display: none; }
-  .prose, .prose tbody, .prose tr, .prose td { display: block; } }
+@media (max-width: 40rem) { .prose thead { display: none; } .prose tr, .prose td { display: block; } }
 @media print {
   :root { color-scheme: light; --ink: #1f2933; --muted: #5f6c7b; --line: #dfe3e8; --back: #ffffff; --shade: #f5f7fa; }
   body { max-width: none; padding: 0; font-size: 10pt; }

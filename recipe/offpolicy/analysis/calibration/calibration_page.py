@@ -307,7 +307,6 @@ _LEAST_SHARE = 0.5
 """Smallest kept share to show in a figure; bounds that keep less are not of interest."""
 _FAR = 30
 """A bound is not drawn if it lies beyond this multiple of the last unit's position."""
-_ALIKE = 1.05
 _HEIGHT = 4.3
 """Height of a panel in inches; some panels have nine lines to label."""
 
@@ -381,14 +380,13 @@ def _mark_bounds(proposal: Proposal, limits: tuple[float, float] | None) -> list
 
 
 def _now(proposal: Proposal) -> list[float]:
-    """List the radii of the current bounds, merging two radii that cannot be distinguished in a figure."""
+    """List the radii of the current bounds."""
     part = proposal.part
     if part.unset:
         return []
     lower, upper = part.limits
     sides = {"both": (-lower, upper), "lower": (-lower,), "upper": (upper,)}[part.side]
-    shown = sorted(side for side in sides if 0 < side < math.inf)
-    return shown[:1] if len(shown) == 2 and shown[1] < _ALIKE * shown[0] else shown
+    return sorted(side for side in sides if 0 < side < math.inf)
 
 
 def _bound_label(proposal: Proposal) -> str:

@@ -75,9 +75,9 @@ def test_the_command_ends_by_an_interrupt(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "ten", "3601"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "ten"])
 def test_other_numbers_of_seconds_are_refused(seconds: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "recipe.offpolicy.report", str(tmp_path), f"--follow={seconds}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert f"'{seconds}' is not a number of seconds" in done.stderr
+    assert f"'{seconds}' is not a count of 1 or more" in done.stderr
