@@ -249,7 +249,7 @@ def compare(
     vocabulary: int | None = None,
 ) -> dict[str, Any]:
     """Measure the figures, whose names contain their units."""
-    from recipe.offpolicy.centering.centering_engine import FLAG, CenteringEngine
+    from recipe.offpolicy.centering.score_centering import FLAG, CenteringEngine
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from verl.utils import tensordict_utils as tu

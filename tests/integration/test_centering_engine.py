@@ -73,7 +73,7 @@ def sampler(model: Path, worker: Any) -> Sampler:
 def start_centering(model: Path, **settings: Any) -> Any:
     from types import SimpleNamespace
 
-    from recipe.offpolicy.centering.centering_engine import install_centering
+    from recipe.offpolicy.centering.score_centering import install_centering
 
     worker = tw.start_worker(model, **settings)
     install_centering(SimpleNamespace(actor=worker))
@@ -99,7 +99,7 @@ class Sampler:
 
     def batch(self, size: int, change: Callable[[list[Any]], list[Any]] = lambda notes: notes) -> TensorDict:
         """The rows as the trainer sends them, with the K likeliest tokens of each position in their notes."""
-        from recipe.offpolicy.centering.centering_engine import FLAG
+        from recipe.offpolicy.centering.score_centering import FLAG
         from recipe.offpolicy.support.token_supports import SupportNote, read_supports
         from verl.utils import tensordict_utils as tu
 
@@ -256,7 +256,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_likeliest_tokens_that_changed_stop_the_update(worker: Any, sampler: Sampler, what: str) -> None:
-    from recipe.offpolicy.centering.centering_engine import CenteringError
+    from recipe.offpolicy.centering.score_centering import CenteringError
 
     change, said = FAULTS[what]
     with pytest.raises(CenteringError, match=said):
@@ -266,7 +266,7 @@ def test_likeliest_tokens_that_changed_stop_the_update(worker: Any, sampler: Sam
 def test_another_mu_than_that_of_the_likeliest_stops_the_update(
     worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipe.offpolicy.centering.centering_engine import CenteringError
+    from recipe.offpolicy.centering.score_centering import CenteringError
 
     raw = [row - 0.01 for row in sampler.rows.rollout_log_probs]
     monkeypatch.setattr(sampler, "rows", replace(sampler.rows, rollout_log_probs=raw))
@@ -275,7 +275,7 @@ def test_another_mu_than_that_of_the_likeliest_stops_the_update(
 
 
 def test_a_run_that_no_engine_centres_is_told(worker: Any, sampler: Sampler) -> None:
-    from recipe.offpolicy.centering.centering_engine import FLAG
+    from recipe.offpolicy.centering.score_centering import FLAG
     from verl.utils import tensordict_utils as tu
 
     data = sampler.batch(8)
@@ -287,8 +287,8 @@ def test_a_run_that_no_engine_centres_is_told(worker: Any, sampler: Sampler) -> 
 def test_logits_that_are_not_those_of_the_log_probs_stop_the_update(
     worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipe.offpolicy.centering import centering_engine
-    from recipe.offpolicy.centering.centering_engine import CenteringError
+    from recipe.offpolicy.centering import score_centering as centering_engine
+    from recipe.offpolicy.centering.score_centering import CenteringError
 
     compute = centering_engine.compute_log_probs
     monkeypatch.setattr(centering_engine, "compute_log_probs", lambda *given: compute(*given) + 0.5)

@@ -9,8 +9,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
-from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.spec import WEIGHT, Side
+from recipe.offpolicy.correction.statistics import fetch
 from recipe.offpolicy.monitor.moving_bounds import defer_histograms
 from tests.support.applications import CONFIGS
 from tests.support.corrections import TIS, spec

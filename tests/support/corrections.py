@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec, RolloutStage, Statistic, StepStage, rollout_stage, step_stage
-from recipe.offpolicy.correction.deferred_value import defer_statistics, fetch
+from recipe.offpolicy.correction.statistics import defer_statistics, fetch
 
 GSM: dict[str, Any] = dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.99, upper=1.01, when="any")
 TIS: dict[str, Any] = dict(level="token", kind="truncate", lower=None, upper=2.0)

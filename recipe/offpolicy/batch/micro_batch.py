@@ -30,9 +30,8 @@ from ..correction import (
     turns,
 )
 from ..correction.correction_parts import BY_AGE
-from ..correction.deferred_value import DeferredValue
 from ..correction.stages import compute_shadow_statistics
-from ..correction.statistics import build_sum
+from ..correction.statistics import DeferredValue, build_sum
 from ..correction.telemetry import Measure
 from .padding import Layout, flatten, nest_like, pad_column, values_of, with_tensors
 from .plan import MINI_BATCH_TOKENS, PLAN, PROVE, SCALE, SharedPlan

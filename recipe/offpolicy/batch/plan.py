@@ -35,8 +35,8 @@ from ..correction import (
     turns,
 )
 from ..correction.decisions import Columns, assign_mini_batches, compute_scale_of_counts, find_finite_tokens, regroup
-from ..correction.deferred_value import DeferredValue
 from ..correction.row_layout import count_tokens_by_row
+from ..correction.statistics import DeferredValue
 from .seals import PLAN_HASH, PREFIX, LivenessError, SealError, build_seals, key_of, seal_constant
 from .weight_versions import EXTRA_FIELDS, check_ages_known, compute_token_versions, read_versions
 

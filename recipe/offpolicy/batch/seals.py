@@ -20,8 +20,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.row_layout import PackedRows, RowLayout, detect_layout, split_tokens
+from ..correction.statistics import DeferredValue, fetch
 from .padding import values_of
 
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,148 +14,90 @@ from torch import Tensor
 _ONE_LAYOUT = "Pass all of them padded, or all of them as torch.nested tensors of layout torch.jagged."
 
 
-class RowLayout(ABC):
-    """Row-wise operations on tokens in one layout.
+@dataclass(frozen=True)
+class PaddedRows:
+    """Row-wise operations on tokens as (B, T), with all rows padded to the same width.
 
     A tensor of tokens is (B, T) if padded and (N,) if packed. A column holds one value per row, (B, 1) if padded and
     (B,) if packed. None of these operations waits for the device.
     """
 
-    @property
-    @abstractmethod
-    def count(self) -> int:
-        """B, the number of rows."""
-
-    @abstractmethod
-    def tokens(self, given: Tensor) -> Tensor:
-        """Return the tensor of tokens that a caller's tensor contains."""
-
-    @abstractmethod
-    def to_given_layout(self, tokens: Tensor) -> Tensor:
-        """Convert a tensor of tokens to the layout of the caller's tensors."""
-
-    def unpack(self, *given: Tensor | None) -> list[Any]:
-        """Return the tensors of tokens that several of the caller's tensors contain; None stays None."""
-        return [None if each is None else self.tokens(each) for each in given]
-
-    def pack(self, *tokens: Tensor) -> list[Tensor]:
-        """Convert several tensors of tokens to the layout of the caller's tensors."""
-        return [self.to_given_layout(each) for each in tokens]
-
-    @abstractmethod
-    def to_column(self, by_row: Tensor) -> Tensor:
-        """Return a (B,) tensor as a column."""
-
-    @abstractmethod
-    def sum(self, tokens: Tensor) -> Tensor:
-        """Sum over each row's tokens: a column, float64."""
-
-    @abstractmethod
-    def min(self, tokens: Tensor) -> Tensor:
-        """Compute the least integer of each row: a column of the same dtype; the dtype's maximum for an empty row."""
-
-    @abstractmethod
-    def max(self, tokens: Tensor) -> Tensor:
-        """Compute the greatest value of each row: a float64 column, -inf for an empty row."""
-
-    @abstractmethod
-    def broadcast(self, column: Tensor) -> Tensor:
-        """Return a column in a shape that broadcasts against tensors of tokens."""
-
-    @abstractmethod
-    def equals_previous(self, tokens: Tensor) -> Tensor:
-        """Return bool flags of the tokens whose previous token in the row has the same value."""
-
-    @abstractmethod
-    def cumulative_count(self, flags: Tensor) -> Tensor:
-        """Count the true tokens of each row up to and including each token, int64."""
-
-    @abstractmethod
-    def cumulative_sum(self, tokens: Tensor) -> Tensor:
-        """Sum the tokens of each row up to and including each token, float64."""
-
-    @abstractmethod
-    def cumulative_max(self, tokens: Tensor) -> Tensor:
-        """Compute the greatest value of each row up to and including each token, float64."""
-
-    @abstractmethod
-    def previous(self, tokens: Tensor, first: float) -> Tensor:
-        """Return the value of each token's predecessor in its row; ``first`` at the first token."""
-
-    @abstractmethod
-    def sort(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Sort the tokens of each row by value; return them and their former positions along the last dimension."""
-
-    @abstractmethod
-    def to_position(self, number: Tensor) -> Tensor:
-        """Convert the index of a token within its row, from 0, to its position along the last dimension."""
-
-
-@dataclass(frozen=True)
-class PaddedRows(RowLayout):
-    """Tokens as (B, T), with all rows padded to the same width."""
-
     shape: torch.Size
 
     @property
     def count(self) -> int:
+        """B, the number of rows."""
         return self.shape[0]
 
     def tokens(self, given: Tensor) -> Tensor:
+        """Return the tensor of tokens that a caller's tensor contains."""
         return given
 
     def to_given_layout(self, tokens: Tensor) -> Tensor:
+        """Convert a tensor of tokens to the layout of the caller's tensors."""
         return tokens
 
     def to_column(self, by_row: Tensor) -> Tensor:
+        """Return a (B,) tensor as a column."""
         return by_row[:, None]
 
     def sum(self, tokens: Tensor) -> Tensor:
+        """Sum over each row's tokens: a column, float64."""
         if tokens.dtype is torch.bool:
             return tokens.view(torch.uint8).sum(-1, keepdim=True).double()
         return tokens.sum(-1, keepdim=True, dtype=torch.float64)
 
     def min(self, tokens: Tensor) -> Tensor:
+        """Compute the least integer of each row: a column of the same dtype; the dtype's maximum for an empty row."""
         if not self.shape[1]:
             return tokens.new_full((self.count, 1), torch.iinfo(tokens.dtype).max)
         return tokens.amin(-1, keepdim=True)
 
     def max(self, tokens: Tensor) -> Tensor:
+        """Compute the greatest value of each row: a float64 column, -inf for an empty row."""
         if not self.shape[1]:
             return tokens.new_full((self.count, 1), float("-inf"), dtype=torch.float64)
         return tokens.amax(-1, keepdim=True).double()
 
     def broadcast(self, column: Tensor) -> Tensor:
+        """Return a column in a shape that broadcasts against tensors of tokens."""
         return column
 
     def equals_previous(self, tokens: Tensor) -> Tensor:
+        """Return bool flags of the tokens whose previous token in the row has the same value."""
         same = torch.zeros_like(tokens, dtype=torch.bool)
         same[:, 1:] = tokens[:, 1:] == tokens[:, :-1]
         return same
 
     def cumulative_count(self, flags: Tensor) -> Tensor:
+        """Count the true tokens of each row up to and including each token, int64."""
         return flags.cumsum(-1)
 
     def cumulative_sum(self, tokens: Tensor) -> Tensor:
+        """Sum the tokens of each row up to and including each token, float64."""
         return tokens.cumsum(-1, dtype=torch.float64)
 
     def cumulative_max(self, tokens: Tensor) -> Tensor:
+        """Compute the greatest value of each row up to and including each token, float64."""
         return tokens.double().cummax(-1).values if self.shape[1] else tokens.double()
 
     def previous(self, tokens: Tensor, first: float) -> Tensor:
+        """Return the value of each token's predecessor in its row; ``first`` at the first token."""
         return torch.nn.functional.pad(tokens, (1, 0), value=first)[:, :-1]
 
     def sort(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Sort the tokens of each row by value; return them and their former positions along the last dimension."""
         ordered, order = tokens.sort(dim=-1, stable=True)
         return ordered, order
 
     def to_position(self, number: Tensor) -> Tensor:
+        """Convert the index of a token within its row, from 0, to its position along the last dimension."""
         return number
 
 
 @dataclass(frozen=True)
-class PackedRows(RowLayout):
-    """Tokens as (N,), the rows end to end.
+class PackedRows:
+    """The same operations on tokens as (N,), the rows end to end.
 
     Attributes:
         offsets: (B + 1,) integers: the start of each row, then N.
@@ -249,6 +190,9 @@ class PackedRows(RowLayout):
 
     def to_position(self, number: Tensor) -> Tensor:
         return number + self.broadcast(self.offsets[:-1])
+
+
+RowLayout = PaddedRows | PackedRows
 
 
 def detect_layout(**given: Tensor) -> RowLayout:

@@ -147,9 +147,8 @@ def rollout_stage(
         if not any(each.needs_step for each in spec.all_weights.values()):
             statistics |= telemetry.measure_weight(sample, found.weighed, mismatch.ratio if mismatch else None)
     applied = found.decided.to(promote_weight_dtype(old, mu)) if found.weighed is None else found.weighed.weight
-    weight, keep, log_ratio, valid, decided, mask, *drops = rows.pack(
-        applied, found.keep, found.log_ratio, found.valid, found.decided, mask, *found.drops.values()
-    )
+    results = applied, found.keep, found.log_ratio, found.valid, found.decided, mask, *found.drops.values()
+    weight, keep, log_ratio, valid, decided, mask, *drops = map(rows.to_given_layout, results)
     return RolloutStage(
         spec=spec,
         weight=weight,
@@ -227,12 +226,12 @@ def step_stage(
     detect_layout(response_mask=stage.response_mask, **given)
     policies = log_prob, stage.columns["old_log_prob"], stage.columns["rollout_log_prob"]
     decisions = stage.valid, stage.decided, stage.log_ratio, stage.weight, stage.keep, *stage.rejected.values()
-    pi, old, mu, signs, segments, finite, valid, log_rho, weight, keep, *rejected = rows.unpack(
-        *policies, advantages, stage.columns.get("segment_ids"), *decisions
-    )
-    if signs is None:
+    pi, old, mu, finite, valid, log_rho, weight, keep, *rejected = map(rows.tokens, (*policies, *decisions))
+    segment_ids = stage.columns.get("segment_ids")
+    segments = None if segment_ids is None else rows.tokens(segment_ids)
+    if advantages is None:
         _check_advantages_unread(spec)
-        signs = torch.zeros_like(log_rho)
+    signs = torch.zeros_like(log_rho) if advantages is None else rows.tokens(advantages)
     all_of_it = stage.mismatch is not None
     log_r = compute_log_ratio(pi, old, valid) if all_of_it or spec.step_parts else None
     operands: dict[Ratio, tuple[Tensor, Tensor, Tensor]] = {"rollout": (log_rho, old, mu)}
@@ -280,7 +279,7 @@ def step_stage(
         before = dict(zip(stage.rejected, rejected, strict=True))
         of_tokens = [f"masks.{name}" for name, mask in spec.masks if mask.level == "token"]
         statistics |= telemetry.measure_keep(stage.sample, keep, before | drops, signs, valid, of_tokens)
-    weight, keep, *of_step = rows.pack(weight, keep, *drops.values())
+    weight, keep, *of_step = map(rows.to_given_layout, (weight, keep, *drops.values()))
     return StepStage(weight, keep, stage.rejected | dict(zip(drops, of_step, strict=True)), statistics)
 
 

@@ -1,6 +1,10 @@
-"""Statistics with their own reductions, so that they add up over micro-batches and ranks, and a catalogue of them.
+"""Statistics that add up over micro-batches and ranks, and their copy to the host.
 
 A mean is sent as a sum and a count, and an effective sample size as two sums and a count. Nothing is averaged twice.
+
+A transfer of any size makes the host wait for all work queued on the device. Functions that measure something therefore
+return a ``DeferredValue``, and ``fetch`` copies any number of these values together. No other module of the package
+copies results to the host.
 """
 
 from __future__ import annotations
@@ -8,13 +12,13 @@ from __future__ import annotations
 import math
 import pickle
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from itertools import product
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 
@@ -121,25 +125,81 @@ class Moments:
 
 
 def build_sum(value: Tensor) -> Statistic:
-    """Build a statistic that is a sum.
-
-    Example:
-        >>> import torch
-        >>> build_sum(torch.tensor(3.0)).value()
-        3.0
-    """
+    """Build a statistic that is a sum."""
     return Statistic(Reduction.SUM, (value,))
 
 
 def build_mean(value: Tensor, count: Tensor, about: float = 0.0) -> Statistic:
-    """Build a mean, or a share of a whole, from a sum and a count.
+    """Build a mean, or a share of a whole, from a sum and a count."""
+    return Statistic(Reduction.MEAN, (value, count), about)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DeferredValue(Generic[T]):
+    """A measurement on the device, with the function that decodes it on the host.
+
+    Attributes:
+        numbers: (n,) float64 or int64, detached, on the device.
+        decode: converts the numbers, in this order and on the host, to the value; may raise an exception if they
+            indicate an error.
+    """
+
+    numbers: Tensor
+    decode: Callable[[list[Any]], T]
+
+
+def fetch(values: Sequence[DeferredValue[Any]]) -> list[Any]:
+    """Copy all values to the host in one transfer and decode each.
+
+    Args:
+        values: values on one device.
 
     Example:
-        >>> import torch
-        >>> build_mean(torch.tensor(3.0), torch.tensor(4.0)).value()
-        0.75
+        >>> fetch([DeferredValue(torch.tensor([1, 2]), sum), DeferredValue(torch.tensor([0.5]).double(), max)])
+        [3, 0.5]
     """
-    return Statistic(Reduction.MEAN, (value, count), about)
+    if not values:
+        return []
+    # The bits of both dtypes are copied as integers, so that nothing is rounded.
+    host = torch.cat([value.numbers.view(torch.int64) for value in values]).cpu()
+    parts = host.split([len(value.numbers) for value in values])
+    return [value.decode(part.view(value.numbers.dtype).tolist()) for value, part in zip(values, parts, strict=True)]
+
+
+def defer_statistics(statistics: Mapping[str, Statistic]) -> DeferredValue[dict[str, Statistic]]:
+    """Defer statistics whose parts are tensors; a part that several statistics share is copied once.
+
+    Args:
+        statistics: statistics whose parts are detached float64 tensors or floats.
+
+    Example:
+        >>> count = torch.tensor(4.0, dtype=torch.float64)
+        >>> mean = Statistic(Reduction.MEAN, (torch.tensor(2.0, dtype=torch.float64), count))
+        >>> (statistics,) = fetch([defer_statistics({"x": mean, "n": Statistic(Reduction.SUM, (count,))})])
+        >>> statistics["x"].value(), statistics["n"].value()
+        (0.5, 4.0)
+    """
+    places: dict[int, int] = {}
+    parts: list[Tensor] = []
+    for statistic in statistics.values():
+        for part in statistic.parts:
+            if isinstance(part, Tensor) and id(part) not in places:
+                places[id(part)] = len(parts)
+                parts.append(part)
+    kept = dict(statistics)
+
+    def decode(numbers: list[float]) -> dict[str, Statistic]:
+        def number(part: Tensor | float) -> float:
+            return numbers[places[id(part)]] if isinstance(part, Tensor) else part
+
+        return {name: Statistic(one.reduction, tuple(map(number, one.parts)), one.about) for name, one in kept.items()}
+
+    if not parts:
+        return DeferredValue(torch.zeros(0, dtype=torch.float64), decode)
+    return DeferredValue(torch.stack(parts), decode)
 
 
 class FlatStatistics(Mapping[str, Statistic]):
@@ -264,156 +324,3 @@ BUCKETS: Final = {"le16": 16, "le64": 64, "le256": 256, "le1024": 1024, "le4096"
 SIGNS: Final = ("positive", "negative")
 TURNS: Final = ("first", "post_tool")
 STALENESS: Final = ("is0", "is1", "is2", "ge3")
-
-_DISTRIBUTION: Final = {part: Reduction(part) for part in ("mean", "std", "min", "max", "ess", "chi2")}
-
-
-@dataclass(frozen=True)
-class StatisticEntry:
-    """Entry of the catalogue: metric keys that share one meaning.
-
-    Attributes:
-        key: under ``offpolicy/``; {a,b} stands for each of a and b, and <name> for any name.
-        parts: last part of the key -> its reduction.
-        meaning: one-line description.
-    """
-
-    key: str
-    parts: Mapping[str, Reduction]
-    meaning: str
-
-    def expand(self) -> Iterator[tuple[str, Reduction]]:
-        """Yield each key, with <name> unchanged, and its reduction."""
-        pieces = [piece.split(",") for piece in self.key.replace("{", "\0").replace("}", "\0").split("\0")]
-        for chosen in product(*pieces):
-            for part, reduction in self.parts.items():
-                yield f"{''.join(chosen)}/{part}", reduction
-
-    def format_row(self) -> str:
-        """Format the entry as a row of a Markdown table."""
-        parts = ",".join(self.parts)
-        key = f"{self.key}/{{{parts}}}" if len(self.parts) > 1 else f"{self.key}/{parts}"
-        reductions = list(dict.fromkeys(reduction.value for reduction in self.parts.values()))
-        return f"| `{key}` | {self.meaning} | {', '.join(reductions)} |"
-
-
-def _group(names: tuple[str, ...] | Mapping[str, object]) -> str:
-    return "{" + ",".join(names) + "}"
-
-
-def _means(*parts: str) -> dict[str, Reduction]:
-    return dict.fromkeys(parts, Reduction.MEAN)
-
-
-_BY_DRIFT: Final = {"token_count": Reduction.SUM, "kl_k3": Reduction.MEAN}
-_MASKED: Final = _means("masked_token_share", "masked_sequence_share")
-
-ENTRIES: Final = (
-    StatisticEntry(
-        "{rollout_ratio,ppo_ratio,full_ratio}",
-        _DISTRIBUTION,
-        "pi_old / mu, pi / pi_old and pi / mu per token; ess = (sum r)^2 / (n sum r^2), chi2 = mean r^2 - 1",
-    ),
-    StatisticEntry("rollout_ratio_sequence", _DISTRIBUTION, "pi_old / mu per sequence: exp of the summed log-ratio"),
-    StatisticEntry(
-        "log_prob_difference", _means("mean", "abs_mean") | {"std": Reduction.STD}, "log pi_old - log mu, nats"
-    ),
-    StatisticEntry(
-        "kl", _means("k1", "k3"), "estimates of KL(mu, pi_old), nats per token: mean of -log r and of r - 1 - log r"
-    ),
-    StatisticEntry(
-        "perplexity",
-        dict.fromkeys(("rollout", "old", "current"), Reduction.PERPLEXITY),
-        "exp(-mean log-prob) of the sampled tokens under mu, pi_old and pi",
-    ),
-    StatisticEntry(
-        "weight",
-        _DISTRIBUTION | _means("truncated_share"),
-        "the applied weight per token, 0 if rejected; share of tokens whose raw weight is outside the bounds",
-    ),
-    StatisticEntry("raw_weight", _DISTRIBUTION, "the weight before bounds and normalisation, if one is configured"),
-    StatisticEntry("penalty", _means("mean"), "(log r)^2 per token of the penalised ratio, if there is a penalty"),
-    StatisticEntry(
-        "keep",
-        _means("token_share", "sequence_share", "token_mask_ratio"),
-        "share of response tokens kept, of sequences with a kept token, and of response tokens that masks of level "
-        "token reject",
-    ),
-    StatisticEntry(
-        f"keep/{_group(SIGNS)}", _means("token_share", "sequence_share"), "by the sign of the sequence's mean advantage"
-    ),
-    StatisticEntry(
-        "{mask/<name>,weights/<name>,weight}",
-        _MASKED,
-        "for each mask, and for a weight of kind reject: the share that it rejects on its own, out of the response "
-        "tokens and sequences that it covers; a mask on pi / pi_old or on age also covers tokens without mu",
-    ),
-    StatisticEntry(
-        f"{{mask/<name>,weights/<name>,weight}}/{_group(SIGNS)}",
-        _MASKED,
-        "by the sign of the sequence's mean advantage",
-    ),
-    StatisticEntry(
-        f"length/{_group(BUCKETS)}",
-        {"sequences": Reduction.SUM}
-        | _means("keep_token_share", "keep_sequence_share", "geometric_keep_share", "product_keep_share"),
-        "sequences of T <= 16, 17 to 64, ...: number, kept shares, and the shares that a geometric mask [0.99, 1.01] "
-        "and a product mask [0.5, 2] on pi_old / mu would keep",
-    ),
-    StatisticEntry(
-        f"turn/{_group(TURNS)}",
-        _BY_DRIFT | _means("keep_token_share"),
-        "tokens of the first turn, and after a tool's output: number, KL(mu, pi_old) by k3, kept share",
-    ),
-    StatisticEntry(
-        f"turn/{_group(TURNS)}/rollout_ratio",
-        {"mean": Reduction.MEAN, "std": Reduction.STD},
-        "pi_old / mu of these tokens",
-    ),
-    StatisticEntry(
-        "staleness",
-        {"mean": Reduction.MEAN, "max": Reduction.MAX},
-        "weight versions between sampling and use, per token if versions are recorded per token, else per sequence",
-    ),
-    StatisticEntry(
-        f"staleness/{_group(STALENESS)}",
-        _BY_DRIFT | _means("keep_token_share"),
-        "tokens with staleness 0, 1, 2, 3 or more: the same quantities as for turns",
-    ),
-    StatisticEntry(
-        "nonfinite",
-        dict.fromkeys(("rollout_log_prob", "old_log_prob", "log_prob", "advantages"), Reduction.SUM),
-        "number of non-finite response tokens; those of mu and pi_old are excluded where they are read, the others "
-        "stop the run",
-    ),
-)
-
-SHADOW_ENTRIES: Final = (
-    StatisticEntry(
-        "shadow/<option>",
-        _means("keep_token_share", "keep_sequence_share"),
-        "share that an inactive correction would have kept",
-    ),
-    StatisticEntry(
-        f"shadow/<option>/{_group((*SIGNS, *(f'turn/{turn}' for turn in TURNS)))}",
-        _means("keep_token_share"),
-        "by the sign of the sequence's mean advantage, and by turn",
-    ),
-    StatisticEntry(f"shadow/<option>/length/{_group(BUCKETS)}", _means("keep_sequence_share"), "by T"),
-    StatisticEntry(
-        "shadow/<option>/weight",
-        _means("mean", "truncated_share") | {"ess": Reduction.ESS},
-        "its weight, if it has one",
-    ),
-)
-
-
-def format_markdown() -> str:
-    """Format all statistics as the Markdown table of docs/metrics.md.
-
-    Example:
-        >>> format_markdown().splitlines()[0]
-        '| key | meaning | reduction |'
-    """
-    rows = (entry.format_row() for entry in (*ENTRIES, *SHADOW_ENTRIES))
-    return "\n".join(("| key | meaning | reduction |", "|---|---|---|", *rows)) + "\n"

@@ -32,9 +32,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..correction.deferred_value import DeferredValue
 from ..correction.ratios import compute_divergence
-from ..correction.statistics import Reduction, Statistic
+from ..correction.statistics import DeferredValue, Reduction, Statistic
 from ..proof.rewards import ROUNDING
 
 EDGES: Final = (-6.907755278982137, -4.605170185988091, -2.302585092994046, -0.6931471805599453, -0.10536051565782628)

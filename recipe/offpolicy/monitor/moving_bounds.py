@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from ..correction import CorrectionSpec, MaskSpec, Reduction, Statistic, WeightSpec
-from ..correction.deferred_value import DeferredValue
 from ..correction.masks import compute_extremes
 from ..correction.ratios import EXP_CLAMP, clamp_and_exp, compute_excess, compute_log_ratio, find_valid_tokens
 from ..correction.spec import WEIGHT, Side
+from ..correction.statistics import DeferredValue
 from ..correction.units import Units, find_applicable, partition_units
 from ..correction.weights import compute_log_weight
 

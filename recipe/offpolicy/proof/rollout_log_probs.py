@@ -27,8 +27,8 @@ from torch import Tensor
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.seals import compute_row_checksums
 from ..correction.correction_parts import TOLERANCE as SAME_ENGINE_TOLERANCE
-from ..correction.deferred_value import DeferredValue
 from ..correction.row_layout import BLOCK, RowLayout, detect_layout, split_tokens
+from ..correction.statistics import DeferredValue
 from .token_alignment import KINDS, AlignmentChecker, AlignmentTally, tally_agreements
 
 LEAST_TOKENS = 8

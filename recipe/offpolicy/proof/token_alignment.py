@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..correction.deferred_value import DeferredValue, fetch
+from ..correction.statistics import DeferredValue, fetch
 
 MARGIN = 0.1
 """A pair is counted only if its two log-probs differ by at least this many nats under both policies."""

@@ -27,8 +27,8 @@ from ..batch import micro_batch as mb
 from ..batch.padding import split_micro_batch
 from ..batch.plan import check_ranks, defer_shares, mini_batch_mean
 from ..correction import CorrectionSpec, Statistic, StepStage
-from ..correction.deferred_value import DeferredValue, defer_statistics, fetch
 from ..correction.spec import Side, compute_fingerprint, read_bounds, replace_bounds
+from ..correction.statistics import DeferredValue, defer_statistics, fetch
 from ..extensions.add_on import WorkerExtension
 from ..extensions.loss_rows import LossRows
 from ..proof.gradient import prove

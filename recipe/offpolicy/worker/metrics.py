@@ -39,9 +39,8 @@ from ..batch.seals import drop_empty_rows, hash_rows
 from ..batch.weight_versions import UNKNOWN, compute_token_versions
 from ..correction import CorrectionSpec, Statistic
 from ..correction.correction_parts import OF_THE_TRAINER
-from ..correction.deferred_value import DeferredValue, defer_statistics, fetch
 from ..correction.spec import Side
-from ..correction.statistics import flatten, merge_all
+from ..correction.statistics import DeferredValue, defer_statistics, fetch, flatten, merge_all
 from ..monitor.mismatch_shares import defer_share_statistics
 from ..monitor.moving_bounds import defer_histograms
 from ..proof.gradient import Proof

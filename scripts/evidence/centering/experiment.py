@@ -32,7 +32,7 @@ from collapse.in_process import SampledRows, Trainer
 from seeds import Planned, bootstrap, build_parser, holm, make_runs, sign_flip
 from torch import Tensor
 
-from recipe.offpolicy.centering.centering_engine import FLAG, install_centering
+from recipe.offpolicy.centering.score_centering import FLAG, install_centering
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.support.token_supports import NOTE, SupportNote, read_supports
 from scripts.harness import Records

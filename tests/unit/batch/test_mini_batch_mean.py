@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from recipe.offpolicy.batch.plan import add_shares, check_shares, defer_shares, mini_batch_mean
 from recipe.offpolicy.batch.seals import LivenessError
-from recipe.offpolicy.correction.deferred_value import fetch
+from recipe.offpolicy.correction.statistics import fetch
 from recipe.offpolicy.proof.rewards import RewardError, check_rewards
 from verl.utils import tensordict_utils as tu
 

@@ -23,7 +23,7 @@ from recipe.offpolicy.batch.seals import (
     seal_columns,
     seal_constant,
 )
-from recipe.offpolicy.correction.deferred_value import fetch
+from recipe.offpolicy.correction.statistics import fetch
 
 TOKENS = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [1, 2, 3, 4], [9, 9, 9, 9]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])

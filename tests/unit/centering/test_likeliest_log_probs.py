@@ -30,7 +30,7 @@ def in_its_dtype(scaled: Tensor, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("packed", [True, False])
 def test_they_are_of_one_distribution(temperature: float, dtype: torch.dtype, take: Any, packed: bool) -> None:
     """An error of 0.1 nats in the mass of all likeliest tokens is one of thousands in the ratio of the tails."""
-    from recipe.offpolicy.centering.centering_engine import compute_log_probs
+    from recipe.offpolicy.centering.score_centering import compute_log_probs
     from verl.workers.engine.fsdp.transformer_impl import _scale_logits_by_temperature
 
     generator = torch.Generator().manual_seed(0)

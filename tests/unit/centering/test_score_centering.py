@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe.offpolicy.centering.centering_engine import CenteringReport
+from recipe.offpolicy.centering.score_centering import CenteringReport
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.support.support_settings import SupportSettings
 

@@ -14,11 +14,11 @@ import pytest
 import torch  # noqa: F401  # before TensorBoard, which would look for TensorFlow
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.statistics import ENTRIES
 from recipe.offpolicy.monitor.alarms import list_watched
 from recipe.offpolicy.panels import PANELS, main
 from tests.support.corrections import GSM, TIS
 from tests.support.paths import ROOT
+from tests.support.statistics_page import ENTRIES
 
 METRICS = [metric for panels in PANELS.values() for metrics in panels.values() for metric in metrics]
 OF_A_RUN = {"delivery/proved", "late_weights/lag"} | {

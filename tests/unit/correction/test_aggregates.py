@@ -17,9 +17,9 @@ from recipe.offpolicy.correction.masks import AGGREGATES, Aggregate
 from recipe.offpolicy.correction.read_parts import read_mask
 from recipe.offpolicy.monitor.moving_bounds import (
     EDGES,
+    Evidence,
     Histogram,
     Schedule,
-    compute_next_bounds,
     find_keeping_distance,
 )
 from recipe.offpolicy.proof.trials import build_mask_trials
@@ -64,7 +64,7 @@ def test_it_is_scored_and_its_online_bound_moves() -> None:
     mask = correction.masks[0][1]
     schedule = Schedule(find_keeping_distance, 0.5, "upper", rate=0.1, floor=0.1, ceiling=10.0, noise_kept=0.99)
     empty = Histogram(EDGES, [0.0] * (len(EDGES) + 1), units=0.0)
-    assert compute_next_bounds(schedule, mask, mask, empty) == {"lower": None, "upper": 0.1}
+    assert Evidence(schedule, mask, mask, empty).compute_next_bounds() == {"lower": None, "upper": 0.1}
 
 
 def test_the_proof_asks_nobody_and_refuses_what_it_does_not_state() -> None:

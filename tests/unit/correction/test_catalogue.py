@@ -12,9 +12,9 @@ from recipe.offpolicy.correction import (
     Reduction,
 )
 from recipe.offpolicy.correction.masks import AGGREGATES
-from recipe.offpolicy.correction.statistics import ENTRIES, SHADOW_ENTRIES, format_markdown
 from tests.support.applications import OPTIONS
 from tests.support.paths import ROOT
+from tests.support.statistics_page import ENTRIES, SHADOW_ENTRIES, format_markdown
 from tests.support.telemetry_cases import CORRECTIONS, random_batch, shadow, stages
 
 
@@ -83,7 +83,7 @@ def expanded(pattern: str) -> list[str]:
 
 
 def test_the_documentation_has_the_table() -> None:
-    """To write it again: python -c 'from recipe.offpolicy.correction.statistics import *; print(format_markdown())'."""
+    """To write it again: python -c 'from tests.support.statistics_page import *; print(format_markdown())'."""
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [line for line in format_markdown().splitlines() if line not in page] == []
 

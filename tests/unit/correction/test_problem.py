@@ -11,9 +11,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from recipe.offpolicy.analysis.report.report_page import _describe_spec
 from recipe.offpolicy.correction import Reduction, Statistic
-from recipe.offpolicy.correction.deferred_value import DeferredValue, defer_statistics, fetch
 from recipe.offpolicy.correction.problem import Requirement, find_unmet, set_to
 from recipe.offpolicy.correction.spec import format_bounds
+from recipe.offpolicy.correction.statistics import DeferredValue, defer_statistics, fetch
 from recipe.offpolicy.preflight.examination import describe_part
 from recipe.offpolicy.replay.batch_routes import list_requirements
 from recipe.offpolicy.support.support_settings import REQUIREMENTS

@@ -12,9 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
-from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.spec import WEIGHT
-from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.correction.statistics import fetch, merge_all
 from recipe.offpolicy.monitor.moving_bounds import (
     CAPS,
     ESS,

@@ -15,11 +15,10 @@ from hypothesis import strategies as draw
 from recipe.offpolicy.analysis.calibration.parts import list_parts
 from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.correction import CorrectionSpec, Statistic, masks
-from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.masks import compute_extremes, find_outside
 from recipe.offpolicy.correction.ratios import compute_log_ratio, find_valid_tokens
 from recipe.offpolicy.correction.spec import Side
-from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.correction.statistics import fetch, merge_all
 from recipe.offpolicy.correction.units import partition_units
 from recipe.offpolicy.monitor.moving_bounds import EDGES, Histogram, compute_quantile, defer_histograms
 from recipe.offpolicy.recording import Step

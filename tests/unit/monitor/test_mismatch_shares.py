@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.analysis.attribution.decomposition import decompose, resample
-from recipe.offpolicy.correction.deferred_value import fetch
-from recipe.offpolicy.correction.statistics import Statistic, merge_all
+from recipe.offpolicy.correction.statistics import Statistic, fetch, merge_all
 from recipe.offpolicy.monitor.mismatch_shares import (
     COLUMNS,
     LEAST_TOKENS,

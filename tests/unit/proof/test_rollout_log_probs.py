@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe.offpolicy.correction.deferred_value import fetch
+from recipe.offpolicy.correction.statistics import fetch
 from recipe.offpolicy.proof.rollout_log_probs import (
     RolloutLogProbError,
     build_missing_error,

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from recipe.offpolicy.batch.micro_batch import LAST
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, compute_constants
 from recipe.offpolicy.batch.weight_versions import CHUNKS
-from recipe.offpolicy.correction import CorrectionSpec, deferred_value
+from recipe.offpolicy.correction import CorrectionSpec, statistics
 from recipe.offpolicy.correction.spec import WEIGHT, Side, read_bounds
 from recipe.offpolicy.monitor.moving_bounds import UNITS
 from recipe.offpolicy.worker import loss as worker_loss
@@ -66,7 +66,7 @@ class Seen:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """Counts what happens inside; a fetch counts once, and nothing inside of it does."""
     seen, fetching = Seen(), []
-    fetch = deferred_value.fetch
+    fetch = statistics.fetch
 
     def counted(readings: Any) -> Any:
         seen.fetches.append(len(readings))

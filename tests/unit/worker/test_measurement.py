@@ -12,8 +12,7 @@ from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.batch.plan import SharedPlan
 from recipe.offpolicy.batch.seals import compute_row_checksums
 from recipe.offpolicy.batch.weight_versions import RowVersions, TokenVersions
-from recipe.offpolicy.correction.deferred_value import fetch
-from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.correction.statistics import fetch, merge_all
 from recipe.offpolicy.worker.metrics import Observation, measure, merge, split
 from tests.support.corrections import TIS, spec
 

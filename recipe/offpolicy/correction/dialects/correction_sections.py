@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from ..problem import SpecError
 from ..validation import check_known_keys
-from .options import Options, build_mask, build_weight, read_ratio_bound
-from .peer import Peer, words
+from .peer import Options, Peer, build_mask, build_weight, read_ratio_bound, words
 
 _REJECTION: Final[dict[str, Any]] = {
     "level": "token",

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..ratios import EXP_CLAMP
-from .options import Options, build_mask, build_opsm, build_weight
-from .peer import Peer, words
+from .peer import Options, Peer, build_mask, build_opsm, build_weight, words
 
 _MODES: Final = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 _LEVEL: Final = "importance_sampling_level"

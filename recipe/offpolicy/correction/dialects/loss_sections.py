@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from .options import Options, build_dppo_masks, build_mask, build_weight
-from .peer import SCORE_CENTERING, Peer, words
+from .peer import SCORE_CENTERING, Options, Peer, build_dppo_masks, build_mask, build_weight, words
 
 _CORRECTS: Final = "loss_fn.use_importance_sampling_correction"
 _BY_ROW: Final = "loss_fn.sequence_level_importance_ratios"

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from ..problem import SpecError
 from ..validation import read_number
-from .options import Options, build_mask, read_ratio_bound
-from .peer import Peer, words
+from .peer import Options, Peer, build_mask, read_ratio_bound, words
 
 VERL_DEFAULTS: Final[dict[str, Any]] = {
     "rollout_is": None,
