@@ -323,7 +323,7 @@ def find_outside(
         Bool of that shape, meaningless outside ``units.valid``.
 
     Example:
-        >>> from .None import partition_units
+        >>> from .units import partition_units
         >>> log_r, valid = torch.tensor([[0.2, 0.0], [0.0, 0.01]]).double(), torch.ones(2, 2, dtype=torch.bool)
         >>> spec = MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any")  # mean ratios e^0.1 and e^0.005
         >>> units = partition_units("sequence", valid, None)
@@ -363,7 +363,7 @@ def compute_extremes(
         a token.
 
     Example:
-        >>> from .None import partition_units
+        >>> from .units import partition_units
         >>> log_r, valid = torch.tensor([[0.5, -0.25, 9.0]]).double(), torch.tensor([[True, True, False]])
         >>> spec = MaskSpec("rollout", "sequence", "any", 0.5, 2.0, "any")
         >>> units = partition_units("sequence", valid, None)
@@ -405,7 +405,7 @@ def choose_limits(spec: MaskSpec, units: Units) -> tuple[Tensor | float, Tensor 
     """Choose each unit's bounds by its age or length, in float32 as in the comparison, or return ``spec.limits``.
 
     Example:
-        >>> from .None import partition_units
+        >>> from .units import partition_units
         >>> spec = MaskSpec("rollout", "token", "product", None, 1.01, "any", by_staleness=(1.0, 2.0))
         >>> ages = torch.tensor([[0.0, 1.0, 7.0]])
         >>> lower, upper = choose_limits(spec, partition_units("token", ages >= 0, None, ages=ages))

@@ -123,6 +123,7 @@ def rollout_stage(
         ValueError: shapes differ, the ids of a level are missing, or an age is unknown.
 
     Example:
+        >>> from .weights import WeightSpec
         >>> spec = CorrectionSpec(weight=WeightSpec("token", "truncate", None, 2.0))
         >>> pi_old, mu = torch.zeros(1, 2), torch.tensor([[0.0, -5.0]])  # ratios 1 and e^5
         >>> mask = torch.ones(1, 2, dtype=torch.bool)

@@ -125,12 +125,22 @@ class Moments:
 
 
 def build_sum(value: Tensor) -> Statistic:
-    """Build a statistic that is a sum."""
+    """Build a statistic that is a sum.
+
+    Example:
+        >>> build_sum(torch.tensor(3.0)).value()
+        3.0
+    """
     return Statistic(Reduction.SUM, (value,))
 
 
 def build_mean(value: Tensor, count: Tensor, about: float = 0.0) -> Statistic:
-    """Build a mean, or a share of a whole, from a sum and a count."""
+    """Build a mean, or a share of a whole, from a sum and a count.
+
+    Example:
+        >>> build_mean(torch.tensor(3.0), torch.tensor(4.0)).value()
+        0.75
+    """
     return Statistic(Reduction.MEAN, (value, count), about)
 
 

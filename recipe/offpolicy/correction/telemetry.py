@@ -192,7 +192,8 @@ def measure_weights_by_sign(
     Example:
         >>> from .row_layout import detect_layout
         >>> from .token_sample import build_sample
-        >>> from .None import partition_units
+        >>> from .units import partition_units
+        >>> from .weights import WeightSpec
         >>> mask = torch.ones(1, 2, dtype=torch.bool)
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> spec, log_r = WeightSpec("token", "truncate", None, 1.0, when="negative"), torch.zeros(1, 2).double()

@@ -237,7 +237,7 @@ def find_applicable(
         A bool tensor that broadcasts against ``advantages``: (B, 1) if padded and equal for a whole row.
 
     Example:
-        >>> from .None import MaskSpec
+        >>> from .masks import MaskSpec
         >>> mask = MaskSpec("full", "token", "product", 0.5, 2.0, "negative")
         >>> advantages, valid = torch.tensor([[-3.0, 1.0], [1.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool)
         >>> find_applicable(mask, advantages, valid).tolist()  # row means -1 and 1

@@ -155,14 +155,9 @@ def read_bool(mapping: Mapping[str, Any], name: str, key: str) -> bool:
     """
     value = mapping.get(name, False)
     if not isinstance(value, bool):
-        raise SpecError(
-            "not a truth value.",
-            "Set true or false.",
-            key=f"{key}.{name}",
-            value=value,
-            meant={f"{key}.{name}": _TRUTH[str(value).lower()]} if str(value).lower() in _TRUTH else None,
-            proposed={f"{key}.{name}": False},
-        )
+        meant = {f"{key}.{name}": _TRUTH[text]} if (text := str(value).lower()) in _TRUTH else None
+        reason, fix, proposed = "not a truth value.", "Set true or false.", {f"{key}.{name}": False}
+        raise SpecError(reason, fix, key=f"{key}.{name}", value=value, meant=meant, proposed=proposed)
     return value
 
 
@@ -175,29 +170,19 @@ def read_number(value: Any, key: str, *, nullable: bool = True) -> float | None:
     """
     if value is None:
         return None
-    in_use = None if nullable else _IN_USE.get(key.rpartition(".")[2])
+    usual = _IN_USE.get(key.rpartition(".")[2])
+    proposed = {} if nullable or usual is None else {key: usual}
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        expected = "a number or null" if nullable else "a number"
-        raise SpecError(
-            f"expected {expected}, not {type(value).__name__}.",
-            key=key,
-            value=value,
-            meant=_meant(key, value),
-            proposed={} if in_use is None else {key: in_use},
-        )
+        reason = f"expected a number{' or null' if nullable else ''}, not {type(value).__name__}."
+        raise SpecError(reason, key=key, value=value, meant=_meant(key, value), proposed=proposed)
     try:
         converted = float(value)
     except OverflowError:  # an integer outside float64's range
         converted = math.inf
     if not math.isfinite(converted):
-        raise SpecError(
-            "expected a finite number.",
-            "Write null for an open side." if nullable else "",
-            key=key,
-            value=value,
-            meant={key: None} if nullable and math.isinf(converted) else None,
-            proposed={} if in_use is None else {key: in_use},
-        )
+        fix = "Write null for an open side." if nullable else ""
+        meant = {key: None} if nullable and math.isinf(converted) else None
+        raise SpecError("expected a finite number.", fix, key=key, value=value, meant=meant, proposed=proposed)
     return converted + 0.0  # turns -0.0 into 0.0, also in the fingerprint
 
 
@@ -212,22 +197,15 @@ def read_factors(mapping: Mapping[str, Any], key: str) -> tuple[float, ...] | No
     if value is None:
         return None
     if mapping.get("level") == "prefix":
-        raise SpecError(
-            "the oldest token of a prefix would set the bounds of all tokens after it.",
-            key=f"{key}.by_staleness",
-            value=value,
-            alongside={f"{key}.level": "prefix"},
-            proposed={f"{key}.by_staleness": None},
-        )
+        reason = "the oldest token of a prefix would set the bounds of all tokens after it."
+        off = {"by_staleness": None}
+        raise SpecError.under(key, "by_staleness", value, reason, alongside={"level": "prefix"}, proposed=off)
     numbers = [each for each in value if _is_factor(each)] if isinstance(value, list | tuple) else []
     if not numbers or len(numbers) != len(value):
-        raise SpecError(
-            "expected factors of |log bound| at age 0, 1, ... versions, a list of positive finite numbers.",
-            f"Set {key}.by_staleness=[1.0,1.5,2.0] for example, or null for bounds that are the same at every age.",
-            key=f"{key}.by_staleness",
-            value=value,
-        )
-    return tuple(float(each) for each in numbers)
+        reason = "expected factors of |log bound| at age 0, 1, ... versions, a list of positive finite numbers."
+        fix = f"Set {key}.by_staleness=[1.0,1.5,2.0] for example, or null for bounds that are the same at every age."
+        raise SpecError.under(key, "by_staleness", value, reason, fix)
+    return tuple(map(float, numbers))
 
 
 def read_power(mapping: Mapping[str, Any], key: str) -> float | None:
@@ -240,14 +218,11 @@ def read_power(mapping: Mapping[str, Any], key: str) -> float | None:
     power = read_number(mapping.get("by_position"), f"{key}.by_position")
     if power is None:
         return None
-    reason: str = ""
-    proposed: dict[str, Any] = {f"{key}.by_position": 0.5}
     if not -1 <= power <= 1 or not power:
         reason = "expected a power of the token's position, in [-1, 1] and not 0."
-    elif mapping.get("level") != "prefix":
-        reason, proposed = "read only at level prefix.", {f"{key}.level": "prefix"}
-    if reason:
-        raise SpecError(reason, key=f"{key}.by_position", value=power, proposed=proposed)
+        raise SpecError.under(key, "by_position", power, reason, proposed={"by_position": 0.5})
+    if mapping.get("level") != "prefix":
+        raise SpecError.under(key, "by_position", power, "read only at level prefix.", proposed={"level": "prefix"})
     return power
 
 
@@ -262,13 +237,8 @@ def read_numbers(value: Any) -> list[float]:
         >>> read_numbers("0.99_1.01"), read_numbers("[0.99, 1.01]"), read_numbers([1.01]), read_numbers("abc")
         ([0.99, 1.01], [0.99, 1.01], [1.01], [])
     """
-    parts = (
-        re.split("[_,]", value.strip("[]() "))
-        if isinstance(value, str)
-        else value
-        if isinstance(value, list | tuple)
-        else [value]
-    )
+    parts = re.split("[_,]", value.strip("[]() ")) if isinstance(value, str) else value
+    parts = parts if isinstance(parts, list | tuple) else [parts]
     try:
         numbers = [float(part) for part in parts if not isinstance(part, bool)]
     except (TypeError, ValueError, OverflowError):
@@ -294,14 +264,10 @@ def read_ordered_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | N
     """
     lower, upper = (read_number(mapping[side], f"{key}.{side}") for side in ("lower", "upper"))
     if lower is not None and upper is not None and lower > upper:
-        raise SpecError(
-            "nothing lies between.",
-            "Swap the bounds.",
-            key=f"{key}.lower",
-            value=lower,
-            alongside={f"{key}.upper": upper},
-            meant={f"{key}.lower": upper, f"{key}.upper": lower},
-        )
+        swapped = {f"{key}.lower": upper, f"{key}.upper": lower}
+        other = {f"{key}.upper": upper}
+        reason, fix = "nothing lies between.", "Swap the bounds."
+        raise SpecError(reason, fix, key=f"{key}.lower", value=lower, alongside=other, meant=swapped)
     return lower, upper
 
 
@@ -315,13 +281,8 @@ def read_ratio_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | Non
     for side in ("lower", "upper"):
         bound = read_number(mapping[side], f"{key}.{side}")
         if bound is not None and bound <= 0:
-            raise SpecError(
-                "ratios are positive.",
-                "Set a bound > 0, or null to leave it open.",
-                key=f"{key}.{side}",
-                value=bound,
-                proposed=usual_bound(mapping, side, key),
-            )
+            fix, proposed = "Set a bound > 0, or null to leave it open.", usual_bound(mapping, side, key)
+            raise SpecError("ratios are positive.", fix, key=f"{key}.{side}", value=bound, proposed=proposed)
     return read_ordered_bounds(mapping, key)
 
 

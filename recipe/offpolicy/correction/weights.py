@@ -87,7 +87,7 @@ def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Ten
         One float64 per unit, in nats; 0 for a unit without a token.
 
     Example:
-        >>> from .None import partition_units
+        >>> from .units import partition_units
         >>> log_r, valid = torch.tensor([[1.0, 3.0]]).double(), torch.tensor([[True, True]])
         >>> product = WeightSpec("sequence", "truncate", None, 2.0)
         >>> compute_log_weight(product, log_r, partition_units("sequence", valid, None)).tolist()
@@ -102,7 +102,7 @@ def choose_bounds(spec: WeightSpec, units: Units) -> tuple[Bound, Bound]:
     """Choose float64 bounds for each unit's weight by age or length; return the bounds of ``spec`` if neither is used.
 
     Example:
-        >>> from .None import partition_units
+        >>> from .units import partition_units
         >>> spec = WeightSpec("token", "truncate", None, 2.0, by_staleness=(1.0, 2.0))
         >>> ages = torch.tensor([[0.0, 1.0, 7.0]])
         >>> lower, upper = choose_bounds(spec, partition_units("token", ages >= 0, None, ages=ages))
@@ -158,7 +158,7 @@ def find_rejected_units(spec: WeightSpec, log_value: Tensor, units: Units) -> Te
         One bool per unit.
 
     Example:
-        >>> from .None import partition_units
+        >>> from .units import partition_units
         >>> log_weight = torch.tensor([[0.1, 1.0, 3.0]]).log()
         >>> units = partition_units("token", torch.ones(1, 3, dtype=torch.bool), None)
         >>> find_rejected_units(WeightSpec("token", "reject", 0.5, 2.0), log_weight, units).tolist()
@@ -208,7 +208,7 @@ def apply_weight(
     """Compute the raw weight, the bounded weight divided by ``mean``, and the tokens that the weight rejects.
 
     Example:
-        >>> from .None import partition_units
+        >>> from .units import partition_units
         >>> spec, valid = WeightSpec("token", "truncate", None, 2.0), torch.ones(1, 2, dtype=torch.bool)
         >>> log_r, units = torch.tensor([[0.0, 5.0]]).double(), partition_units("token", valid, None)
         >>> apply_weight(spec, log_r, units, valid, 1.0, torch.float32).weight.tolist()
@@ -238,7 +238,7 @@ def sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tens
         Two 0-dim float64 tensors.
 
     Example:
-        >>> from .None import partition_units
+        >>> from .units import partition_units
         >>> log_r, valid = torch.tensor([[0.0, 5.0, 9.0]]).double(), torch.tensor([[True, True, False]])
         >>> spec = WeightSpec("token", "truncate", None, 2.0)
         >>> total, count = sum_weights(spec, log_r, partition_units("token", valid, None))

@@ -26,7 +26,7 @@ from tests.support.drawn import Rows, batches, corrections, examples
 from tests.support.packed import NAMES, both_stages, noisy, pack, packed
 from tests.support.presets import PRESETS
 
-STAGE = ("weight", "keep", "log_ratio", "valid", "response_mask", "old_log_prob", "rollout_log_prob")
+STAGE = ("weight", "keep", "log_ratio", "valid", "decided", "response_mask")
 
 
 @pytest.fixture(autouse=True)
