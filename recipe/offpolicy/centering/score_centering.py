@@ -29,9 +29,9 @@ from ..batch.plan import take_reports
 from ..extensions.add_on import AddOn
 from ..proof.verify import LivenessError
 from ..replay.batch_routes import TokenLayout
-from ..support.token_supports import MASS, BatchSupports, ResponseTokens, lay_out_supports
 from ..support.support_replay import note_supports, serve_supports
 from ..support.support_settings import CENTERING, SupportSettings
+from ..support.token_supports import MASS, BatchSupports, ResponseTokens, lay_out_supports
 
 logger = logging.getLogger("verl.offpolicy")
 MU_ERROR = 1e-5
