@@ -125,7 +125,7 @@ OPTIMIZER = (
     _stepping_engine("lr_scheduler_step(self)", names="lr_scheduler get_last_lr"),
     _of_lr(f"{_WORKERS}:ActorRolloutRefWorker")("init_model", name="init_model of the optimizer", names="actor reset"),
 )
-"""Parts of verl that ``recipe.offpolicy.extensions.ess_lr`` wraps or relies on."""
+"""Parts of verl that ``recipe.offpolicy.extensions.vcpo`` wraps or relies on."""
 
 PADDING = Seams("verl.workers.utils.losses")("no_padding_2_padding(tensor, data)", name="response_padding")
 METRICS = replace(_POSTPROCESS_OUTPUT, name="sent_metrics")

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_modules("lengths", "torch", "numpy", "pyarrow", "xxhash", *list_output_modules(options))
     from .analysis.lengths import CurveError, NoClassError
     from .analysis.plotting import PageError, check_outputs
-    from .extensions.sessions import DumpError, is_dump
+    from .extensions.validation_answers import DumpError, is_dump
     from .recording import RecordingError
 
     try:

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_modules("pass_at_k", "torch", *list_output_modules(options))
     from .analysis import pass_at_k as analysis
     from .analysis.plotting import check_outputs, save
-    from .extensions.pass_at_k.summary import Stopping
+    from .extensions.pass_at_k.estimates import Stopping
 
     try:
         check_outputs(options, "pass_at_k")

@@ -34,7 +34,7 @@ def measure(positions: int, repeats: int) -> dict[str, float]:
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.outputs import LogprobsTensors
 
-    from recipe.offpolicy.extensions.process_reward.tail_scores import ScoredPrompt, read_answer
+    from recipe.offpolicy.extensions.process_reward.prefix_scorer import ScoredPrompt, read_answer
 
     ids = torch.randint(0, 1000, (positions, 1))
     tensors = LogprobsTensors(ids, -torch.rand(positions, 1), torch.ones(positions, dtype=torch.int64))

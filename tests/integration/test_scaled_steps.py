@@ -32,7 +32,7 @@ def rows(model: Path) -> tw.Rollout:
 
 def start(model: Path, *, scaled: bool = True) -> Any:
     """A worker whose rate warms up over four updates: 0, 1/4, 1/2, 3/4 of it."""
-    from recipe.offpolicy.extensions.ess_lr import scale_steps
+    from recipe.offpolicy.extensions.vcpo import scale_steps
     from verl.utils.torch_functional import get_constant_schedule_with_warmup
 
     worker = tw.start_worker(model)
@@ -46,7 +46,7 @@ def start(model: Path, *, scaled: bool = True) -> Any:
 
 def update(worker: Any, rows: tw.Rollout, factor: float | None) -> list[Any]:
     from recipe.offpolicy.batch.plan import take_reports
-    from recipe.offpolicy.extensions.ess_lr import FLAG, REPORT
+    from recipe.offpolicy.extensions.vcpo import FLAG, REPORT
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.losses import ppo_loss
 
@@ -62,7 +62,7 @@ def rates(worker: Any) -> tuple[float, float, float]:
 
 
 def test_the_factor_multiplies_each_step_and_never_the_next(model: Path, rows: tw.Rollout) -> None:
-    from recipe.offpolicy.extensions.ess_lr import find_wrong_rate
+    from recipe.offpolicy.extensions.vcpo import find_wrong_rate
 
     worker = start(model)
     for number, factor in enumerate(FACTORS):
@@ -103,7 +103,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(model: Path, rows: tw.Ro
 
 
 def test_a_batch_without_a_factor_steps_at_verls_rate_and_says_so(model: Path, rows: tw.Rollout) -> None:
-    from recipe.offpolicy.extensions.ess_lr import find_wrong_rate
+    from recipe.offpolicy.extensions.vcpo import find_wrong_rate
 
     reports = update(start(model), rows, None)
     assert find_wrong_rate(reports, 0.5) == "the worker's factor is None, but the trainer's is 0.5"

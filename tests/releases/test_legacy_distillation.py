@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.opd.opd_worker import OpdReport, OpdWorker, check_reports
 from recipe.offpolicy.extensions.opd.settings import OpdSettings
-from recipe.offpolicy.extensions.opd.signal import CENTRE, FACTOR, ROW, SENT, TEACHER
+from recipe.offpolicy.extensions.opd.signal import (
+    CENTRE,
+    FACTOR,
+    ROW,
+    SENT,
+    TEACHER,
+    OpdReport,
+    OpdWorker,
+    check_reports,
+)
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.worker.metrics import take_packets
 from tests.support import legacy_actor as la

@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from recipe.offpolicy.batch.declared_keys import Key
 from recipe.offpolicy.correction.problem import quote_value
 from recipe.offpolicy.delivery import checksums
-from recipe.offpolicy.extensions import ess_lr, optimal_baseline
-from recipe.offpolicy.extensions.length_penalty import settings as length_penalty
-from recipe.offpolicy.extensions.opd import settings as opd
-from recipe.offpolicy.extensions.pass_at_k import settings as pass_at_k
-from recipe.offpolicy.extensions.process_reward import settings as process_reward
-from recipe.offpolicy.extensions.turn_credit import turn_credit
+from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
+from recipe.offpolicy.extensions.opd.settings import OpdSettings
+from recipe.offpolicy.extensions.pass_at_k.settings import PassAtKSettings
+from recipe.offpolicy.extensions.process_reward.settings import ProcessSettings
+from recipe.offpolicy.extensions.turn_credit import TurnSettings
+from recipe.offpolicy.extensions.vcpo import BaselineSettings, EssLrSettings
 from recipe.offpolicy.monitor import alarm_settings, bound_settings
 from recipe.offpolicy.preflight import auto_choice
 from recipe.offpolicy.recording import run
@@ -43,13 +43,16 @@ TABLES: dict[str, tuple[str, Mapping[str, Key]]] = {
         auto_choice.KEYS,
     )
 } | {
-    "ess_lr": ("ess_lr/sqrt.yaml", ess_lr.KEYS),
-    "length_penalty": ("length_penalty/anchor.yaml", length_penalty.KEYS),
-    "opd": ("opd/advantage.yaml", opd.KEYS),
-    "optimal_baseline": ("optimal_baseline/group.yaml", optimal_baseline.KEYS),
-    "pass_at_k": ("pass_at_k/loo.yaml", pass_at_k.KEYS),
-    "process_reward": ("process_reward/prefix_value.yaml", process_reward.KEYS),
-    "turn_credit": ("turn_credit/turn_index.yaml", turn_credit.KEYS),
+    settings.option.split("/")[0]: (f"{settings.option}.yaml", settings.keys())
+    for settings in (
+        EssLrSettings,
+        LengthSettings,
+        OpdSettings,
+        BaselineSettings,
+        PassAtKSettings,
+        ProcessSettings,
+        TurnSettings,
+    )
 }
 """Section -> the file that ships it, and its table."""
 _ALARM = "offpolicy.alarms.ess"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recipe.offpolicy.batch.declared_keys import read_shipped_defaults
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.extensions.process_reward.advantages import FIELD
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import FIELD
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY
 from tests.support import training_worker as tw

@@ -19,8 +19,7 @@ from torch import Tensor
 from recipe.offpolicy.correction import Problem, SpecError
 from recipe.offpolicy.correction.problem import set_to
 from recipe.offpolicy.extensions.add_on import BoundLoss, Extension, WorkerExtension
-from recipe.offpolicy.extensions.batch_view import BatchView, PromptView, last_outputs
-from recipe.offpolicy.extensions.loss_rows import LossRows
+from recipe.offpolicy.extensions.batch_view import BatchView, LossRows, PromptView, last_outputs
 from recipe.offpolicy.proof.verify import LivenessError
 
 

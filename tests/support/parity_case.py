@@ -12,9 +12,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.batch.plan import BatchSplit, build_plan
-from recipe.offpolicy.extensions.opd.opd_worker import OpdWorker, check_reports
 from recipe.offpolicy.extensions.opd.settings import OpdSettings
-from recipe.offpolicy.extensions.opd.signal import CENTRE, FACTOR, ROW, TEACHER
+from recipe.offpolicy.extensions.opd.signal import CENTRE, FACTOR, ROW, TEACHER, OpdWorker, check_reports
 
 VOCABULARY = 32
 PROMPT, WIDTH = 5, 9

@@ -22,10 +22,16 @@ def main(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
-    from recipe.offpolicy.extensions.process_reward.prefix_scorer import PrefixScorer, Row, RowValues
+    from recipe.offpolicy.extensions.process_reward.prefix_scorer import (
+        PrefixScorer,
+        Row,
+        RowValues,
+        Tail,
+        TailScores,
+        score_tails,
+    )
     from recipe.offpolicy.extensions.process_reward.scoring_server import keep_flat
     from recipe.offpolicy.extensions.process_reward.settings import ProcessSettings
-    from recipe.offpolicy.extensions.process_reward.tail_scores import Tail, TailScores, score_tails
     from scripts.quickstart.model import build_model
     from scripts.quickstart.sums import build_sums_tokenizer
     from verl.workers.rollout.vllm_rollout.utils import extract_prompt_logprobs

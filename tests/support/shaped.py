@@ -13,7 +13,7 @@ from torch import Tensor
 from recipe.offpolicy.correction import RolloutStage
 from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.loss_rows import LossRows
+from recipe.offpolicy.extensions.batch_view import LossRows
 from recipe.offpolicy.trainer.batch_view import DataProtoBatch
 from verl import DataProto
 from verl.trainer.ppo import core_algos

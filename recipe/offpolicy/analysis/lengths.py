@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..extensions.length_penalty import fixed_classes
+from ..extensions import validation_answers
+from ..extensions.batch_view import round_threshold
 from ..extensions.length_penalty.penalties import CLASSES, summarize_lengths
-from ..extensions.sessions import drop_repeated, find_run, name_runs, read_answers, read_lines, round_threshold
+from ..extensions.validation_answers import drop_repeated, find_run, name_runs, read_answers, read_lines
 from ..recording import Recording, Rows
 from ..recording.schema import concatenate
 from .plotting import PALETTE, Axis, Mark, Panel, draw_panels
@@ -163,22 +164,22 @@ def read_checkpoints(paths: Sequence[Path], tokenizer: Any) -> list[Answers]:
     checkpoints = []
     for (run, step), answers in found.items():
         prompts, outputs, scores = zip(*answers, strict=True)
-        tokens = np.array(fixed_classes.count_tokens(tokenizer, outputs), dtype=np.float64)
+        tokens = np.array(validation_answers.count_tokens(tokenizer, outputs), dtype=np.float64)
         label = f"{runs[run]}step {step}"
         checkpoints.append(Answers(label, np.array(prompts, dtype=object), tokens, np.array(scores, dtype=np.float64)))
     return checkpoints
 
 
 def assign(early: Answers, *, samples: int, correct_at_least: float) -> dict[str, set[str]]:
-    """Collect the easy and the hard prompts of an early checkpoint; see ``fixed_classes.fix_classes``.
+    """Collect the easy and the hard prompts of an early checkpoint; see ``validation_answers.fix_classes``.
 
     Raises:
         NoClassError: no prompt has enough answers, or none is easy or hard.
     """
     right = (early.rewards >= round_threshold(correct_at_least)).tolist()
-    answers = map(fixed_classes.Answer, early.prompts, early.tokens.astype(int).tolist(), right)
-    classes = fixed_classes.fix_classes(list(answers), samples=samples)
-    found = {name: {prompt for prompt, each in classes.items() if each == name} for name in fixed_classes.CLASSES}
+    answers = map(validation_answers.Answer, early.prompts, early.tokens.astype(int).tolist(), right)
+    classes = validation_answers.fix_classes(list(answers), samples=samples)
+    found = {name: {prompt for prompt, each in classes.items() if each == name} for name in validation_answers.CLASSES}
     if not any(found.values()):
         raise NoClassError(
             f"{early.label}: {len(classes)} prompts have {samples} answers, but none of these prompts is easy (more "

@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..extensions.pass_at_k.estimators import RankingOnly, rank, unbiased, unbiased_dynamic
-from ..extensions.pass_at_k.summary import (
+from ..extensions.batch_view import round_threshold
+from ..extensions.pass_at_k.estimates import (
     NotIdentified,
+    RankingOnly,
     Stopping,
     Summary,
     extrapolate,
     fit,
     maximise_likelihood,
+    rank,
     summarize,
+    unbiased,
+    unbiased_dynamic,
 )
-from ..extensions.sessions import DumpError, drop_repeated, find_run, name_runs, read_dump, round_threshold
+from ..extensions.validation_answers import DumpError, drop_repeated, find_run, name_runs, read_dump
 from .plotting import PALETTE, Axis, Mark, Panel, draw_panels
 from .table import Column, Table, to_plain
 

@@ -26,11 +26,11 @@ from torch import Tensor
 from ..batch.declared_keys import Configured
 from ..correction import Problem, SpecError
 from ..correction.problem import CheckError
-from ..fault_tolerance.state_schema import CheckpointError, read_json
+from ..fault_tolerance.state_schema import CheckpointError, read_json, refuse
 from .batch_view import BatchView, PromptView
 
 if TYPE_CHECKING:
-    from .loss_rows import LossRows
+    from .batch_view import LossRows
 
 
 @dataclass(frozen=True)
@@ -319,34 +319,37 @@ def write_state(folder: Path, name: str, state: Any) -> None:
     (folder / name).write_text(json.dumps(state))
 
 
-def read_state(folder: Path, name: str, section: str, content: str, schema: Any) -> Any:
+def read_state(folder: Path, name: str, section: str, schema: Any, key: str, expected: int) -> Any:
     """Read a state that ``write_state`` wrote.
 
     Args:
-        section, content: name of the extension and content of the file, for the error.
+        section: name of the extension, for the error.
         schema: schema of the file, see ``fault_tolerance.state_schema``.
+        key: a key of the state, whose value must have ``expected`` entries.
 
     Raises:
-        CheckpointError: the checkpoint records the state, but the file is missing or invalid.
+        CheckpointError: the checkpoint records the state, but the file is missing, invalid or of another checkpoint.
     """
-    path = folder / name
+    path, recorded = folder / name, f"the checkpoint records {expected} {name.removesuffix('.json')}"
     try:
-        return read_json(path, schema)
+        state = read_json(path, schema)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{section}: the checkpoint records {content}, but {path} is missing. "
-            f"Fix: restore the file, or resume another checkpoint."
+            f"{section}: {recorded}, but {path} is missing. Fix: restore the file, or resume another checkpoint."
         ) from error
+    if len(state[key]) != expected:
+        refuse(path, key, len(state[key]), recorded)
+    return state
 
 
 KEY = "offpolicy.extensions"
 """Key of a mapping from a fork's own sections to "module:Class", which Ray's processes receive in the configuration."""
 SHIPPED: dict[str, str] = {
-    "ess_lr": "recipe.offpolicy.extensions.ess_lr:EssLr",
+    "ess_lr": "recipe.offpolicy.extensions.vcpo:EssLr",
     "length_penalty": "recipe.offpolicy.extensions.length_penalty.length_penalty:LengthPenalty",
     "pass_at_k": "recipe.offpolicy.extensions.pass_at_k.pass_at_k:PassAtK",
-    "optimal_baseline": "recipe.offpolicy.extensions.optimal_baseline:OptimalBaseline",
-    "turn_credit": "recipe.offpolicy.extensions.turn_credit.turn_credit:TurnCredit",
+    "optimal_baseline": "recipe.offpolicy.extensions.vcpo:OptimalBaseline",
+    "turn_credit": "recipe.offpolicy.extensions.turn_credit:TurnCredit",
     "process_reward": "recipe.offpolicy.extensions.process_reward.prefix_value_rewards:PrefixValueRewards",
     # This section follows the others, because it replaces the advantages that they computed for the distilled rows.
     "opd": "recipe.offpolicy.extensions.opd.distillation:OnPolicyDistillation",
@@ -373,9 +376,8 @@ def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
     made: list[Extension] = []
     problems: list[Problem] = []
     for section, target in list_registered(config).items():
-        if not isinstance(node := OmegaConf.select(config, section), DictConfig):
-            continue
-        if section not in SHIPPED and not own_launch.get():
+        known = section in SHIPPED or own_launch.get()
+        if not known or not isinstance(node := OmegaConf.select(config, section), DictConfig):
             continue
         settings: Any = OmegaConf.to_container(node, resolve=True)
         try:
@@ -394,26 +396,21 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
     run = Configured(config)
     own = run.get(KEY)
     if own is not None and not isinstance(own, DictConfig):
-        reason, fix = (
-            "this is not a mapping of sections to classes.",
-            f"Set {KEY}.SECTION=module:Class, or remove the key.",
-        )
-        yield run.problem(KEY, reason, fix, {KEY: {}}, ())
+        fix = f"Set {KEY}.SECTION=module:Class, or remove the key."
+        yield run.problem(KEY, "this is not a mapping of sections to classes.", fix, {KEY: {}}, ())
         return
     for section in list_registered(config):
         key, node = f"{KEY}.{section}", run.get(section)
-        if node is None and section not in SHIPPED:
-            reason = f"the section {section} is missing, so the extension is off."
-            yield run.problem(
-                key, reason, f"Set +{section}.KEY=VALUE, or remove this entry.", parts=(), verdict="NO-OP"
-            )
-        elif isinstance(node, DictConfig) and section not in SHIPPED and not own_launch.get():
+        if node is not None and not isinstance(node, DictConfig):
+            fix = f"Set {section}.KEY=VALUE, or {section}=null."
+            yield run.problem(section, "the section must hold keys.", fix, parts=())
+        elif node is None and section not in SHIPPED:
+            reason, fix = "its section is missing, so it is off.", f"Set +{section}.KEY=VALUE, or remove this entry."
+            yield run.problem(key, reason, fix, parts=(), verdict="NO-OP")
+        elif section not in SHIPPED and not own_launch.get():
             reason = "code that a script names is not imported, so it was not checked whether the extension is live."
             fix = "Check the launch's overrides without --script, in the folder of its code."
             yield run.problem(key, reason, fix, parts=(), verdict="NOTE")
-        elif node is not None and not isinstance(node, DictConfig):
-            fix = f"Set {section}.KEY=VALUE, or {section}=null."
-            yield run.problem(section, "the section must hold keys.", fix, parts=())
 
 
 def _class_of(section: str, target: str) -> type[Extension]:

@@ -100,59 +100,30 @@ class AddOns:
 
     # Around methods of verl's trainer -----------------------------------------------------------------------
 
-    def replay_buffer(self, build: Callable[[], Any]) -> Any:
-        """Build the V1 trainer's replay buffer."""
-        return self._around("replay_buffer", build)
+    def wrap(self, hook: str, run: Callable[..., Any], *more: Any) -> Callable[..., Any]:
+        """Wrap ``run``, a method of verl's trainer, in a hook that receives it, its arguments and ``more``."""
+        for add_on in reversed(self._users(hook)):
+            run = partial(_call, getattr(add_on, hook), run, more)
+        return run
 
-    def actor_class(self, worker: type) -> type:
-        """Choose the class of the actor's workers."""
-        for add_on in reversed(self._users("actor_class")):
-            worker = add_on.actor_class(worker)
-        return worker
+    def replace(self, hook: str, value: Any) -> Any:
+        """Pass a value, such as the rollout client, through a hook of all add-ons, the innermost first."""
+        for add_on in reversed(self._users(hook)):
+            value = getattr(add_on, hook)(value)
+        return value
 
     def engine_parts(self) -> list[Callable[[Any], object]]:
         """Collect the functions to install in the training engine."""
         return [part for add_on in reversed(self._all) if (part := add_on.engine_part()) is not None]
-
-    def rollout_client(self, client: Any) -> Any:
-        """Return the rollout client for agent loops."""
-        for add_on in reversed(self._users("rollout_client")):
-            client = add_on.rollout_client(client)
-        return client
 
     def on_resumed(self) -> None:
         """Let add-ons continue after verl has loaded a checkpoint."""
         for add_on in self._all:
             add_on.on_resumed()
 
-    def run_step(self, run: Callable[[], Any], metrics: dict[str, Any]) -> Any:
-        """Run one step of the V1 trainer."""
-        return self._around("run_step", run, metrics)
-
-    def warm_up_prompts(self, add: Callable[[Any], None], batches: Any) -> None:
-        """Issue the prompts before the first step."""
-        self._through("warm_up_prompts", add)(batches)
-
-    def issue_prompts(self, add: Callable[[], None]) -> None:
-        """Issue the prompts of one step."""
-        self._around("issue_prompts", add)
-
-    def submit_prompts(self, send: Callable[[Any], int], batch: Any) -> int:
-        """Send prompts to the rollout servers."""
-        sent: int = self._through("submit_prompts", send)(batch)
-        return sent
-
     def batch_flags(self) -> dict[str, Any]:
         """Collect the flags sent to the workers with a batch."""
         return {name: value for add_on in self._all for name, value in add_on.batch_flags().items()}
-
-    def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
-        """Compute pi_old in the V1 trainer."""
-        return self._through("old_log_prob", compute, metrics)(batch)
-
-    def update_actor(self, run: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
-        """Update the V1 trainer's actor."""
-        return self._through("update_actor", run, metrics)(batch)
 
     def before_update(self) -> None:
         """Let add-ons finish any work that an update would disturb."""
@@ -170,18 +141,6 @@ class AddOns:
             with self._within(add_on):
                 found.append(getattr(add_on, hook)(*args))
         return found
-
-    def _around(self, hook: str, run: Callable[[], Any], *args: Any) -> Any:
-        """Call ``run`` inside this hook of all add-ons."""
-        for add_on in reversed(self._users(hook)):
-            run = partial(getattr(add_on, hook), run, *args)
-        return run()
-
-    def _through(self, hook: str, run: Callable[[Any], Any], *args: Any) -> Callable[[Any], Any]:
-        """Wrap ``run``, a function of one batch, in this hook of all add-ons."""
-        for add_on in reversed(self._users(hook)):
-            run = partial(_call, getattr(add_on, hook), run, args)
-        return run
 
     # Extensions ---------------------------------------------------------------------------------------------
 
@@ -232,30 +191,39 @@ class AddOns:
 
     def _shape(self, batch: TrainerBatch, estimator: Callable[[], None]) -> None:
         raw = batch.scores
-        rewards = raw
-        for each in self._users("shape_rewards"):
-            with self._within(each):
-                rewards = _changed(each.shape_rewards(batch, rewards.clone()), rewards, each, "shape_rewards")
+        rewards = self._change("shape_rewards", batch, raw, raw)
         with batch.shaped(rewards) if rewards is not raw else nullcontext():
             estimator()
-        own = found = batch.advantages
-        for each in self._users("estimate"):
-            with self._within(each):
-                estimated = each.estimate(batch, rewards.clone())
-                if estimated is not None:
-                    advantages = _changed(estimated, rewards, each, "estimate")
-                    if batch.silent is not None:
-                        advantages = advantages.masked_fill(batch.silent[:, None], 0.0)
-                    batch.put_advantages(advantages, returns=True)
-                    found = batch.advantages
-        advantages = found
-        for each in self._users("shape_advantages"):
-            with self._within(each):
-                shaped = each.shape_advantages(batch, advantages.clone())
-                advantages = _changed(shaped, advantages, each, "shape_advantages")
+        own = batch.advantages
+        estimated = self._change("estimate", batch, own, rewards)
+        if estimated is not own:
+            if batch.silent is not None:
+                estimated = estimated.masked_fill(batch.silent[:, None], 0.0)
+            batch.put_advantages(estimated, returns=True)
+        found = batch.advantages
+        advantages = self._change("shape_advantages", batch, found, found)
         if advantages is not found:
             batch.put_advantages(advantages, returns=False)
         self._each("on_advantages", batch, Advantages(rewards, own, advantages))
+
+    def _change(self, hook: str, batch: BatchView, values: Tensor, given: Tensor) -> Tensor:
+        """Let all add-ons change ``values``; each hook receives the changed values or, for ``estimate``, ``given``.
+
+        Raises:
+            ValueError: a hook returned another shape, or values that are not finite.
+        """
+        for each in self._users(hook):
+            with self._within(each):
+                changed = getattr(each, hook)(batch, (given if hook == "estimate" else values).clone())
+            if changed is None:
+                continue
+            returned = f"{_section(each)}: {hook} returned values"
+            if changed.shape != values.shape:
+                raise ValueError(f"{returned} of shape {tuple(changed.shape)} for rows of shape {tuple(values.shape)}.")
+            if (lost := ~torch.isfinite(changed)).any():
+                raise ValueError(f"{returned} that are not finite; the first is in row {int(lost.nonzero()[0, 0])}.")
+            values = changed.to(given.dtype if hook == "estimate" else values.dtype)
+        return values
 
     def take_out(self, batch: BatchView, why: str, *, masked: Collection[str], silenced: Collection[str] = ()) -> None:
         """Record the rows that are removed from the update after the advantages and before the loss.
@@ -296,11 +264,9 @@ class AddOns:
                     continue
                 found = [report[extension.section] for report in reports if extension.section in report]
                 if len(found) < len(reports) or not found:
-                    raise LivenessError(
-                        f"{extension.section}: {len(reports) - len(found)} of {len(reports)} micro-batches have no "
-                        "report from the extension, so the extension did not run on them. Some code gives the "
-                        "workers another loss, or drops the loss's metrics."
-                    )
+                    lost = f"{len(reports) - len(found)} of {len(reports)} micro-batches have no report"
+                    reason = "Some code gives the workers another loss, or drops the loss's metrics."
+                    raise LivenessError(f"{extension.section}: {lost} from the extension. {reason}")
                 self._compare_rows(extension, found, epochs)
                 self._judged |= extension.judge(found)
         self._left = {}
@@ -325,23 +291,17 @@ class AddOns:
         if (sent := extension.sent) is None:
             return
         if missing := {name: None for report in reports if report.hashes is None for name in report.missing}:
-            raise LivenessError(
-                f"{extension.section}: {', '.join(missing)} did not reach the loss of a micro-batch. Some code selects "
-                f"or converts the columns that go to the workers."
-            )
+            reason = "Some code selects or converts the columns that go to the workers."
+            raise LivenessError(f"{extension.section}: {', '.join(missing)} did not reach the loss. {reason}")
         seen = itertools.chain.from_iterable(report.hashes for report in reports)
         if (difference := find_difference(sent, seen, self._left, epochs)) is not None:
-            raise LivenessError(
-                f"{extension.section}: the loss did not receive the sequences that were sent to it. {difference}. Some "
-                f"code drops, repeats, changes or mixes up sequences between the trainer and the loss."
-            )
+            lost = f"the loss did not receive the sequences that were sent to it. {difference}"
+            reason = "Some code drops, repeats, changes or mixes up sequences between the trainer and the loss."
+            raise LivenessError(f"{extension.section}: {lost}. {reason}")
 
     def metrics(self) -> dict[str, float]:
         """Collect the metrics of the last update, by full name."""
-        found = dict(self._judged)
-        for each in self._each("metrics"):
-            found |= each
-        return found
+        return self._judged | {name: value for each in self._each("metrics") for name, value in each.items()}
 
     # Validation and checkpoints ------------------------------------------------------------------------------
 
@@ -355,10 +315,8 @@ class AddOns:
         self, sources: Sequence[Any], uids: Sequence[Any], values: Mapping[str, Sequence[Any]]
     ) -> dict[str, float]:
         """Compute all extensions' metrics of one validation."""
-        found: dict[str, float] = {}
-        for each in self._each("validation_metrics", sources, uids, values):
-            found |= each
-        return found
+        found = self._each("validation_metrics", sources, uids, values)
+        return {name: value for each in found for name, value in each.items()}
 
     @property
     def rate_limit_state(self) -> Mapping[str, Any] | None:
@@ -409,29 +367,9 @@ class AddOns:
         return keys + ["offpolicy.staleness.eta"] * (self.rate_limit_state is not None)
 
 
-def _call(hook: Callable[..., Any], run: Callable[[Any], Any], args: Sequence[Any], batch: Any) -> Any:
-    return hook(run, batch, *args)
+def _call(hook: Callable[..., Any], run: Callable[..., Any], more: Sequence[Any], *given: Any) -> Any:
+    return hook(run, *given, *more)
 
 
 def _section(add_on: AddOn) -> str:
     return add_on.section if isinstance(add_on, Extension) else ""
-
-
-def _changed(given: Tensor | None, before: Tensor, add_on: AddOn, hook: str) -> Tensor:
-    """Return a hook's result after checking it, or ``before`` if it returned None.
-
-    Raises:
-        ValueError: the result has another shape, or values that are not finite.
-    """
-    if given is None:
-        return before
-    if given.shape != before.shape:
-        raise ValueError(
-            f"{_section(add_on)}: {hook} returned values of shape {tuple(given.shape)} for rows of shape "
-            f"{tuple(before.shape)}."
-        )
-    lost = ~torch.isfinite(given)
-    if lost.any():
-        row = int(lost.nonzero()[0, 0])
-        raise ValueError(f"{_section(add_on)}: {hook} returned values that are not finite; the first is in row {row}.")
-    return given.to(before.dtype)

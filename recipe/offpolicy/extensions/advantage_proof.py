@@ -13,8 +13,7 @@ from torch import Tensor
 from ..batch.seals import hash_rows
 from ..proof.verify import LivenessError
 from .add_on import Advantages, Extension, WorkerExtension
-from .batch_view import BatchView
-from .loss_rows import LossRows
+from .batch_view import BatchView, LossRows
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -84,10 +83,24 @@ class AdvantageExtension(Extension):
             f"{self.prefix}/live/proved": float(self._proved),
         }
 
-    def _require(self, group: str, wrong: str | None) -> None:
-        """Stop the run if the second implementation found a wrong advantage in a group."""
-        if wrong is not None:
-            raise LivenessError(f"{self.section}: in group {group} {wrong}.")
+    def _compare(
+        self,
+        group: str,
+        seen: Sequence[float],
+        wanted: Sequence[float],
+        error: float,
+        what: str = "the advantage is",
+        names: Sequence[str] = (),
+    ) -> None:
+        """Compare a group's values with those of the second implementation, with ``names`` other than its rollouts.
+
+        Raises:
+            LivenessError: a value differs by more than ``error``.
+        """
+        for at, (found, due) in enumerate(zip(seen, wanted, strict=True)):
+            if not abs(found - due) <= error:
+                where = f"in group {group}, {names[at] if names else f'rollout {at}'}"
+                raise LivenessError(f"{self.section}: {where}, {what} {found:.6g} instead of {due:.6g}.")
 
     def worker(self) -> AdvantageWorker | None:
         return AdvantageWorker()

@@ -1,21 +1,20 @@
-"""Checks of an extension's section, whose values override those of the option that ships the keys."""
+"""Settings of an extension's section, declared once as a dataclass, and checks that several extensions share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from ..batch.declared_keys import Configured, Key, Rule, Section
+from ..batch.declared_keys import Configured, Key, Rule, Section, choice, flag
 from ..correction import Problem, SpecError
 from ..correction.decisions import GROUP_ESTIMATORS
 from ..correction.problem import EVERYTHING, CheckError, Requirement, find_unmet
 
-T = TypeVar("T")
 ROLLOUTS = "actor_rollout_ref.rollout.n"
 REUSED = ("reuse", "bypass", "loglinear", "same_engine")
 """Values of ``correction.proximal`` with which no forward pass computes pi_old before the update."""
@@ -23,65 +22,89 @@ _OWN_ESTIMATE = (
     Requirement(
         "algorithm.adv_estimator", GROUP_ESTIMATORS, "it does not compute advantages from a group's rewards alone."
     ),
-    Requirement(
-        "algorithm.use_kl_in_reward",
-        (False,),
-        "the KL is part of verl's rewards, but not of the rewards that the extension reads.",
-    ),
-    Requirement(
-        "length_penalty.place",
-        ("after",),
-        "it checks the advantages that verl itself computes from the lowered rewards.",
-    ),
+    Requirement("algorithm.use_kl_in_reward", (False,), "the extension reads rewards without the KL."),
+    Requirement("length_penalty.place", ("after",), "it checks advantages that verl computes from lowered rewards."),
 )
 """Requirements of an extension that computes a group's advantages from rewards, instead of verl's estimator."""
 _CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 
 
-def build_settings(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Build a dataclass from nested values; fields may be dataclasses too."""
-    nested = {name: hint for name, hint in get_type_hints(kind).items() if is_dataclass(hint)}
-    return kind(**values | {name: hint(**values[name]) for name, hint in nested.items()})  # type: ignore[operator]
+@dataclass(frozen=True)
+class SectionSettings:
+    """Base of the settings of one section.
 
-
-def read_values(
-    section: str,
-    values: Any,
-    option: str,
-    keys: Mapping[str, Key],
-    rules: Sequence[Rule] = (),
-    named: tuple[str, str, str] | None = None,
-) -> dict[str, Any]:
-    """Return the values of a section, with the values of ``option`` for missing keys.
-
-    Args:
-        option: the file that ships all keys, such as ``opd/advantage``.
-        named: a key that has no default, with the reason and the fix to report if it is missing.
-
-    Raises:
-        CheckError: unknown keys, invalid values, unused keys and contradictions, all at once.
-        SpecError: ``named`` is missing.
+    A field's annotation declares the accepted values: a ``Literal`` is a choice, ``bool`` is true or false, another
+    dataclass is a nested section, and ``Annotated`` holds a ``Key``.
     """
-    shipped = _read_option(option)
-    if found := list(Section(section, shipped, keys, rules).check(values)):
-        raise CheckError(replace(problem, parts=EVERYTHING) for problem in found)
-    if named is not None and named[0] not in values:
-        key = f"{section}.{named[0]}"
-        raise SpecError(*named[1:], key=key, proposed={key: option.rpartition("/")[2]})
-    return {
-        name: {**default, **(values.get(name) or {})} if isinstance(default, Mapping) else values.get(name, default)
-        for name, default in shipped.items()
-    }
+
+    option: ClassVar[str]
+    """File that ships all keys, such as ``opd/advantage``."""
+    needed: ClassVar[str] = ""
+    """Key that has no default."""
+    rules: ClassVar[Sequence[Rule]] = ()
+
+    @classmethod
+    def keys(cls) -> dict[str, Key]:
+        """Map each key of the section to its declaration."""
+        return declare_keys(cls)
+
+    @classmethod
+    def read(cls, section: str, values: Any) -> dict[str, Any]:
+        """Return the values of a section, with the values of ``option`` for missing keys.
+
+        Raises:
+            CheckError: unknown keys, invalid values, unused keys and contradictions, all at once.
+            SpecError: the needed key is missing.
+        """
+        shipped = _read_option(cls.option)
+        if found := list(Section(section, shipped, cls.keys(), cls.rules).check(values)):
+            raise CheckError(replace(problem, parts=EVERYTHING) for problem in found)
+        if cls.needed and cls.needed not in values:
+            key, default = f"{section}.{cls.needed}", cls.option.rpartition("/")[2]
+            fix = f"Set {section}={default}, or another option of configs/{section}."
+            raise SpecError("this key has no default.", fix, key=key, proposed={key: default})
+        return {
+            name: {**default, **(values.get(name) or {})} if isinstance(default, Mapping) else values.get(name, default)
+            for name, default in shipped.items()
+        }
+
+    @classmethod
+    def from_mapping(cls, section: str, values: Any) -> Self:
+        """Build the settings from the values of the section.
+
+        Raises:
+            CheckError, SpecError: as ``read``.
+        """
+        return cls.build(cls.read(section, values))
+
+    @classmethod
+    def build(cls, values: Mapping[str, Any]) -> Self:
+        """Build the settings from complete values."""
+        nested = {name: hint for name, hint in get_type_hints(cls).items() if is_dataclass(hint)}
+        return cls(**values | {name: hint(**values[name]) for name, hint in nested.items()})  # type: ignore[operator]
+
+
+def declare_keys(kind: type, prefix: str = "") -> dict[str, Key]:
+    """Map each key that a dataclass declares to its ``Key``; keys of a nested section contain a dot."""
+    hints, keys = get_type_hints(kind, include_extras=True), dict[str, Key]()
+    for name in (field.name for field in fields(kind)):
+        hint, full = hints[name], f"{prefix}{name}"
+        if is_dataclass(hint):
+            keys |= declare_keys(hint, f"{full}.")  # type: ignore[arg-type]
+        elif get_origin(hint) is Literal:
+            keys[full] = choice(*get_args(hint))
+        elif hint is bool:
+            keys[full] = flag()
+        elif declared := getattr(hint, "__metadata__", None):
+            keys[full] = declared[0]
+    return keys
 
 
 @cache
 def _read_option(option: str) -> dict[str, Any]:
-    """Read the values of an option; an empty mapping, which allows any keys, becomes null."""
+    """Read the values of an option."""
     shipped: Any = OmegaConf.to_container(OmegaConf.load(_CONFIG_DIR / f"{option}.yaml"))
-    return {
-        name: {key: None if each == {} else each for key, each in value.items()} if isinstance(value, dict) else value
-        for name, value in shipped.items()
-    }
+    return dict(shipped)
 
 
 def find_late_weights(section: str, run: Configured) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ from verl.workers.utils.padding import response_from_nested
 from ..batch.padding import FORWARD, put_columns, read_columns
 from ..batch.plan import take_reports
 from ..extensions.add_on import AddOn
-from ..extensions.v1_run import V1Run
+from ..extensions.batch_view import V1Run
 from ..proof.verify import LivenessError
 from ..recording.schema import WITHOUT_REPLAY
 from ..staleness.client import RowNotes, VersionedClient, convert

@@ -24,7 +24,7 @@ from ..batch.padding import put_columns, read_columns, zero_rows
 from ..batch.weight_versions import EXTRA_FIELDS
 from ..correction.decisions import assign_mini_batches
 from ..extensions.add_on import AddOn
-from ..extensions.v1_run import V1Run
+from ..extensions.batch_view import V1Run
 from ..fault_tolerance.checkpoints import find_changes, find_record, read_staleness
 from ..fault_tolerance.state_schema import restoring
 from ..proof.rollout_log_probs import SAMPLED, name_missing_column

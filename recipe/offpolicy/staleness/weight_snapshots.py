@@ -27,7 +27,7 @@ from ..extensions.add_on import AddOn
 from ..extensions.batch_view import BatchView
 
 if TYPE_CHECKING:
-    from ..extensions.v1_run import V1Run
+    from ..extensions.batch_view import V1Run
 
 logger = logging.getLogger("verl.offpolicy")
 

@@ -149,7 +149,7 @@ class CorrectedRun:
         mapping = self.trainer.role_worker_mapping
         if self.add_ons.uses("actor_class"):
             for role in (role for role in ACTORS if role in mapping):
-                mapping[role] = ray.remote(self.add_ons.actor_class(mapping[role].__ray_actor_class__))
+                mapping[role] = ray.remote(self.add_ons.replace("actor_class", mapping[role].__ray_actor_class__))
 
     def _begin_supervision(self) -> None:
         """Start the proof and the recording once workers exist, and install the add-ons in their engines."""

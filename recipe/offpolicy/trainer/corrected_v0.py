@@ -107,7 +107,7 @@ class CorrectedV0(CorrectedRun):
     def init_workers(self) -> Any:
         self._begin()
         if self.add_ons.uses("rollout_client"):
-            note_clients(self.add_ons.rollout_client)
+            note_clients(lambda client: self.add_ons.replace("rollout_client", client))
         self._choose_actor_class()
         with self._phase("start"):
             made = self.verls.init_workers()

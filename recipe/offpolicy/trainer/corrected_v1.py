@@ -100,22 +100,22 @@ class CorrectedV1(CorrectedRun):
             from ..staleness.client import note_versions
 
             client = note_versions(client)
-        return self.add_ons.rollout_client(client)
+        return self.add_ons.replace("rollout_client", client)
 
     def _build_replay_buffer(self) -> Any:
-        return self.add_ons.replay_buffer(self.verls._build_replay_buffer)
+        return self.add_ons.wrap("replay_buffer", self.verls._build_replay_buffer)()
 
     def _add_async_warmup_batches(self, num_warmup_batches: Any) -> None:
-        self.add_ons.warm_up_prompts(self.verls._add_async_warmup_batches, num_warmup_batches)
+        self.add_ons.wrap("warm_up_prompts", self.verls._add_async_warmup_batches)(num_warmup_batches)
 
     def _add_batch_to_generate(self) -> None:
-        self.add_ons.issue_prompts(self.verls._add_batch_to_generate)
+        self.add_ons.wrap("issue_prompts", self.verls._add_batch_to_generate)()
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
-        return self.add_ons.submit_prompts(self.verls._submit_batch_to_rollout, batch)
+        return self.add_ons.wrap("submit_prompts", self.verls._submit_batch_to_rollout)(batch)
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
-        return self.add_ons.run_step(partial(self._run_step, metrics, timing_raw), metrics)
+        return self.add_ons.wrap("run_step", partial(self._run_step, metrics, timing_raw), metrics)()
 
     def _run_step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         self.supervision.begin_step()
@@ -177,7 +177,7 @@ class CorrectedV1(CorrectedRun):
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         self._flag(batch)
-        return self.add_ons.old_log_prob(partial(self._score, metrics=metrics), batch, metrics)
+        return self.add_ons.wrap("old_log_prob", partial(self._score, metrics=metrics), metrics)(batch)
 
     def _flag(self, batch: Any) -> None:
         """Set the add-ons' flags on a batch for its workers; needed after each put, whose metadata has no flags."""
@@ -251,7 +251,7 @@ class CorrectedV1(CorrectedRun):
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         self._flag(batch)
-        return self.add_ons.update_actor(partial(self._update, metrics=metrics), batch, metrics)
+        return self.add_ons.wrap("update_actor", partial(self._update, metrics=metrics), metrics)(batch)
 
     def _update(self, batch: Any, metrics: dict[str, Any]) -> Any:
         self.supervision.begin()

@@ -30,7 +30,7 @@ from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.spec import Side, compute_fingerprint, read_bounds, replace_bounds
 from ..correction.statistics import DeferredValue, defer_statistics, fetch
 from ..extensions.add_on import WorkerExtension
-from ..extensions.loss_rows import LossRows
+from ..extensions.batch_view import LossRows
 from ..proof.gradient import prove
 from ..proof.rollout_log_probs import find_zero_rows
 from ..recording.run import RecordSettings

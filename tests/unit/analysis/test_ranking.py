@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recipe.offpolicy.analysis.pass_at_k import Counts, RankingError, rank_checkpoints
-from recipe.offpolicy.extensions.pass_at_k.summary import Stopping
+from recipe.offpolicy.extensions.pass_at_k.estimates import Stopping
 from recipe.offpolicy.pass_at_k import main
 
 

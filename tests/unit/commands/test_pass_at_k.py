@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.analysis.pass_at_k import build_json, build_table, draw_curves, estimate, read_dumps
-from recipe.offpolicy.extensions.pass_at_k.summary import Stopping
-from recipe.offpolicy.extensions.sessions import DumpError, read_answers
+from recipe.offpolicy.extensions.pass_at_k.estimates import Stopping
+from recipe.offpolicy.extensions.validation_answers import DumpError, read_answers
 from recipe.offpolicy.pass_at_k import main, parse_counts
 
 

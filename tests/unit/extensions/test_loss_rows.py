@@ -15,7 +15,7 @@ from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.batch.seals import find_difference
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.advantage_proof import AdvantageWorker, name_hashes
-from recipe.offpolicy.extensions.loss_rows import LossRows
+from recipe.offpolicy.extensions.batch_view import LossRows
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, take_packets
 from tests.support import training_worker as tw

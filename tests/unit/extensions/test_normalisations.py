@@ -14,10 +14,9 @@ from torch import Tensor
 
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, rollout_stage
 from recipe.offpolicy.correction.decisions import batch_constants
-from recipe.offpolicy.extensions.length_penalty import penalties
-from recipe.offpolicy.extensions.length_penalty.penalties import compute_shift
-from recipe.offpolicy.extensions.opd import advantages as distil
-from recipe.offpolicy.extensions.process_reward.advantages import normalize_utilities
+from recipe.offpolicy.extensions.length_penalty.penalties import compute_shift, penalties
+from recipe.offpolicy.extensions.opd.signal import advantages as distil
+from recipe.offpolicy.extensions.process_reward.utilities import normalize_utilities
 from tests.support.corrections import TIS
 
 PENALTY = 0.05
@@ -124,7 +123,9 @@ def test_no_jump_as_a_gap_closes(name: str, size: float) -> None:
 
 @given(st.lists(st.integers(0, 10**6) | st.floats(100, 100.001), min_size=1, max_size=9))
 def test_a_group_penalty_is_at_most_half_its_coefficient(lengths: list[float]) -> None:
-    found = penalties("group", lengths, [True] * len(lengths), coefficient=0.1)
+    found = penalties(
+        "group", torch.tensor(lengths, dtype=torch.float64), torch.ones(len(lengths)) > 0, coefficient=0.1
+    )
     assert float(found.abs().max()) <= 0.05 * (1 + 1e-9)
     if max(lengths) - min(lengths) < 0.01:  # no whole token between them
         assert float(found.abs().max()) <= 0.001
@@ -132,5 +133,5 @@ def test_a_group_penalty_is_at_most_half_its_coefficient(lengths: list[float]) -
 
 @pytest.mark.parametrize("anchor", [1e-9, 0.5, 1.0])
 def test_an_anchor_divides_by_a_token_at_least(anchor: float) -> None:
-    found = penalties("reference", [0, 10], [True, True], coefficient=0.1, anchor=anchor)
+    found = penalties("reference", torch.tensor([0, 10]), torch.ones(2) > 0, coefficient=0.1, anchor=anchor)
     assert found.tolist() == pytest.approx([0.0, 0.1 * (10 - anchor)])

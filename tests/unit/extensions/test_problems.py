@@ -9,11 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.extensions.add_on import Extension
-from recipe.offpolicy.extensions.ess_lr import EssLr
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
-from recipe.offpolicy.extensions.optimal_baseline import OptimalBaseline
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
-from recipe.offpolicy.extensions.turn_credit.turn_credit import TurnCredit
+from recipe.offpolicy.extensions.turn_credit import TurnCredit
+from recipe.offpolicy.extensions.vcpo import EssLr, OptimalBaseline
 from tests.support.short_keys import in_full, read_changes, read_table
 
 EXTENSIONS: dict[str, type[Extension]] = {

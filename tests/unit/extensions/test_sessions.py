@@ -10,8 +10,13 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from recipe.offpolicy.extensions.batch_view import check_columns, last_outputs, read_plain
-from recipe.offpolicy.extensions.sessions import identify_prompts, read_sessions
+from recipe.offpolicy.extensions.batch_view import (
+    check_columns,
+    identify_prompts,
+    last_outputs,
+    read_plain,
+    read_sessions,
+)
 from tests.support.shaped import make_batch
 
 

@@ -9,13 +9,12 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError, Problem, set_to
-from recipe.offpolicy.extensions.ess_lr import EssLr
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
 from recipe.offpolicy.extensions.opd.settings import OpdSettings
-from recipe.offpolicy.extensions.optimal_baseline import OptimalBaseline
 from recipe.offpolicy.extensions.pass_at_k.settings import PassAtKSettings
 from recipe.offpolicy.extensions.process_reward.settings import ProcessSettings
-from recipe.offpolicy.extensions.turn_credit.turn_credit import TurnCredit
+from recipe.offpolicy.extensions.turn_credit import TurnCredit
+from recipe.offpolicy.extensions.vcpo import EssLr, OptimalBaseline
 from tests.support.applications import CONFIGS
 
 SECTIONS: dict[str, tuple[str, Any]] = {

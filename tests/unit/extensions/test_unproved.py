@@ -12,7 +12,7 @@ from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
-from recipe.offpolicy.extensions.process_reward.advantages import FIELD
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import FIELD
 from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import PrefixValueRewards
 from tests.support.distilled import Run
 from tests.support.fake_teacher import FakeTeacher, serving
@@ -96,7 +96,7 @@ def test_what_never_acts_is_said_at_doubling_intervals(
     updates = Updates(make())
     if "values" in acting:  # no workers are asked here
         monkeypatch.setattr(updates.made, "worker", lambda: None)
-        monkeypatch.setattr(updates.made, "_compare", lambda *args: None)
+        monkeypatch.setattr(updates.made, "_score_again", lambda *args: None)
     assert {updates.take(**idle) for _ in range(44)} == {0.0}
     assert [f"after {count} updates: {said}" in caplog.text for count in (5, 10, 20, 40)] == [True] * 4
     assert caplog.text.count("is not proved yet") == 4

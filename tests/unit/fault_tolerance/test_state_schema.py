@@ -228,7 +228,7 @@ CASES: dict[str, tuple[str, Path_, Any, str]] = {
         5.0,
         r"counts\.0=.*expected a number of answers, and a number of correct ones that is not larger",
     ),
-    "a prompt lost": (FILES[2], ("counts",), {}, "counts=0: the checkpoint records 3 prompts"),
+    "a prompt lost": (FILES[2], ("counts",), {}, "counts=0: the checkpoint records 3 pass_rates"),
     "an anchor of 0": (FILES[1], ("frozen", "p", "length"), 0.0, r"frozen\.p\.length=0\.0: expected a number in"),
     "a list for a map": (RECORD, ("extensions",), [], r"extensions=\[\]: expected a mapping"),
     "unknown": (RECORD, ("steerin",), {}, r"steerin=\{\}: the key is unknown"),

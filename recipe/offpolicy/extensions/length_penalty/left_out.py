@@ -12,7 +12,7 @@ from typing import Any
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from ...proof.verify import LivenessError
-from ..sessions import read_pass_rates
+from ..validation_answers import read_pass_rates
 from .settings import LEAVE_OUT
 
 

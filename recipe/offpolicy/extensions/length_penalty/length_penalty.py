@@ -14,17 +14,24 @@ from torch import Tensor
 
 from ...batch.declared_keys import Configured
 from ...correction import Problem
-from ...fault_tolerance.state_schema import ANCHORS, CLASSES, refuse
+from ...fault_tolerance.state_schema import ANCHORS, CLASSES
 from ...proof.verify import LivenessError
 from ..add_on import Advantages, read_state, write_state
 from ..advantage_proof import AdvantageExtension, AdvantageWorker, hash_advantages
-from ..batch_view import BatchView
-from ..sessions import round_threshold
+from ..batch_view import BatchView, round_threshold
 from ..setting_checks import divides_by_std
-from .evidence import bound_error, state_advantages, state_penalties, state_shift
-from .fixed_classes import Answer, captured, count_tokens, fix_classes, follow_classes
-from .measure import Measured, measure
-from .penalties import Anchors, compute_shift, summarize_lengths
+from ..validation_answers import Answer, captured, count_tokens, fix_classes, follow_classes
+from .penalties import (
+    Anchors,
+    Measured,
+    bound_error,
+    compute_shift,
+    measure,
+    state_advantages,
+    state_penalties,
+    state_shift,
+    summarize_lengths,
+)
 from .settings import DATA_CLASS, LEAVE_OUT, LengthSettings, find_problems
 
 logger = logging.getLogger("verl.offpolicy")
@@ -52,7 +59,6 @@ class LengthPenalty(AdvantageExtension):
         self._estimator, self._by_std = "grpo", True
         self._most_tokens: int | None = None
         self._measured: Measured | None = None
-        self._warned = False
 
     # Before Ray starts --------------------------------------------------------------------------------------
 
@@ -99,10 +105,8 @@ class LengthPenalty(AdvantageExtension):
 
         data = loader.dataset
         if not isinstance(data, EasierPrompts) or len(data) != data.total - data.left_out or not data.total:
-            raise LivenessError(
-                f"{self.section}.leave_out: verl's loader of training prompts reads a {type(data).__name__} with "
-                f"{len(data)} prompts, from which no prompt was left out."
-            )
+            read = f"a {type(data).__name__} with {len(data)} prompts"
+            raise LivenessError(f"{self.section}.leave_out: verl's loader reads {read}, of which none was left out.")
         self._left_out = data.left_out
         logger.info(
             "%s.leave_out LIVE: %d of %d training prompts are left out; %d are not in the dump, and are kept.",
@@ -141,7 +145,7 @@ class LengthPenalty(AdvantageExtension):
         measured = self._measured
         assert measured is not None
         self._changed, self._demanded = 0, ""
-        shaped = self._penalise(batch, advantages, measured)
+        shaped = self._penalise(batch, advantages, measured) if self._acts and self.length.place == "after" else None
         if not self._drops:
             return shaped
         left = advantages if shaped is None else shaped
@@ -152,8 +156,6 @@ class LengthPenalty(AdvantageExtension):
 
     def _penalise(self, batch: BatchView, advantages: Tensor, measured: Measured) -> Tensor | None:
         """Shift advantages after normalisation, and compare the shifts with the second implementation."""
-        if not self._acts or self.length.place == "before":
-            return None
         sessions = measured.sessions
         mask = batch.rows("response_mask")["response_mask"].bool()
         shift = compute_shift(measured.penalty, sessions.scores, measured.groups, by_std=self._by_std)
@@ -172,23 +174,18 @@ class LengthPenalty(AdvantageExtension):
         return shaped if self._changed else None
 
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
+        """Check the final advantages; ``_changed`` counts only this extension's changes.
+
+        Raises:
+            LivenessError: a dropped answer has an advantage, for example because a later extension adds to it.
+        """
         if not self._acts and not self._drops:
             return
-        # ``_changed`` counts only this extension's changes.
         self._sent = hash_advantages(batch, advantages.final)
         if self._acts and self.length.place == "before":
             self._check_estimator(batch, advantages)
-        if self._drops:
-            self._check_dropped(batch, advantages.final)
-
-    def _check_dropped(self, batch: BatchView, final: Tensor) -> None:
-        """Check that no answer of the maximum length has an advantage.
-
-        Raises:
-            LivenessError: such an answer has an advantage, for example because a later extension adds to it.
-        """
-        for row, (_, response) in enumerate(batch.token_ids):
-            if len(response) >= (self._most_tokens or math.inf) and bool(final[row].any()):
+        for row, (_, response) in enumerate(batch.token_ids if self._drops else ()):
+            if len(response) >= (self._most_tokens or math.inf) and bool(advantages.final[row].any()):
                 raise LivenessError(
                     f"{self.section}.truncated=drop: sequence {row} has {len(response)} tokens, the maximum, but still "
                     f"has an advantage: a later extension changes the advantages of dropped answers."
@@ -205,78 +202,58 @@ class LengthPenalty(AdvantageExtension):
         own = _by_row(advantages.own.double(), mask)
         there, rewards = mask.any(-1).tolist(), advantages.rewards.sum(-1).tolist()
         raw = batch.scores.sum(-1).tolist()
-        moved, without = torch.zeros(len(own), dtype=torch.float64), torch.zeros(len(own), dtype=torch.float64)
-        of_row = measured.sessions.of_row
+        moved, without = torch.zeros(2, len(own), dtype=torch.float64)
         for name, members in measured.groups.items():
             rows = measured.sessions.last[torch.tensor(members)]
             if self._estimator != "grpo":
-                rows = torch.isin(of_row, torch.tensor(members)).nonzero()[:, 0]
+                rows = torch.isin(measured.sessions.of_row, torch.tensor(members)).nonzero()[:, 0]
             numbers = rows.tolist()
             lowered = [rewards[row] for row in numbers]
-            stated = state_advantages(lowered, estimator=self._estimator, by_std=self._by_std)
-            plain = state_advantages([raw[row] for row in numbers], estimator=self._estimator, by_std=self._by_std)
+            stated, plain = (
+                state_advantages(each, estimator=self._estimator, by_std=self._by_std)
+                for each in (lowered, [raw[row] for row in numbers])
+            )
             error = bound_error(lowered, by_std=self._by_std)
             seen = [float(own[row]) if there[row] else stated[at] for at, row in enumerate(numbers)]
-            self._compare(
-                name, seen, stated, error, f"the advantage that {self._estimator} computed from the lowered rewards is"
-            )
+            what = f"the advantage that {self._estimator} computed from the lowered rewards is"
+            self._compare(name, seen, stated, error, what)
             self._demand(name, stated, plain, error)
             without[rows] = torch.tensor(plain, dtype=torch.float64)
             moved[rows] = torch.tensor(seen, dtype=torch.float64) - without[rows]
         self._changed = int((moved.abs() > 1e-6).sum())
         self._note_share(moved, without)
 
-    def _compare(self, group: str, seen: Sequence[float], stated: Sequence[float], error: float, what: str) -> None:
-        """Compare the changes of a group with the second implementation.
-
-        Raises:
-            LivenessError: the changes differ.
-        """
-        for at, (found, wanted) in enumerate(zip(seen, stated, strict=True)):
-            if not abs(found - wanted) <= error:
-                raise LivenessError(
-                    f"{self.section}: in group {group}, rollout {at}, {what} {found:.6g}, but {self.length.kind} "
-                    f"{self.length.place} normalisation requires {wanted:.6g}."
-                )
-
     def _demand(self, group: str, stated: Sequence[float], without: Sequence[float], error: float) -> None:
         """Record a group whose advantages must change."""
         at = max(range(len(stated)), key=lambda place: abs(stated[place] - without[place]))
-        if abs(stated[at] - without[at]) > 2 * error and not self._demanded:
-            self._demanded = (
-                f"group {group}, rollout {at}: {without[at]:.6g} without the penalty, {stated[at]:.6g} with the penalty"
-            )
+        if not self._demanded and abs(stated[at] - without[at]) > 2 * error:
+            changes = f"{without[at]:.6g} without the penalty, {stated[at]:.6g} with the penalty"
+            self._demanded = f"group {group}, rollout {at}: {changes}"
 
     def worker(self) -> AdvantageWorker | None:
         return AdvantageWorker() if self._acts or self._drops else None
 
     def unproved(self) -> str | None:
+        length, section, anchor, classes = self.length, self.section, self.length.anchor, self.length.classes
+        if self._acts and not self._proved and length.kind == "anchor" and not self.anchors.frozen:
+            return (
+                f"no prompt has an anchor, because no prompt had a pass rate above {anchor.pass_rate:g} over at least "
+                f"{anchor.min_samples} rollouts ({section}.anchor.pass_rate, {section}.anchor.min_samples)."
+            )
         if self._acts and not self._proved:
-            return self._say_unchanged()
-        length, section = self.length, self.section
+            reason = "all sequences of a group received the same penalty"
+            return f"no advantage has changed, because {reason} ({section}.kind)."
         if self._drops and not self._dropped:
             return f"no answer has reached data.max_response_length yet ({section}.truncated)."
         if length.leave_out.dump is not None and not self._left_out:
             return f"no prompt has a pass rate below {length.leave_out.below:g} ({section}.leave_out.below)."
-        start = length.classes.from_step
+        start = classes.from_step
         if start is not None and self._classes is None and self._step > start + self._every:
             return (
-                f"no prompt is easy or hard, because no validation since step {start} had {length.classes.samples} "
-                f"answers to such a prompt ({section}.classes.samples)."
+                f"no prompt is easy or hard, because no validation since step {start} had {classes.samples} answers to "
+                f"such a prompt ({section}.classes.samples)."
             )
         return None
-
-    def _say_unchanged(self) -> str:
-        if self.length.kind == "anchor" and not self.anchors.frozen:
-            anchor = self.length.anchor
-            return (
-                f"no prompt has an anchor, because no prompt had a pass rate above {anchor.pass_rate:g} over at least "
-                f"{anchor.min_samples} rollouts ({self.section}.anchor.pass_rate, {self.section}.anchor.min_samples)."
-            )
-        return (
-            "no advantage has changed, because all sequences of a group received the same penalty "
-            f"({self.section}.kind)."
-        )
 
     # Validation and metrics ---------------------------------------------------------------------------------
 
@@ -309,33 +286,27 @@ class LengthPenalty(AdvantageExtension):
         }
 
     def _note(self, measured: Measured) -> None:
-        sessions = measured.sessions
-        lengths = summarize_lengths(sessions.tokens, measured.right, measured.groups)
-        held = [
-            (anchor, tokens)
-            for anchor, tokens in zip(measured.anchors, sessions.tokens.tolist(), strict=True)
-            if anchor is not None
-        ]
-        self._found = {f"length/{name}": value for name, value in lengths.items()} | {
-            **({"length/left_out_prompts": float(self._left_out)} if self.length.leave_out.dump else {}),
-            "length/truncated_share": float(sessions.truncated.double().mean()),
-            "length/zero_variance_groups": float(len(measured.equal)),
-            "length/penalty/mean": float(measured.penalty.mean()),
-            "length/penalty/warmup": measured.weight,
-            "length/penalty/share_of_advantage": 0.0,
-            "length/anchor/frozen": float(len(self.anchors.frozen)),
-            "length/anchor/new": float(measured.new),
-            "length/anchor/mean": sum(anchor for anchor, _ in held) / len(held) if held else math.nan,
-            "length/anchor/over_share": sum(tokens > anchor for anchor, tokens in held) / max(len(sessions.last), 1),
+        sessions, lengths = measured.sessions, measured.sessions.tokens.tolist()
+        found = summarize_lengths(sessions.tokens, measured.right, measured.groups)
+        held = [each for each in zip(measured.anchors, lengths, strict=True) if each[0] is not None]
+        if self.length.leave_out.dump:
+            found["left_out_prompts"] = float(self._left_out)
+        found |= {
+            "truncated_share": float(sessions.truncated.double().mean()),
+            "zero_variance_groups": float(measured.equal),
+            "penalty/mean": float(measured.penalty.mean()),
+            "penalty/warmup": measured.weight,
+            "penalty/share_of_advantage": 0.0,
+            "anchor/frozen": float(len(self.anchors.frozen)),
+            "anchor/new": float(measured.new),
+            "anchor/mean": sum(anchor or 0.0 for anchor, _ in held) / len(held) if held else math.nan,
+            "anchor/over_share": sum(tokens > (anchor or 0.0) for anchor, tokens in held) / max(len(lengths), 1),
         }
-        cut = int((sessions.truncated & measured.right).sum())
-        if cut and not self._warned:
-            self._warned = True
-            logger.warning("%d answers were cut off at data.max_response_length, but count as correct.", cut)
+        self._found = {f"length/{name}": value for name, value in found.items()}
 
     def _note_share(self, moved: Tensor, without: Tensor) -> None:
-        shifted, total = float(moved.abs().sum()), float(moved.abs().sum() + without.abs().sum())
-        share = shifted / total if total > 0 else math.nan
+        total = float(moved.abs().sum() + without.abs().sum())
+        share = float(moved.abs().sum()) / total if total > 0 else math.nan
         self._found["length/penalty/share_of_advantage"] = share
 
     # Checkpoints --------------------------------------------------------------------------------------------
@@ -352,16 +323,10 @@ class LengthPenalty(AdvantageExtension):
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         if "classes" in state:
-            held = read_state(folder, CLASSES_FILE, self.section, f"{state['classes']} classes", CLASSES)
-            if (count := len(held["classes"])) != state["classes"]:
-                refuse(folder / CLASSES_FILE, "classes", count, f"the checkpoint records {state['classes']} classes")
+            held = read_state(folder, CLASSES_FILE, self.section, CLASSES, "classes", state["classes"])
             self._classes, self._fixed_at = held["classes"], held["step"]
-        if self.length.kind != "anchor" or "anchors" not in state:
-            return
-        found = read_state(folder, FILE, self.section, f"{state['anchors']} anchors", ANCHORS)
-        if len(found["frozen"]) != state["anchors"]:
-            refuse(folder / FILE, "frozen", len(found["frozen"]), f"the checkpoint records {state['anchors']} anchors")
-        self.anchors.restore(found)
+        if self.length.kind == "anchor" and "anchors" in state:
+            self.anchors.restore(read_state(folder, FILE, self.section, ANCHORS, "frozen", state["anchors"]))
 
     @property
     def resumes(self) -> str | None:

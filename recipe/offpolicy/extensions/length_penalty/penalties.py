@@ -1,16 +1,22 @@
-"""Length penalties of one group, anchor lengths, and statistics of length by correctness."""
+"""Length penalties of one group and of a batch, anchor lengths, statistics of lengths, and a second implementation.
+
+The second implementation of the penalties and of verl's baselines, for the proof, works row by row and shares no code
+with the first; its functions are named ``state_...``.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...proof.rewards import measure_spread
+from ..batch_view import BatchView, Sessions, identify_prompts, read_sessions
+from .settings import LengthSettings, read_length
 
 Answer = tuple[bool, float]
 """Whether the answer is correct, and its number of response tokens."""
@@ -74,8 +80,7 @@ class Anchors:
 
     def length_of(self, name: str) -> float | None:
         """Return the anchor of a prompt; None if the prompt has no anchor."""
-        anchor = self.frozen.get(name)
-        return None if anchor is None else anchor.length
+        return self.frozen[name].length if name in self.frozen else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON."""
@@ -172,18 +177,7 @@ def compare_rewards(scores: Tensor, groups: Mapping[str, Sequence[int]]) -> dict
     return {name: measure_spread(scores[torch.tensor(at)], centred=True).certainty for name, at in groups.items()}
 
 
-Kind = Literal["uniform", "group", "anchor", "reference"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-
-
-def penalties(
-    kind: Kind | str,
-    lengths: Tensor | Sequence[float],
-    right: Tensor | Sequence[bool],
-    *,
-    coefficient: float,
-    anchor: float | None = None,
-) -> Tensor:
+def penalties(kind: str, lengths: Tensor, right: Tensor, *, coefficient: float, anchor: float | None = None) -> Tensor:
     """Compute the penalties of one group, (N,) float64, positive where the reward is lowered, and not capped.
 
     ``uniform``: coefficient T. ``group``: with lam = 1/2 - (T - min) / (max - min), -coefficient lam for a correct row
@@ -193,46 +187,206 @@ def penalties(
 
     Args:
         lengths: (N,) response tokens T.
-        right: (N,) bool, or 0 and 1.
+        right: (N,) bool.
         coefficient: 0 or more.
         anchor: A, above 0; None if there is no anchor yet.
 
-    Raises:
-        ValueError: an unknown kind, or invalid numbers.
-
     Example:
-        >>> penalties("group", [100, 300, 500], [True, True, False], coefficient=0.1).tolist()
+        >>> lengths, right = torch.tensor([100, 300, 500]), torch.tensor([True, True, False])
+        >>> penalties("group", lengths, right, coefficient=0.1).tolist()
         [-0.05, 0.0, 0.05]
-        >>> penalties("anchor", [100, 300, 500], [True, True, False], coefficient=0.1, anchor=200).tolist()
+        >>> penalties("anchor", lengths, right, coefficient=0.1, anchor=200).tolist()
         [0.0, 0.05, 0.15000000000000002]
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind}: not one of {', '.join(KINDS)}.")
-    tokens, marks = (torch.as_tensor(values).cpu().double() for values in (lengths, right))
-    if tokens.dim() != 1 or tokens.shape != marks.shape:
-        raise ValueError(f"{tuple(tokens.shape)} lengths and {tuple(marks.shape)} marks: expected one of each per row.")
-    if not bool((torch.isfinite(tokens) & (tokens >= 0)).all()):
-        raise ValueError(f"lengths {tokens.tolist()}: expected 0 tokens or more.")
-    if not bool(((marks == 0) | (marks == 1)).all()):
-        raise ValueError(f"marks {marks.tolist()}: expected 1 (correct) or 0 (wrong).")
-    if not (math.isfinite(coefficient) and coefficient >= 0):
-        raise ValueError(f"coefficient={coefficient}: expected 0 or more.")
-    if anchor is not None and not (math.isfinite(anchor) and anchor > 0):
-        raise ValueError(f"anchor={anchor}: expected a length above 0, or None.")
+    tokens = lengths.double()
     if kind == "uniform":
         return coefficient * tokens
-    if kind == "group":
-        return 0.0 - coefficient * _standing(tokens, marks.bool())
-    if anchor is None:
-        return torch.zeros_like(tokens)
-    return coefficient * ((tokens - anchor) / max(anchor, 1.0)).clamp(min=0)
-
-
-def _standing(tokens: Tensor, right: Tensor) -> Tensor:
-    """Compute lam, from 1/2 for the shortest row to -1/2 for the longest row; for a wrong row, lam is never above 0."""
-    if len(tokens) == 0:
-        return torch.zeros_like(tokens)
+    if kind != "group":
+        return (
+            torch.zeros_like(tokens)
+            if anchor is None
+            else coefficient * ((tokens - anchor) / max(anchor, 1.0)).clamp(min=0)
+        )
     least, most = tokens.amin(), tokens.amax()
     # Lengths are whole tokens, so a range below 1 is 0.
     standing = ((least + most) / 2 - tokens) / (most - least).clamp(min=1)
-    return torch.where(right, standing, standing.clamp(max=0))
+    return 0.0 - coefficient * torch.where(right, standing, standing.clamp(max=0))
+
+
+class Row(NamedTuple):
+    """One rollout of a group; ``anchor`` is the length with which the rollout is compared, or None."""
+
+    tokens: float
+    right: bool
+    score: float
+    anchor: float | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The values of one batch, with S sessions, that the penalty uses.
+
+    Attributes:
+        right: (S,) bool.
+        anchors: (S,) lengths with which sessions are compared.
+        new: number of anchors that this batch has frozen.
+        groups: sessions of each group, without silent sessions.
+        equal: number of groups whose rewards are equal within float32 rounding.
+        penalty: (S,) float64, with warm-up; 0 outside of groups.
+        weight: factor of the warm-up.
+    """
+
+    sessions: Sessions
+    right: Tensor
+    anchors: list[float | None]
+    new: int
+    groups: dict[str, list[int]]
+    equal: int
+    penalty: Tensor
+    weight: float
+
+    def rows(self, members: Sequence[int]) -> list[Row]:
+        """Collect the rows of one group for the second implementation."""
+        tokens, scores, right = (each.tolist() for each in (self.sessions.tokens, self.sessions.scores, self.right))
+        return [Row(tokens[s], right[s], scores[s], self.anchors[s]) for s in members]
+
+
+def measure(
+    section: str, settings: LengthSettings, anchors: Anchors, batch: BatchView, most_tokens: int | None
+) -> Measured:
+    """Measure a batch, after adding its answers to the anchors.
+
+    Raises:
+        ValueError: a row has no reference length.
+    """
+    sessions = read_sessions(batch, most_tokens)
+    right = sessions.find_right(settings.correct_at_least)
+    groups = sessions.groups()
+    differ = compare_rewards(sessions.scores, groups)
+    held, new = _find_anchors(section, settings, anchors, batch, sessions, right)
+    weight = settings.compute_warmup(batch.step)
+    penalty = torch.zeros_like(sessions.tokens)
+    for name, members in groups.items():
+        share = weight * (differ[name] if settings.zero_variance == "skip" else 1.0)
+        if settings.kind == "none" or share == 0:
+            continue
+        at = torch.tensor(members)
+        of_group = sessions.tokens[at], right[at]
+        found = penalties(settings.kind, *of_group, coefficient=settings.coefficient, anchor=held[members[0]])
+        penalty[at] = share * (found if settings.most is None else found.clamp(-settings.most, settings.most))
+    if settings.applies_to == "correct":
+        penalty = torch.where(right, penalty, 0.0)
+    equal = sum(not certainty for certainty in differ.values())
+    return Measured(sessions, right, held, new, groups, equal, penalty, weight)
+
+
+def _find_anchors(
+    section: str, settings: LengthSettings, anchors: Anchors, batch: BatchView, sessions: Sessions, right: Tensor
+) -> tuple[list[float | None], int]:
+    """Find the length with which each session is compared, and count the anchors that this batch freezes.
+
+    Raises:
+        ValueError: a row of the data set has no reference length.
+    """
+    last = sessions.last.tolist()
+    if settings.kind == "anchor":
+        if settings.anchor.per == "source":
+            sources = batch.rows("data_source")["data_source"]
+            names = [str(sources[row]) for row in last]
+        else:
+            names = identify_prompts(batch, sessions)
+        new = anchors.add(batch.step, zip(names, right.tolist(), sessions.tokens.tolist(), strict=True))
+        return [anchors.length_of(name) for name in names], new
+    reference = settings.reference if settings.kind == "reference" else None
+    if not isinstance(reference, str):
+        return [reference] * len(last), 0
+    infos = batch.rows("extra_info")["extra_info"]
+    found = [read_length(infos[row], reference) for row in last]
+    if None in found:
+        row = last[found.index(None)]
+        raise ValueError(
+            f"{section}.reference={reference}: the extra_info of sequence {row} in step {batch.step} is "
+            f"{infos[row]!r:.200}, and has no length above 0 under this name. Fix: fill the column, or set "
+            f"{section}.reference to a number of tokens."
+        )
+    return found, 0
+
+
+RESOLUTION = 2.0**-23
+"""Rounding of float32, in which verl subtracts means."""
+SMALLEST = 2.0**-126
+"""Smallest normal number of float32, below which float32's resolution is no longer relative."""
+EQUAL = 8 * RESOLUTION
+"""Standard deviation up to which rewards count as equal, relative to the largest reward."""
+
+
+def state_penalties(rows: Sequence[Row], settings: LengthSettings, weight: float) -> list[float]:
+    """Compute the penalty of each row of one group, before normalisation."""
+    if settings.zero_variance == "skip":
+        weight *= _state_difference([row.score for row in rows])
+    shortest, longest = min(row.tokens for row in rows), max(row.tokens for row in rows)
+    stated = []
+    for row in rows:
+        lost = 0.0
+        if settings.kind == "uniform":
+            lost = settings.coefficient * row.tokens
+        elif settings.kind == "group" and longest > shortest:
+            above_middle = (2 * row.tokens - longest - shortest) / (2 * (longest - shortest))
+            lost = settings.coefficient * (above_middle if row.right or above_middle > 0 else 0.0)
+        elif settings.kind in ("anchor", "reference") and row.anchor is not None and row.tokens > row.anchor:
+            lost = settings.coefficient * (row.tokens - row.anchor) / max(1.0, row.anchor)
+        if settings.applies_to == "correct" and not row.right:
+            lost = 0.0
+        bound = float("inf") if settings.most is None else settings.most
+        stated.append(weight * max(-bound, min(bound, lost)))
+    return stated
+
+
+def state_shift(rows: Sequence[Row], settings: LengthSettings, weight: float, *, by_std: bool) -> list[float]:
+    """Compute the decrease of each row's advantage after normalisation."""
+    lost = state_penalties(rows, settings, weight)
+    middle = sum(lost) / len(lost)
+    apart = [each - middle for each in lost]
+    scores = [row.score for row in rows]
+    differ = _state_difference(scores) if by_std else 0.0
+    if not differ or not any(apart):
+        return apart
+    # The shift is divided like verl's advantages, but it is limited to the larger of two values: the largest of these
+    # advantages, and the undivided shift.
+    whole = [each / (_spread(scores) + 1e-6) for each in apart]
+    middle, deviation = sum(scores) / len(scores), _spread(scores)
+    most = max(max(map(abs, apart)), differ * max(abs(each - middle) for each in scores) / (deviation + 1e-6))
+    shrink = min(1.0, most / max(map(abs, whole)))
+    return [differ * shrink * one + (1 - differ) * other for one, other in zip(whole, apart, strict=True)]
+
+
+def state_advantages(rewards: Sequence[float], *, estimator: str, by_std: bool) -> list[float]:
+    """Compute the advantages that verl's GRPO or RLOO computes for one group."""
+    count = len(rewards)
+    if estimator.startswith("rloo"):
+        total = sum(rewards)
+        return [each - (total - each) / (count - 1) if count > 1 else each for each in rewards]
+    middle = sum(rewards) / count if count > 1 else 0.0
+    divisor = (_spread(rewards) if count > 1 else 1.0) + 1e-6 if by_std else 1.0
+    return [(each - middle) / divisor for each in rewards]
+
+
+def bound_error(rewards: Sequence[float], *, by_std: bool) -> float:
+    """Bound the float32 error of verl's advantages; it is large if nearly equal rewards make the divisor small."""
+    largest = max(abs(each) for each in rewards)
+    divisor = _spread(rewards) + 1e-6 if by_std and len(rewards) > 1 else 1.0
+    return 1e-5 + 8 * RESOLUTION * largest * (1 + 1 / divisor)
+
+
+def _state_difference(rewards: Sequence[float]) -> float:
+    """Return how certainly rewards differ, from 0 (rounding explains the difference) to 1 (rounding cannot)."""
+    rounding = EQUAL * max(SMALLEST, *map(abs, rewards))
+    return min(1.0, max(0.0, _spread(rewards) / rounding - 1)) if len(rewards) > 1 else 0.0
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Compute the sample standard deviation."""
+    if len(values) < 2:
+        return 0.0
+    middle = sum(values) / len(values)
+    return (sum((each - middle) ** 2 for each in values) / (len(values) - 1)) ** 0.5

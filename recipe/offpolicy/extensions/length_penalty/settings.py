@@ -6,16 +6,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 
-from ...batch.declared_keys import Configured, Key, Rule, choice, count, number
+from ...batch.declared_keys import Configured, Key, Rule, count, number
 from ...correction import Problem, SpecError
 from ...correction.problem import set_to
-from ..sessions import is_dump
-from ..setting_checks import ROLLOUTS, build_settings, count_rollouts, read_train_column, read_values
-from .penalties import KINDS
+from ..setting_checks import ROLLOUTS, SectionSettings, count_rollouts, read_train_column
+from ..validation_answers import is_dump
 
 Kind = Literal["none", "uniform", "group", "anchor", "reference"]
 COEFFICIENT: Mapping[str, float] = {"none": 0.0, "uniform": 1e-4, "group": 0.1, "anchor": 0.01, "reference": 0.01}
@@ -24,13 +23,18 @@ COLUMN = "extra_info."
 """Prefix of a reference length's name in the data set."""
 
 
+def _is_reference(value: Any) -> bool:
+    named = isinstance(value, str) and value.startswith(COLUMN) and value != COLUMN
+    return named or number("tokens", above=0, null=True).fits(value)
+
+
 @dataclass(frozen=True)
 class AnchorSettings:
     """Settings of ``penalties.Anchors``; ``per``: one anchor per prompt, or per data source."""
 
-    pass_rate: float
-    min_samples: int
-    window: int
+    pass_rate: Annotated[float, number("a share in (0, 1)", above=0, below=1)]
+    min_samples: Annotated[int, count("a number of answers, 1 or more")]
+    window: Annotated[int, count("a number of answers, 1 or more")]
     per: Literal["prompt", "source"]
 
 
@@ -38,30 +42,35 @@ class AnchorSettings:
 class WarmupSettings:
     """Warm-up: the penalty is 0 up to a given step, then grows linearly to full size over a given number of steps."""
 
-    from_step: int
-    steps: int
+    from_step: Annotated[int, count("a step, 0 or more", 0)]
+    steps: Annotated[int, count("a number of steps, 0 or more", 0)]
+
+
+_FIXED = ("classes.from_step", ...)
 
 
 @dataclass(frozen=True)
 class ClassSettings:
-    """Settings of ``fixed_classes``; the first validation at or after ``from_step`` fixes the classes, if it is set."""
+    """Settings of fixed classes; the first validation at or after ``from_step`` fixes the classes, if it is set."""
 
-    from_step: int | None
-    samples: int
-    easy_above: float
-    hard_below: float
+    from_step: Annotated[int | None, count("a step, 0 or more, or null", 0, null=True)]
+    samples: Annotated[int, count("a number of answers, 1 or more", read_with=_FIXED)]
+    easy_above: Annotated[float, number("a share in [0, 1)", 0, below=1, read_with=_FIXED)]
+    hard_below: Annotated[float, number("a share in (0, 1]", most=1, above=0, read_with=_FIXED)]
 
 
 @dataclass(frozen=True)
 class LeaveOutSettings:
     """Settings for omitting prompts with a pass rate under ``below`` in the file ``dump``; None keeps all prompts."""
 
-    dump: str | None
-    below: float
+    dump: Annotated[
+        str | None, Key(lambda value: value is None or (isinstance(value, str) and value != ""), "a file, or null")
+    ]
+    below: Annotated[float, number("a share in (0, 1]", most=1, above=0, read_with=("leave_out.dump", ...))]
 
 
 @dataclass(frozen=True)
-class LengthSettings:
+class LengthSettings(SectionSettings):
     """Settings of the length penalty.
 
     Attributes:
@@ -77,30 +86,40 @@ class LengthSettings:
             0.
     """
 
+    option, needed = "length_penalty/anchor", "kind"
+    rules = (
+        Rule(
+            "classes.hard_below",
+            lambda values: values["classes.hard_below"] > values["classes.easy_above"],
+            "a prompt could be both easy and hard.",
+            lambda values: min(0.1, values["classes.easy_above"]),
+            "classes.easy_above",
+        ),
+    )
     kind: Kind
-    coefficient: float
+    coefficient: Annotated[float, number("a number, 0 or more, or null", 0, null=True)]
     place: Literal["after", "before"]
     zero_variance: Literal["penalise", "skip"]
     applies_to: Literal["all", "correct"]
-    correct_at_least: float
+    correct_at_least: Annotated[float, number("a score")]
     warmup: WarmupSettings
     anchor: AnchorSettings
-    reference: float | str | None
-    most: float | None
+    reference: Annotated[
+        float | str | None, Key(_is_reference, f"tokens above 0, {COLUMN}NAME, or null", ("kind", "reference"))
+    ]
+    most: Annotated[float | None, number("a reward above 0, or null", above=0, null=True)]
     truncated: Literal["keep", "drop"]
     classes: ClassSettings
     leave_out: LeaveOutSettings
 
     @classmethod
-    def from_mapping(cls, section: str, values: Mapping[str, Any]) -> LengthSettings:
-        """Read the settings from the values of the section.
+    def from_mapping(cls, section: str, values: Any) -> LengthSettings:
+        """Build the settings from the values of the section; a null coefficient becomes the kind's own.
 
         Raises:
             CheckError, SpecError: unknown keys, or invalid values.
         """
-        fix = f"Set {section}=anchor, or choose another of {', '.join(KINDS)}."
-        named = ("kind", "no kind of penalty is set.", fix)
-        given = build_settings(cls, read_values(section, values, "length_penalty/anchor", KEYS, (_CLASSES,), named))
+        given = cls.build(cls.read(section, values))
         if given.kind == "reference" and given.reference is None:
             key, kind = f"{section}.reference", f"{section}.kind"
             fix = f"Set {key} to a number of tokens, or to {COLUMN}NAME for a column of the data set."
@@ -129,44 +148,6 @@ def read_length(info: Any, reference: str) -> float | None:
     return length if 0 < length < math.inf else None
 
 
-def _is_reference(value: Any) -> bool:
-    named = isinstance(value, str) and value.startswith(COLUMN) and value != COLUMN
-    return named or number("tokens", above=0, null=True).fits(value)
-
-
-KEYS = {
-    "kind": choice(*COEFFICIENT),
-    "coefficient": number("a number, 0 or more, or null", 0, null=True),
-    "place": choice("after", "before"),
-    "zero_variance": choice("penalise", "skip"),
-    "applies_to": choice("all", "correct"),
-    "correct_at_least": number("a score"),
-    "warmup.from_step": count("a step, 0 or more", 0),
-    "warmup.steps": count("a number of steps, 0 or more", 0),
-    "anchor.pass_rate": number("a share in (0, 1)", above=0, below=1),
-    "anchor.min_samples": count("a number of answers, 1 or more"),
-    "anchor.window": count("a number of answers, 1 or more"),
-    "anchor.per": choice("prompt", "source"),
-    "reference": Key(_is_reference, f"tokens above 0, {COLUMN}NAME, or null", ("kind", "reference")),
-    "most": number("a reward above 0, or null", above=0, null=True),
-    "truncated": choice("keep", "drop"),
-    "classes.from_step": count("a step, 0 or more, or null", 0, null=True),
-    "classes.samples": count("a number of answers, 1 or more", read_with=("classes.from_step", ...)),
-    "classes.easy_above": number("a share in [0, 1)", 0, below=1, read_with=("classes.from_step", ...)),
-    "classes.hard_below": number("a share in (0, 1]", most=1, above=0, read_with=("classes.from_step", ...)),
-    "leave_out.dump": Key(lambda value: value is None or (isinstance(value, str) and value != ""), "a file, or null"),
-    "leave_out.below": number("a share in (0, 1]", most=1, above=0, read_with=("leave_out.dump", ...)),
-}
-
-_CLASSES = Rule(
-    "classes.hard_below",
-    lambda values: values["classes.hard_below"] > values["classes.easy_above"],
-    "a prompt could be both easy and hard.",
-    lambda values: min(0.1, values["classes.easy_above"]),
-    "classes.easy_above",
-)
-
-
 ESTIMATORS = {"before": ("grpo", "rloo"), "after": ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")}
 """Maps the penalty's place to verl's estimators that compare a row's reward only with the rewards of its group.
 
@@ -182,27 +163,29 @@ DATA_CLASS, LEAVE_OUT = "data.custom_cls", "offpolicy_leave_out"
 """verl's key of the data set's class, and the key of ``data`` that ``left_out.EasierPrompts`` reads."""
 _FILTER = "algorithm.filter_groups.enable"
 _KL = "algorithm.use_kl_in_reward"
+_STEPS = "trainer.total_training_steps"
 
 
 def find_problems(section: str, settings: LengthSettings, run: Configured) -> Iterator[Problem]:
     """Find conflicts between the settings and the configuration."""
     if settings.truncated == "drop":
-        yield from _check_dropped(section, run)
+        yield from _check_dropped(f"{section}.truncated", run)
     if settings.leave_out.dump is not None:
         yield from _check_left_out(f"{section}.leave_out.dump", settings.leave_out.dump, run)
     if settings.classes.from_step is not None:
-        yield from _check_classes(section, settings, settings.classes.from_step, run)
+        yield from _check_classes(f"{section}.classes", settings.classes, settings.classes.from_step, run)
     if settings.kind == "none":
         return
     if settings.coefficient == 0:
         key = f"{section}.coefficient"
-        reason = "a penalty of 0 does nothing."
-        yield run.problem(key, reason, sets={key: None}, verdict="NO-OP", value=settings.coefficient)
+        yield run.problem(
+            key, "a penalty of 0 does nothing.", sets={key: None}, verdict="NO-OP", value=settings.coefficient
+        )
         return
     yield from _find_conflicts(section, settings, run)
     yield from _find_idle(section, settings, run)
-    if isinstance(settings.reference, str):
-        yield from _check_column(section, settings.reference, run)
+    if isinstance(reference := settings.reference, str):
+        yield from _check_column(section, reference, run)
 
 
 def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> Iterator[Problem]:
@@ -213,27 +196,19 @@ def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> 
 
     for key, manager in _OVERLONG.items():
         if run.get(key) and run.get(manager) == "dapo":
-            reason = "the score already contains verl's own length penalty, so correct answers can score below 1."
-            yield wrong(key, reason, False, alongside=[manager])
+            yield wrong(key, "the score already contains verl's own length penalty.", False, alongside=[manager])
     if run.get(key := "algorithm.adv_estimator") not in ESTIMATORS[settings.place]:
-        reason = (
-            "this estimator does not compute advantages from the group's rewards alone, so the penalty cannot be "
-            "checked."
-        )
-        yield wrong(key, reason, "grpo")
+        yield wrong(key, "its advantages depend on more than the group's rewards, so they cannot be checked.", "grpo")
     if settings.place == "before":
         if run.get(_FILTER):
-            reason = (
-                "groups with only correct answers are dropped before the penalty, although the penalty is meant for "
-                "easy prompts."
-            )
+            reason = "groups with only correct answers are dropped before they are penalised."
             yield wrong(_FILTER, reason, False, alongside={place: "before"})
-        if run.get(_KL):
-            reason = "the KL is part of the rewards that are normalised with the penalty."
-            yield wrong(place, reason, "after", value="before", alongside=[_KL])
-        if run.get(key := "pass_at_k.objective") not in (None, "none"):
-            reason = "the best of several penalised rewards is not pass@k."
-            yield wrong(place, reason, "after", value="before", alongside=[key])
+        for key, off, reason in (
+            (_KL, (None, False), "the KL is part of the rewards that are normalised with the penalty."),
+            ("pass_at_k.objective", (None, "none"), "the best of several penalised rewards is not pass@k."),
+        ):
+            if run.get(key) not in off:
+                yield wrong(place, reason, "after", value="before", alongside=[key])
     elif settings.zero_variance == "skip" and run.get(_FILTER):
         reason = "groups with equal rewards are dropped, so the length of easy prompts is not penalised."
         yield run.problem(f"{section}.zero_variance", reason, verdict="NOTE", value="skip", alongside=[_FILTER])
@@ -243,29 +218,24 @@ def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> 
     longest = run.get(key := "data.max_response_length")
     loss = min(settings.coefficient * (longest or 0), settings.most or math.inf)
     if settings.kind == "uniform" and loss > 1:
-        reason = (
-            f"a correct answer of {longest} tokens loses {loss:g} and scores below an empty one; lengths may collapse."
-        )
-        fix = f"To avoid this, set {section}.most=1.0 or a smaller coefficient."
-        more: dict[str, Any] = {"verdict": "NOTE", "value": settings.coefficient, "alongside": [key]}
-        yield run.problem(f"{section}.coefficient", reason, fix, **more)
+        reason = f"a correct answer of {longest} tokens loses {loss:g}, more than its reward of 1."
+        fix, name = f"Set {section}.most=1.0 or a smaller coefficient.", f"{section}.coefficient"
+        yield run.problem(name, reason, fix, verdict="NOTE", value=settings.coefficient, alongside=[key])
 
 
 def _find_idle(section: str, settings: LengthSettings, run: Configured) -> Iterator[Problem]:
     """Find settings that would have no effect in this run."""
-    warmup, steps = settings.warmup, run.get(total := "trainer.total_training_steps")
-    if steps and warmup.from_step + warmup.steps > steps:
-        key = f"{section}.warmup.steps"
-        reason = f"the warm-up would end at step {warmup.from_step + warmup.steps}, after the run has ended."
+    warmup, anchor, steps = settings.warmup, settings.anchor, run.get(_STEPS)
+    if steps and (end := warmup.from_step + warmup.steps) > steps:
+        key, reason = f"{section}.warmup.steps", f"the warm-up would end at step {end}, after the run has ended."
         sets = {key: 0} | ({f"{section}.warmup.from_step": 0} if warmup.from_step >= steps else {})
-        yield run.problem(key, reason, sets=sets, value=warmup.steps, alongside=[total])
-    if settings.kind != "anchor" or settings.anchor.per == "source":
-        return
+        yield run.problem(key, reason, sets=sets, value=warmup.steps, alongside=[_STEPS])
     epochs, rollouts = run.get("trainer.total_epochs"), count_rollouts(run)
-    if epochs and rollouts * epochs < settings.anchor.min_samples:
+    per_prompt = settings.kind == "anchor" and anchor.per == "prompt"
+    if per_prompt and epochs and rollouts * epochs < anchor.min_samples:
+        key, by_source = f"{section}.anchor.min_samples", {f"{section}.anchor.per": "source"}
         reason = f"each prompt gets {rollouts} answers in each of {epochs} epochs, which is too few for an anchor."
-        more: dict[str, Any] = {"verdict": "NO-OP", "value": settings.anchor.min_samples}
-        yield run.problem(f"{section}.anchor.min_samples", reason, sets={f"{section}.anchor.per": "source"}, **more)
+        yield run.problem(key, reason, sets=by_source, verdict="NO-OP", value=anchor.min_samples)
 
 
 def _check_column(section: str, reference: str, run: Configured) -> Iterator[Problem]:
@@ -273,17 +243,14 @@ def _check_column(section: str, reference: str, run: Configured) -> Iterator[Pro
     for file, infos in read_train_column(run, COLUMN.removesuffix(".")):
         row = next((row for row, info in enumerate(infos) if read_length(info, reference) is None), None)
         if row is not None:
-            fix = f"Fill {reference}, or set {section}=anchor."
-            reason = f"row {row} of {file} has no length above 0 under this name."
+            fix, reason = f"Fill {reference}, or set {section}=anchor.", f"row {row} of {file} has no length above 0."
             yield run.problem(f"{section}.reference", reason, fix, value=reference)
 
 
-def _check_dropped(section: str, run: Configured) -> Iterator[Problem]:
-    key = f"{section}.truncated"
+def _check_dropped(key: str, run: Configured) -> Iterator[Problem]:
     for other in ("process_reward", "opd"):
         if OmegaConf.is_config(run.get(other)):
-            reason = f"{other} sets advantages afterwards, so the run would train on dropped answers."
-            fix = f"Set {key}=keep, or {other}=null."
+            reason, fix = f"{other} sets the advantages of dropped answers again.", f"Set {key}=keep, or {other}=null."
             yield run.problem(key, reason, fix, value="drop", alongside={other: "on"})
     for other in ("actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.entropy_coeff"):
         if run.get(other):
@@ -294,29 +261,24 @@ def _check_dropped(section: str, run: Configured) -> Iterator[Problem]:
 def _check_left_out(key: str, dump: str, run: Configured) -> Iterator[Problem]:
     path = run.get(custom := f"{DATA_CLASS}.path")
     if path and not str(path).endswith(".length_penalty.left_out"):
-        yield run.problem(
-            custom,
-            "leaving out prompts requires this package's own data set class.",
-            f"Set {key}=null, or {custom}=null.",
-        )
+        reason = "leaving out prompts requires this package's own data set class."
+        yield run.problem(custom, reason, f"Set {key}=null, or {custom}=null.")
     if not is_dump(Path(dump)):
         reason = "the file is not a validation dump of verl." if Path(dump).is_file() else "no such file."
         fix = "Give a dump from a validation of an early checkpoint on the training prompts."
         yield run.problem(key, reason, fix, value=dump)
 
 
-def _check_classes(section: str, settings: LengthSettings, from_step: int, run: Configured) -> Iterator[Problem]:
-    rollout, wanted = "actor_rollout_ref.rollout.val_kwargs", settings.classes.samples
+def _check_classes(section: str, settings: ClassSettings, from_step: int, run: Configured) -> Iterator[Problem]:
+    rollout, wanted = "actor_rollout_ref.rollout.val_kwargs", settings.samples
     n = int(run.get(key := f"{rollout}.n") or 1)
     if n < wanted:
-        reason = f"no prompt has the {wanted} answers that {section}.classes.samples needs."
+        reason = f"no prompt has the {wanted} answers that {section}.samples needs."
         yield run.problem(key, reason, sets={key: wanted}, verdict="NO-OP", value=n)
     if not run.get(key := f"{rollout}.temperature"):
         reason = "all answers to a prompt are the same, so each prompt's pass rate is 0 or 1."
         yield run.problem(key, reason, sets={key: 1.0}, verdict="NO-OP")
-    steps = run.get("trainer.total_training_steps")
+    steps, key = run.get(_STEPS), f"{section}.from_step"
     if (steps and from_step > steps) or int(run.get("trainer.test_freq") or 0) <= 0:
-        key = f"{section}.classes.from_step"
-        reason = "no validation will run, so the classes can be neither fixed nor followed."
         fix = f"Set trainer.test_freq above 0, a smaller {key}, or {key}=null."
-        yield run.problem(key, reason, fix, verdict="NO-OP", value=from_step)
+        yield run.problem(key, "no validation will fix or follow the classes.", fix, verdict="NO-OP", value=from_step)

@@ -12,7 +12,9 @@ import math
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,22 +24,24 @@ from torch import Tensor
 from ...batch.declared_keys import Configured
 from ...correction import Problem
 from ...proof.rewards import check_rewards, mean
+from ...proof.rollout_log_probs import LEAST_TOKENS, UNSURE, Column, check_arrived, check_zeros
 from ...proof.token_alignment import AlignmentChecker, tally_agreements
+from ...proof.verify import LivenessError
 from ..add_on import Extension
 from ..advantage_proof import name_hashes
 from ..batch_view import BatchView, last_outputs, read_plain
 from . import signal
-from .opd_worker import (
+from .settings import OpdSettings
+from .signal import (
+    CENTRE,
+    FACTOR,
+    ROW,
+    TEACHER,
     OpdReport,
     OpdWorker,
-    build_alignment,
-    check_repeated,
     check_reports,
-    check_teacher,
     summarize_reports,
 )
-from .settings import OpdSettings
-from .signal import CENTRE, FACTOR, ROW, TEACHER
 from .start_up import find_model, find_problems
 from .teacher_client import Row, Scoring, TeacherClient
 
@@ -50,8 +54,111 @@ PROBES = 2
 """Number of rows per batch that are scored again."""
 SILENT = 1e-3
 """Largest gap, in nats, between two engines with the same weights."""
-IDLE = 20
-"""Number of consecutive updates without an eligible row before the warning."""
+
+
+COLUMN = Column("the teacher's log-probs", "Check the log of the server in opd.teacher.url.", LivenessError)
+ROUNDING = 2.0**-22
+"""Relative difference up to which two log-probs count as the same number in float32."""
+APART, APART_ALONE, MOST_APART = 0.1, 0.3, 5.0
+"""In nats: the limit of the mean difference between two scores of a long row, the amount added for a single token, and
+the cap on one token's difference."""
+
+
+def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
+    """Check from the values of the teacher's scores that they can be log-probs of a policy other than the student.
+
+    Args:
+        student: (B, T) log pi_old.
+        teacher: (B, T), -inf where the teacher excludes a token.
+        scored: (B, T) bool.
+
+    Raises:
+        LivenessError: values are zeros, all equal, mostly not finite, above 0, or bitwise the student's in float32.
+    """
+    check_arrived(teacher, scored, COLUMN)
+    check_zeros(teacher, student, scored, COLUMN)
+    unsure = scored & (student < -UNSURE)
+    apart = (student - teacher).abs() > ROUNDING * student.abs().clamp(min=1.0)
+    if int(unsure.sum()) >= LEAST_TOKENS and not (apart & unsure).any():
+        raise LivenessError(
+            f"opd: the teacher's log-probs of {int(scored.sum())} tokens equal log pi_old, so the teacher is the "
+            "student itself and teaches nothing. Fix: set opd.teacher.url to the teacher's server."
+        )
+
+
+def _compute_unrelated_limit(rows: int) -> float:
+    """Compute the concordance below which scores of this many rows carry no information about their tokens.
+
+    The concordance expected by chance is 0, with a standard deviation of about 0.7 / sqrt(rows). A teacher may disagree
+    about most tokens of failed rows; one teacher that improved its student had a concordance of 0.17 on such rows.
+    """
+    return 0.12 - 2.8 / math.sqrt(rows)
+
+
+def build_alignment(*, allow_unrelated: bool) -> AlignmentChecker:
+    """Build the checker of the teacher's log-probs against the student's."""
+    lost = "the teacher teaches nothing about these tokens; compare its vocabulary and chat template with the student's"
+    names = "the teacher's log-probs", "the teacher", lost
+    return AlignmentChecker(allow_unrelated, _compute_unrelated_limit, 1024, *names)
+
+
+def check_repeated(first: Sequence[float], again: Sequence[float], what: str) -> None:
+    """Check that the teacher's scores of a row are the same as before.
+
+    Raises:
+        LivenessError: the scores differ by more than the precision of 16-bit servers explains.
+    """
+    pairs = zip_longest(first, again, fillvalue=math.inf)
+    apart = [min(abs(one - other), MOST_APART) if one != other else 0.0 for one, other in pairs]
+    mean, allowed = math.fsum(apart) / len(apart), APART + APART_ALONE / math.sqrt(len(apart))
+    if not mean <= allowed:
+        reason = "The teacher serves other weights than before, mixes up rows of a request, or its servers differ."
+        differ = f"its {len(apart)} log-probs differ by {mean:.2g} nats on average (allowed: {allowed:.2g})"
+        raise LivenessError(f"opd: {what}: {differ}. {reason}")
+
+
+@dataclass
+class Teacher:
+    """One teacher of a run.
+
+    Attributes:
+        every: number of steps after which rows are scored again; None: never.
+        scoring: the pending log-probs of the batch.
+        first: the first row that was scored again, with its log-probs.
+        probed: the step at which rows were last scored again.
+        again: repeated scorings of the batch: (scoring, expected log-probs or None for those of ``scoring``, what).
+    """
+
+    client: TeacherClient
+    alignment: AlignmentChecker
+    every: int | None
+    scoring: Scoring
+    first: tuple[Row, list[float]] | None = None
+    probed: int | None = None
+    again: list[tuple[Scoring, list[float] | None, str]] = field(default_factory=list)
+
+    def start(self, rows: Sequence[Row], step: int) -> None:
+        """Request log-probs, and again for two rows of the batch, each on its own, and for the first row of the run."""
+        self.scoring, self.again = self.client.start(rows), []
+        due = self.probed is None or (self.every is not None and step >= self.probed + self.every)
+        if self.every is None or not rows or not due:
+            return
+        self.probed = step
+        for row in random.Random(step).sample(list(rows), min(PROBES, len(rows))):
+            self.again.append((self.client.start([row]), None, f"sequence {row.number} was scored again, alone"))
+        if self.first is not None:
+            row, answer = self.first
+            self.again.append((self.client.start([row]), answer, "a sequence of an earlier step was scored again"))
+
+    def wait(self) -> dict[int, list[float]]:
+        """Wait for the log-probs, by the row's number in the batch, and compare them with repeated scorings."""
+        found = self.client.wait(self.scoring)
+        answers = {row.number: values for row, values in zip(self.scoring.rows, found, strict=True)}
+        for scoring, expected, what in self.again:
+            ((row,), (again,)) = scoring.rows, self.client.wait(scoring)
+            check_repeated(answers[row.number] if expected is None else expected, again, what)
+            self.first = self.first or (row, again)
+        return answers
 
 
 class OnPolicyDistillation(Extension):
@@ -62,8 +169,7 @@ class OnPolicyDistillation(Extension):
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
         self.opd = OpdSettings.from_mapping(section, settings)
-        self._clients: dict[str, TeacherClient] = {}
-        self._scorings: dict[str, Scoring] = {}
+        self._teachers: dict[str, Teacher] = {}
         self._of: list[str | None] = []
         self._source_key = "data_source"
         self._factor, self._epochs = 1.0, 1
@@ -71,14 +177,9 @@ class OnPolicyDistillation(Extension):
         self._near = torch.zeros(0, 0, dtype=torch.bool)
         self._sent: dict[str, int] = {}
         self._found: dict[str, float] = {}
-        self._alignments: dict[str, AlignmentChecker] = {}
-        self._concordance = math.nan
-        self._probes: list[tuple[str, Scoring, list[float] | None, str]] = []
-        self._first: dict[str, tuple[Row, list[float]]] = {}
-        self._probed_at: dict[str, int] = {}
         self._proved = self._asked = False
         self._largest_gap = 0.0
-        self._dominated = self._idle = 0
+        self._dominated = 0
 
     # Before Ray starts --------------------------------------------------------------------------------------
 
@@ -95,10 +196,8 @@ class OnPolicyDistillation(Extension):
     @property
     def replay_note(self) -> str:
         if self.opd.mode == "loss":
-            return (
-                f"its loss term, {self.opd.coef:g} K2 of eligible tokens, is not replayed: the figures show only the "
-                "policy term."
-            )
+            term = f"its loss term, {self.opd.coef:g} K2 of eligible tokens"
+            return f"{term}, is not replayed: the figures show only the policy term."
         return (
             "advantages of eligible tokens were computed from the teacher and the run's log pi_old, and are replayed "
             "unchanged: training with another correction.proximal would have produced other advantages."
@@ -130,13 +229,14 @@ class OnPolicyDistillation(Extension):
         self._source_key = str(read("data.reward_fn_key") or "data_source")
         self._epochs = int(read("actor_rollout_ref.actor.ppo_epochs") or 1)
         unrelated = bool(read("offpolicy.allow_unrelated_log_probs"))
-        for source, teacher in self.opd.teachers.items():
-            self._clients[source] = TeacherClient(teacher, *find_model(teacher))
-            self._alignments[source] = build_alignment(allow_unrelated=unrelated)
+        for source, settings in self.opd.teachers.items():
+            client = TeacherClient(settings, *find_model(settings))
+            alignment = build_alignment(allow_unrelated=unrelated)
+            self._teachers[source] = Teacher(client, alignment, settings.probe_every, client.start([]))
 
     def end(self) -> None:
-        for client in self._clients.values():
-            client.close()
+        for teacher in self._teachers.values():
+            teacher.client.close()
 
     def on_rollout(self, batch: BatchView) -> None:
         mask = batch.rows("response_mask")["response_mask"].bool()
@@ -145,72 +245,47 @@ class OnPolicyDistillation(Extension):
         if self.opd.schedule.by in ("step", "pass_rate"):
             self._follow(batch.step if self.opd.schedule.by == "step" else self._found["opd/pass_rate"])
         self._near = signal.find_horizon(mask & self._eligible[:, None], self.opd.horizon)
-        rows: dict[str, list[Row]] = {source: [] for source in self._clients}
+        rows: dict[str, list[Row]] = {source: [] for source in self._teachers}
         for number, (prompt, response) in enumerate(batch.token_ids):
             if self._near[number].any():
                 last = int(self._near[number].nonzero()[-1]) + 1
                 rows[str(self._of[number])].append(Row(number, tuple(prompt), tuple(response[:last])))
-        self._scorings = {source: self._clients[source].start(asked) for source, asked in rows.items()}
-        self._probes = []
-        for source, asked in rows.items():
-            self._start_probes(source, asked, batch.step)
+        for source, teacher in self._teachers.items():
+            teacher.start(rows[source], batch.step)
 
     def _choose_teachers(self, batch: BatchView) -> list[str | None]:
         """Choose each row's teacher by the row's data source; None if the source has no teacher."""
-        default = "" if "" in self._clients else None
-        if not self._clients.keys() - {""}:
+        default = "" if "" in self._teachers else None
+        if not self._teachers.keys() - {""}:
             return [default] * len(batch.uids)
-        sources = read_plain(batch, self._source_key)
-        return [str(source) if str(source) in self._clients else default for source in sources]
+        sources = map(str, read_plain(batch, self._source_key))
+        return [source if source in self._teachers else default for source in sources]
 
     def _follow(self, value: float) -> None:
         """Set the schedule's factor; with a factor of 0, no row is eligible."""
         plan = self.opd.schedule
-        if not math.isnan(value):
-            assert plan.start is not None
-            assert plan.end is not None
+        if not math.isnan(value) and plan.start is not None and plan.end is not None:
             self._factor = signal.compute_factor(value, start=plan.start, end=plan.end, final=plan.final)
         if self._factor == 0:
             self._eligible = torch.zeros_like(self._eligible)
             self._found["opd/frac_opd_samples"] = 0.0
 
-    def _start_probes(self, source: str, rows: Sequence[Row], step: int) -> None:
-        """Request scores again for two rows of the batch, each on its own, and for the first row of the run."""
-        client, every = self._clients[source], self.opd.teachers[source].probe_every
-        probed = self._probed_at.get(source)
-        if every is None or not rows or (probed is not None and step < probed + every):
-            return
-        self._probed_at[source] = step
-        for row in random.Random(step).sample(rows, min(PROBES, len(rows))):
-            self._probes.append((source, client.start([row]), None, f"sequence {row.number} was scored again, alone"))
-        if source in self._first:
-            row, answer = self._first[source]
-            what = "a sequence of an earlier step was scored again"
-            self._probes.append((source, client.start([row]), answer, what))
-
-    def _check_probes(self, answers: Mapping[int, list[float]]) -> None:
-        for source, scoring, first, what in self._probes:
-            ((row,), (again,)) = scoring.rows, self._clients[source].wait(scoring)
-            check_repeated(answers[row.number] if first is None else first, again, what)
-            self._first.setdefault(source, (row, again))
-
     def _find_eligible(self, batch: BatchView, mask: Tensor) -> Tensor:
         """Find the eligible rows, (n,) bool: rows of eligible sessions that have a token; also record the shares."""
         gate = self.opd.eligible
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
-        rewards = (batch.scores.double() * mask).sum(-1)
         sessions, uids = list(batch.sessions), list(batch.uids)
         counted = [row for row in last_outputs(batch) if mask[row].any()]
-        groups = [uids[row] for row in counted]
+        rewards, groups = (batch.scores.double() * mask).sum(-1)[counted], [uids[row] for row in counted]
         chosen = signal.eligible(
-            rewards[counted], groups, passed_above=gate.passed_above, max_pass_rate=gate.max_pass_rate, rows=gate.rows
+            rewards, groups, passed_above=gate.passed_above, max_pass_rate=gate.max_pass_rate, rows=gate.rows
         )
-        rates = signal.compute_pass_rates(rewards[counted], groups, passed_above=gate.passed_above)
+        rates = signal.compute_pass_rates(rewards, groups, passed_above=gate.passed_above)
         hard = {uid for uid, rate in zip(groups, rates.tolist(), strict=True) if rate <= gate.max_pass_rate}
         self._found = {
-            "opd/frac_opd_samples": float(chosen.double().mean()) if len(chosen) else math.nan,
+            "opd/frac_opd_samples": mean(chosen),
             "opd/frac_underperforming_prompts": len(hard) / len(set(groups)) if groups else math.nan,
-            "opd/pass_rate": mean(signal.find_passed(rewards[counted], gate.passed_above)),
+            "opd/pass_rate": mean(signal.find_passed(rewards, gate.passed_above)),
         }
         of = {sessions[row] for row, is_chosen in zip(counted, chosen.tolist(), strict=True) if is_chosen}
         taught = [session in of and source is not None for session, source in zip(sessions, self._of, strict=True)]
@@ -218,77 +293,62 @@ class OnPolicyDistillation(Extension):
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
         before = time.monotonic()
-        answers = {
-            row.number: values
-            for source, scoring in self._scorings.items()
-            for row, values in zip(scoring.rows, self._clients[source].wait(scoring), strict=True)
-        }
-        self._check_probes(answers)
+        answers = {row: values for teacher in self._teachers.values() for row, values in teacher.wait().items()}
         waited = time.monotonic() - before
         columns = batch.rows("responses", "old_log_probs", "response_mask")
-        student, near = columns["old_log_probs"].float(), self._near
+        student, near, opd = columns["old_log_probs"].float(), self._near, self.opd
         teacher = torch.full(near.shape, math.nan, dtype=torch.float32)
         for row, values in answers.items():
             teacher[row, : len(values)] = torch.tensor(values)
         teacher[~near] = math.nan
-        for source in self._clients:
+        for source in self._teachers:
             check_teacher(student, teacher, self._near_of(source))
         excluded = near & torch.isneginf(teacher)
         # For an excluded token, the finite log-prob whose gap is at the bound is sent instead.
-        teacher = torch.where(excluded, student - self.opd.max_gap, teacher)
-        gaps = signal.compute_gaps(student, teacher, near, max_gap=self.opd.max_gap)
-        divides = self.opd.mode == "advantage"
-        scale = signal.compute_scale(gaps, near, self.opd.scale) if divides else 1.0
-        centre = signal.compute_centre(gaps, near, self.opd.scale) if divides else 0.0
-        self._concordance = math.nan
-        for source, alignment in self._alignments.items():
-            found = alignment.judge(tally_agreements(student, teacher, self._near_of(source)))
-            # NaN counts as infinite here, so it remains only if all values are NaN.
-            known = found.get("concordance_rows", math.nan), self._concordance
-            self._concordance = min(known, key=lambda each: math.inf if math.isnan(each) else each)
+        teacher = torch.where(excluded, student - opd.max_gap, teacher)
+        gaps = signal.compute_gaps(student, teacher, near, max_gap=opd.max_gap)
+        scale, centre = 1.0, 0.0
+        if opd.mode == "advantage":
+            scale, centre = (find(gaps, near, opd.scale) for find in (signal.compute_scale, signal.compute_centre))
         self._asked = self._asked or bool(near.any())
         self._largest_gap = max(self._largest_gap, float(gaps.abs().max()) if gaps.numel() else 0.0)
         self._found |= {"opd/scale": scale, "opd/centre": centre, "opd/teacher/waited": waited}
         self._note(student, teacher, excluded, gaps)
-        if self.opd.schedule.by == "gap":
+        if opd.schedule.by == "gap":
             self._follow(self._found["opd/gap/abs_mean"])
             near = near & self._eligible[:, None]
             teacher = torch.where(near, teacher, math.nan)
-        flags = self._eligible.to(torch.int8)
-        alike = torch.ones(len(flags), dtype=torch.float32)
-        batch.put(
-            **{TEACHER: teacher, ROW: flags, FACTOR: alike * (self._factor / scale), CENTRE: alike * centre},
-        )
+        alike = torch.ones(len(near), dtype=torch.float32)
+        factor, flags = alike * (self._factor / scale), self._eligible.to(torch.int8)
+        batch.put(**{TEACHER: teacher, ROW: flags, FACTOR: factor, CENTRE: alike * centre})
         self._sent = name_hashes(batch, columns["responses"], near, teacher)
-        if self.opd.mode == "loss":
+        if opd.mode == "loss":
             return None
         taught = columns["response_mask"].bool() & self._eligible[:, None]
-        replaced = signal.advantages(
-            advantages,
-            student,
-            teacher,
-            taught,
-            coef=self.opd.coef * self._factor,
-            max_gap=self.opd.max_gap,
-            scale=scale,
-            horizon=self.opd.horizon,
-            centre=centre,
-        )
+        how = {"coef": opd.coef * self._factor, "max_gap": opd.max_gap, "scale": scale, "centre": centre}
+        replaced = signal.advantages(advantages, student, teacher, taught, horizon=opd.horizon, **how)
         dealt = replaced[near]
         self._found |= {
             "opd/advantage/abs_mean": mean(dealt.abs()),
-            "opd/advantage/positive_share": mean((dealt > 0).double()),
+            "opd/advantage/positive_share": mean(dealt > 0),
         }
         return replaced
 
     def _note(self, student: Tensor, teacher: Tensor, excluded: Tensor, gaps: Tensor) -> None:
-        """Record metrics of the teacher's answers."""
-        near, scorings = self._near, self._scorings.values()
+        """Check that the teacher's log-probs belong to their tokens, and record metrics of its answers."""
+        near, scorings = self._near, [each.scoring for each in self._teachers.values()]
         rows = [row for scoring in scorings for row in scoring.rows]
         raw = torch.where(near & ~excluded, student - teacher, 0.0).abs()
-        extreme = (raw > self.opd.extreme) | excluded
         first = near & (near.cumsum(-1) == 1)
         last = near & (near.flip(-1).cumsum(-1).flip(-1) == 1)
+        known = []
+        for source, each in self._teachers.items():
+            asked = self._near_of(source)
+            found = each.alignment.judge(tally_agreements(student, teacher, asked))
+            known += [found["concordance_rows"]] if "concordance_rows" in found else []
+            if source:
+                self._found[f"opd/source/{source}/rows"] = float(asked.any(-1).sum())
+                self._found[f"opd/source/{source}/gap_abs_mean"] = mean(gaps[asked].abs())
         self._found |= {
             "opd/teacher/seconds": max(scoring.seconds for scoring in scorings),
             "opd/teacher/rows": float(len(rows)),
@@ -296,17 +356,13 @@ class OnPolicyDistillation(Extension):
             "opd/teacher/retried": float(sum(scoring.retried for scoring in scorings)),
             "opd/gap/mean": mean(gaps[near]),
             "opd/gap/abs_mean": mean(gaps[near].abs()),
-            "opd/gap/extreme_share": mean(extreme[near].double()),
-            "opd/gap/clipped_share": mean(((raw > self.opd.max_gap) | excluded)[near].double()),
+            "opd/gap/extreme_share": mean(((raw > self.opd.extreme) | excluded)[near]),
+            "opd/gap/clipped_share": mean(((raw > self.opd.max_gap) | excluded)[near]),
             "opd/gap/excluded_tokens": float(excluded.sum()),
             "opd/gap/first_token": mean(gaps[first]),
             "opd/gap/end_token": mean(gaps[last]),
-            "opd/live/concordance": self._concordance,
+            "opd/live/concordance": min(known, default=math.nan),
         }
-        for source in self._clients.keys() - {""}:
-            asked = self._near_of(source)
-            self._found[f"opd/source/{source}/rows"] = float(asked.any(-1).sum())
-            self._found[f"opd/source/{source}/gap_abs_mean"] = mean(gaps[asked].abs())
 
     def _near_of(self, source: str) -> Tensor:
         """Find the tokens that this data source's teacher has scored, (n, T) bool."""
@@ -328,17 +384,12 @@ class OnPolicyDistillation(Extension):
     def judge(self, reports: Sequence[OpdReport]) -> Mapping[str, float]:
         check_reports(reports, self.opd.mode)
         found = dict(summarize_reports(reports, self.opd.coef * self._factor, self._epochs))
-        scored = sum(report.tokens for report in reports)
-        visible = any(report.visible for report in reports)
-        if visible and not self._proved:
+        if any(report.visible for report in reports) and not self._proved:
             self._proved = True
+            scored, error = sum(report.tokens for report in reports), found["opd/live/error"]
             logger.info(
                 "opd %s LIVE on %d sequences, %d tokens (error %.1g), teacher %s",
-                self.opd.mode,
-                len(self._sent),
-                scored,
-                found["opd/live/error"],
-                self.opd.shown,
+                *(self.opd.mode, len(self._sent), scored, error, self.opd.shown),
             )
         self._watch(found["opd/share_of_loss"])
         return found | {"opd/live/proved": float(self._proved)}
@@ -360,22 +411,13 @@ class OnPolicyDistillation(Extension):
         return None if self._proved else "no scored token had a gradient (opd.coef)."
 
     def _watch(self, share: float) -> None:
-        """Warn if the teacher dominates the rewards, or if no rollout has been eligible for a long time."""
+        """Warn if the teacher dominates the rewards."""
         self._dominated = self._dominated + 1 if share > DOMINATES else 0
         if self._dominated == UPDATES:
             logger.warning(
                 "opd: the teacher's share of the loss's pull was %.0f %% for %d updates. With opd.coef=%.2g the "
                 "share would be one half.",
-                100 * share,
-                UPDATES,
-                self.opd.coef * (1 - share) / share,
-            )
-        self._idle = 0 if self._sent or self._factor == 0 else self._idle + 1
-        if self._idle == IDLE:
-            logger.warning(
-                "opd does nothing: no rollout was eligible in %d updates. Fix: set a larger "
-                "opd.eligible.max_pass_rate, or another opd.eligible.passed_above.",
-                IDLE,
+                *(100 * share, UPDATES, self.opd.coef * (1 - share) / share),
             )
 
     def metrics(self) -> Mapping[str, float]:

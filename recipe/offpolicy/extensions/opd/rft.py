@@ -7,6 +7,7 @@ sampled from a server, the correct answers are kept, and verl's SFT trainer trai
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import random
 import shlex
@@ -18,10 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from .settings import TeacherSettings
-from .teacher_client import BUSY, LARGEST, PAUSE, TeacherError, open_session, parse_object, request, shorten
+from .teacher_client import LARGEST, TeacherError, open_session, parse_object, post
 
 Score = Callable[..., Any]
 """verl's reward function: (data_source, solution_str, ground_truth, extra_info) -> a score, or a mapping with one."""
@@ -95,24 +94,9 @@ def sample(
             "seed": how.seed + number,
             **({"stop": list(how.stop)} if how.stop else {}),
         }
-        url = f"{settings.urls[number % len(settings.urls)]}/v1/completions"
         limit, deadline = LARGEST + BYTES * how.n * how.max_tokens, time.monotonic() + settings.timeout
-        failure = ""
-        for attempt in range(settings.retries + 1):
-            time.sleep(PAUSE * (2**attempt - 1))
-            try:
-                status, _, text = request(session, url, body, limit, deadline)
-            except requests.RequestException as error:
-                failure = type(error).__name__
-                continue
-            if status == 200:
-                return _read_answers(text, url, how.n)
-            failure = f"HTTP {status}: {shorten(text)}"
-            if status < 500 and status not in BUSY:
-                break
-        raise TeacherError(
-            f"{url} returned no answers to prompt {number} ({failure}). Fix: check whether the server serves {model}."
-        )
+        url, text = post(session, settings, itertools.repeat(number), body, limit, deadline, f"prompt {number}")
+        return _read_answers(text, url, how.n)
 
     try:
         with ThreadPoolExecutor(settings.concurrency, thread_name_prefix="student") as threads:
@@ -167,10 +151,9 @@ def keep_right(
             if not math.isfinite(value):
                 raise ValueError(f"a score of {value}")
         except Exception as error:
-            raise RftError(
-                f"the reward function has no score for an answer of the data source {source} "
-                f"({type(error).__name__}: {error}). Fix: give another reward function, --reward FILE.py:FUNCTION."
-            ) from error
+            reason = f"the reward function has no score for an answer of the data source {source}"
+            fix = "Fix: give another reward function, --reward FILE.py:FUNCTION."
+            raise RftError(f"{reason} ({type(error).__name__}: {error}). {fix}") from error
         return value >= right_from
 
     finished = [each for each in answers if each is not None]
@@ -178,9 +161,8 @@ def keep_right(
     texts = dict.fromkeys(format_answer(each, pattern) for each in right)
     fit = [text for text in texts if is_right(text)]
     if right and not fit:
-        raise RftError(
-            f"no correct answer is still correct in the format {pattern!r}. Fix: give another --format or --reward."
-        )
+        fix = "Fix: give another --format or --reward."
+        raise RftError(f"no correct answer is still correct in the format {pattern!r}. {fix}")
     chosen = random.Random(0).sample(fit, min(most, len(fit)))
     return Found(len(finished), len(right), tuple(chosen))
 
@@ -225,9 +207,7 @@ def write_dataset(rows: Sequence[Mapping[str, Any]], found: Sequence[Found], fol
         for text in each.kept
     ]
     if not lines:
-        raise RftError(
-            "no answer was correct. Fix: sample more answers (-n), use easier prompts, or pass another --reward."
-        )
+        raise RftError("no answer was correct. Fix: sample more answers (-n), or pass easier prompts or a --reward.")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "train.parquet"
     pandas.DataFrame(lines).to_parquet(path)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from ...batch.declared_keys import Key, Rule, choice, count, flag, number
 from ...correction import SpecError
 from ...correction.problem import CheckError
 from ...fault_tolerance.redaction import HIDDEN, redact_text
-from ..setting_checks import build_settings, read_values
+from ..setting_checks import SectionSettings
 
-Mode = Literal["advantage", "loss"]
-COEF: Mapping[str, float] = {"advantage": 1.0, "loss": 0.01}
+COEF = {"advantage": 1.0, "loss": 0.01}
 """Factor of the signal if ``coef`` is null."""
 
 
@@ -57,9 +56,12 @@ class TeacherSettings:
 class EligibleSettings:
     """Settings that select the rollouts to distil; see ``signal.eligible``."""
 
-    passed_above: float
-    max_pass_rate: float
-    rows: str
+    passed_above: Annotated[float, number("a reward")]
+    max_pass_rate: Annotated[float, number("a share in [0, 1]", 0, 1)]
+    rows: Literal["failed", "all"]
+
+
+_SCHEDULED = ("schedule.by", ...)
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,18 @@ class ScheduleSettings:
         by: the quantity that ``coef`` follows; None: ``coef`` is constant.
     """
 
-    by: str | None
-    start: float | None
-    end: float | None
-    final: float
+    by: Annotated[str | None, choice("step", "pass_rate", "gap", null="for a constant coefficient")]
+    start: Annotated[float | None, number("a number, or null", null=True, read_with=_SCHEDULED)]
+    end: Annotated[float | None, number("a number, or null", null=True, read_with=_SCHEDULED)]
+    final: Annotated[float, number("a factor, 0 or more", 0, read_with=_SCHEDULED)]
+
+
+def _is_scale(value: Any) -> bool:
+    return value in ("std", "mean_std", "none") or number("", above=0).fits(value)
 
 
 @dataclass(frozen=True)
-class OpdSettings:
+class OpdSettings(SectionSettings):
     """Settings of on-policy distillation.
 
     Attributes:
@@ -93,16 +99,44 @@ class OpdSettings:
         extreme: size in nats from which a gap counts as extreme.
     """
 
-    mode: Mode
+    option, needed = "opd/advantage", "mode"
+    rules = (
+        Rule(
+            "corrected",
+            lambda values: values["mode"] == "advantage" and not values["corrected"],
+            "an advantage is part of the policy term, so weight and masks always act on it.",
+            lambda values: True,
+            "mode",
+        ),
+        Rule(
+            "scale",
+            lambda values: values["mode"] == "loss" and values["scale"] not in ("std", "none"),
+            "only advantages are divided by the scale.",
+            lambda values: "std",
+            "mode",
+        ),
+    )
+    mode: Literal["advantage", "loss"]
     teachers: Mapping[str, TeacherSettings]
     eligible: EligibleSettings
-    coef: float
+    coef: Annotated[float, number("a number above 0, or null", above=0, null=True)]
     schedule: ScheduleSettings
-    horizon: int | None
-    max_gap: float
-    scale: str | float
+    horizon: Annotated[int | None, count("a number of tokens, 1 or more, or null", null=True)]
+    max_gap: Annotated[
+        float,
+        number(
+            "nats above 0; with a teacher that is far from the student, failed rows have gaps of many nats", above=0
+        ),
+    ]
+    scale: Annotated[str | float, Key(_is_scale, "std, mean_std, none or a number above 0")]
     corrected: bool
-    extreme: float
+    extreme: Annotated[float, number("nats above 0", above=0)]
+
+    @classmethod
+    def keys(cls) -> dict[str, Key]:
+        """Map each key of the section to its declaration."""
+        own = super().keys()
+        return {"mode": own.pop("mode")} | _TEACHER | own
 
     @property
     def shown(self) -> str:
@@ -110,27 +144,23 @@ class OpdSettings:
         return ", ".join(url for teacher in self.teachers.values() for url in teacher.shown)
 
     @classmethod
-    def from_mapping(cls, section: str, values: Mapping[str, Any]) -> OpdSettings:
-        """Read the settings from the values of the section.
+    def from_mapping(cls, section: str, values: Any) -> OpdSettings:
+        """Build the settings from the values of the section.
 
         Raises:
             CheckError, SpecError: unknown keys, or invalid values.
         """
-        named = ("mode", "the mode is neither advantage nor loss.", "Set opd=advantage or opd=loss.")
-        given = read_values(section, values, "opd/advantage", KEYS, _RULES, named)
+        given = cls.read(section, values)
         teacher, at = given.pop("teacher"), f"{section}.teacher"
         sources = teacher.pop("sources") or {}
         teachers = {} if teacher["url"] is None else {"": _read_teacher(at, teacher)}
         for name, own in sources.items():
             of_source = f"{at}.sources.{name}"
             if not isinstance(own, Mapping) or own.get("url") is None or "sources" in own:
-                reason, fix = (
-                    "expected the keys of a teacher, including its url.",
-                    f"Set {of_source}.url=http://HOST:PORT.",
-                )
-                raise SpecError(reason, fix, key=of_source)
+                fix = f"Set {of_source}.url=http://HOST:PORT."
+                raise SpecError("expected the keys of a teacher, including its url.", fix, key=of_source)
             try:
-                read_values(section, {"teacher": own}, "opd/advantage", KEYS)
+                cls.read(section, {"mode": given["mode"], "teacher": own})
             except CheckError as error:
                 raise CheckError(
                     replace(each, key=each.key.replace(at, of_source, 1), fix="", overrides=())
@@ -140,7 +170,7 @@ class OpdSettings:
         if not teachers:
             fix = f"Start one with scripts/teacher.sh, and set {section}.teacher.url=http://HOST:PORT."
             raise SpecError("no teacher is named.", fix, key=f"{section}.teacher.url")
-        found = build_settings(cls, given | {"teachers": teachers})
+        found = cls.build(given | {"teachers": teachers})
         schedule = found.schedule
         if schedule.by is not None and (None in (schedule.start, schedule.end) or schedule.start == schedule.end):
             key, fix = f"{section}.schedule", f"Set {section}.schedule.start and {section}.schedule.end."
@@ -181,15 +211,10 @@ def _is_address(value: object) -> bool:
         return False
 
 
-def _is_scale(value: Any) -> bool:
-    return value in ("std", "mean_std", "none") or number("", above=0).fits(value)
-
-
 _HEADERS = "headers, each with the name of the environment variable that holds its value, or null"
 _API_KEY = "the name of the environment variable that holds the key, or null"
 _TEXT = Key(lambda value: value is None or isinstance(value, str), "a name, a folder or null")
-KEYS = {
-    "mode": choice(*COEF),
+_TEACHER = {
     "teacher.url": Key(_are_addresses, "an address such as http://127.0.0.1:8100, or a list of them"),
     "teacher.model": _TEXT,
     "teacher.tokenizer": _TEXT,
@@ -204,35 +229,5 @@ KEYS = {
         lambda value: value is None or isinstance(value, Mapping),
         "data sources, each with the keys of its teacher, or null",
     ),
-    "eligible.passed_above": number("a reward"),
-    "eligible.max_pass_rate": number("a share in [0, 1]", 0, 1),
-    "eligible.rows": choice("failed", "all"),
-    "coef": number("a number above 0, or null", above=0, null=True),
-    "schedule.by": choice("step", "pass_rate", "gap", null="for a constant coefficient"),
-    "schedule.start": number("a number, or null", null=True, read_with=("schedule.by", ...)),
-    "schedule.end": number("a number, or null", null=True, read_with=("schedule.by", ...)),
-    "schedule.final": number("a factor, 0 or more", 0, read_with=("schedule.by", ...)),
-    "horizon": count("a number of tokens, 1 or more, or null", null=True),
-    "max_gap": number(
-        "nats above 0; with a teacher that is far from the student, failed rows have gaps of many nats", above=0
-    ),
-    "scale": Key(_is_scale, "std, mean_std, none or a number above 0"),
-    "corrected": flag(),
-    "extreme": number("nats above 0", above=0),
 }
-_RULES = (
-    Rule(
-        "corrected",
-        lambda values: values["mode"] == "advantage" and not values["corrected"],
-        "an advantage is part of the policy term, so weight and masks always act on it.",
-        lambda values: True,
-        "mode",
-    ),
-    Rule(
-        "scale",
-        lambda values: values["mode"] == "loss" and values["scale"] not in ("std", "none"),
-        "only advantages are divided by the scale.",
-        lambda values: "std",
-        "mode",
-    ),
-)
+"""Keys of ``teacher``, which the data sources' own teachers inherit."""

@@ -15,16 +15,7 @@ from ...correction import Problem
 from ..add_on import own_launch
 from ..setting_checks import count_rollouts, list_train_files, load_tokenizer, read_train_column
 from .settings import OpdSettings, TeacherSettings
-from .teacher_client import (
-    REFUSED,
-    Row,
-    TeacherClient,
-    TeacherError,
-    explain_key,
-    open_session,
-    parse_object,
-    request,
-)
+from .teacher_client import REFUSED, Row, TeacherClient, TeacherError, explain_key, open_session, parse_object, request
 
 PATIENCE = 10.0
 """Seconds to wait for an answer during the start-up checks."""
@@ -86,7 +77,7 @@ def find_model(settings: TeacherSettings) -> tuple[str, frozenset[str]]:
 
 def _describe(settings: TeacherSettings) -> tuple[Mapping[str, Any], frozenset[str]]:
     """Return the model's entry in the servers' lists, and all names under which they serve its weights."""
-    found: dict[str, Mapping[str, Any]] = {}
+    found: list[Mapping[str, Any]] = []
     names: set[str] = set()
     for url in settings.urls:
         listed = _ask(settings, url, "/v1/models").get("data")
@@ -95,25 +86,18 @@ def _describe(settings: TeacherSettings) -> tuple[Mapping[str, Any], frozenset[s
         served = {str(each["id"]): each for each in listed}
         wanted = settings.model or (next(iter(served)) if len(served) == 1 else None)
         if wanted not in served:
-            raise TeacherError(
-                f"{url} serves {', '.join(served) or 'no model'}, "
-                + ("so one of these models must be selected" if settings.model is None else f"but not {settings.model}")
-            )
-        found[url] = model = served[str(wanted)]
+            wish = f"but not {settings.model}" if settings.model else "so one of these models must be selected"
+            raise TeacherError(f"{url} serves {', '.join(served) or 'no model'}, {wish}")
+        found.append(model := served[wanted])
         names |= {name for name, each in served.items() if model.get("root") and each.get("root") == model["root"]}
-    if len({each["id"] for each in found.values()}) > 1:
-        raise TeacherError(
-            f"the addresses serve different models: {', '.join(str(each['id']) for each in found.values())}"
-        )
-    lengths = {url: each.get("max_model_len") for url, each in found.items()}
-    shortest = min(found, key=lambda url: length if isinstance(length := lengths[url], int) else math.inf)
-    return found[shortest], frozenset(names | {str(found[shortest]["id"])})
+    if len({each["id"] for each in found}) > 1:
+        raise TeacherError(f"the addresses serve different models: {', '.join(str(each['id']) for each in found)}")
+    shortest = min(found, key=lambda each: each["max_model_len"] if _has_length(each) else math.inf)
+    return shortest, frozenset(names | {str(shortest["id"])})
 
 
-def find_length(settings: TeacherSettings) -> int | None:
-    """Find the longest sequence that every address accepts, in tokens; None if a server does not report it."""
-    length = _describe(settings)[0].get("max_model_len")
-    return length if isinstance(length, int) else None
+def _has_length(model: Mapping[str, Any]) -> bool:
+    return isinstance(model.get("max_model_len"), int)
 
 
 def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequence[int]]) -> float:
@@ -130,13 +114,12 @@ def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequenc
         together = client.wait(client.start(crowd))
     finally:
         client.close()
-    apart = [
+    return max(
         abs(one - other)
         for number in range(len(rows))
         for found in (alone[2 * number + 1][0], *together[number :: len(rows)])
         for one, other in zip(alone[2 * number][0], found, strict=True)
-    ]
-    return max(apart, default=0.0)
+    )
 
 
 def find_other_vocabulary(settings: TeacherSettings, model: str, tokenizer: Any) -> Iterator[str]:
@@ -170,13 +153,8 @@ def find_problems(section: str, settings: OpdSettings, run: Configured) -> Itera
     yield from found
     key, shown = f"{section}.teacher.url", settings.shown
     if any(teacher.shown != teacher.urls for teacher in settings.teachers.values()):
-        reason = (
-            "verl and Hydra write the configuration to files and to the loggers, including the secrets in this address."
-        )
-        fix = (
-            f"Remove the secrets, and send them in a header: set {section}.teacher.headers to NAME: "
-            "ENVIRONMENT_VARIABLE."
-        )
+        reason = "verl and Hydra write the configuration to files and to the loggers, including this address's secrets."
+        fix = f"Send them in a header instead: set {section}.teacher.headers to NAME: ENVIRONMENT_VARIABLE."
         yield run.problem(key, reason, fix, value=shown)
         return
     if not own_launch.get():
@@ -191,16 +169,13 @@ def find_problems(section: str, settings: OpdSettings, run: Configured) -> Itera
 def _find_conflicts(section: str, settings: OpdSettings, run: Configured) -> Iterator[Problem]:
     off = f"or {section}=null."
     if run.get(key := "distillation.enabled"):
-        reason = f"verl's own distillation and {section} are both on, and verl's loss would replace the corrected one."
+        reason = "verl's own distillation is on too, and its loss would replace the corrected one."
         yield run.problem(key, reason, f"Set {key}=false, {off}")
     if run.get(key := f"{_ROLLOUT}.temperature") not in (None, 1):
         reason = "the teacher's log-probs are computed at temperature 1, but the student's are not."
         yield run.problem(key, reason, f"Set {key}=1.0, {off}")
     if settings.mode == "advantage" and run.get(key := "algorithm.adv_estimator") == "gae":
-        reason = (
-            "the critic predicts rewards, but the advantages of eligible tokens would come from the teacher's "
-            "log-probs, which the critic cannot predict."
-        )
+        reason = "the critic cannot predict the advantages of eligible tokens, which come from the teacher."
         yield run.problem(key, reason, f"Set {section}=loss, or an estimator without a critic, such as grpo.")
     for key, column in _find_media(run):
         reason = f"the training data has {column}, but the teacher receives only token ids."
@@ -209,42 +184,32 @@ def _find_conflicts(section: str, settings: OpdSettings, run: Configured) -> Ite
     rollouts, share = count_rollouts(run), settings.eligible.max_pass_rate
     if rollouts > 1 and 0 < share * rollouts < 1:
         key, least = f"{section}.eligible.max_pass_rate", math.ceil(1e4 / rollouts) / 1e4
-        reason = (
-            f"with {rollouts} rollouts per prompt, the smallest pass rate above 0 is {least:g}, so this value acts as "
-            "0: only prompts without a passing rollout are eligible."
-        )
+        reason = f"with {rollouts} rollouts per prompt, this acts as 0: the smallest pass rate above 0 is {least:g}."
         fix = f"Set {key}={least:g} to include prompts with one passing rollout, or 0 to exclude them."
         yield run.problem(key, reason, fix, {key: least}, (), "NO-OP", value=share)
     if run.get(key := "algorithm.filter_groups.enable"):
         never = settings.eligible.rows == "failed" and share * rollouts < 1
-        reason = (
-            "the filter drops prompts without a passing rollout, and no other prompt has a pass rate of at most "
-            f"{share:g}."
-            if never
-            else f"the filter drops prompts without a passing rollout, but {section} is meant for these prompts."
-        )
+        reason = f"the filter drops prompts without a passing rollout, for which {section} is meant."
         yield run.problem(key, reason, f"Set {key}=false, {off}", verdict="NO-OP" if never else "ERROR")
 
 
 def _examine_teacher(at: str, teacher: TeacherSettings, run: Configured) -> Iterator[Problem]:
     problem = partial(run.problem, f"{at}.url", value=", ".join(teacher.shown))
     try:
-        (model, _), length = find_model(teacher), find_length(teacher)
+        served, _ = _describe(teacher)
         needed = sum(int(run.get(f"data.max_{part}_length") or 0) for part in ("prompt", "response")) + 1
-        if length is not None and length < needed:
+        if _has_length(served) and (length := served["max_model_len"]) < needed:
             fix = f"Serve the teacher with --max-model-len {needed} or more."
             yield problem(f"the teacher accepts {length} tokens, but prompt and response have up to {needed - 1}.", fix)
             return
-        apart = measure_repeats(teacher, model, [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 2, 3]])
+        apart = measure_repeats(teacher, str(served["id"]), [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 2, 3]])
+        differ = f"log-probs of one sequence differ by {apart:.2g} nats between requests"
         if apart > REPEATS["bfloat16"]:
             fix = "Serve the teacher in float32, or without features that make its answers depend on other requests."
-            yield problem(
-                f"the teacher's answers are not repeatable: log-probs of one sequence differ by {apart:.2g} nats.", fix
-            )
+            yield problem(f"the teacher's answers are not repeatable: {differ}.", fix)
         elif apart > REPEATS["float32"]:
-            reason = f"log-probs of one sequence differ by {apart:.2g} nats between requests, as is usual in 16 bits."
-            yield problem(reason, verdict="NOTE")
-        yield from _compare_tokens(at, teacher, run, model)
+            yield problem(f"{differ}, as is usual in 16 bits.", verdict="NOTE")
+        yield from _compare_tokens(at, teacher, run, str(served["id"]))
     except TeacherError as error:
         fix = error.fix or "start the teacher with scripts/teacher.sh, or set the address at which it serves."
         yield problem(f"{error.reason.rstrip('.')}.", f"{fix[0].upper()}{fix[1:]}")
@@ -254,7 +219,7 @@ def _compare_tokens(at: str, teacher: TeacherSettings, run: Configured, model: s
     problem = partial(run.problem, f"{at}.url", value=teacher.shown[0])
     student = str(run.get("actor_rollout_ref.model.path"))
     if (tokenizer := load_tokenizer(student)) is None:
-        reason = f"no student tokenizer is available at {student}, so vocabulary and chat template are not compared."
+        reason = f"there is no tokenizer at {student}, so vocabulary and chat template are not compared."
         yield problem(reason, verdict="NOTE")
         return
     fix = "Serve a teacher of the student's own family: distillation compares log-probs of the same tokens."
@@ -265,10 +230,7 @@ def _compare_tokens(at: str, teacher: TeacherSettings, run: Configured, model: s
             yield run.problem(f"{at}.tokenizer", reason, fix, value=teacher.tokenizer)
             return
     if texts := list(find_other_vocabulary(teacher, model, tokenizer)):
-        reason = (
-            f"the tokenizers of teacher and student give different ids for {len(texts)} texts, such as {texts[0]!r}."
-        )
-        yield problem(reason, fix)
+        yield problem(f"its tokenizer gives other ids than the student's for {len(texts)} texts: {texts[0]!r} ...", fix)
     elif not teacher.other_template and getattr(tokenizer, "chat_template", None):
         number = find_other_template(teacher, model, tokenizer, _read_conversations(run))
         if number is not None:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -139,12 +139,11 @@ class TeacherClient:
         self._session.close()
 
     def _late(self, scoring: Scoring) -> str:
-        seconds = self._settings.timeout
         missing = sum(not answer.done() for answer in scoring.answers)
         return (
             f"the teacher at {', '.join(self._settings.shown)} has not scored {len(scoring.rows)} sequences within "
-            f"{seconds:g} s; {missing} of {len(scoring.answers)} requests are unanswered. Fix: add replicas to "
-            "opd.teacher.url, or set a larger opd.teacher.timeout."
+            f"{self._settings.timeout:g} s; {missing} of {len(scoring.answers)} requests are unanswered. Fix: add "
+            "replicas to opd.teacher.url, or set a larger opd.teacher.timeout."
         )
 
     def _ask(self, rows: Sequence[Row], scoring: Scoring) -> list[list[float]]:
@@ -175,53 +174,79 @@ class TeacherClient:
             )
         if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
             raise TeacherError(f"{where} sent no completion: {shorten(text)}")
-        found = {each.get("index") if isinstance(each.get("index"), int) else None: each for each in choices}
-        if len(choices) != len(rows) or set(found) != set(range(len(rows))):
-            indices = shorten(repr([each.get("index") for each in choices]))
-            raise TeacherError(
-                f"{where} sent {len(choices)} answers with the indices {indices}, expected one answer per sequence."
-            )
-        return [found[number] for number in range(len(rows))]
+        indices = [each.get("index") for each in choices]
+        if sorted(map(repr, indices)) != sorted(map(repr, range(len(rows)))):
+            shown = f"{len(choices)} answers with the indices {shorten(repr(indices))}"
+            raise TeacherError(f"{where} sent {shown}, expected one answer per sequence.")
+        return sorted(choices, key=lambda each: int(each["index"]))
 
     def _post(self, body: dict[str, Any], rows: Sequence[Row], scoring: Scoring) -> tuple[str, bytes]:
-        """Post until there is an answer, trying one address after another; return the address and the answer.
+        """Post until there is an answer, trying one address after another; return the address and the answer."""
 
-        Raises:
-            TeacherError: every attempt failed, or a request was rejected.
-        """
-        failure, pause = "", PAUSE
+        def note_retry() -> None:
+            with self._lock:
+                scoring.retried += 1
+
         limit = LARGEST + POSITION * sum(len(row.prompt) + len(row.response) for row in rows)
-        for attempt in range(self._settings.retries + 1):
-            if attempt:
-                with self._lock:
-                    scoring.retried += 1
-                time.sleep(max(min(pause, scoring.deadline - time.monotonic()), 0.0))
-            url = self._settings.urls[next(self._turn) % len(self._settings.urls)]
-            left = scoring.deadline - time.monotonic()
-            if left <= 0:
-                raise TeacherError(self._late(scoring))
-            try:
-                status, after, text = request(self._session, f"{url}/v1/completions", body, limit, scoring.deadline)
-            except requests.RequestException as error:
-                failure, pause = f"{url}: {type(error).__name__}", PAUSE * 2**attempt
-                continue
-            if status >= 500 or status in BUSY:
-                failure, pause = f"{url}: HTTP {status}", PAUSE * 2**attempt if after is None else after
-                continue
-            if status != 200:
-                fix = (
-                    f"serve the model {body['model']} with a max_model_len that is large enough for prompt and "
-                    "response."
-                )
-                raise TeacherError(
-                    f"the teacher at {url} rejected {_name(rows)}: HTTP {status}: {shorten(text)}",
-                    explain_key(self._settings) if status in REFUSED else fix,
-                )
+        try:
+            of_run = self._session, self._settings, self._turn
+            return post(*of_run, body, limit, scoring.deadline, _name(rows), note_retry)
+        except requests.Timeout:
+            raise TeacherError(self._late(scoring)) from None
+
+
+def post(
+    session: requests.Session,
+    settings: TeacherSettings,
+    turn: Iterator[int],
+    body: dict[str, Any],
+    limit: int,
+    deadline: float,
+    what: str,
+    note_retry: Callable[[], None] = lambda: None,
+) -> tuple[str, bytes]:
+    """Post a request for completions until there is an answer, trying one address after another.
+
+    Args:
+        turn: numbers of the addresses to try.
+        limit: largest size of an answer, in bytes.
+        deadline: in seconds of ``time.monotonic``.
+        what: description of the request's content, for errors.
+        note_retry: called before the request is sent again.
+
+    Returns:
+        The address and the answer.
+
+    Raises:
+        TeacherError: every attempt failed, or the request was rejected.
+        requests.Timeout: the deadline has passed before an attempt.
+    """
+    failure, pause = "", PAUSE
+    for attempt in range(settings.retries + 1):
+        if attempt:
+            note_retry()
+            time.sleep(max(min(pause, deadline - time.monotonic()), 0.0))
+        url = settings.urls[next(turn) % len(settings.urls)]
+        if time.monotonic() >= deadline:
+            raise requests.Timeout(f"{url} did not answer within {settings.timeout:g} s.")
+        try:
+            status, after, text = request(session, f"{url}/v1/completions", body, limit, deadline)
+        except requests.RequestException as error:
+            failure, pause = f"{url}: {type(error).__name__}", PAUSE * 2**attempt
+            continue
+        if status == 200:
             return url, text
-        raise TeacherError(
-            f"the teacher did not answer in {self._settings.retries + 1} attempts for {_name(rows)} ({failure}). "
-            f"Fix: check whether the teacher still runs, and resume the run from its checkpoint."
-        )
+        if status < 500 and status not in BUSY:
+            fix = f"serve the model {body['model']} with a max_model_len that is large enough for prompt and response."
+            raise TeacherError(
+                f"the server at {url} rejected {what}: HTTP {status}: {shorten(text)}",
+                explain_key(settings) if status in REFUSED else fix,
+            )
+        failure, pause = f"{url}: HTTP {status}", PAUSE * 2**attempt if after is None else after
+    raise TeacherError(
+        f"the server did not answer in {settings.retries + 1} attempts for {what} ({failure}).",
+        "check whether it still runs; a run that has stopped resumes from its checkpoint.",
+    )
 
 
 def open_session(settings: TeacherSettings) -> requests.Session:
@@ -241,15 +266,12 @@ def open_session(settings: TeacherSettings) -> requests.Session:
         key = f"opd.teacher.{'headers' if name in settings.headers else 'api_key'}"
         value = os.environ.get(variable, "").strip()
         if not value:
-            raise TeacherError(
-                f"the environment variable {show_variable(variable)} of {key} is not set.",
-                "export it where the trainer runs, on a cluster before `ray start`.",
-            )
+            fix = "export it where the trainer runs, on a cluster before `ray start`."
+            raise TeacherError(f"the environment variable {show_variable(variable)} of {key} is not set.", fix)
         hide(value)
         if not (value.isascii() and value.isprintable()):
-            raise TeacherError(
-                f"the environment variable {variable} of {key} contains characters that are not allowed in a header."
-            )
+            wrong = "contains characters that are not allowed in a header"
+            raise TeacherError(f"the environment variable {variable} of {key} {wrong}.")
         session.headers[name] = value if name in settings.headers else f"Bearer {value}"
     return session
 
@@ -330,13 +352,12 @@ def read_log_probs(entries: Any, row: Row, url: str = "") -> list[float]:
     if entries[0] is not None:
         raise TeacherError(f"{where}, position 0: it scored a token that has no token before it.")
     found: list[float] = []
-    for place, (entry, token) in enumerate(zip(entries, ids, strict=True)):
-        if place == 0:
-            continue
-        if not isinstance(entry, dict) or not isinstance(entry.get(str(token)), dict):
-            other = f"the token {shorten(', '.join(entry))}" if entry and isinstance(entry, dict) else "nothing"
+    for place, (entry, token) in enumerate(zip(entries[1:], ids[1:], strict=True), 1):
+        scored = entry if isinstance(entry, dict) else {}
+        if not isinstance(own := scored.get(str(token)), dict):
+            other = f"the token {shorten(', '.join(scored))}" if scored else "nothing"
             raise TeacherError(f"{where}, position {place}: the token {token} was sent, but it scored {other}.")
-        value = entry[str(token)].get("logprob")
+        value = own.get("logprob")
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value > 1e-3:
             raise TeacherError(f"{where}, position {place}: the log-prob is {shorten(repr(value))}.")
         found.append(-math.inf if value <= EXCLUDED else float(value))

@@ -15,17 +15,28 @@ from torch import Tensor
 
 from ...batch.declared_keys import Configured
 from ...correction import Problem
-from ...fault_tolerance.state_schema import PASS_RATES, refuse
+from ...fault_tolerance.state_schema import PASS_RATES
 from ...proof.rewards import mean
 from ...proof.verify import LivenessError
 from ..add_on import Advantages, read_state, write_state
 from ..advantage_proof import AdvantageExtension, AdvantageWorker
-from ..batch_view import BatchView, PromptView
-from ..sessions import Sessions, read_sessions, round_threshold
-from .estimators import advantages, find_impossible, unbiased
-from .evidence import find_difference, find_wrong_chance
+from ..batch_view import BatchView, PromptView, Sessions, read_sessions, round_threshold
+from .estimates import unbiased
 from .settings import PassAtKSettings, find_problems
-from .upsampling import NUMBER, BlockSampler, PassRates, allocate, compute_chances, identify_chat, replace_sampler
+from .training import (
+    ERROR,
+    NUMBER,
+    BlockSampler,
+    PassRates,
+    advantages,
+    allocate,
+    compute_chances,
+    find_impossible,
+    identify_chat,
+    replace_sampler,
+    state_advantages,
+    state_chances,
+)
 from .validation import Validation
 
 logger = logging.getLogger("verl.offpolicy")
@@ -52,24 +63,20 @@ class PassAtK(AdvantageExtension):
         self._k = self._get_budget_k(1)
         self._identities: dict[str, str] = {}
         self._sessions: Sessions | None = None
-        self._estimated: Tensor | None = None
 
     # Before Ray starts --------------------------------------------------------------------------------------
 
     @property
     def meaning(self) -> str:
-        settings = self.pass_at_k
-        parts = []
-        if settings.objective != "none":
-            later = f", then {', '.join(f'{k} from step {step}' for step, k in settings.schedule or ())}"
-            parts.append(f"{settings.objective}, k={settings.k}{later if settings.schedule else ''}")
-        if settings.budget.mode == "group_size":
-            parts.append(f"groups of {settings.budget.least} to {settings.budget.most}")
-        if settings.budget.mode == "upsample":
-            parts.append("prompts drawn according to what their groups teach")
-        if settings.dynamic.successes is not None:
-            parts.append(f"validation until {settings.dynamic.successes} of {settings.dynamic.max_samples} are correct")
-        return "; ".join(parts) or "validation"
+        settings, budget, dynamic = self.pass_at_k, self.pass_at_k.budget, self.pass_at_k.dynamic
+        steps = ", ".join(f"{k} from step {step}" for step, k in settings.schedule or ())
+        parts = (
+            self._trains and f"{settings.objective}, k={settings.k}{f', then {steps}' if steps else ''}",
+            self._deals and f"groups of {budget.least} to {budget.most}",
+            self._draws and "prompts drawn according to what their groups teach",
+            dynamic.successes and f"validation until {dynamic.successes} of {dynamic.max_samples} are correct",
+        )
+        return "; ".join(part for part in parts if part) or "validation"
 
     def problems(self, config: DictConfig) -> Iterable[Problem]:
         return find_problems(self.section, self.pass_at_k, Configured(config, self.section))
@@ -96,9 +103,11 @@ class PassAtK(AdvantageExtension):
         self._chances = chances = compute_chances(self.rates, prompts, self._rollouts, share, self._k)
         if not self._draws_proved and bool((chances != chances[0]).any()):
             counts, prior = self.rates.counts, self.rates.prior
-            wrong = find_wrong_chance(chances.tolist(), counts, prior, self._rollouts, share, self._k)
-            if wrong is not None:
-                raise LivenessError(f"{self.section}.budget: {wrong}.")
+            stated = state_chances(prompts, counts, prior, self._rollouts, share, self._k)
+            for prompt, (seen, due) in enumerate(zip(chances.tolist(), stated, strict=True)):
+                if not abs(seen - due) <= ERROR * due:
+                    drawn = f"drawn with probability {seen:.6g} instead of {due:.6g}"
+                    raise LivenessError(f"{self.section}.budget: prompt {prompt} of {prompts} is {drawn}.")
             self._draws_proved = True
             least, most = (float(end) * prompts for end in (chances.min(), chances.max()))
             logger.info(
@@ -107,9 +116,19 @@ class PassAtK(AdvantageExtension):
         return chances
 
     def next_batch(self, prompts: PromptView) -> None:
+        """Identify the prompts, and set their group sizes.
+
+        Raises:
+            LivenessError: the prompts come from another data loader.
+        """
         self._k = self._get_budget_k(prompts.step)
         if self._draws:
-            self._identities |= zip(prompts.uids, self._read_numbers(prompts), strict=True)
+            try:
+                numbers = prompts.rows(NUMBER)[NUMBER]
+            except KeyError as error:
+                reason = "prompts came from another data loader, which has no draw probabilities"
+                raise LivenessError(f"{self.section}.budget: {reason}.") from error
+            self._identities |= zip(prompts.uids, (str(int(number)) for number in numbers), strict=True)
         if not self._deals:
             return
         names = [identify_chat(prompt) for prompt in prompts.rows("raw_prompt")["raw_prompt"]]
@@ -124,26 +143,13 @@ class PassAtK(AdvantageExtension):
         """Return the k whose gradient sets the budgets: the objective's k at a step, or ``k`` for verl's estimator."""
         return self.pass_at_k.get_k(step) if self._trains else self.pass_at_k.k
 
-    def _read_numbers(self, prompts: PromptView) -> list[str]:
-        """Read the data-set numbers of these prompts.
-
-        Raises:
-            LivenessError: the prompts come from another data loader.
-        """
-        try:
-            return [str(int(number)) for number in prompts.rows(NUMBER)[NUMBER]]
-        except KeyError as error:
-            raise LivenessError(
-                f"{self.section}.budget: prompts came from another data loader, which has no draw probabilities."
-            ) from error
-
     def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
         self._sessions = sessions = read_sessions(batch)
         right = sessions.find_right(self.pass_at_k.correct_at_least)
         self._best = max(self._best, float(sessions.scores.max()))
         groups = sessions.groups()
         k = self.pass_at_k.get_k(batch.step)
-        self._estimated, self._demanded = None, ""
+        self._demanded = ""
         self._note(right, groups, k if self._trains else 1)
         if not self._trains or k == 1:
             return None
@@ -154,16 +160,16 @@ class PassAtK(AdvantageExtension):
                 continue
             at = torch.tensor(members)
             dealt[at] = advantages(right[at], k, objective=objective, seed=self._seed(batch.step, name))
-            self._require(name, find_difference(dealt[at].tolist(), right[at].tolist(), k, objective))
+            seen = dealt[at].tolist()
+            stated = state_advantages(seen, right[at].tolist(), k, objective)
+            self._compare(name, seen, stated, ERROR * max(1.0, *map(abs, stated)))
             if bool(dealt[at].any()) and not self._demanded:
                 self._demanded = f"group {name}: {dealt[at].tolist()}"
         mask = batch.rows("response_mask")["response_mask"].bool()
         self._found["pass_at_k/winner_share"] = mean(dealt > 0)
-        self._found["pass_at_k/zero_groups"] = float(
-            sum(not bool(dealt[torch.tensor(m)].any()) for m in groups.values())
-        )
-        self._estimated = dealt[sessions.of_row].to(rewards.dtype)[:, None] * mask
-        return self._estimated
+        idle = sum(not bool(dealt[torch.tensor(members)].any()) for members in groups.values())
+        self._found["pass_at_k/zero_groups"] = float(idle)
+        return dealt[sessions.of_row].to(rewards.dtype)[:, None] * mask
 
     def _seed(self, step: int, uid: str) -> int:
         text = f"{self.pass_at_k.seed}/{step}/{uid}"
@@ -185,7 +191,11 @@ class PassAtK(AdvantageExtension):
             "pass_at_k/budget/mixed_share": sum(0 < c < n for n, c in counts.values()) / len(counts),
         }
         if self._draws:
-            self._note_draws()
+            if len(self._chances):
+                effective = 1 / float(self._chances.square().sum())
+                self._found["pass_at_k/budget/effective_share"] = effective / len(self._chances)
+            self._found["pass_at_k/budget/seen_prompts"] = float(len(self.rates.counts))
+            self._found["pass_at_k/budget/proved"] = float(self._draws_proved)
             return None
         sizes = [len(members) for members in groups.values()]
         self._found |= {
@@ -200,16 +210,6 @@ class PassAtK(AdvantageExtension):
             weights[torch.tensor(members)] = self._rollouts / len(members)
         return advantages * weights[sessions.of_row].to(advantages.dtype)[:, None]
 
-    def _note_draws(self) -> None:
-        """Record how far the latest draw was from a uniform draw."""
-        if len(self._chances):
-            effective = 1 / float(self._chances.square().sum())
-            self._found["pass_at_k/budget/effective_share"] = effective / len(self._chances)
-        self._found |= {
-            "pass_at_k/budget/seen_prompts": float(len(self.rates.counts)),
-            "pass_at_k/budget/proved": float(self._draws_proved),
-        }
-
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
         if self.worker() is not None:
             super().on_advantages(batch, advantages)
@@ -220,33 +220,25 @@ class PassAtK(AdvantageExtension):
     def unproved(self) -> str | None:
         settings, key = self.pass_at_k, f"{self.section}.correct_at_least"
         if self._trains and not self._proved:
-            if self._best < round_threshold(settings.correct_at_least):
-                return (
-                    f"the highest reward was {self._best:g}, but {key}={settings.correct_at_least:g}, so no answer "
-                    "counts as correct."
-                )
+            if self._best < round_threshold(least := settings.correct_at_least):
+                return f"the highest reward was {self._best:g}, but {key}={least:g}, so no answer counts as correct."
             return f"no group had an advantage other than 0 ({self.section}.k={settings.k})."
+        idle = ""
         if self._draws and not self._draws_proved:
-            return (
-                "all prompts are drawn with the same probability, because their answers were correct equally often "
-                f"({key})."
-            )
-        if self._deals and not self._dealt_proved:
-            return f"all groups have the same size, because their answers were correct equally often ({key})."
-        return None
+            idle = "all prompts are drawn with the same probability"
+        elif self._deals and not self._dealt_proved:
+            idle = "all groups have the same size"
+        return f"{idle}, because their answers were correct equally often ({key})." if idle else None
 
     def _note(self, right: Tensor, groups: Mapping[str, Sequence[int]], k: int) -> None:
         counts = [(len(members), int(right[torch.tensor(members)].sum())) for members in groups.values()]
+        silent = sum(k > 1 and find_impossible(n, k, self.pass_at_k.objective) is not None for n, _ in counts)
         self._found = {
             "pass_at_k/k": float(k),
             "pass_at_k/right_share": mean(right),
             "pass_at_k/winner_share": math.nan,
             "pass_at_k/zero_groups": math.nan,
-            "pass_at_k/silent_groups": float(
-                sum(find_impossible(n, k, self.pass_at_k.objective) is not None for n, _ in counts)
-                if self._trains and k > 1
-                else 0
-            ),
+            "pass_at_k/silent_groups": float(silent),
         }
         for each in self.pass_at_k.metric.k:
             known = [unbiased(n, c, each) for n, c in counts if n >= each]
@@ -276,10 +268,7 @@ class PassAtK(AdvantageExtension):
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         if not (self._deals or self._draws) or "prompts" not in state:
             return
-        found = read_state(folder, FILE, self.section, f"{state['prompts']} prompts", PASS_RATES)
-        if len(found["counts"]) != state["prompts"]:
-            refuse(folder / FILE, "counts", len(found["counts"]), f"the checkpoint records {state['prompts']} prompts")
-        self.rates.restore(found)
+        self.rates.restore(read_state(folder, FILE, self.section, PASS_RATES, "counts", state["prompts"]))
 
     @property
     def resumes(self) -> str | None:

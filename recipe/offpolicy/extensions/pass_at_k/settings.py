@@ -2,94 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from ...batch.declared_keys import Configured, Key, Rule, choice, count, flag, number
+from ...batch.declared_keys import Configured, Key, Rule, count, number
 from ...correction import Problem
 from ...correction.problem import set_to
-from ..setting_checks import ROLLOUTS, build_settings, count_rollouts, read_values
-from .estimators import OBJECTIVES, find_impossible
-
-CHOICES = ("none", *OBJECTIVES)
-
-
-@dataclass(frozen=True)
-class MetricSettings:
-    """Values of k to report: ``k`` up to the number of samples drawn, and ``extrapolate`` beyond it, by the fit."""
-
-    k: Sequence[int]
-    extrapolate: Sequence[int]
-
-
-@dataclass(frozen=True)
-class DynamicSettings:
-    """Rounds of validation that sample only prompts with fewer than ``successes`` correct answers; None: one round."""
-
-    successes: int | None
-    max_samples: int
-    max_rounds: int
-
-
-@dataclass(frozen=True)
-class BudgetSettings:
-    """Distribution of rollouts: group sizes (``upsampling.allocate``) or draws (``upsampling.compute_chances``)."""
-
-    mode: Literal["none", "group_size", "upsample"]
-    least: int
-    most: int
-    decay: float
-    equal_prompts: bool
-    uniform_share: float
-
-
-@dataclass(frozen=True)
-class PassAtKSettings:
-    """Settings of pass@k training and validation.
-
-    Attributes:
-        objective: see ``estimators.advantages``; ``none`` keeps verl's advantages.
-        k: k of the objective, and of budgets.
-        correct_at_least: smallest score of a correct row.
-        schedule: pairs (step, k), sorted by the step from which k applies; None: ``k`` throughout. For steps at which k
-            is 1, verl's own estimator trains.
-        seed: seed of the splits of ``groups`` and of the draws of prompts.
-    """
-
-    objective: Literal["none", "loo", "loo_minus_one", "analytic", "groups"]
-    k: int
-    correct_at_least: float
-    schedule: Sequence[tuple[int, int]] | None
-    seed: int
-    metric: MetricSettings
-    dynamic: DynamicSettings
-    budget: BudgetSettings
-
-    @classmethod
-    def from_mapping(cls, section: str, values: Mapping[str, Any]) -> PassAtKSettings:
-        """Read the settings from the values of the section.
-
-        Raises:
-            CheckError, SpecError: unknown keys, or invalid values.
-        """
-        fix = f"Set {section}=loo, or choose another of validation, {', '.join(OBJECTIVES)}."
-        named = ("objective", "no objective is set.", fix)
-        given = build_settings(cls, read_values(section, values, "pass_at_k/loo", KEYS, (_ORDER,), named))
-        schedule = None if given.schedule is None else tuple((step, k) for step, k in given.schedule)
-        return replace(given, schedule=schedule)
-
-    def get_k(self, step: int) -> int:
-        """Return the k that applies at a step."""
-        passed = [k for start, k in self.schedule or () if start <= step]
-        return passed[-1] if passed else self.k
-
-    @property
-    def all_k(self) -> tuple[int, ...]:
-        """All values of k that the run trains."""
-        first = () if self.schedule and self.schedule[0][0] <= 1 else (self.k,)
-        return (*first, *(k for _, k in self.schedule or ()))
-
+from ..setting_checks import ROLLOUTS, SectionSettings, count_rollouts
+from .training import find_impossible
 
 _is_count, _is_step = count("").fits, count("", 0).fits
 
@@ -110,30 +31,81 @@ def _is_schedule(value: Any) -> bool:
     return steps == sorted(set(steps))
 
 
-KEYS = {
-    "objective": choice(*CHOICES),
-    "k": count("a count of 1 or more"),
-    "correct_at_least": number("a score"),
-    "schedule": Key(_is_schedule, "pairs [STEP, K] in rising steps, or null"),
-    "seed": count("a whole number, 0 or more", 0),
-    **dict.fromkeys(("metric.k", "metric.extrapolate"), Key(_are_counts, "counts of 1 or more, in rising order")),
-    "dynamic.successes": count("a count of 1 or more, or null", null=True),
-    "dynamic.max_samples": count("a count of 1 or more"),
-    "dynamic.max_rounds": count("a count of 1 or more"),
-    "budget.mode": choice("none", "group_size", "upsample"),
-    "budget.least": count("a count of 1 or more"),
-    "budget.most": count("a count of 1 or more"),
-    "budget.decay": number("a number in [0, 1]", 0, 1),
-    "budget.equal_prompts": flag(),
-    "budget.uniform_share": number("a share in (0, 1)", above=0, below=1),
-}
-_ORDER = Rule(
-    "budget.least",
-    lambda values: values["budget.least"] > values["budget.most"],
-    "more than most.",
-    lambda values: 1,
-    "budget.most",
-)
+Count = Annotated[int, count("a count of 1 or more")]
+Counts = Annotated[Sequence[int], Key(_are_counts, "counts of 1 or more, in rising order")]
+
+
+@dataclass(frozen=True)
+class MetricSettings:
+    """Values of k to report: ``k`` up to the number of samples drawn, and ``extrapolate`` beyond it, by the fit."""
+
+    k: Counts
+    extrapolate: Counts
+
+
+@dataclass(frozen=True)
+class DynamicSettings:
+    """Rounds of validation that sample only prompts with fewer than ``successes`` correct answers; None: one round."""
+
+    successes: Annotated[int | None, count("a count of 1 or more, or null", null=True)]
+    max_samples: Count
+    max_rounds: Count
+
+
+@dataclass(frozen=True)
+class BudgetSettings:
+    """Distribution of rollouts: group sizes (``training.allocate``) or draws (``training.compute_chances``)."""
+
+    mode: Literal["none", "group_size", "upsample"]
+    least: Count
+    most: Count
+    decay: Annotated[float, number("a number in [0, 1]", 0, 1)]
+    equal_prompts: bool
+    uniform_share: Annotated[float, number("a share in (0, 1)", above=0, below=1)]
+
+
+@dataclass(frozen=True)
+class PassAtKSettings(SectionSettings):
+    """Settings of pass@k training and validation.
+
+    Attributes:
+        objective: see ``training.advantages``; ``none`` keeps verl's advantages.
+        k: k of the objective, and of budgets.
+        correct_at_least: smallest score of a correct row.
+        schedule: pairs (step, k), sorted by the step from which k applies; None: ``k`` throughout. For steps at which k
+            is 1, verl's own estimator trains.
+        seed: seed of the splits of ``groups`` and of the draws of prompts.
+    """
+
+    option, needed = "pass_at_k/loo", "objective"
+    rules = (
+        Rule(
+            "budget.least",
+            lambda values: values["budget.least"] > values["budget.most"],
+            "more than most.",
+            lambda values: 1,
+            "budget.most",
+        ),
+    )
+    objective: Literal["none", "loo", "loo_minus_one", "analytic", "groups"]
+    k: Count
+    correct_at_least: Annotated[float, number("a score")]
+    schedule: Annotated[Sequence[Sequence[int]] | None, Key(_is_schedule, "pairs [STEP, K] in rising steps, or null")]
+    seed: Annotated[int, count("a whole number, 0 or more", 0)]
+    metric: MetricSettings
+    dynamic: DynamicSettings
+    budget: BudgetSettings
+
+    def get_k(self, step: int) -> int:
+        """Return the k that applies at a step."""
+        passed = [k for start, k in self.schedule or () if start <= step]
+        return passed[-1] if passed else self.k
+
+    @property
+    def all_k(self) -> tuple[int, ...]:
+        """All values of k that the run trains."""
+        first = () if self.schedule and self.schedule[0][0] <= 1 else (self.k,)
+        return (*first, *(k for _, k in self.schedule or ()))
 
 
 _ESTIMATOR = "algorithm.adv_estimator"
@@ -149,9 +121,7 @@ def find_problems(section: str, settings: PassAtKSettings, run: Configured) -> I
         yield from _check_k(section, settings, run)
         yield from _check_objective(section, settings, run)
     if mode != "none" and run.get(_FILTER):
-        reason = (
-            "groups whose answers are all correct or all wrong are dropped, so the budget never receives these answers."
-        )
+        reason = "groups with only correct or only wrong answers are dropped, so the budget never receives them."
         yield run.problem(key, reason, f"Set {_FILTER}=false, or {key}=none.", value=mode, alongside=[_FILTER])
     if mode == "group_size":
         yield from _check_group_sizes(section, settings, run)
@@ -169,12 +139,10 @@ def _check_k(section: str, settings: PassAtKSettings, run: Configured) -> Iterat
         if reason is None:
             continue
         fit = next((each for each in range(n - 1, 1, -1) if find_impossible(n, each, objective) is None), None)
-        key: str = f"{section}.k"
-        value: Any = k
-        sets: dict[str, Any] = {key: fit}
+        key, value, sets = f"{section}.k", k, {f"{section}.k": fit}
         if k != settings.k:
-            key, value = f"{section}.schedule", [list(pair) for pair in schedule]
-            sets = {key: [[step, min(each, fit or 0)] for step, each in schedule]}
+            key, value = f"{section}.schedule", [list(pair) for pair in schedule]  # type: ignore[assignment]
+            sets = {key: [[step, min(each, fit or 0)] for step, each in schedule]}  # type: ignore[dict-item]
         if fit is None:
             sets = {ROLLOUTS: 2 * max(settings.all_k)}
         yield run.problem(key, reason, sets=sets, value=value, alongside={ROLLOUTS: n})
@@ -183,62 +151,47 @@ def _check_k(section: str, settings: PassAtKSettings, run: Configured) -> Iterat
 
 def _check_objective(section: str, settings: PassAtKSettings, run: Configured) -> Iterator[Problem]:
     off = f"or {section}=null."
+    overlong, manager = "reward.reward_kwargs.overlong_buffer_cfg.enable", "reward.reward_manager.name"
     if (estimator := run.get(_ESTIMATOR)) != "grpo":
-        why = (
-            "would not run; it is another form of pass@k"
-            if estimator == "grpo_passk"
-            else "would not run, and neither would anything that needs it"
-        )
-        reason = f"{section} replaces verl's estimator, so {estimator} {why}."
+        reason = f"{section} replaces verl's estimator, so {estimator} would not run."
         yield run.problem(_ESTIMATOR, reason, f"Set {_ESTIMATOR}=grpo, {off}")
     if run.get(_KL):
-        yield run.problem(
-            _KL, "the best of several rewards that include a KL is not pass@k.", f"Set {_KL}=false, {off}"
-        )
-    overlong, manager = "reward.reward_kwargs.overlong_buffer_cfg.enable", "reward.reward_manager.name"
+        reason = "the best of several rewards that include a KL is not pass@k."
+        yield run.problem(_KL, reason, f"Set {_KL}=false, {off}")
     if run.get(overlong) and run.get(manager) == "dapo":
-        reason = (
-            "the length penalty can lower a correct answer's score below the smallest score that counts as correct."
-        )
+        reason = "the length penalty can lower a correct answer's score below correct_at_least."
         yield run.problem(overlong, reason, f"Set {overlong}=false, {off}", alongside=[manager])
     if settings.all_k == (1,):
         key, reason = f"{section}.k", "verl's own estimator trains pass@1, so it is not replaced."
         yield run.problem(key, reason, f"Set {key} above 1, {off}", verdict="NO-OP", value=1)
     for name, mask in (run.get("correction.masks") or {}).items():
         if settings.objective == "loo_minus_one" and mask.get("when") == "negative":
-            key, reason = (
-                f"{section}.objective",
-                f"no advantage is below 0, but the mask {name} acts only on negative advantages.",
-            )
+            key, reason = f"{section}.objective", f"the mask {name} acts only on negative advantages: there are none."
             yield run.problem(key, reason, "", {key: "loo"}, (name,), "NO-OP", value=settings.objective)
 
 
 def _check_draws(key: str, run: Configured) -> Iterator[Problem]:
-    def wrong(other: str, reason: str, proposed: Any) -> Problem:
-        fix = f"Set {set_to(other, proposed)}, or {key}=none."
-        return run.problem(key, reason, fix, value="upsample", alongside={other: run.get(other, 1)})
-
-    if run.get(other := "data.dataloader_num_workers"):
-        yield wrong(
-            other, "workers load batches ahead of time, before the answers that determine the probabilities exist.", 0
-        )
-    if run.get(other := "data.sampler.class_path"):
-        yield wrong(other, "your own sampler draws the prompts.", None)
-    if run.get(other := "data.shuffle") is False:
-        yield wrong(other, "prompts are read in the order of the data set.", True)
-    if count_rollouts(run) == 1:
-        yield wrong(ROLLOUTS, "a group of one never has both correct and wrong answers.", 8)
+    shuffle, many = "data.shuffle", "data.dataloader_num_workers"
+    for other, wrong, reason, proposed in (
+        (many, bool(run.get(many)), "workers load batches before the answers that determine the probabilities.", 0),
+        (own := "data.sampler.class_path", bool(run.get(own)), "your own sampler draws the prompts.", None),
+        (shuffle, run.get(shuffle) is False, "prompts are read in the order of the data set.", True),
+        (ROLLOUTS, count_rollouts(run) == 1, "a group of one never has both correct and wrong answers.", 8),
+    ):
+        if wrong:
+            fix = f"Set {set_to(other, proposed)}, or {key}=none."
+            yield run.problem(key, reason, fix, value="upsample", alongside={other: run.get(other, 1)})
 
 
 def _check_group_sizes(section: str, settings: PassAtKSettings, run: Configured) -> Iterator[Problem]:
     key, budget, n = f"{section}.budget.mode", settings.budget, count_rollouts(run)
-    if not run.get(v1 := "trainer.use_v1") or run.get("trainer.v1.trainer_mode") != "sync":
+    v1, mode = run.get("trainer.use_v1"), "trainer.v1.trainer_mode"
+    if not v1 or run.get(mode) != "sync":
         reason = "only verl's V1 trainer in the mode sync can sample groups of different sizes within one step."
-        fix = f"Set {v1}=true and trainer.v1.trainer_mode=sync, or {key}=none."
-        if run.get(v1) is None:  # before 0.9.0
-            fix = f"Use verl 0.9.0 or later, or set {key}=none."
-        alongside = ["trainer.v1.trainer_mode" if run.get(v1) else v1]
-        yield run.problem(key, reason, fix, value=budget.mode, alongside=alongside)
+        fix = f"Use verl 0.9.0 or later, or set {key}=none."
+        if v1 is not None:
+            fix = f"Set trainer.use_v1=true and {mode}=sync, or {key}=none."
+        yield run.problem(key, reason, fix, value=budget.mode, alongside=[mode if v1 else "trainer.use_v1"])
     if run.get(_ESTIMATOR) == "remax":
         reason, fix = "ReMax needs one greedy answer per prompt.", f"Set {_ESTIMATOR}=grpo, or {key}=none."
         yield run.problem(key, reason, fix, value=budget.mode, alongside=[_ESTIMATOR])

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf, open_dict
+from torch import Tensor
 
 from ...proof.rewards import check_rewards
-from ..sessions import round_threshold
+from ..batch_view import round_threshold
+from .estimates import Stopping, summarize
 from .settings import PassAtKSettings
-from .summary import Stopping, Summary, summarize
 
 UID = "uid"
 
@@ -57,9 +58,7 @@ class Validation:
         if self._seen is not None:
             self._seen = seen
             return {}
-        prompts = [
-            Prompt(0, 0, source, len(scores), self._count(scores)) for source, scores in seen.values() if len(scores)
-        ]
+        prompts = [Prompt(0, 0, source, len(scores), self._count(scores)) for source, scores in seen.values()]
         return build_metrics(prompts, self._settings, None)
 
     def _count(self, scores: Sequence[float]) -> int:
@@ -81,39 +80,39 @@ class Validation:
             np.random.set_state(state)
 
     def _run(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
-        dynamic = self._settings.dynamic
+        dynamic, stopping = self._settings.dynamic, None
         batches = Batches(trainer.val_dataloader)
         with replaced(trainer, batches):
             metrics = run()
-        prompts = [Prompt(*place) for place in batches.places()]
-        each = int(OmegaConf.select(trainer.config, "actor_rollout_ref.rollout.val_kwargs.n") or 1)
         if not self._seen:
             # verl merges the results of several trainers, and requests their metrics later.
             return metrics
+        prompts = [
+            Prompt(number, row) for number, batch in enumerate(batches.kept) for row in range(_count_rows(batch))
+        ]
+        each = int(OmegaConf.select(trainer.config, "actor_rollout_ref.rollout.val_kwargs.n") or 1)
         self._add(prompts, batches, each)
-        if dynamic.successes is None:
-            return metrics | build_metrics(prompts, self._settings, None)
-        rounds = max(min(dynamic.max_samples // each, dynamic.max_rounds), 1)
-        stopping = Stopping(tuple(each * number for number in range(1, rounds + 1)), dynamic.successes)
-        for number in range(2, rounds + 1):
-            left = [prompt for prompt in prompts if prompt.c < dynamic.successes]
-            if not left:
-                break
-            again = batches.select(left)
-            with replaced(trainer, again), apart(trainer, number):
-                run()
-            self._add(left, again, each)
+        if dynamic.successes is not None:
+            rounds = max(min(dynamic.max_samples // each, dynamic.max_rounds), 1)
+            stopping = Stopping(tuple(each * number for number in range(1, rounds + 1)), dynamic.successes)
+            for number in range(2, rounds + 1):
+                left = [prompt for prompt in prompts if prompt.c < dynamic.successes]
+                if not left:
+                    break
+                again = batches.select(left)
+                with replaced(trainer, again), apart(trainer, number):
+                    run()
+                self._add(left, again, each)
         return metrics | build_metrics(prompts, self._settings, stopping)
 
     def _add(self, prompts: Sequence[Prompt], batches: Batches, each: int) -> None:
         """Add the samples of the last round; a failed session counts as wrong."""
-        assert self._seen is not None
-        for prompt, uid in zip(prompts, batches.uids(), strict=True):
-            source, scores = self._seen.get(uid, (prompt.source, []))
-            prompt.source = source
+        seen, self._seen = self._seen or {}, {}
+        uids = [str(uid) for batch in batches.kept for uid in batch[UID]]
+        for prompt, uid in zip(prompts, uids, strict=True):
+            prompt.source, scores = seen.get(uid, (prompt.source, []))
             prompt.n += each
             prompt.c += self._count(scores[:each])
-        self._seen = {}
 
 
 class Batches:
@@ -137,14 +136,6 @@ class Batches:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def places(self) -> list[tuple[int, int]]:
-        """List (batch, row) of each prompt."""
-        return [(number, row) for number, batch in enumerate(self.kept) for row in range(_count_rows(batch))]
-
-    def uids(self) -> list[str]:
-        """List the current uid of each prompt."""
-        return [str(uid) for batch in self.kept for uid in batch[UID]]
-
     def select(self, prompts: Sequence[Prompt]) -> Batches:
         """Make a loader of only these prompts, batched as before."""
         chosen: dict[int, list[int]] = {}
@@ -158,12 +149,11 @@ def _count_rows(batch: Mapping[str, Any]) -> int:
 
 
 def _select(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    def of(values: Any) -> Any:
-        if isinstance(values, torch.Tensor | np.ndarray):
-            return values[list(rows)]
-        return [values[row] for row in rows]
-
-    return {name: of(values) for name, values in batch.items() if name != UID}
+    return {
+        name: values[list(rows)] if isinstance(values, Tensor | np.ndarray) else [values[row] for row in rows]
+        for name, values in batch.items()
+        if name != UID
+    }
 
 
 @contextmanager
@@ -196,29 +186,18 @@ def apart(trainer: Any, number: int) -> Iterator[None]:
 def build_metrics(prompts: Sequence[Prompt], settings: PassAtKSettings, stopping: Stopping | None) -> dict[str, float]:
     """Build the metrics of each data source, ``pass_at_k/val/SOURCE/...``."""
     found: dict[str, float] = {}
+    ks, beyond = settings.metric.k, settings.metric.extrapolate
     for source in sorted({prompt.source for prompt in prompts}):
-        of = [prompt for prompt in prompts if prompt.source == source]
-        metric = settings.metric
-        summary = summarize(
-            [prompt.n for prompt in of],
-            [prompt.c for prompt in of],
-            metric.k,
-            extrapolate=metric.extrapolate,
-            stopping=stopping,
-        )
-        found |= {f"pass_at_k/val/{source}/{name}": value for name, value in _named(summary, metric.extrapolate)}
+        n, c = zip(*((prompt.n, prompt.c) for prompt in prompts if prompt.source == source), strict=True)
+        summary = summarize(n, c, ks, extrapolate=beyond, stopping=stopping)
+        named = {"prompts": float(summary.prompts), "samples": float(summary.samples)}
+        named["unsolved_share"] = summary.unsolved
+        points = {f"pass@{k}": point for k, point in summary.points.items()}
+        if beyond:
+            fit, unknown = summary.fit, (math.nan, math.nan, math.nan)
+            named |= {"beta_a": fit.a if fit else math.nan, "beta_b": fit.b if fit else math.nan}
+            points |= {f"extrapolated@{k}": fit.points[k] if fit else unknown for k in beyond}
+        for name, (value, low, high) in points.items():
+            named |= {name: value, f"{name}_low": low, f"{name}_high": high}
+        found |= {f"pass_at_k/val/{source}/{name}": value for name, value in named.items()}
     return found
-
-
-def _named(summary: Summary, extrapolate: Sequence[int]) -> Iterator[tuple[str, float]]:
-    yield from (("prompts", float(summary.prompts)), ("samples", float(summary.samples)))
-    yield "unsolved_share", summary.unsolved
-    for k, (value, low, high) in summary.points.items():
-        yield from ((f"pass@{k}", value), (f"pass@{k}_low", low), (f"pass@{k}_high", high))
-    if not extrapolate:
-        return
-    fit = summary.fit
-    yield from (("beta_a", fit.a if fit else math.nan), ("beta_b", fit.b if fit else math.nan))
-    for k in extrapolate:
-        value, low, high = fit.points[k] if fit else (math.nan, math.nan, math.nan)
-        yield from ((f"extrapolated@{k}", value), (f"extrapolated@{k}_low", low), (f"extrapolated@{k}_high", high))

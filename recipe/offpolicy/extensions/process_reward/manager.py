@@ -10,8 +10,11 @@ requests go to the replica that sampled it.
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Mapping, Sequence
+import math
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from inspect import signature
 from typing import Any
@@ -25,14 +28,61 @@ from verl_patches import rollout_seams
 from verl_patches.contract import check_all
 
 from ...batch.weight_versions import NEWEST_VERSION, OLDEST_VERSION, VERSION
-from .advantages import FIELD, SECTION
-from .monte_carlo import choose_prefix, continue_prefix
-from .prefix_scorer import PrefixScorer, Row
-from .settings import ProcessSettings
-from .tail_scores import ABORTED, Tail, TailScores
+from .prefix_scorer import ABORTED, FIELD, PrefixScorer, Row, Tail, TailScores
+from .settings import SECTION, MonteCarloSettings, ProcessSettings
 
 _request: ContextVar[str | None] = ContextVar("offpolicy_process_request", default=None)
 """Id of the request that sampled the current row's last token."""
+
+Sample = Callable[[list[int], int, int], Awaitable[list[int] | None]]
+"""Continues (ids, most tokens, seed) with the policy that sampled the ids; None after an abort or a weight change."""
+Score = Callable[[list[int]], Awaitable[float]]
+"""Reward of a whole response."""
+
+
+def choose_prefix(
+    settings: MonteCarloSettings, version: int | None, response: Sequence[int], ends: Sequence[int]
+) -> tuple[int, random.Random] | None:
+    """Choose which prefix of a row to check, V_0 included, and the source of seeds; None if the row is not checked.
+
+    The choice depends only on the version and the response, so it is the same in every worker.
+    """
+    if settings.every is None or version is None or version % settings.every:
+        return None
+    source = random.Random(f"{version} {list(response)}")
+    return (source.randint(0, len(ends)), source) if source.random() < settings.share else None
+
+
+async def continue_prefix(
+    prompt: Sequence[int],
+    prefix: Sequence[int],
+    most: int,
+    sample: Sample,
+    score: Score,
+    *,
+    samples: int,
+    source: random.Random,
+) -> dict[str, Any]:
+    """Sample ``samples`` responses of up to ``most`` tokens that begin with ``prefix``, and reward them.
+
+    This is VinePPO's estimate of V(prefix) (arXiv:2410.01679), unbiased but too expensive for every prefix.
+
+    Returns:
+        The rewards' ``mean`` and the number of sampled ``tokens``, or the ``error`` that prevented them.
+    """
+    room, ids = most - len(prefix), [*prompt, *prefix]
+    if not room:
+        return {"error": "the prefix has the maximum response length."}
+    found = await asyncio.gather(*(sample(ids, room, source.getrandbits(31)) for _ in range(samples)))
+    whole = [[*prefix, *more] for more in found if more is not None]
+    if len(whole) < samples:
+        return {
+            "error": f"{samples - len(whole)} of {samples} continuations were aborted, or sampled by other weights."
+        }
+    rewards = await asyncio.gather(*map(score, whole))
+    if not all(map(math.isfinite, rewards)):
+        return {"error": "the reward of a continuation is not finite."}
+    return {"mean": math.fsum(rewards) / samples, "tokens": sum(map(len, whole)) - samples * len(prefix)}
 
 
 class RequestMemory:

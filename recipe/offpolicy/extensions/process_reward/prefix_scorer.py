@@ -1,221 +1,156 @@
-"""Values of prefixes at the ends of episodes, requested from the rollout server under the same weights."""
+"""Values of prefixes at the ends of episodes, computed by the rollout server that sampled the row.
+
+Agent loops call ``PrefixScorer.score``; the server runs ``score_tails``. vLLM returns log-probs of a prompt's tokens
+(``prompt_logprobs``). At positions read from vLLM's prefix cache, these log-probs are uninitialised memory with the ids
+of other requests. Therefore, only values accepted by ``read_answer`` are used.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
-from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from decimal import Decimal
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
-import numpy as np
-
+from .episodes import AnswerError, episode_ends, find_region, list_pieces, read_answers, tokenize_answer
 from .settings import ProcessSettings
-from .tail_scores import Tail, TailScores
 
-COLUMN = "reward_model.ground_truth"
-"""Column of the data set that contains the answer."""
+FIELD = "offpolicy_process"
+"""Key of a row's extra fields, see ``RowValues``."""
+PROMPT = "offpolicy_prompt"
+"""Key of the ``ScoredPrompt`` in a server's answer."""
+ABORTED = ("aborted", "abort")
 
 
-class AnswerError(ValueError):
-    """An answer cannot be scored; the message says why."""
+class ScoredPrompt(NamedTuple):
+    """An engine's scores of a prompt.
+
+    Attributes:
+        ids, log_probs: ids and log-probs of the prompt's tokens except the first, or of fewer tokens at the prompt's
+            end.
+        cached: number of the prompt's tokens that were read from the prefix cache; None if the engine does not report
+            it.
+    """
+
+    ids: Sequence[int]
+    log_probs: Sequence[float]
+    cached: int | None
+
+
+Generate = Callable[..., Awaitable[Any]]
+"""verl's ``vLLMHttpServer.generate``: (prompt_ids, sampling_params, request_id) -> TokenOutput."""
 
 
 @dataclass(frozen=True)
-class Forced:
-    """Ids that are forced after a prefix.
+class Tail:
+    """Tokens forced after a prefix.
 
     Attributes:
-        ids: ids of the force prompt with the answer.
-        answer: number of last ids that overlap the answer's characters.
+        end: end of the prefix, exclusive, in the row's ids.
+        ids: ids of force prompt and answer.
+        answer: number of ids at the end that form the answer.
+        may_read: whether the prefix may be read from the cache; False if siblings force the same tail, which would then
+            be cached as well.
     """
 
+    end: int
     ids: tuple[int, ...]
-    answer: tuple[int, ...]
+    answer: int
+    may_read: bool
 
 
-def read_answers(row: Any, most: int) -> list[str]:
-    """Read the answers in a row's ``reward_model`` column: an expression as text, a number, or several alternatives.
+@dataclass
+class TailScores:
+    """Scores of a row's tails, in their order.
 
-    Raises:
-        AnswerError: there is no answer, or there are more than ``most``.
+    Attributes:
+        means: mean log-probs of the answer's tokens; None if the engine did not score them.
+        versions: versions of the weights with which the scores were computed.
+        aborted: True if a synchronisation of the weights ended a request, so that means are incomplete.
+        requests, forward, cached, rescored: number of requests, of tokens computed for them, of tokens read from the
+            cache for them, and of requests repeated without the cache.
+        error: explanation if the server's answers do not contain log-probs of prompts; None otherwise.
     """
-    truth: Any = row.get("ground_truth") if hasattr(row, "get") else None
-    # Values read from Parquet are numpy arrays.
-    truth = truth[()] if isinstance(truth, np.ndarray) else truth
-    given = list(truth) if isinstance(truth, list | tuple | np.ndarray) else [truth]
-    answers = [_write(each) for each in given if each is not None and not isinstance(each, dict)]
-    if not answers or not all(answers):
-        raise AnswerError(f"the column {COLUMN} holds no answer: {truth!r}.")
-    if len(answers) > most:
-        raise AnswerError(f"the column {COLUMN} holds {len(answers)} answers, more than max_answers={most}.")
-    return answers
+
+    means: list[float | None]
+    versions: list[int | None] = field(default_factory=list)
+    aborted: bool = False
+    requests: int = 0
+    forward: int = 0
+    cached: int = 0
+    rescored: int = 0
+    error: str | None = None
 
 
-def _write(answer: Any) -> str:
-    """Format an answer as in a response: numbers without a trailing ".0" or an exponent, texts without outer spaces.
+def read_answer(
+    scored: ScoredPrompt, prompt: Sequence[int], answer: Sequence[int], *, read_cache: bool
+) -> list[float] | None:
+    """Read the answer's log-probs from the end of a scored prompt; None if they are not reliable.
 
-    Raises:
-        AnswerError: the answer is a number that is not finite.
+    Log-probs are read from the end because some engines omit the first tokens. The prompt must end in the answer's own
+    ids. If the cache may have been read, the position before the answer must have been computed.
     """
-    if isinstance(answer, float | np.floating | Decimal):
-        if not math.isfinite(answer):
-            raise AnswerError(f"the column {COLUMN} holds {answer}, which is not an answer.")
-        if isinstance(answer, Decimal):
-            return f"{answer.normalize():f}"
-        # A float32 of 0.1 is written "0.1"; converted to a Python float, it would have more digits.
-        return np.format_float_positional(answer if answer else 0.0, trim="-")
-    return str(answer).strip()
+    count = len(answer)
+    if list(scored.ids[-count:]) != list(answer) or len(scored.log_probs) != len(scored.ids):
+        return None
+    if read_cache and (scored.cached is None or scored.cached > len(prompt) - count - 1):
+        return None
+    found = [float(each) for each in scored.log_probs[-count:]]
+    return found if all(math.isfinite(each) and each <= 1e-3 for each in found) else None
 
 
-def tokenize_answer(tokenizer: Any, force_prompt: str, answer: str) -> Forced:
-    """Tokenise force prompt and answer together, because a token such as " 42" also contains the prompt's last space.
-
-    Raises:
-        AnswerError: no token contains the answer.
-    """
-    text = force_prompt + answer
-    if getattr(tokenizer, "is_fast", False):
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, ends = list(found["input_ids"]), [end for _, end in found["offset_mapping"]]
-    else:
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        ends = list(itertools.accumulate(map(len, list_pieces(tokenizer, ids))))
-    behind = [place for place, end in enumerate(ends) if end > len(force_prompt)]
-    if not behind:
-        raise AnswerError(f"no token of {text!r} holds the answer {answer!r}.")
-    return Forced(tuple(ids), tuple(ids[behind[0] :]))
+async def score_tails(generate: Generate, row: Sequence[int], tails: Sequence[Tail], *, read_cache: bool) -> TailScores:
+    """Score the tails after prefixes of a row (ids of prompt and response), all at once."""
+    scores = TailScores([None] * len(tails))
+    await asyncio.gather(*(_score(generate, row, tails, each, scores, read_cache) for each in range(len(tails))))
+    return scores
 
 
-def list_pieces(tokenizer: Any, ids: Iterable[int]) -> list[str]:
-    """List the text of each token."""
-    return [_decode(tokenizer, int(each)) for each in ids]
+async def _score(
+    generate: Generate, row: Sequence[int], tails: Sequence[Tail], number: int, scores: TailScores, read_cache: bool
+) -> None:
+    """Score one tail, using the cache if that is allowed, and again without the cache if the result is not reliable."""
+    tail = tails[number]
+    prompt = [*row[: tail.end], *tail.ids]
+    for read in (True, False) if read_cache and tail.may_read else (False,):
+        output = await generate(
+            prompt_ids=prompt, sampling_params=build_sampling(read_cache=read), request_id=uuid4().hex
+        )
+        scores.requests += 1
+        if output.stop_reason in ABORTED:
+            scores.aborted = True
+            return
+        scored = output.extra_fields.get(PROMPT)
+        if scored is None:
+            scores.error = "the rollout server's answer holds no prompt_logprobs."
+            return
+        scores.cached += scored.cached or 0
+        scores.forward += len(prompt) - (scored.cached or 0)
+        scores.versions.append(output.extra_fields.get("global_steps"))
+        found = read_answer(scored, prompt, tail.ids[-tail.answer :], read_cache=read)
+        if found is not None:
+            scores.means[number] = math.fsum(found) / len(found)
+            return
+        scores.rescored += 1
 
 
-@lru_cache(maxsize=1 << 18)
-def _decode(tokenizer: Any, token: int) -> str:
-    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    # For a single token, sentencepiece's decoder drops the leading space.
-    name = tokenizer.convert_ids_to_tokens(token)
-    return f" {text}" if isinstance(name, str) and name.startswith("▁") and not text.startswith(" ") else text
-
-
-def find_unlike_pieces(tokenizer: Any, texts: Sequence[str]) -> str | None:
-    """Find the first of ``texts`` that differs from its tokens decoded one by one; None if there is no such text.
-
-    Only ASCII is compared, because a token may be part of a non-ASCII character, which is not text on its own.
-    """
-    for text in texts:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        whole = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if _keep_ascii("".join(list_pieces(tokenizer, ids))) != _keep_ascii(str(whole)):
-            return text
-    return None
-
-
-def _keep_ascii(text: str) -> str:
-    return text.encode("ascii", "ignore").decode().lstrip()
-
-
-STOPS = (".", "!", "?", "。", "！", "？", "\n")
-"""Characters that end a sentence, unless a digit follows directly."""
-
-
-def episode_ends(
-    pieces: Sequence[str], *, markers: Sequence[str], max_tokens: int, max_episodes: int | None = None
-) -> list[int]:
-    """Find the exclusive ends of the episodes, the last of which is ``len(pieces)``; empty if there are no tokens.
-
-    An episode begins at the token that contains a marker's first character, unless a letter precedes the marker. Longer
-    episodes are split after the last sentence that fits, or at ``max_tokens`` if no sentence ends.
-
-    Args:
-        pieces: text of each token of the region, which stops before the end-of-thinking marker.
-        markers: texts that begin an episode; case-sensitive.
-        max_tokens: limit of an episode, before episodes are joined.
-        max_episodes: limit above which neighbouring episodes are joined evenly, keeping the first end; None: no limit.
-
-    Raises:
-        ValueError: a limit is below 1, or a marker is empty.
-
-    Example:
-        >>> episode_ends(["3", "+", "3", ".", " So", " 1", "."], markers=["So "], max_tokens=4)
-        [4, 7]
-    """
-    if max_tokens < 1 or (max_episodes is not None and max_episodes < 1):
-        raise ValueError(f"max_tokens={max_tokens}, max_episodes={max_episodes}: expected 1 or more.")
-    if not all(markers):
-        raise ValueError("an empty marker would begin an episode at every token.")
-    if not pieces:
-        return []
-    text = "".join(pieces)
-    # Start of each token; the last entry is the length of the text.
-    starts = list(itertools.accumulate(map(len, pieces), initial=0))
-    begins = sorted({bisect_right(starts, place) - 1 for place in _find_markers(text, markers)} - {0})
-    stops = _find_sentence_ends(text, starts)
-    ends: list[int] = []
-    for begin, end in itertools.pairwise([0, *begins, len(pieces)]):
-        ends += _split(begin, end, stops, max_tokens)
-    return ends if max_episodes is None else _join(ends, max_episodes)
-
-
-def _find_markers(text: str, markers: Iterable[str]) -> Iterator[int]:
-    """Find the characters at which a marker begins."""
-    for marker in markers:
-        place = text.find(marker)
-        while place >= 0:
-            if place == 0 or not text[place - 1].isalpha():
-                yield place
-            place = text.find(marker, place + 1)
-
-
-def _find_sentence_ends(text: str, starts: Sequence[int]) -> list[int]:
-    """Find the tokens that directly follow the end of a sentence, in order."""
-    found = []
-    for token in range(1, len(starts)):
-        place = starts[token]
-        before = text[:place] if place < 8 else text[place - 8 : place]
-        follows = text[place : place + 1]
-        if place > starts[token - 1] and before.rstrip(" \t").endswith(STOPS) and not follows.isdigit():
-            found.append(token)
-    return found
-
-
-def _split(begin: int, end: int, stops: Sequence[int], max_tokens: int) -> Iterator[int]:
-    """Yield the ends of an episode's parts."""
-    while end - begin > max_tokens:
-        last = bisect_right(stops, begin + max_tokens) - 1
-        begin = stops[last] if last >= 0 and stops[last] > begin else begin + max_tokens
-        yield begin
-    yield end
-
-
-def _join(ends: list[int], most: int) -> list[int]:
-    """Keep ``most`` of the ends, evenly spaced, including the first and the last."""
-    if len(ends) <= most:
-        return ends
-    if most == 1:
-        return ends[-1:]
-    return [ends[place * (len(ends) - 1) // (most - 1)] for place in range(most)]
-
-
-def find_region(pieces: Sequence[str], think_end: str) -> int:
-    """Count the tokens before the token in which ``think_end`` begins, or all tokens if ``think_end`` is missing.
-
-    Example:
-        >>> find_region(["2", ".", "</", "think", ">", "4"], "</think>")
-        2
-    """
-    place = "".join(pieces).find(think_end) if think_end else -1
-    if place < 0:
-        return len(pieces)
-    return bisect_right(list(itertools.accumulate(map(len, pieces), initial=0)), place) - 1
+def build_sampling(*, read_cache: bool) -> dict[str, Any]:
+    """Build vLLM's sampling parameters for a request that scores its prompt, at temperature 1."""
+    return {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_tokens": 1,
+        "prompt_logprobs": 0,
+        # This returns two lists per prompt instead of one object per position.
+        "flat_logprobs": True,
+        # Ids at cached positions may be outside the vocabulary.
+        "detokenize": False,
+        "skip_reading_prefix_cache": not read_cache,
+    }
 
 
 ROUNDS = 3
@@ -333,16 +268,15 @@ class PrefixScorer:
 
     async def _score(self, row: Row, result: RowValues) -> None:
         settings = self._settings
-        answers = self._tokenize(row)
         pieces = list_pieces(self._tokenizer, row.response)
+        result.answers = self._tokenize(row)
         result.ends = find_boundaries(pieces, row.mask, row.response, settings, self._eos)
-        result.answers = [(list(forced.ids), len(forced.answer)) for forced in answers]
         ids = [*row.prompt, *row.response]
         # Siblings request the same V_0, so the answer itself would be cached.
         tails = [
-            Tail(len(row.prompt) + end, tuple(forced.ids), len(forced.answer), may_read=end > 0)
+            Tail(len(row.prompt) + end, tuple(forced), answer, may_read=end > 0)
             for end in (0, *result.ends)
-            for forced in answers
+            for forced, answer in result.answers
         ]
         versions: set[Any] = set()
         for _ in range(ROUNDS):
@@ -362,30 +296,27 @@ class PrefixScorer:
         shown = ", ".join(map(str, sorted(versions, key=str))) or "none, because its requests were aborted"
         raise ScoringError(f"its last token has version {row.version}, but its values have {shown}.")
 
-    def _tokenize(self, row: Row) -> list[Forced]:
+    def _tokenize(self, row: Row) -> list[tuple[list[int], int]]:
         """Tokenise force prompt and answer, once for each alternative."""
-        settings = self._settings
-        texts = read_answers(row.truth, settings.max_answers)
-        answers = [tokenize_answer(self._tokenizer, settings.force_prompt, text) for text in texts]
-        for text, forced in zip(texts, answers, strict=True):
-            if len(forced.answer) > settings.max_answer_tokens:
-                raise AnswerError(
-                    f"the answer {text[:40]!r} has {len(forced.answer)} tokens, more than "
-                    f"max_answer_tokens={settings.max_answer_tokens}."
-                )
+        settings, answers = self._settings, []
+        for text in read_answers(row.truth, settings.max_answers):
+            ids, count = tokenize_answer(self._tokenizer, settings.force_prompt, text)
+            if count > (most := settings.max_answer_tokens):
+                raise AnswerError(f"the answer {text[:40]!r} has {count} tokens, more than max_answer_tokens={most}.")
+            answers.append((ids, count))
         return answers
 
     def _fill(self, result: RowValues, tails: Sequence[Tail], means: Sequence[float | None]) -> None:
         """Set each prefix's value to the value of the likeliest answer, and record which answer this is."""
-        for tail, mean in zip(tails, means, strict=True):
-            if mean is None:
-                raise ScoringError(
-                    f"the rollout server did not score the {tail.answer} tokens of the answer that follow the "
-                    f"first {tail.end} tokens."
-                )
+        found = [mean for mean in means if mean is not None]
+        if len(found) < len(means):
+            tail = tails[means.index(None)]
+            raise ScoringError(
+                f"the rollout server did not score the {tail.answer} tokens of the answer that follow the first "
+                f"{tail.end} tokens."
+            )
         alternatives = len(result.answers)
-        for first in range(0, len(means), alternatives):
-            found = [mean for mean in means[first : first + alternatives] if mean is not None]
-            best = max(range(alternatives), key=found.__getitem__)
+        for first in range(0, len(found), alternatives):
+            best = max(range(first, first + alternatives), key=found.__getitem__)
             result.values.append(max(found[best], self._settings.floor))
-            result.best.append(best)
+            result.best.append(best - first)

@@ -10,7 +10,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,28 +26,170 @@ from ...batch.declared_keys import Configured
 from ...batch.weight_versions import NEWEST_VERSION
 from ...correction import Problem
 from ...proof.rewards import check_rewards, sees_positions
-from ...proof.token_alignment import AlignmentChecker
-from ..advantage_proof import AdvantageExtension, AdvantageReport
+from ...proof.rollout_log_probs import Column, check_arrived, check_zeros
+from ...proof.token_alignment import AlignmentChecker, tally_agreements
+from ...proof.verify import LivenessError
+from ..advantage_proof import AdvantageExtension, AdvantageReport, AdvantageWorker
 from ..batch_view import BatchView, PromptView, read_agent_fields
-from . import evidence, row_utilities
-from .advantages import FIELD, UTILITY, normalize_utilities, token_advantages
-from .evidence import ProcessWorker
-from .monte_carlo import summarize_continuations
-from .prefix_scorer import RowValues
-from .row_utilities import BatchUtilities
-from .settings import ProcessSettings
-from .start_up import MANAGER, find_manager, find_problems, serve_scores
+from . import utilities
+from .prefix_scorer import FIELD, RowValues
+from .settings import MANAGER, SECTION, ProcessSettings, find_manager, find_problems
+from .utilities import UTILITY, BatchUtilities, normalize_utilities, token_advantages
 
 logger = logging.getLogger("verl.offpolicy")
-
-UNFIT, UPDATES = 0.55, 5
-"""Separation below which values do not distinguish passed from failed rows, and number of consecutive updates below
-this separation before the warning."""
 
 COMPARISONS = {True: 2, False: 16}
 """Number of initial steps whose values are compared. In synchronous training, these are the first step and the step
 after the first synchronisation of trained weights, and their values must agree exactly. Otherwise, there are enough
 steps to show that the values are related."""
+
+
+@dataclass(frozen=True)
+class ProcessWorker(AdvantageWorker):
+    """A worker part without settings, because advantages are shaped in the trainer, and the loss is verl's."""
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        return {UTILITY: "increase in log p(answer) over the episode that ends here, in nats; NaN elsewhere"}
+
+
+MOVED_ROWS = 8
+"""Largest number of rows in which a utility is moved at the first update."""
+COMPARED = 8
+"""Number of prefixes that the trainer's own forward pass scores again at the first step."""
+TOLERANCES = {"float32": 1e-3, "fp32": 1e-3}
+COARSE = 0.05
+"""Nats by which values may differ from the trainer's, depending on the rollout's dtype; ``COARSE`` for 16 bits."""
+COLUMN = Column(f"{SECTION}: values of prefixes", "Check the rollout engine's log.", LivenessError, 0.0)
+
+
+def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: Sequence[int]) -> int:
+    """Check that the position of each utility decides which tokens are credited.
+
+    Args:
+        found: utilities of the batch.
+        deal: computes process advantages (n, T) from utilities (n, T), as the run does.
+        rows: rows to check, in this order.
+
+    Returns:
+        Number of checked rows, at most ``MOVED_ROWS``; rows with a single episode, or with no episode that counts,
+        cannot be checked.
+
+    Raises:
+        LivenessError: utilities were moved, but the advantages did not change.
+    """
+    dealt, seen = deal(found.values), 0
+    for row in rows:
+        moved = utilities.move_utility(found, row)
+        if moved is None or not dealt[row].any():
+            continue
+        if torch.equal(deal(moved)[row], dealt[row]):
+            moved_one = f"a utility of sequence {row} was moved to another episode, but no advantage changed"
+            raise LivenessError(f"{SECTION}: {moved_one}: utilities are summed before they reach their tokens.")
+        seen += 1
+        if seen == MOVED_ROWS:
+            break
+    return seen
+
+
+def check_penalty(found: BatchUtilities, waste: Tensor, taken: Tensor, penalty: float, mask: Tensor) -> None:
+    """Check token by token that the penalty is subtracted once for each wasted episode that ends later.
+
+    Args:
+        waste: (n, T) bool, last tokens of wasted episodes.
+        taken: (n, T), the amount by which the penalty lowers advantages.
+        penalty: penalty of one episode.
+        mask: (n, T) bool, response tokens.
+
+    Raises:
+        LivenessError: a token's advantage is lowered by a different amount.
+    """
+    for row in waste.any(-1).nonzero()[:MOVED_ROWS, 0].tolist():
+        ends = [end for end in found.rows[row].ends if waste[row, end - 1]]
+        for token in mask[row].nonzero()[:, 0].tolist():
+            wanted = penalty * sum(token < end for end in ends)
+            if not abs(float(taken[row, token]) - wanted) <= 1e-6 * (1 + wanted):
+                lowered = f"lowers the advantage of token {token} of sequence {row} by {float(taken[row, token]):.6g}"
+                raise LivenessError(f"{SECTION}.waste.penalty: the penalty {lowered} instead of {wanted:.6g}.")
+
+
+def choose_prefixes(rows: Sequence[RowValues], floor: float, seed: int) -> list[tuple[int, int]]:
+    """Choose ``COMPARED`` random pairs (row, number of the value) whose values are not at the floor."""
+    there = [(row, at) for row, each in enumerate(rows) for at, value in enumerate(each.values) if value > floor]
+    return random.Random(seed).sample(there, min(COMPARED, len(there)))
+
+
+def build_scored_row(
+    each: RowValues, number: int, prompt: list[int], response: list[int]
+) -> tuple[list[int], list[int], int]:
+    """Build prompt, response and number of answer tokens, whose log-probs average to the value with this number."""
+    end = each.ends[number - 1] if number else 0
+    ids, count = each.answers[each.best[number]]
+    return prompt, [*response[:end], *ids], count
+
+
+def check_column(rows: Sequence[RowValues], floor: float) -> bool:
+    """Check that the values of a batch can be log-probs; values at the floor are ignored.
+
+    Returns:
+        Whether all values are exactly 0, which the trainer's own forward pass must confirm.
+
+    Raises:
+        LivenessError: a value is not finite or is above 0, or all values are the same number.
+    """
+    values = torch.tensor([[value for row in rows for value in row.values]])
+    there = values != floor
+    check_arrived(values, there, COLUMN)
+    return bool(there.any()) and not values[there].any()
+
+
+def check_related(values: Sequence[float], own: Sequence[float], checker: AlignmentChecker) -> None:
+    """Check values from an engine with older weights: engine and trainer must rank prefixes in a similar order.
+
+    Raises:
+        LivenessError: all values are 0, although the trainer is not certain of the answers.
+        AlignmentError: over enough prefixes, the rankings agree no better than by chance.
+    """
+    engine, trainer = torch.tensor(values)[:, None], torch.tensor(own)[:, None]
+    there = torch.ones_like(engine, dtype=torch.bool)
+    check_zeros(engine, trainer, there, COLUMN)
+    checker.judge(tally_agreements(trainer, engine, there))
+
+
+def check_forward(values: Sequence[float], own: Sequence[float], tolerance: float) -> float:
+    """Check values of the rollout engine against the trainer's own forward pass.
+
+    Args:
+        values: V of each prefix.
+        own: V of the same prefixes, computed by the trainer.
+        tolerance: largest accepted difference, in nats.
+
+    Returns:
+        The largest difference, in nats.
+
+    Raises:
+        LivenessError: the values differ by more than the tolerance.
+    """
+    apart = [abs(one - other) for one, other in zip(values, own, strict=True)]
+    # NaN counts as the worst value.
+    worst = max(range(len(apart)), key=lambda at: math.inf if math.isnan(apart[at]) else apart[at])
+    if not apart[worst] <= tolerance:
+        one = f"one has the value {own[worst]:.4f} instead of {values[worst]:.4f} (allowed: {tolerance:g} nats)"
+        reason = "the rollout engine holds other weights, or reads a stale prefix cache"
+        raise LivenessError(f"{SECTION}: of {len(values)} prefixes that the trainer scored again, {one}: {reason}.")
+    return apart[worst]
+
+
+def serve_scores() -> None:
+    """Make vLLM replicas started by this process score prefixes."""
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    def load() -> Any:
+        from .scoring_server import ScoringReplica
+
+        return ScoringReplica
+
+    RolloutReplicaRegistry.register("vllm", load)
 
 
 class PrefixValueRewards(AdvantageExtension):
@@ -61,13 +204,13 @@ class PrefixValueRewards(AdvantageExtension):
         self._submitted: float | None = None
         self._utilities: BatchUtilities | None = None
         self._metrics: dict[str, float] = {}
-        self._moved = self._unfit = self._compared = self._comparisons = self._compared_at = 0
+        self._moved = self._compared = self._comparisons = self._compared_at = 0
         self._alignment = AlignmentChecker()
         self._credited, self._at_floor = False, True
         self._waste = torch.zeros(0, 0, dtype=torch.bool)
         self._penalised = self._continued = False
         self._lost = ""
-        self._apart, self._tolerance = math.nan, evidence.COARSE
+        self._apart, self._tolerance = math.nan, COARSE
 
     # Before Ray starts --------------------------------------------------------------------------------------
 
@@ -104,7 +247,7 @@ class PrefixValueRewards(AdvantageExtension):
     def begin(self, config: DictConfig) -> None:
         self._synchronous = not live_path(config).asynchronous
         dtype = str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype"))
-        self._tolerance = evidence.TOLERANCES.get(dtype, evidence.COARSE)
+        self._tolerance = TOLERANCES.get(dtype, COARSE)
         self._alignment = AlignmentChecker(
             bool(OmegaConf.select(config, "offpolicy.allow_unrelated_log_probs")),
             column="values of prefixes",
@@ -119,35 +262,31 @@ class PrefixValueRewards(AdvantageExtension):
 
     def on_rollout(self, batch: BatchView) -> None:
         alongside = read_agent_fields(batch, FIELD, NEWEST_VERSION)
-        found = row_utilities.read_values([each.get(FIELD) for each in alongside])
-        row_utilities.check_values(
-            found,
-            [_read_version(each) for each in alongside],
-            expected=batch.step - 1 if self._synchronous else None,
-            max_unscored_share=self.process.max_unscored_share,
-        )
+        found = utilities.read_values([each.get(FIELD) for each in alongside])
+        versions = [None if (each := fields.get(NEWEST_VERSION)) is None else int(each) for fields in alongside]
+        expected, most = batch.step - 1 if self._synchronous else None, self.process.max_unscored_share
+        utilities.check_values(found, versions, expected=expected, max_unscored_share=most)
         mask = batch.rows("response_mask")["response_mask"]
-        self._utilities = row_utilities.build_utilities(found, mask)
-        self._waste = row_utilities.find_waste(self._utilities, self.process.waste.within, self.process.floor)
+        self._utilities = utilities.build_utilities(found, mask)
+        self._waste = utilities.find_waste(self._utilities, self.process.waste.within, self.process.floor)
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         scores = (batch.scores.double() * mask).sum(-1)
-        self._metrics = row_utilities.summarize_values(self._utilities, scores)
-        self._metrics |= row_utilities.summarize_waste(self._utilities, self._waste) | self._read_continuations(found)
-        self._metrics |= row_utilities.summarize_cost(found, self._submitted if self._synchronous else None)
+        self._metrics = utilities.summarize_values(self._utilities, scores)
+        self._metrics |= utilities.summarize_waste(self._utilities, self._waste) | self._read_continuations(found)
+        self._metrics |= utilities.summarize_cost(found, self._submitted if self._synchronous else None)
         lags = [batch.step - 1 - each.version for each in found if each.version is not None]
         self._metrics["version_lag"] = sum(lags) / len(lags) if lags else 0.0
         shown = torch.where(self._utilities.positions, self._utilities.values, torch.nan)
         batch.put(**{UTILITY: shown})
         self._at_floor = self._at_floor and all(value <= self.process.floor for row in found for value in row.values)
-        all_zero, every = evidence.check_column(found, self.process.floor), self.process.probe_every
+        all_zero, every = check_column(found, self.process.floor), self.process.probe_every
         first = self._comparisons < COMPARISONS[self._synchronous]
         if all_zero or first or (every is not None and batch.step >= self._compared_at + every):
-            self._compare(batch, found)
-        self._watch(self._metrics["value/separation"])
+            self._score_again(batch, found)
 
     def _read_continuations(self, found: Sequence[RowValues]) -> dict[str, float]:
         """Read the metrics of a Monte-Carlo check, and log the first reason why a prefix has no estimate."""
-        metrics = summarize_continuations(found)
+        metrics = utilities.summarize_continuations(found)
         self._continued = self._continued or metrics.get("monte_carlo/prefixes", 0.0) > 0
         if metrics.get("monte_carlo/lost") and not self._lost:
             results = [each.monte_carlo for each in found if each.monte_carlo]
@@ -155,44 +294,31 @@ class PrefixValueRewards(AdvantageExtension):
             logger.warning("%s.monte_carlo: a prefix has no estimate: %s", self.section, self._lost)
         return metrics
 
-    def _compare(self, batch: BatchView, found: Sequence[RowValues]) -> None:
+    def _score_again(self, batch: BatchView, found: Sequence[RowValues]) -> None:
         """Score a few prefixes again with the trainer's own forward pass."""
-        chosen = evidence.choose_prefixes(found, self.process.floor, batch.step)
+        chosen = choose_prefixes(found, self.process.floor, batch.step)
         if not chosen or (not self._synchronous and _has_media(batch)):
             return
         ids = batch.token_ids
-        rows = [evidence.build_scored_row(found[row], number, *ids[row]) for row, number in chosen]
+        rows = [build_scored_row(found[row], number, *ids[row]) for row, number in chosen]
         pairs = [(prompt, response) for prompt, response, _ in rows]
         # A forward pass accepts at most as many rows as the batch contains.
         starts = range(0, len(pairs), len(found))
         log_probs = [own for at in starts for own in batch.compute_log_probs(pairs[at : at + len(found)])]
-        own = evidence.average_answers(log_probs, [count for *_, count in rows])
+        own = [math.fsum(each[-count:]) / count for each, (*_, count) in zip(log_probs, rows, strict=True)]
         values = [found[row].values[number] for row, number in chosen]
         self._compared_at = batch.step
-        if not self._synchronous:
-            evidence.check_related(values, own, self._alignment)
-            self._comparisons += 1
-            self._compared += len(chosen)
-            return
-        apart = evidence.check_forward(values, own, self._tolerance)
-        self._apart = apart if math.isnan(self._apart) else max(apart, self._apart)
         self._comparisons += 1
         self._compared += len(chosen)
+        if not self._synchronous:
+            check_related(values, own, self._alignment)
+            return
+        apart = check_forward(values, own, self._tolerance)
+        self._apart = apart if math.isnan(self._apart) else max(apart, self._apart)
         logger.info(
             "%s LIVE: %d values of the rollout engine match the trainer's own forward pass, to %.1g nats.",
             *(self.section, len(chosen), apart),
         )
-
-    def _watch(self, separation: float) -> None:
-        """Warn if, for a long time, the values of passed rows have not been higher than those of failed rows."""
-        self._unfit = self._unfit + 1 if separation < UNFIT else 0
-        if self._unfit == UPDATES:
-            logger.warning(
-                "%s: in %d updates the last values of passed sequences were higher than the last values of failed "
-                "ones in only "
-                "%.0f %% of pairs. Fix: set a %s.force_prompt in the format of the model's answers.",
-                *(self.section, UPDATES, 100 * separation, self.section),
-            )
 
     def _deal(self, batch: BatchView, mask: Tensor, values: Tensor, *, penalty: Tensor | float) -> Tensor:
         """Compute coef times the process advantages (n, T) of utilities (n, T); 0 in rows that must not receive any."""
@@ -224,15 +350,15 @@ class PrefixValueRewards(AdvantageExtension):
         dealt = deal(self._utilities.values)
         if not self._moved:
             order = random.Random(batch.step).sample(range(len(mask)), len(mask))
-            self._moved = evidence.check_moved(self._utilities, deal, order)
+            self._moved = check_moved(self._utilities, deal, order)
         if self.process.waste.penalty and bool(self._waste.any()):
             without = self._deal(batch, mask, self._utilities.values, penalty=0.0)
             there = mask.bool() if batch.silent is None else mask.bool() & ~batch.silent[:, None]
             lost = self.process.coef * self.process.waste.penalty
-            evidence.check_penalty(self._utilities, self._waste, without - dealt, lost, there)
+            check_penalty(self._utilities, self._waste, without - dealt, lost, there)
             self._penalised = True
         self._credited = self._credited or bool(dealt.any())
-        self._metrics |= row_utilities.summarize_advantages(advantages, dealt, mask)
+        self._metrics |= utilities.summarize_advantages(advantages, dealt, mask)
         return None if self._by_token else advantages + dealt.to(advantages.dtype)
 
     @property
@@ -248,17 +374,12 @@ class PrefixValueRewards(AdvantageExtension):
         return {f"{self.section}/live/{name}": float(value) for name, value in live.items()}
 
     def unproved(self) -> str | None:
-        if self._credited:
-            return self._say_unused()
-        if self._at_floor:
-            return (
-                f"all values are at the floor, {self.process.floor:g} nats, so no episode is credited "
-                f"({self.section}.floor, {self.section}.force_prompt)."
-            )
-        return f"no episode was credited, because no value differs from the previous one ({self.section}.force_prompt)."
-
-    def _say_unused(self) -> str | None:
         process, section = self.process, self.section
+        if not self._credited and self._at_floor:
+            floor = f"all values are at the floor, {process.floor:g} nats, so no episode is credited"
+            return f"{floor} ({section}.floor, {section}.force_prompt)."
+        if not self._credited:
+            return f"no episode was credited, because no value differs from the previous one ({section}.force_prompt)."
         if process.waste.penalty and not self._penalised:
             return f"no utility is within {process.waste.within:g} nats of 0, so none is penalised ({section}.waste)."
         if process.monte_carlo.every is not None and not self._continued:
@@ -276,8 +397,3 @@ def _has_media(batch: BatchView) -> bool:
         return any(batch.rows("multi_modal_inputs")["multi_modal_inputs"])
     except KeyError:
         return False
-
-
-def _read_version(fields: Mapping[str, Any]) -> int | None:
-    version = fields.get(NEWEST_VERSION)
-    return None if version is None else int(version)

@@ -17,7 +17,7 @@ from verl.workers.rollout.vllm_rollout import vllm_async_server
 from verl_patches import rollout_seams
 from verl_patches.contract import check_all
 
-from .tail_scores import PROMPT, ScoredPrompt, Tail, TailScores, score_tails
+from .prefix_scorer import PROMPT, ScoredPrompt, Tail, TailScores, score_tails
 
 Extract = Callable[[Any, int | None, dict[str, Any]], None]
 
@@ -45,7 +45,7 @@ class ScoringServer(vllm_async_server.vLLMHttpServer):
         super().__init__(*args, **kwargs)
 
     async def score_tails(self, row: Sequence[int], tails: Sequence[Tail], read_cache: bool) -> TailScores:
-        """Score tails after prefixes of a row, with the loaded weights; see ``tail_scores.score_tails``."""
+        """Score tails after prefixes of a row, with the loaded weights; see ``prefix_scorer.score_tails``."""
         return await score_tails(self.generate, row, tails, read_cache=read_cache)
 
 

@@ -12,8 +12,7 @@ import torch
 from recipe.offpolicy.batch.plan import decide_rollout
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.ess_lr import EssLr, EssLrSettings
-from recipe.offpolicy.extensions.optimal_baseline import OptimalBaseline
+from recipe.offpolicy.extensions.vcpo import EssLr, EssLrSettings, OptimalBaseline
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support.corrections import TIS, spec
 from tests.support.shaped import Rows, make_batch, shape

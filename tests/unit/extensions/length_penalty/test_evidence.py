@@ -9,18 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.extensions.length_penalty import penalties
-from recipe.offpolicy.extensions.length_penalty.evidence import (
+from recipe.offpolicy.extensions.length_penalty.penalties import (
     Row,
     bound_error,
+    compare_rewards,
+    compute_shift,
+    penalties,
     state_advantages,
     state_penalties,
     state_shift,
 )
-from recipe.offpolicy.extensions.length_penalty.penalties import KINDS, compare_rewards, compute_shift
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
 from verl.trainer.ppo.core_algos import agg_loss
 
+KINDS = ("uniform", "group", "anchor", "reference")
 ROWS = [Row(100, True, 1.0, 250), Row(200, False, 0.0, 250), Row(400, True, 1.0, 250), Row(500, False, 0.0, 250)]
 
 
@@ -31,7 +33,8 @@ def settings(kind: str, **values: object) -> LengthSettings:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_statements_agree(kind: str) -> None:
-    first = penalties(kind, [r.tokens for r in ROWS], [r.right for r in ROWS], coefficient=0.001, anchor=250)
+    lengths, right = torch.tensor([r.tokens for r in ROWS]), torch.tensor([r.right for r in ROWS])
+    first = penalties(kind, lengths, right, coefficient=0.001, anchor=250)
     assert state_penalties(ROWS, settings(kind), 0.5) == pytest.approx((0.5 * first).tolist(), abs=1e-15)
 
 

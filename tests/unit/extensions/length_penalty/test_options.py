@@ -14,10 +14,10 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.extensions.add_on import Extension
-from recipe.offpolicy.extensions.length_penalty.fixed_classes import Answer, fix_classes, follow_classes
 from recipe.offpolicy.extensions.length_penalty.left_out import EasierPrompts
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.length_penalty.settings import LEAVE_OUT
+from recipe.offpolicy.extensions.validation_answers import Answer, fix_classes, follow_classes
 from recipe.offpolicy.fault_tolerance.state_schema import CheckpointError
 from recipe.offpolicy.proof.verify import LivenessError
 from scripts.quickstart.model import build_tokenizer
@@ -192,7 +192,7 @@ def test_prompts_below_the_limit_are_left_out_of_the_training_data_alone(tmp_pat
     loader = SimpleNamespace(dataset=data)
     assert made.load_prompts(loader) is loader
     assert made.unproved() is None
-    with pytest.raises(LivenessError, match="reads a list with 4 prompts, from which no prompt was left out"):
+    with pytest.raises(LivenessError, match="reads a list with 4 prompts, of which none was left out"):
         made.load_prompts(SimpleNamespace(dataset=[1, 2, 3, 4]))
     config = OmegaConf.create({"train_files": [], LEAVE_OUT: given, "filter_overlong_prompts": False})
     assert len(EasierPrompts([files], build_tokenizer("Spell it."), config)) == 4

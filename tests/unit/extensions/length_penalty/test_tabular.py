@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.extensions.length_penalty import penalties
-from recipe.offpolicy.extensions.length_penalty.penalties import Anchors, compute_shift
+from recipe.offpolicy.extensions.length_penalty.penalties import Anchors, compute_shift, penalties
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +51,13 @@ def train(kind: str, place: str, seed: int = 0) -> End:
             if kind != "none":
                 if kind == "anchor":
                     anchors.add(step, zip([prompt] * ROWS, right.tolist(), tokens.tolist(), strict=True))
-                lost = penalties(kind, tokens, right, coefficient=COEFFICIENT[kind], anchor=anchors.length_of(prompt))
+                lost = penalties(
+                    kind,
+                    torch.tensor(tokens),
+                    torch.tensor(right),
+                    coefficient=COEFFICIENT[kind],
+                    anchor=anchors.length_of(prompt),
+                )
             rewards = right - lost.numpy() if place == "before" else right.astype(float)
             advantage = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
             if place == "after":

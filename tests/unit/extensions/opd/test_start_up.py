@@ -17,7 +17,6 @@ from recipe.offpolicy.correction import Problem
 from recipe.offpolicy.extensions.add_on import own_launch
 from recipe.offpolicy.extensions.opd.settings import OpdSettings, TeacherSettings
 from recipe.offpolicy.extensions.opd.start_up import (
-    find_length,
     find_model,
     find_other_template,
     find_other_vocabulary,
@@ -128,7 +127,7 @@ def test_a_key_that_is_not_exported_is_said_with_its_fix_alone(teacher: FakeTeac
 def test_each_part_is_asked_for(teacher: FakeTeacher) -> None:
     settings = OpdSettings.from_mapping("opd", {"mode": "loss", "teacher": {"url": teacher.url}}).teachers[""]
     tokenizer = build_tokenizer("Spell backward:")
-    assert (find_model(settings)[0], find_length(settings)) == ("teacher", 128)
+    assert find_model(settings)[0] == "teacher"
     assert measure_repeats(settings, "teacher", [[1, 2, 3], [3, 2, 1]]) == 0.0
     assert list(find_other_vocabulary(settings, "teacher", tokenizer)) == []
     assert find_other_template(settings, "teacher", tokenizer, PROMPTS) is None
@@ -168,7 +167,7 @@ def test_a_secret_in_the_address_is_refused_and_a_strangers_is_not_asked(teacher
         ({"score": "noisy"}, "answers are not repeatable", "float32"),
         (
             {"tokenize": lambda body: [0]},
-            "the tokenizers of teacher and student give different ids",
+            "its tokenizer gives other ids than the student's",
             "student's own family",
         ),
         (

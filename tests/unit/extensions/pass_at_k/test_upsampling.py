@@ -10,7 +10,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from recipe.offpolicy.extensions.pass_at_k.upsampling import (
+from recipe.offpolicy.extensions.pass_at_k.training import (
     NUMBER,
     BlockSampler,
     PassRates,

@@ -7,20 +7,11 @@ import math
 import pytest
 import torch
 
-from recipe.offpolicy.extensions.process_reward import token_advantages, utilities
-from recipe.offpolicy.extensions.process_reward.advantages import normalize_utilities
+from recipe.offpolicy.extensions.process_reward.utilities import normalize_utilities, token_advantages
 
 U = torch.tensor([[9.0, 0.2, 9.0, -0.1], [9.0, 0.4, 9.0, 9.0]])
 AT = torch.tensor([[False, True, False, True], [False, True, False, False]])
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-
-
-def test_utilities_by_hand() -> None:
-    assert utilities([-1.5, -1.0, -2.0]).tolist() == [0.5, -1.0]
-    assert utilities(torch.tensor([-3.0])).tolist() == []
-    for malformed in ([], [0.0, math.nan]):
-        with pytest.raises(ValueError, match="one finite value for each episode"):
-            utilities(malformed)
 
 
 def test_zscore_punishes_progress_that_is_slower_than_its_siblings() -> None:
@@ -65,10 +56,3 @@ def test_tokens_off_the_mask_pass_credit_on_and_get_none() -> None:
     u, at = torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.tensor([[False, False, False, True]])
     found = token_advantages(u, at, ["a"], torch.tensor([[1, 0, 0, 1]]), normalize="none")
     assert found.tolist() == [[1.0, 0.0, 0.0, 1.0]]
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    nan = torch.where(AT, math.nan, U)
-    for u, groups, how in ((U, ["a"], "scale"), (U, ["a", "a"], "mean"), (nan, ["a", "a"], "scale")):
-        with pytest.raises(ValueError, match=r"expected \(B, T\)|normalize=mean|token 1 of row 0"):
-            token_advantages(u, AT, groups, MASK, normalize=how)

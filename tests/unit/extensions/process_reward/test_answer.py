@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.extensions.process_reward.prefix_scorer import (
+from recipe.offpolicy.extensions.process_reward.episodes import (
     AnswerError,
     Forced,
     find_unlike_pieces,
@@ -36,8 +36,7 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
 def test_the_answers_tokens_are_those_that_overlap_its_characters(tokenizer: Any, answer: str, read: str) -> None:
     forced = tokenize_answer(tokenizer, "is ", answer)
     assert text_of(tokenizer, forced.ids) == f"is {answer}"
-    assert text_of(tokenizer, forced.answer) == read
-    assert forced.ids[-len(forced.answer) :] == forced.answer
+    assert text_of(tokenizer, forced.ids[-forced.answer :]) == read
 
 
 class Slow:
@@ -58,7 +57,7 @@ class Slow:
 
 
 def test_a_tokenizer_without_offsets_is_read_by_the_text_of_its_tokens() -> None:
-    assert tokenize_answer(Slow(), "is ", "42") == Forced((0, 1, 2), (1, 2))
+    assert tokenize_answer(Slow(), "is ", "42") == Forced([0, 1, 2], 2)
 
 
 def test_sentencepieces_mark_is_a_space() -> None:

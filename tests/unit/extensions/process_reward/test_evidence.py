@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.extensions.process_reward.advantages import token_advantages
-from recipe.offpolicy.extensions.process_reward.evidence import (
-    average_answers,
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
+from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import (
     build_scored_row,
     check_column,
     check_forward,
@@ -16,8 +15,7 @@ from recipe.offpolicy.extensions.process_reward.evidence import (
     check_related,
     choose_prefixes,
 )
-from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
-from recipe.offpolicy.extensions.process_reward.row_utilities import build_utilities
+from recipe.offpolicy.extensions.process_reward.utilities import build_utilities, token_advantages
 from recipe.offpolicy.proof.token_alignment import AlignmentChecker, AlignmentError
 from recipe.offpolicy.proof.verify import LivenessError
 
@@ -59,10 +57,8 @@ def test_the_row_of_a_prefix_ends_with_force_prompt_and_answer() -> None:
     assert build_scored_row(each, 2, [1], [5, 6]) == ([1], [5, 6, 7, 8, 9], 2)
 
 
-def test_values_are_compared_with_the_mean_of_the_answers_log_probs() -> None:
-    own = average_answers([[-9.0, -1.0, -2.0], [-0.46]], [2, 1])
-    assert own == [-1.5, -0.46]
-    assert check_forward([-1.5, -0.5], own, 0.05) == pytest.approx(0.04)
+def test_values_are_compared_with_the_trainers() -> None:
+    assert check_forward([-1.5, -0.5], [-1.5, -0.46], 0.05) == pytest.approx(0.04)
     with pytest.raises(LivenessError, match=r"one has the value -1\.6000 instead of -1\.5000 \(allowed: 0\.05 nats\)"):
         check_forward([-1.5, -0.5], [-1.6, -0.5], 0.05)
     with pytest.raises(LivenessError):

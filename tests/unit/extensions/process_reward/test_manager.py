@@ -10,8 +10,7 @@ import pytest
 import ray
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.extensions.process_reward.advantages import FIELD
-from recipe.offpolicy.extensions.process_reward.tail_scores import TailScores
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import FIELD, TailScores
 from tests.support.byte_tokenizer import build_byte_tokenizer
 
 pytestmark = pytest.mark.verl("!=0.7.1")

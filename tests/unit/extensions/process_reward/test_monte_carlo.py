@@ -12,15 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.extensions.process_reward.advantages import FIELD
-from recipe.offpolicy.extensions.process_reward.monte_carlo import (
-    choose_prefix,
-    compute_rank_correlation,
-    continue_prefix,
-    summarize_continuations,
-)
-from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
+from recipe.offpolicy.extensions.process_reward.manager import choose_prefix, continue_prefix
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import FIELD, RowValues
 from recipe.offpolicy.extensions.process_reward.settings import MonteCarloSettings
+from recipe.offpolicy.extensions.process_reward.utilities import compute_rank_correlation, summarize_continuations
 from tests.unit.extensions.process_reward.test_manager import TRUTH, VERSION, output, sample_and_post, worker
 
 RIGHT = 0.7

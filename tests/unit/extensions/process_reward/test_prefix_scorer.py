@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.extensions.process_reward import prefix_scorer
-from recipe.offpolicy.extensions.process_reward.prefix_scorer import PrefixScorer, Row, RowValues, find_boundaries
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import (
+    PROMPT,
+    PrefixScorer,
+    Row,
+    RowValues,
+    ScoredPrompt,
+    TailScores,
+    find_boundaries,
+    score_tails,
+)
 from recipe.offpolicy.extensions.process_reward.settings import ProcessSettings
-from recipe.offpolicy.extensions.process_reward.tail_scores import PROMPT, ScoredPrompt, TailScores, score_tails
 
 A, B, EOS = 0, 1, 2
 FORCE = [B]

@@ -15,10 +15,9 @@ from torch import Tensor
 from recipe.offpolicy.batch.seals import hash_rows
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.advantage_proof import AdvantageReport
-from recipe.offpolicy.extensions.process_reward import token_advantages
-from recipe.offpolicy.extensions.process_reward.advantages import FIELD, UTILITY
-from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import FIELD, RowValues
 from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import COMPARISONS, PrefixValueRewards
+from recipe.offpolicy.extensions.process_reward.utilities import UTILITY, token_advantages
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view import DataProtoBatch
 from tests.support.judged import judge
@@ -305,11 +304,3 @@ def test_the_workers_have_to_see_the_trainers_advantages(build: Any) -> None:
         judge(made, [AdvantageReport(tuple(other.tolist()))])
     with pytest.raises(LivenessError, match="offpolicy_process_utility did not reach the loss"):
         judge(made, [AdvantageReport(None, (UTILITY,))])
-
-
-def test_an_unfit_force_prompt_is_said(build: Any, caplog: pytest.LogCaptureFixture) -> None:
-    made = extension()
-    for _ in range(5):
-        made._watch(0.5)
-    assert "process_reward.force_prompt" in caplog.text
-    assert made.meaning.startswith("log p(answer | prefix), zscore")

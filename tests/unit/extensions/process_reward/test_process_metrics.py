@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
-from recipe.offpolicy.extensions.process_reward.row_utilities import (
+from recipe.offpolicy.extensions.process_reward.utilities import (
     build_utilities,
     compute_covered,
     compute_separation,

@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 def test_flat_log_probs_are_handed_on_with_what_the_cache_gave() -> None:
     from vllm.logprobs import FlatLogprobs, Logprob
 
+    from recipe.offpolicy.extensions.process_reward.prefix_scorer import PROMPT
     from recipe.offpolicy.extensions.process_reward.scoring_server import keep_flat
-    from recipe.offpolicy.extensions.process_reward.tail_scores import PROMPT
 
     seen: list[Any] = []
     keep = keep_flat(lambda *given: seen.append(given))
@@ -36,8 +36,8 @@ def test_flat_log_probs_are_handed_on_with_what_the_cache_gave() -> None:
 
 
 def test_replicas_of_vllm_start_servers_that_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import serve_scores
     from recipe.offpolicy.extensions.process_reward.scoring_server import ScoringReplica, ScoringServer
-    from recipe.offpolicy.extensions.process_reward.start_up import serve_scores
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     monkeypatch.setattr(RolloutReplicaRegistry, "_registry", dict(RolloutReplicaRegistry._registry))

@@ -8,9 +8,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.extensions.process_reward import start_up
+from recipe.offpolicy.extensions.process_reward import settings as start_up
 from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import PrefixValueRewards
-from recipe.offpolicy.extensions.process_reward.start_up import MANAGER, find_manager
+from recipe.offpolicy.extensions.process_reward.settings import MANAGER, find_manager
 from tests.support.byte_tokenizer import build_byte_tokenizer
 from verl_patches.releases import attributes_of
 
@@ -68,11 +68,11 @@ def test_a_configuration_that_is_fine_has_no_problem_and_gets_the_manager_of_its
         (
             "actor_rollout_ref.rollout.disaggregation.enabled",
             True,
-            "computed on one server and decoded on another",
+            "the server that decodes a prefix",
             "actor_rollout_ref.rollout.disaggregation.enabled=false",
         ),
         (MANAGER, "mine.Manager", "sequences would bypass the agent loop manager of process_reward", f"{MANAGER}=null"),
-        ("algorithm.use_kl_in_reward", True, "sums the per-token KL penalty", "algorithm.use_kl_in_reward=false"),
+        ("algorithm.use_kl_in_reward", True, "sums the KL penalty", "algorithm.use_kl_in_reward=false"),
         ("algorithm.gamma", 0.9, "without a discount", "algorithm.gamma=1.0"),
         ("actor_rollout_ref.rollout.max_model_len", 184, "184 tokens", "actor_rollout_ref.rollout.max_model_len=185"),
     ],

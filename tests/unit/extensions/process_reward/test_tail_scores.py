@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipe.offpolicy.extensions.process_reward.tail_scores import (
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import (
     PROMPT,
     ScoredPrompt,
     Tail,

@@ -7,10 +7,14 @@ import math
 import pytest
 import torch
 
-from recipe.offpolicy.extensions.process_reward.advantages import token_advantages
-from recipe.offpolicy.extensions.process_reward.evidence import check_penalty
 from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
-from recipe.offpolicy.extensions.process_reward.row_utilities import build_utilities, find_waste, summarize_waste
+from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import check_penalty
+from recipe.offpolicy.extensions.process_reward.utilities import (
+    build_utilities,
+    find_waste,
+    summarize_waste,
+    token_advantages,
+)
 from recipe.offpolicy.proof.verify import LivenessError
 
 FLOOR = -20.0

@@ -1,11 +1,14 @@
-"""pass@k over prompts: means with bootstrap intervals, and a beta-binomial fit beyond the samples.
+"""Estimates of pass@k: without bias for each prompt, means over prompts with intervals, and a beta-binomial fit.
 
-A prompt's success rate is drawn from Beta(a, b), and its successes are drawn from a binomial. The likelihood is the
-same under any rule that ends sampling early, so counts of dynamic rounds need no adjustment.
+A prompt has N samples, c of which are correct; rho(n, c, k) = 1 - C(n - c, k) / C(n, k). In the fit, a prompt's success
+rate is drawn from Beta(a, b), and its successes are drawn from a binomial. The likelihood is the same under any rule
+that ends sampling early, so counts of dynamic rounds need no adjustment.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +16,109 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .estimators import unbiased, unbiased_dynamic
+
+def unbiased(n: int, c: int, k: int) -> float:
+    """Estimate pass@k without bias from c correct of n samples, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+
+    n must be fixed before sampling. If sampling may end early because of the results, use ``unbiased_dynamic``.
+
+    Raises:
+        ValueError: k > n, c > n or n < 1.
+
+    Example:
+        >>> unbiased(4, 1, 4), unbiased(4, 1, 2)
+        (1.0, 0.5)
+    """
+    _check(n, c, k)
+    if k > n:
+        raise ValueError(f"pass@{k} of {n} samples: k must be at most n.")
+    return rho(n, c, k)
+
+
+def rho(n: int, c: int, k: int) -> float:
+    """Compute the share of subsets of k samples with a correct sample."""
+    subsets = math.comb(n, k)
+    return (subsets - math.comb(n - c, k)) / subsets
+
+
+def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes: int) -> float:
+    """Estimate pass@k without bias if sampling ends at the first look with enough successes.
+
+    (1 - p)^k is estimated by the share of possible sample orders that begin with k failures. This is the number of
+    paths from k failures to (n, c), divided by the number of paths from the start. The paths avoid all points at which
+    sampling would have ended. In this case, ``unbiased`` overestimates. k may be larger than n.
+
+    Args:
+        looks: cumulative numbers of samples after which the results are checked, such as 8, 16, 32.
+        n, c: samples and successes of a prompt at the look at which sampling ended.
+        k: at most the last look.
+        successes: sampling ends at the first look with this many successes, or at the last look.
+
+    Raises:
+        ValueError: k > the last look, c > n, n is not a look, or sampling does not end at or cannot reach this point.
+
+    Example:
+        >>> round(unbiased_dynamic([8, 16], 8, 1, 8, successes=1), 3), unbiased_dynamic([8, 16], 16, 0, 8, successes=1)
+        (1.0, 0.0)
+    """
+    _check(n, c, k)
+    at = tuple(looks)
+    if not at or at[0] < 1 or any(later <= sooner for sooner, later in itertools.pairwise(at)) or successes < 1:
+        raise ValueError(f"looks={list(at)}, successes={successes}: expected increasing counts, from 1 on.")
+    if k > at[-1]:
+        raise ValueError(f"pass@{k} with a last look at {at[-1]} samples: k must be at most the last look.")
+    if n not in at:
+        raise ValueError(f"{n} samples: sampling ends at one of {list(at)}.")
+    if n < at[-1] and c < successes:
+        raise ValueError(f"{c} of {n} samples are correct: sampling continues until {successes} are correct.")
+    paths = _count_paths(at, successes, 0).get((n, c), 0)
+    if paths == 0:
+        raise ValueError(f"{c} of {n} samples are correct: sampling would have ended at an earlier look.")
+    return (paths - _count_paths(at, successes, k).get((n, c), 0)) / paths
+
+
+@functools.lru_cache(maxsize=256)
+def _count_paths(looks: tuple[int, ...], successes: int, failures: int) -> dict[tuple[int, int], int]:
+    """Count, for each final (n, c), the sample orders that begin with this many failures and end there."""
+    open_paths, before = {0: 1}, 0
+    ended: dict[tuple[int, int], int] = {}
+    for look in looks:
+        free = look - before - max(0, min(failures, look) - before)
+        reached: dict[int, int] = {}
+        for count, paths in open_paths.items():
+            for more in range(free + 1):
+                reached[count + more] = reached.get(count + more, 0) + paths * math.comb(free, more)
+        last = look == looks[-1]
+        ended |= {(look, count): paths for count, paths in reached.items() if last or count >= successes}
+        open_paths = {count: paths for count, paths in reached.items() if not last and count < successes}
+        before = look
+    return ended
+
+
+@dataclass(frozen=True, order=True)
+class RankingOnly:
+    """A number that only ranks prompts or checkpoints; it estimates nothing, so arithmetic on it is not possible."""
+
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f}"
+
+
+def rank(n: int, c: int, k: int) -> RankingOnly:
+    """Compute 1 - (1 - c/n)^k, which is pass@k if c/n is the true rate; biased low, and suitable only for ranking.
+
+    Raises:
+        ValueError: as in ``unbiased``, but k may be larger than n.
+    """
+    _check(n, c, k)
+    return RankingOnly(1.0 - (1.0 - c / n) ** k)
+
+
+def _check(n: int, c: int, k: int) -> None:
+    if n < 1 or k < 1 or not 0 <= c <= n:
+        raise ValueError(f"pass@{k} of {n} samples with {c} correct: expected n >= 1, k >= 1 and 0 <= c <= n.")
+
 
 ITERATIONS = 200
 LARGEST_SUM, SMALLEST = 1e3, 1e-6
@@ -38,9 +143,8 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
     Raises:
         NotIdentified: there is only one prompt, or one sample per prompt; or each prompt's samples are all correct or
             all wrong; or the counts scatter no more than they would with one rate for all prompts.
-        ValueError: invalid counts.
     """
-    n, c = _counts(n, c)
+    n, c = (torch.as_tensor(values).cpu().double() for values in (n, c))
     if len(n) < 2:
         raise NotIdentified(f"{len(n)} prompt: a distribution over prompts needs at least two.")
     if bool((c == 0).all()) or bool((c == n).all()):
@@ -52,9 +156,7 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
     pairs, weights = _compress(n, c)
     a, b, found = maximise_likelihood(pairs[:, 0], pairs[:, 1], weights[None])
     if not bool(found[0]):
-        raise NotIdentified(
-            "the counts vary between prompts no more than they would with a single rate for all prompts."
-        )
+        raise NotIdentified("the counts vary between prompts no more than with a single rate for all prompts.")
     return float(a[0]), float(b[0])
 
 
@@ -65,8 +167,6 @@ def extrapolate(a: float, b: float, k: int) -> float:
         >>> round(extrapolate(1.0, 1.0, 3), 12)
         0.75
     """
-    if not (a > 0 and b > 0 and k >= 1):
-        raise ValueError(f"a={a}, b={b}, k={k}: expected a, b > 0 and k >= 1.")
     log_none = math.lgamma(b + k) - math.lgamma(b) - math.lgamma(a + b + k) + math.lgamma(a + b)
     return -math.expm1(log_none)
 
@@ -91,9 +191,9 @@ def extrapolate_with_intervals(
     """Fit Beta(a, b) and extrapolate, with bootstrap intervals over prompts.
 
     Raises:
-        NotIdentified, ValueError: as ``fit``.
+        NotIdentified: as ``fit``.
     """
-    n, c = _counts(n, c)
+    n, c = (torch.as_tensor(values).cpu().double() for values in (n, c))
     a, b = fit(n, c)
     pairs, weights = _compress(n, c)
     generator = torch.Generator().manual_seed(seed)
@@ -180,18 +280,6 @@ def _derivatives(x: Tensor, n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tens
     return gradient, hessian
 
 
-def _counts(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
-    n, c = (torch.as_tensor(values, device="cpu").double() for values in (n, c))
-    if n.dim() != 1 or n.shape != c.shape:
-        raise ValueError(
-            f"the counts have shapes {tuple(n.shape)} and {tuple(c.shape)}; expected one value of each per prompt."
-        )
-    for number, (samples, right) in enumerate(zip(n.tolist(), c.tolist(), strict=True)):
-        if not (samples >= 1 and 0 <= right <= samples and samples % 1 == right % 1 == 0):
-            raise ValueError(f"prompt {number}: {right:g} right of {samples:g} samples: expected 0 <= c <= n, n >= 1.")
-    return n, c
-
-
 def _compress(n: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """Collect equal counts: (U, 2) distinct pairs, and (U,) the number of prompts with each pair."""
     pairs, times = torch.unique(torch.stack([n, c], -1), dim=0, return_counts=True)
@@ -249,8 +337,6 @@ def summarize(
         extrapolate: values of k for the Beta-binomial fit.
         stopping: the rule by which sampling ended early; None if n was fixed beforehand.
     """
-    if not n or len(n) != len(c):
-        raise ValueError(f"{len(n)} and {len(c)} counts: expected one of each per prompt, and at least one prompt.")
     most = stopping.looks[-1] if stopping else min(n)
     fitting = [k for k in ks if k <= most]
 
@@ -260,8 +346,7 @@ def summarize(
         return unbiased_dynamic(stopping.looks, samples, right, k, successes=stopping.successes)
 
     # Prompts with equal counts have equal estimates.
-    pairs = sorted(set(zip(n, c, strict=True)))
-    by_pair = {pair: [estimate(*pair, k) for k in fitting] for pair in pairs}
+    by_pair = {pair: [estimate(*pair, k) for k in fitting] for pair in set(zip(n, c, strict=True))}
     values = torch.tensor([by_pair[pair] for pair in zip(n, c, strict=True)], dtype=torch.float64)
     values = values.view(len(n), len(fitting))
     ends = _bootstrap(values, draws, seed)

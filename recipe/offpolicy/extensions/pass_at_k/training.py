@@ -1,4 +1,8 @@
-"""Choice of prompts and of their group sizes, depending on how much the groups can contribute to pass@k."""
+"""What trains pass@k: advantages of one group whose gradient is that of pass@k, and the choice of prompts and sizes.
+
+A prompt has N samples, c of which are correct; rho(n, c, k) = 1 - C(n - c, k) / C(n, k). A second implementation of the
+advantages and of the draws, for the proof, shares no code with the first; its functions are named ``state_...``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,142 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .summary import maximise_likelihood
+from .estimates import maximise_likelihood, rho
+
+OBJECTIVES = ("loo", "loo_minus_one", "analytic", "groups")
+
+
+def advantages(right: Tensor | Sequence[bool], k: int, *, objective: str, seed: int = 0) -> Tensor:
+    """Compute the advantages of one group for pass@k, (N,) float64.
+
+    ``loo``: k (g_i - rho(N - 1, c - R_i, k)), g_i = 1 for a correct row, else rho(N - 1, c, k - 1): pass@k with the row
+    among the k, minus pass@k without it. This is unbiased for grad pass@k, and equals RLOO at k = 1. It needs k < N.
+
+    ``loo_minus_one``: k C(N - c, k - 1) / C(N - 1, k - 1) for correct rows, 0 for wrong rows: how much the row adds to
+    k - 1 other rows (PKPO, arXiv 2505.15201). This is unbiased, and at k = N it is N times verl's ``grpo_passk``
+    without std.
+
+    ``analytic``: the mean over all subsets of k rows that contain the row, with the subsets' rewards normalised by
+    their mean and std (arXiv 2508.10751, eq. 11 to 14). Its sum is 0, and its size is at most sqrt(N - 1); the scale 1
+    / sqrt(R (1 - R)) makes it a different objective. It is 0 if all subsets contain a correct row, or if none does.
+
+    ``groups``: rows are split into N / k groups, and each row's advantage is its group's best reward minus the mean
+    over groups. The mean over splits is ``analytic`` before scaling, but the variance is much larger. k must divide N.
+
+    Args:
+        right: (N,) bool, or 0 and 1.
+        k: number of samples of which at least one must be correct.
+        seed: seed of the split.
+
+    Example:
+        >>> advantages([1, 0, 0, 0], 2, objective="loo_minus_one").tolist()
+        [2.0, 0.0, 0.0, 0.0]
+    """
+    marks = torch.as_tensor(right).cpu().bool()
+    n, c = len(marks), int(marks.sum())
+    if objective == "groups":
+        return _deal(marks, k, seed)
+    of_right, of_wrong = {"loo": _loo, "loo_minus_one": _loo_minus_one, "analytic": _analytic}[objective](n, c, k)
+    return torch.tensor([of_wrong, of_right], dtype=torch.float64)[marks.long()]
+
+
+def find_impossible(n: int, k: int, objective: str) -> str | None:
+    """Explain why an objective has no value for k of n rows; None if it has a value."""
+    most = n - 1 if objective == "loo" else n
+    if k < 1 or k > most:
+        return f"k={k} of a group of {n}: {objective} needs 1 <= k <= {most}."
+    if objective == "groups" and n % k:
+        return f"k={k} of a group of {n}: groups needs a k that divides the group's size."
+    return None
+
+
+def _loo(n: int, c: int, k: int) -> tuple[float, float]:
+    of_right = k * (1 - rho(n - 1, c - 1, k)) if c else 0.0
+    of_wrong = k * (rho(n - 1, c, k - 1) - rho(n - 1, c, k)) if c < n else 0.0
+    return of_right, of_wrong
+
+
+def _loo_minus_one(n: int, c: int, k: int) -> tuple[float, float]:
+    return (k * math.comb(n - c, k - 1) / math.comb(n - 1, k - 1) if c else 0.0), 0.0
+
+
+def _analytic(n: int, c: int, k: int) -> tuple[float, float]:
+    if c == 0 or n - c < k:
+        return 0.0, 0.0
+    # (1 - R) / s = sqrt((1 - R) / R), in whole numbers: 1 - R is below float64's rounding of R if few subsets fail.
+    failed = math.comb(n - c, k)
+    of_right = math.sqrt(failed / (math.comb(n, k) - failed))
+    return of_right, -of_right * c / (n - c)
+
+
+def _deal(marks: Tensor, k: int, seed: int) -> Tensor:
+    order = torch.randperm(len(marks), generator=torch.Generator().manual_seed(seed))
+    best = marks[order].view(-1, k).any(-1).double()
+    dealt = torch.empty(len(marks), dtype=torch.float64)
+    dealt[order] = (best - best.mean()).repeat_interleave(k)
+    return dealt
+
+
+ERROR = 1e-6
+"""Accepted error relative to the largest advantage of a group, in float32."""
+
+
+def state_none_right(n: int, c: int, k: int) -> float:
+    """Compute the probability that k of n rows, drawn without replacement, are all wrong if c rows are correct."""
+    return math.prod((n - c - drawn) / (n - drawn) for drawn in range(k)) if n - c >= k else 0.0
+
+
+def state_advantages(seen: Sequence[float], right: Sequence[bool], k: int, objective: str) -> list[float]:
+    """Compute the advantages that the objective defines for one group; for ``groups``, the split is read from ``seen``.
+
+    If w groups of the split have a correct row, their k w rows have 1 - w k / n, and all others have -w k / n.
+    """
+    n, c = len(right), sum(right)
+    others = n - 1
+    if objective == "groups":
+        winners = sum(value > 0 for value in seen)
+        if c == 0 or (k * c >= n and all(abs(value) <= ERROR for value in seen)):
+            return [0.0] * n  # no group has a correct row, or every group has one
+        return [
+            math.nan if winners % k else float(value > 0 or r) - winners / n
+            for value, r in zip(seen, right, strict=True)
+        ]
+    if objective == "loo":
+        of_right = k * state_none_right(others, c - 1, k) if c else 0.0
+        of_wrong = k * (state_none_right(others, c, k) - state_none_right(others, c, k - 1)) if c < n else 0.0
+    elif objective == "loo_minus_one":
+        of_right, of_wrong = (k * state_none_right(others, c - 1, k - 1) if c else 0.0), 0.0
+    else:
+        missed = state_none_right(n, c, k)
+        spread = math.sqrt(missed * (1 - missed))
+        of_right = missed / spread if spread > 0 else 0.0
+        of_wrong = (missed - state_none_right(others, c, k - 1)) / spread if spread > 0 else 0.0
+    return [of_right if is_right else of_wrong for is_right in right]
+
+
+def state_chances(
+    prompts: int, counts: Mapping[str, tuple[float, float]], prior: tuple[float, float], n: int, share: float, k: int
+) -> list[float]:
+    """Compute the draw probabilities of all prompts that the budget implies; see ``compute_chances``.
+
+    Args:
+        counts: number of a prompt -> (its answers, its correct answers), for some prompts.
+        prior: a and b of the Beta distribution over all prompts.
+        n: rollouts per prompt.
+        share: share of uniform draws.
+    """
+    a, b = prior
+    found = [counts.get(str(prompt), (0.0, 0.0)) for prompt in range(prompts)]
+    # Powers are relative to the hardest prompt's power, which is the largest.
+    hardest = max((b + answers - right) / (a + b + answers) for answers, right in set(found))
+
+    def state_worth(answers: float, right: float) -> float:
+        p, q = (a + right) / (a + b + answers), (b + answers - right) / (a + b + answers)
+        return (q / hardest) ** (k - 1) * sum(math.comb(n, wins) * p**wins * q ** (n - wins) for wins in range(1, n))
+
+    by_counts = {pair: state_worth(*pair) for pair in set(found)}
+    whole = math.fsum(by_counts[pair] for pair in found)
+    return [share / prompts + (1 - share) * by_counts[pair] / whole for pair in found]
 
 
 def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: int = 4) -> list[int]:
@@ -32,19 +171,11 @@ def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: in
         least, most: bounds of the number of rollouts per prompt.
         k: k of pass@k.
 
-    Raises:
-        ValueError: the total is outside these bounds, or a rate is invalid.
-
     Example:
         >>> allocate([0.95, 0.5, 0.05], 24, least=2, most=16)
         [2, 6, 16]
     """
     count = len(rates)
-    if not 1 <= least <= most or not least * count <= total <= most * count:
-        raise ValueError(f"{total} rollouts for {count} prompts: expected {least} to {most} per prompt.")
-    for prompt, p in enumerate(rates):
-        if not 0 <= p <= 1:
-            raise ValueError(f"the rate of prompt {prompt} is {p}: expected 0 to 1.")
 
     def rank(prompt: int, n: int) -> tuple[float, float, int]:
         p = rates[prompt]
@@ -226,34 +357,29 @@ class _Draws(Iterator[int]):
             ValueError: the state was saved with other data.
         """
         rows = state.get("rows", len(self._sampler))
-        if rows != len(self._sampler):
+        if rows != (now := len(self._sampler)):
+            fix = "resume with that run's data, or set trainer.resume_mode=disable."
             raise ValueError(
-                f"the checkpoint's run drew from {rows} prompts, but data.train_files has {len(self._sampler)}. Fix: "
-                "resume with that run's data, or set trainer.resume_mode=disable."
+                f"the checkpoint's run drew from {rows} prompts, but data.train_files has {now}. Fix: {fix}"
             )
         self._drawn, self._left = state["yielded"], list(state.get("left", ()))
         self._sampler.generator.set_state(state["generator"])
         self._sampler.forget()
 
 
-def number_prompts(collate: Callable[[Sequence[Any]], Any], sampler: BlockSampler) -> Callable[[Sequence[Any]], Any]:
-    """Wrap a collate function so that batches include ``NUMBER``; for a loader without worker processes."""
+def replace_sampler(loader: Any, sampler: BlockSampler) -> Any:
+    """Rebuild verl's data loader with another sampler, without worker processes; batches include ``NUMBER``."""
 
-    def numbered(rows: Sequence[Any]) -> Any:
-        batch = collate(rows)
+    def number_prompts(rows: Sequence[Any]) -> Any:
+        batch = loader.collate_fn(rows)
         batch[NUMBER] = np.array(sampler.take(len(rows)), dtype=object)
         return batch
 
-    return numbered
-
-
-def replace_sampler(loader: Any, sampler: BlockSampler) -> Any:
-    """Rebuild verl's data loader with another sampler; batches include ``NUMBER``."""
     return type(loader)(
         dataset=loader.dataset,
         batch_size=loader.batch_size,
         num_workers=0,
         drop_last=loader.drop_last,
-        collate_fn=number_prompts(loader.collate_fn, sampler),
+        collate_fn=number_prompts,
         sampler=sampler,
     )

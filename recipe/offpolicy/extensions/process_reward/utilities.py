@@ -1,20 +1,90 @@
-"""Conversion of a batch's values, as sent by the agent loops, into per-token utilities and their metrics."""
+"""Utilities of episodes, their per-token advantages, and the metrics of a batch's values.
+
+The value of a prefix is V = mean log p(answer | prefix + force prompt), and the utility of episode i is
+U_i = V_i - V_{i-1}: the increase of the policy's belief in the answer. Utilities telescope to V_m - V_0.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...proof.rewards import mean
+from ...proof.rewards import mean, measure_spread
 from ...proof.verify import LivenessError
-from .advantages import FIELD, SECTION, utilities
-from .prefix_scorer import RowValues
+from .prefix_scorer import FIELD, RowValues
+from .settings import SECTION, Normalize
+
+UTILITY = "offpolicy_process_utility"
+"""float32 per token: the utility of the episode that ends here; NaN elsewhere."""
+LOG_PROBS = 1.0
+"""Typical size of log-probs in nats. Utilities are differences of log-probs, so the rounding errors of utilities are on
+this scale."""
+
+
+def token_advantages(
+    utilities: Tensor,
+    positions: Tensor,
+    groups: Sequence[Hashable],
+    response_mask: Tensor,
+    *,
+    normalize: Normalize,
+    penalty: Tensor | float = 0.0,
+) -> Tensor:
+    """Compute all tokens' process advantages, (B, T): normalised utilities, summed from the token to the row's end.
+
+    Args:
+        utilities: (B, T) float, read only at ``positions``.
+        positions: (B, T) bool, last tokens of episodes; a utility of 0 counts.
+        groups: (B,) prompt of each row.
+        response_mask: (B, T) bool or 0/1; advantages are 0 outside it.
+        normalize: see ``normalize_utilities``.
+        penalty: (B, T), the amounts subtracted from normalised utilities.
+
+    Example:
+        Two responses to one prompt, the first with two episodes, the second with one; their utilities have mean 0.1667,
+        standard deviation 0.2517 and root mean square 0.2646. ``zscore`` turns the first row's progress into a loss.
+
+        >>> u = torch.tensor([[0.0, 0.2, 0.0, -0.1], [0.0, 0.4, 0.0, 0.0]])
+        >>> at, mask = u != 0, torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+        >>> token_advantages(u, at, ["a", "a"], mask, normalize="zscore")[0]
+        tensor([-0.9272, -0.9272, -1.0596, -1.0596])
+        >>> token_advantages(u, at, ["a", "a"], mask, normalize="scale")[0]
+        tensor([ 0.3780,  0.3780, -0.3780, -0.3780])
+    """
+    dealt = normalize_utilities(utilities, positions, groups, normalize=normalize) - penalty
+    returns = dealt.flip(-1).cumsum(-1).flip(-1)
+    return torch.where(response_mask.bool(), returns, 0.0).to(utilities.dtype)
+
+
+def normalize_utilities(
+    utilities: Tensor, positions: Tensor, groups: Sequence[Hashable], *, normalize: Normalize
+) -> Tensor:
+    """Normalise utilities by the statistics of their group over its n positions, (B, T) float64, 0 elsewhere.
+
+    ``zscore`` subtracts the group's mean and divides by its unbiased standard deviation; the result is at most
+    sqrt(n - 1), and 0 if utilities agree within float32 rounding. ``scale`` divides by the root mean square; the result
+    is at most sqrt(n), and 0 if all utilities are rounding errors. ``none`` leaves utilities unchanged.
+    """
+    there = positions.bool()
+    dealt = torch.where(there, utilities.double(), 0.0)  # sums of large values overflow in float32
+    if normalize == "none":
+        return dealt
+    rows_of: dict[Hashable, list[int]] = {}
+    for row, name in enumerate(groups):
+        rows_of.setdefault(name, []).append(row)
+    for rows in rows_of.values():
+        found = dealt[rows][there[rows]]
+        centred = normalize == "zscore"
+        factor = measure_spread(found, centred=centred, size=LOG_PROBS).invert()
+        centre = found.mean() if centred and len(found) else 0.0
+        dealt[rows] = torch.where(there[rows], (dealt[rows] - centre) * factor, 0.0)
+    return dealt
 
 
 @dataclass(frozen=True)
@@ -56,10 +126,9 @@ def read_values(found: Sequence[Any]) -> list[RowValues]:
     known = {each.name for each in fields(RowValues)}
     lost = [row for row, each in enumerate(found) if not isinstance(each, Mapping)]
     if lost:
-        raise LivenessError(
-            f"{SECTION}: {len(lost)} of {len(found)} sequences have no values ({FIELD}); the first is sequence "
-            f"{lost[0]}. Some code creates sequences without the scoring agent loops, or drops their extra fields."
-        )
+        first = f"{len(lost)} of {len(found)} sequences have no values ({FIELD}); the first is sequence {lost[0]}"
+        reason = "Some code creates sequences without the scoring agent loops, or drops their extra fields."
+        raise LivenessError(f"{SECTION}: {first}. {reason}")
     return [RowValues(**{name: value for name, value in each.items() if name in known}) for each in found]
 
 
@@ -79,25 +148,20 @@ def check_values(
     """
     unscored = [row for row, each in enumerate(rows) if not each.values]
     if len(unscored) > max_unscored_share * len(rows):
-        first = unscored[0]
-        raise LivenessError(
-            f"{SECTION}: {len(unscored)} of {len(rows)} sequences were not scored. Sequence {first}: "
-            f"{rows[first].error or 'no reason is given.'} Fix: remove the cause, or set a larger "
-            f"{SECTION}.max_unscored_share (now {max_unscored_share:g})."
-        )
+        error = rows[unscored[0]].error or "no reason is given."
+        fix = f"remove the cause, or set a larger {SECTION}.max_unscored_share (now {max_unscored_share:g})"
+        lost = f"{len(unscored)} of {len(rows)} sequences were not scored. Sequence {unscored[0]}: {error}"
+        raise LivenessError(f"{SECTION}: {lost} Fix: {fix}.")
     for row, (each, version) in enumerate(zip(rows, versions, strict=True)):
         if not each.values:
             continue
+        have = f"its values have version {each.version}"
         if version is not None and each.version != version:
-            raise LivenessError(
-                f"{SECTION}: the last token of sequence {row} was sampled by version {version} of the weights, but its "
-                f"values have version {each.version}."
-            )
+            sampled = f"the last token of sequence {row} was sampled by version {version} of the weights"
+            raise LivenessError(f"{SECTION}: {sampled}, but {have}.")
         if expected is not None and each.version is not None and each.version != expected:
-            raise LivenessError(
-                f"{SECTION}: the values of sequence {row} have version {each.version} of the weights, but this step's "
-                f"sequences are sampled by version {expected}: the engine was not synchronised."
-            )
+            sampled = f"this step's sequence {row} is sampled by version {expected}: the engine was not synchronised"
+            raise LivenessError(f"{SECTION}: {have}, but {sampled}.")
 
 
 def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUtilities:
@@ -106,20 +170,17 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
     Raises:
         LivenessError: values do not match the rows' tokens, so rows and values were mixed up.
     """
-    values = torch.zeros(response_mask.shape, dtype=torch.float32)
-    positions = torch.zeros(response_mask.shape, dtype=torch.bool)
     mask = response_mask.bool()
+    values, positions = torch.zeros(mask.shape), torch.zeros_like(mask)
     for row, each in enumerate(rows):
         if not each.values:
             continue
         last = [end - 1 for end in each.ends]
         if len(each.values) != len(last) + 1 or any(not (0 <= at < mask.shape[1] and mask[row, at]) for at in last):
-            raise LivenessError(
-                f"{SECTION}: sequence {row} has {len(each.values)} values and episodes that end at {each.ends}, which "
-                f"are not tokens of its response: sequences and values are mixed up."
-            )
+            wrong = f"{len(each.values)} values and episodes that end at {each.ends}, which are not its tokens"
+            raise LivenessError(f"{SECTION}: sequence {row} has {wrong}: sequences and values are mixed up.")
         if last:
-            values[row, last] = utilities(each.values)
+            values[row, last] = torch.tensor(each.values, dtype=torch.float64).diff().float()
             positions[row, last] = True
     return BatchUtilities(rows, values, positions)
 
@@ -252,4 +313,39 @@ def summarize_advantages(outcome: Tensor, process: Tensor, mask: Tensor) -> Mapp
         "advantage/outcome_std": float(other.std()) if len(other) > 1 else math.nan,
         "advantage/process_std": float(own.std()) if len(own) > 1 else math.nan,
         "advantage/share": float(own.abs().sum()) / total if total else math.nan,
+    }
+
+
+def compute_rank_correlation(one: Tensor, other: Tensor) -> float:
+    """Compute Spearman's rank correlation, with mean ranks for ties; NaN if ``one`` or ``other`` does not vary.
+
+    Example:
+        >>> compute_rank_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.1, 0.9, 0.5]))
+        0.5
+    """
+    ranks = []
+    for values in (one.double(), other.double()):
+        below = (values[None] < values[:, None]).sum(-1) + 0.5 * (values[None] == values[:, None]).sum(-1)
+        ranks.append(below - below.mean())
+    scale = math.sqrt(float(ranks[0].square().sum() * ranks[1].square().sum())) if len(one) else 0.0
+    return float(ranks[0] @ ranks[1]) / scale if scale > 0 else math.nan
+
+
+def summarize_continuations(rows: Sequence[RowValues]) -> dict[str, float]:
+    """Compute the metrics of a Monte-Carlo check; empty for a batch without a check."""
+    chosen = [row for row in rows if row.monte_carlo is not None]
+    if not chosen:
+        return {}
+    pairs = [
+        (row.values[row.monte_carlo["number"]], row.monte_carlo["mean"], row.monte_carlo["tokens"])
+        for row in chosen
+        if row.values and row.monte_carlo and "mean" in row.monte_carlo
+    ]
+    values, means, tokens = torch.tensor(pairs, dtype=torch.float64).view(-1, 3).unbind(-1)
+    return {
+        "monte_carlo/prefixes": float(len(pairs)),
+        "monte_carlo/lost": float(len(chosen) - len(pairs)),
+        "monte_carlo/value": float(means.mean()) if len(pairs) else math.nan,
+        "monte_carlo/rank_correlation": compute_rank_correlation(values, means),
+        "monte_carlo/tokens": float(tokens.sum()),
     }

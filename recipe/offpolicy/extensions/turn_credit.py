@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -20,15 +20,14 @@ from torch import Tensor
 from verl_patches import rollout_seams
 from verl_patches.contract import check_all
 
-from ...batch.declared_keys import Configured, Key, Rule, choice, flag, number
-from ...correction import Problem
-from ...correction.units import turns
-from ...proof.rewards import ROUNDING, SMALLEST, measure_spread
-from ...proof.verify import LivenessError
-from ..advantage_proof import AdvantageExtension
-from ..batch_view import BatchView, read_agent_fields
-from ..sessions import Sessions, read_sessions
-from ..setting_checks import divides_by_std, find_no_groups, read_values
+from ..batch.declared_keys import Configured, Key, Rule, number
+from ..correction import Problem
+from ..correction.units import turns
+from ..proof.rewards import ROUNDING, SMALLEST, measure_spread
+from ..proof.verify import LivenessError
+from .advantage_proof import AdvantageExtension
+from .batch_view import BatchView, Sessions, read_agent_fields, read_sessions
+from .setting_checks import SectionSettings, divides_by_std, find_no_groups
 
 Normalize = Literal["turn_index", "return_to_go"]
 ERROR = 1e-7
@@ -94,8 +93,7 @@ def _standardise(values: Tensor, by_std: bool) -> Tensor:
     return centred * measure_spread(values, centred=True).invert() if by_std else centred
 
 
-def find_difference(
-    seen: Sequence[Sequence[float]],
+def state_advantages(
     rewards: Sequence[Sequence[float]],
     scores: Sequence[float] | None,
     *,
@@ -103,14 +101,16 @@ def find_difference(
     coef: float,
     gamma: float,
     by_std: bool,
-) -> str | None:
-    """Compare one group's advantages with a second implementation in plain Python; None if they agree.
+) -> tuple[dict[tuple[int, int], float], float]:
+    """Compute one group's advantages by a second implementation in plain Python.
 
     Args:
-        seen: for each rollout, the advantages of its turns.
-        rewards: the same shape; NaN where a turn has no reward.
+        rewards: for each rollout, the rewards of its turns; NaN where a turn has no reward.
+
+    Returns:
+        The advantages by (rollout, turn), and the accepted error.
     """
-    ends = [0.0] * len(seen) if scores is None else scores
+    ends = [0.0] * len(rewards) if scores is None else scores
 
     def state(values: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
         count, middle = len(values), math.fsum(values.values()) / max(len(values), 1)
@@ -124,35 +124,27 @@ def find_difference(
         certain = min(1.0, max(0.0, spread / least - 1))
         return {at: certain * each / spread if certain else 0.0 for at, each in apart.items()}
 
-    turns = [(i, k) for i, row in enumerate(seen) for k in range(len(row))]
+    turns = [(i, k) for i, row in enumerate(rewards) for k in range(len(row))]
     paid = {(i, k): rewards[i][k] for i, k in turns if not math.isnan(rewards[i][k])}
-    final = {(i, len(row) - 1): ends[i] for i, row in enumerate(seen) if row}
+    final = {(i, len(row) - 1): ends[i] for i, row in enumerate(rewards) if row}
     by_pool = normalize == "return_to_go"
     own, whole = (state(paid), state(final)) if by_pool else (paid, final)
 
     def sum_later(i: int, k: int) -> float:
-        later = range(k, len(seen[i]))
+        later = range(k, len(rewards[i]))
         return math.fsum(gamma ** (at - k) * (coef * own.get((i, at), 0.0) + whole.get((i, at), 0.0)) for at in later)
 
     wanted = {at: sum_later(*at) for at in turns}
     if not by_pool:
-        columns = [{at: wanted[at] for at in turns if at[1] == k} for k in range(max(map(len, seen), default=0))]
+        columns = [{at: wanted[at] for at in turns if at[1] == k} for k in {k for _, k in turns}]
         wanted = {at: value for column in columns for at, value in state(column).items()}
-    size = max([1.0, *map(abs, wanted.values()), *(abs(coef * each) for each in paid.values()), *map(abs, ends)])
-    for i, k in turns:
-        if not abs(seen[i][k] - wanted[i, k]) <= ERROR * size:
-            where = f"turn {k} of rollout {i} of {len(seen)}"
-            return f"{where} has the advantage {seen[i][k]:.6g}, but {normalize} requires {wanted[i, k]:.6g}"
-    return None
+    return wanted, ERROR * max(
+        [1.0, *map(abs, wanted.values()), *(abs(coef * each) for each in paid.values()), *map(abs, ends)]
+    )
 
 
-FIELDS = ("tool_rewards", "turn_scores")
-KEYS = {
-    "normalize": choice("turn_index", "return_to_go"),
-    "turn_rewards": Key(lambda value: value in (None, *FIELDS), f"{', '.join(FIELDS)} or null"),
-    "episode": flag(),
-    "coef": number("a number above 0", above=0),
-}
+_FIELDS = (None, "tool_rewards", "turn_scores")
+_REWARDS = Key(lambda value: value in _FIELDS, "tool_rewards, turn_scores or null")
 _RULES = (
     Rule(
         "episode",
@@ -174,7 +166,7 @@ GAMMA = "algorithm.gamma"
 
 
 @dataclass(frozen=True)
-class TurnSettings:
+class TurnSettings(SectionSettings):
     """Settings of turn-level credit.
 
     Attributes:
@@ -185,10 +177,11 @@ class TurnSettings:
         coef: factor of the turn rewards.
     """
 
+    option, needed, rules = "turn_credit/turn_index", "normalize", _RULES
     normalize: Normalize
-    turn_rewards: str | None
+    turn_rewards: Annotated[str | None, _REWARDS]
     episode: bool
-    coef: float
+    coef: Annotated[float, number("a number above 0", above=0)]
 
 
 class TurnCredit(AdvantageExtension):
@@ -199,39 +192,27 @@ class TurnCredit(AdvantageExtension):
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
-        fix = f"Set {section}=turn_index, or {section}=return_to_go."
-        named = ("normalize", "no normalisation is set.", fix)
-        self.turn = TurnSettings(**read_values(section, settings, "turn_credit/turn_index", KEYS, _RULES, named))
+        self.turn = TurnSettings.from_mapping(section, settings)
         self._gamma, self._by_std = 1.0, True
         self._several = False
 
     def problems(self, config: DictConfig) -> Iterator[Problem]:
-        run, section, off = Configured(config, self.section), self.section, f"{self.section}=null"
+        run, section, turn = Configured(config, self.section), self.section, self.turn
         yield from find_no_groups(section, run)
         loop = run.get(agent := f"{ROLLOUT}.agent.default_agent_loop") or "single_turn_agent"
         if loop == "single_turn_agent":
-            reason = (
-                "each rollout of this agent loop is a single turn, so all its tokens have the same advantage, as "
-                "without turn-level credit."
-            )
-            fix = f"Set {agent}=tool_agent, unless the data set names an agent loop by row (agent_name), or {off}."
+            reason = "each rollout of this agent loop is a single turn, so all its tokens have the same advantage."
+            fix = f"Set {agent}=tool_agent, unless the data's agent_name names an agent loop, or {section}=null."
             yield run.problem(agent, reason, fix, verdict="NO-OP", value=loop)
         key, named = f"{ROLLOUT}.multi_turn.max_parallel_calls", f"{section}.turn_rewards"
-        if self.turn.turn_rewards == "tool_rewards" and int(run.get(key) or 1) > 1:
-            reason = (
-                "verl returns the tools' rewards in one list, so the turn of each reward is unknown if a turn calls "
-                "several tools."
-            )
+        if turn.turn_rewards == "tool_rewards" and int(run.get(key) or 1) > 1:
+            reason = "verl lists the tools' rewards without turns, so a turn that calls several tools is ambiguous."
             yield run.problem(key, reason, f"Set {key}=1, or {named}=null.")
-        rewarded = self.turn.turn_rewards is not None or run.get(GAMMA) not in (None, 1)
-        filled = f"{ROLLOUT}.multi_turn.interaction_config_path"
-        if self.turn.turn_rewards == "turn_scores" and loop == "tool_agent" and not run.get(filled):
-            reason = (
-                "tool_agent fills turn_scores only from interactions, which verl supports up to 0.7.1, so no turn "
-                "has a reward."
-            )
+        filled = run.get(f"{ROLLOUT}.multi_turn.interaction_config_path")
+        if turn.turn_rewards == "turn_scores" and loop == "tool_agent" and not filled:
+            reason = "tool_agent fills turn_scores only from interactions, which verl supports up to 0.7.1."
             yield run.problem(named, reason, sets={named: "tool_rewards"}, value="turn_scores", alongside=[agent])
-        if self.turn.normalize == "return_to_go" and not rewarded:
+        if turn.normalize == "return_to_go" and turn.turn_rewards is None and run.get(GAMMA) in (None, 1):
             reason = "without turn rewards and without a discount, all turns of a rollout have GRPO's advantage."
             fix = f"Set {named}=tool_rewards, {GAMMA}=0.9, or {section}=turn_index."
             yield run.problem(named, reason, fix, verdict="NO-OP", value=None)
@@ -262,8 +243,9 @@ class TurnCredit(AdvantageExtension):
             seen, given = (
                 [row[:size] for row, size in zip(each[at].tolist(), sizes, strict=True)] for each in (dealt, earned)
             )
-            plain = None if of_group is None else of_group.tolist()
-            self._require(name, find_difference(seen, given, plain, **how))
+            stated, error = state_advantages(given, None if of_group is None else of_group.tolist(), **how)
+            names = [f"turn {k} of rollout {i}" for i, k in stated]
+            self._compare(name, [seen[i][k] for i, k in stated], list(stated.values()), error, names=names)
             lone += sum(sum(size > k for size in sizes) == 1 for k in range(max(sizes, default=0)))
             varied += [max(row) > min(row) for row in seen]
             self._several = self._several or max(sizes, default=0) > 1
@@ -297,30 +279,21 @@ class TurnCredit(AdvantageExtension):
                     f"{self.section}: verl's agent loop returned no {name} for sequence {row}. Fix: use an agent loop "
                     f"that returns it in extra_fields, such as tool_agent, or set {self.section}.turn_rewards=null."
                 )
-            given = self._to_numbers(fields[name], f"{name} of sequence {row}")
+            try:
+                given = torch.tensor([float(each) for each in fields[name]], dtype=torch.float64)
+            except (TypeError, ValueError):
+                given = torch.full((1,), math.nan)
+            if not bool(torch.isfinite(given).all()):
+                what = f"{name} of sequence {row} are {fields[name]}"
+                raise LivenessError(f"{self.section}: {what}: expected finite numbers.")
             if number and len(given) not in (number - 1, number):
                 raise LivenessError(
                     f"{self.section}: sequence {row} has {number} turns and {len(given)} {name}, but each turn except "
-                    f"the last needs one. Fix: return a reward from each tool, or set {self.section}.turn_rewards="
-                    f"null."
+                    f"the last needs one. Fix: return a reward from each tool, or set {self.section}.turn_rewards=null."
                 )
             if number:
                 found[session, first[session] : first[session] + len(given)] = given
             first[session] += number
-        return found
-
-    def _to_numbers(self, given: Any, what: str) -> Tensor:
-        """Convert the values returned by an agent loop to (n,) float64.
-
-        Raises:
-            LivenessError: the values are not a list of finite numbers.
-        """
-        try:
-            found = torch.tensor([float(each) for each in given], dtype=torch.float64)
-        except (TypeError, ValueError):
-            found = torch.full((1,), math.nan)
-        if not bool(torch.isfinite(found).all()):
-            raise LivenessError(f"{self.section}: {what} are {given}: expected finite numbers.")
         return found
 
     def unproved(self) -> str | None:

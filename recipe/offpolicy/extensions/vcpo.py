@@ -1,7 +1,8 @@
-"""Scaling of the learning rate by each batch's effective sample size, proved by the rate that the optimizer used.
+"""VCPO: the optimal off-policy baseline, and the learning rate scaled by each batch's effective sample size.
 
-Patched functions in verl 0.9.1, see ``verl_patches.worker_seams``: ``train_batch(self, data, loss_function)`` and
-``optimizer_step(self)`` of the engine's instance.
+The baseline is an extension that computes advantages instead of verl's estimator. The scaling is proved by the rate
+that the optimizer used. Patched functions in verl 0.9.1, see ``verl_patches.worker_seams``: ``train_batch(self,
+data, loss_function)`` and ``optimizer_step(self)`` of the engine's instance.
 """
 
 from __future__ import annotations
@@ -10,33 +11,156 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import torch
 from omegaconf import DictConfig
+from torch import Tensor
 
 from verl.utils import tensordict_utils as tu
 from verl_patches import worker_seams
 from verl_patches.contract import check_all
 from verl_patches.execution_path import live_path
 
-from ..batch.declared_keys import Configured, choice, number
-from ..batch.plan import take_reports
+from ..batch.declared_keys import Configured, number
+from ..batch.plan import BatchSplit, take_reports
 from ..correction import Problem
 from ..proof.verify import LivenessError
 from .add_on import Advantages, Extension
-from .batch_view import BatchView
-from .setting_checks import find_late_weights, read_values
+from .advantage_proof import AdvantageExtension
+from .batch_view import BatchView, read_sessions
+from .setting_checks import SectionSettings, find_late_weights, find_no_groups
 
-KEYS = {"rule": choice("sqrt", "linear"), "floor": number("a factor in (0, 1]", most=1, above=0)}
+logger = logging.getLogger("verl.offpolicy")
+
+ERROR = 1e-9
+"""Accepted error of an advantage, relative to the largest reward of its group, in float64."""
+
+
+def compute_advantages(rewards: Tensor, energy: Tensor, *, leave_one_out: bool) -> Tensor:
+    """Compute R_i - b, where b = sum_j e_j R_j / sum_j e_j over the group, or only over the siblings of i.
+
+    Args:
+        rewards: (n,) float64, the rewards of one group.
+        energy: (n,) float64, squared norm of each rollout's weighted gradient: w^2 times the squared norm of its score.
+
+    Returns:
+        (n,) float64; 0 for a rollout whose comparison group has no energy, such as a group of one or a group whose
+        weights are all 0.
+
+    Example:
+        >>> rewards, energy = torch.tensor([1.0, 0.0]).double(), torch.tensor([3.0, 1.0]).double()
+        >>> compute_advantages(rewards, energy, leave_one_out=False).tolist()  # b = 3 / 4
+        [0.25, -0.75]
+        >>> compute_advantages(rewards, energy, leave_one_out=True).tolist()
+        [1.0, -1.0]
+    """
+    count = len(rewards)
+    of_others = energy.expand(count, count).clone()
+    if leave_one_out:
+        of_others.fill_diagonal_(0.0)
+    # Energies are relative to the largest, so that nothing is divided by less than 1.
+    largest = of_others.amax(-1, keepdim=True)
+    shares = torch.where(largest > 0, of_others / largest, 0.0)
+    # Rewards are relative to the first reward, so that equal rewards result in exactly 0.
+    above = rewards - rewards[0]
+    baseline = (shares * above).sum(-1) / shares.sum(-1).clamp(min=1.0)
+    return torch.where(largest[:, 0] > 0, above - baseline, 0.0)
+
+
+def state_advantages(rewards: Sequence[float], energy: Sequence[float], *, leave_one_out: bool) -> list[float]:
+    """Compute one group's advantages by a second implementation, which shares no code."""
+    stated = []
+    for at, reward in enumerate(rewards):
+        others = [j for j in range(len(rewards)) if not leave_one_out or j != at]
+        most = max((energy[j] for j in others), default=0.0)
+        whole = math.fsum(energy[j] / most for j in others) if most > 0 else 1.0
+        stated.append(math.fsum(energy[j] / most * (reward - rewards[j]) for j in others) / whole if most > 0 else 0.0)
+    return stated
+
+
+@dataclass(frozen=True)
+class BaselineSettings(SectionSettings):
+    """Settings of the baseline: the rollouts from which it is computed."""
+
+    option, needed = "optimal_baseline/group", "over"
+    over: Literal["group", "leave_one_out"]
+
+
+class OptimalBaseline(AdvantageExtension):
+    """The optimal baseline of one run, computed from a group's rollouts or, with ``leave_one_out``, from siblings."""
+
+    title, prefix, differs = "optimal baseline", "optimal_baseline", False
+
+    def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(section, settings)
+        self.leave_one_out = BaselineSettings.from_mapping(section, settings).over == "leave_one_out"
+        self._by_length = False
+
+    def problems(self, config: DictConfig) -> Iterator[Problem]:
+        run = Configured(config, self.section)
+        yield from find_no_groups(self.section, run)
+        yield from find_late_weights(self.section, run)
+
+    @property
+    def reads_old_log_prob(self) -> bool:
+        return True
+
+    def begin(self, config: DictConfig) -> None:
+        self._by_length = BatchSplit.of(config, 1).loss_agg_mode == "seq-mean-token-mean"
+
+    def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor:
+        sessions = read_sessions(batch)
+        mask = batch.rows("response_mask")["response_mask"].bool()
+        weights = batch.weigh()[0].double()
+        # The proxy for the squared norm of a weighted score is the sum of its tokens' squared weights.
+        of_row = torch.where(mask, weights.square(), 0.0).sum(-1)
+        if self._by_length:
+            of_row = of_row / mask.sum(-1).clamp(min=1).square()
+        count = len(sessions.last)
+        energy = torch.zeros(count, dtype=torch.float64).index_add_(0, sessions.of_row, of_row)
+        gained = rewards.double().sum(-1)[sessions.last]
+        dealt = torch.zeros(count, dtype=torch.float64)
+        self._demanded, shifts, largest, idle = "", [], [], 0
+        for name, members in sessions.groups().items():
+            at = torch.tensor(members)
+            dealt[at] = compute_advantages(gained[at], energy[at], leave_one_out=self.leave_one_out)
+            rewarded = gained[at].tolist()
+            stated = state_advantages(rewarded, energy[at].tolist(), leave_one_out=self.leave_one_out)
+            self._compare(name, dealt[at].tolist(), stated, ERROR * max(1.0, *map(abs, rewarded)))
+            total = float(energy[at].sum())
+            if len(members) == 1 or total == 0:
+                idle += 1
+                continue
+            shifts.append(abs(float((gained[at] - dealt[at]).mean() - gained[at].mean())))
+            largest.append(float(energy[at].max()) / total)
+            if bool(dealt[at].any()) and not self._demanded:
+                self._demanded = f"group {name}: {dealt[at].tolist()}"
+        self._found = {
+            "optimal_baseline/shift": _mean(shifts),
+            "optimal_baseline/largest_share": _mean(largest),
+            "optimal_baseline/idle_groups": float(idle),
+        }
+        return dealt[sessions.of_row].to(rewards.dtype)[:, None] * mask
+
+    def unproved(self) -> str | None:
+        return None if self._proved else f"no group had an advantage other than 0 ({self.section}.over)."
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 
 @dataclass(frozen=True)
-class EssLrSettings:
+class EssLrSettings(SectionSettings):
     """Settings of the scaling: the factor is the ESS or its square root, but at least ``floor``."""
 
+    option, needed = "ess_lr/sqrt", "rule"
     rule: Literal["sqrt", "linear"]
-    floor: float
+    floor: Annotated[float, number("a factor in (0, 1]", most=1, above=0)]
 
     def compute_factor(self, ess: float) -> float:
         """Compute the factor; the result is ``floor`` if no weight is above 0.
@@ -116,9 +240,7 @@ def scale_steps(worker: Any) -> None:
     ScaledSteps(worker.actor.engine)
 
 
-logger = logging.getLogger("verl.offpolicy")
-
-ERROR = 1e-12
+RATE_ERROR = 1e-12
 """Accepted relative difference of two learning rates."""
 
 
@@ -127,9 +249,7 @@ class EssLr(Extension):
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
-        fix = f"Set {section}=sqrt, or {section}=linear."
-        named = ("rule", "no rule is set.", fix)
-        self.ess_lr = EssLrSettings(**read_values(section, settings, "ess_lr/sqrt", KEYS, named=named))
+        self.ess_lr = EssLrSettings.from_mapping(section, settings)
         self._ess, self._factor, self._rate = math.nan, 1.0, math.nan
         self._proved = False
 
@@ -177,11 +297,8 @@ class EssLr(Extension):
             logger.info("learning rate scaled by ESS: LIVE, factor %.4g at an ESS of %.4g", self._factor, self._ess)
 
     def unproved(self) -> str | None:
-        return (
-            None
-            if self._proved
-            else f"no update had both a factor below 1 and a learning rate above 0 ({self.section}.rule)."
-        )
+        idle = f"no update had both a factor below 1 and a learning rate above 0 ({self.section}.rule)."
+        return None if self._proved else idle
 
     def metrics(self) -> Mapping[str, float]:
         return {"ess_lr/ess": self._ess, "ess_lr/factor": self._factor, "ess_lr/lr": self._rate}
@@ -199,7 +316,7 @@ def find_wrong_rate(reports: Sequence[Any], factor: float) -> str | None:
                 return "the engine's optimizer did not step, although the gradient is finite"
             continue
         for planned, read in zip(report.planned, report.read, strict=True):
-            if not math.isclose(read, planned * factor, rel_tol=ERROR):
+            if not math.isclose(read, planned * factor, rel_tol=RATE_ERROR):
                 due = f"{planned * factor:.6g}, the scheduler's rate times {factor:.6g}"
                 return f"the optimizer stepped at a learning rate of {read:.6g} instead of {due}"
     return None

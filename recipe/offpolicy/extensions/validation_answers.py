@@ -1,4 +1,4 @@
-"""The rollouts of a batch, with one entry per session, and verl's dumps of validation answers.
+"""Answers of verl's validations: its dumps, pass rates of prompts, and easy and hard prompts fixed by an early step.
 
 A line of a dump is one sample: ``input``, ``output``, ``gts``, ``score``, ``step``, and on the V1 trainer, ``uid`` in
 the form PROMPT_SESSION_OUTPUT. All outputs of a session have the same score.
@@ -7,112 +7,17 @@ the form PROMPT_SESSION_OUTPUT. All outputs of a session have the same score.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from ..proof.rewards import check_rewards
-from .batch_view import BatchView
-
-
-@dataclass(frozen=True)
-class Sessions:
-    """The S sessions of one batch.
-
-    Attributes:
-        of_row: (n,) int64, the session of each row.
-        last: (S,) the last row of each session.
-        uids: (S,) the group of each session.
-        scores: (S,) float64, the raw score of each session's last row.
-        tokens: (S,) float64, response tokens in all rows of each session, without tool tokens.
-        truncated: (S,) bool, True if the session's last row has the maximum response length.
-        silent: (S,) bool, sessions that ``baseline=exclude`` has rejected or left without siblings.
-    """
-
-    of_row: Tensor
-    last: Tensor
-    uids: Sequence[str]
-    scores: Tensor
-    tokens: Tensor
-    truncated: Tensor
-    silent: Tensor
-
-    def find_right(self, at_least: float) -> Tensor:
-        """Find the sessions whose score is at least ``at_least``, (S,) bool."""
-        return self.scores >= round_threshold(at_least)
-
-    def groups(self, *, with_silent: bool = False) -> dict[str, list[int]]:
-        """Collect the sessions of each group, leaving out silent sessions unless ``with_silent`` is set."""
-        found: dict[str, list[int]] = {}
-        for session, (uid, silent) in enumerate(zip(self.uids, self.silent.tolist(), strict=True)):
-            if with_silent or not silent:
-                found.setdefault(uid, []).append(session)
-        return found
-
-
-def read_sessions(batch: BatchView, most_tokens: int | None = None) -> Sessions:
-    """Read the sessions of a batch.
-
-    Args:
-        most_tokens: longest response, tool tokens included; None: nothing counts as truncated.
-
-    Raises:
-        RewardError: a row's score is not finite.
-    """
-    check_rewards(batch.scores, batch.uids, f"step {batch.step}")
-    columns = batch.rows("response_mask", "responses")
-    mask = columns["response_mask"].bool()
-    names = list(batch.sessions)
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    of_row = torch.tensor([numbers[name] for name in names], dtype=torch.int64)
-    last = torch.zeros(len(numbers), dtype=torch.int64)
-    last[of_row] = torch.arange(len(names))
-    tokens = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, of_row, mask.sum(-1).double())
-    silent = torch.zeros(len(names), dtype=torch.bool) if batch.silent is None else batch.silent.bool()
-    ends = torch.tensor([len(response) for _, response in batch.token_ids]) if most_tokens else None
-    uids = list(batch.uids)
-    return Sessions(
-        of_row=of_row,
-        last=last,
-        uids=[uids[row] for row in last.tolist()],
-        scores=batch.scores.sum(-1)[last].double(),
-        tokens=tokens,
-        truncated=torch.zeros(len(numbers), dtype=torch.bool) if ends is None else ends[last] >= (most_tokens or 0),
-        silent=silent[last],
-    )
-
-
-def round_threshold(at_least: float) -> float:
-    """Round a threshold so that a float32 score of the same value reaches it: 0.9 becomes 0.89999998.
-
-    Example:
-        >>> round_threshold(1.0), round_threshold(0.9) < 0.9
-        (1.0, True)
-    """
-    return min(at_least, float(torch.tensor(at_least, dtype=torch.float32)))
-
-
-def identify_prompts(batch: BatchView, sessions: Sessions) -> list[str]:
-    """Compute an identifier of each session's prompt that is stable over steps; verl draws a new uid at each step.
-
-    The identifier is a hash of the prompt's token ids in the session's first row.
-    """
-    first = {number: row for row, number in reversed(list(enumerate(sessions.of_row.tolist())))}
-    ids = batch.token_ids
-    return [
-        hashlib.blake2b(",".join(map(str, ids[first[number]][0])).encode(), digest_size=16).hexdigest()
-        for number in range(len(sessions.last))
-    ]
-
+from ..proof.verify import LivenessError
+from .batch_view import round_threshold
 
 _ROUND = re.compile(r"round_\d+")
 
@@ -232,3 +137,101 @@ def read_pass_rates(path: Path, correct_at_least: float) -> dict[str, float]:
     for answer in read_answers(path):
         scores.setdefault(answer.prompt, []).append(answer.score)
     return {prompt: sum(score >= least for score in each) / len(each) for prompt, each in scores.items()}
+
+
+CLASSES = ("easy", "hard")
+OTHER = "other"
+_HOOK = "_maybe_log_val_generations"
+"""Method to which every trainer of verl 0.7.1 to 0.9.1 passes all texts and scores of a validation."""
+
+
+class Answer(NamedTuple):
+    """One sampled answer: its prompt's text, its response tokens, and whether it is correct."""
+
+    prompt: str
+    tokens: int
+    right: bool
+
+
+class Followed(NamedTuple):
+    """Answers to the prompts of one class: number of prompts, and mean pass rate and mean tokens over the prompts."""
+
+    prompts: int
+    pass_rate: float
+    tokens: float
+
+
+def group_answers(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """Collect the answers to each prompt."""
+    found: dict[str, list[Answer]] = {}
+    for answer in answers:
+        found.setdefault(answer.prompt, []).append(answer)
+    return found
+
+
+def fix_classes(
+    answers: Sequence[Answer], *, samples: int, easy_above: float = 0.9, hard_below: float = 0.1
+) -> dict[str, str]:
+    """Classify each prompt with at least ``samples`` answers as easy, hard or other, by its share of correct answers.
+
+    Example:
+        >>> answers = [Answer("a", 5, True)] * 10 + [Answer("b", 9, False)] * 10 + [Answer("c", 7, True)]
+        >>> fix_classes(answers, samples=2)
+        {'a': 'easy', 'b': 'hard'}
+    """
+    classes = {}
+    for prompt, found in group_answers(answers).items():
+        if len(found) < samples:
+            continue
+        share = sum(answer.right for answer in found) / len(found)
+        classes[prompt] = "easy" if share > easy_above else "hard" if share < hard_below else OTHER
+    return classes
+
+
+def follow_classes(classes: Mapping[str, str], answers: Sequence[Answer]) -> dict[str, Followed]:
+    """Compute pass rate and length of the answers to easy and hard prompts; each prompt counts equally.
+
+    Example:
+        >>> follow_classes({"a": "easy"}, [Answer("a", 5, True), Answer("a", 7, False), Answer("b", 1, True)])["easy"]
+        Followed(prompts=1, pass_rate=0.5, tokens=6.0)
+    """
+    by_prompt = group_answers(answers)
+    found = {}
+    for name in CLASSES:
+        of = [each for prompt, each in by_prompt.items() if classes.get(prompt) == name]
+        rates = [sum(answer.right for answer in each) / len(each) for each in of]
+        tokens = [sum(answer.tokens for answer in each) / len(each) for each in of]
+        found[name] = Followed(len(of), _mean(rates), _mean(tokens))
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def count_tokens(tokenizer: Any, texts: Sequence[str]) -> list[int]:
+    """Count the tokens of each text, without special tokens."""
+    return [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
+
+
+@contextmanager
+def captured(trainer: Any) -> Iterator[list[tuple[list[str], list[str], list[float]]]]:
+    """Collect (prompts, outputs, scores) of each validation that verl runs within the context.
+
+    Raises:
+        LivenessError: verl's trainer has no method that receives a validation's texts and scores.
+    """
+    own: Callable[..., Any] | None = getattr(trainer, _HOOK, None)
+    if own is None:
+        raise LivenessError(f"length_penalty.classes: the trainer has no {_HOOK}, so its validation cannot be read.")
+    found: list[tuple[list[str], list[str], list[float]]] = []
+
+    def keep(inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float]) -> Any:
+        found.append((list(inputs), list(outputs), list(scores)))
+        return own(inputs=inputs, outputs=outputs, scores=scores)
+
+    setattr(trainer, _HOOK, keep)
+    try:
+        yield found
+    finally:
+        delattr(trainer, _HOOK)

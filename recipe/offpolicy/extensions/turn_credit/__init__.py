@@ -1,1 +1,0 @@
-"""Advantages per turn of a rollout with tools."""
