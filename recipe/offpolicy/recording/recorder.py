@@ -144,7 +144,7 @@ class Recorder:
         self._items: deque[Item | None] = deque()  # None: write the open update
         self._waiting = 0
         self._counters = Counters()
-        self._busy = self._ends = False
+        self._busy = False
         self._thread: threading.Thread | None = None
 
     def admit(self, step: int, update: UpdateRows, rows: int) -> int | None:
@@ -232,12 +232,6 @@ class Recorder:
                 return True
             return self._condition.wait_for(lambda: not self._items and not self._busy, timeout)
 
-    def end(self, timeout: float = 30.0) -> bool:
-        """Flush and end the thread; a later ``put`` starts another thread."""
-        with self._condition:
-            self._ends = self._thread is not None
-            return self.flush(timeout)
-
     def _leave_out(self, rows: int, *, ends: bool) -> None:
         """Drop rows that exceed the step's time budget; ``ends``: these rows are the last of their update."""
         if not self._warned:
@@ -264,10 +258,7 @@ class Recorder:
             with self._condition:
                 self._busy = False
                 self._condition.notify_all()
-                self._condition.wait_for(lambda: bool(self._items) or self._ends)
-                if not self._items:
-                    self._thread, self._ends = None, False
-                    return
+                self._condition.wait_for(lambda: bool(self._items))
                 item = self._items.popleft()
                 self._busy = True
             try:
@@ -295,7 +286,7 @@ def get_recorder(settings: RecordSettings, *, rank: int, ranks: int) -> Recorder
     recorder = _RECORDERS.get(key)
     if recorder is None or recorder.settings != settings:
         if recorder is not None:
-            recorder.end()
+            recorder.flush()
         elif not _RECORDERS:
             # When a process exits normally, it still writes its queued rows.
             atexit.register(flush_all)
