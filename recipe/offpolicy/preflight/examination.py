@@ -277,9 +277,11 @@ def find_stray_overrides(config: DictConfig, overrides: Sequence[str]) -> Iterat
     deleted = {each[1:].strip() for each in overrides if each.startswith("~")}
     given = [each for each in filter_added(overrides) if _get_key(each) not in deleted]
     if added := [each for each in given if not each.startswith(ours)]:
-        # The deleted key may itself have been added.
-        left_out = {*filter_added(overrides), *_list_same(added, overrides), *(o for o in overrides if o[0] == "~")}
-        yield from find_stray_keys(added, compose_without(list(left_out)), list_options(), list_registered(config))
+        # Overrides of added keys and of keys below them need the addition; a deleted key may have been added too.
+        below = tuple(f"{_get_key(each)}." for each in added)
+        left_out = [each for each in overrides if each.startswith("~") or f"{_get_key(each)}.".startswith(below)]
+        base = compose_without([*filter_added(overrides), *left_out])
+        yield from find_stray_keys(added, base, list_options(), list_registered(config))
     yield from _find_removals_of_nothing(overrides)
 
 
@@ -295,14 +297,6 @@ def _find_removals_of_nothing(overrides: Sequence[str]) -> Iterator[Problem]:
             fix = f"Name one of {', '.join(names)}, or leave it out." if names else "Leave it out."
             key = each.key_or_group
             yield Problem(key, None, "removes nothing: the chosen options have no such part.", fix, parts=())
-
-
-def _list_same(added: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """List the overrides of added keys, and of keys under these, which make no sense without the addition."""
-    keys = tuple(_get_key(each) for each in added)
-    return [
-        each for each in overrides if _get_key(each) in keys or _get_key(each).startswith(tuple(f"{k}." for k in keys))
-    ]
 
 
 def _get_key(override: str) -> str:

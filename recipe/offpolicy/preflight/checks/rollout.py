@@ -75,7 +75,10 @@ def check_router_replay(run: Composed) -> Iterator[Problem]:
         fix = f"Set {key}=R3, or this to false." if live else f"Set it to false: {path} replays no routes."
         proposed = (set_to(key, "R3", add=True),) if live else ()
         yield run.problem(RECORDED, reason, fix, proposed, _PARTS, "ERROR" if mode == "R2" else "NO-OP", value=True)
-    if mode == "R2" and (skips := _find_skipped_forward(run)):
+    skips = f"{VERL}.bypass_mode=true" if run.verls.get(BYPASS) else ""
+    if run.spec.proximal in (*WITHOUT_FORWARD, "same_engine"):
+        skips = f"{PROXIMAL}={run.spec.proximal}"
+    if mode == "R2" and skips:
         reason = f"R2 records routes in the forward pass for pi_old, but {skips} skips it."
         fix = "Set R3, correction.proximal=recompute and bypass_mode=false, or disabled."
         overrides = (set_to(key, "R3", add=True), set_to(RECORDED, True))
@@ -92,12 +95,6 @@ def _find_unread(run: Composed, live: str | None) -> Iterator[Problem]:
             off = set_to(f"{key}.mode", "disabled") if run.get(f"{key}._target_") is not None else f"~{key}"
             moved = (off, set_to(f"{live}.mode", mode, add=True)) if live and of_actor else ()
             yield run.problem(f"{key}.mode", f"this key is unused: {reason}.", fix, moved, _PARTS, "NO-OP", value=mode)
-
-
-def _find_skipped_forward(run: Composed) -> str | None:
-    if run.spec.proximal in (*WITHOUT_FORWARD, "same_engine"):
-        return f"{PROXIMAL}={run.spec.proximal}"
-    return f"{VERL}.bypass_mode=true" if run.verls.get(BYPASS) else None
 
 
 def _find_replay_key(run: Composed) -> str | None:
