@@ -29,10 +29,9 @@ class Aggregate:
 
     Attributes:
         name: value of ``masks.<name>.aggregate``.
-        reduce: how the tokens' values are reduced to the unit's value. ``each`` compares every token, and all tokens
-            must lie within the bounds. ``batch`` uses one cutoff for the whole batch, see
-            ``masks.compute_second_moment_cutoff``. ``oldest`` is the age of the oldest token, in versions of the
-            weights, whatever its ratio.
+        reduce: how the tokens' values are reduced to the unit's value. ``each``: all tokens must lie within the bounds.
+            ``batch``: one cutoff for the whole batch, see ``compute_second_moment_cutoff``. ``oldest``: the age of the
+            oldest token, in versions of the weights, whatever its ratio.
         token: computes a token's value; if None, the value is the token's log-ratio.
         finish: converts the unit's reduced value to the value that is compared.
         on_ratio: True if bounds are given as ratios and compared in log space; otherwise they are compared as given.
@@ -40,8 +39,7 @@ class Aggregate:
         usual: commonly used bounds, lower and upper; None for an open side.
         at: returns the compared value of a unit whose log-ratios all equal the given number of nats.
         widest: greatest distance from agreement that a moving bound may reach.
-        single: name of the aggregate to use for single tokens instead, because both have the same value there; empty if
-            this aggregate is also used for single tokens.
+        single: name of the aggregate with the same value that single tokens use instead; empty for this one.
     """
 
     name: str
@@ -177,6 +175,7 @@ _ENTRIES: Final = (
     Aggregate("staleness", "oldest", (None, 4.0), least=0.0, at=lambda nats: math.inf),
 )
 AGGREGATES: Final[Mapping[str, Aggregate]] = {entry.name: entry for entry in _ENTRIES}
+Ratio = Literal["rollout", "full", "ppo"]
 
 
 def get_usual_bounds(aggregate: str) -> tuple[float | None, float | None]:
@@ -187,9 +186,6 @@ def get_usual_bounds(aggregate: str) -> tuple[float | None, float | None]:
         ((0.99, 1.01), (None, 0.01))
     """
     return AGGREGATES[aggregate].usual if aggregate in AGGREGATES else (None, 0.2)
-
-
-Ratio = Literal["rollout", "full", "ppo"]
 
 
 @dataclass(frozen=True)
@@ -276,7 +272,8 @@ def compute_arithmetic_limit(mask: MaskSpec) -> float:
         >>> compute_arithmetic_limit(MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any"))
         20.0
     """
-    return math.inf if _summed(mask) else mask.entry.at(EXP_CLAMP)
+    summed = mask.level != "token" and mask.entry.reduce == "sum"
+    return math.inf if summed else mask.entry.at(EXP_CLAMP)
 
 
 def compute_proposal_limit(mask: MaskSpec) -> float:
@@ -287,14 +284,10 @@ def compute_proposal_limit(mask: MaskSpec) -> float:
         >>> round(math.exp(limit), 9)  # a mean ratio of 10
         10.0
     """
-    if _summed(mask):
+    if math.isinf(compute_arithmetic_limit(mask)):
         return mask.entry.at(EXP_CLAMP)
     averaged = mask.entry.reduce == "batch" or (mask.level != "token" and mask.entry.reduce == "mean")
     return mask.entry.at(_MEAN if averaged else _TOKEN)
-
-
-def _summed(mask: MaskSpec) -> bool:
-    return mask.level != "token" and mask.entry.reduce == "sum"
 
 
 def find_outside(
@@ -352,15 +345,12 @@ def compute_extremes(
     """Compute the least and greatest values that ``find_outside`` compares with a unit's bounds; both must lie inside.
 
     Args:
-        units: the units of level ``mask.level``.
-        log_value: (B, T) float64, log r_t in nats, 0 outside ``units.valid``.
-        numerator, denominator: (B, T) log-probs of the ratio's two policies; read only by ``binary_*`` aggregates.
+        units, log_value, numerator, denominator: see ``find_outside``.
 
     Returns:
-        (B, U) float64 each, not yet rounded to float32 for the comparison, and in nats of log-ratio for aggregates that
-        are ratios. The two values are equal except for aggregates that bound each token separately. For
-        ``second_moment``, which the batch's cutoff bounds, they are (log r)^2. They are meaningless for a unit without
-        a token.
+        (B, U) float64 each, not yet rounded to float32, in nats of log-ratio for aggregates that are ratios. The two
+        values differ only for aggregates that bound each token separately. For ``second_moment``, which the batch's
+        cutoff bounds, they are (log r)^2. They are meaningless for a unit without a token.
 
     Example:
         >>> from .units import partition_units
@@ -433,8 +423,7 @@ def compute_second_moment_cutoff(budget: float, *log_ratios: Tensor) -> float:
         >>> compute_second_moment_cutoff(0.5, torch.tensor([0.0, 1.0, 2.0]))  # means of squares: 0, 1/2, 5/3
         1.0
     """
-    # The mean of values up to the budget is at most the budget, so only larger values, of which there are usually few,
-    # must be sorted.
+    # The mean of values up to the budget is at most the budget, so only the few larger values must be sorted.
     within: list[tuple[Tensor, Tensor]] = []
     beyond: list[Tensor] = []
     for log_ratio in log_ratios:

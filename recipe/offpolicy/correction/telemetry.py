@@ -281,10 +281,8 @@ def measure_keep(
     sums = by_group[""]
     statistics = {"keep/token_mask_ratio": st.build_mean(sums["token_masked"], sums["tokens"])}
     for group, sums in by_group.items():
-        token_share, row_share = (
-            st.build_mean(sums["kept"], sums["tokens"]),
-            st.build_mean(sums["kept_rows"], sums["rows"]),
-        )
+        token_share = st.build_mean(sums["kept"], sums["tokens"])
+        row_share = st.build_mean(sums["kept_rows"], sums["rows"])
         if group.startswith("length/"):
             statistics |= {f"{group}/keep_token_share": token_share, f"{group}/keep_sequence_share": row_share}
         elif group.startswith("staleness/"):

@@ -183,31 +183,20 @@ def _sum_by_group(
 
 
 def _groups(rows: int, tokens: Tensor, length: Tensor, age: Tensor | None) -> RowGroups:
+    names, column, bound, less_the_next = _thresholds(age is not None, tokens.device)
     columns = [tokens, length] if age is None else [tokens, length, age]
-    bounds = _bounds(age is not None, tokens.device)
-    above = _matrix(columns, rows).index_select(0, bounds.column) > bounds.bound
-    return RowGroups(bounds.names, bounds.less_the_next @ above.double())
-
-
-@dataclass(frozen=True)
-class _Bounds:
-    """Thresholds that sort rows into groups: a row is in the group of the last bound that its number exceeds.
-
-    Attributes:
-        names: names of the groups.
-        column: (G,) int64, index of the number: tokens, length, age.
-        bound: (G, 1) float64.
-        less_the_next: (G, G) float64, removes from each group the rows above the next bound of the same number.
-    """
-
-    names: tuple[str, ...]
-    column: Tensor
-    bound: Tensor
-    less_the_next: Tensor
+    above = _matrix(columns, rows).index_select(0, column) > bound
+    return RowGroups(names, less_the_next @ above.double())
 
 
 @cache
-def _bounds(with_age: bool, device: torch.device) -> _Bounds:
+def _thresholds(with_age: bool, device: torch.device) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor]:
+    """Build the thresholds that sort rows into groups: a row is in the group of the last bound that it exceeds.
+
+    Returns:
+        The names of the groups; (G,) int64, the index of the number that is compared: tokens, length, age; (G, 1)
+        float64 bounds; (G, G) float64, which removes from each group the rows above the next bound of the same number.
+    """
     lengths = (0, *(most for most in BUCKETS.values() if most is not None))
     of_column = [{"": 0}, dict(zip((f"length/{name}" for name in BUCKETS), lengths, strict=True))]
     if with_age:
@@ -217,12 +206,8 @@ def _bounds(with_age: bool, device: torch.device) -> _Bounds:
     less = torch.eye(len(found), dtype=torch.float64)
     for this, following in enumerate(range(1, len(found))):
         less[this, following] = -float(columns[this] == columns[following])
-    return _Bounds(
-        names,
-        torch.tensor(columns, device=device),
-        torch.tensor(bounds, dtype=torch.float64, device=device)[:, None],
-        less.to(device),
-    )
+    bound = torch.tensor(bounds, dtype=torch.float64, device=device)[:, None]
+    return names, torch.tensor(columns, device=device), bound, less.to(device)
 
 
 def _matrix(columns: list[Tensor], rows: int) -> Tensor:
