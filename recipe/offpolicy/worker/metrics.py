@@ -192,7 +192,7 @@ class Packet:
         reports: reports of extensions, by section.
         scales: ratio of the engine's factor of the loss to the expected one (1: as expected, 0: the loss was not
             differentiated) -> number of micro-batches.
-        shares: contributions to verl's denominators, see ``batch.mini_batch_mean``.
+        shares: contributions to verl's denominators, see ``batch.plan.Shares``.
 
     Statistics, rows, histograms, alignment, scales and shares cover all packets that were queued with this packet.
     """
