@@ -48,7 +48,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("data=[[a]]",), "expected the name of an option"),
     (("trainer.nnodes=1,2",), "but a launch takes one"),
     ((f"trainer.total_epochs={LONG}",), "Hydra cannot read this value"),
-    (("correction=gsm", "correction.masks.gms.upper=1.02"), "Did you mean correction.masks.gsm.upper?"),
+    (("correction=gsm", "correction.masks.gms.upper=1.02"), "Choose an option that has this mask, such as gsm"),
     (("correction=gsm", "correction.maks.gsm.upper=1.02"), "Did you mean correction.masks?"),
     (("correction=tis_token", "correction.wieght.upper=2"), "Did you mean correction.weight.upper?"),
     (("pass_at_k.k=8",), "pass_at_k is off, so the key would be unused. Add pass_at_k=analytic"),
