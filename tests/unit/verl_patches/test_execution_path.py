@@ -138,15 +138,15 @@ REASONS = {
     "legacy actors that are gone": "verl 0.8.0 has no legacy actors",
     "legacy actors long gone": "verl 0.9.1 has no legacy actors",
     "a trainer to come": "verl 0.8.0 has no V1 trainer",
-    "separate_async of 0.9.0": "verl 0.9.0 computes pi_old in this mode as 0.9.1 does",
+    "separate_async of 0.9.0": "verl 0.9.0 differs from 0.9.1, which was tested",
     "another V1 mode": "not covered",
     "another legacy actor": "only the FSDP and Megatron engines",
     "another engine": "only the FSDP and Megatron engines",
     "another engine that offloads": "only the FSDP and Megatron engines",
     "prefix grouper": "cannot read what its forward pass returns",
     "padded engine of 0.7.1": "masks attention by the loss mask, so its log-probs",
-    "aliased snapshots": "restoring these weights undoes updates",
-    "aliased snapshots by policy": "restoring these weights undoes updates",
+    "aliased snapshots": "restoring pi_old's undoes updates",
+    "aliased snapshots by policy": "restoring pi_old's undoes updates",
     "dynamic context parallel": "not tested with this way of gathering metrics",
     "mixed micro-batches": "while the loss of another is computed",
 }
@@ -163,7 +163,7 @@ def test_what_is_refused(name: str) -> None:
     if "Megatron engines" in found.reason:  # no override keeps the engine
         assert not found.overrides
         return
-    assert found.fix.startswith("Set")
+    assert found.advice.startswith("Set")
     assert len(found.overrides) == 1
     if found.value == "separate_async":  # a run that was to be asynchronous stays so
         assert found.overrides == ("trainer.v1.trainer_mode=colocate_async",)
