@@ -155,10 +155,11 @@ def _check_keys_beside(run: Composed, loss: object, asked_of: dict[str, Any]) ->
             why = "the trainer writes it to actor.policy_loss after the workers have received their copy"
         reason = f"in bypass mode the worker applies it, and {why}: the loss stays {loss} around mu."
         ours = "set correction=bypass with a weight or mask, or one of correction=verl/bypass_*, which are proved live"
+        overrides = _build_worker_overrides(asked_of, {**DEFAULTS, **to_mapping(run.get(WORKERS))})
         for key, value in run.changed.items():
             if key in DEFAULTS and key != BYPASS:
                 fix, parts = f"Remove it from {VERL} and {ours}.", (name_part(_find_owner(key)),)
-                yield run.problem(f"{VERL}.{key}", reason, fix, (), parts, "NO-OP", value=value)
+                yield run.problem(f"{VERL}.{key}", reason, fix, overrides, parts, "NO-OP", value=value)
         return
     node = run.get(WORKERS)
     # The loss reads the given keys over the defaults of verl's dataclass, which differ from those of its YAML.
@@ -175,6 +176,14 @@ def _check_keys_beside(run: Composed, loss: object, asked_of: dict[str, Any]) ->
 def _find_owner(key: str) -> str:
     """Return the part to which a key belongs; bounds and normalisation belong to the weight or the rejection."""
     return next((name for name in ("rollout_is", "rollout_rs") if key.startswith(name)), key)
+
+
+def _build_worker_overrides(asked: dict[str, Any], held: dict[str, Any]) -> tuple[str, ...]:
+    """Build overrides that set the worker's copy to the same values, and the loss that reads it."""
+    said = {key: asked.get(key, default) for key, default in DEFAULTS.items() if key != BYPASS}
+    differing = {key: value for key, value in said.items() if value != held[key]} or {"loss_type": said["loss_type"]}
+    copied = (set_to(f"{WORKERS}.{key}", value, add=True) for key, value in differing.items())
+    return (set_to(LOSS_MODE, BYPASS), *copied)
 
 
 def check_legacy_mu(run: Composed) -> Iterator[Problem]:
