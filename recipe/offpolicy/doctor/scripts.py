@@ -77,6 +77,10 @@ _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*"
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
 """Largest number of different launches of one script that are checked; each check takes a second or more."""
+_LONGEST = 2**13
+"""Largest length in characters of a launch of one word, or of several words with the same sum of squares; this limits
+the time that Hydra spends on parsing."""
+_DISTRIBUTORS = re.compile(r"(.*/)?(xargs|parallel)")
 
 
 def find_launches(script: Path, arguments: list[str], line: int | None = None) -> list[Launch]:
@@ -121,11 +125,19 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
                 f"{where}: {words[0]} does not reach the launch. "
                 f'Fix: end the launch with "$@", or add {words[0]} to it.'
             )
+        if any(word.isspace() for word in launch.arguments):
+            raise ScriptError(f"{where}: an argument consists only of blanks. Fix: remove the blank after a backslash.")
         launches[replace(launch, arguments=(*launch.arguments, *lost), lost=tuple(lost), assumed=read.assumed)] = None
     if len(launches) > MOST:
         raise ScriptError(
             f"{script}, line {found[0][0].line}: {len(launches)} different launches, but at most {MOST} are checked. "
             f"Fix: check the script with fewer values in its loops."
+        )
+    if sum(len(word) ** 2 for launch in launches for word in launch.arguments) > _LONGEST**2:
+        longest = max(len(word) for launch in launches for word in launch.arguments)
+        raise ScriptError(
+            f"{script}, line {found[0][0].line}: Hydra would take minutes to read arguments of up to {longest} "
+            f"characters. Fix: put long lists into a configuration file."
         )
     return list(launches)
 
@@ -180,6 +192,11 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
     )
     if module is None or not _count_overrides([*rest, *(w.prefix for w in rest if isinstance(w, Unknown))]):
         return None
+    if by := next((word for word in words[:start] if isinstance(word, str) and _DISTRIBUTORS.fullmatch(word)), None):
+        raise ScriptError(
+            f"{script}, line {called.line}: {by} fills in the arguments of this launch, which is not supported. "
+            f"Fix: check the launch itself, with its overrides."
+        )
     rest = [_settle(word, [*rest[place + 1 :], *arguments]) for place, word in enumerate(rest)]
     if unknowns := [word for word in (module, *rest) if isinstance(word, Unknown)]:
         raise ScriptError(f"{script}, line {called.line}: {describe_overrides(unknowns, script)}")

@@ -54,6 +54,10 @@ SAME_AS_BASH = {
     "a here-document as it is": "X=$(cat <<'END'\nan $X 'it\nEND\n)\nlaunch \"$X\"",
     "a here-document": 'Y=$(cat <<END\na ${GIVEN}\nEND\n)\nlaunch "$Y"',
     "files": 'echo "a  b" > /dev/null; X=$(< /dev/null); launch "$X" "$(cat < /dev/null)" c',
+    "an empty file": "if [ -s /dev/null ]; then launch no; else launch yes; fi",
+    "a quote in ANSI quotes": "X=$'it\\'s'; launch 'a b'",
+    "appended to nothing": 'A=\'\'; A+=(2); B+=(3); launch "${A[@]}" "${B[@]}"',
+    "pushd": "pushd / > /dev/null; launch $PWD",
     "pipes": "X=$(echo a:b | cut -d: -f2); launch $X",
     "braces": 'launch "{a: 1}" [a,b] \'["x","y"]\' a.b=[1,2]',
     "braces in quotes": "launch '{a,b}' \"{a,b}\" \\{a,b} {a} a.b={c:1}",
@@ -146,6 +150,14 @@ NOT_KNOWN = {
     "bits": ("launch a.b=$((7 & 3))", "((7 & 3)) is not supported", 1),
     "more than 64 bits": ("launch a.b=$((9223372036854775807 + 1))", "more than 64 bits", 1),
     "a number that is counted": ("i=1\n((i++))\nlaunch a.b=$i", "((i++)) is not supported", 2),
+    "a number that is shifted": ("i=1\n((i <<= 1))\nlaunch a.b=$i", "is not supported", 2),
+    "a parameter in braces": ("B=2\nlaunch a.b={1,${B}}", "braces of a.b={1,${B}}", 2),
+    "a long count": (
+        "i=0\nwhile [ $i -lt 200 ]; do i=$((i + 1)); done\nlaunch a.b=$i",
+        "the end of the loop cannot be determined",
+        2,
+    ),
+    "an operator in a value": ("X='&&'\n[[ -n $X ]] && Y=1 || Y=2\nlaunch a.b=$Y", "a value && in a test", 2),
     "in ANSI quotes": ("launch a.b=$'1'", "$'...' is not supported", 1),
 }
 

@@ -51,6 +51,19 @@ def test_a_script_that_grows_ends_in_words(name: str, tmp_path: Path, monkeypatc
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 * 1024
 
 
+def test_launches_that_hydra_would_read_for_minutes_are_refused(tmp_path: Path) -> None:
+    for source in (
+        f"{LAUNCH} c.d=[{'1,' * 5000}1]",
+        f"{LAUNCH} c.d=[{'1,' * 3000}1] e.f=[{'1,' * 3000}1]",
+        f"for i in $(seq 9); do {LAUNCH} c.d=$i e.f=[{'1,' * 2000}1]; done",
+    ):
+        with pytest.raises(ScriptError, match="Hydra would take minutes"):
+            arguments_of(tmp_path, source)
+    assert arguments_of(tmp_path, f"{LAUNCH} c.d=[{'1,' * 3000}1]")
+    with pytest.raises(ScriptError, match="a command of 6004 words is too long"):
+        arguments_of(tmp_path, f"{LAUNCH} $(seq 6000)")
+
+
 def test_a_look_up_that_doubles_has_no_answer(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"X=$({DOUBLING})\n{LAUNCH} c.d=$X\n")
@@ -87,6 +100,9 @@ def test_a_launch_in_a_process_substitution_is_a_launch(tmp_path: Path) -> None:
         f"tee log < <({LAUNCH} c.d=1)",
         f"diff <({LAUNCH} c.d=1) old",
         f"tee >({LAUNCH} c.d=1)",
+        f"while test -e /none; do :; done < <({LAUNCH} c.d=1)",
+        f"sort a > >({LAUNCH} c.d=1)",
+        f"{{ sort a; }} 2> >({LAUNCH} c.d=1)",
     ):
         assert arguments_of(tmp_path, source) == [("a.b=1", "c.d=1")], source
 
@@ -111,6 +127,20 @@ LOST = {
     "a blank": (f"{LAUNCH} \\ \n  e.f=2\n", 2, "A blank follows the backslash that ends line 1"),
     "a tab": (f"{LAUNCH} \\\t\n  correction=gsm\n", 2, "A blank follows the backslash that ends line 1"),
     "a carriage return": (f"{LAUNCH} \\\n  e.f=2\r\n", 2, "the line ends in a carriage return"),
+    "a group at the margin": (f"{LAUNCH} \\\n  c.d=1\n\ncorrection=gsm\n", 4, "Line 2 does not end in a backslash"),
+    "a group behind arguments alone": (
+        'A=(c.d=1)\npython3 -m verl.trainer.main_ppo "${A[@]}"\n  correction=gsm\n',
+        3,
+        "Line 2 does not end in a backslash",
+    ),
+    "a semicolon": (f"{LAUNCH}; correction=gsm\n", 1, "A ; ends the launch of line 1. Remove it."),
+    "an and": (f"{LAUNCH} && correction=gsm\n", 1, "A && ends the launch of line 1. Remove it."),
+    "an or": (f"{LAUNCH} ||\n  c.d=1\n", 2, "A || ends the launch of line 1. Remove it."),
+    "a pipe": (f"{LAUNCH} | correction=gsm\n", 1, "A | ends the launch of line 1. Remove it."),
+    "a spaced semicolon": (f"{LAUNCH} ; correction=gsm\n", 1, "A ; ends the launch of line 1. Remove it."),
+    "another group": (f"{LAUNCH} && opd=loss\n", 1, "A && ends the launch of line 1. Remove it."),
+    "a variable": (f"correction=gsm {LAUNCH}\n", 1, "put it after the module"),
+    "words from a pipe": (f"seq 3 | xargs -I{{}} {LAUNCH} c.d={{}}\n", 1, "xargs fills in the arguments"),
     "behind a block": (f"if true; then\n  {LAUNCH}\nfi c.d=1\n", 3, "'c.d=1' is not expected here"),
     "a flag": (f"{LAUNCH}\n  --config-name=x\n", 2, "Line 1 does not end in a backslash"),
     "arguments": (f'{LAUNCH} \\\n  # on\n  "$@"\n', 3, COMMENT.format(2)),

@@ -79,7 +79,7 @@ class Branches:
         tested = len(self.state.missing)
         status = self._run_command(chain.first)
         latest = chain.first
-        for operator, command in chain.rest:
+        for place, (operator, command) in enumerate(chain.rest):
             if isinstance(status, Unknown):
                 self._run_either(lambda command=command: self._run_command(command), None, status)  # type: ignore[misc]
             elif status is (operator == "&&"):
@@ -89,25 +89,35 @@ class Branches:
                     with note_condition(holds):
                         status = self._run_command(command)
                 except ScriptEnd as end:
-                    self._pass_by(end, tested)
+                    before = Chain(chain.line, chain.first, chain.rest[:place])
+                    if not self._needs_file(end, tested, [before], holds=operator == "&&"):
+                        raise
                     status = operator != "&&"
         return status
 
-    def _pass_by(self, end: ScriptEnd, tested: int) -> None:
-        """Assume that a file is on the launch machine if the script ends with an error because it is missing here.
+    def _needs_file(self, end: ScriptEnd, tested: int, condition: list[Command], holds: bool) -> bool:
+        """Return True if an exit with an error is due to a file that is missing here, and note the assumed file.
+
+        A script uses such a condition to check that it runs on the launch machine, which may not be this machine.
 
         Args:
-            tested: number of missing files before the condition of the exit.
-
-        Raises:
-            ScriptEnd: the exit has another cause.
+            tested: number of missing files before the condition.
+            condition: the condition of the exit; ``holds``: its result.
         """
-        missing = " and ".join(dict.fromkeys(self.state.missing[tested:]))
-        if end.name != "exit" or end.status in ("", "0") or not missing:
-            raise end
-        self.state.assumed.append(
-            f"line {end.line}: the doctor assumes that {missing} exists, because otherwise the script would end"
-        )
+        missing, calls = " and ".join(dict.fromkeys(self.state.missing[tested:])), len(self.calls)
+        if end.name != "exit" or end.status in ("", "0") or not missing or self.state.all_exist:
+            return False
+        self.state.all_exist = True
+        try:
+            differs = self.run(condition) is (not holds)
+        finally:
+            self.state.all_exist = False
+            del self.calls[calls:]
+        if differs:
+            self.state.assumed.append(
+                f"line {end.line}: the doctor assumes that {missing} exists, because otherwise the script would end"
+            )
+        return differs
 
     def _run_if(self, command: If) -> Truth:
         tested = len(self.state.missing)
@@ -121,15 +131,17 @@ class Branches:
                     with note_condition(format_condition(condition)):
                         return self.run(body)
                 except ScriptEnd as end:
-                    self._pass_by(end, tested)
-                    return True
+                    if not self._needs_file(end, tested, condition, holds=True):
+                        raise
         tried = " or ".join(format_condition(condition) for condition, _ in command.branches)
         try:
             with note_condition(f"! ( {tried} )" if tried else ""):
                 return self.run(command.otherwise)
         except ScriptEnd as end:
-            self._pass_by(end, tested)
-            return self.run(command.branches[0][1])
+            for condition, body in command.branches:
+                if self._needs_file(end, tested, condition, holds=False):
+                    return self.run(body)
+            raise
 
     def _run_case(self, command: Case) -> Truth:
         subject = self._words.expand_text(command.subject.text, command.subject.line)
@@ -175,10 +187,10 @@ class Branches:
                 except LoopBreak as stopped:
                     if str(stopped) == "break":
                         return True
-                if self._broken:  # its changes are unknown after any round
+                if self._broken:
                     why = self._broken[0]
-                    self.state = _merge(self.state, before, why)
                     break
+            self.state = _merge(self.state, before, why)  # its changes are unknown after any round
             return why
         finally:
             self._broken = outside

@@ -201,6 +201,7 @@ BUILTINS: dict[str, Builtin] = {
     "set": _do_set,
     "unset": _do_unset,
     "cd": _do_cd,
+    "pushd": _do_cd,
     "pwd": _do_pwd,
     "[": _do_bracket,
     "test": _do_bracket,

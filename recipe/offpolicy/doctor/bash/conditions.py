@@ -18,7 +18,7 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
 _TEXTS = ("=", "==", "!=", "=~")
 _FILES: dict[str, Callable[[Path], bool]] = {
     "-f": Path.is_file,
-    "-s": Path.is_file,
+    "-s": lambda path: path.is_file() and path.stat().st_size > 0,
     "-d": Path.is_dir,
     **dict.fromkeys(("-e", "-r", "-x"), Path.exists),
     "-L": Path.is_symlink,
@@ -64,7 +64,7 @@ def _evaluate_unary(operator: str, operand: Field, state: ShellState, line: int)
     if operator in ("-z", "-n"):
         return bool(operand) is (operator == "-n")
     if operator in _FILES:
-        found = bool(operand) and _FILES[operator](state.directory / operand)
+        found = bool(operand) and (state.all_exist or _FILES[operator](state.directory / operand))
         if operand and not found:
             state.missing.append(operand)
         return found

@@ -16,6 +16,7 @@ class Simple:
 
     Attributes:
         cut: why the command may belong to the previous one; "" if nothing indicates that.
+        pipes: targets of redirections that are commands, such as ``> >(tee log)``.
     """
 
     line: int
@@ -23,6 +24,7 @@ class Simple:
     words: list[Token] = field(default_factory=list)
     input: Token | None = None
     cut: str = ""
+    pipes: list[Token] = field(default_factory=list)
 
 
 @dataclass
@@ -101,7 +103,8 @@ class Function:
 
 Command = Simple | Test | Chain | Pipeline | If | Loop | Case | CommandGroup | Function
 
-_LAUNCH = re.compile(r"['\"]?[+~]{0,2}[A-Za-z_]\w*\.[\w./@-]+=|-m$|torchrun$|[\w./-]*\.py$")
+_OVERRIDE = re.compile(r"['\"]?[+~]{0,2}[A-Za-z_]\w*\.[\w./@-]+=")
+_LAUNCH = re.compile(rf"{_OVERRIDE.pattern}|-m$|torchrun$|[\w./-]*\.py$")
 _CLOSING = {"then", "fi", "else", "elif", "do", "done", "esac", "}"}
 
 
@@ -155,13 +158,16 @@ class _Parser:
             start = self._token
             found.append(self._parse_chain())
             lead = _find_first(found[-1])
-            if lead is not None and start.indent > indent:
+            if lead is not None and (start.indent > indent or _assigns_group(lead)):
                 lead.cut = cut
+            _mark_lost(found[-1])
             if self._token.kind in ("word", "array") and not self._is(*until, *_CLOSING):
                 raise ScriptError(f"line {self._token.line}: {self._token.text!r} is not expected here")
             cut, indent = self._token.cut, start.indent
-            if not cut and lead is not None and any(_LAUNCH.match(word.text) for word in lead.words):
+            if not cut and lead is not None and _is_launch(lead):
+                by = self._token.text if self._is(";", "&") else ""
                 cut = f"Line {self._token.line} does not end in a backslash. Add one."
+                cut = f"A {by} ends the launch of line {self._token.line}. Remove it." if by else cut
             self._skip()
         return found
 
@@ -210,9 +216,12 @@ class _Parser:
         return self._parse_simple()
 
     def _skip_redirects(self, command: Command) -> Command:
+        redirected = Simple(command.line)
         while self._is(*REDIRECTS) or (self._token.kind == "word" and self._token.text.isdigit()):
-            self._parse_redirect(Simple(command.line))
-        return command
+            self._parse_redirect(redirected)
+        if not redirected.pipes:
+            return command
+        return CommandGroup(command.line, [Simple(command.line, pipes=redirected.pipes), command], subshell=False)
 
     def _parse_simple(self) -> Simple:
         command, redirected = Simple(self._token.line), False
@@ -244,6 +253,8 @@ class _Parser:
             target = self._take()
             if operator.text in ("<<<", "<"):
                 command.input = Token("operator", operator.text, operator.line, [target])
+            if target.text.startswith(("<(", ">(")):
+                command.pipes.append(target)
 
     def _parse_if(self) -> If:
         line = self._take().line
@@ -344,6 +355,60 @@ def _find_first(command: Command) -> Simple | None:
         case Pipeline():
             return _find_first(command.commands[0])
     return command if isinstance(command, Simple) else None
+
+
+def _mark_lost(command: Command) -> None:
+    """Mark commands that were meant as overrides but are separated from a launch by an operator.
+
+    Raises:
+        ScriptError: an override precedes the launch, so bash treats it as a variable.
+    """
+    joined = [("", command)]
+    if isinstance(command, Chain):
+        joined = [("", command.first), *command.rest]
+    joined = [
+        (operator if place == 0 else "|", inner)
+        for operator, each in joined
+        for place, inner in enumerate(each.commands if isinstance(each, Pipeline) else [each])
+    ]
+    launched = 0
+    for operator, simple in joined:
+        if not isinstance(simple, Simple):
+            continue
+        if launched and (_assigns_group(simple) or any(_OVERRIDE.match(word.text) for word in simple.words[:1])):
+            simple.cut = f"A {operator} ends the launch of line {launched}. Remove it."
+        if _is_launch(simple):
+            launched = simple.line
+            given = _find_group(simple)
+            if given is not None and not _OVERRIDE.match(simple.words[0].text):
+                raise ScriptError(
+                    f"line {given.line}: {given.text} before the launch is a variable, which no program reads. "
+                    f"Fix: put it after the module."
+                )
+
+
+def _is_launch(command: Simple) -> bool:
+    return any(_LAUNCH.match(word.text) for word in command.words)
+
+
+def _find_group(command: Simple) -> Token | None:
+    """Find the assignment of a Hydra group, such as ``correction=gsm``, which is never meant as a variable."""
+    for token in command.assignments:
+        name, _, value = token.text.partition("=")
+        if name in ("correction", "model_engine"):
+            return token
+        if name.islower():  # environment variables are upper case, groups are not
+            from ...preflight.own_keys import list_groups  # imports torch
+
+            options = list_groups().get(name, ())
+            if any(each in options for each in re.findall(r"\w+", value)):
+                return token
+    return None
+
+
+def _assigns_group(command: Simple) -> bool:
+    """Return True if an assignment right after a launch is really one of the launch's overrides."""
+    return not command.words and _find_group(command) is not None
 
 
 def is_assignment(text: str) -> bool:

@@ -42,7 +42,17 @@ from .programs import (
     run_program,
     shorten,
 )
-from .shell_values import Field, OverBudget, ProgramCall, ScriptEnd, ScriptError, ShellState, Unknown, find_unknown
+from .shell_values import (
+    WORDS,
+    Field,
+    OverBudget,
+    ProgramCall,
+    ScriptEnd,
+    ScriptError,
+    ShellState,
+    Unknown,
+    find_unknown,
+)
 from .words import WordExpander, concatenate
 
 _DEPTH = 20  # limit for scripts and functions that call each other
@@ -128,7 +138,10 @@ class Interpreter(Branches):
         for index, token in enumerate(command.tokens):
             pattern = index > 0 and command.tokens[index - 1].text in ("=", "==", "!=")
             read = self._tested_words.expand_pattern if pattern else self._tested_words.expand_text
-            words.append(token.text if token.kind == "operator" else read(token.text, token.line))
+            word: Field = token.text if token.kind == "operator" else read(token.text, token.line)
+            if token.kind != "operator" and word in ("&&", "||"):
+                word = Unknown(f"a value {word} in a test is not supported", token.line)
+            words.append(word)
         return evaluate_test(words, self.state, command.line, patterns=True)
 
     def _run_pipeline(self, pipeline: Pipeline) -> Truth:
@@ -165,6 +178,8 @@ class Interpreter(Branches):
         return printed.rstrip("\n") if isinstance(printed, str) else printed
 
     def _run_simple(self, command: Simple, given: Field = "") -> Truth:
+        for pipe in command.pipes:
+            self._words.expand_text(pipe.text, pipe.line)
         if not command.words:
             if command.assignments and command.cut:
                 self._refuse_lost(command.assignments[0].text, command)
@@ -226,7 +241,8 @@ class Interpreter(Branches):
             return
         if token.kind == "array":
             elements = [field for word in token.words for field in self._words.expand_fields(word.text, word.line)]
-            variables[name] = [*(before if isinstance(before, list) else [before] if before else []), *elements]
+            kept = before if isinstance(before, list) else [before] * (appends and name in variables)
+            variables[name] = [*kept, *elements]
         else:
             value = self._words.expand_text(written, token.line)
             owner, index, _ = name.partition("[")
@@ -242,6 +258,8 @@ class Interpreter(Branches):
 
     def call(self, words: list[Field], line: int, given: Field) -> Truth:
         """Call a function, a builtin or a program; programs that are not read-only are recorded in ``calls``."""
+        if len(words) > WORDS:
+            raise OverBudget(f"line {line}: a command of {len(words)} words is too long.")
         name, *arguments = words
         if isinstance(name, str) and name in self.state.functions:
             return self._run_function(name, arguments)

@@ -15,6 +15,7 @@ _OPERATORS = sorted((*REDIRECTS, "&&", "||", ";;", "|&", "|", "&", ";", "(", ")"
 _COMMAND_FOLLOWS = {";", "&&", "||", "|", "if", "for", "while", "until", "!", "then", "do", "else"}
 _ARRAY = re.compile(r"[A-Za-z_]\w*(\[[^\]]*\])?\+?=\(")
 _HERE = re.compile(r"(?<!<)<<(?!<)")
+_ANSI_QUOTED = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.S)
 _CLOSERS = {"{": "}", "(": ")"}
 
 
@@ -162,6 +163,8 @@ class Lexer:
             self._skip_to("`", self.place + 1)
         elif character == "$" and self.source[self.place + 1 : self.place + 2] in ("{", "("):
             self._skip_bracketed(self.place + 1)
+        elif ansi := _ANSI_QUOTED.match(self.source, self.place):
+            self._advance(ansi.end() - self.place)
         else:
             self._advance(1)
 
@@ -175,7 +178,7 @@ class Lexer:
         line = self.line
         self._advance(1)
         while self.place < len(self.source) and self.source[self.place] != '"':
-            if self.source[self.place] == "'":
+            if self.source.startswith(("'", "$'"), self.place):
                 self._advance(1)
             else:
                 self._step()

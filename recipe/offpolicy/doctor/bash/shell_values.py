@@ -15,6 +15,8 @@ BYTES = 2**23
 FIELD = 64
 """Number of bytes counted for each word in addition to its characters."""
 
+WORDS = 5000
+"""Largest number of words in one command."""
 PATTERN = 4096
 """Largest number of characters in a pattern, an expression, or a value that a pattern cuts or changes."""
 
@@ -174,6 +176,7 @@ class ShellState:
         looked_at: values of $1, $2 ..., $@ and shift that the script itself reads.
         written: name -> the unexpanded text of its latest assignment.
         missing: files that the script tested but that do not exist here; they may exist on the launch machine.
+        all_exist: answer as if every file existed.
         assumed: assumptions made while reading, as sentences without the full stop.
         budget: the budget for reading the script.
     """
@@ -186,6 +189,7 @@ class ShellState:
     looked_at: set[Field] = field(default_factory=set)
     written: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    all_exist: bool = False
     assumed: list[str] = field(default_factory=list)
     budget: Budget = field(default_factory=Budget)
 

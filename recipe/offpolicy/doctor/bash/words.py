@@ -19,9 +19,10 @@ _FORM = re.compile(
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _CHANGING = {"RANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "SRANDOM", "PPID", "BASHPID"}
 """Variables that bash sets, whose values are known only when the script runs."""
-_QUOTED = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.", re.S)
+_PIECE = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|\$\{[^{}]*\}", re.S)
+"""A quoted piece or a parameter, whose braces bash does not expand."""
 _BRACES = re.compile(r"(?<!\$)\{[^{}]*(,|\.\.)[^{}]*\}")
-_ASSIGNS = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)")
+_ASSIGNS = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)|<<=|>>=")
 
 Substitute = Callable[[str, int], Field]
 """Called with the commands of $(...) and their line; returns their output."""
@@ -69,7 +70,7 @@ class WordExpander:
 
     def expand_fields(self, written: str, line: int) -> list[Field]:
         """Expand a word of a command to its fields: none, one or several."""
-        if _BRACES.search(_QUOTED.sub("", written)):
+        if _BRACES.search(_PIECE.sub("", written)):
             why = f"bash expands the braces of {written}, which is not supported: quote a value, write out a list"
             return [Unknown(why, line, prefix=written.partition("{")[0])]
         return list(_join_fields(self._split_pieces(written, line, quoted=False)))
@@ -158,7 +159,7 @@ class WordExpander:
     def _expand_dollar(self, rest: str, line: int, quoted: bool) -> tuple[int, list[_Piece]]:
         """Return the length of an expansion that starts with $, and the result of the expansion."""
         if rest.startswith("$'") and not quoted:
-            return rest.index("'", 2) + 1, [_Piece(Unknown("$'...' is not supported", line))]
+            return Lexer(rest, line).find_piece_end(0), [_Piece(Unknown("$'...' is not supported", line))]
         if rest.startswith(("$(", "${")):
             end = Lexer(rest, line).find_piece_end(0)
             inside = rest[2 : end - 1]
