@@ -59,6 +59,7 @@ class LengthPenalty(AdvantageExtension):
         self._estimator, self._by_std = "grpo", True
         self._most_tokens: int | None = None
         self._measured: Measured | None = None
+        self._warned = False
 
     # Before Ray starts --------------------------------------------------------------------------------------
 
@@ -303,6 +304,10 @@ class LengthPenalty(AdvantageExtension):
             "anchor/over_share": sum(tokens > (anchor or 0.0) for anchor, tokens in held) / max(len(lengths), 1),
         }
         self._found = {f"length/{name}": value for name, value in found.items()}
+        cut = int((sessions.truncated & measured.right).sum())
+        if cut and not self._warned:
+            self._warned = True
+            logger.warning("%d answers were cut off at data.max_response_length, but count as correct.", cut)
 
     def _note_share(self, moved: Tensor, without: Tensor) -> None:
         total = float(moved.abs().sum() + without.abs().sum())

@@ -177,7 +177,17 @@ def compare_rewards(scores: Tensor, groups: Mapping[str, Sequence[int]]) -> dict
     return {name: measure_spread(scores[torch.tensor(at)], centred=True).certainty for name, at in groups.items()}
 
 
-def penalties(kind: str, lengths: Tensor, right: Tensor, *, coefficient: float, anchor: float | None = None) -> Tensor:
+KINDS = ("uniform", "group", "anchor", "reference")
+
+
+def penalties(
+    kind: str,
+    lengths: Tensor | Sequence[float],
+    right: Tensor | Sequence[bool],
+    *,
+    coefficient: float,
+    anchor: float | None = None,
+) -> Tensor:
     """Compute the penalties of one group, (N,) float64, positive where the reward is lowered, and not capped.
 
     ``uniform``: coefficient T. ``group``: with lam = 1/2 - (T - min) / (max - min), -coefficient lam for a correct row
@@ -187,19 +197,34 @@ def penalties(kind: str, lengths: Tensor, right: Tensor, *, coefficient: float, 
 
     Args:
         lengths: (N,) response tokens T.
-        right: (N,) bool.
+        right: (N,) bool, or 0 and 1.
         coefficient: 0 or more.
         anchor: A, above 0; None if there is no anchor yet.
 
+    Raises:
+        ValueError: an unknown kind, or invalid numbers.
+
     Example:
-        >>> lengths, right = torch.tensor([100, 300, 500]), torch.tensor([True, True, False])
+        >>> lengths, right = [100, 300, 500], [True, True, False]
         >>> penalties("group", lengths, right, coefficient=0.1).tolist()
         [-0.05, 0.0, 0.05]
         >>> penalties("anchor", lengths, right, coefficient=0.1, anchor=200).tolist()
         [0.0, 0.05, 0.15000000000000002]
     """
-    tokens = lengths.double()
-    if kind == "uniform":
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind}: not one of {', '.join(KINDS)}.")
+    tokens, marks = (torch.as_tensor(values).cpu().double() for values in (lengths, right))
+    if tokens.dim() != 1 or tokens.shape != marks.shape:
+        raise ValueError(f"{tuple(tokens.shape)} lengths and {tuple(marks.shape)} marks: expected one of each per row.")
+    if not bool((torch.isfinite(tokens) & (tokens >= 0)).all()):
+        raise ValueError(f"lengths {tokens.tolist()}: expected 0 tokens or more.")
+    if not bool(((marks == 0) | (marks == 1)).all()):
+        raise ValueError(f"marks {marks.tolist()}: expected 1 (correct) or 0 (wrong).")
+    if not (math.isfinite(coefficient) and coefficient >= 0):
+        raise ValueError(f"coefficient={coefficient}: expected 0 or more.")
+    if anchor is not None and not (math.isfinite(anchor) and anchor > 0):
+        raise ValueError(f"anchor={anchor}: expected a length above 0, or None.")
+    if kind == "uniform" or len(tokens) == 0:
         return coefficient * tokens
     if kind != "group":
         return (
@@ -210,7 +235,7 @@ def penalties(kind: str, lengths: Tensor, right: Tensor, *, coefficient: float, 
     least, most = tokens.amin(), tokens.amax()
     # Lengths are whole tokens, so a range below 1 is 0.
     standing = ((least + most) / 2 - tokens) / (most - least).clamp(min=1)
-    return 0.0 - coefficient * torch.where(right, standing, standing.clamp(max=0))
+    return 0.0 - coefficient * torch.where(marks.bool(), standing, standing.clamp(max=0))
 
 
 class Row(NamedTuple):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.extensions.length_penalty.penalties import (
+    KINDS,
     Row,
     bound_error,
     compare_rewards,
@@ -22,7 +23,6 @@ from recipe.offpolicy.extensions.length_penalty.penalties import (
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
 from verl.trainer.ppo.core_algos import agg_loss
 
-KINDS = ("uniform", "group", "anchor", "reference")
 ROWS = [Row(100, True, 1.0, 250), Row(200, False, 0.0, 250), Row(400, True, 1.0, 250), Row(500, False, 0.0, 250)]
 
 

@@ -263,7 +263,9 @@ def test_another_threshold_is_another_run() -> None:
     assert line == "length_penalty.anchor.pass_rate: 0.9 in the checkpoint, 0.8 now"
 
 
-def test_answers_of_the_maximum_length_are_counted() -> None:
+def test_answers_that_were_cut_off_and_count_as_right_are_said(caplog: pytest.LogCaptureFixture) -> None:
     made = penalty("none")
-    shape(make_batch([("a", 12, 1.0), ("a", 3, 1.0)]), made)
+    for _ in range(2):
+        shape(make_batch([("a", 12, 1.0), ("a", 3, 1.0)]), made)
+    assert caplog.text.count("1 answers were cut off at data.max_response_length") == 1
     assert made.metrics()["length/truncated_share"] == 0.5

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.extensions.length_penalty.penalties import penalties
+from recipe.offpolicy.extensions.length_penalty.penalties import KINDS, penalties
 
-KINDS = ("uniform", "group", "anchor", "reference")
 LENGTHS, RIGHT = [100, 200, 400, 500], [True, False, True, False]
 
 
@@ -30,11 +29,9 @@ def test_by_hand(kind: str, coefficient: float, anchor: float | None, wanted: li
     assert found.tolist() == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("lengths", [[7], [7, 7, 7]])
+@pytest.mark.parametrize("lengths", [[7], [7, 7, 7], []])
 def test_rows_that_are_alike_get_no_penalty_of_the_group(lengths: list[int]) -> None:
-    assert penalties("group", torch.tensor(lengths), torch.tensor(lengths) > 0, coefficient=0.1).tolist() == [
-        0.0
-    ] * len(lengths)
+    assert penalties("group", lengths, [1] * len(lengths), coefficient=0.1).tolist() == [0.0] * len(lengths)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.booleans()), min_size=1, max_size=12))
@@ -58,3 +55,25 @@ def test_the_order_of_rows_is_irrelevant_and_the_coefficient_a_factor(
         one = penalties(kind, lengths, right, coefficient=0.5, anchor=10)
         other = penalties(kind, lengths[order], right[order], coefficient=0.25, anchor=10)
         torch.testing.assert_close(one[order], 2 * other, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "right", "coefficient", "anchor", "said"),
+    [
+        ("cosine", [1], [1], 0.1, None, "kind=cosine"),
+        ("uniform", [1, 2], [1], 0.1, None, "one of each"),
+        ("uniform", [[1]], [[1]], 0.1, None, "one of each"),
+        ("uniform", [-1], [1], 0.1, None, "0 tokens or more"),
+        ("uniform", [float("nan")], [1], 0.1, None, "0 tokens or more"),
+        ("uniform", [1], [0.5], 0.1, None, r"1 \(correct\) or 0 \(wrong\)"),
+        ("uniform", [1], [1], -0.1, None, "coefficient=-0.1"),
+        ("uniform", [1], [1], float("nan"), None, "coefficient=nan"),
+        ("anchor", [1], [1], 0.1, 0, "anchor=0"),
+        ("anchor", [1], [1], 0.1, float("inf"), "anchor=inf"),
+    ],
+)
+def test_bad_input_is_an_error(
+    kind: str, lengths: list[float], right: list[float], coefficient: float, anchor: float | None, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        penalties(kind, lengths, right, coefficient=coefficient, anchor=anchor)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.extensions.pass_at_k.estimates import RankingOnly, rank, unbiased, unbiased_dynamic
+from recipe.offpolicy.extensions.pass_at_k.estimates import RankingOnly, rank, read_count, unbiased, unbiased_dynamic
 from recipe.offpolicy.extensions.pass_at_k.training import (
     ERROR,
     OBJECTIVES,
@@ -56,13 +56,19 @@ def test_large_counts_are_finite() -> None:
 
 BAD: list[tuple[Any, Any, Any]] = [
     *((4, 5, 2), (4, 2, 5), (0, 0, 1), (4, -1, 2), (4, 2, 0)),
+    *((4.0, 2, 1), (4, 1.5, 2), (4, 2, True)),
 ]
 
 
 @pytest.mark.parametrize(("n", "c", "k"), BAD)
 def test_impossible_counts_are_named(n: Any, c: Any, k: Any) -> None:
-    with pytest.raises(ValueError, match=r"pass@\d"):
+    with pytest.raises(ValueError, match=r"k=True|=\d|pass@\d"):
         unbiased(n, c, k)
+
+
+def test_counts_of_other_libraries_count() -> None:
+    assert unbiased(torch.tensor(4), torch.tensor(1), 2) == 0.5  # type: ignore[arg-type]
+    assert read_count(torch.tensor(7), "n") == 7  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("looks", "successes"), SCHEDULES)

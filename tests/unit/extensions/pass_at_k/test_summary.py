@@ -63,6 +63,12 @@ def test_the_fit_or_why_there_is_none() -> None:
     assert (none.fit, none.not_identified) == (None, "all samples are right.")
 
 
+@pytest.mark.parametrize(("n", "c"), [([], []), ([8], [1, 2])])
+def test_counts_have_to_be_there(n: list[int], c: list[int]) -> None:
+    with pytest.raises(ValueError, match="expected one of each"):
+        summarize(n, c, [1])
+
+
 # The fit over prompts: what it recovers, and where it says that nothing is identified
 
 
@@ -124,6 +130,15 @@ def test_what_is_not_identified_is_said(n: list[int], c: list[int], said: str) -
         fit(torch.tensor(n), torch.tensor(c))
 
 
+@pytest.mark.parametrize(
+    ("n", "c"), [([4, 4], [5, 0]), ([0, 4], [0, 1]), ([4, 4], [1.5, 2]), ([4, 4], [1]), ([4, 4], [-1, 2])]
+)
+def test_counts_that_cannot_be_are_no_question_of_identification(n: list[float], c: list[float]) -> None:
+    with pytest.raises(ValueError, match="expected") as caught:
+        fit(torch.tensor(n), torch.tensor(c))
+    assert not isinstance(caught.value, NotIdentified)
+
+
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), min_size=1, max_size=12))
 def test_a_fit_is_finite_or_not_there(counts: list[tuple[int, int]]) -> None:
     n, c = [of for of, _ in counts], [min(of, right) for of, right in counts]
@@ -142,6 +157,8 @@ def test_extrapolation_of_a_flat_distribution() -> None:
     """Beta(1, 1): 1 - 1 / (k + 1)."""
     for k in (1, 3, 1023):
         assert extrapolate(1.0, 1.0, k) == pytest.approx(k / (k + 1))
+    with pytest.raises(ValueError, match="k=0"):
+        extrapolate(1.0, 1.0, 0)
 
 
 def test_intervals_hold_the_estimate_and_are_the_same_again() -> None:

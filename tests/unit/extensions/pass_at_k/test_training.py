@@ -52,7 +52,24 @@ def test_a_deal_depends_on_its_seed_alone_and_gives_each_row_its_groups_best() -
     ],
 )
 def test_an_impossible_k_is_named_with_the_group(n: int, k: int, objective: str) -> None:
-    assert f"k={k} of a group of {n}" in (find_impossible(n, k, objective) or "")
+    assert find_impossible(n, k, objective) is not None
+    with pytest.raises(ValueError, match=rf"k={k} of a group of {n}"):
+        advantages(group(n, 1), k, objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("right", "k", "objective", "said"),
+    [
+        ([0.5, 1], 1, "loo", r"1 \(correct\) or 0 \(wrong\)"),
+        ([[1, 0]], 1, "loo", "one per row"),
+        ([], 1, "loo", "one per row"),
+        ([1, 0], 1.0, "loo", "k=1.0"),
+        ([1, 0], 1, "best", "objective=best"),
+    ],
+)
+def test_bad_input_is_an_error(right: list[float], k: int, objective: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        advantages(right, k, objective=objective)  # type: ignore[arg-type]
 
 
 def test_analytic_where_almost_no_subset_fails() -> None:
