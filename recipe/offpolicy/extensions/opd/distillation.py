@@ -50,6 +50,8 @@ logger = logging.getLogger("verl.offpolicy")
 DOMINATES, UPDATES = 0.9, 3
 """Share of the total pull on the loss above which the teacher counts as dominating the rewards, and number of
 consecutive updates with such a share before the warning."""
+IDLE = 20
+"""Number of consecutive updates without an eligible row before the warning."""
 PROBES = 2
 """Number of rows per batch that are scored again."""
 SILENT = 1e-3
@@ -179,7 +181,7 @@ class OnPolicyDistillation(Extension):
         self._found: dict[str, float] = {}
         self._proved = self._asked = False
         self._largest_gap = 0.0
-        self._dominated = 0
+        self._dominated = self._idle = 0
 
     # Before Ray starts --------------------------------------------------------------------------------------
 
@@ -411,13 +413,20 @@ class OnPolicyDistillation(Extension):
         return None if self._proved else "no scored token had a gradient (opd.coef)."
 
     def _watch(self, share: float) -> None:
-        """Warn if the teacher dominates the rewards."""
+        """Warn if the teacher dominates the rewards, or if no rollout has been eligible for a long time."""
         self._dominated = self._dominated + 1 if share > DOMINATES else 0
         if self._dominated == UPDATES:
             logger.warning(
                 "opd: the teacher's share of the loss's pull was %.0f %% for %d updates. With opd.coef=%.2g the "
                 "share would be one half.",
                 *(100 * share, UPDATES, self.opd.coef * (1 - share) / share),
+            )
+        self._idle = 0 if self._sent or self._factor == 0 else self._idle + 1
+        if self._idle == IDLE:
+            logger.warning(
+                "opd does nothing: no rollout was eligible in %d updates. Fix: set a larger "
+                "opd.eligible.max_pass_rate, or another opd.eligible.passed_above.",
+                IDLE,
             )
 
     def metrics(self) -> Mapping[str, float]:

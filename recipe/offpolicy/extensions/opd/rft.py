@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import requests
+
 from .settings import TeacherSettings
 from .teacher_client import LARGEST, TeacherError, open_session, parse_object, post
 
@@ -95,7 +97,12 @@ def sample(
             **({"stop": list(how.stop)} if how.stop else {}),
         }
         limit, deadline = LARGEST + BYTES * how.n * how.max_tokens, time.monotonic() + settings.timeout
-        url, text = post(session, settings, itertools.repeat(number), body, limit, deadline, f"prompt {number}")
+        try:
+            url, text = post(session, settings, itertools.repeat(number), body, limit, deadline, f"prompt {number}")
+        except requests.Timeout as error:
+            raise TeacherError(
+                str(error), "check whether the server is overloaded, or sample fewer answers (-n)."
+            ) from error
         return _read_answers(text, url, how.n)
 
     try:

@@ -201,7 +201,7 @@ class RowValues:
             cache for them, and of requests repeated without the cache.
         began, ended: seconds of ``time.time``.
         error: the reason why the row was not scored.
-        monte_carlo: the ``number`` of a prefix with the result of ``monte_carlo.continue_prefix``; None: no check.
+        monte_carlo: the ``number`` of a prefix with the result of ``manager.continue_prefix``; None: no check.
     """
 
     ends: list[int] = field(default_factory=list)

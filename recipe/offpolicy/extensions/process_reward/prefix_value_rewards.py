@@ -38,6 +38,10 @@ from .utilities import UTILITY, BatchUtilities, normalize_utilities, token_advan
 
 logger = logging.getLogger("verl.offpolicy")
 
+UNFIT, UPDATES = 0.55, 5
+"""Separation below which values do not distinguish passed from failed rows, and number of consecutive updates below
+this separation before the warning."""
+
 COMPARISONS = {True: 2, False: 16}
 """Number of initial steps whose values are compared. In synchronous training, these are the first step and the step
 after the first synchronisation of trained weights, and their values must agree exactly. Otherwise, there are enough
@@ -204,7 +208,7 @@ class PrefixValueRewards(AdvantageExtension):
         self._submitted: float | None = None
         self._utilities: BatchUtilities | None = None
         self._metrics: dict[str, float] = {}
-        self._moved = self._compared = self._comparisons = self._compared_at = 0
+        self._moved = self._unfit = self._compared = self._comparisons = self._compared_at = 0
         self._alignment = AlignmentChecker()
         self._credited, self._at_floor = False, True
         self._waste = torch.zeros(0, 0, dtype=torch.bool)
@@ -283,6 +287,17 @@ class PrefixValueRewards(AdvantageExtension):
         first = self._comparisons < COMPARISONS[self._synchronous]
         if all_zero or first or (every is not None and batch.step >= self._compared_at + every):
             self._score_again(batch, found)
+        self._watch(self._metrics["value/separation"])
+
+    def _watch(self, separation: float) -> None:
+        """Warn if, for a long time, the values of passed rows have not been higher than those of failed rows."""
+        self._unfit = self._unfit + 1 if separation < UNFIT else 0
+        if self._unfit == UPDATES:
+            logger.warning(
+                "%s: in %d updates the last values of passed sequences were higher than the last values of failed "
+                "ones in only %.0f %% of pairs. Fix: set a %s.force_prompt in the format of the model's answers.",
+                *(self.section, UPDATES, 100 * separation, self.section),
+            )
 
     def _read_continuations(self, found: Sequence[RowValues]) -> dict[str, float]:
         """Read the metrics of a Monte-Carlo check, and log the first reason why a prefix has no estimate."""

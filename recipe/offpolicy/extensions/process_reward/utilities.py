@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -30,10 +30,10 @@ this scale."""
 def token_advantages(
     utilities: Tensor,
     positions: Tensor,
-    groups: Sequence[Hashable],
+    groups: Sequence[Hashable] | Tensor,
     response_mask: Tensor,
     *,
-    normalize: Normalize,
+    normalize: str,
     penalty: Tensor | float = 0.0,
 ) -> Tensor:
     """Compute all tokens' process advantages, (B, T): normalised utilities, summed from the token to the row's end.
@@ -45,6 +45,9 @@ def token_advantages(
         response_mask: (B, T) bool or 0/1; advantages are 0 outside it.
         normalize: see ``normalize_utilities``.
         penalty: (B, T), the amounts subtracted from normalised utilities.
+
+    Raises:
+        ValueError: as ``normalize_utilities``.
 
     Example:
         Two responses to one prompt, the first with two episodes, the second with one; their utilities have mean 0.1667,
@@ -63,20 +66,32 @@ def token_advantages(
 
 
 def normalize_utilities(
-    utilities: Tensor, positions: Tensor, groups: Sequence[Hashable], *, normalize: Normalize
+    utilities: Tensor, positions: Tensor, groups: Sequence[Hashable] | Tensor, *, normalize: str
 ) -> Tensor:
     """Normalise utilities by the statistics of their group over its n positions, (B, T) float64, 0 elsewhere.
 
     ``zscore`` subtracts the group's mean and divides by its unbiased standard deviation; the result is at most
     sqrt(n - 1), and 0 if utilities agree within float32 rounding. ``scale`` divides by the root mean square; the result
     is at most sqrt(n), and 0 if all utilities are rounding errors. ``none`` leaves utilities unchanged.
+
+    Raises:
+        ValueError: shapes differ, a utility at a position is not finite, or ``normalize`` is unknown.
     """
+    names = groups.tolist() if isinstance(groups, Tensor) else list(groups)
+    if utilities.shape != positions.shape or len(names) != len(utilities):
+        shapes = f"utilities of {tuple(utilities.shape)}, positions of {tuple(positions.shape)}, {len(names)} groups"
+        raise ValueError(f"{shapes}: expected (B, T), (B, T) and B.")
+    if normalize not in get_args(Normalize):
+        raise ValueError(f"normalize={normalize}: not one of {', '.join(get_args(Normalize))}.")
     there = positions.bool()
+    if (lost := there & ~torch.isfinite(utilities)).any():
+        row, place = (int(index) for index in lost.nonzero()[0])
+        raise ValueError(f"the utility at token {place} of row {row} is not finite.")
     dealt = torch.where(there, utilities.double(), 0.0)  # sums of large values overflow in float32
     if normalize == "none":
         return dealt
     rows_of: dict[Hashable, list[int]] = {}
-    for row, name in enumerate(groups):
+    for row, name in enumerate(names):
         rows_of.setdefault(name, []).append(row)
     for rows in rows_of.values():
         found = dealt[rows][there[rows]]

@@ -163,8 +163,9 @@ def test_a_session_of_several_outputs_counts_once_and_is_taught_whole(teacher: F
 
 @NESTED
 def test_without_an_eligible_row_nothing_is_asked_and_all_metrics_are_there(
-    teacher: FakeTeacher,
+    teacher: FakeTeacher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(distillation, "IDLE", 2)
     taught = Run(teacher.url, "advantage")
     taught.judge(taught.update(NONE)[1])
     teacher.asked.clear()
@@ -177,6 +178,7 @@ def test_without_an_eligible_row_nothing_is_asked_and_all_metrics_are_there(
     assert found["opd/num_eligible_samples"] == found["opd/live/proved"] == 0.0
     assert math.isnan(found["opd/k1"])
     assert "no rollout was eligible" in str(run.opd.unproved())
+    assert caplog.text.count("opd does nothing: no rollout was eligible in 2 updates") == 1
     assert run.opd.metrics().keys() == taught.opd.metrics().keys()
     assert found.keys() == taught.judge(taught.update(NONE)[1]).keys()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,8 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_said() -> None:
     settings = TeacherSettings(("http://127.0.0.1:9",), retries=0)
     with pytest.raises(TeacherError, match=r"in 1 attempts for prompt 0 .*: ConnectionError"):
         sample(settings, "m", [[1]], Sampling(n=5))
+    with pytest.raises(TeacherError, match=r"did not answer within 0 s"):
+        sample(replace(settings, timeout=0), "m", [[1]], Sampling(n=5))
     ids = build_byte_tokenizer([])("2 + 3")["input_ids"]
     with serving(Student(failures=[503])) as student:
         answers = sample(TeacherSettings((student.url,)), "m", [ids], Sampling(n=5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from recipe.offpolicy.extensions.opd.signal import (
     compute_factor,
     compute_gaps,
     compute_pass_rates,
+    compute_scale,
     eligible,
     find_horizon,
     find_passed,
@@ -91,8 +93,33 @@ def test_a_token_that_the_teacher_excludes_counts_as_the_bound() -> None:
 
 
 def test_nothing_that_was_not_scored_is_trained_on() -> None:
-    with pytest.raises(ValueError, match="token 0 of row 0"):
-        k2_loss(STUDENT, TEACHER, ~ON, max_gap=1.0)
+    for wanted in (lambda: k2_loss(STUDENT, TEACHER, ~ON, max_gap=1.0), lambda: compute_scale(BASE, ON, "mean")):
+        with pytest.raises(ValueError, match=r"token 0 of row 0|scale=mean"):
+            wanted()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"coef": math.nan}, "coef=nan: not a finite number"),
+        ({"max_gap": 0.0}, "max_gap=0.0: not a finite number of nats above 0"),
+        ({"max_gap": math.inf}, "max_gap=inf"),
+        ({"scale": 0.0}, "scale=0.0"),
+        ({"horizon": 0}, "horizon=0: expected 1 or more"),
+        ({"teacher": TEACHER[:1]}, "shapes .*expected one shape"),
+        ({"base": BASE[:, :2]}, r"\(2, 2\) advantages for a mask of \(2, 3\)"),
+    ],
+)
+def test_bad_input_of_advantages(changes: dict[str, Any], said: str) -> None:
+    given = {"base": BASE, "student": STUDENT, "teacher": TEACHER, "eligible_tokens": ON}
+    with pytest.raises(ValueError, match=said):
+        advantages(**(given | {"coef": 1.0, "max_gap": 2.0, "scale": "none"} | changes))
+
+
+@pytest.mark.parametrize(("mask", "bound", "said"), [(ON[0], 1.0, "expected one shape"), (ON, -1.0, "max_gap=-1.0")])
+def test_bad_input_of_k2(mask: torch.Tensor, bound: float, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        k2_loss(STUDENT, TEACHER, mask, max_gap=bound)
 
 
 def test_k2_by_hand_with_a_bound_that_is_linear_beyond() -> None:
@@ -142,6 +169,21 @@ def test_a_reward_at_the_threshold_does_not_pass_in_float32_either() -> None:
 
 def test_a_batch_of_nothing() -> None:
     assert eligible(torch.zeros(0), [], passed_above=0.0, max_pass_rate=0.5).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("rewards", "groups", "changes", "said"),
+    [
+        ([0.0, math.nan], ["a", "a"], {}, r"the reward of sequence 1 \(prompt a\) is nan"),
+        ([0.0], ["a", "a"], {}, "for 2 groups"),
+        ([0.0], ["a"], {"max_pass_rate": 1.5}, "max_pass_rate=1.5"),
+        ([0.0], ["a"], {"passed_above": math.inf}, "passed_above=inf"),
+        ([0.0], ["a"], {"rows": "some"}, "rows=some"),
+    ],
+)
+def test_bad_input(rewards: list[float], groups: list[str], changes: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        eligible(torch.tensor(rewards), groups, **({"passed_above": 0.0, "max_pass_rate": 0.5} | changes))  # type: ignore[arg-type]
 
 
 # What reports of the workers prove, and what is made of them

@@ -68,6 +68,12 @@ def test_concatenated_episodes_are_the_response_and_none_is_too_long(
     assert len(ends) == (len(every) if max_episodes is None else min(len(every), max_episodes))
 
 
+def test_limits_below_1_and_empty_markers_are_refused() -> None:
+    for asked in ({"max_tokens": 0}, {"max_tokens": 1, "max_episodes": 0}, {"max_tokens": 1, "markers": [""]}):
+        with pytest.raises(ValueError, match=r"1 or more|empty marker"):
+            episode_ends(["a"], **({"markers": MARKERS} | asked))  # type: ignore[arg-type]
+
+
 def test_the_region_ends_before_the_token_that_begins_the_end_of_thinking() -> None:
     assert find_region(["a", ".</", "think>", "4"], "</think>") == 1
     assert find_region(["</think>"], "</think>") == 0

@@ -304,3 +304,11 @@ def test_the_workers_have_to_see_the_trainers_advantages(build: Any) -> None:
         judge(made, [AdvantageReport(tuple(other.tolist()))])
     with pytest.raises(LivenessError, match="offpolicy_process_utility did not reach the loss"):
         judge(made, [AdvantageReport(None, (UTILITY,))])
+
+
+def test_an_unfit_force_prompt_is_said(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    made = extension()
+    for _ in range(5):
+        made._watch(0.5)
+    assert "process_reward.force_prompt" in caplog.text
+    assert made.meaning.startswith("log p(answer | prefix), zscore")
