@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from hashlib import blake2b
 from typing import Any
 
@@ -38,7 +39,7 @@ from ..correction.decisions import Columns, assign_mini_batches, compute_scale_o
 from ..correction.row_layout import count_tokens_by_row
 from ..correction.statistics import DeferredValue
 from .seals import PLAN_HASH, PREFIX, LivenessError, SealError, build_seals, key_of, seal_constant
-from .weight_versions import EXTRA_FIELDS, check_ages_known, compute_token_versions, read_versions
+from .weight_versions import EXTRA_FIELDS, RowVersions, check_ages_known, compute_token_versions, read_versions
 
 PLAN = "offpolicy_plan"
 """Key of the ``SharedPlan`` in the batch that reaches the loss."""
@@ -154,10 +155,12 @@ def build_plan(
     if not (spec.recounts or any(each.needs_constants for each in (spec, *shadows.values()))):
         return SharedPlan(step, bounds=bounds or {}), {}
     batch = rows()
-    shadow_constants = {name: compute_constants(shadow, batch, step) for name, shadow in shadows.items()}
-    constants = compute_constants(spec, batch, step)
+    # Read once for all corrections, because each read lists verl's fields of all rows.
+    versions = cache(lambda: read_versions(batch, batch["response_mask"]))
+    shadow_constants = {name: compute_constants(each, batch, step, versions) for name, each in shadows.items()}
+    constants = compute_constants(spec, batch, step, versions)
     plan = SharedPlan(step, constants, shadow_constants, bounds=bounds or {})
-    return plan, build_row_columns(spec, batch, batch_split(), step, constants) if spec.recounts else {}
+    return plan, build_row_columns(spec, batch, batch_split(), step, constants, versions) if spec.recounts else {}
 
 
 def seal_batch(plan: SharedPlan, rows: TensorDict, columns: Mapping[str, Tensor]) -> SharedPlan:
@@ -181,17 +184,29 @@ def columns_to_seal(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: column for name, column in columns.items() if name not in (PROVE, MINI_BATCH_TOKENS)}
 
 
-def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> BatchConstants:
+ReadVersions = Callable[[], RowVersions | None]
+"""Reads the versions of rows, if several corrections share them."""
+
+
+def compute_constants(
+    spec: CorrectionSpec, rows: TensorDict, step: int | None = None, versions: ReadVersions | None = None
+) -> BatchConstants:
     """Compute the constants of ``spec`` for the batch ``rows``, which contains ``COLUMNS``, nested or padded.
 
     Args:
         step: the trainer's step, for age-dependent parts.
     """
-    return batch_constants(spec, **_read_columns(spec, rows, step)) if spec.needs_constants else BatchConstants()
+    if not spec.needs_constants:
+        return BatchConstants()
+    return batch_constants(spec, **_read_columns(spec, rows, step, versions))
 
 
 def count_kept(
-    spec: CorrectionSpec, rows: TensorDict, step: int | None = None, constants: BatchConstants | None = None
+    spec: CorrectionSpec,
+    rows: TensorDict,
+    step: int | None = None,
+    constants: BatchConstants | None = None,
+    versions: ReadVersions | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Count each row's response tokens, and the tokens that the rollout stage of ``spec`` keeps: (B,) float64 each.
 
@@ -200,8 +215,8 @@ def count_kept(
         step: the trainer's step, for age-dependent parts.
         constants: the constants of ``spec`` for these rows, if they are already known.
     """
-    constants = constants or compute_constants(spec, rows, step)
-    return count_kept_by_row(spec, constants, **_read_columns(spec, rows, step))
+    constants = constants or compute_constants(spec, rows, step, versions)
+    return count_kept_by_row(spec, constants, **_read_columns(spec, rows, step, versions))
 
 
 def decide_rollout(spec: CorrectionSpec, rows: TensorDict, step: int) -> RolloutStage:
@@ -241,13 +256,14 @@ def build_row_columns(
     batch_split: BatchSplit,
     step: int | None = None,
     constants: BatchConstants | None = None,
+    versions: ReadVersions | None = None,
 ) -> dict[str, Tensor]:
     """Build the columns of ``denominator=kept`` or ``nonfinite=excluded`` for the batch ``rows``.
 
     The columns are in the order in which verl splits the batch.
     """
     if spec.denominator == "kept":
-        tokens, kept = count_kept(spec, rows, step, constants)
+        tokens, kept = count_kept(spec, rows, step, constants, versions)
     else:
         mask = rows["response_mask"].bool()
         tokens = count_tokens_by_row(mask)
@@ -261,10 +277,13 @@ def build_row_columns(
     return {SCALE: scale, MINI_BATCH_TOKENS: of_group[group]}
 
 
-def _read_columns(spec: CorrectionSpec, rows: TensorDict, step: int | None) -> Columns:
+def _read_columns(
+    spec: CorrectionSpec, rows: TensorDict, step: int | None, read: ReadVersions | None = None
+) -> Columns:
     """Read the arguments of a rollout stage of ``spec`` from rows with ``COLUMNS``."""
     mask, by_version = rows["response_mask"], "version" in spec.levels
-    versions = read_versions(rows, mask) if spec.age_parts or by_version else None
+    read = read or partial(read_versions, rows, mask)
+    versions = read() if spec.age_parts or by_version else None
     check_ages_known(spec, versions, step)
     return {
         "old_log_prob": rows["old_log_probs"],
