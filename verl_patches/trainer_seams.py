@@ -133,11 +133,12 @@ STALENESS = (
     _buffer("sample(self, global_steps, partition_id, batch_size)", names="wait_for_sampleable _select_prompt_uids"),
     _buffer(
         "wait_for_sampleable(self, global_steps, partition_id, target_count)",
-        names="_evict_terminal_groups _has_enough_samples refill_fn",
+        names="_evict_terminal_groups _has_enough_samples _wait_for_next_poll refill_fn",
     ),
     _buffer("_terminal_eviction_reasons(self, global_steps, partition_id)", names="_stale_terminal_keys"),
     _buffer("_stale_terminal_keys(self, global_steps, partition_id)"),
     _base("_evict_terminal_groups(self, global_steps, partition_id, eviction_reasons)"),
+    _base("_wait_for_next_poll(self, partition_id, last_debug_time)"),
     _buffer(
         "_has_enough_samples(self, global_steps, partition_id, batch_size, sampleable_keys)",
         names="max_off_policy_threshold prompt_global_steps",

@@ -158,7 +158,7 @@ def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
     held = {seam.name for seam in (*trainer_seams.V1, *trainer_seams.STALENESS)}
-    of_buffer = {"sample", "wait_for_sampleable", "_has_enough_samples"}
+    of_buffer = {"sample", "wait_for_sampleable", "_wait_for_next_poll", "_has_enough_samples"}
     of_buffer |= {"_stale_terminal_keys", "_terminal_eviction_reasons", "_evict_terminal_groups"}
     assert overridden(BoundedReplayBuffer, ReplayBufferAsync) == of_buffer
     assert of_buffer <= held

@@ -5,7 +5,8 @@ global_steps, partition_id, batch_size)``, ``wait_for_sampleable(self, global_st
 ``_has_enough_samples(self, global_steps, partition_id, batch_size, sampleable_keys)``, ``_select_prompt_uids(self,
 partition_id, sampleable_keys, batch_size)``, ``_terminal_eviction_reasons(self, global_steps, partition_id)``,
 ``_stale_terminal_keys(self, global_steps, partition_id)``, ``_evict_terminal_groups(self, global_steps, partition_id,
-eviction_reasons)``, and the prompt metadata of ``_sync_metadata_from_transfer_queue``.
+eviction_reasons)``, ``_wait_for_next_poll(self, partition_id, last_debug_time)``, and the prompt metadata of
+``_sync_metadata_from_transfer_queue``.
 
 verl hands out finished groups in the order in which they were issued. With a limited rate, a group becomes too old only
 if other groups are trained on while it is still being sampled. verl's own ``wait`` does not prevent this, because it
@@ -16,6 +17,7 @@ strategy, with a threshold of eta + 1; ``mask`` and ``refresh`` are implemented 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +31,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from ..batch.weight_versions import OLDEST_VERSION
 from .ages import ISSUED, AgeLimit, RowTag, check_newest, compute_age, format_eta
-from .staleness_settings import StalenessSettings
+from .staleness_settings import ETA, StalenessSettings
 
 ROOT = "offpolicy/staleness"
 
@@ -137,6 +139,8 @@ def keeps_deadlines(due: Iterable[float], *, step: int, batch: int, left: int) -
     return all(place <= left + max(last - step, 0) * batch for place, last in enumerate(due, 1))
 
 
+logger = logging.getLogger("verl.offpolicy")
+
 TRAIN = "train"
 """Partition of TransferQueue that contains the training rows."""
 _ANEW = "."
@@ -236,6 +240,20 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         finally:
             if partition_id == TRAIN:
                 self._tally.waited += self._clock() - begun
+
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        said: float = super()._wait_for_next_poll(partition_id, last_debug_time)
+        # verl logs the waiting prompts whenever this time changes; the watchdog ends a run that hangs here.
+        running = self.pending_keys[partition_id] | self.running_keys[partition_id]
+        if said != last_debug_time and partition_id == TRAIN and running:
+            issued = self.prompt_global_steps[partition_id]
+            oldest = min(running, key=lambda uid: issued[uid])
+            logger.warning(
+                "the trainer waits while %d prompts are sampled; the oldest, %s, was issued in step %d (%s=%s, "
+                "too_old=%s).",
+                *(len(running), oldest, issued[oldest], ETA, self._eta, self._settings.too_old),
+            )
+        return said
 
     def _stale_terminal_keys(self, global_steps: int, partition_id: str) -> set[str]:
         if self._settings.too_old != "refresh" or partition_id != TRAIN:

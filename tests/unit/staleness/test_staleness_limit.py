@@ -124,6 +124,15 @@ def test_dropped_stragglers_are_never_trained(monkeypatch: pytest.MonkeyPatch) -
     assert run.limit.rate_limit.account == 4 * 20 + run.buffer.count_prompts()
 
 
+def test_what_the_trainer_waits_for_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from verl.trainer.ppo.v1 import replay_buffer
+
+    monkeypatch.setattr(replay_buffer, "VERL_REPLAY_BUFFER_DEBUG_INTERVAL_SECONDS", -1)
+    run = Run(monkeypatch, eta=1, delay=lambda number, times: 9 if number == 2 else 0)
+    run.train(2)
+    assert "the oldest, u2, was issued in step 1 (offpolicy.staleness.eta=1, too_old=wait)" in caplog.text
+
+
 # An eta that moves -----------------------------------------------------------------------------------------------
 
 
