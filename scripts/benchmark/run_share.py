@@ -59,7 +59,7 @@ CALLS = {
     "staleness.noted": "recipe.offpolicy.staleness.staleness_limit:StalenessLimit._check_noted",
     "staleness.ages": "recipe.offpolicy.staleness.staleness_limit:StalenessLimit._check_ages",
     "staleness.metrics": "recipe.offpolicy.staleness.buffer:Tally.metrics",
-    "staleness.client": "recipe.offpolicy.staleness.client:VersionedClient._find_row",
+    "staleness.client": "recipe.offpolicy.staleness.client:RowNotes.find",
     "staleness.lay_out": "recipe.offpolicy.batch.micro_batch:read_versions",
     "staleness.find": "recipe.offpolicy.trainer.corrected_v1:find_token_versions",
 }

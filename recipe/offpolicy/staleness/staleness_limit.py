@@ -146,6 +146,10 @@ class StalenessLimit(AddOn):
         self.age_limit.change(step, eta)
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
+        self._check_noted(batch)
+        return compute(batch)
+
+    def _check_noted(self, batch: Any) -> None:
         """Check the versions that the servers and the client report."""
         with name_missing_column():
             columns = read_columns(batch, ages.RESPONSE_MASK, EXTRA_FIELDS)
@@ -153,7 +157,6 @@ class StalenessLimit(AddOn):
         ages.check_noted(rows, turns, ages.list_runs(columns[ages.RESPONSE_MASK]), self._step, self._eta)
         noted = (each for row, each in zip(rows, turns, strict=True) if each and not row.is_padding)
         self.tally.spans.add(map(ages.count_versions, noted))
-        return compute(batch)
 
     def _check_ages(self, batch: Any) -> tuple[list[RowTag], list[int], list[RowTag]]:
         """Check that no row in the loss is too old; return all rows, the positions of too-old rows, and kept rows."""

@@ -152,6 +152,10 @@ class CorrectedV1(CorrectedRun):
             self._sealed = self._sealed.moved_to(batch.keys, rows["responses"], rows["response_mask"])
         self._sealed.add(columns)
 
+    def _seal_stored(self, batch: Any, name: str) -> None:
+        """Seal a column as TransferQueue stores it now."""
+        self.seal(batch, read_columns(batch, name))
+
     def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:
         """Compute log-probs at temperature 1 of each row's response, in temporary rows outside the batch."""
         demand_text(read_columns(batch, MEDIA)[MEDIA])
@@ -232,7 +236,7 @@ class CorrectedV1(CorrectedRun):
             if scored in read_columns(batch, scored).keys():
                 self._sealed_by_workers += ("ref_log_prob",)
             else:
-                self.seal(batch, read_columns(batch, "ref_log_prob"))
+                self._seal_stored(batch, "ref_log_prob")
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -246,7 +250,7 @@ class CorrectedV1(CorrectedRun):
 
         metrics.update(self._estimate_advantages(view, estimator))
         if self._sealed is not None:
-            self.seal(view.batch, read_columns(view.batch, "advantages"))
+            self._seal_stored(view.batch, "advantages")
         return view.batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:

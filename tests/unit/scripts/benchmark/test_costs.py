@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -174,6 +175,13 @@ def test_shares_by_hand() -> None:
     assert limited == pytest.approx(expected | of_limit)
     said = "limit of staleness: 110.0 ms, 0.30 % of a step, the first included (enough 110.0)"
     assert said in run_share.format_figures(limited)
+
+
+@pytest.mark.verl("==0.9.1")
+@pytest.mark.parametrize("target", run_share.CALLS.values())
+def test_the_functions_that_are_timed_exist(target: str) -> None:
+    pytest.importorskip("transfer_queue")
+    assert callable(pkgutil.resolve_name(target))
 
 
 @pytest.mark.slow
