@@ -210,13 +210,20 @@ def find_record(config: DictConfig) -> Path:
 
 def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
     """Read the extensions' state in the checkpoint that verl has just loaded, and the folder of their files."""
-    path = find_record(config)
-    return (_read(path) or {}).get("extensions", {}), path.with_name(STATES)
+    folder, record = _read_resumed(config)
+    return record.get("extensions", {}), folder / STATES
 
 
 def read_staleness(config: DictConfig) -> dict[str, Any] | None:
     """Read the state of the rate limit in the checkpoint that verl has just loaded; None if the checkpoint has none."""
-    return (_read(find_record(config)) or {}).get(_STALENESS)
+    return _read_resumed(config)[1].get(_STALENESS)
+
+
+def _read_resumed(config: DictConfig) -> tuple[Path, dict[str, Any]]:
+    """Find the folder of the resumed checkpoint, and read its record; empty for a new run, whatever its directory."""
+    path = _find_resumed(config)
+    record = None if path is None else _read(path / RECORD)
+    return path or Path(), record or {}
 
 
 def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:

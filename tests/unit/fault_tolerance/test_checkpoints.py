@@ -251,6 +251,13 @@ def test_extensions_state_is_read_from_the_checkpoint_that_is_resumed(tmp_path: 
     assert folder == tmp_path / "global_step_5" / STATES
 
 
+def test_a_new_run_reads_no_record_of_its_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(RECORD).write_text("of another program")
+    assert extension_states(config(tmp_path / "checkpoints")) == ({}, Path(STATES))
+    assert read_staleness(config(tmp_path / "checkpoints")) is None
+
+
 def test_which_steps_are_complete(tmp_path: Path) -> None:
     folder = CheckpointFolder.from_config(config(tmp_path))
     assert (folder.read_tracked_step(), folder.read_unfinished(), folder.list_complete_steps()) == (None, None, [])
