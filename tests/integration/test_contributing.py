@@ -113,7 +113,7 @@ def test_an_aggregate(copy: Copy) -> None:
     copy.test(reference, "-k", "l1_mean or test_every_mask or aggregate")
     assert "l1_mean" in copy.fails("tests/unit/correction/test_catalogue.py")
     copy.insert("docs/correction_keys.md", "| `second_moment` |", "| `l1_mean` | the mean of &#124;log r&#124; |\n")
-    copy.test("tests/unit/correction/test_catalogue.py", "tests/unit/monitor/bounds/test_histogram.py")
+    copy.test("tests/unit/correction/test_catalogue.py", "tests/unit/monitor/test_histogram.py")
     copy.test(*live)
 
 

@@ -111,7 +111,7 @@ class LostWorkerDetector:
             except of_ray.ActorUnavailableError:
                 continue  # Ray also raises it for a broken connection, which may recover
             except deaths as error:
-                failure, kind = summarize_death(error), "died"
+                failure, kind = summarize_death(error) or type(error).__name__, "died"
             else:
                 kind = "failed"
             # An actor that the trainer no longer lists was ended on purpose.

@@ -247,7 +247,10 @@ class Alarms:
             if not same or unheard:
                 self._states[name] = AlarmState()
                 if known is not None and known["firing"]:
-                    logger.warning("alarm %s: it was firing at the checkpoint, but its settings have changed.", name)
+                    logger.warning(
+                        "alarm %s: it was firing at the checkpoint, and is reset because its settings have changed.",
+                        name,
+                    )
             elif switched:
                 self._states[name] = AlarmState(firing=known["firing"])
             else:

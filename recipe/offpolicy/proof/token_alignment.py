@@ -303,7 +303,8 @@ def _select_rows(rows: int, width: int, groups: Sequence[str] | None) -> Tensor 
     most = max(16, MOST_ELEMENTS // max(1, width))
     if groups is None and rows <= most:
         return None
-    order = torch.tensor(range(rows) if groups is None else sorted(range(rows), key=groups.__getitem__))
+    places = range(rows) if groups is None else sorted(range(rows), key=groups.__getitem__)
+    order = torch.tensor(places, dtype=torch.long)
     if rows <= most:
         return order
     # Runs of 4 neighbours are drawn, because siblings of one prompt are adjacent and form pairs.

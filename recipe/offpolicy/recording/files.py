@@ -375,7 +375,7 @@ def _read_pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
 
 def _count(fields: Fields, key: int) -> int:
     value = fields.get(key)
-    if not isinstance(value, int) or value < 0:
+    if type(value) is not int or value < 0:  # a bool is no count
         raise DeclaredError(f"a count is missing or negative ({value!r:.20})")
     return value
 

@@ -238,9 +238,10 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
     for name in ("offsets", "prompt_offsets"):
         values[name] = compute_offsets(np.concatenate([np.diff(getattr(part, name)) for part in parts]))
     # NaN stands in the rows for which an extension was off.
-    off = [np.full(part.tokens, np.nan, dtype=np.float32) for part in parts]
     values["extensions"] = {
-        name: np.concatenate([part.extensions.get(name, nan) for part, nan in zip(parts, off, strict=True)])
+        name: np.concatenate(
+            [part.extensions.get(name, np.full(part.tokens, np.nan, dtype=np.float32)) for part in parts]
+        )
         for name in dict.fromkeys(name for part in parts for name in part.extensions)
     }
     return Rows(**values)

@@ -238,7 +238,8 @@ class SupportEngine:
         logits, full = output.logits, found["log_probs"]
         if isinstance(logits, DTensor):
             raise SupportError(
-                "correction.support=engine: logits are split over ranks. Fix: train without tensor parallelism."
+                "correction.support=engine: logits are split over ranks. Fix: train without tensor parallelism, or set "
+                "correction.support=null."
             )
         layout = TokenLayout.of(micro_batch["input_ids"], logits[..., 0])
         supports = lay_out_supports(micro_batch, layout, logits.shape[-1])

@@ -55,15 +55,7 @@ from ..proof.verify import LivenessError
 from ..recording.run import AFTER_FAILURE
 from ..worker.legacy_loss import Handover
 from ..worker.verl_workers import adopt
-from .batch_view import (
-    MEDIA,
-    DataProtoBatch,
-    DataProtoPrompts,
-    Pair,
-    build_padded,
-    demand_text,
-    pad_rows,
-)
+from .batch_view import MEDIA, DataProtoBatch, DataProtoPrompts, Pair, build_padded, demand_text, pad_rows
 from .corrected_run import CorrectedRun
 
 _TOKENS = ("responses", "response_mask")

@@ -222,7 +222,7 @@ def test_an_alarm_that_is_configured_otherwise_begins_anew(name: str, caplog: py
     assert before.metrics()["alarm/ess"] == 1.0
     with caplog.at_level(logging.WARNING):
         after.restore(json.loads(json.dumps(before.state())), in_force=CONFIGURED)
-    assert "alarm ess: it was firing at the checkpoint, but its settings have changed." in caplog.text
+    assert "alarm ess: it was firing at the checkpoint, and is reset because its settings have changed." in caplog.text
     assert after.metrics()["alarm/ess"] == 0.0
     switched = judged(after, 0.1, 0.1)
     assert after.metrics()["alarm/ess"] == 1.0
