@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from recipe.offpolicy.preflight.checks import CHECKS, REMARKS, Check
+from recipe.offpolicy.preflight.examination import CHECKS, REMARKS, Check
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "errors.md"

@@ -18,8 +18,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.utils import tensordict_utils as tu
-
 from ..correction.row_layout import spread_over_tokens
 
 
@@ -231,6 +229,8 @@ def group_rows(lengths: Sequence[int]) -> list[list[int]]:
 
 def take_rows(model_output: Mapping[str, Any], data: TensorDict, rows: Sequence[int]) -> MicroBatchPart:
     """Take rows of a micro-batch, in this order; differentiable."""
+    from verl.utils import tensordict_utils as tu  # what-if reads this module without verl
+
     by_row = {
         key: value for key, value in model_output.items() if isinstance(value, Tensor) and len(value) == len(data)
     }

@@ -15,7 +15,6 @@ from verl_patches.releases import TESTED
 
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import EVERYTHING, MU, CheckError
-from ..preflight.checks import REMARKS, VERL_CHECKS
 from ..preflight.checks.readable import (
     find_missing_actor,
     find_null_sections,
@@ -27,6 +26,8 @@ from ..preflight.checks.run_keys import check_by_verl
 from ..preflight.composed import REPLAY_PART as ROUTER_REPLAY
 from ..preflight.composed import Composed
 from ..preflight.examination import (
+    REMARKS,
+    VERL_CHECKS,
     ConfiguredPart,
     collect_problems,
     describe_verls_loss,

@@ -27,10 +27,9 @@ from ..batch.declared_keys import Configured
 from ..correction import Problem, SpecError
 from ..correction.problem import CheckError
 from ..fault_tolerance.state_schema import CheckpointError, read_json, refuse
-from .batch_view import BatchView, PromptView
 
 if TYPE_CHECKING:
-    from .batch_view import LossRows
+    from .batch_view import BatchView, LossRows, PromptView
 
 
 @dataclass(frozen=True)

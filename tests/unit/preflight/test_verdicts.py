@@ -10,7 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.preflight import checks
-from recipe.offpolicy.preflight.checks import (
+from recipe.offpolicy.preflight.composed import SHADOW, Composed, copy_config
+from recipe.offpolicy.preflight.examination import (
     CHECKS,
     REMARKS,
     Check,
@@ -19,7 +20,6 @@ from recipe.offpolicy.preflight.checks import (
     run_keys,
     staleness,
 )
-from recipe.offpolicy.preflight.composed import SHADOW, Composed, copy_config
 from tests.support.applications import NEEDED, application
 from tests.support.examples import each_nth_by_default
 from tests.support.short_keys import UNCHANGED, in_full, read_table
