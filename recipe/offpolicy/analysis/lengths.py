@@ -154,7 +154,7 @@ def read_checkpoints(paths: Sequence[Path], tokenizer: Any) -> list[Answers]:
     """Read dumps, one ``Answers`` per run and step, in the order of their first file.
 
     Raises:
-        DumpError, OSError: as ``sessions.read_answers``.
+        DumpError, OSError: as ``validation_answers.read_answers``.
     """
     found: dict[tuple[str, int], list[tuple[str, str, float]]] = {}
     for path in drop_repeated(paths):

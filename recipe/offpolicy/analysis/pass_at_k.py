@@ -54,7 +54,9 @@ class Counts:
         step: step of the trainer.
         n, c: number of samples, and of correct samples, of each prompt.
         prompts: identity of each prompt.
-        run: the name of the dumps' folder, see ``sessions.name_runs``.
+        run: the name of the dumps' folder, see ``validation_answers.name_runs``.
+        doubled: number of prompts that the data set contains more than once, as far as the dumps show this.
+        named: whether the dumps identify prompts by uid.
     """
 
     step: int
@@ -62,6 +64,8 @@ class Counts:
     c: list[int]
     prompts: list[Prompt]
     run: str = ""
+    doubled: int = 0
+    named: bool = True
 
     @property
     def name(self) -> str:
@@ -72,24 +76,32 @@ class Counts:
 def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts]:
     """Read dumps, one ``Counts`` per folder and step; later rounds of dynamic validation add samples to prompts.
 
-    Prompts are distinguished by input and ground truth, so a prompt that a data set contains twice counts as one.
+    Prompts are distinguished by input and ground truth, so a prompt that a data set contains twice counts as one. Dumps
+    of the V1 trainer also show whether this happens.
 
     Raises:
         DumpError: a line does not belong to a dump.
         OSError: a file cannot be read.
     """
     steps: dict[tuple[str, int], dict[Prompt, list[float]]] = {}
+    doubled: dict[tuple[str, int], set[Prompt]] = {}
+    named = True
     for path in drop_repeated(paths):
         folder = find_run(path)
         sessions: set[str] = set()
+        owners: dict[tuple[int, Prompt], str] = {}
         for row in read_dump(path):
-            # The uid in a dump of the V1 trainer ends with the number of the output; a session counts once.
+            # The uid in a dump of the V1 trainer is prompt_session_output; a session counts once.
             session = str(row.get("uid")).rpartition("_")[0]
             if session and session in sessions:
                 continue
             sessions.add(session)
-            key = (str(row["input"]), json.dumps(row.get("gts"), sort_keys=True))
-            steps.setdefault((folder, row["step"]), {}).setdefault(key, []).append(float(row["score"]))
+            named &= row.get("uid") is not None
+            step, key = (folder, row["step"]), (str(row["input"]), json.dumps(row.get("gts"), sort_keys=True))
+            steps.setdefault(step, {}).setdefault(key, []).append(float(row["score"]))
+            owner = session.rpartition("_")[0]
+            if owners.setdefault((row["step"], key), owner) != owner:
+                doubled.setdefault(step, set()).add(key)
     if not steps:
         raise DumpError(f"{', '.join(map(str, paths))}: no sample was found.")
     runs, least = name_runs(folder for folder, _ in steps), round_threshold(correct_at_least)
@@ -100,6 +112,8 @@ def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts
             [sum(score >= least for score in scores) for scores in prompts.values()],
             list(prompts),
             runs[folder],
+            len(doubled.get((folder, step), ())),
+            named,
         )
         for (folder, step), prompts in sorted(steps.items())
     ]
@@ -141,10 +155,17 @@ def estimate(
 def _list_notes(counts: Counts, summary: Summary, stopping: Stopping | None) -> list[str]:
     notes = []
     least, most = min(counts.n), max(counts.n)
+    if counts.doubled:
+        notes.append(f"The data set contains {counts.doubled} prompts more than once; each counts as one prompt.")
+    elif not counts.named and least < most:
+        notes.append(
+            f"The dumps do not identify prompts: {summary.prompts} are distinguished by input and ground truth, with "
+            f"{least} to {most} samples. A prompt that the data set contains twice counts as one prompt."
+        )
     if stopping is None and least < most:
         notes.append(
-            f"Prompts, distinguished by input and ground truth, have {least} to {most} samples. If sampling stopped "
-            "early because of its results, these estimates are too large: pass --looks and --successes."
+            f"Prompts have {least} to {most} samples. If sampling stopped early because of its results, these "
+            "estimates are too large: pass --looks and --successes."
         )
     if summary.left_out:
         ks = ", ".join(map(str, summary.left_out))

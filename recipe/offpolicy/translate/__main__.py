@@ -32,6 +32,7 @@ if __name__ == "__main__":
     answer_help(__doc__)
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,7 +40,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from omegaconf._utils import get_yaml_loader
 
 from ..analysis.whatif.candidates import build_overrides, initialize_composer
 from ..command_line import name_program, refuse, run
@@ -59,6 +59,22 @@ _WRITERS: Final[dict[str, Callable[[CorrectionSpec], dict[str, Any]]]] = {
 }
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML as OmegaConf reads it: 1e-4 is a number, and a duplicate key causes an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
 def read_document(path: Path) -> Mapping[str, Any]:
     """Read a configuration, as TOML if the file's name indicates it, otherwise as YAML.
 
@@ -69,8 +85,7 @@ def read_document(path: Path) -> Mapping[str, Any]:
 
     try:
         text = path.read_text()
-        # OmegaConf's loader reads 1e-4 as a number, and rejects a key that is given twice.
-        document = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, get_yaml_loader())
+        document = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(document, Mapping):

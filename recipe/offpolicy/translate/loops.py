@@ -12,8 +12,10 @@ A compiled function cached on disk is not updated when other files change, so ev
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,18 +39,36 @@ _vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)
 """For loops that only process numbers other than NaN; sums may be computed in any order."""
 
 
-def _kept_on_disk(function: Callable[..., None]) -> Any:
-    """Compile on the first call with new dtypes and cache the result on disk, for all processes that share it."""
+def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile on the first call with new dtypes and cache the result on disk, for all processes that share it.
+
+    A warning reports how long the compilation took.
+    """
     settings: dict[str, Any] = {"fastmath": {"contract"}, "nogil": True}
     try:
-        return njit(cache=True, **settings)(function)
+        compiled: Any = njit(cache=True, **settings)(function)
     except RuntimeError as error:  # numba found no writable folder
         logger.warning(
             "%s: every process compiles the loops again, which takes seconds. "
             "Set NUMBA_CACHE_DIR to a writable folder.",
             error,
         )
-        return njit(**settings)(function)
+        compiled = njit(**settings)(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> None:
+        known, started = len(compiled.signatures), time.perf_counter()
+        compiled(*arguments)
+        if len(compiled.signatures) > known and compiled.stats.cache_misses.get(compiled.signatures[-1]):
+            folder = compiled.stats.cache_path
+            logger.warning(
+                "the loop %r was compiled for new dtypes in %.1f s; %s",
+                function.__name__,
+                time.perf_counter() - started,
+                f"it is cached in {folder}" if folder else "it is not cached",
+            )
+
+    return call
 
 
 @_exact

@@ -31,6 +31,7 @@ def write(path: Path, rights: list[int], n: int = 8, *, step: int = 10, v1: bool
 def test_counts_by_prompt(tmp_path: Path, v1: bool) -> None:
     (found,) = read_dumps([write(tmp_path / "10.jsonl", [1, 0, 8], v1=v1)], correct_at_least=1.0)
     assert (found.step, found.n, found.c) == (10, [8, 8, 8], [1, 0, 8])
+    assert (found.doubled, found.named) == (0, v1)
 
 
 def test_rounds_of_one_step_are_pooled_and_steps_are_apart(tmp_path: Path) -> None:
@@ -38,20 +39,29 @@ def test_rounds_of_one_step_are_pooled_and_steps_are_apart(tmp_path: Path) -> No
     two = write(tmp_path / "b.jsonl", [0], v1=True, first=1)
     later = write(tmp_path / "c.jsonl", [3], step=20, v1=True)
     first, second = read_dumps([one, two, later], correct_at_least=1.0)
-    assert (first.n, first.c) == ([8, 16, 8], [1, 0, 8])
+    assert (first.n, first.c, first.doubled) == ([8, 16, 8], [1, 0, 8], 0)
     assert (second.step, second.n, second.c) == (20, [8], [3])
     again = read_dumps([one, two, tmp_path / ".." / tmp_path.name / "a.jsonl"], correct_at_least=1.0)
     assert (again[0].n, again[0].c) == (first.n, first.c)
 
 
-def test_outputs_of_one_session_count_once(tmp_path: Path) -> None:
+def test_outputs_of_one_session_count_once_and_doubles_are_seen(tmp_path: Path) -> None:
     rows = [
         {"input": "q", "gts": "y", "score": 1, "step": 1, "uid": uid} for uid in ("a_0_0", "a_0_1", "a_1_0", "b_0_0")
     ]
     path = tmp_path / "1.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     (found,) = read_dumps([path], correct_at_least=1.0)
-    assert (found.n, found.c) == ([3], [3])
+    assert (found.n, found.c, found.doubled) == ([3], [3], 1)
+    (note,) = estimate(found, [1], extrapolate=[], stopping=None, ranking=False).notes
+    assert "contains 1 prompts more than once" in note
+
+
+def test_prompts_that_dumps_do_not_name_may_be_doubled(tmp_path: Path) -> None:
+    paths = [write(tmp_path / "a.jsonl", [1, 0]), write(tmp_path / "b.jsonl", [0])]
+    (found,) = read_dumps(paths, correct_at_least=1.0)
+    notes = estimate(found, [1], extrapolate=[], stopping=None, ranking=False).notes
+    assert "A prompt that the data set contains twice counts as one prompt." in notes[0]
 
 
 @pytest.mark.parametrize(

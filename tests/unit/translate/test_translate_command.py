@@ -151,7 +151,7 @@ def test_a_section_that_is_given_twice_is_an_error(tmp_path: Path, capsys: pytes
     path = tmp_path / "nemo.yaml"
     path.write_text("loss_fn: {use_importance_sampling_correction: true}\nloss_fn: {ratio_clip_min: 0.2}\n")
     assert main([str(path), "--from", "nemo_rl"]) == 2
-    assert "found duplicate key loss_fn" in capsys.readouterr().err
+    assert "loss_fn is given twice" in capsys.readouterr().err
 
 
 def test_openrlhfs_loss_type_is_read_beside_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core import config as numba_config
 from numba.core.caching import CacheImpl
 from torch import Tensor
 
@@ -366,4 +368,25 @@ def test_loops_compile_where_nothing_can_be_written(
     assert "Set NUMBA_CACHE_DIR to a writable folder" in caplog.text
     numbers = np.ones(3)
     compiled(numbers)
-    assert numbers.tolist() == [2.0, 2.0, 2.0]
+    assert "the loop 'double' was compiled for new dtypes in" in caplog.text
+    assert "not cached" in caplog.text
+    caplog.clear()
+    compiled(numbers)
+    assert numbers.tolist() == [4.0, 4.0, 4.0]
+    assert caplog.text == ""
+
+
+@pytest.mark.slow
+def test_compiled_loops_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What one process compiled is read, not compiled again, by the next: here by a second function of one source."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(numba_config, "CACHE_DIR", folder)
+        for expected in (f"cached in {folder}", ""):
+            loops._kept_on_disk(loops.spread_row_weights.__wrapped__)(  # type: ignore[attr-defined]
+                (*(np.zeros(4, np.float32),) * 2, np.ones(4, np.int64), np.array([0]), np.array([4])),
+                np.array([0.5]),
+                weights := np.zeros(4),
+            )
+            assert weights.tolist() == [0.5] * 4
+            assert (expected in caplog.text) if expected else not caplog.text
+            caplog.clear()

@@ -57,7 +57,9 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
         return TokenDecoder(), f"the recording does not name its model. {_OPTION}"
     try:
         from transformers import AutoTokenizer
-
+    except ImportError:
+        return TokenDecoder(), "transformers is not installed. Install it to see text"
+    try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     # A model folder may contain anything, and the analysis must not fail because text is missing.
     except Exception as error:

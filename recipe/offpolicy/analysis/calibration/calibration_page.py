@@ -165,6 +165,11 @@ def format_remarks(result: CalibrationResult) -> list[str]:
         sentences += _describe_floor(proposal, result.confidence)
         sentences.append(_describe_length_dependence(proposal, result.confidence))
     sentences += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]
+    if result.nonfinite:
+        sentences.append(
+            f"{result.nonfinite:,} response tokens have a log_prob that is not finite: bounds on pi leave "
+            "them out, and training stops at such a token."
+        )
     if result.grouped < 1:
         sentences.append(
             f"For {1 - result.grouped:.0%} of the rows, the prompt was not recorded. These rows count as independent, "

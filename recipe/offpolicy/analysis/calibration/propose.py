@@ -225,6 +225,7 @@ class CalibrationResult:
         confidence: confidence level of every interval.
         skipped: key -> why nothing was proposed for it.
         grouped: share of rows whose prompt is known; intervals treat the other rows as independent.
+        nonfinite: number of tokens that parts on pi leave out because the token's log pi is not finite.
     """
 
     spec: CorrectionSpec
@@ -232,6 +233,7 @@ class CalibrationResult:
     confidence: float
     skipped: dict[str, str]
     grouped: float
+    nonfinite: int = 0
 
 
 def propose_bounds(
@@ -280,7 +282,8 @@ def propose_bounds(
     # A mask that requires a delta is invalid if none was found.
     open_masks = {key.split(".")[1] for key in unset if key.rpartition(".")[0] not in found}
     spec = replace(spec, masks=tuple((name, mask) for name, mask in spec.masks if name not in open_masks))
-    return CalibrationResult(spec, proposals, request.confidence, skipped, float(state.grouped.mean()))
+    nonfinite = int(state.nonfinite.sum()) if any(part.spec.ratio != "rollout" for part in parts) else 0
+    return CalibrationResult(spec, proposals, request.confidence, skipped, float(state.grouped.mean()), nonfinite)
 
 
 def _find_goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float] | None:

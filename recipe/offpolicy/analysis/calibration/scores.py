@@ -154,12 +154,14 @@ class RowState:
         apart: mean |log pi - log pi_old| over the row's valid tokens, in nats, with pi_old under the trainer's own
             weights; 0 if pi is used instead (see ``recording.recording``); NaN without valid tokens.
         grouped: whether the row's prompt is known.
+        nonfinite: number of response tokens whose log pi is not finite although mu and pi_old are.
     """
 
     mini_batch: NDArray[np.int32]
     staleness: NDArray[np.int64]
     apart: NDArray[np.float64]
     grouped: NDArray[np.bool_]
+    nonfinite: NDArray[np.int64]
 
     def select(self, rows: NDArray[np.int64]) -> RowState:
         """Return the state of only these rows."""
@@ -369,7 +371,12 @@ def _state(step: Step) -> RowState:
     counts = np.bincount(at, minlength=len(rows))
     totals = np.bincount(at, weights=apart[valid], minlength=len(rows))
     mean = np.divide(totals, counts, out=np.full(len(rows), np.nan), where=counts > 0)
-    return RowState(rows.mini_batch, rows.staleness, mean, np.array([bool(uid) for uid in rows.uid], dtype=bool))
+    grouped = np.array([bool(uid) for uid in rows.uid], dtype=bool)
+    # In training, such a pi stops the run; the count is reported because these units are left out here.
+    lost = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
+    lost &= ~np.isfinite(rows.log_prob)
+    nonfinite = np.bincount(rows.row_of_token[lost], minlength=len(rows))
+    return RowState(rows.mini_batch, rows.staleness, mean, grouped, nonfinite)
 
 
 _NO_UNIT = Scores(*(np.zeros(0), np.zeros(0), np.zeros(0, dtype=bool)), *(np.zeros(0, dtype=np.int64),) * 4)

@@ -93,7 +93,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
 
 def suggest_keys(name: str, known: Iterable[str]) -> str:
     """Name the known key that is most similar, in a sentence; if none is similar, name all known keys."""
-    near = find_closest(name, known)
+    near = find_closest(name, known) or find_closest(f"{GROUP}.{name}", known)
     return f"Nearest: {near!r}." if near else f"There are: {', '.join(map(repr, sorted(known)))}."
 
 
@@ -101,9 +101,11 @@ def parse_grid(grid: str) -> tuple[str, list[str]]:
     """Parse key and values of ``key=a,b,c`` or of another Hydra sweep, such as ``key=range(1,4)``.
 
     Raises:
-        SpecError: the text is not an override.
+        SpecError: the text is not an override, or deletes a key.
     """
     override = _parse(grid)
+    if override.is_delete():
+        raise SpecError(f"{grid}: this deletes a key, so there is nothing to compare. Give key=value,value.")
     swept = override.is_sweep_override()
     return override.key_or_group, list(override.sweep_string_iterator()) if swept else [override.get_value_string()]
 
@@ -249,6 +251,11 @@ def build_candidates(
     axes: dict[str, list[str]] = {}
     for key, values in map(parse_grid, grids):
         axes.setdefault(key, []).extend(values)
+    if mixed := [each for each in specs if RECORDED in each and len(each) > 1]:
+        raise SpecError(
+            f"--spec {' '.join(mixed[0])}: {RECORDED} takes no overrides. Use --grid key=value to vary the recorded "
+            "correction."
+        )
     with initialize_composer():
         bases = [
             (RECORDED, recorded) if list(each) == [RECORDED] else (" ".join(each), compose_correction(each))

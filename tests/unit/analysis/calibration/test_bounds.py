@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.offpolicy.analysis.calibration.calibration_page import compute_joint_shares
+from recipe.offpolicy.analysis.calibration.calibration_page import compute_joint_shares, format_remarks
 from recipe.offpolicy.analysis.calibration.kept_bounds import (
     choose_radii,
     compute_kept_curve,
@@ -257,12 +257,25 @@ def test_the_target_is_of_what_the_mask_looks_at() -> None:
 @pytest.mark.filterwarnings("error")
 def test_tokens_whose_pi_is_not_finite_are_left_out_where_it_is_compared() -> None:
     """Of 2, 1 and 3 tokens the second and third have no finite pi: rows of 1 and 3 are left where pi is compared."""
+    old = np.array([-1, -1, -np.inf, -1, -1, -1], np.float32)
     pi = np.array([-1, np.nan, -np.inf, -1, -1, -1], np.float32)
     rows = drawn_rows([2, 1, 3], old_log_prob=np.full(6, -1, np.float32), log_prob=pi)
     for mask, lengths in ((BAND, [2, 1, 3]), (OPSM, [1, 3]), (OPSM | {"ratio": "ppo"}, [1, 3])):
         _, scores = part_and_scores(spec_of(mask), steps_of(rows))
         assert sorted(scores.length.tolist()) == sorted(lengths)
         assert np.isfinite(scores.low).all()
+    _, state = compute_scores(steps_of(rows), spec_of(BAND), list_parts(spec_of(BAND)))
+    assert state.nonfinite.tolist() == [1, 1, 0]
+    # A token without pi_old is not lost for its pi.
+    _, state = compute_scores(steps_of(replace(rows, old_log_prob=old)), spec_of(BAND), list_parts(spec_of(BAND)))
+    assert state.nonfinite.tolist() == [1, 0, 0]
+    many = drawn(3)
+    many.log_prob[::7] = np.inf
+    result = propose_bounds(steps_of(many), spec_of(OPSM), CalibrationRequest(target_kept=0.9, floor_quantile=0.5))
+    lost = int((many.response_mask & np.isinf(many.log_prob)).sum())
+    assert format_remarks(result)[-1].startswith(f"{lost} response tokens have a log_prob that is not finite")
+    result = propose_bounds(steps_of(many), spec_of(BAND), CalibrationRequest(target_kept=0.9))
+    assert "not finite" not in " ".join(format_remarks(result))
 
 
 @pytest.mark.filterwarnings("error")

@@ -29,6 +29,7 @@ def state(mini_batch: int = 0, staleness: int = 0, apart: float = 0.0) -> RowSta
         staleness=np.full(ROWS, staleness),
         apart=np.full(ROWS, apart),
         grouped=np.ones(ROWS, dtype=bool),
+        nonfinite=np.zeros(ROWS, dtype=np.int64),
     )
 
 

@@ -80,6 +80,7 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
         ([["recorded"]], ["correction=gsm,icepop"], "--grid correction: no --spec has this key"),
         ([["recorded"], ["correction=tis_token"]], [f"{UPPER}=1,2"], "no --spec has this key"),
         ([["correction=gsm"]], [UPPER], "not a Hydra override"),
+        ([["correction=gsm"]], [f"~{UPPER}"], "deletes a key"),
         ([["correction=gsm"]], [f"{UPPER}=range(2,{MOST + 3})"], f"more than {MOST} corrections"),
         ([["correction=gsmm"]], [], "correction=gsmm: there is no such option. Nearest: 'gsm'."),
         # The option none is no likely meaning: all are named.
@@ -92,7 +93,7 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
         ([["correction=gsm", "correction=icepop"]], [], "given 2 times"),
         ([["correction=gsm", "correction.masks.gsm.uper=2"]], [], "correction.masks.gsm.uper=2: unknown key"),
         ([["correction=gsm", "trainer.nnodes=2"]], [], "trainer.nnodes=2: this is not an override of the correction"),
-        ([["recorded", f"{UPPER}=2"]], [], "'recorded': this is not a Hydra override"),
+        ([["recorded", f"{UPPER}=2"]], [], "recorded takes no overrides. Use --grid"),
         ([["correction=gsm", f"{UPPER}=${{nothing}}"]], [], "nothing"),
     ],
 )
