@@ -74,7 +74,8 @@ def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes:
         raise ValueError(f"{c} of {n} samples are correct: sampling continues until {successes} are correct.")
     paths = _count_paths(at, successes, 0).get((n, c), 0)
     if paths == 0:
-        raise ValueError(f"{c} of {n} samples are correct: sampling would have ended at an earlier look.")
+        ended = f"with {successes} correct, sampling would have ended at an earlier look"
+        raise ValueError(f"{c} of {n} samples are correct: {ended}.")
     return (paths - _count_paths(at, successes, k).get((n, c), 0)) / paths
 
 

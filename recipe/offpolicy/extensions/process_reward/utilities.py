@@ -195,7 +195,7 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
             wrong = f"{len(each.values)} values and episodes that end at {each.ends}, which are not its tokens"
             raise LivenessError(f"{SECTION}: sequence {row} has {wrong}: sequences and values are mixed up.")
         if last:
-            values[row, last] = torch.tensor(each.values, dtype=torch.float64).diff().float()
+            values[row, last] = torch.tensor(each.values).double().diff().float()
             positions[row, last] = True
     return BatchUtilities(rows, values, positions)
 
