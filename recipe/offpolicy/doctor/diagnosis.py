@@ -16,6 +16,7 @@ from verl_patches.releases import TESTED
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import EVERYTHING, MU, CheckError
 from ..preflight.checks.readable import (
+    find_former_actor,
     find_missing_actor,
     find_null_sections,
     find_pairs,
@@ -80,7 +81,7 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
         return Diagnosis(launch, rows=_arrange_rows((), null)[0])
     if not launch.ours and not brought_sections():
         return _judge_verl(Composed(config, CorrectionSpec()), launch, overrides)
-    if missing := [*check_program_trains(launch.module), *find_missing_actor(config)]:
+    if missing := [*check_program_trains(launch.module), *find_missing_actor(config), *find_former_actor(config)]:
         return Diagnosis(launch, rows=_arrange_rows((), missing)[0])
     found = examine(config, overrides, own_main=is_own(launch.module))
     parts = list_parts(found.run) if found.spec is not None else ()

@@ -228,7 +228,8 @@ def _explain_missing(group: str, name: str, options: Sequence[str], overrides: S
     if group in ENGINES:
         near = next(iter(difflib.get_close_matches(name, options, 1, 0.85)), None)
     else:
-        near = find_closest(name, options, 0.6)
+        begun = [option for option in options if name and option.startswith(name)]  # tis -> tis_token
+        near = find_closest(name, options, 0.75) or " or ".join(begun[:3]) or find_closest(name, options, 0.6)
     if near:
         advice = f"Did you mean {near}?"
     elif group in ENGINES:

@@ -174,6 +174,8 @@ def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
                 meant = _SET_BY_OPTIONAL
         elif near := find_closest(first, {*sections, *groups}, 0.85):
             meant = complete((near,), rest) if near in sections else (near,) if value in groups[near] else None
+            if near == _OPTIONAL and meant is None:
+                meant = _SET_BY_OPTIONAL
         if meant is not None:
             yield _build(sign, key, value, meant, "not a key of this package, so it would be unused")
 
@@ -197,6 +199,11 @@ def find_stray_keys(
             continue
         if problem := explain_misplaced(sign, key, value, base):
             yield problem
+        elif near := find_closest(re.split("[./@]", key)[0], {*registered} - list_sections(), 0.85):
+            meant = key.replace(key.split(".")[0], near, 1)
+            reason = f"an added key that is unused; it resembles {meant}."
+            fix = f"Write +{meant}={value}, or rename the key if it is your own."
+            yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
         elif _is_option(value, names):
             reason = "an added key with the name of a correction; this package does not read the key."
             fix = f"Write {_CORRECTION}={rename(value)} instead."
@@ -277,11 +284,23 @@ def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Prob
         meant = group or find_meant(tail)
         if meant is None and (section := find_meant([first], sections=True)):
             meant = complete(section, rest)
+        if meant is None and start == 0:
+            meant = _find_joined(first, rest)
         if meant is None or not (group or _is_distinct(tail, meant, start)):
             continue
         reason = f"{'an added' if sign else 'a'} key that is unused {'at the top' if start == 0 else 'there'}"
         plain = start > 0 and not group and not rest and "_" not in meant[-1] and not list_paths().get(meant)
         return _build(sign, key, value, meant, reason, "NOTE" if plain else "ERROR")
+    return None
+
+
+def _find_joined(first: str, rest: Sequence[str]) -> Path_ | None:
+    """Find our key if its section's name is joined to it, as in ``staleness_eta`` and ``setup_model``."""
+    sections = {path[-1]: path for path, holds_keys in reversed(list(list_paths().items())) if holds_keys}
+    for name in sorted(sections, key=len, reverse=True):
+        if joined := re.match(rf"{name}[_-](.+)", first.lower()):
+            whole = complete(sections[name], [joined[1], *rest])
+            return whole if whole in list_paths() else None
     return None
 
 

@@ -106,6 +106,16 @@ def test_a_verl_of_another_release_here_is_the_one_that_python_imports(
     assert "is verl" not in diagnose(Launch("verl.trainer.main_ppo", ())).error
 
 
+@pytest.mark.parametrize("written", ["", "_target_: verl.workers.config.FSDPActorConfig"])
+def test_a_configuration_of_an_older_verl_is_told_as_such(written: str, program: Path) -> None:
+    actor = f"{{strategy: fsdp, {written}}}"
+    (program / "config" / "run.yaml").write_text(f"actor_rollout_ref: {{actor: {actor}, rollout: {{}}, model: {{}}}}\n")
+    problems = diagnose(launch("+correction@correction=tis_token")).problems
+    old = [problem.key for problem in problems if "_target_" in problem.reason]
+    assert old == ([] if written else ["actor_rollout_ref.actor"])
+    assert len(problems) == 1 or written
+
+
 OVERRIDES = [
     "actor.clip_cov_ratio=0.2",
     *("trainer.total_epoch=3", "trainer.nnodes=2", "actor.grad_offload=True", "free.x=1", "trainer.no.such="),

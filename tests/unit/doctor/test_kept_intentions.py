@@ -127,6 +127,14 @@ def test_routes_of_vllm_0_31_need_its_second_model_runner(monkeypatch: pytest.Mo
     assert said() == []
 
 
+def test_sampling_of_validation_stays_apart_from_that_of_training() -> None:
+    error = diagnose(Launch("verl.trainer.main_ppo", (f"{ROLLOUT}.val_temperature=0.6", f"{ROLLOUT}.n_val=8"))).error
+    assert [line.rpartition("Write ")[2] for line in error.split("\n")] == [
+        f"{ROLLOUT}.val_kwargs.temperature=0.6.",
+        f"{ROLLOUT}.val_kwargs.n=8.",
+    ]
+
+
 def test_an_added_key_of_a_former_release_is_removed() -> None:
     key = f"{ACTOR}.megatron.grad_offload"
     given = ("correction=tis_token", "model_engine=megatron", f"++{key}=True")

@@ -46,6 +46,11 @@ MEANT = {
     "correction@algorithm=gsm": "correction=gsm",
     "+algorithm.correction=gsm": "correction=gsm",
     "+actor_rollout_ref.actor.correction.weight.upper=3.0": "correction.weight.upper=3.0",
+    "+correction_weight.upper=3": "correction.weight.upper=3",
+    "+offpolicy_shadow=[gsm]": "offpolicy.shadow=[gsm]",
+    "+setup_model=dense": "setup.model=dense",
+    "+router_replays=R3": f"{ROUTER_REPLAY}=R3",
+    "+staleness_eta=2": "offpolicy.staleness.eta=2",
     "+off_policy.shadow=[gsm]": "offpolicy.shadow=[gsm]",
     "+trainer.setup.model=dense": "setup.model=dense",
     "+process_rewards=prefix_value": "process_reward=prefix_value",
@@ -134,7 +139,7 @@ def test_every_section_is_recognised_where_it_does_not_belong(
 
 
 @pytest.mark.parametrize(
-    "key", ["tis_token.upper", "trainer.icepop.lower", "trainer.importance_sampling", "correction_weight.upper"]
+    "key", ["tis_token.upper", "trainer.icepop.lower", "trainer.importance_sampling", "correction_wait.upper"]
 )
 def test_an_added_key_that_names_a_correction_is_an_error(key: str, base: DictConfig) -> None:
     (problem,) = found(f"+{key}=3", base)
@@ -177,6 +182,9 @@ def test_a_section_of_the_users_own_is_no_problem(base: DictConfig) -> None:
     (note,) = found("+env.setup.model=x", base)
     assert note.verdict == "NOTE"
     assert found("+tempo.bpm=3", base, "tempo") == []
+    (problem,) = found("+tempoo.bpm=3", base, "tempo")
+    assert problem.verdict == "ERROR"
+    assert problem.fix.startswith("Write +tempo.bpm=3,")
 
 
 @pytest.mark.parametrize("argument", ["+max_turns=2", "+trainer.max_turnz=2"])

@@ -80,6 +80,18 @@ def find_missing_actor(config: DictConfig) -> Iterator[Problem]:
         yield Problem(ACTOR, None, reason, "Launch it without a correction.", parts=())
 
 
+def find_former_actor(config: DictConfig) -> Iterator[Problem]:
+    """Find out whether a program's configuration is from verl before 0.5, whose sections name no dataclasses."""
+    section = _select(config, ACTOR)
+    if isinstance(section, DictConfig) and "_target_" not in section:
+        reason = (
+            "the section names no _target_, although verl's own has had one since 0.5, and this verl's workers "
+            "refuse a section without it."
+        )
+        fix = "Install the verl release that the program was written for, or let its configuration inherit ppo_trainer."
+        yield Problem(ACTOR, None, reason, fix, parts=())
+
+
 def _select(config: DictConfig, key: str, default: Any = None) -> Any:
     """Return the value at a key; None for an unresolved interpolation."""
     try:

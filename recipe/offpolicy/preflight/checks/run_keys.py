@@ -117,13 +117,22 @@ def _explain_unwritable(path: str) -> str:
 
 def check_numbers(run: Composed) -> Iterator[Problem]:
     """Check that numbers fit float32 or an index."""
-    for key, value in flatten(cast(dict[str, Any], OmegaConf.to_container(run.config, resolve=False))).items():
+    plain = flatten(cast(dict[str, Any], OmegaConf.to_container(run.config, resolve=False)))
+    for key, value in ((key, value) for key, held in plain.items() for value in _list_values(held)):
         if isinstance(value, float) and math.isfinite(value) and abs(value) > _LARGEST:
             reason = f"products with it overflow float32; numbers above {_LARGEST:g} are rejected."
             yield run.problem(key, reason, "Set a smaller number.", (), (), value=value)
         elif isinstance(value, int) and abs(value) >= 2**63:
             shown = f"{str(value)[:20]}..."
             yield run.problem(key, "the number exceeds 64 bits.", "Set a smaller number.", (), (), value=shown)
+
+
+def _list_values(value: Any) -> Iterator[Any]:
+    if not isinstance(value, list):
+        yield value
+        return
+    for each in value:
+        yield from _list_values(each)
 
 
 def check_micro_batches(run: Composed) -> Iterator[Problem]:
