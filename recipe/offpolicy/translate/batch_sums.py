@@ -6,7 +6,7 @@ Two backends read a batch: ``CompiledBatch`` on the CPU, in compiled loops, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -259,11 +259,15 @@ class TorchBatch:
         return value > quantity.upper, value < quantity.lower
 
 
+_BLOCK = 2**18
+"""Number of tokens that are converted at once if a tensor cannot be read in place."""
+
+
 class CompiledBatch:
     """``TorchBatch`` on the CPU in compiled loops: each row's valid tokens are read once, without temporaries.
 
     Contiguous tensors are read in place if the log-probs have the same dtype, float32 or float64, and the mask is int64
-    or bool; other tensors are converted. Numba is imported by the constructor.
+    or bool; other tensors are converted block by block. Numba is imported by the constructor.
     """
 
     device = torch.device("cpu")
@@ -272,50 +276,73 @@ class CompiledBatch:
         from . import loops
 
         self._loops, self._rows = loops, rows
-        given = [rows.tokens(each.detach()) for each in (old_log_prob, rollout_log_prob, response_mask)]
-        self._mask = given[2]
+        self._given = [rows.tokens(each.detach()) for each in (old_log_prob, rollout_log_prob, response_mask)]
+        self._mask = self._given[2]
         dtype = promote_weight_dtype(old_log_prob, rollout_log_prob)
         # The loops are compiled for each dtype.
         mask_dtype = response_mask.dtype if response_mask.dtype in (torch.int64, torch.bool) else torch.bool
-        dtypes = (dtype, dtype, mask_dtype)
-        flat = [each.to(to).contiguous().view(-1).numpy() for each, to in zip(given, dtypes, strict=True)]
+        self._dtypes = (dtype, dtype, mask_dtype)
         if isinstance(rows, PackedRows):
-            offsets = rows.offsets.numpy().astype(np.int64, copy=False)
+            self._offsets = rows.offsets.numpy().astype(np.int64, copy=False)
         else:
-            offsets = np.arange(rows.count + 1, dtype=np.int64) * given[0].shape[1]
-        self._read = (*flat, offsets[:-1], offsets[1:])
+            self._offsets = np.arange(rows.count + 1, dtype=np.int64) * self._mask.shape[1]
+        self._ends = self._offsets[1:]
 
     def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
-        count = self._rows.count
-        columns = np.zeros((len(RowSums._fields), count))
-        measures = np.zeros((len(MEASURES), len(quantities), count))
-        ends = np.empty(count, dtype=np.int64)
-        self._loops.sweep(self._read, EXP_CLAMP, _pack(quantities), ends, columns, measures)
-        self._read = (*self._read[:-1], ends)  # later passes stop at the end of each row's mask
-        return RowSums(*columns), QuantitySums(np.ones(len(quantities), dtype=np.bool_), measures)
+        columns, measures, ends = [], [], []
+        for rows, tokens, read in self._read_parts():
+            count = rows.stop - rows.start
+            columns.append(np.zeros((len(RowSums._fields), count)))
+            measures.append(np.zeros((len(MEASURES), len(quantities), count)))
+            end = np.empty(count, dtype=np.int64)
+            self._loops.sweep(read, EXP_CLAMP, _pack(quantities), end, columns[-1], measures[-1])
+            ends.append(end + tokens.start)
+        self._ends = np.concatenate(ends)  # later passes stop at the end of each row's mask
+        table = np.concatenate(measures, axis=-1)
+        return RowSums(*np.concatenate(columns, axis=-1)), QuantitySums(np.ones(len(quantities), dtype=np.bool_), table)
 
     def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
-        weights = self._zeros(0)
-        self._loops.compute_token_weights(self._read, EXP_CLAMP, _pack([quantity]), float(factor), weights)
+        weights, asked = self._zeros(0), _pack([quantity])
+        for _, tokens, read in self._read_parts():
+            self._loops.compute_token_weights(read, EXP_CLAMP, asked, float(factor), weights[tokens])
         return self._as_given(weights)
 
     def spread_row_weights(self, rows: Numbers) -> Tensor:
         weights = self._zeros(0)
-        self._loops.spread_row_weights(self._read, rows, weights)
+        for part, tokens, read in self._read_parts():
+            self._loops.spread_row_weights(read, rows[part], weights[tokens])
         return self._as_given(weights)
 
     def apply_rejections(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
-        kept, gone = self._zeros(2), np.zeros(self._rows.count)
-        self._loops.apply_rejections(self._read, EXP_CLAMP, rows, _pack(quantities), kept, gone)
+        kept, gone, asked = self._zeros(2), np.zeros(self._rows.count), _pack(quantities)
+        for part, tokens, read in self._read_parts():
+            self._loops.apply_rejections(read, EXP_CLAMP, rows[part], asked, kept[tokens], gone[part])
         if self._mask.dtype in (torch.int64, torch.bool):
             return self._as_given(kept), gone
         # A mask that was read as bool is converted back to its own dtype and values.
         keep = torch.from_numpy(kept).view(self._mask.shape)
         return self._rows.to_given_layout(torch.where(keep, self._mask, torch.zeros_like(self._mask))), gone
 
+    def _read_parts(self) -> Iterator[tuple[slice, slice, tuple[NDArray[Any], ...]]]:
+        """Yield rows, their tokens, and ``tokens`` of the loops: the whole batch, or about ``_BLOCK`` tokens at a time.
+
+        The batch is split only if a tensor must be converted.
+        """
+        pairs, count = list(zip(self._given, self._dtypes, strict=True)), self._rows.count
+        in_place = all(each.dtype == dtype and each.is_contiguous() for each, dtype in pairs)
+        start, stop = 0, -1
+        while stop < count:
+            last = np.searchsorted(self._offsets, self._offsets[start] + _BLOCK, side="right") - 1
+            stop = count if in_place else min(max(int(last), start + 1), count)
+            rows, tokens = slice(start, stop), slice(int(self._offsets[start]), int(self._offsets[stop]))
+            parts = (each[rows if each.dim() == 2 else tokens].to(dtype) for each, dtype in pairs)
+            read = (each.contiguous().view(-1).numpy() for each in parts)
+            yield rows, tokens, (*read, self._offsets[rows] - tokens.start, self._ends[rows] - tokens.start)
+            start = stop
+
     def _zeros(self, like: int) -> NDArray[Any]:
         """Allocate (N,) zeros; pages that are never written, which are mostly padding, do not use memory."""
-        return np.zeros(self._mask.numel(), dtype=self._read[like].dtype)
+        return np.zeros(self._mask.numel(), dtype=torch.empty(0, dtype=self._dtypes[like]).numpy().dtype)
 
     def _as_given(self, tokens: NDArray[Any]) -> Tensor:
         return self._rows.to_given_layout(torch.from_numpy(tokens).view(self._mask.shape))

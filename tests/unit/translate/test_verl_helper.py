@@ -17,7 +17,7 @@ from numba.core.caching import CacheImpl
 from torch import Tensor
 
 from recipe.offpolicy.correction.row_layout import RowLayout, detect_layout
-from recipe.offpolicy.translate import loops
+from recipe.offpolicy.translate import batch_sums, loops
 from recipe.offpolicy.translate.batch_sums import (
     MEASURES,
     CompiledBatch,
@@ -151,7 +151,8 @@ def test_both_ways_agree_on_rows_of_any_length(lengths: list[int], seed: int, sc
 
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "mixed dtypes", "with a gradient"])
-def test_tensors_that_cannot_be_read_as_they_lie(layout: str) -> None:
+def test_tensors_that_cannot_be_read_as_they_lie(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_sums, "_BLOCK", 1000)  # three rows of 300 tokens at a time
     old, mu, mask = drawn(13, 300, seed=5, scale=0.2, dtype=torch.float32)
     tensors = {
         "transposed": (old.T.contiguous().T, mu.T.contiguous().T, mask.T.contiguous().T),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,11 @@ def test_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:
         assert reader.decode([3, 1]) == "3 1"
         assert why in reason
         assert "--tokenizer FOLDER" in reason
+
+
+def test_without_transformers_the_reason_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert load_decoder({"model": str(tmp_path)})[1] == "transformers is not installed. Install it to see text"
 
 
 def test_text_by_the_models_own_tokenizer(tmp_path: Path) -> None:
