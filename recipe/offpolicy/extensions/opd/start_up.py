@@ -169,13 +169,13 @@ def find_problems(section: str, settings: OpdSettings, run: Configured) -> Itera
 def _find_conflicts(section: str, settings: OpdSettings, run: Configured) -> Iterator[Problem]:
     off = f"or {section}=null."
     if run.get(key := "distillation.enabled"):
-        reason = "verl's own distillation is on too, and its loss would replace the corrected one."
+        reason = f"verl's own distillation and {section} are both on, and verl's loss would replace the corrected one."
         yield run.problem(key, reason, f"Set {key}=false, {off}")
     if run.get(key := f"{_ROLLOUT}.temperature") not in (None, 1):
         reason = "the teacher's log-probs are computed at temperature 1, but the student's are not."
         yield run.problem(key, reason, f"Set {key}=1.0, {off}")
     if settings.mode == "advantage" and run.get(key := "algorithm.adv_estimator") == "gae":
-        reason = "the critic cannot predict the advantages of eligible tokens, which come from the teacher."
+        reason = "the critic predicts rewards, but the advantages of eligible tokens would come from the teacher."
         yield run.problem(key, reason, f"Set {section}=loss, or an estimator without a critic, such as grpo.")
     for key, column in _find_media(run):
         reason = f"the training data has {column}, but the teacher receives only token ids."
@@ -184,12 +184,12 @@ def _find_conflicts(section: str, settings: OpdSettings, run: Configured) -> Ite
     rollouts, share = count_rollouts(run), settings.eligible.max_pass_rate
     if rollouts > 1 and 0 < share * rollouts < 1:
         key, least = f"{section}.eligible.max_pass_rate", math.ceil(1e4 / rollouts) / 1e4
-        reason = f"with {rollouts} rollouts per prompt, this acts as 0: the smallest pass rate above 0 is {least:g}."
+        reason = f"with {rollouts} rollouts per prompt, this value acts as 0: the smallest rate above 0 is {least:g}."
         fix = f"Set {key}={least:g} to include prompts with one passing rollout, or 0 to exclude them."
         yield run.problem(key, reason, fix, {key: least}, (), "NO-OP", value=share)
     if run.get(key := "algorithm.filter_groups.enable"):
         never = settings.eligible.rows == "failed" and share * rollouts < 1
-        reason = f"the filter drops prompts without a passing rollout, for which {section} is meant."
+        reason = f"the filter drops prompts without a passing rollout, but {section} is meant for these prompts."
         yield run.problem(key, reason, f"Set {key}=false, {off}", verdict="NO-OP" if never else "ERROR")
 
 
