@@ -18,7 +18,7 @@ def test_clip_cov_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
         ppo_micro_batch_size_per_gpu=4,
         policy_loss=PolicyLossConfig(loss_mode="clip_cov", clip_cov_lb=-10.0, clip_cov_ub=10.0),
     )
-    monkeypatch.setattr(smoke, "_actor_config", lambda: config)
+    monkeypatch.setattr(smoke, "FSDPActorConfig", lambda **given: config)
     # The formulas that smoke judges the parameters by clip nothing.
     monkeypatch.setattr(smoke, "_judge_parameters", lambda model, tokens: 0.0)
     torch.manual_seed(1)
