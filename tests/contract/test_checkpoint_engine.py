@@ -224,8 +224,27 @@ def test_a_sender_that_hangs_is_waited_for_as_long_as_was_said(
         asyncio.run(received(rollout, 1))
     assert minutes == [0.0, 60.0, 120.0, 180.0, 240.0, 300.0]
     assert f"process {process.pid} on" in str(caught.value)
-    assert "the sender, wrote nothing for 180 s after 1 buckets" in str(caught.value)
+    assert "is alive but wrote nothing for 180 s after 1 buckets" in str(caught.value)
     assert f"{KEY}.timeout=SECONDS" in str(caught.value)
+
+
+def test_a_sender_that_was_killed_is_noticed_at_once(
+    tmp_path: Path, sender: tuple[BaseProcess, dict[str, str]]
+) -> None:
+    process, metadata = sender
+    rollout = engine(tmp_path, timeout=600.0)
+    rollout.init_process_group(**metadata)
+
+    async def killed_while_receiving() -> None:
+        receiving = asyncio.create_task(received(rollout, 1))
+        await asyncio.sleep(10 * POLL)
+        assert not receiving.done()
+        process.kill()
+        process.join()
+        await asyncio.wait_for(receiving, HANGS)
+
+    with pytest.raises(WeightSyncError, match="has ended after 1 buckets"):
+        asyncio.run(killed_while_receiving())
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:

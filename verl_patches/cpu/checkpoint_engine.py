@@ -13,6 +13,7 @@ verl supports the registration of engines under new names, so this is an extensi
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ POLL = 0.01
 
 _KEY = "actor_rollout_ref.rollout.checkpoint_engine"
 _BASE = "verl.checkpoint_engine:CheckpointEngine"
-_ERROR, _END = "error.json", "end.json"
+_ERROR, _END, _LOCK = "error.json", "end.json", "sender.lock"
 
 
 _RELEASES = specifiers(lambda release: release.separate_programs)
@@ -97,6 +98,7 @@ class FileCheckpointEngine(CheckpointEngine):
         self._timeout = float(timeout)
         self._parent = folder
         self._owned: tempfile.TemporaryDirectory[str] | None = None
+        self._lock: IO[bytes] | None = None
         self._folder: Path | None = None
         self._sender = ""
 
@@ -106,7 +108,10 @@ class FileCheckpointEngine(CheckpointEngine):
             return {"folder": None}
         self.finalize()  # a failed synchronisation was never finalised
         self._owned = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=self._parent)
-        return {"folder": self._owned.name, "sender": f"process {os.getpid()} on {socket.gethostname()}"}
+        folder = Path(self._owned.name)
+        self._lock = (folder / _LOCK).open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held for the life of this process, however it ends
+        return {"folder": str(folder), "sender": f"process {os.getpid()} on {socket.gethostname()}"}
 
     @classmethod
     def build_topology(
@@ -128,7 +133,7 @@ class FileCheckpointEngine(CheckpointEngine):
         Raises:
             WeightSyncError: the sender's folder is not on this machine.
         """
-        if not Path(folder).is_dir():
+        if not (Path(folder) / _LOCK).exists():
             raise WeightSyncError(
                 f"{_KEY}.backend={NAME}: {folder}, to which the trainer ({sender}) writes weights, does not exist on "
                 f"{socket.gethostname()}. Fix: set {_KEY}.engine_kwargs.{NAME}.folder to a folder that all machines "
@@ -138,9 +143,11 @@ class FileCheckpointEngine(CheckpointEngine):
 
     def finalize(self) -> None:
         """Close this end of the transport; the master also removes the files."""
+        if self._lock is not None:
+            self._lock.close()
         if self._owned is not None:
             self._owned.cleanup()
-        self._folder = self._owned = None
+        self._folder = self._owned = self._lock = None
 
     async def send_weights(self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None) -> None:
         """Write all weights; on ranks other than the master, only take part in gathering them.
@@ -161,7 +168,7 @@ class FileCheckpointEngine(CheckpointEngine):
                 raise WeightSyncError(f"{NAME}: the trainer's model has no weights to send.")
             self._publish(_END, {"buckets": count})
         except BaseException as error:
-            with suppress(OSError):  # the disk may be the cause
+            with suppress(OSError):  # the disk may be the cause; the released lock also alerts receivers
                 self._publish(_ERROR, {"error": f"{type(error).__name__}: {error}"})
             raise
 
@@ -169,7 +176,8 @@ class FileCheckpointEngine(CheckpointEngine):
         """Yield (name, weight) as the sender writes them.
 
         Raises:
-            WeightSyncError: the sender failed, wrote nothing within the timeout, or sends the weights of another step.
+            WeightSyncError: the sender failed, has ended, wrote nothing within the timeout, or sends the weights of
+                another step.
         """
         for index in itertools.count():
             path = await self._next_bucket(index, global_steps)
@@ -196,13 +204,28 @@ class FileCheckpointEngine(CheckpointEngine):
                 return None
             if error is not None:
                 raise WeightSyncError(f"{failed}, the sender, failed with {error['error']}")
+            if end is None and not self._sender_lives():
+                raise WeightSyncError(f"{failed}, the sender, has ended after {index} buckets. See the trainer's log.")
             if self.clock() > deadline:
                 raise WeightSyncError(
-                    f"{failed}, the sender, wrote nothing for {self._timeout:g} s after {index} buckets. See the "
-                    f"trainer's log. To wait longer, set {_KEY}.engine_kwargs.{NAME}.timeout=SECONDS."
+                    f"{failed}, the sender, is alive but wrote nothing for {self._timeout:g} s after {index} "
+                    f"buckets. To wait longer, set {_KEY}.engine_kwargs.{NAME}.timeout=SECONDS."
                 )
             await asyncio.sleep(POLL)
         return path
+
+    def _sender_lives(self) -> bool:
+        assert self._folder is not None
+        try:
+            with (self._folder / _LOCK).open("rb") as lock:
+                # The sender holds the lock while its process lives, so if a receiver cannot take the lock, the sender
+                # is alive.
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            pass
+        return False
 
     def _publish(self, name: str, content: dict[str, Any]) -> None:
         """Write a file atomically."""
