@@ -130,6 +130,8 @@ def rollout_stage(
         >>> rollout_stage(spec, old_log_prob=pi_old, rollout_log_prob=mu, response_mask=mask).weight.tolist()
         [[1.0, 2.0]]
     """
+    if unknown := columns.keys() - Columns.__annotations__.keys():
+        raise TypeError(f"unknown columns {', '.join(sorted(unknown))}: see decisions.Columns for the known ones.")
     if constants is None:
         constants = batch_constants(spec, **columns)
     rows, tokens, by_row = _read_columns(columns)

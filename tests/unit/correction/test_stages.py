@@ -142,3 +142,11 @@ def test_units_are_numbered_by_integers(name: str, dtype: torch.dtype) -> None:
     rows = dict(old_log_prob=torch.zeros(1, 2), rollout_log_prob=torch.zeros(1, 2), response_mask=torch.ones(1, 2))
     with pytest.raises(ValueError, match=f"{name} of dtype {dtype}: expected integers"):
         rollout_stage(spec(TIS), **rows, **{name: torch.zeros(1, 2, dtype=dtype)})
+
+
+def test_a_column_of_another_name_is_refused() -> None:
+    ones = torch.ones(1, 2)
+    with pytest.raises(TypeError, match="unknown columns turn_ids"):
+        rollout_stage(  # type: ignore[call-arg]
+            CorrectionSpec(), old_log_prob=ones, rollout_log_prob=ones, response_mask=ones.bool(), turn_ids=ones.long()
+        )
