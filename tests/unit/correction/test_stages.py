@@ -139,9 +139,11 @@ def test_constants_of_another_correction_are_no_constants() -> None:
 @pytest.mark.parametrize("name", ["segment_ids", "versions"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_units_are_numbered_by_integers(name: str, dtype: torch.dtype) -> None:
-    rows = dict(old_log_prob=torch.zeros(1, 2), rollout_log_prob=torch.zeros(1, 2), response_mask=torch.ones(1, 2))
+    zeros = torch.zeros(1, 2)
+    rows: dict[str, Any] = dict(old_log_prob=zeros, rollout_log_prob=zeros, response_mask=torch.ones(1, 2))
+    rows[name] = torch.zeros(1, 2, dtype=dtype)
     with pytest.raises(ValueError, match=f"{name} of dtype {dtype}: expected integers"):
-        rollout_stage(spec(TIS), **rows, **{name: torch.zeros(1, 2, dtype=dtype)})
+        rollout_stage(spec(TIS), **rows)
 
 
 def test_a_column_of_another_name_is_refused() -> None:
