@@ -97,7 +97,7 @@ class Rollout:
         for level, name in sources.items():
             if level in spec.levels and name not in tokens:
                 raise ValueError(
-                    f"level={level} without {name}: the tokens of a unit are unknown. Pass {name}, (B, T) integers, "
+                    f"level={level} without {name}: the tokens of a unit are unknown. Pass {name} as (B, T) integers, "
                     f"or set level=sequence."
                 )
         ids = {level: tokens[sources[level]] if level in sources else None for level in spec.levels}

@@ -247,7 +247,9 @@ def find_applicable(
         return torch.ones_like(valid[..., :1])
     if part.when == "post_tool":
         if turns is None:
-            raise ValueError("when=post_tool without segment_ids: the turns are unknown. Pass segment_ids, (B, T).")
+            raise ValueError(
+                "when=post_tool without segment_ids: the turns are unknown. Pass segment_ids as (B, T) integers."
+            )
         return turns > 0
     value = torch.where(valid, advantages.detach(), 0.0)
     if part.sign == "row":

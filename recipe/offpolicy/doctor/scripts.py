@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .bash.interpreter import read_script
+from .bash.interpreter import Script, read_script
+from .bash.programs import read_text
 from .bash.shell_values import Field, ProgramCall, ScriptEnd, ScriptError, Unknown
 from .program import Launch
 
@@ -74,6 +75,11 @@ _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _LIKE_AN_OVERRIDE = re.compile(r"[+~]{0,2}[a-z_][\w/@-]*(\.[\w./@-]*)?=.*|~[a-z_][\w./@-]*", re.S)
 _ARGUMENTS = re.compile(r"\$\{?[#\d@*]")
 _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*", re.S)
+_FREE_TEXT = re.compile(
+    r"\+{0,2}(trainer\.(experiment|project)_name=.*|(trainer\.\w+_dir|[\w.]*\.\w*log_dir)=.+)", re.S
+)
+"""Overrides whose values do not affect any check; an unset variable may occur in the name or under the first folder."""
+_NOUNSET = re.compile(r"^\s*set\s.*(-\w*u|nounset)|^#!.*\s-\w*u", re.M)
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
 """Largest number of different launches of one script that are checked; each check takes a second or more."""
@@ -96,12 +102,13 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
             launch is unknown without running the script; or an argument other than an override has no effect. The
             message names the line and says what to do.
     """
-    read = read_script(script, arguments, dict(os.environ))
+    read, empty = _read(script, arguments, line)
     found = [
         (called, launch)
         for called in read.calls
         if line in (None, called.line) and (launch := _build_launch(called, script, arguments)) is not None
     ]
+    assumed = (*read.assumed, *(f"${name} is not set, and bash treats it as empty" for name in empty))
     if not found:
         raise ScriptError(f"{script}: {_explain_no_launch(read.end, line)}")
     if len({launch.origin for _, launch in found}) > 1:
@@ -127,7 +134,7 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
             )
         if any(word.isspace() for word in launch.arguments):
             raise ScriptError(f"{where}: an argument consists only of blanks. Fix: remove the blank after a backslash.")
-        launches[replace(launch, arguments=(*launch.arguments, *lost), lost=tuple(lost), assumed=read.assumed)] = None
+        launches[replace(launch, arguments=(*launch.arguments, *lost), lost=tuple(lost), assumed=assumed)] = None
     if len(launches) > MOST:
         raise ScriptError(
             f"{script}, line {found[0][0].line}: {len(launches)} different launches, but at most {MOST} are checked. "
@@ -140,6 +147,26 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
             f"characters. Fix: put long lists into a configuration file."
         )
     return list(launches)
+
+
+def _read(script: Path, arguments: list[str], line: int | None) -> tuple[Script, list[str]]:
+    """Read a script; unset variables that occur only in names and folders of its launches are empty, as in bash."""
+    empty: dict[str, str] = {}
+    while True:
+        read = read_script(script, arguments, {**os.environ, **empty})
+        unknown = [
+            [w for w in each.words if isinstance(w, Unknown)] for each in read.calls if line in (None, each.line)
+        ]
+        words = [word for each in unknown if _count_overrides([word.prefix for word in each]) for word in each]
+        free = {each.unset for each in words if _is_free(each)} - {each.unset for each in words if not _is_free(each)}
+        if not free or _NOUNSET.search(read_text(script)):
+            return read, sorted(empty)
+        empty |= dict.fromkeys(free, "")
+
+
+def _is_free(word: Unknown) -> bool:
+    """Return True if the only unknown part of a name or folder is a variable that bash replaces with nothing."""
+    return _FREE_TEXT.fullmatch(word.prefix) is not None and word.unset.isidentifier()
 
 
 def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:

@@ -175,7 +175,7 @@ def _waits_for_megatron(config: DictConfig, section: DictConfig, names: Sequence
 def _find_reason(
     config: DictConfig, section: DictConfig, names: Sequence[str], depth: int, value: str, owner: str, verls: bool
 ) -> tuple[str, str]:
-    """Find why a key is missing, and the fix, which is empty if no override has the requested effect."""
+    """Find out why a key is missing and how to fix it; there is no fix if no override has the requested effect."""
     key, missing = ".".join(names), f"{owner} has no such key."
     if _waits_for_megatron(config, section, names, depth):
         return missing, f"Set {_ENGINE}={_MEGATRON}, which adds the key."

@@ -70,7 +70,7 @@ class AddOn:
         return worker
 
     def engine_part(self) -> Callable[[Any], object] | None:
-        """Build a function that each of verl's actor workers calls once its model exists; None for no function."""
+        """Build a function that each of verl's actor workers calls once its model exists; None if none is needed."""
         return None
 
     def rollout_client(self, client: Any) -> Any:

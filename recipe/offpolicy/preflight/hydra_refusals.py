@@ -35,7 +35,7 @@ _ALL_OPTIONS = re.compile(r"\n\s*Config search path:.*|\n\s*See https?://\S+.*|,
 """Parts of Hydra's messages that list all available options."""
 _WORDS: dict[str, str] = {
     r"An item is already at '([^']+)'": "the key already exists. Write {key}={value}.",
-    r"Error merging override \+{0,2}([^=]+)=": "expected a value of another type. Set single keys as {key}.KEY=VALUE.",
+    r"Error merging override \+{0,2}([^=]+)=": "wrong type. To set individual keys, use {key}.KEY=VALUE.",
     r"delete from config\. '([^']+)' does not exist": "there is no such key to delete.",
     r"delete from config\. The value of '([^']+)'": "the key has another value. Write ~{key}.",
     r"Could not delete '([^'=]+)": "no option of this group is chosen, so none can be deleted.",
@@ -205,7 +205,7 @@ def _explain_composed(parsed: Override, error: str, get_options: GetOptions) -> 
         return f"there is no group {key}. A key is written with dots: {key.replace('/', '.')}."
     if NO_DEFAULT in error and f"'{key}'" in error:
         if key == PROVIDER:  # also a section; its group has a single option, which no one replaces
-            return f"expected a value of another type. Set single keys as {key}.KEY=VALUE."
+            return f"wrong type. To set individual keys, use {key}.KEY=VALUE."
         package = f"@{key}" if key in GROUPS else ""  # it also adds the sections to a primary configuration
         near = find_closest(str(value), get_options(key), 0.6)
         return f"no default to replace. Write +{key}{package}={near or value}."

@@ -230,7 +230,7 @@ def try_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
 
 
 def try_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare the KL term's gradient under ratios inside and beyond its bound with verl's own gradient at ratio 1.
+    """Compare the gradient of the KL term, at ratios inside and outside its bound, with verl's own at ratio 1.
 
     With d = log pi_ref - log pi and verl's slope k'(d), the slope of the term r k is r (k + k'), or upper k' once the
     ratio is bounded. k / k' is -d for k1, and (e^d - 1 - d) / (1 - e^d) for k3.

@@ -43,7 +43,10 @@ UNKNOWN_VERSION = -1
 ROW_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "step": (pa.int64(), "the trainer's step, from 1; it starts with weights of version step - 1"),
     "rank": (pa.int32(), "data-parallel rank"),
-    "mini_batch": (pa.int32(), "number of gradient steps of this step before the first one that used the row"),
+    "mini_batch": (
+        pa.int32(),
+        "number of gradient steps in this training step before the first gradient step that used the row",
+    ),
     "uid": (pa.string(), "the prompt's group, as named by verl; empty if unknown"),
     "reward": (pa.float32(), "sum of the row's scores, before any KL in the reward; NaN if unknown"),
     "oldest_version": (pa.int64(), "version of the weights that sampled the first token; -1 if unknown"),

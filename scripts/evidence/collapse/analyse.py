@@ -136,7 +136,7 @@ def judge(table: pandas.DataFrame) -> list[Verdict]:
     gap = both - control
     p = {"H1": sign_flip(late - start), "H3": sign_flip(opsm - late), "H4": equivalence(gap, MARGIN)}
     adjusted = holm(p)
-    recovered = f"late_opsm reached {RECOVERED} of in_step's mean in {reached} of {len(opsm)}; it is "
+    recovered = f"late_opsm reached {RECOVERED} of in_step's mean in {reached} of {len(opsm)} runs, and differs by "
     alike = (
         f"control_both is {gap.mean():+.3f} ({gap.min():+.3f} to {gap.max():+.3f}) from control, p = {p['H4']:.4f}; "
         f"kept {kept:.3f}, weights within {stray:.1e} of 1 (allowed {STRAY:.0e}), gradient error {error:.1e}"

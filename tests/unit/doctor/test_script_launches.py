@@ -166,6 +166,20 @@ def test_an_environment_that_is_not_here_is_assumed_to_set_no_variable(script: P
     assert "sources /none/env.sh" in refused(script, f"X=1\nsource /none/env.sh\n{LAUNCH} a.b=$X\n")
 
 
+def test_an_unset_variable_of_a_name_is_empty_as_in_bash(script: Path) -> None:
+    names = "trainer.experiment_name=x$N trainer.default_local_dir=c/$NOT_SET_HERE"
+    source = f"N=$NOT_SET_HERE-$NOR_THIS\ndate | tee $N.log\n{LAUNCH} {names}"
+    script.write_text(source)
+    (launch,) = find_launches(script, [])
+    assert launch.arguments == ("trainer.experiment_name=x-", "trainer.default_local_dir=c/")
+    assert launch.assumed == tuple(
+        f"${name} is not set, and bash treats it as empty" for name in ("NOR_THIS", "NOT_SET_HERE")
+    )
+    assert "2 overrides are unknown" in refused(script, f"set -eu\n{source}")
+    assert "$NOR_THIS is not set" in refused(script, f"{LAUNCH} a.b=1 trainer.default_local_dir=$NOR_THIS/c")
+    assert "$NOR_THIS is not set" in refused(script, f"{source} trainer.nnodes=$NOR_THIS")
+
+
 @pytest.mark.parametrize(
     "before",
     [

@@ -56,7 +56,10 @@ def test_an_override_is_named(overrides: Sequence[str], said: str) -> None:
     ("override", "said"),
     [
         ("+trainer.nnodes=2", "+trainer.nnodes=2: the key already exists. Write trainer.nnodes=2."),
-        ("offpolicy=[1]", "offpolicy=[1]: expected a value of another type. Set single keys as offpolicy.KEY=VALUE."),
+        (
+            "offpolicy=[1]",
+            "offpolicy=[1]: wrong type. To set individual keys, use offpolicy.KEY=VALUE.",
+        ),
         ("~trainer.none_such", "~trainer.none_such: there is no such key to delete."),
         ("~trainer.nnodes=7", "~trainer.nnodes=7: the key has another value. Write ~trainer.nnodes."),
         ("~mode", "~mode: no option of this group is chosen, so none can be deleted."),

@@ -314,7 +314,7 @@ def _limit(series: Sequence[plotting.Series], *, share: bool) -> tuple[float, fl
 
 
 _STEPS = 60
-"""Largest number of steps for which the table by step is shown."""
+"""Maximum number of steps for which the per-step table is shown."""
 MEANINGS = {
     "tokens kept, rows kept": "share of response tokens that receive a gradient, and of rows with such a token.",
     "mismatch left": (

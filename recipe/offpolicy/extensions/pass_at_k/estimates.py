@@ -301,7 +301,9 @@ def _derivatives(x: Tensor, n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tens
 def _check_counts(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
     n, c = (torch.as_tensor(values, device="cpu").double() for values in (n, c))
     if n.dim() != 1 or n.shape != c.shape:
-        raise ValueError(f"counts of shapes {tuple(n.shape)} and {tuple(c.shape)}: expected one of each per prompt.")
+        raise ValueError(
+            f"n and c have the shapes {tuple(n.shape)} and {tuple(c.shape)}: expected one value of each per prompt."
+        )
     for number, (samples, right) in enumerate(zip(n.tolist(), c.tolist(), strict=True)):
         if not (samples >= 1 and 0 <= right <= samples and samples % 1 == right % 1 == 0):
             raise ValueError(f"prompt {number}: {right:g} right of {samples:g} samples: expected 0 <= c <= n, n >= 1.")
