@@ -21,8 +21,6 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.trainer.ppo.core_algos import agg_loss
-from verl.utils import tensordict_utils as tu
 from verl_patches.contract import demand_release, installed_release
 from verl_patches.releases import attributes_of
 
@@ -308,6 +306,8 @@ def mini_batch_mean(values: Tensor, response_mask: Tensor, actor_config: Any, da
         actor_config: verl's ActorConfig.
         data: the micro-batch that the engine hands to its loss.
     """
+    from verl.trainer.ppo.core_algos import agg_loss
+
     return agg_loss(
         values,
         response_mask,
@@ -326,6 +326,8 @@ def check_ranks(data: TensorDict, dp_group: Any) -> None:
     Raises:
         SealError: the two differ.
     """
+    from verl.utils import tensordict_utils as tu
+
     sent = tu.get_non_tensor_data(data, "dp_size", None)
     if dp_group is None or sent is None or sent == (ranks := torch.distributed.get_world_size(dp_group)):
         return
@@ -340,6 +342,8 @@ def defer_shares(response_mask: Tensor, data: TensorDict) -> DeferredValue[Share
 
     The share of a denominator of 0 is infinite, or NaN for a mini-batch without tokens.
     """
+    from verl.utils import tensordict_utils as tu
+
     rows = len(response_mask)
     sent = {name: tu.get_non_tensor_data(data, name, None) for name in (_TOKENS, _ROWS)}
 

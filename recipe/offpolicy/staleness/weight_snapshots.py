@@ -24,10 +24,9 @@ from ..batch.declared_keys import Section, count, read_shipped_defaults
 from ..correction import Problem
 from ..correction.problem import Requirement, find_unmet, set_to
 from ..extensions.add_on import AddOn
-from ..extensions.batch_view import BatchView
 
 if TYPE_CHECKING:
-    from ..extensions.batch_view import V1Run
+    from ..extensions.batch_view import BatchView, V1Run
 
 logger = logging.getLogger("verl.offpolicy")
 

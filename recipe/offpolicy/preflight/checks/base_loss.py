@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 
-from ...batch import micro_batch as mb
 from ...batch.padding import with_tensors
 from ...correction.problem import EVERYTHING, Problem, find_closest, remove, set_to
 from ..composed import ACTOR, BYPASS, LOSS_MODE, Composed, name_part
@@ -205,13 +204,15 @@ def _run(
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.losses import ppo_loss
 
+    from ...batch.micro_batch import WEIGHTS
+
     log_prob = batch["log_prob"].clone().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64)
     start = 0
     for size in pieces:
         torch.manual_seed(0)  # some losses select tokens at random
         rows = slice(start, start + size)
-        piece = with_tensors(batch[rows], **{mb.WEIGHTS: factor[rows]})
+        piece = with_tensors(batch[rows], **{WEIGHTS: factor[rows]})
         tu.assign_non_tensor(
             piece, dp_size=1, batch_num_tokens=int(batch["response_mask"].sum()), global_batch_size=len(_LENGTHS)
         )
