@@ -82,11 +82,11 @@ def test_a_column_more_on_the_actors_list_is_noticed(patch: Any) -> None:
 def test_nothing_is_wrapped_where_a_target_has_moved(patch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from verl_patches import PatchError
 
-    *others, update = patch.CONTRACTS
-    monkeypatch.setattr(patch, "CONTRACTS", (*others, replace(update, signature="(self)")))
-    monkeypatch.setattr(patch.algorithms, "install", lambda module: pytest.fail("installed"))
+    *others, (update, wrapper) = patch.wrappers
+    moved = replace(patch, wrappers=(*others, (replace(update, signature="(self)"), wrapper)))
+    monkeypatch.setattr("verl_patches.deferred.wrap", lambda contract, wrapper: pytest.fail("wrapped"))
     with pytest.raises(PatchError, match="has moved"):
-        patch.install()
+        moved.apply()
 
 
 def test_installed_once_however_often(patch: Any) -> None:
