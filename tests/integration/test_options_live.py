@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from recipe.offpolicy.correction import CorrectionSpec
 from tests.support import training_worker as tw
 from tests.support.dense import micro_batch
+from tests.support.examples import each_nth_by_default
 from tests.support.first_update import first_update
 from tests.support.paths import ROOT
 
@@ -69,7 +70,7 @@ BLOCKS = [
 INERT_UNDER_GSPO = ("opsm_factored", "slime/opsm")
 
 
-@pytest.mark.parametrize("name", [name for name in BLOCKS if name not in INERT_UNDER_GSPO])
+@pytest.mark.parametrize("name", each_nth_by_default(2, (name for name in BLOCKS if name not in INERT_UNDER_GSPO)))
 def test_live_under_the_narrow_clip_of_gspo(engine: Any, name: str) -> None:
     assert under(engine, name, "gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4)["proved"] == 1.0
 
@@ -98,7 +99,9 @@ def under(engine: Any, name: str, loss_mode: str, **clip: float) -> dict[str, fl
     [((8192, 700, 33, 1), torch.float32), ((2048, 33), torch.bfloat16)],
     ids=["float32", "bfloat16"],
 )
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in (*KL_OPTIONS, BY_AGE)])
+@pytest.mark.parametrize(
+    "name", each_nth_by_default(3, (name for name in OPTIONS if name not in (*KL_OPTIONS, BY_AGE)))
+)
 def test_long_rows_and_short_ones_are_proved_alike(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     """Rounding of thousands of tokens must neither look like a dead correction nor hide one."""
     from recipe.offpolicy.worker.loss import OffPolicyLoss
