@@ -124,7 +124,7 @@ def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) ->
             continue  # these have their own messages
         names = list(_flatten(value))
         if not names or not all(isinstance(name, str) and name for name in names):
-            more = f" Set single keys as {group}.KEY=VALUE." if isinstance(value, dict) else ""
+            more = f" To set individual keys, use {group}.KEY=VALUE." if isinstance(value, dict) else ""
             said = f"expected the name of an option{', or a list of names' * (group == GROUP)}."
             fix = f"Set {key}=NAME.{more}"
         elif names in (value, [value]):
