@@ -289,7 +289,7 @@ MOVES = "moves"
 
 
 def read_bounds(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[str, float | None]]:
-    """Read the bounds of those masks in ``names`` that the spec contains, and likewise the weight's cap as ``WEIGHT``.
+    """Read the bounds of the masks in ``names`` that the spec contains, and the weight's cap under the name ``WEIGHT``.
 
     Example:
         >>> from .weights import WeightSpec

@@ -282,11 +282,13 @@ def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Prob
         near = find_closest(first, list_groups(), 0.85) if start and not rest else None
         group = (near,) if near and _is_option(value, set(list_groups()[near]) - _COMMON) else None
         meant = group or find_meant(tail)
+        if len(tail) == 2 and segments != _SET_BY_OPTIONAL and all(map(_alike, tail, _SET_BY_OPTIONAL[-2:])):
+            meant = _SET_BY_OPTIONAL
         if meant is None and (section := find_meant([first], sections=True)):
             meant = complete(section, rest)
         if meant is None and start == 0:
             meant = _find_joined(first, rest)
-        if meant is None or not (group or _is_distinct(tail, meant, start)):
+        if meant is None or not (group or meant is _SET_BY_OPTIONAL or _is_distinct(tail, meant, start)):
             continue
         reason = f"{'an added' if sign else 'a'} key that is unused {'at the top' if start == 0 else 'there'}"
         plain = start > 0 and not group and not rest and "_" not in meant[-1] and not list_paths().get(meant)

@@ -50,6 +50,8 @@ MEANT = {
     "+offpolicy_shadow=[gsm]": "offpolicy.shadow=[gsm]",
     "+setup_model=dense": "setup.model=dense",
     "+router_replays=R3": f"{ROUTER_REPLAY}=R3",
+    "+actor_rollout_ref.router_replays.mode=R3": f"{ROUTER_REPLAY}=R3",
+    "+actor_rollout_ref.actor.router_replay.mode=R3": f"{ROUTER_REPLAY}=R3",
     "+staleness_eta=2": "offpolicy.staleness.eta=2",
     "+off_policy.shadow=[gsm]": "offpolicy.shadow=[gsm]",
     "+trainer.setup.model=dense": "setup.model=dense",
