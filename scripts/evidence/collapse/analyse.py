@@ -1,19 +1,17 @@
 """Tables, verdicts and figure of docs/evidence/collapse.md, from the committed results alone.
 
-    python scripts/evidence/collapse/analyse.py                   # tables and verdicts; a missing seed is an error
+    python scripts/evidence/collapse/analyse.py                   # tables and verdicts; a missing run is an error
     python scripts/evidence/collapse/analyse.py --figure [PNG]    # docs/collapse.png by default
 
-Tables leave out arms without runs, and panels without runs say so. PLAN.md has the hypotheses.
+PLAN.md has the hypotheses.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas
@@ -22,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 from collapse import results
-from collapse.arms import ARMS, ETAS, FIRST_SEED, IN_PROCESS, RATES, ROUNDED, SEEDS
+from collapse.arms import ARMS, ETAS, IN_PROCESS, RATES, ROUNDED, SEEDS, list_late_runs, list_runs
 from seeds import bootstrap, cliffs_delta, draw_levels, equivalence, holm, page, sign_flip
 
 from recipe.offpolicy.analysis.plotting import FigurePanel, add_legend, draw_panels, save
@@ -39,7 +37,6 @@ STRAY, ERROR = 1e-5, 1e-6
 OFF_ETA = 0.5
 """Number of steps by which a run's measured staleness may differ from its eta before the run is marked."""
 JUDGED = ("in_step", "late", "late_opsm", "control", "control_both")
-NOT_RUN = "–"
 HEADINGS = (
     *("arm", "seeds", "exact matches", "below their start", "mean of validations", "graded score", "k3"),
     *("ESS of the ratio", "kept", "length", "staleness by verl's versions"),
@@ -48,36 +45,24 @@ PICTURE = ROOT / "docs" / "collapse.png"
 BY_STEP = ("in_step", "late", "late_opsm", "late_decoupled", "late_both")
 CONTROL = ("control", "control_both")
 LOOKS = {
-    "uncorrected": ("C1", ("late", "none")),
-    "in step, uncorrected": ("C0", ("in_step",)),
-    "uncorrected ": ("C0", ("control",)),
-    "OPSM": ("C2", ("late_opsm", "opsm")),
-    "decoupled PPO": ("C3", ("late_decoupled", "decoupled")),
-    "decoupled PPO and OPSM": ("C4", ("late_both", "control_both", "both")),
-    "random rows, as many as OPSM": ("C5", ("random",)),
-    "clip around mu (bypass)": ("C6", ("bypass",)),
+    **dict.fromkeys(("late", "none"), ("uncorrected", "C1")),
+    "in_step": ("in step, uncorrected", "C0"),
+    "control": ("uncorrected", "C0"),
+    **dict.fromkeys(("late_opsm", "opsm"), ("OPSM", "C2")),
+    **dict.fromkeys(("late_decoupled", "decoupled"), ("decoupled PPO", "C3")),
+    **dict.fromkeys(("late_both", "control_both", "both"), ("decoupled PPO and OPSM", "C4")),
+    "random": ("random rows, as many as OPSM", "C5"),
+    "bypass": ("clip around mu (bypass)", "C6"),
 }
-COLOURS = {arm: colour for colour, arms in LOOKS.values() for arm in arms}
-"""A correction has the same colour in all of the panels."""
-WORDS = {arm: words.rstrip() for words, (_, arms) in LOOKS.items() for arm in arms}
+"""Arm -> label and colour; a correction has the same colour in all of the panels."""
 
 
-class MissingRunsError(ValueError):
-    """Runs that a verdict needs are missing."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A hypothesis, and the verdict on it.
-
-    Attributes:
-        p: p value before Holm's correction; NaN if the verdict has none.
-    """
+class Verdict(NamedTuple):
+    """A hypothesis, and the verdict on it."""
 
     name: str
     holds: bool
     found: str
-    p: float = float("nan")
 
 
 def outcomes(table: pandas.DataFrame, setting: str) -> pandas.DataFrame:
@@ -97,38 +82,20 @@ def outcomes(table: pandas.DataFrame, setting: str) -> pandas.DataFrame:
     return found
 
 
-def take(table: pandas.DataFrame, setting: str, seeds: int = SEEDS, program: str = "in_process") -> pandas.DataFrame:
-    """Return the outcomes of a setting for all of its seeds.
-
-    Raises:
-        MissingRunsError: seeds that PLAN.md names are missing.
-    """
-    found = outcomes(table, setting)
-    if missing := sorted(set(range(FIRST_SEED, FIRST_SEED + seeds)) - set(found.index)):
-        fix = f"python scripts/evidence/collapse/{program}.py {setting}"
-        raise MissingRunsError(f"{setting}: seeds {', '.join(map(str, missing))} have not been run. Fix: {fix}")
-    return found
-
-
-def describe_apart(one: pandas.Series, other: pandas.Series) -> tuple[float, str]:
-    """Describe the paired difference of outcomes: the lower end of its interval, and a sentence with a {name}."""
+def describe_apart(one: pandas.Series, other: pandas.Series, name: str) -> tuple[float, str]:
+    """Describe the paired difference of outcomes from the setting ``name``: lower end of its interval, and a text."""
     low, high = bootstrap(one - other)
-    delta = f"Cliff's delta {cliffs_delta(one, other):+.2f}"
-    return low, f"{(one - other).mean():+.3f} [{low:+.3f}, {high:+.3f}] from {{name}}, {delta}"
+    apart = f"{(one - other).mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+    return low, f"{apart} from {name}, Cliff's delta {cliffs_delta(one, other):+.2f}"
 
 
 def judge(table: pandas.DataFrame) -> list[Verdict]:
-    """Judge H1 to H4 from the whole runs.
-
-    Raises:
-        MissingRunsError: a run is missing.
-    """
-    seeds = {arm.name: arm.seeds for arm in ARMS}
-    found = {name: take(table, name, seeds[name], "run") for name in JUDGED}
+    """Judge H1 to H4 from the whole runs."""
+    found = {name: outcomes(table, name) for name in JUDGED}
     in_step, late, opsm, control, both = (each["outcome"] for each in found.values())
     start = found["late"]["start"]
     below, reached = int((late < start).sum()), int((opsm >= RECOVERED * in_step.mean()).sum())
-    low, apart = describe_apart(opsm, late)
+    low, apart = describe_apart(opsm, late, "late")
     rows = table[(table["arm"] == "control_both") & table["proved"].notna()]
     kept = rows["kept"].min()
     stray = (rows[["weight_min", "weight_max"]] - 1.0).abs().max().max()
@@ -143,65 +110,24 @@ def judge(table: pandas.DataFrame) -> list[Verdict]:
     )
     exact = bool(kept == 1.0 and stray < STRAY and error < ERROR)
     return [
-        Verdict("H1", below >= MOST, f"late collapsed in {below} of {len(late)}", p["H1"]),
-        Verdict("H2", reached >= MOST and low > 0, recovered + apart.format(name="late")),
-        Verdict("H3", adjusted["H3"] <= 0.05, f"p = {p['H3']:.4f}, {adjusted['H3']:.4f} by Holm", p["H3"]),
-        Verdict("H4", exact and adjusted["H4"] <= 0.05, alike, p["H4"]),
+        Verdict("H1", below >= MOST, f"late collapsed in {below} of {len(late)}"),
+        Verdict("H2", reached >= MOST and low > 0, recovered + apart),
+        Verdict("H3", adjusted["H3"] <= 0.05, f"p = {p['H3']:.4f}, {adjusted['H3']:.4f} by Holm"),
+        Verdict("H4", exact and adjusted["H4"] <= 0.05, alike),
     ]
 
 
 def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
-    """Judge H5 from the in-process runs at one learning rate: the trend of each arm, and ``opsm`` against ``random``.
-
-    Raises:
-        MissingRunsError: a run is missing.
-    """
-    found = {arm: [take(table, f"{arm}-{eta}-{rate:g}")["outcome"] for eta in ETAS] for arm in IN_PROCESS}
-    verdicts = []
+    """Judge H5 from the in-process runs at one rate: the trend of each arm, and ``opsm`` against ``random``."""
+    found = {arm: [outcomes(table, f"{arm}-{eta}-{rate:g}")["outcome"] for eta in ETAS] for arm in IN_PROCESS}
+    verdicts, etas = [], ", ".join(map(str, ETAS))
     for arm, levels in found.items():
-        p = page(np.column_stack([level.sort_index() for level in levels]))
-        medians, etas = ", ".join(f"{level.median():.3f}" for level in levels), ", ".join(map(str, ETAS))
-        verdicts.append(Verdict(f"H5 {arm} {rate:g}", p <= 0.05, f"medians {medians} at eta {etas}; p = {p:.4f}", p))
+        p, medians = page(np.column_stack(levels)), ", ".join(f"{level.median():.3f}" for level in levels)
+        verdicts.append(Verdict(f"H5 {arm} {rate:g}", p <= 0.05, f"medians {medians} at eta {etas}; p = {p:.4f}"))
     opsm, random = found["opsm"][-1], found["random"][-1]
-    p, (low, apart) = sign_flip(opsm - random), describe_apart(opsm, random)
-    said = f"opsm is {apart.format(name=f'random at eta {ETAS[-1]}')}; p = {p:.4f}"
-    return [*verdicts, Verdict(f"H5 opsm over random {rate:g}", bool(p <= 0.05 and low > 0), said, p)]
-
-
-def list_off_eta(staleness: pandas.Series, eta: int | None) -> list[int]:
-    """List the seeds whose run differs by more than ``OFF_ETA`` from the requested staleness."""
-    return [] if eta is None else [int(seed) for seed in staleness.index[(staleness - eta).abs() > OFF_ETA]]
-
-
-def describe(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Describe each arm: the median outcome, the range over the seeds, and the measurements of its steps."""
-    lines = []
-    for arm in ARMS:
-        found = outcomes(table, arm.name)
-        if found.empty:
-            continue
-        steps = table[(table["arm"] == arm.name) & (table["step"] > 0)]
-        staleness = steps.groupby("seed")["staleness"].mean()
-        lines.append(
-            {
-                "arm": arm.name,
-                "seeds": f"{len(found)} of {arm.seeds}",
-                "before": found["start"].median(),
-                "exact": found["outcome"].median(),
-                "least": found["outcome"].min(),
-                "most": found["outcome"].max(),
-                "below": count_below(found),
-                "mean": found["mean"].median(),
-                "graded": found["graded"].median(),
-                "k3": steps["k3"].median(),
-                "ratio ESS": steps["ratio_ess"].median(),
-                "kept": steps["kept"].mean(),
-                "length": steps["length"].median(),
-                "staleness": staleness.mean(),
-                "off eta": list_off_eta(staleness, arm.eta),
-            }
-        )
-    return pandas.DataFrame(lines)
+    p, (low, apart) = sign_flip(opsm - random), describe_apart(opsm, random, f"random at eta {ETAS[-1]}")
+    holds = bool(p <= 0.05 and low > 0)
+    return [*verdicts, Verdict(f"H5 opsm over random {rate:g}", holds, f"opsm is {apart}; p = {p:.4f}")]
 
 
 def count_below(found: pandas.DataFrame) -> int:
@@ -225,79 +151,65 @@ def format_difference(one: pandas.Series, other: pandas.Series) -> str:
 
 
 def build_whole_table(table: pandas.DataFrame) -> list[str]:
-    """Build the lines of the table of whole runs, for the arms that were run; empty if no arm was run."""
+    """Build the lines of the table of whole runs: outcomes over the seeds, and the measurements of the steps."""
     rows = []
-    for arm in describe(table).to_dict("records"):
-        off = ", ".join(map(str, arm["off eta"]))
+    for arm in ARMS:
+        found = outcomes(table, arm.name)
+        steps = table[(table["arm"] == arm.name) & (table["step"] > 0)]
+        staleness = steps.groupby("seed")["staleness"].mean()
+        far = [] if arm.eta is None else staleness.index[(staleness - arm.eta).abs() > OFF_ETA]
+        off = f" (off its eta: seed {', '.join(str(int(seed)) for seed in far)})" if len(far) else ""
         rows.append(
             (
-                f"`{arm['arm']}`",
-                arm["seeds"],
-                f"{arm['exact']:.3f} ({arm['least']:.3f} to {arm['most']:.3f})",
-                arm["below"],
-                f"{arm['mean']:.3f}",
-                f"{arm['graded']:.3f}",
-                f"{arm['k3']:.2g}",
-                f"{arm['ratio ESS']:.2f}",
-                f"{arm['kept']:.2f}",
-                f"{arm['length']:.1f}",
-                f"{arm['staleness']:.2f}{f' (off its eta: seed {off})' if off else ''}",
+                *(f"`{arm.name}`", f"{len(found)} of {arm.seeds}", format_spread(found["outcome"]), count_below(found)),
+                *(f"{found['mean'].median():.3f}", f"{found['graded'].median():.3f}", f"{steps['k3'].median():.2g}"),
+                *(f"{steps['ratio_ess'].median():.2f}", f"{steps['kept'].mean():.2f}"),
+                *(f"{steps['length'].median():.1f}", f"{staleness.mean():.2f}{off}"),
             )
         )
-    return format_markdown(HEADINGS, rows) if rows else []
+    return format_markdown(HEADINGS, rows)
 
 
-def build_verdict_table(find_verdicts: Callable[[], list[Verdict]]) -> list[str]:
-    """Build the lines of a table of verdicts; empty if a run that the verdicts need is missing."""
-    try:
-        rows = [(each.name, "holds" if each.holds else "**fails**", each.found) for each in find_verdicts()]
-    except MissingRunsError:
-        return []
+def build_verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
+    """Build the lines of a table of verdicts."""
+    rows = [(each.name, "holds" if each.holds else "**fails**", each.found) for each in verdicts]
     return format_markdown(("hypothesis", "verdict", "found"), rows)
 
 
 def build_in_process_table(table: pandas.DataFrame, rate: float) -> list[str]:
-    """Build the lines of the table of in-process runs at one learning rate: arms by lag, for complete settings.
-
-    The table is empty if no setting has all of its seeds, and shows a dash for a setting that lacks some of its seeds.
-    """
-    cells = {arm: [format_setting(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS] for arm in IN_PROCESS}
-    rows = [(f"`{arm}`", *found) for arm, found in cells.items() if set(found) != {NOT_RUN}]
-    return format_markdown((f"arm, rate {rate:g}", *(f"eta {eta}" for eta in ETAS)), rows) if rows else []
+    """Build the lines of the table of in-process runs at one learning rate: arms by lag."""
+    rows = [
+        (f"`{arm}`", *(format_setting(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS)) for arm in IN_PROCESS
+    ]  # fmt: skip
+    return format_markdown((f"arm, rate {rate:g}", *(f"eta {eta}" for eta in ETAS)), rows)
 
 
 def format_setting(table: pandas.DataFrame, setting: str) -> str:
-    """Format the outcome of a setting, and how many seeds ended below their start; a dash if seeds are missing."""
+    """Format the outcome of a setting, and how many seeds ended below their start."""
     found = outcomes(table, setting)
-    if len(found) < SEEDS:
-        return NOT_RUN
     below = count_below(found)
     return format_spread(found["outcome"]) + (f", {below} below" if below else "")
 
 
 def build_rounded_table(table: pandas.DataFrame) -> list[str]:
-    """Build the lines of the table of in-process runs with backend noise alone; empty if nothing was run."""
+    """Build the lines of the table of in-process runs with backend noise alone."""
     rows = []
     for arm in ROUNDED:
-        setting = f"{arm}-0-{RATES[0]:g}"
-        k3 = table.loc[table["arm"] == f"{setting}-rounded", "k3"].median()
-        cells = [format_setting(table, each) for each in (setting, f"{setting}-rounded")]
-        if cells[1] != NOT_RUN:
-            rows.append((f"`{arm}`", *cells, f"{k3:.2g}"))
-    headings = ("arm, in step", "engine as the trainer", "its weights rounded", "k3, rounded")
-    return format_markdown(headings, rows) if rows else []
+        pair = (f"{arm}-0-{RATES[0]:g}", f"{arm}-0-{RATES[0]:g}-rounded")
+        k3 = table.loc[table["arm"] == pair[1], "k3"].median()
+        rows.append((f"`{arm}`", *(format_setting(table, each) for each in pair), f"{k3:.2g}"))
+    return format_markdown(("arm, in step", "engine as the trainer", "its weights rounded", "k3, rounded"), rows)
 
 
 def build_tables(whole: pandas.DataFrame, in_process: pandas.DataFrame) -> list[list[str]]:
-    """Build those tables for which the results contain runs."""
-    tables = [
+    """Build all tables."""
+    return [
         build_whole_table(whole),
-        build_verdict_table(partial(judge, whole)),
+        build_verdict_table(judge(whole)),
         *(build_in_process_table(in_process, rate) for rate in RATES),
-        *(build_verdict_table(partial(judge_in_process, in_process, rate)) for rate in RATES),
+        *(build_verdict_table(judge_in_process(in_process, rate)) for rate in RATES),
         build_rounded_table(in_process),
     ]
-    return [table for table in tables if table]
 
 
 # --- figure
@@ -306,24 +218,22 @@ def build_tables(whole: pandas.DataFrame, in_process: pandas.DataFrame) -> list[
 def draw_by_step(axes: Axes, table: pandas.DataFrame, arms: Sequence[str]) -> None:
     """Plot exact match against the step: a thick line for the median over seeds, and a thin line for each seed."""
     for arm in arms:
+        words, colour = LOOKS[arm]
         found = table[(table["arm"] == arm) & table["exact"].notna()]
         for _, of_seed in found.groupby("seed"):
-            axes.plot(of_seed["step"], of_seed["exact"], color=COLOURS[arm], alpha=0.25, linewidth=0.8)
-        if not found.empty:
-            medians = found.groupby("step")["exact"].median()
-            label = f"{WORDS[arm]} ({found['seed'].nunique()})"
-            axes.plot(medians.index, medians, color=COLOURS[arm], marker="o", label=label)
+            axes.plot(of_seed["step"], of_seed["exact"], color=colour, alpha=0.25, linewidth=0.8)
+        medians = found.groupby("step")["exact"].median()
+        label = f"{words} ({found['seed'].nunique()})"
+        axes.plot(medians.index, medians, color=colour, marker="o", label=label)
     axes.set(xlabel="step", ylabel="exact matches, held out", ylim=(0, 1))
 
 
 def draw_by_eta(axes: Axes, table: pandas.DataFrame, rate: float) -> None:
-    """Draw outcomes over the sampler's staleness, for complete settings only: medians as lines, seeds as points."""
+    """Draw outcomes over the sampler's staleness: medians as lines, seeds as points."""
     for arm in IN_PROCESS:
+        words, colour = LOOKS[arm]
         found = {eta: outcomes(table, f"{arm}-{eta}-{rate:g}")["outcome"] for eta in ETAS}
-        found = {eta: each for eta, each in found.items() if len(each) == SEEDS}
-        if not found:
-            continue
-        draw_levels(axes, found, ETAS, np.median, color=COLOURS[arm], label=f"{WORDS[arm]} ({SEEDS})")
+        draw_levels(axes, found, ETAS, np.median, color=colour, label=f"{words} ({SEEDS})")
     axes.set_xticks(range(len(ETAS)), [str(eta) for eta in ETAS])
     axes.set(xlabel="eta: steps by which the sampler is late", ylabel="exact matches, held out", ylim=(0, 1))
 
@@ -335,10 +245,7 @@ def draw(whole: pandas.DataFrame, in_process: pandas.DataFrame, path: Path) -> N
         def lines(axes: Axes) -> None:
             axes.set_title(title)
             draw_lines(axes)
-            if axes.get_legend_handles_labels()[0]:
-                add_legend(axes, columns=2)
-            else:
-                axes.text(0.5, 0.5, "not run yet", ha="center", transform=axes.transAxes)
+            add_legend(axes, columns=2)
 
         return FigurePanel(lines)
 
@@ -352,21 +259,23 @@ def draw(whole: pandas.DataFrame, in_process: pandas.DataFrame, path: Path) -> N
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit status, 1 if runs are missing."""
+    for program, runs, path in (
+        ("run", list_runs(), results.DATA),
+        ("in_process", list_late_runs(), results.IN_PROCESS),
+    ):
+        finished = results.describe_finished(path)
+        if missing := [run.name for run in runs if (run.setting, run.seed) not in finished]:
+            fix = f"python scripts/evidence/collapse/{program}.py {missing[0]}"
+            print(f"{len(missing)} runs have not been made. Fix: {fix}")
+            return 1
     whole, in_process = results.read(), results.read(results.IN_PROCESS)
     if arguments[:1] == ["--figure"]:
         path = Path(arguments[1]) if arguments[1:] else PICTURE
         draw(whole, in_process, path)
         print(f"picture: {path.name}")
-        return 0
-    print("\n\n".join("\n".join(table) for table in build_tables(whole, in_process)))
-    status = 0
-    for find_verdicts in (partial(judge, whole), *(partial(judge_in_process, in_process, rate) for rate in RATES)):
-        try:
-            find_verdicts()
-        except MissingRunsError as error:
-            print(f"no verdict: {error}")
-            status = 1
-    return status
+    else:
+        print("\n\n".join("\n".join(table) for table in build_tables(whole, in_process)))
+    return 0
 
 
 if __name__ == "__main__":
