@@ -32,8 +32,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,20 +44,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.harness import UPDATED, build_parser, format_markdown
-from scripts.quickstart.options import (
-    CONFIGS,
-    MODEL_PATH,
-    build_child_environment,
-    build_release_overrides,
-    quote,
-)
-from scripts.quickstart.prepare import find_made, make_once
-from scripts.quickstart.prepare import prepare as make_parts
+from scripts.quickstart import options
+from scripts.quickstart import prepare as cache
 from scripts.quickstart.processes import Child, SharedMemoryWatch, StageFailed, Tail, become_subreaper, clean_up
+from verl_patches.contract import demand_release
 
 OUTPUTS = ROOT / "outputs"
-CACHE = OUTPUTS / "quickstart" / "cache"
-REWARD = ROOT / "scripts" / "quickstart" / "reward.py"
 LOOK = 0.1
 """Seconds between reads of a run's metrics."""
 TIMED = "timing_s/"
@@ -75,8 +67,7 @@ STUDENT_975 = (
 """Quantile of Student's t at 0.975 for 1, 2, ... degrees of freedom; for more than 20, the value for 20 is used."""
 
 
-@dataclass(frozen=True)
-class Preset:
+class Preset(NamedTuple):
     """Two kinds of runs to compare.
 
     Attributes:
@@ -125,13 +116,8 @@ class Run:
     pair: int
     side: str
     start: float
-    seconds: list[float] = field(default_factory=list)
-    phases: dict[str, float] = field(default_factory=dict)
-
-
-def order_sides(pair: int) -> tuple[str, ...]:
-    """Order the runs of a pair; the side that runs first alternates from pair to pair."""
-    return SIDES if pair % 2 else SIDES[::-1]
+    seconds: list[float]
+    phases: dict[str, float]
 
 
 def build_command(
@@ -145,20 +131,16 @@ def build_command(
         against: additional overrides of the other run, which is then also corrected; if empty, the other run is verl's
             own.
     """
-    from verl_patches.contract import installed_release
-
-    release = installed_release("verl")
-    assert release is not None, "main looks for verl before"
     corrected = side == "corrected" or bool(against)
     if corrected:
-        program = ["-m", "recipe.offpolicy.main_offpolicy", "--config-name", "quickstart"]
+        program = ["recipe.offpolicy.main_offpolicy"]
     else:
-        program = ["-m", "verl.trainer.main_ppo", "--config-path", str(CONFIGS), "--config-name", "quickstart"]
+        program = ["verl.trainer.main_ppo", "--config-path", str(options.CONFIGS)]
     return [
-        *(sys.executable, *program),
-        quote("hydra.run.dir", scratch / "hydra"),
-        quote("reward.custom_reward_function.path", REWARD),
-        *build_release_overrides("cpu", release),
+        *(sys.executable, "-m", *program, "--config-name", "quickstart"),
+        options.quote("hydra.run.dir", scratch / "hydra"),
+        options.quote("reward.custom_reward_function.path", ROOT / "scripts" / "quickstart" / "reward.py"),
+        *options.build_release_overrides("cpu", demand_release()),
         # Held-out questions are left out, because answering them is the same work in both runs.
         *("trainer.val_before_train=false", "trainer.test_freq=-1"),
         *(f"data.seed={pair}", f"actor_rollout_ref.rollout.seed={pair}"),
@@ -177,7 +159,7 @@ def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, 
             log.
     """
     metrics = scratch / "metrics.jsonl"
-    env = build_child_environment(os.environ, "cpu", ROOT)
+    env = options.build_child_environment(os.environ, "cpu", ROOT)
     env |= {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "VERL_FILE_LOGGER_PATH": str(metrics)}
     memory, tail, began = SharedMemoryWatch(), Tail(metrics), time.monotonic()
     steps: list[tuple[float, dict[str, float]]] = []
@@ -200,18 +182,13 @@ def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, 
         survivors, _ = clean_up(memory)
     if survivors:
         raise RuntimeError(f"processes {survivors} of the run could not be ended")
-    return steps[0][0] if steps else float("nan"), [data for _, data in steps]
-
-
-def compute_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Compute the median of each phase that verl times, in seconds, over all steps except the first."""
-    timed = [name for name in steps[-1] if name.startswith(TIMED) and name != STEP]
-    return {name.removeprefix(TIMED): statistics.median(step.get(name, 0.0) for step in steps[1:]) for name in timed}
+    return steps[0][0] if steps else math.nan, [data for _, data in steps]
 
 
 def prepare(preset: Preset) -> list[str]:
     """Make data and model if they are missing; return the overrides that select them."""
-    data, model = (find_made(CACHE, ["data", "model"]) or make_parts(CACHE, ["data", "model"])).values()
+    folder, parts = OUTPUTS / "quickstart" / "cache", ["data", "model"]
+    data, model = (cache.find_made(folder, parts) or cache.prepare(folder, parts)).values()
     if preset.large:
         source, model = model, OUTPUTS / "benchmark_pairs" / f"qwen2-50m-{model.name.removeprefix('model-')}"
 
@@ -224,12 +201,9 @@ def prepare(preset: Preset) -> list[str]:
             build_model(tokenizer, **LARGE).save_pretrained(draft)
             tokenizer.save_pretrained(draft)
 
-        make_once(model, build)
-    return [
-        quote("data.train_files", data / "train.parquet"),
-        quote("data.val_files", data / "heldout.parquet"),
-        quote(MODEL_PATH, model),
-    ]
+        cache.make_once(model, build)
+    files = {"data.train_files": data / "train.parquet", "data.val_files": data / "heldout.parquet"}
+    return [options.quote(*each) for each in (files | {options.MODEL_PATH: model}).items()]
 
 
 def run_pairs(given: argparse.Namespace) -> list[Run]:
@@ -237,7 +211,9 @@ def run_pairs(given: argparse.Namespace) -> list[Run]:
     settings = [given.preset, given.steps, [*given.overrides, *(f"against {word}" for word in given.against)]]
     preset, runs, pairs = PRESETS[given.preset], read_runs(given.out, settings), range(1, given.pairs + 1)
     ended = {(run.pair, run.side) for run in runs}
-    missing = [(pair, side) for pair in pairs for side in order_sides(pair) if (pair, side) not in ended]
+    # The side that runs first alternates from pair to pair.
+    order = [(pair, side) for pair in pairs for side in SIDES[:: 1 if pair % 2 else -1]]
+    missing = [each for each in order if each not in ended]
     files = prepare(preset) if missing else []
     overrides = [*given.overrides, f"trainer.total_training_steps={given.steps}"]
     given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -250,87 +226,15 @@ def run_pairs(given: argparse.Namespace) -> list[Run]:
         if len(logged) != given.steps:
             asked = f"{given.steps} were asked for"
             raise RuntimeError(f"pair {pair}, {side}: {len(logged)} steps have metrics, but {asked}.")
-        seconds = [step[STEP] for step in logged]
-        runs.append(Run(settings, pair, side, start, seconds, compute_phases(logged)))
+        phases = {
+            name.removeprefix(TIMED): statistics.median(step.get(name, 0.0) for step in logged[1:])
+            for name in logged[-1]
+            if name.startswith(TIMED) and name != STEP
+        }
+        runs.append(Run(settings, pair, side, start, [step[STEP] for step in logged], phases))
         with given.out.open("a") as file:
             file.write(json.dumps(asdict(runs[-1])) + "\n")
     return [run for run in runs if run.pair in pairs]
-
-
-class Interval(NamedTuple):
-    """An estimate and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def compute_interval(values: Sequence[float]) -> Interval:
-    """Compute the mean of independent values and its interval by Student's t; for a single value, the bounds are NaN.
-
-    Example:
-        >>> compute_interval([1.0, 3.0])  # 12.706 standard errors of 1
-        Interval(value=2.0, low=-10.706, high=14.706)
-    """
-    mean, count = statistics.fmean(values), len(values)
-    if count < 2:
-        return Interval(mean, math.nan, math.nan)
-    half = STUDENT_975[min(count - 1, len(STUDENT_975)) - 1] * statistics.stdev(values) / math.sqrt(count)
-    return Interval(mean, mean - half, mean + half)
-
-
-def pair_up(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """List the pairs of which both runs have ended, in order of number; verl's run comes first in each pair."""
-    verls, ours = ({run.pair: run for run in runs if run.side == side} for side in SIDES)
-    return [(verls[pair], ours[pair]) for pair in sorted(verls.keys() & ours.keys())]
-
-
-def compute_step(run: Run) -> float:
-    """Compute the median step time of a run, ignoring its first step."""
-    return statistics.median(run.seconds[1:])
-
-
-def compare(runs: Sequence[Run]) -> dict[str, Interval]:
-    """Compare the pairs: the geometric mean of step-time ratios, and the mean difference of start times in seconds.
-
-    Raises:
-        ValueError: no pair is complete.
-    """
-    pairs = pair_up(runs)
-    if not pairs:
-        raise ValueError("no pair is complete: let both runs of a pair end.")
-    ratios = compute_interval([math.log(compute_step(ours) / compute_step(verls)) for verls, ours in pairs])
-    starts = compute_interval([ours.start - verls.start for verls, ours in pairs])
-    return {"step ratio": Interval(*map(math.exp, ratios)), "start": starts}
-
-
-def compare_phases(runs: Sequence[Run]) -> dict[str, tuple[float, Interval]]:
-    """Compare the phases of a step: verl's mean seconds and the pairs' mean difference; a missing phase counts as 0."""
-    pairs, found = pair_up(runs), {}
-    for name in sorted({name for pair in pairs for run in pair for name in run.phases}):
-        seconds = [[run.phases.get(name, 0.0) for run in pair] for pair in pairs]
-        differences = compute_interval([ours - verls for verls, ours in seconds])
-        found[name] = statistics.fmean(verls for verls, _ in seconds), differences
-    return found
-
-
-def format_result(runs: Sequence[Run]) -> str:
-    """Format a row for each pair and the comparison of all pairs, with the phases that take at least 1 % of a step."""
-    rows, found = [], compare(runs)
-    for verls, ours in pair_up(runs):
-        one, other = compute_step(verls), compute_step(ours)
-        figures = f"{one:.3f}", f"{other:.3f}", f"{other / one:.3f}", f"{verls.start:.1f}", f"{ours.start:.1f}"
-        rows.append((ours.pair, *figures))
-    ratio, start = found["step ratio"], found["start"]
-    least = 0.01 * statistics.fmean(compute_step(verls) for verls, _ in pair_up(runs))
-    phases = [
-        f"{name}: verl's {verls:.3f} s, corrected {more.value:+.3f} s ({more.low:+.3f} to {more.high:+.3f})"
-        for name, (verls, more) in compare_phases(runs).items()
-        if max(verls, verls + more.value) >= least
-    ]
-    step = f"step, corrected over verl's own: {ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
-    first = f"start to the end of the first step: {start.value:+.1f} s ({start.low:+.1f} to {start.high:+.1f})"
-    return "\n".join([*format_markdown(COLUMNS, rows), step, first, *phases])
 
 
 def read_runs(out: Path, settings: Sequence[Any]) -> list[Run]:
@@ -338,6 +242,50 @@ def read_runs(out: Path, settings: Sequence[Any]) -> list[Run]:
     lines = out.read_text().splitlines() if out.exists() else []
     runs = [Run(**json.loads(line)) for line in lines]
     return [run for run in runs if run.settings == list(settings)]
+
+
+def compute_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Compute the mean of independent values and its 95 % interval by Student's t, NaN for a single value.
+
+    Example:
+        >>> compute_interval([1.0, 3.0])  # 12.706 standard errors of 1
+        (2.0, -10.706, 14.706)
+    """
+    mean, count = statistics.fmean(values), len(values)
+    if count < 2:
+        return mean, math.nan, math.nan
+    half = STUDENT_975[min(count - 1, len(STUDENT_975)) - 1] * statistics.stdev(values) / math.sqrt(count)
+    return mean, mean - half, mean + half
+
+
+def format_result(runs: Sequence[Run]) -> str:
+    """Format a row for each pair and the comparison of all pairs, with the phases that take at least 1 % of a step.
+
+    Step times are compared by the geometric mean of their ratios, others by their mean difference. A phase that one
+    side lacks counts as 0.
+    """
+    by_side = ({run.pair: run for run in runs if run.side == side} for side in SIDES)
+    verls, ours = ([found[pair] for pair in sorted(found)] for found in by_side)
+    pairs = list(zip(verls, ours, strict=True))
+    steps = [[statistics.median(run.seconds[1:]) for run in pair] for pair in pairs]
+    rows = [
+        (a.pair, f"{one:.3f}", f"{other:.3f}", f"{other / one:.3f}", f"{a.start:.1f}", f"{b.start:.1f}")
+        for (a, b), (one, other) in zip(pairs, steps, strict=True)
+    ]
+    ratio = map(math.exp, compute_interval([math.log(other / one) for one, other in steps]))
+    start = compute_interval([b.start - a.start for a, b in pairs])
+    lines = [
+        *format_markdown(COLUMNS, rows),
+        "step, corrected over verl's own: {:.3f} ({:.3f} to {:.3f})".format(*ratio),
+        "start to the end of the first step: {:+.1f} s ({:+.1f} to {:+.1f})".format(*start),
+    ]
+    least = 0.01 * statistics.fmean(one for one, _ in steps)
+    for name in sorted({name for run in runs for name in run.phases}):
+        seconds = [[run.phases.get(name, 0.0) for run in pair] for pair in pairs]
+        verl, more = statistics.fmean(one for one, _ in seconds), compute_interval([b - a for a, b in seconds])
+        if max(verl, verl + more[0]) >= least:
+            lines.append(f"{name}: verl's {verl:.3f} s, " + "corrected {:+.3f} s ({:+.3f} to {:+.3f})".format(*more))
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
