@@ -29,17 +29,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # also in the processes that measure memory
 
-from scripts.harness import (
-    Seconds,
-    build_parser,
-    find_median_ratio,
-    format_markdown,
-    measure_growth,
-    run_in_fresh_process,
-    take_turns,
-    time_call,
-    write_json,
-)
+from scripts import harness
 
 REJECTIONS = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
@@ -73,7 +63,7 @@ PRELOAD = ("torch", "verl.trainer.ppo.rollout_corr_helper")
 Helper = Callable[..., Any]
 
 
-def helper(name: str) -> Helper:
+def find_helper(name: str) -> Helper:
     if name == "verl":
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
@@ -93,15 +83,17 @@ def draw_inputs(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return old, mu, mask
 
 
-def measure_seconds(call: Helper, tensors: Sequence[Tensor], options: dict[str, Any], threads: int = 1) -> Seconds:
+def measure_seconds(
+    call: Helper, tensors: Sequence[Tensor], options: dict[str, Any], threads: int = 1
+) -> harness.Seconds:
     """Measure this process's CPU time and the wall time of one call."""
     torch.set_num_threads(threads)
-    return time_call(partial(call, *tensors, **options))
+    return harness.time_call(partial(call, *tensors, **options))
 
 
 def prepare(name: str, options: dict[str, Any]) -> Helper:
     """Import a helper and call it once on a small input, so that its compilation is not measured."""
-    call = helper(name)
+    call = find_helper(name)
     call(*draw_inputs(2, 8), **options)
     return call
 
@@ -109,16 +101,16 @@ def prepare(name: str, options: dict[str, Any]) -> Helper:
 def _grown(name: str, shape: tuple[int, int], options: dict[str, Any]) -> int:
     torch.set_num_threads(1)
     tensors, call = draw_inputs(*shape), prepare(name, options)
-    return measure_growth(partial(call, *tensors, **options))
+    return harness.measure_growth(partial(call, *tensors, **options))
 
 
 def measure_memory(name: str, shape: tuple[int, int], options: dict[str, Any]) -> int:
     """Measure by how many bytes the memory of a fresh process grows during one call."""
-    return run_in_fresh_process(_grown, name, shape, options, preload=PRELOAD)
+    return harness.run_in_fresh_process(_grown, name, shape, options, preload=PRELOAD)
 
 
 def _first(options: dict[str, Any]) -> float:
-    call, tensors = helper("ours"), draw_inputs(32, 256)
+    call, tensors = find_helper("ours"), draw_inputs(32, 256)
     from verl.protocol import DataProto  # a run imports it long before
 
     DataProto.from_dict({"mask": tensors[2]})
@@ -128,17 +120,17 @@ def _first(options: dict[str, Any]) -> float:
 def measure_first_call(options: dict[str, Any]) -> dict[str, float]:
     """Measure the CPU seconds of a process's first call, before and after another process has compiled the loops."""
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, NUMBA_CACHE_DIR=folder):
-        return {when: run_in_fresh_process(_first, options) for when in ("compiling", "compiled")}
+        return {when: harness.run_in_fresh_process(_first, options) for when in ("compiling", "compiled")}
 
 
 def compare(shape: tuple[int, int], name: str, repeats: int) -> dict[str, Any]:
     """Measure one row of the table."""
     options, tensors = CASES[name], draw_inputs(*shape)
     calls = {who: prepare(who, options) for who in ("verl", "ours")}
-    turns = take_turns({who: partial(measure_seconds, c, tensors, options) for who, c in calls.items()}, repeats)
-    cpu = {who: [each.cpu for each in taken] for who, taken in turns.items()}
+    sides = {who: partial(measure_seconds, call, tensors, options) for who, call in calls.items()}
+    cpu = {who: [each.cpu for each in taken] for who, taken in harness.take_turns(sides, repeats).items()}
     threads = {str(n): partial(measure_seconds, calls["ours"], tensors, options, n) for n in (1, 2)}
-    walls = take_turns(threads, 3 * repeats, uncounted=0)
+    walls = harness.take_turns(threads, 3 * repeats, uncounted=0)
     one, two = (statistics.median(each.wall for each in taken) for taken in walls.values())
     memory = {who: measure_memory(who, shape, options) for who in calls}
     return {
@@ -146,7 +138,7 @@ def compare(shape: tuple[int, int], name: str, repeats: int) -> dict[str, Any]:
         "case": name,
         "verl_seconds": statistics.median(cpu["verl"]),
         "seconds": statistics.median(cpu["ours"]),
-        "time_ratio": find_median_ratio(cpu["ours"], cpu["verl"]),
+        "time_ratio": harness.find_median_ratio(cpu["ours"], cpu["verl"]),
         "verl_bytes": memory["verl"],
         "bytes": memory["ours"],
         "memory_ratio": memory["ours"] / max(memory["verl"], 1),
@@ -175,38 +167,30 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
     from recipe.offpolicy.analysis import plotting
 
     with plotting.apply_style():
-        drawing, panels = plotting.create_axes(1, 2)
-        for axes, key, scale, label in zip(
-            panels, ("seconds", "bytes"), (1e3, 2**-20), ("CPU time (ms)", "memory (MiB)"), strict=True
-        ):
+        drawing, (time, memory) = plotting.create_axes(1, 2)
+        for axes, key, scale in ((time, "seconds", 1e3), (memory, "bytes", 2**-20)):
             for index, (who, name) in enumerate((("ours", "this package"), ("verl", "verl's helper"))):
-                line = [(point["tokens"], point[key] * scale) for point in points if point["helper"] == who]
-                axes.loglog(
-                    *zip(*line, strict=True), label=name, color=plotting.PALETTE[index], marker=plotting.MARKERS[index]
-                )
+                found = [(point["tokens"], point[key] * scale) for point in points if point["helper"] == who]
+                counts, values = zip(*found, strict=True)
+                look: Any = {"color": plotting.PALETTE[index], "marker": plotting.MARKERS[index]}
+                axes.loglog(counts, values, label=name, **look)
                 if who == "ours":
-                    last = line[-1][1] / line[-1][0]
-                    proportional = [count * last for count, _ in line]
-                    axes.loglog(
-                        [count for count, _ in line], proportional, color=plotting.MUTED, ls=":", label="linear"
-                    )
+                    linear = [count * values[-1] / counts[-1] for count in counts]
+                    axes.loglog(counts, linear, color=plotting.MUTED, ls=":", label="linear")
             axes.set_xscale("log", base=2)
-            axes.set(xlabel="tokens, padding included", ylabel=label)
+            axes.set(xlabel="tokens, padding included")
             axes.legend()
+        time.set_ylabel("CPU time (ms)")
+        memory.set_ylabel("memory (MiB)")
         plotting.save(drawing, path)
 
 
-def format_cells(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Format one row under ``COLUMNS``."""
+def list_cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    """List the cells of one row under ``COLUMNS``."""
     return (
-        "{} x {}".format(*row["shape"]),
-        row["case"],
-        row["verl_seconds"] * 1e3,
-        row["seconds"] * 1e3,
-        row["time_ratio"],
-        row["verl_bytes"] / 2**20,
-        row["bytes"] / 2**20,
-        row["memory_ratio"],
+        *("{} x {}".format(*row["shape"]), row["case"]),
+        *(row["verl_seconds"] * 1e3, row["seconds"] * 1e3, row["time_ratio"]),
+        *(row["verl_bytes"] / 2**20, row["bytes"] / 2**20, row["memory_ratio"]),
         row["wall_two_threads"] / row["wall_one_thread"],
     )
 
@@ -215,20 +199,20 @@ def format_tables(result: Mapping[str, Any]) -> str:
     """Format the tables of docs/evidence/cost.md."""
     rows = []
     for row in result["cases"]:
-        shape, case, *numbers = format_cells(row)
+        shape, case, *numbers = list_cells(row)
         digits = (0 if numbers[0] >= 100 else 1, 2 if numbers[1] < 10 else 1, 3, 1, 1, 3, 2)
         rows.append([shape, case, *(f"{number:.{d}f}" for number, d in zip(numbers, digits, strict=True))])
-    lines = format_markdown(COLUMNS, rows)
+    lines = harness.format_markdown(COLUMNS, rows)
     if "curve" in result:
         rows = []
         for point in result["curve"]:
             taken, tokens = point["seconds"], point["tokens"]
             cells = (f"{taken * 1e3:.2f}", f"{point['bytes'] / 2**20:.1f}", f"{taken / tokens * 1e9:.2f}")
             rows.append([f"2^{tokens.bit_length() - 1}", point["helper"], *cells])
-        lines += ["", *format_markdown(("tokens", "helper", "CPU, ms", "MiB", "ns a token"), rows)]
+        lines += ["", *harness.format_markdown(("tokens", "helper", "CPU, ms", "MiB", "ns a token"), rows)]
     if "first" in result:
         rows = [[name, f"{taken:.2f}"] for name, taken in result["first"].items()]
-        lines += ["", *format_markdown(("first call of a process", "CPU, s"), rows)]
+        lines += ["", *harness.format_markdown(("first call of a process", "CPU, s"), rows)]
     return "\n".join(lines)
 
 
@@ -237,7 +221,7 @@ def main(arguments: Sequence[str]) -> None:
 
     from recipe.offpolicy.analysis.table import Column, Table, to_rich
 
-    parser = build_parser(__doc__)
+    parser = harness.build_parser(__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", action="store_true", help="rows for docs/evidence/cost.md")
     parser.add_argument("--curve", type=Path, metavar="FILE.png")
@@ -259,12 +243,11 @@ def main(arguments: Sequence[str]) -> None:
     if given.markdown:
         print(format_tables(result))
     else:
-        Console().print(
-            to_rich(Table([Column(name) for name in COLUMNS], [format_cells(row) for row in result["cases"]]))
-        )
+        rows = [list_cells(row) for row in result["cases"]]
+        Console().print(to_rich(Table([Column(name) for name in COLUMNS], rows)))
         for name, taken in result.get("first", {}).items():
             print(f"first call of a process, {name}: {taken:.2f} s of CPU time")
-    write_json(given.json, result)
+    harness.write_json(given.json, result)
 
 
 if __name__ == "__main__":
