@@ -4,26 +4,22 @@
     python scripts/benchmark/analysis.py --tokens 1e8 1e9 --jobs 1 8  # 12 GB of disk for 1e9
     python scripts/benchmark/analysis.py --tokens 4e6 --step 4e6 --ranks 16 --jobs 1    # one large step
 
-Each recording is drawn in --folder in steps of a quarter of a million tokens, by as many processes as the largest value
-of --jobs; one process draws a million tokens in a third of a second. The recording is removed once the tools have read
-it, unless --keep is given. The tools run as commands, so their times include the start of Python; each tool runs once
-with each value of --jobs. Memory is the largest total of a tool's processes, with shared pages counted once (PSS);
-memory and CPU time are sampled five times a second.
+Each recording is drawn in --folder in steps of a quarter of a million tokens, at three million tokens a second, and is
+removed once the tools have read it. The tools run as commands, so their times include the start of Python; each tool
+runs once with each value of --jobs. Memory is the largest total of a tool's processes, with shared pages counted once
+(PSS); memory and CPU time are sampled five times a second.
 """
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +30,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from recordings import drawn_rows, record  # type: ignore[import-not-found]
 
-from recipe.offpolicy.recording.recording import file_name
 from scripts.harness import build_parser, format_markdown, format_row, list_processes, read_seconds
 
 STEP = 250_000
@@ -47,35 +42,20 @@ TOOLS: dict[str, tuple[str, ...]] = {
 COLUMNS = ("tool", "tokens", "jobs", "wall, s", "CPU, s", "tokens a second", "memory, MiB")
 PAUSE = 0.2
 """Seconds between samples of a tool's usage."""
-LEAST = 20
-"""Smallest number of steps for which starting processes is worthwhile."""
 
 
-def draw(directory: Path, tokens: int, step_tokens: int = STEP, *, ranks: int = 1, jobs: int = 1) -> None:
-    """Draw the missing steps of a recording of this many tokens: rows of 500, in groups of 8, a quarter of them stale.
+def draw(directory: Path, tokens: int, step_tokens: int = STEP, *, ranks: int = 1) -> None:
+    """Draw a recording of this many tokens: rows of 500, in groups of 8, a quarter of them stale.
 
     Args:
         ranks: number of files per step.
-        jobs: number of processes that draw steps.
     """
-    files = itertools.product(range(1, max(tokens // step_tokens, 1) + 1), range(ranks))
-    missing = [place for place in files if not (directory / file_name(*place)).exists()]
-    draw_one = partial(draw_file, directory, max(min(tokens, step_tokens) // 500 // ranks, 8))
-    if len(missing) < LEAST or jobs == 1:
-        for place in missing:
-            draw_one(place)
-    else:
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as processes:
-            list(processes.map(draw_one, missing, chunksize=4))
-
-
-def draw_file(directory: Path, rows: int, place: tuple[int, int]) -> None:
-    """Draw this many rows of one step and rank."""
-    step, rank = place
-    ages = (np.arange(rows) % 4 == 0) * min(step - 1, 1)
-    part = {"seed": step + 2**32 * rank, "step": step, "rank": rank, "group": 8, "backend": 0.02, "drift": 0.01}
-    uids = np.array([f"{step}-{rank}-{row // 8}" for row in range(rows)], dtype=object)
-    record(directory, drawn_rows([500] * rows, oldest_version=step - 1 - ages, uid=uids, **part))
+    rows = max(min(tokens, step_tokens) // 500 // ranks, 8)
+    for step, rank in itertools.product(range(1, max(tokens // step_tokens, 1) + 1), range(ranks)):
+        ages = (np.arange(rows) % 4 == 0) * min(step - 1, 1)
+        part = {"seed": step + 2**32 * rank, "step": step, "rank": rank, "group": 8, "backend": 0.02, "drift": 0.01}
+        uids = np.array([f"{step}-{rank}-{row // 8}" for row in range(rows)], dtype=object)
+        record(directory, drawn_rows([500] * rows, oldest_version=step - 1 - ages, uid=uids, **part))
 
 
 def measure(tool: str, directory: Path, jobs: int) -> tuple[float, float, float]:
@@ -109,21 +89,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="files of a step")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "benchmark_analysis")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=[*TOOLS])
-    parser.add_argument("--keep", action="store_true", help="leave recordings and pages in the folder")
     options = parser.parse_args(arguments)
     print("\n".join(format_markdown(COLUMNS, [])))
     for tokens in map(int, options.tokens):
         directory = options.folder / f"tokens_{tokens}_step_{options.step:.0f}_ranks_{options.ranks}"
         try:
-            draw(directory, tokens, int(options.step), ranks=options.ranks, jobs=max(options.jobs))
+            draw(directory, tokens, int(options.step), ranks=options.ranks)
             for tool, jobs in itertools.product(options.tools, options.jobs):
                 wall, cpu, memory = measure(tool, directory, jobs)
                 figures = (f"{wall:.1f}", f"{cpu:.1f}", f"{tokens / wall:.2e}", f"{memory:.0f}")
                 print(format_row((tool, f"{tokens:.0e}", jobs, *figures)), flush=True)
         finally:
-            if not options.keep:
-                shutil.rmtree(directory, ignore_errors=True)
-                directory.with_suffix(".html").unlink(missing_ok=True)
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.with_suffix(".html").unlink(missing_ok=True)
     return 0
 
 

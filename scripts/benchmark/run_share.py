@@ -122,24 +122,19 @@ def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mappi
 
 def format_figures(found: Mapping[str, float]) -> str:
     """Format the figures as text."""
-    by_call = ", ".join(
-        f"{name.partition('.')[2]} {1e3 * seconds:.1f}"
-        for name, seconds in found.items()
-        if name.startswith("staleness.")
-    )
-    limit = (
-        f"\nlimit of staleness: {1e3 * found['staleness_seconds']:.1f} ms, {100 * found['staleness_share']:.2f} % of a "
-        f"step, the first included ({by_call})"
-    )
-    return (
-        f"{found['steps']:.0f} steps, without the first {found['step_seconds']:.2f} s each\n"
-        f"statistics: {1e3 * found['worker_seconds']:.1f} ms in the worker and {1e3 * found['driver_seconds']:.1f} ms "
-        f"in the driver, {100 * found['statistics_share']:.2f} % of a step\n"
-        f"recorder: {1e3 * found['recorder_seconds']:.1f} ms, {100 * found['recorder_share']:.2f} % of a step\n"
-        f"seals: {1e3 * found['seal_seconds']:.1f} ms, {100 * found['seal_share']:.2f} % of a step\n"
-        f"first proof: {1e3 * found['proof_seconds']:.0f} ms, {100 * found['proof_share']:.0f} % of its update"
-        f"{limit if by_call else ''}"
-    )
+    ms = {name.removesuffix("_seconds"): f"{1e3 * seconds:.1f}" for name, seconds in found.items()}
+    share = {name.removesuffix("_share"): f"{each:.2%}".replace("%", " % of a step") for name, each in found.items()}
+    lines = [
+        f"{found['steps']:.0f} steps, without the first {found['step_seconds']:.2f} s each",
+        f"statistics: {ms['worker']} ms in the worker and {ms['driver']} ms in the driver, {share['statistics']}",
+        f"recorder: {ms['recorder']} ms, {share['recorder']}",
+        f"seals: {ms['seal']} ms, {share['seal']}",
+        f"first proof: {1e3 * found['proof_seconds']:.0f} ms, {100 * found['proof_share']:.0f} % of its update",
+    ]
+    if calls := [f"{name.partition('.')[2]} {ms[name]}" for name in found if name.startswith("staleness.")]:
+        limit = f"limit of staleness: {ms['staleness']} ms, {share['staleness']}"
+        lines.append(f"{limit}, the first included ({', '.join(calls)})")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,6 +17,13 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
+from recipe.offpolicy.batch import micro_batch as mb
+from recipe.offpolicy.batch import padding, plan, weight_versions
+from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage, turns
+from recipe.offpolicy.worker.metrics import METRIC_KEY
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPActorConfig
+
 WIDTH = 4096
 PROMPT = 16
 CORRECTION: dict[str, Any] = {
@@ -123,30 +130,19 @@ def draw_tokens(tokens: int, *, nested: bool) -> Tokens:
     return Tokens(mu, old, pi, signs, mask)
 
 
-def run_rollout_stage(given: Tokens) -> Any:
-    """Run the rollout stage with all of its statistics, including those on turns."""
-    from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, turns
-
-    return rollout_stage(
+def build_stage(tokens: int, *, nested: bool, step: bool = False) -> Call:
+    """Build the call of a rollout stage with all of its statistics, or of a step stage that uses an existing one."""
+    given = draw_tokens(tokens, nested=nested)
+    call = partial(
+        rollout_stage,
         CorrectionSpec.from_mapping(CORRECTION),
         old_log_prob=given.old,
         rollout_log_prob=given.mu,
         response_mask=given.mask,
-        segment_ids=turns(given.mask),
     )
-
-
-def build_rollout_stage(tokens: int, *, nested: bool) -> Call:
-    """Build the call of a rollout stage."""
-    return partial(run_rollout_stage, draw_tokens(tokens, nested=nested))
-
-
-def build_step_stage(tokens: int, *, nested: bool) -> Call:
-    """Build the call of a step stage that uses an existing rollout stage."""
-    from recipe.offpolicy.correction import step_stage
-
-    given = draw_tokens(tokens, nested=nested)
-    stage = run_rollout_stage(given)
+    if not step:
+        return lambda: call(segment_ids=turns(given.mask))
+    stage = call(segment_ids=turns(given.mask))
     return partial(step_stage, stage.spec, stage, log_prob=given.pi, advantages=given.advantages)
 
 
@@ -157,15 +153,11 @@ def build_batch(columns: dict[str, Tensor], *, micro_batches: int = 1, last: boo
         micro_batches: number of micro-batches in the mini-batch, all of the same size.
         last: whether the micro-batch belongs to the update's last mini-batch.
     """
-    from recipe.offpolicy.batch.micro_batch import LAST
-    from recipe.offpolicy.batch.plan import PLAN, SharedPlan
-    from verl.utils import tensordict_utils as tu
-
     responses: Any = columns["responses"]
     rows, tokens = len(responses), int(responses.offsets()[-1])
     data = TensorDict({**columns, "response_mask": torch.ones_like(responses)}, batch_size=rows)
     counts = {"batch_num_tokens": tokens * micro_batches, "global_batch_size": rows * micro_batches}
-    tu.assign_non_tensor(data, dp_size=1, **counts, **{PLAN: SharedPlan(step=1), LAST: last})
+    tu.assign_non_tensor(data, dp_size=1, **counts, **{plan.PLAN: plan.SharedPlan(step=1), mb.LAST: last})
     return data
 
 
@@ -208,17 +200,13 @@ def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "c
 
 def build_actor_config(rows: int) -> Any:
     """Build verl's configuration of an actor whose mini-batch has this many rows."""
-    from verl.workers.config import FSDPActorConfig
-
     sizes = {"ppo_mini_batch_size": rows, "ppo_micro_batch_size_per_gpu": rows}
     return FSDPActorConfig(strategy="fsdp2", rollout_n=1, **sizes)
 
 
 def build_loss(tokens: int, *, corrected: bool) -> Call:
     """Build the call of a loss with its backward pass and, if ``corrected``, its statistics."""
-    from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from recipe.offpolicy.worker.metrics import METRIC_KEY
     from verl.workers.utils.losses import ppo_loss
 
     output, data = build_micro_batch(tokens)
@@ -236,8 +224,6 @@ def build_loss(tokens: int, *, corrected: bool) -> Call:
 
 def build_proof(tokens: int) -> Call:
     """Build the call of the first update's additional work: verl's loss and ours, repeated on trial inputs."""
-    from recipe.offpolicy.batch import micro_batch as mb
-    from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.gradient import prove
     from recipe.offpolicy.worker.loss import OffPolicyLoss
 
@@ -259,64 +245,45 @@ def draw_rollout(rows: int) -> TensorDict:
     return TensorDict({name: nest(column, offsets) for name, column in columns.items()}, batch_size=rows)
 
 
-def build_sampled_check(rows: int) -> Call:
-    """Build the call of the driver's checks of a rollout."""
+def build_check(rows: int, *, aligned: bool) -> Call:
+    """Build the call of the driver's checks of a rollout, or of mu against pi_old, in groups of 8 rows."""
     from recipe.offpolicy.proof.rollout_log_probs import RolloutChecker
 
-    return partial(RolloutChecker().check_sampled, draw_rollout(rows))
-
-
-def build_aligned_check(rows: int) -> Call:
-    """Build the call of the driver's checks of mu against pi_old, in groups of 8 rows."""
-    from recipe.offpolicy.proof.rollout_log_probs import RolloutChecker
-
-    groups = [str(row // 8) for row in range(rows)]
-    return partial(RolloutChecker().check_aligned, draw_rollout(rows), groups)
+    checker, batch = RolloutChecker(), draw_rollout(rows)
+    if not aligned:
+        return partial(checker.check_sampled, batch)
+    return partial(checker.check_aligned, batch, [str(row // 8) for row in range(rows)])
 
 
 def build_versions_call(rows: int) -> Call:
     """Build the call that reads the versions that sampled each token; every fourth row was sampled by two versions."""
-    from recipe.offpolicy.batch.weight_versions import (
-        CHUNKS,
-        EXTRA_FIELDS,
-        NEWEST_VERSION,
-        OLDEST_VERSION,
-        read_versions,
-    )
-
     batch = draw_rollout(rows)
     mask = batch["response_mask"]
     notes = []
     for row, tokens in enumerate(mask.offsets().diff().tolist()):
         chunks = [(3, tokens)] if row % 4 or tokens < 2 else [(3, tokens // 2), (4, tokens - tokens // 2)]
-        notes.append({OLDEST_VERSION: chunks[0][0], NEWEST_VERSION: chunks[-1][0], CHUNKS: [chunks]})
-    batch[EXTRA_FIELDS] = NonTensorStack(*notes)
-    return lambda: read_versions(batch, mask)
+        versions = {weight_versions.OLDEST_VERSION: chunks[0][0], weight_versions.NEWEST_VERSION: chunks[-1][0]}
+        notes.append(versions | {weight_versions.CHUNKS: [chunks]})
+    batch[weight_versions.EXTRA_FIELDS] = NonTensorStack(*notes)
+    return lambda: weight_versions.read_versions(batch, mask)
 
 
 def build_plan_call(rows: int) -> Call:
     """Build the call of a plan with every constant of a whole batch."""
-    from recipe.offpolicy.batch.plan import BatchSplit, build_plan
-    from recipe.offpolicy.correction import CorrectionSpec
-
     batch, spec = draw_rollout(rows), CorrectionSpec.from_mapping(BATCH_WIDE)
-    split = BatchSplit(RANKS, rows // 4 // RANKS * RANKS, "token-mean")
-    return lambda: build_plan(spec, {}, step=1, rows=lambda: batch, batch_split=lambda: split)
+    split = plan.BatchSplit(RANKS, rows // 4 // RANKS * RANKS, "token-mean")
+    return lambda: plan.build_plan(spec, {}, step=1, rows=lambda: batch, batch_split=lambda: split)
 
 
 def build_regrouping(rows: int) -> Call:
     """Build the call of ``baseline=exclude``: groups without rejected rows, and silent rows' advantages set to 0."""
-    from recipe.offpolicy.batch.padding import zero_rows
-    from recipe.offpolicy.batch.plan import regroup_without_rejected
-    from recipe.offpolicy.correction import CorrectionSpec
-
     batch, spec = draw_rollout(rows), CorrectionSpec.from_mapping(CORRECTION)
     uids = [str(row // 8) for row in range(rows)]
 
     def regroup() -> None:
-        groups = regroup_without_rejected(spec, batch, uids)
+        groups = plan.regroup_without_rejected(spec, batch, uids)
         for name in ("old_log_probs", "rollout_log_probs"):  # as long as advantages and returns
-            zero_rows(batch[name], groups.silent)
+            padding.zero_rows(batch[name], groups.silent)
 
     return regroup
 
@@ -325,10 +292,8 @@ def build_collection(ranks: int) -> Call:
     """Build the call of the driver's work on the packets of an update: unpickling, checks, merging and metrics."""
     from omegaconf import OmegaConf
 
-    from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.trainer.supervision import Supervision
     from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from recipe.offpolicy.worker.metrics import METRIC_KEY
 
     spec = CorrectionSpec.from_mapping(CORRECTION)
     output, data = build_micro_batch(4 * WIDTH)
@@ -357,15 +322,15 @@ def build_collection(ranks: int) -> Call:
 
 
 PARTS: dict[str, Part] = {
-    "rollout stage, padded": Part(partial(build_rollout_stage, nested=False), "token", 140),
-    "rollout stage, packed": Part(partial(build_rollout_stage, nested=True), "token", 150),
-    "step stage, padded": Part(partial(build_step_stage, nested=False), "token", 150),
-    "step stage, packed": Part(partial(build_step_stage, nested=True), "token", 155),
+    "rollout stage, padded": Part(partial(build_stage, nested=False), "token", 140),
+    "rollout stage, packed": Part(partial(build_stage, nested=True), "token", 150),
+    "step stage, padded": Part(partial(build_stage, nested=False, step=True), "token", 150),
+    "step stage, packed": Part(partial(build_stage, nested=True, step=True), "token", 155),
     "verl's loss": Part(partial(build_loss, corrected=False), "token", 230, largest=2**22),
     "loss with a correction": Part(partial(build_loss, corrected=True), "token", 330),
     "proof of the first update": Part(build_proof, "token", 640, largest=2**20),
-    "checks of a rollout": Part(build_sampled_check, "row", 100 * TOKENS_OF_A_ROW, of_driver=True),
-    "checks of mu and pi_old": Part(build_aligned_check, "row", 100 * TOKENS_OF_A_ROW, of_driver=True),
+    "checks of a rollout": Part(partial(build_check, aligned=False), "row", 100 * TOKENS_OF_A_ROW, of_driver=True),
+    "checks of mu and pi_old": Part(partial(build_check, aligned=True), "row", 100 * TOKENS_OF_A_ROW, of_driver=True),
     "versions of the weights": Part(build_versions_call, "row", 150 * TOKENS_OF_A_ROW, of_driver=True),
     "plan": Part(build_plan_call, "row", 200 * TOKENS_OF_A_ROW, of_driver=True),
     "groups without rejected rows": Part(build_regrouping, "row", 200 * TOKENS_OF_A_ROW, of_driver=True),

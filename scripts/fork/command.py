@@ -7,28 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from .copying import (
-    MANIFEST,
-    Fork,
-    Plan,
-    Refused,
-    apply,
-    open_fork,
-    plan_copy,
-    plan_undo,
-    read_manifest,
-    read_origin,
-    require_repository,
-)
+from . import copying
+from .copying import Fork, Plan, Refused
 
 SOURCE = Path(__file__).resolve().parents[2]
 TO_TRAIN = """
@@ -86,17 +73,14 @@ def main(arguments: Sequence[str]) -> int:
     if options.undo and (options.force or options.no_smoke):
         return _refuse("--undo can be combined only with --dry-run: it never removes edited files, and starts nothing.")
     try:
-        status = _undo(options) if options.undo else _copy(options)
-        sys.stdout.flush()
-        return status
+        return _undo(options) if options.undo else _copy(options)
     except Refused as error:
         return _refuse(str(error))
-    except BrokenPipeError:
-        # The reader has closed the pipe. At exit, Python would try to write the rest, and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE if options.dry_run else _stop("no one reads the output any more")
     except (OSError, KeyboardInterrupt) as error:
-        return _stop("interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        fix = "run the same command again to finish, or --undo to remove what is there."
+        print(f"copy_into_fork: stopped: {why}\nFix: {fix}", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,31 +95,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _stop(why: str) -> int:
-    fix = "run the same command again to finish, or --undo to remove what is there."
-    print(f"copy_into_fork: stopped: {why}\nFix: {fix}", file=sys.stderr)
-    return INTERRUPTED
-
-
 def _refuse(message: str) -> int:
     print(f"copy_into_fork: {message}", file=sys.stderr)
     return REFUSED
 
 
 def _copy(options: argparse.Namespace) -> int:
-    fork = open_fork(options.path)
-    plan = plan_copy(fork, SOURCE, force=options.force)
-    version, commit = read_origin(SOURCE)
+    fork = copying.open_fork(options.path)
+    plan = copying.plan_copy(fork, SOURCE, force=options.force)
+    version, commit = copying.read_origin(SOURCE)
     _say(f"{fork.root}: verl {fork.release}")
     _say(f"from:  verl-offpolicy {version}, commit {commit or 'unknown'}")
     _say(f"place: {fork.place or 'the root'}, because {fork.reason}")
     if not options.dry_run:
-        apply(fork.root, plan)
+        copying.apply(fork.root, plan)
     _say_plan(plan, done=not options.dry_run)
     if options.dry_run:
         print("".join([f"    + {path}\n" for path in plan.write] + [f"    - {path}\n" for path in plan.remove]), end="")
         return DONE
-    status = DONE if options.no_smoke else _smoke(fork)
+    status = DONE if options.no_smoke else smoke_test(fork)
     if status == DONE:
         root, path = shlex.quote(str(fork.root)), shlex.quote(fork.python_path)
         print(TO_TRAIN.format(root=root, path=path, place=fork.place))
@@ -163,28 +141,18 @@ def _count(paths: Collection[str]) -> str:
     return f"{len(paths)} files{': ' + ', '.join(paths) if len(paths) <= 5 else ''}"
 
 
-def _smoke(fork: Fork) -> int:
-    _say(f"smoke test with {sys.executable}, which takes half a minute or more")
-    failure = smoke_test(fork, sys.executable)
-    if failure is None:
-        return DONE
-    _say(f"the smoke test failed at {failure.reason}")
-    _say(f"the copy stays until --undo. Fix: {failure.fix}")
-    return SMOKE_FAILED
-
-
 def _undo(options: argparse.Namespace) -> int:
     root = options.path.resolve()
     if not root.is_dir():
         raise Refused(f"{options.path}: no such folder. Fix: name the root of a verl checkout.")
-    require_repository(root)
-    manifest = read_manifest(root)
+    copying.require_repository(root)
+    manifest = copying.read_manifest(root)
     if manifest is None:
-        _say(f"{root}: nothing to undo, there is no {MANIFEST}")
+        _say(f"{root}: nothing to undo, there is no {copying.MANIFEST}")
         return DONE
-    plan = plan_undo(root, manifest)
+    plan = copying.plan_undo(root, manifest)
     if not options.dry_run:
-        apply(root, plan)
+        copying.apply(root, plan)
     _say(f"{root}: {'would remove' if options.dry_run else 'removed'} {_count(plan.remove[:-1])}")
     for path in plan.edited:
         print(f"    kept {path}: it was edited, so it is yours from now on")
@@ -198,16 +166,9 @@ def _say(message: str) -> None:
 # --- smoke test
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Reason for the failure of a step, and its fix."""
-
-    reason: str
-    fix: str
-
-
-def smoke_test(fork: Fork, python: str) -> Failure | None:
+def smoke_test(fork: Fork) -> int:
     """Run the steps one after another, up to the first that fails; each step's name is printed before it starts."""
+    _say(f"smoke test with {sys.executable}, which takes half a minute or more")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [fork.python_path, os.environ.get("PYTHONPATH")])),
@@ -222,34 +183,27 @@ def smoke_test(fork: Fork, python: str) -> Failure | None:
         more = (fork.release, str(fork.root), fork.place) if name == "imports" else ()
         try:
             done = subprocess.run(
-                [python, *arguments, *more], cwd=fork.root, env=environment, stdin=subprocess.DEVNULL,
+                [sys.executable, *arguments, *more], cwd=fork.root, env=environment, stdin=subprocess.DEVNULL,
                 capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False,
             )  # fmt: skip
-            failure = explain(done, fix)
+            failure = explain(done) if done.returncode else ""
             said = (done.stdout.strip().splitlines() or [""])[-1]
         except subprocess.TimeoutExpired:
-            failure = Failure(f"it took more than {LIMIT} s", "copy again when the machine is less busy")
+            failure, fix = f"it took more than {LIMIT} s", "copy again when the machine is less busy"
         shown = said if said.startswith("offpolicy:") else ""
         print(f"{'FAILED' if failure else 'ok':<6} {time.monotonic() - started:5.1f} s  {shown}", flush=True)
         if failure:
-            return Failure(f"{name}: {failure.reason}", failure.fix)
-    return None
+            _say(f"the smoke test failed at {name}: {failure}")
+            _say(f"the copy stays until --undo. Fix: {'see above' if 'Fix: ' in failure else fix}")
+            return SMOKE_FAILED
+    return DONE
 
 
-def explain(done: subprocess.CompletedProcess[str], fix: str) -> Failure | None:
-    """Build the failure of a program with a nonzero exit status; `fix` is used if the program's output names no fix."""
-    if done.returncode == 0:
-        return None
-    # Only the last line counts, because warnings may name packages that are not needed.
-    if missing := re.search(r"^ModuleNotFoundError: No module named '([\w.]+)'\s*\Z", done.stderr, re.M):
-        package = missing[1].partition(".")[0]
-        if package not in ("verl", "recipe", "verl_patches"):
-            return Failure(f"{package} is not installed", f"VENV=path of an environment that has {package}")
-        return Failure(f"there is no {missing[1]}", "restore it in the checkout, which has it in this release")
+def explain(done: subprocess.CompletedProcess[str]) -> str:
+    """Explain the failure of a program: the lines with a fix, otherwise a traceback's last line or the last lines."""
     lines = (done.stderr + done.stdout).strip().splitlines()
     if own := [line for line in lines if "Fix: " in line]:
-        return Failure("\n".join(dict.fromkeys(own)), "as each line says, in the checkout")
-    # The last line of a traceback contains the error.
+        return "\n".join(dict.fromkeys(own))
     traceback = "Traceback (most recent call last):" in done.stderr
     said = done.stderr.strip().splitlines()[-1:] if traceback else lines[-20:]
-    return Failure("\n".join(said) or f"exit {done.returncode}", fix)
+    return "\n".join(said) or f"exit {done.returncode}"

@@ -71,8 +71,7 @@ def open_fork(path: Path) -> Fork:
         raise Refused(f"{path}: no such folder. Fix: name the root of a verl checkout.")
     version = root / "verl" / "version" / "version"
     if not (version.is_file() and (root / "verl" / "__init__.py").is_file()):
-        inside = (root / "version" / "version").is_file() and (root / "__init__.py").is_file()
-        fix = f"name the folder above it, {root.parent}" if inside else "name the root of a verl checkout"
+        fix = "name the root of a verl checkout"
         raise Refused(f"{path} is not a verl checkout: it has no verl/version/version. Fix: {fix}.")
     release = release_of(version.read_text())
     if release not in SUPPORTED and os.environ.get(ALLOW_UNTESTED) != "1":
@@ -84,9 +83,7 @@ def open_fork(path: Path) -> Fork:
     recipe = root / "recipe"
     reason = _why_not_its_own(root, recipe)
     if not reason:
-        return Fork(
-            root, release, "", "recipe/ is the checkout's own" if recipe.is_dir() else "there is no recipe/ yet"
-        )
+        return Fork(root, release, reason="recipe/ is not a submodule, a link or a repository of its own")
     if (recipe / "__init__.py").exists():
         raise Refused(
             f"{reason}, and it contains an __init__.py, which hides any other `recipe` from Python, so the copy would "
@@ -176,9 +173,6 @@ def find_shipped(source: Path) -> dict[str, Path]:
             folders[:] = [name for name in folders if name not in ("__pycache__", "outputs") and name[0] != "."]
             for path in (Path(folder, name) for name in names if name[0] != "." and Path(name).suffix in _SUFFIXES):
                 files[path.relative_to(source).as_posix()] = path
-    for needed in (*PACKAGES, "recipe/offpolicy/config"):
-        if not any(path.startswith(f"{needed}/") for path in files):
-            raise Refused(f"{source / needed} contains nothing to copy. Fix: run the script of a complete checkout.")
     return dict(sorted(files.items()))
 
 
@@ -206,7 +200,6 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
     known, head = (earlier or {"files": {}})["files"], list_blobs(root)
     shipped = {fork.place + path: file for path, file in find_shipped(source).items()}
     wanted = dict(zip(shipped, hash_files(root, shipped.values()), strict=True))
-    check_writable(root, [*wanted, *known])
     untracked = [path for path in wanted if path not in head and os.path.lexists(root / path)]
     above = {str(folder) for path in wanted for folder in PurePosixPath(path).parents[:-1]}
     untracked += [path for path in above if (root / path).is_symlink() or (root / path).is_file()]
@@ -239,9 +232,7 @@ def plan_undo(root: Path, manifest: Mapping[str, Any]) -> Plan:
     known, head = manifest["files"], list_blobs(root)
     edited = {path for path in known.keys() & head.keys() if head[path] != known[path]}
     edited |= {*find_uncommitted(root, known)} & head.keys()
-    plan = Plan("Remove verl-offpolicy", remove=[*(known.keys() & head.keys() - edited), MANIFEST], edited=[*edited])
-    check_writable(root, plan.remove)
-    return plan
+    return Plan("Remove verl-offpolicy", remove=[*(known.keys() & head.keys() - edited), MANIFEST], edited=[*edited])
 
 
 def apply(root: Path, plan: Plan) -> None:
@@ -307,16 +298,6 @@ def find_uncommitted(root: Path, paths: Iterable[str]) -> list[str]:
     """Find the paths whose content in the work tree or in the index differs from the commit."""
     changed = {path for path in git(root, "diff", "--name-only", "-z", "HEAD").split("\0") if path}
     return sorted(changed.intersection(paths))
-
-
-def check_writable(root: Path, paths: Iterable[str]) -> None:
-    """Raise Refused if a folder of `paths` or of the manifest is not writable."""
-    existing = {next(folder for folder in (root / path).parents if folder.is_dir()) for path in (MANIFEST, *paths)}
-    effective = os.access in os.supports_effective_ids
-    if closed := sorted(str(f) for f in existing if not os.access(f, os.W_OK | os.X_OK, effective_ids=effective)):
-        raise Refused(
-            f"nothing was written: no permission to write in {', '.join(closed)}. Fix: chmod, or another user."
-        )
 
 
 def _find_author(root: Path) -> dict[str, str]:

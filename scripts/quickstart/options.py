@@ -152,7 +152,8 @@ class Options:
         platform = "cpu" if platform is None else platform
         if platform not in PLATFORMS:
             raise ValueError(f"platform={platform}: choose one of {', '.join(PLATFORMS)}")
-        task, (spelling, *others, by_process) = env.get("TASK") or ("arithmetic" if small else "spelling"), TASKS
+        (spelling, *others, by_process) = TASKS
+        task = env.get("TASK") or ("arithmetic" if small else spelling)
         if task not in (spelling, *others):
             raise ValueError(f"TASK={task}: choose one of {', '.join((spelling, *others))}")
         if small and task != "arithmetic":
@@ -242,24 +243,20 @@ def needs_teacher(overrides: Sequence[str]) -> bool:
     return is_set("opd", overrides) and find_last("opd.teacher.url", overrides) is None
 
 
-def build_task_overrides(
-    task: str, overrides: Sequence[str], *, pretrained: bool = False, platform: str = "cpu"
-) -> list[str]:
-    """Build the overrides that the task, the model and the user's overrides make necessary.
-
-    Args:
-        pretrained: whether the model is not one of the quickstart's own.
-    """
-    found = [*TASKS[task].overrides, *(build_length_overrides(overrides) if task == "free_length" else ())]
+def build_task_overrides(options: Options, overrides: Sequence[str]) -> list[str]:
+    """Build the overrides that the task, the model and the user's overrides make necessary."""
+    found = [*TASKS[options.task].overrides]
+    if options.task == "free_length":
+        found += build_length_overrides(overrides)
     if find_last("actor_rollout_ref.actor.fsdp_config.router_replay.mode", overrides) == "R3":
         found.append("actor_rollout_ref.rollout.enable_rollout_routing_replay=true")
-    if pretrained or task == "arithmetic":
+    if options.model or options.task == "arithmetic":
         # The evidence for both settings is in docs/evidence/real_model.md. The default band of gsm, which is part of
         # the quickstart's own choice, drops most of a pretrained model's short answers. bfloat16 rounds away most of
         # each update of such a model; on a GPU, a float32 engine may be too large or too slow.
         if find_last("correction", overrides) is None:
             found.append("correction=tis_token")
-        if platform != "cuda" and find_last(DTYPE, overrides) is None:
+        if options.platform != "cuda" and find_last(DTYPE, overrides) is None:
             found.append(f"{DTYPE}=float32")
     if is_set("opd", overrides):
         # The task gives partial credit, and a reward of 1 for a correct word.

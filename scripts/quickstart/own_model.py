@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,60 +31,34 @@ def find_unusable(folder: Path, *, has_template: bool = False) -> str | None:
     Returns:
         The problem and its fix; None if there is no problem.
     """
-    return next(_list_obstacles(folder, has_template), None)
-
-
-def _list_obstacles(folder: Path, has_template: bool) -> Iterator[str]:
-    if not folder.is_dir():
-        yield "there is no such folder. Download the model, and name the folder that holds its config.json"
-        return
     values = _read_json(folder / CONFIG)
     if values is None:
-        is_there = (folder / CONFIG).is_file()
-        yield (
-            f"{CONFIG} is not readable as JSON"
-            if is_there
-            else f"the folder holds no Hugging Face model, because it has no {CONFIG}"
-        )
-        return
+        return f"there is no readable {CONFIG} in it. Download the model, and name the folder that holds this file"
     names = values.get("architectures") or []
-    trained = _list_causal_models()
-    if "auto_map" in values:
-        yield (
-            f"{CONFIG} has auto_map: the model needs code of its own, which is not run. Choose a model that "
-            "transformers itself supports"
-        )
-    elif not names or not set(names) <= trained:
-        yield (
+    if not names or not set(names) <= _list_causal_models():
+        return (
             f"its architecture is {', '.join(names) or 'not named'}, but the installed transformers has no causal "
             "language model of that name. Choose another model, or install a transformers release that supports it"
         )
-    quantization = values.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        yield f"its weights are quantised (quant_method={method}) and cannot be trained. Choose the unquantised model"
-    if not list_weights(folder):
-        others = sorted(file.name for file in folder.glob("*.gguf"))
-        convert = f"; convert {others[0]} with transformers' save_pretrained" if others else ""
-        yield f"it has no weights: none of {' and '.join(WEIGHTS)} is there{convert}"
-    for index in sorted(folder.glob("*.index.json")):
-        files = set((_read_json(index) or {}).get("weight_map", {}).values())
-        if missing := sorted(name for name in files if not (folder / name).is_file()):
-            yield f"{index.name} lists {len(files)} weight files, but {missing[0]} is missing. Download it"
-    for file in list_weights(folder):
-        if _is_pointer(file):
-            yield f"{file.name} is a git-lfs pointer instead of the weights. Run git lfs pull in that folder"
+    if values.get("quantization_config"):
+        return "its weights are quantised and cannot be trained. Choose the unquantised model"
+    files = list_weights(folder)
+    if not files:
+        return f"it has no weights: none of {' and '.join(WEIGHTS)} is there. Download them"
+    for file in files:
         try:
             read_shapes(file)
         except ValueError as error:
-            yield f"{error}. Download it again"
+            return f"{error}. Download it again (git lfs pull, if it is a pointer of git-lfs)"
     if not any((folder / name).is_file() for name in TOKENIZERS):
-        yield f"it has no tokenizer: none of {', '.join(TOKENIZERS)} is there. Save the tokenizer into it"
-    elif not has_template and not _has_template(folder):
-        yield (
+        return f"it has no tokenizer: none of {', '.join(TOKENIZERS)} is there. Save the tokenizer into it"
+    in_files = any((folder / name).exists() for name in TEMPLATES)
+    if not (has_template or in_files or (_read_json(folder / "tokenizer_config.json") or {}).get("chat_template")):
+        return (
             "its tokenizer has no chat template, which is common for base models. Choose the instruct model, or set "
             "actor_rollout_ref.model.custom_chat_template=TEMPLATE"
         )
+    return None
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
@@ -95,22 +69,11 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def _is_pointer(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(24) == b"version https://git-lfs."
-
-
-def _has_template(folder: Path) -> bool:
-    in_files = any((folder / name).exists() for name in TEMPLATES)
-    return in_files or bool((_read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
-
-
 def _list_causal_models() -> set[str]:
     """List transformers' causal language models by reading its source, because its import takes seconds and 300 MB."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None, "quickstart.sh looks for transformers before"
-    assert spec.submodule_search_locations is not None
-    source = Path(spec.submodule_search_locations[0]) / "models" / "auto" / "modeling_auto.py"
+    source = Path(str(spec.origin)).parent / "models" / "auto" / "modeling_auto.py"
     _, _, table = source.read_text().partition("\nMODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
     return set(table.partition("\n)")[0].split('"')[1::2])
 

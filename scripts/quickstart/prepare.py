@@ -21,8 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from .sums import SumsSettings, build_sums_tokenizer, write_data
-from .task import ARITHMETIC, TaskSettings, get_instruction, splits, write_parquet
+from . import sums, task
 
 HERE = Path(__file__).resolve().parent
 _MODEL = ["model.py", "warm_start.py", "task.py", "reward.py", "sums.py", "free_length.py"]
@@ -84,21 +83,19 @@ def make_once(path: Path, build: Callable[[Path], None]) -> bool:
 
 def prepare_data(path: Path, part: str = "data") -> None:
     """Make the folder with train.parquet and heldout.parquet for words, arithmetic or sums."""
-    questions, sums = ARITHMETIC if part == "arithmetic" else TaskSettings(), SumsSettings()
+    if part == "sums":
+        splits, to_row, what = sums.list_questions(sums.SumsSettings()), sums.to_row, "sums"
+    else:
+        settings = task.ARITHMETIC if part == "arithmetic" else task.TaskSettings()
+        splits, to_row, what = task.splits(settings), task.to_row, f"questions of {settings.family}"
 
     def build(draft: Path) -> None:
-        if part == "sums":
-            write_data(draft, sums)
-            return
-        parts = splits(questions)
         for split in ("train", "heldout"):
-            write_parquet(parts[split], split, draft / f"{split}.parquet")
+            task.write_parquet(splits[split], split, draft / f"{split}.parquet", to_row)
 
     known = f", cached in {path}" if make_once(path, build) else ""
-    counts = f"{10**4 - sums.heldout} training and {sums.heldout} held-out sums"
-    if part != "sums":
-        counts = f"{questions.train} training and {questions.heldout} held-out questions of {questions.family}"
-    print(f"data: {counts}{known}", flush=True)
+    train, heldout = (len(splits[split]) for split in ("train", "heldout"))
+    print(f"data: {train} training and {heldout} held-out {what}{known}", flush=True)
 
 
 def prepare_model(path: Path, part: str = "model") -> None:
@@ -133,8 +130,8 @@ def prepare_model(path: Path, part: str = "model") -> None:
         # working.
         torch.set_num_threads(1)
         transformers.utils.logging.disable_progress_bar()
-        entries = splits(TaskSettings())["warm_start"] if part != "sums_model" else []
-        tokenizer = build_tokenizer(get_instruction(entries)) if entries else build_sums_tokenizer()
+        entries = task.splits(task.TaskSettings())["warm_start"] if part != "sums_model" else []
+        tokenizer = build_tokenizer(task.get_instruction(entries)) if entries else sums.build_sums_tokenizer()
         if part == "mixture":
             # verl uses this token to find Qwen3's turns, and expects it in the tokenizer of every model of that type.
             tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
@@ -143,7 +140,7 @@ def prepare_model(path: Path, part: str = "model") -> None:
         name = type(model).__name__.removesuffix("ForCausalLM")
         say(f"a {name} of {model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
         if part == "sums_model":
-            score = warm_start.warm_start_sums(model, tokenizer, SumsSettings(), report)
+            score = warm_start.warm_start_sums(model, tokenizer, sums.SumsSettings(), report)
         elif part == "free_length_model":
             score = warm_start.warm_start_at_length(model, tokenizer, entries, report)
         else:

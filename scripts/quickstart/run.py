@@ -21,36 +21,12 @@ from typing import Any, NoReturn
 import yaml
 
 from recipe.offpolicy.analysis.table import to_rich
-from verl_patches.contract import installed_release
+from verl_patches.contract import demand_release
 
-from .options import (
-    MODEL_PATH,
-    SMOLLM2,
-    TASKS,
-    Options,
-    build_child_environment,
-    build_release_overrides,
-    build_task_overrides,
-    find_last,
-    needs_teacher,
-    quote,
-)
+from . import options, report, sums
 from .prepare import find_made, folder
 from .processes import Child, SharedMemoryWatch, StageFailed, Tail, Teacher, become_subreaper, clean_up
-from .report import (
-    FAILED,
-    FIRST_VALUE,
-    REFUSED,
-    History,
-    Progress,
-    TrainingView,
-    build_summary_table,
-    describe,
-    draw,
-    judge,
-)
 from .smollm2 import NAME
-from .sums import describe_utilities, judge_utilities, read_recorded
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -76,17 +52,17 @@ class Interrupted(BaseException):
 class Quickstart:
     """One run. `run` may raise any exception; `close` must always be called."""
 
-    def __init__(self, options: Options, overrides: Sequence[str], progress: Progress) -> None:
-        self.options = options
-        self.task = TASKS[options.task]
+    def __init__(self, given: options.Options, overrides: Sequence[str], progress: report.Progress) -> None:
+        self.options = given
+        self.task = options.TASKS[given.task]
         # Platform and model are among the options. Hydra accepts the choice of a group only once, and has no group for
         # the model.
         self.overrides = [override for override in overrides if not override.startswith(("platform=", "model="))]
-        self.taught = needs_teacher(self.overrides)
-        self.own = "mixture" if options.mixture else self.task.model
-        self.parts = [self.task.data, *([] if options.model else [self.own]), *(["teacher"] if self.taught else [])]
+        self.taught = options.needs_teacher(self.overrides)
+        self.own = "mixture" if given.mixture else self.task.model
+        self.parts = [self.task.data, *([] if given.model else [self.own]), *(["teacher"] if self.taught else [])]
         self.progress = progress
-        self.history = History()
+        self.history = report.History()
         self.current: Child | None = None
         self.checking = False
         self._read_metrics: Callable[[], None] = lambda: None
@@ -95,8 +71,8 @@ class Quickstart:
         self._folder.mkdir(parents=True)
         # Ray's sockets are deep below this folder, and the path of a socket must be shorter than 108 characters.
         self._scratch = tempfile.mkdtemp(prefix="qs", dir="/tmp")
-        large = options.model is not None or options.task == "arithmetic"
-        self._env = build_child_environment(os.environ, options.platform, ROOT, large=large) | {
+        large = given.model is not None or given.task == "arithmetic"
+        self._env = options.build_child_environment(os.environ, given.platform, ROOT, large=large) | {
             "TMPDIR": self._scratch,
             "RAY_TMPDIR": self._scratch,
             "VERL_FILE_LOGGER_PATH": str(self._folder / "metrics.jsonl"),
@@ -108,8 +84,7 @@ class Quickstart:
         Raises:
             StageFailed, Interrupted.
         """
-        release = installed_release("verl")
-        assert release is not None, "quickstart.sh looks for verl before"
+        release = demand_release()
         where = os.path.relpath(self._folder)
         self.progress.line(f"quickstart of verl {release} on {self.options.platform}, everything goes to {where}")
         command = self._build_command(release)
@@ -118,12 +93,14 @@ class Quickstart:
             self._start_teacher(folders["teacher"])
         self.progress.stage("checking the configuration")
         model = self.options.model or folders[self.parts[1]]
-        files = [quote(f"data.{key}_files", folders[self.task.data] / f"{name}.parquet") for key, name in SPLITS]
-        command += [*files, quote(MODEL_PATH, model), *self.overrides]
+        files = [
+            options.quote(f"data.{key}_files", folders[self.task.data] / f"{name}.parquet") for key, name in SPLITS
+        ]
+        command += [*files, options.quote(options.MODEL_PATH, model), *self.overrides]
         lines = self._follow(self._start(command, "train.log"))
         # Only the trainer knows the correction, because it resolves correction=auto.
         correction, _ = json.JSONDecoder().raw_decode(self._await_checks(lines))
-        self.progress.line(f"  all checks passed: {describe(correction)}")
+        self.progress.line(f"  all checks passed: {report.describe(correction)}")
         return self._train(lines, correction)
 
     def close(self) -> tuple[list[int], list[str]]:
@@ -162,12 +139,12 @@ class Quickstart:
         trainer = yaml.safe_load((self._folder / "hydra" / ".hydra" / "config.yaml").read_text())["trainer"]
         steps = int(trainer["total_training_steps"] or 0)
         scored = trainer["val_before_train"] and trainer["test_freq"] > 0
-        default = find_last("trainer.total_training_steps", self.task.overrides)
+        default = options.find_last("trainer.total_training_steps", self.task.overrides)
         enough = int(default or yaml.safe_load(CONFIG.read_text())["trainer"]["total_training_steps"])
         judged = not self.options.model and self.options.task != "free_length" and steps >= enough
         parts = ("weight", "masks", "proximal", "kl_clip")
         corrected = [correction[part] for part in parts] != [None, {}, "recompute", None]
-        view = TrainingView(self.progress, self.history, steps, corrected, scored)
+        view = report.TrainingView(self.progress, self.history, steps, corrected, scored)
         metrics = Tail(self._folder / "metrics.jsonl")
 
         def read_metrics() -> None:
@@ -177,7 +154,7 @@ class Quickstart:
         self._read_metrics = read_metrics
         for line in lines:
             view.log_line(line)
-        verdict = judge(self.history, corrected=corrected, judged=judged, scored=scored)
+        verdict = report.judge(self.history, corrected=corrected, judged=judged, scored=scored)
         if self.history.steps:
             self._report(correction, corrected)
         return verdict
@@ -186,16 +163,19 @@ class Quickstart:
         self.progress.stage("reporting")
         recorded = sorted((self._folder / "recorded").glob("step_00000001*.parquet"))
         if self.options.task == "process_reward" and recorded and not self.options.model:
-            found = judge_utilities(read_recorded(recorded, folder(CACHE, "sums_model")))
-            first = self.history.series(FIRST_VALUE)[0]
-            self.progress.line(f"values of the first step: {describe_utilities(found, first)}")
-        self.progress.console.print(to_rich(build_summary_table(self.history, corrected=corrected)))
+            found = sums.judge_utilities(sums.read_recorded(recorded, folder(CACHE, "sums_model")))
+            first = self.history.series(report.FIRST_VALUE)[0]
+            self.progress.line(f"values of the first step: {sums.describe_utilities(found, first)}")
+        self.progress.console.print(to_rich(report.build_summary_table(self.history, corrected=corrected)))
         picture = self._folder / "quickstart.png"
-        own = {"mixture": "a mixture of 1.2 M parameters", SMOLLM2: NAME}.get(self.own, "a Qwen2 of 0.4 M parameters")
+        own = {"mixture": "a mixture of 1.2 M parameters", options.SMOLLM2: NAME}.get(
+            self.own, "a Qwen2 of 0.4 M parameters"
+        )
         model = self.options.model.name if self.options.model else own
         if self.options.task == "free_length":
             self._report_lengths()
-        draw(self.history, picture, f"GRPO of {model} on {self.task.title}, {describe(correction)}")
+        title = f"GRPO of {model} on {self.task.title}, {report.describe(correction)}"
+        report.draw(self.history, picture, title)
         self.progress.line(f"picture: {os.path.relpath(picture)}")
 
     def _report_lengths(self) -> None:
@@ -212,19 +192,14 @@ class Quickstart:
 
     def _build_command(self, release: str) -> list[str]:
         """Build the training command without data, model and the user's overrides."""
-        recorded = quote("offpolicy.record.dir", self._folder / "recorded")
+        recorded = options.quote("offpolicy.record.dir", self._folder / "recorded")
         return [
             *(sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem),
-            quote("hydra.run.dir", self._folder / "hydra"),
-            quote("reward.custom_reward_function.path", HERE / "reward.py"),
-            *build_release_overrides(self.options.platform, release, self.overrides),
+            options.quote("hydra.run.dir", self._folder / "hydra"),
+            options.quote("reward.custom_reward_function.path", HERE / "reward.py"),
+            *options.build_release_overrides(self.options.platform, release, self.overrides),
             *self.options.model_overrides,
-            *build_task_overrides(
-                self.options.task,
-                self.overrides,
-                pretrained=self.options.model is not None,
-                platform=self.options.platform,
-            ),
+            *options.build_task_overrides(self.options, self.overrides),
             *([recorded] if self.options.task == "process_reward" else []),
         ]
 
@@ -264,22 +239,22 @@ def _explain(error: StageFailed | Interrupted, quickstart: Quickstart) -> tuple[
         quickstart.progress.line(f"the end of {quickstart.current.log}:")
         quickstart.progress.console.print(quickstart.current.end_of_log(lines), markup=False, soft_wrap=True)
     if quickstart.checking:
-        return REFUSED, "the configuration was refused, see above"
-    return FAILED, f"{error}, see above"
+        return report.REFUSED, "the configuration was refused, see above"
+    return report.FAILED, f"{error}, see above"
 
 
 def main(overrides: Sequence[str]) -> int:
     try:
         if sys.platform != "linux":
             raise ValueError(f"this quickstart runs on Linux, not on {sys.platform}")
-        options = Options.read(os.environ, overrides)
+        given = options.Options.read(os.environ, overrides)
     except ValueError as error:
         print(f"quickstart: {error}", file=sys.stderr)
-        return REFUSED
+        return report.REFUSED
     become_subreaper()
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    with Progress() as progress:
-        quickstart = Quickstart(options, overrides, progress)
+    with report.Progress() as progress:
+        quickstart = Quickstart(given, overrides, progress)
         try:
             for number in signals:
                 signal.signal(number, _interrupt)

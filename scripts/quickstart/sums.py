@@ -109,17 +109,6 @@ def read_digits(prompt: str) -> Digits:
     return tuple(map(int, re.findall(r"\d", prompt.partition(INSTRUCTION)[2])))
 
 
-def write_data(folder: Path, settings: SumsSettings) -> int:
-    """Write train.parquet and heldout.parquet, and return the number of questions to train on."""
-    import pandas
-
-    questions = list_questions(settings)
-    for split, found in questions.items():
-        rows = [to_row(digits, index, split) for index, digits in enumerate(found)]
-        pandas.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
-    return len(questions["train"])
-
-
 def build_sums_tokenizer() -> Any:
     """Build the quickstart's tokenizer with the force prompt and the marker as single tokens."""
     from tokenizers import AddedToken
@@ -134,8 +123,8 @@ def build_sums_tokenizer() -> Any:
 class StepUtilities(NamedTuple):
     """Utilities of verified steps, in nats."""
 
-    right: Sequence[float]
-    wrong: Sequence[float]
+    right: list[float]
+    wrong: list[float]
 
     @property
     def separation(self) -> float:
@@ -156,13 +145,12 @@ def judge_utilities(rows: Sequence[tuple[str, str, Sequence[float]]]) -> StepUti
     Args:
         rows: (prompt, response, utility of each episode).
     """
-    right: list[float] = []
-    wrong: list[float] = []
+    found = StepUtilities([], [])
     for prompt, response, utilities in rows:
         chain = response.partition(FORCE_PROMPT)[0]
         for verdict, utility in zip(check_steps(read_digits(prompt), chain), utilities, strict=False):
-            (right if verdict else wrong).append(utility)
-    return StepUtilities(right, wrong)
+            (found.right if verdict else found.wrong).append(utility)
+    return found
 
 
 def read_recorded(files: Sequence[Path], model: Path) -> list[tuple[str, str, list[float]]]:

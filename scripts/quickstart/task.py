@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,10 @@ def to_row(entry: Entry, index: int, split: str) -> dict[str, Any]:
     }
 
 
-def write_parquet(entries: Sequence[Entry], split: str, path: Path) -> None:
+def write_parquet(
+    questions: Sequence[Any], split: str, path: Path, to_row: Callable[[Any, int, str], dict[str, Any]] = to_row
+) -> None:
     """Write the rows of one split."""
     import pandas
 
-    pandas.DataFrame([to_row(entry, index, split) for index, entry in enumerate(entries)]).to_parquet(path)
+    pandas.DataFrame([to_row(each, index, split) for index, each in enumerate(questions)]).to_parquet(path)

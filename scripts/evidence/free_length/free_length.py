@@ -170,24 +170,15 @@ def train(arm: str, seed: int, folder: Path, entries: Sequence[Entry], steps: in
         # There are two gradient steps on each batch, as in the quickstart.
         for rows in torch.arange(len(chosen)).tensor_split(2):
             log_prob = score_tokens(model, found, rows.tolist(), pad)
-            loss, _ = compute_policy_loss_vanilla(
-                old_log_prob=found.log_probs[rows] * found.mask[rows],
-                log_prob=log_prob,
-                advantages=advantages[rows],
-                response_mask=found.mask[rows].float(),
-                loss_agg_mode="token-mean",
-                config=config,
-            )
+            old, mask = found.log_probs[rows] * found.mask[rows], found.mask[rows].float()
+            loss, _ = compute_policy_loss_vanilla(old, log_prob, advantages[rows], mask, "token-mean", config)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        lengths = {name: value for name, value in penalty.metrics().items() if name.startswith("length/")}
-        data = {
-            "response_length/mean": float(found.mask.sum(-1).float().mean()),
-            "critic/score/mean": float(scores.mean()),
-        }
-        history.append({"step": step, "data": data | lengths})
+        data = {name: value for name, value in penalty.metrics().items() if name.startswith("length/")}
+        data["response_length/mean"] = float(found.mask.sum(-1).float().mean())
+        history.append({"step": step, "data": data | {"critic/score/mean": float(scores.mean())}})
     return history
 
 
@@ -240,38 +231,38 @@ def judge(ends: pandas.DataFrame) -> list[tuple[str, bool, str]]:
     none = ends.loc["none"].add_suffix("_none")
     by_arm = {arm: ends.loc[arm].join(none, how="inner") for arm in ends.index.unique("arm")}
     for arm in ("uniform/before", "group/before"):
-        both = by_arm.get(arm, by_arm["none"].iloc[:0])
+        both = by_arm[arm]
         shorter = both["tokens_last"] < SHARE * both["tokens_last_none"]
         count = int((shorter & (both["right_last"] < both["right_first"])).sum())
         text = f"{arm} collapses in {SEEDS:.0%} of seeds"
-        found.append((text, bool(len(both)) and count >= SEEDS * len(both), f"{count} of {len(both)}"))
+        found.append((text, count >= SEEDS * len(both), f"{count} of {len(both)}"))
     for arm in ("anchor/before", "anchor/after"):
-        if arm in by_arm and len(both := by_arm[arm]):
-            length, right = ((both[f"{name}_last"] - both[f"{name}_last_none"]).mean() for name in ("tokens", "right"))
-            figures = f"{length:+.1f} tokens, {right:+.3f} right"
-            came_true = bool(length < 0 and abs(right) <= WITHIN)
-            found.append((f"{arm} is shorter than none and as right", came_true, figures))
+        both = by_arm[arm]
+        length, right = ((both[f"{name}_last"] - both[f"{name}_last_none"]).mean() for name in ("tokens", "right"))
+        came_true = bool(length < 0 and abs(right) <= WITHIN)
+        figures = f"{length:+.1f} tokens, {right:+.3f} right"
+        found.append((f"{arm} is shorter than none and as right", came_true, figures))
     return found
 
 
 def format_arms(ends: pandas.DataFrame) -> dict[str, list[str]]:
     """Format the seeds of each arm, their means, and the range of the last length."""
     found = {}
-    for arm in (arm for arm in ARMS if arm in ends.index):
+    for arm in ends.index.unique("arm"):
         each = ends.loc[arm]
         first, right_first, last, right_last = each.mean()
         least_to_most = f"{each['tokens_last'].min():.1f} to {each['tokens_last'].max():.1f}"
-        cells = (f"{first:.1f}", f"{last:.1f}", least_to_most, f"{right_first:.3f}", f"{right_last:.3f}")
-        found[arm] = [str(len(each)), *cells]
+        lengths = f"{first:.1f}", f"{last:.1f}", least_to_most
+        found[arm] = [str(len(each)), *lengths, f"{right_first:.3f}", f"{right_last:.3f}"]
     return found
 
 
-def print_table(console: Console, ends: pandas.DataFrame) -> None:
+def print_table(ends: pandas.DataFrame) -> None:
     """Print the table of all runs."""
     table = Table("arm", "seeds", "tokens, first", "tokens, last", "least to most", "right, first", "right, last")
     for arm, cells in format_arms(ends).items():
         table.add_row(arm, *cells)
-    console.print(table)
+    Console(width=120).print(table)
 
 
 def draw(measured: pandas.DataFrame, path: Path) -> None:
@@ -284,9 +275,8 @@ def draw(measured: pandas.DataFrame, path: Path) -> None:
             look: dict[str, Any] = {"color": f"C{number}", "linestyle": "--" if place == "before" else "-"}
             for axes, name in ((lengths, "tokens"), (right, "right")):
                 curves = measured[measured["arm"] == arm].pivot(index="step", columns="seed", values=name)
-                if not curves.empty:
-                    axes.plot(curves, alpha=0.2, linewidth=0.7, **look)
-                    axes.plot(curves.mean(axis=1), label=label, **look)
+                axes.plot(curves, alpha=0.2, linewidth=0.7, **look)
+                axes.plot(curves.mean(axis=1), label=label, **look)
         lengths.set(title="Length of answers", xlabel="step", ylabel="mean response tokens")
         lengths.set_ylim(bottom=0)
         right.set(title="Right answers", xlabel="step", ylabel="share", ylim=(0, 1))
@@ -316,7 +306,7 @@ def show(options: argparse.Namespace) -> None:
     """Print the table of measured figures, and which expectations were met; draw the figures."""
     measured = pandas.read_csv(options.measured)
     ends = compute_ends(measured)
-    print_table(Console(width=120), ends)
+    print_table(ends)
     for expectation, came_true, figures in judge(ends):
         print(f"{expectation}: {'yes' if came_true else 'no'} ({figures})")
     if options.png is not None:
@@ -327,7 +317,7 @@ def collect(options: argparse.Namespace) -> None:
     """Write the raw figures of whole runs on verl, and print their table."""
     measured = read_runs(options.folder, VERL_BLOCK)
     write_measured(measured, options.out)
-    print_table(Console(width=120), compute_ends(measured, VERL_LAST))
+    print_table(compute_ends(measured, VERL_LAST))
 
 
 def main() -> None:

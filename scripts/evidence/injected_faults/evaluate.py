@@ -1,4 +1,4 @@
-"""Precision and recall of the search for causes on the recordings of ``cases``, together with its verdicts.
+"""Verdicts of the search for causes on the recordings of ``cases``, and how many of them are wrong.
 
 python scripts/evidence/injected_faults/evaluate.py [tuning|held_out]
 """
@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(HERE.parent)]
 from injected_faults.cases import CASES, FaultCase, Part
 from rich.console import Console
 
-from recipe.offpolicy.analysis.attribution.cause import NAMES, Cause
+from recipe.offpolicy.analysis.attribution.cause import Cause
 from recipe.offpolicy.analysis.attribution.causes import find_causes
 from recipe.offpolicy.analysis.table import Column, Table, to_rich
 from recipe.offpolicy.recording import Recording
@@ -37,28 +37,6 @@ class Judged:
         return frozenset(cause.name for cause in self.causes if cause.verdict == "present")
 
 
-@dataclass(frozen=True)
-class Score:
-    """Counts of one cause over several cases; precision and recall are NaN if there is nothing to count.
-
-    Attributes:
-        right, false, missed: numbers of cases in which the cause was present and found, absent but found, and present
-            but not found.
-    """
-
-    right: int
-    false: int
-    missed: int
-
-    @property
-    def precision(self) -> float:
-        return self.right / (self.right + self.false) if self.right + self.false else float("nan")
-
-    @property
-    def recall(self) -> float:
-        return self.right / (self.right + self.missed) if self.right + self.missed else float("nan")
-
-
 def judged(part: Part) -> list[Judged]:
     """Judge every case of ``part`` from its rows alone; the search does not read the card."""
 
@@ -68,42 +46,23 @@ def judged(part: Part) -> list[Judged]:
     return [search(case) for case in CASES if case.part == part]
 
 
-def scores(results: Sequence[Judged]) -> dict[str, Score]:
-    """Compute the score of each cause, and of "all" causes together."""
-
-    def count(*names: str) -> Score:
-        known = set(names)
-        pairs = [(one.found & known, one.case.causes & known) for one in results]
-        return Score(
-            right=sum(len(found & there) for found, there in pairs),
-            false=sum(len(found - there) for found, there in pairs),
-            missed=sum(len(there - found) for found, there in pairs),
-        )
-
-    return {name: count(name) for name in NAMES} | {"all": count(*NAMES)}
-
-
 def main(part: Part) -> int:
-    results, console = judged(part), Console()
-
-    def show(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-        console.print(to_rich(Table([Column(name) for name in columns], rows, title)))
+    results = judged(part)
 
     def join(names: frozenset[str]) -> str:
         return ", ".join(sorted(names)) or "none"
 
-    show(
-        ("case", "injected", "found", "right"),
-        [
-            [f"{one.case.name}-{one.case.seed}", join(one.case.causes), join(one.found), one.found == one.case.causes]
-            for one in results
-        ],
+    rows = [
+        [f"{one.case.name}-{one.case.seed}", join(one.case.causes), join(one.found), one.found == one.case.causes]
+        for one in results
+    ]
+    columns = [Column(name) for name in ("case", "injected", "found", "right")]
+    false, missed = (
+        sum(map(len, each))
+        for each in zip(*((one.found - one.case.causes, one.case.causes - one.found) for one in results), strict=True)
     )
-    show(
-        ("cause", "right", "false", "missed", "precision", "recall"),
-        [[name, s.right, s.false, s.missed, s.precision, s.recall] for name, s in scores(results).items()],
-        f"{part}: {len(results)} runs",
-    )
+    title = f"{part}: {len(results)} runs, {false} causes found that were not injected, {missed} missed"
+    Console().print(to_rich(Table(columns, rows, title)))
     return 0
 
 

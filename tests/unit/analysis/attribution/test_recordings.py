@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 
 from injected_faults.cases import CASES, FaultCase, Part
-from injected_faults.evaluate import DATA, Judged, judged, scores
+from injected_faults.evaluate import DATA, Judged, judged
 
 from recipe.offpolicy.analysis.attribution.cause import NAMES
 from recipe.offpolicy.recording import Recording
@@ -74,13 +74,11 @@ def test_all_tuning_cases_are_right(results: dict[Part, list[Judged]]) -> None:
 
 
 @pytest.mark.slow
-def test_precision_and_recall_on_cases_not_used_for_tuning(results: dict[Part, list[Judged]]) -> None:
-    whole = scores(results["held_out"])["all"]
+def test_all_cases_not_used_for_tuning_are_right(results: dict[Part, list[Judged]]) -> None:
     assert {one.case.name: set(one.found) for one in results["held_out"]} == {
         one.case.name: set(one.case.causes) for one in results["held_out"]
     }
-    assert (whole.precision, whole.recall) == (1.0, 1.0)
-    assert whole.right == 14
+    assert sum(len(one.found) for one in results["held_out"]) == 14
 
 
 @pytest.mark.slow

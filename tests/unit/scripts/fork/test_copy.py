@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -185,24 +184,6 @@ def test_a_dry_run_lists_and_writes_nothing(project: Path, fork: Path, capsys: p
     assert call(fork, "--undo", "--dry-run") == DONE
     assert "would remove 8 files" in capsys.readouterr().out
     assert snapshot(fork) == copied
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("options", "status"), [(["--dry-run"], 0), (["--no-smoke"], 3)])
-def test_a_reader_that_leaves_early(fork: Path, options: list[str], status: int) -> None:
-    """As `| head` does, before the first line; a copy says so, for it is not known how far it came."""
-    before = snapshot(fork)
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = ["bash", str(ROOT / "scripts" / "copy_into_fork.sh"), str(fork), *options]
-    environment = {**git_free(), "VENV": sys.prefix}
-    done = subprocess.run(command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writer)
-    assert done.returncode == status
-    assert done.stderr.startswith("copy_into_fork: stopped: no one reads" if status else "")
-    assert "Error" not in done.stderr
-    assert status == 0 or "Fix: run the same command again" in done.stderr
-    assert snapshot(fork) == before
 
 
 def test_the_project_itself_is_copied_whole(fork: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from scripts.quickstart import prepare, warm_start
 from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS, demonstrate_at_length
 from scripts.quickstart.model import build_model, build_tokenizer
-from scripts.quickstart.options import FREE_LENGTH_OVERRIDES, build_task_overrides
+from scripts.quickstart.options import FREE_LENGTH_OVERRIDES, Options, build_task_overrides
 from scripts.quickstart.reward import score_last_word
 from scripts.quickstart.warm_start import TEACHER, WarmStart, warm_start_at_length
 
@@ -87,6 +87,6 @@ def test_a_model_that_is_cached_is_not_made_again(tmp_path: Path, capsys: pytest
     ],
 )
 def test_a_penalty_gets_the_coefficient_of_the_task(given: list[str], added: list[str]) -> None:
-    assert build_task_overrides("free_length", given) == [*FREE_LENGTH_OVERRIDES, *added]
+    assert build_task_overrides(Options(None, "cpu", "free_length"), given) == [*FREE_LENGTH_OVERRIDES, *added]
     assert f"data.max_response_length={MOST_TOKENS}" in FREE_LENGTH_OVERRIDES
     assert set(COEFFICIENTS) == {"uniform", "group", "anchor"}

@@ -75,14 +75,10 @@ def test_rewards_are_loaded_by_verl_outside_their_package(name: str) -> None:
     assert load_extern_object(module_path=str(path), object_name=name).__module__.startswith("custom_module")
 
 
-def test_rows_have_verls_schema(tmp_path: Path) -> None:
-    import pandas
-
+def test_rows_have_verls_schema() -> None:
     row = sums.to_row((3, 3, 2, 3), 0, "train")
     assert row["reward_model"]["ground_truth"] == "1"
     assert sums.read_digits(f"<|user|>{row['prompt'][0]['content']}<|end|>") == (3, 3, 2, 3)
-    assert sums.write_data(tmp_path, SETTINGS) == 10**4 - 128
-    assert len(pandas.read_parquet(tmp_path / "heldout.parquet")) == 128
 
 
 def test_utilities_are_sorted_by_their_steps() -> None:

@@ -38,8 +38,9 @@ def test_options_are_of_the_environment_and_of_overrides(env, overrides, options
 def test_routes_that_are_replayed_are_recorded() -> None:
     key = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
     recorded = ["actor_rollout_ref.rollout.enable_rollout_routing_replay=true"]
-    assert build_task_overrides("spelling", [f"{key}=R3"]) == recorded
-    assert build_task_overrides("spelling", [f"{key}=R3", f"{key}=R2"]) == build_task_overrides("spelling", []) == []
+    options = Options(None, "cpu")
+    assert build_task_overrides(options, [f"{key}=R3"]) == recorded
+    assert build_task_overrides(options, [f"{key}=R3", f"{key}=R2"]) == build_task_overrides(options, []) == []
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from scripts.quickstart.model import build_model, build_tokenizer
 from scripts.quickstart.options import BUCKET, TASKS, Options, build_child_environment, build_task_overrides
 from scripts.quickstart.reward import compute_score
 
+ARITHMETIC = Options(None, "cpu", "arithmetic")
 SMALL = task.TaskSettings(heldout=256, train=64, warm_start=32)
 
 
@@ -172,16 +173,16 @@ def test_matrix_products_of_a_large_model_take_all_cores_unless_the_caller_says_
 
 
 def test_its_default_correction_gives_way_to_the_users() -> None:
-    assert "correction=tis_token" in build_task_overrides("arithmetic", [])
-    assert not any(each.startswith("correction=") for each in build_task_overrides("arithmetic", ["correction=gsm"]))
+    assert "correction=tis_token" in build_task_overrides(ARITHMETIC, [])
+    assert not any(each.startswith("correction=") for each in build_task_overrides(ARITHMETIC, ["correction=gsm"]))
 
 
 def test_a_pretrained_model_gets_no_mask_that_drops_short_answers_and_no_rounded_updates() -> None:
-    dtype = "actor_rollout_ref.rollout.dtype"
-    assert build_task_overrides("spelling", [], pretrained=True) == ["correction=tis_token", f"{dtype}=float32"]
-    assert build_task_overrides("spelling", [], pretrained=True, platform="cuda") == ["correction=tis_token"]
-    assert build_task_overrides("spelling", ["correction=gsm", f"{dtype}=bfloat16"], pretrained=True) == []
-    assert f"{dtype}=float32" in build_task_overrides("arithmetic", [])
+    dtype, pretrained = "actor_rollout_ref.rollout.dtype", Options(Path("/model"), "cpu")
+    assert build_task_overrides(pretrained, []) == ["correction=tis_token", f"{dtype}=float32"]
+    assert build_task_overrides(Options(Path("/model"), "cuda"), []) == ["correction=tis_token"]
+    assert build_task_overrides(pretrained, ["correction=gsm", f"{dtype}=bfloat16"]) == []
+    assert f"{dtype}=float32" in build_task_overrides(ARITHMETIC, [])
 
 
 def test_an_index_without_the_wheel_is_an_error_that_names_it_and_leaves_nothing(
