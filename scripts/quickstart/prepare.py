@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -83,6 +84,8 @@ def make_once(path: Path, build: Callable[[Path], None]) -> bool:
 
 def prepare_data(path: Path, part: str = "data") -> None:
     """Make the folder with train.parquet and heldout.parquet for words, arithmetic or sums."""
+    splits: dict[str, Any]
+    to_row: Callable[[Any, int, str], dict[str, Any]]
     if part == "sums":
         splits, to_row, what = sums.list_questions(sums.SumsSettings()), sums.to_row, "sums"
     else:
