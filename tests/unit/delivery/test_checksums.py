@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.delivery.checksums import CHUNK, Checksum, add_checksums, compute_checksums, plain_name, sum_bits
+from recipe.offpolicy.delivery.checksums import CHUNK, Checksum, add_checksums, compute_checksums, sum_bits
 
 
 def test_hand_worked_sums() -> None:
@@ -39,12 +39,3 @@ def test_long_tensors_are_summed_in_chunks() -> None:
     bits = 0x3F800000
     wide = (CHUNK + 3) * bits**2
     assert sum_bits(weight.float()).tolist() == [(CHUNK + 3) * bits, (wide + 2**63) % 2**64 - 2**63]
-
-
-def test_names_lose_what_a_module_is_wrapped_in() -> None:
-    names = {
-        "_fsdp_wrapped_module.model.layers.0._fsdp_wrapped_module.norm.weight": "model.layers.0.norm.weight",
-        "base_model.model.model.layers.1.q_proj.lora_A.default.weight": "model.layers.1.q_proj.lora_A.weight",
-        "_orig_mod.lm_head.weight": "lm_head.weight",
-    }
-    assert {name: plain_name(name) for name in names} == names

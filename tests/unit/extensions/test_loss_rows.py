@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 
-from recipe.offpolicy.batch.micro_batch import WEIGHTS
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.batch.seals import find_difference
 from recipe.offpolicy.correction import CorrectionSpec
@@ -43,17 +42,6 @@ def test_columns_by_token_and_by_row_are_padded() -> None:
     assert seen.column("offpolicy_teacher").tolist() == [[0.5, 0.25], [4.0, 0.0]]
     assert seen.column("offpolicy_score").tolist() == [1.0, 2.0]
     assert "offpolicy_score" in seen
-
-
-def test_rows_of_padding_are_left_out_of_reports() -> None:
-    seen = rows(with_padding=False, offpolicy_score=torch.tensor([1.0, 2.0]))
-    assert seen.log_prob.tolist() == [[-1.0, -2.0]]
-    assert seen.column("offpolicy_score").tolist() == [1.0]
-
-
-def test_weights_are_ones_where_nothing_corrects() -> None:
-    assert rows().weights.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    assert rows(**{WEIGHTS: torch.tensor([[2.0, 0.0], [1.0, 1.0]])}).weights.tolist() == [[2.0, 0.0], [1.0, 1.0]]
 
 
 def test_the_mean_is_the_mini_batchs() -> None:

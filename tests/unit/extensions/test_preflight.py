@@ -7,7 +7,7 @@ import pytest
 from recipe.offpolicy.doctor.diagnosis import diagnose
 from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.doctor.show import Diagnosis
-from recipe.offpolicy.extensions.add_on import KEY, SHIPPED, Extension, list_registered, load_extensions
+from recipe.offpolicy.extensions.add_on import KEY
 from recipe.offpolicy.preflight.composed import Composed, choose_proximal
 from recipe.offpolicy.preflight.examination import Preflight, examine
 from recipe.offpolicy.preflight.python_source import OURS
@@ -35,22 +35,12 @@ def keys(found: Preflight) -> list[str]:
     return [problem.key for problem in found.problems if problem.verdict != "NOTE"]
 
 
-def test_sections_that_hold_keys_are_on_in_the_order_of_the_table() -> None:
-    with application(*(f"++{each}" if each.startswith(KEY) else each for each in ON), "+off=null") as config:
-        nudge = "tests.support.nudge:Nudge"
-        assert list_registered(config) == SHIPPED | {"one": nudge, "two": nudge}
-        one, two = load_extensions(config)
-    assert isinstance(one, Nudge)
-    assert (one.section, one.settings["bonus"], two.section, two.settings["tilt"]) == ("one", 0.5, "two", 1)
-
-
-@pytest.mark.parametrize("correction", ["tis_token", "none"])
-def test_the_headline_names_what_is_on(correction: str) -> None:
-    found = examined(f"correction={correction}", *ON)
+def test_the_headline_names_what_is_on() -> None:
+    found = examined("correction=none", *ON)
     assert keys(found) == []
     assert "; one (bonus=0.5, " in found.headline
     assert "; two (bonus=0.5, tilt=1, " in found.headline
-    assert found.headline.startswith("UNCORRECTED") == (correction == "none")
+    assert found.headline.startswith("UNCORRECTED")
 
 
 @pytest.mark.slow
@@ -64,11 +54,6 @@ def test_what_configure_sets_is_set_and_said() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
-        ([f"{KEY}.one=nowhere:Nudge", "+one.tilt=1"], f"{KEY}.one", "no such class"),
-        ([f"{KEY}.one=tests.support.nudge:Absent", "+one.tilt=1"], f"{KEY}.one", "no such class"),
-        ([f"{KEY}.one=tests.support.nudge:NudgeWorker", "+one.tilt=1"], f"{KEY}.one", "not a subclass"),
-        ([f"{KEY}.one=tests.support.nudge:Nudge"], f"{KEY}.one", "off"),
-        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one=3"], "one", "must hold keys"),
         ([f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=-1"], "one.bonus", "below 0"),
         ([f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"], "one.tilt", "nothing is shaped"),
         (
@@ -113,11 +98,5 @@ def test_the_doctor_has_a_row_for_each() -> None:
 @pytest.mark.slow
 def test_the_watchdog_takes_limits_of_their_phases() -> None:
     limit = "+offpolicy.watchdog.phase_timeouts.one=60"
-    assert keys(examined(*ON, limit)) == []
     (problem,) = [each for each in examined(limit).problems if each.verdict == "ERROR"]
     assert "update_critic" in problem.fix, "the phases that there are"
-
-
-def test_hooks_do_nothing_by_default() -> None:
-    extension = Extension("idle", {"a": 1, "b": {"c": 2}})
-    assert (extension.meaning, extension.worker(), extension.reads_old_log_prob) == ("a=1", None, False)

@@ -55,7 +55,7 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("reward", [math.nan, -math.inf])
 @pytest.mark.parametrize("path", PATHS)
 def test_every_path_names_the_sequence(path: str, reward: float) -> None:
     with pytest.raises(RewardError, match=rf"the reward of sequence 1 \(prompt a.*\) is {reward}\."):

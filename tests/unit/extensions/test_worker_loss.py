@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_on import BoundLoss, WorkerExtension
 from recipe.offpolicy.proof.verify import LivenessError, verify
-from recipe.offpolicy.worker.legacy_loss import Handover
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support import training_worker as tw
@@ -143,16 +140,3 @@ def test_a_term_does_not_hide_a_dead_correction() -> None:
     _, packet = run(Dead(CORRECTIONS["tis"], tw.actor_config(), prove=True, extensions=extensions))
     assert packet.proof is not None
     assert packet.proof.shifts["weight"].error > 0.1
-
-
-def test_without_extensions_nothing_of_them_travels() -> None:
-    assert "reports" not in Packet(1).__getstate__()
-    assert pickle.loads(pickle.dumps(Packet(1, reports={"one": 2}))).reports == {"one": 2}
-
-
-def test_a_handover_takes_extensions_along_by_value() -> None:
-    made = Handover(CorrectionSpec(), SharedPlan(1), extensions={"one": NudgeWorker(COLUMN, 0.5)})
-    assert made.reads_rollout_log_probs
-    again = pickle.loads(pickle.dumps(made))
-    assert again.extensions == {"one": NudgeWorker(COLUMN, 0.5)}
-    assert dataclasses.replace(made, prove=True).extensions == made.extensions

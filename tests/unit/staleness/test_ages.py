@@ -13,7 +13,6 @@ from recipe.offpolicy.staleness.ages import (
     StalenessError,
     check_ages,
     check_newest,
-    compute_age,
     find_too_old,
     read_tags,
     split_too_old,
@@ -24,10 +23,6 @@ def rows(*versions: int, padding: int = 0) -> list[RowTag]:
     return [
         RowTag(f"u{i}_0_0", v, v, v + 1, 3, is_padding=i >= len(versions) - padding) for i, v in enumerate(versions)
     ]
-
-
-def test_the_weights_of_a_step_are_those_of_the_step_before() -> None:
-    assert [compute_age(version, 5) for version in (4, 3, 0)] == [0, 1, 4]
 
 
 def test_rows_of_before_a_checkpoint_have_the_limit_of_then() -> None:
@@ -79,30 +74,7 @@ def test_a_row_that_names_weights_of_later_is_found() -> None:
         check_newest({"a_0_0": {"max_global_steps": 4}, "b_0_0": {"max_global_steps": 5}}, 5, "2")
 
 
-def test_the_oldest_row_is_named() -> None:
-    check_ages(rows(4, 3), 5, AgeLimit(Fraction(1)))
-    with pytest.raises(
-        StalenessError, match=r"sequence u2_0_0 was sampled by version 0 .* 2 of 3 sequences are too old"
-    ):
-        check_ages(rows(3, 2, 0), 5, AgeLimit(Fraction(1)))
-
-
 def test_a_mini_batch_keeps_a_token() -> None:
     """Mini-batch 0 is all too old, of mini-batch 1 one row is, and what is left of mini-batch 2 is padding."""
     mini_batch = [0, 0, 1, 1, 2, 2]
     assert split_too_old([0, 1, 2, 4], rows(*[1] * 6, padding=1), mini_batch) == ({2}, {0, 1, 4})
-
-
-def test_rows_are_split_without_a_search_for_each() -> None:
-    class Counted(int):
-        compared = 0
-
-        def __eq__(self, other: object) -> bool:
-            Counted.compared += 1
-            return int(self) == other
-
-        __hash__ = int.__hash__
-
-    number = 300
-    split_too_old([Counted(row) for row in range(0, number, 2)], rows(*[1] * number), [0] * number)
-    assert Counted.compared <= 3 * number

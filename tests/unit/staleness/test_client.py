@@ -123,22 +123,6 @@ def test_rows_that_have_an_id_in_common_have_lists_of_their_own() -> None:
     assert one[0] is one[1] is not two[0]
 
 
-def test_a_chunk_takes_at_most_16_bytes(generate: Callable[..., Any]) -> None:
-    from verl.experimental.agent_loop import AgentLoopOutput
-
-    largest = 2**31 - 1
-    output = asyncio.run(generate("a", (2, 3, "completed")))
-    turns = output.extra_fields[CHUNKS]
-    turns[:] = [[(largest - i, largest - i)] for i in range(100)]
-    made = AgentLoopOutput(
-        prompt_ids=[1], response_ids=[2], response_mask=[1], extra_fields=output.extra_fields, num_turns=2, metrics={}
-    )
-    sent = made.as_dict()["extra_fields"][CHUNKS]
-    assert type(sent) is list
-    none = len(pickle.dumps([]))
-    assert len(pickle.dumps(sent)) - none <= 16 * 100
-
-
 def test_another_client_is_left_alone_and_said(caplog: pytest.LogCaptureFixture) -> None:
     class Own(llm_server.FullyAsyncLLMServerClient):  # type: ignore[misc, name-defined]
         """A user's."""

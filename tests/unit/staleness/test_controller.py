@@ -9,7 +9,6 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,7 +84,7 @@ curves = st.lists(st.floats(0.01, 0.2), min_size=8, max_size=8)
 """What the sample size loses with each version of age."""
 
 
-@settings(max_examples=at_most(300))
+@settings(max_examples=at_most(60))
 @given(curves, st.floats(0.2, 0.99), st.integers(1, 5), st.integers(1, 3), st.integers(0, 8))
 def test_eta_settles_at_the_largest_that_meets_the_target(
     losses: list[float], target: float, every: int, patience: int, start: int
@@ -101,7 +100,7 @@ def test_eta_settles_at_the_largest_that_meets_the_target(
     assert best in settled
 
 
-@settings(max_examples=at_most(100))
+@settings(max_examples=at_most(40))
 @given(st.integers(0, 2**32 - 1))
 def test_noise_moves_it_by_no_more_than_a_step(seed: int) -> None:
     """Noise of less than half of what a step of age costs."""
@@ -112,21 +111,3 @@ def test_noise_moves_it_by_no_more_than_a_step(seed: int) -> None:
     settled = simulate(build(0, ess=0.83, every=4), ess, noise=0.02, seed=seed)[200:]
     assert {*settled} <= {2, 3, 4}
     assert max(settled) - min(settled) <= 1
-
-
-@settings(max_examples=at_most(100))
-@given(curves, st.lists(st.floats(0.2, 0.99), min_size=2, max_size=6))
-def test_a_higher_target_settles_no_higher(losses: list[float], targets: list[float]) -> None:
-    def ess(age: int) -> float:
-        return 1.0 - sum(losses[:age])
-
-    found = [simulate(build(0, ess=target, every=4), ess)[-1] for target in sorted(targets)]
-    assert found == sorted(found, reverse=True)
-
-
-@pytest.mark.parametrize("bounds", [(0, 3), (2, 8), (4, 4)])
-def test_eta_stays_within_floor_and_ceiling(bounds: tuple[int, int]) -> None:
-    floor, ceiling = bounds
-    etas = simulate(build(floor, ess=0.5, floor=floor, ceiling=ceiling), lambda age: 1.0 if age < 6 else 0.1)
-    assert min(etas) == floor
-    assert max(etas) == min(ceiling, 6)

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.staleness import weight_snapshots
-from recipe.offpolicy.staleness.weight_snapshots import SnapshotSettings, find_lag, find_problems
+from recipe.offpolicy.staleness.weight_snapshots import find_lag, find_problems
 from verl_patches.execution_path import live_path
 
 
@@ -28,12 +28,6 @@ def config(*changes: str, **keys: Any) -> DictConfig:
         }
     )
     return OmegaConf.merge(made, OmegaConf.from_dotlist(list(changes)))  # type: ignore[return-value]
-
-
-def test_settings_are_none_without_snapshots() -> None:
-    assert SnapshotSettings.from_config(config()) == SnapshotSettings(4, 8)
-    assert SnapshotSettings.from_config(config(snapshots=None)) is None
-    assert SnapshotSettings.from_config(OmegaConf.create({"offpolicy": {}})) is None
 
 
 def test_what_the_trainer_can_do_is_let_through() -> None:

@@ -117,10 +117,4 @@ def test_what_verl_has_loaded_is_counted(step: int, account: int, room: int, mon
     assert run.limit.age_limit.get_oldest(step) == run.limit.age_limit.get_oldest(step + 1) == 2
 
 
-def test_the_state_lies_in_the_checkpoint_of_a_run_with_a_limit_alone() -> None:
-    from recipe.offpolicy.extensions.add_ons import AddOns
-
-    assert AddOns().rate_limit_state is None
-
-
 # Updates ---------------------------------------------------------------------------------------------------------

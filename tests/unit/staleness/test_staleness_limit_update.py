@@ -207,20 +207,3 @@ def test_a_client_that_drops_a_chunk_stops_the_run(monkeypatch: pytest.MonkeyPat
         update.check()
     update.batch.tags[3]["is_padding"] = True
     update.check()
-
-
-def test_a_buffer_that_ignores_eta_stops_the_run_at_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hands out whatever has finished: one prompt of ten takes 12 steps, and is 2 versions too old when it comes."""
-    from recipe.offpolicy.staleness import buffer
-
-    monkeypatch.setattr(buffer, "keeps_deadlines", lambda *args, **kwargs: True)
-    run = Run(monkeypatch, eta=2, delay=lambda number, times: 4 if number == 1 else 0)
-    run.train(4)
-    run.trainer._add_batch_to_generate()
-    run._settle()
-    meta, _ = run.buffer.sample(run.step, "train", 2)
-    meta.extra_info = {}
-    with pytest.raises(
-        StalenessError, match=r"sequence u1_0_0 was sampled by version 0 .* in step 5, .*eta=2, .* allows 2\. 2 of 4"
-    ):
-        run.trainer._update_actor(meta, {})

@@ -44,7 +44,3 @@ def test_counts_are_of_the_step_and_lengths_of_the_run() -> None:
     assert [after[f"{ROOT}/{name}"] for name in ("issued", "lost_prompts", "masked_token_share")] == [0.0, 0.0, 0.0]
     assert after[f"{ROOT}/length_ratio"] == 2.0
     assert all(math.isnan(after[f"{ROOT}/{name}"]) for name in ("in_flight", "in_queue", "spans", "updates_mean"))
-
-
-def test_a_ratio_of_nothing_is_nan() -> None:
-    assert math.isnan(Tally().metrics(1, 0)[f"{ROOT}/length_ratio"])

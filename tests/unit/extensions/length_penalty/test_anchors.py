@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 from recipe.offpolicy.extensions.length_penalty.penalties import Anchor, Anchors
 
@@ -32,14 +31,6 @@ def test_the_share_has_to_exceed_the_rate_and_wrong_answers_have_no_length() -> 
     assert anchors.frozen["p"] == Anchor((9 * 10 + 19 * 20) / 28, 2, 28)
 
 
-def test_what_comes_later_changes_nothing() -> None:
-    anchors = make(min_samples=8)
-    anchors.add(1, answers(8, 0))
-    before = anchors.to_json()
-    assert anchors.add(2, answers(0, 8)) == anchors.add(3, answers(8, 0, tokens=500.0)) == 0
-    assert anchors.to_json() == before
-
-
 def test_steps_leave_the_window_whole() -> None:
     """Window 8: after a third step of 4 the first is gone, and 8 of 8 are right."""
     anchors = make(min_samples=8, window=8)
@@ -47,16 +38,6 @@ def test_steps_leave_the_window_whole() -> None:
     assert anchors.add(2, answers(4, 0)) == 0
     assert anchors.add(3, answers(4, 0, tokens=30.0)) == 1
     assert anchors.length_of("p") == 20.0
-
-
-def test_order_within_a_step_and_other_prompts_are_irrelevant() -> None:
-    rows = [("p", number % 9 > 0, 1 + number / 7) for number in range(40)] + [("q", True, 3.0)] * 20
-    one, other = make(pass_rate=0.8), make(pass_rate=0.8)
-    one.add(1, rows)
-    random.Random(0).shuffle(rows)
-    other.add(1, rows)
-    assert one.frozen == other.frozen
-    assert set(one.frozen) == {"p", "q"}
 
 
 def test_a_checkpoint_half_way_gives_the_same_state() -> None:

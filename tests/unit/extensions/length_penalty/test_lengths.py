@@ -19,12 +19,3 @@ def test_by_hand() -> None:
     assert (found["wrong/mean"], found["easy/mean"], found["hard/mean"]) == (pytest.approx(52 / 3), 15.0, 6.0)
     # Only b has both: lengths -5 and +5, marks +1/2 and -1/2; lengths of a and c vary as well: -5/sqrt(102 * 1/2).
     assert found["correlation"] == pytest.approx(-5 / math.sqrt((50 + 50 + 2) * 0.5))
-
-
-def test_classes_without_answers_are_no_number_and_all_names_stay() -> None:
-    some = summarize_lengths(torch.tensor([3.0, 4.0]), torch.tensor([True, True]), {"a": [0, 1]})
-    none = summarize_lengths(torch.tensor([3.0]), torch.tensor([True]), {})
-    assert some.keys() == none.keys()
-    assert math.isnan(some["wrong/mean"])
-    assert math.isnan(some["correlation"])
-    assert some["hard/sequences"] == none["right/sequences"] == 0.0

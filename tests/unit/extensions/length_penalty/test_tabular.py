@@ -14,7 +14,7 @@ import torch
 
 from recipe.offpolicy.extensions.length_penalty.penalties import Anchors, compute_shift, penalties
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 LENGTHS = np.array([0, 100, 200, 400, 800, 1200])
 SOLVED = {"easy": np.array([0, 0.6, 0.9, 0.95, 0.95, 0.95]), "hard": np.array([0, 0, 0.02, 0.05, 0.15, 0.25])}

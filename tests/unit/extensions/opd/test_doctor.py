@@ -51,35 +51,12 @@ def test_a_run_with_a_teacher_is_live(base: DictConfig) -> None:
 
 
 CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "all prompts filtered": (
-        "NO-OP",
-        "opd",
-        {"algorithm.filter_groups.enable": True, "opd.eligible.max_pass_rate": 0.1},
-        "the filter drops prompts without a passing rollout",
-    ),
     "below one of n": (
         "NO-OP",
         "opd.eligible.max_pass_rate",
         {"opd.eligible.max_pass_rate": 0.1},
         "this value acts as 0",
     ),
-    "some prompts filtered": (
-        "ERROR",
-        "opd",
-        {"algorithm.filter_groups.enable": True},
-        "but opd is meant for these prompts",
-    ),
-    "critic": ("ERROR", "opd", {"algorithm.adv_estimator": "gae"}, "the critic predicts rewards"),
-    "temperature": ("ERROR", "opd", {f"{ROLLOUT}.temperature": 0.7}, "computed at temperature 1"),
-    "verl's distillation": (
-        "ERROR",
-        "opd",
-        {"distillation.enabled": True},
-        "verl's own distillation and opd are both on",
-    ),
-    "no bound": ("ERROR", "", {"opd.max_gap": None}, "opd.max_gap=null: expected nats above 0"),
-    "horizon of 0": ("ERROR", "", {"opd.horizon": 0}, "opd.horizon=0: expected a number of tokens, 1 or more"),
-    "K1 as a loss": ("ERROR", "", {"opd.mode": "k1"}, "opd.mode=k1: expected one of"),
     "alarm without a fallback": (
         "ERROR",
         "offpolicy.alarms.opd_overlap.action",

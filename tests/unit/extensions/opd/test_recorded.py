@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.opd.signal import ROW, TEACHER
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.recorder import flush_all
-from recipe.offpolicy.recording.recording import CARD
 from recipe.offpolicy.recording.run import RecordSettings, RunRecord
-from recipe.offpolicy.report import main as report
 from tests.support.corrections import TIS
 from tests.support.distilled import Run, opinion
 from tests.support.fake_teacher import FakeTeacher, serving
@@ -101,23 +98,3 @@ def test_a_replay_says_what_it_does_not_replay(mode: str, said: str, tmp_path: P
     assert study.fidelity.agrees
     assert study.fidelity.tokens
     assert [note for note in study.notes if note.startswith(said)]
-
-
-def test_recordings_without_it_are_replayed_without_a_word(tmp_path: Path) -> None:
-    _, recording = recorded(tmp_path / "run", "loss")
-    card = dict(recording.card)
-    del card["extensions"]
-    assert "opd" in card["config"]
-    (recording.directory / CARD).write_text(json.dumps(card))
-    assert not [note for note in run_study(recording, [1], [AS_RECORDED]).notes if "opd" in note]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
-def test_the_report_tells_what_was_on_and_what_columns_are(tmp_path: Path) -> None:
-    recorded(tmp_path / "run", "loss")
-    assert report([str(tmp_path / "run"), "--out", str(tmp_path / "report.html")]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "loss, coef=0.01, failed rollouts of prompts" in page
-    assert "log-prob of the sampled token under the teacher" in page
-    assert "is not replayed" in page

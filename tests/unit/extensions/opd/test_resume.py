@@ -64,10 +64,9 @@ def test_the_same_settings_go_on_with_a_teacher_at_another_address(checkpoint: P
                 "opd.eligible.max_pass_rate: 0.25 in the checkpoint, 0.5 now",
             ],
         ),
-        (hooks(horizon=8), ["opd.horizon: not there in the checkpoint, 8 now"]),
         (AddOns(), ['opd.mode: "advantage" in the checkpoint, not there now']),
     ],
-    ids=["mode", "two keys", "horizon", "off"],
+    ids=["mode", "two keys", "off"],
 )
 def test_others_are_refused_by_name_unless_they_are_meant(now: AddOns, said: list[str], checkpoint: Path) -> None:
     with pytest.raises(CheckpointError) as refused:

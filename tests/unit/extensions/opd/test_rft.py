@@ -14,10 +14,8 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from transformers import AutoTokenizer
 
 from recipe.offpolicy.extensions.opd.rft import RftError, Sampling, keep_right, sample
-from recipe.offpolicy.extensions.opd.rft_dataset import find_end
 from recipe.offpolicy.extensions.opd.settings import TeacherSettings
 from recipe.offpolicy.extensions.opd.teacher_client import TeacherError
 from recipe.offpolicy.rft import main
@@ -128,25 +126,6 @@ def test_right_answers_reach_verls_sft_trainer_in_the_teachers_template(
         create_sft_dataset(config.data.train_files, config.data, tokenizer, None)[0]
 
 
-def test_verls_own_class_loads_it_where_the_template_allows(folder: Path, student: Student) -> None:
-    plain = build_byte_tokenizer([])
-    plain.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}" + (
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    plain.save_pretrained(folder / "teacher")
-    assert make(folder, student, "--most", "1") == 0
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("sft_trainer_engine", overrides=[f"data.train_files={folder / 'out' / 'train.parquet'}"])
-    tokenizer = AutoTokenizer.from_pretrained(folder / "out" / "tokenizer")
-    data = create_sft_dataset(config.data.train_files, config.data, tokenizer, None)
-    assert len(data) == 2
-    item = data[0]
-    text = tokenizer.decode(item["input_ids"][item["loss_mask"].bool()])
-    assert text.endswith("</assistant>")
-    assert "is 3" in text
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -194,7 +173,6 @@ def test_answers_that_lose_their_reward_in_the_format_are_not_kept() -> None:
     ("score", "said"),
     [
         (lambda **_: None, "no score for an answer of the data source sums (TypeError"),
-        (lambda **_: {"acc": 1.0}, "KeyError: 'score'"),
         (lambda **_: float("nan"), "ValueError: a score of nan"),
         (default_compute_score, "NotImplementedError: Reward function is not implemented for data_source='sums'"),
     ],
@@ -205,17 +183,8 @@ def test_an_answer_without_a_score_is_an_error(score: Any, said: str) -> None:
         keep_right(["5"], row, score, right_from=1.0, most=9, pattern="{response}")
 
 
-@pytest.mark.parametrize("given", [["--most", "0"], ["--limit", "-1"], ["-n", "0"], ["--right-from", "nan"]])
+@pytest.mark.parametrize("given", [["--most", "0"], ["--right-from", "nan"]])
 def test_numbers_that_mean_nothing_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["x.parquet", "--student", "s", "--teacher", "t", "--url", "http://h", "--out", "o", *given])
     assert f"argument {given[0]}: '{given[1]}' is not a" in capsys.readouterr().err
-
-
-def test_the_end_of_an_answer_is_the_templates_or_the_tokenizers() -> None:
-    tokenizer = build_byte_tokenizer([])
-    tokenizer.chat_template = THINKING
-    assert find_end(tokenizer) == "</assistant>"
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer.eos_token = "!"
-    assert find_end(tokenizer) == "!"

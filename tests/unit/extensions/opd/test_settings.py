@@ -17,16 +17,6 @@ def read(**values: Any) -> OpdSettings:
     return OpdSettings.from_mapping("opd", {"mode": "advantage", "teacher": URL} | values)
 
 
-def test_the_shipped_options_are_the_defaults_of_the_code() -> None:
-    for mode, coef in (("advantage", 1.0), ("loss", 0.01)):
-        with application(f"opd={mode}", "opd.teacher.url=http://127.0.0.1:8100") as config:
-            from omegaconf import OmegaConf
-
-            values: Any = OmegaConf.to_container(config.opd)
-        assert OpdSettings.from_mapping("opd", values) == read(mode=mode)
-        assert read(mode=mode).coef == coef
-
-
 def test_addresses_are_one_or_several_with_or_without_v1() -> None:
     assert read(teacher={"url": "http://a:1/v1/"}).teachers[""].urls == ("http://a:1",)
     assert read(teacher={"url": ["http://a:1", "https://b"]}).teachers[""].urls == ("http://a:1", "https://b")

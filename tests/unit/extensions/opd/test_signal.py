@@ -20,12 +20,10 @@ from recipe.offpolicy.extensions.opd.signal import (
     check_reports,
     compute_factor,
     compute_gaps,
-    compute_pass_rates,
     compute_scale,
     eligible,
     find_horizon,
     find_passed,
-    find_scored,
     k2_loss,
     summarize_reports,
 )
@@ -71,7 +69,6 @@ def test_the_published_normalisation_subtracts_the_mean_first() -> None:
     [
         (0, {"start": 10, "end": 20, "final": 0.0}, 1.0),
         (15, {"start": 10, "end": 20, "final": 0.0}, 0.5),
-        (25, {"start": 10, "end": 20, "final": 0.0}, 0.0),
         (0.75, {"start": 0.5, "end": 1.0, "final": 0.2}, 0.6),
         (1.25, {"start": 2.0, "end": 1.0, "final": 3.0}, 2.5),
     ],
@@ -103,7 +100,6 @@ def test_nothing_that_was_not_scored_is_trained_on() -> None:
     [
         ({"coef": math.nan}, "coef=nan: not a finite number"),
         ({"max_gap": 0.0}, "max_gap=0.0: not a finite number of nats above 0"),
-        ({"max_gap": math.inf}, "max_gap=inf"),
         ({"scale": 0.0}, "scale=0.0"),
         ({"horizon": 0}, "horizon=0: expected 1 or more"),
         ({"teacher": TEACHER[:1]}, "shapes .*expected one shape"),
@@ -142,15 +138,6 @@ def test_the_slope_of_k2_is_the_bounded_gap(student: float, teacher: float, boun
 ONE_OF_EIGHT = torch.tensor([0.0] * 7 + [1.0])
 
 
-def test_pass_rates_by_hand() -> None:
-    """Groups of rates 0, 1/8 and 1; a reward exactly at the bound does not pass."""
-    rewards = torch.cat([torch.zeros(8), ONE_OF_EIGHT, torch.ones(2)])
-    groups = ["none"] * 8 + ["one"] * 8 + ["all"] * 2
-    rates = compute_pass_rates(rewards, groups, passed_above=0.0)
-    assert rates.tolist() == [0.0] * 8 + [0.125] * 8 + [1.0] * 2
-    assert compute_pass_rates(rewards, groups, passed_above=1.0).tolist() == [0.0] * 18
-
-
 def test_failed_rollouts_of_hard_prompts() -> None:
     rewards = torch.cat([torch.zeros(8), ONE_OF_EIGHT, torch.tensor([0.0, 1.0])])
     groups = ["none"] * 8 + ["one"] * 8 + ["half"] * 2
@@ -165,10 +152,6 @@ def test_a_reward_at_the_threshold_does_not_pass_in_float32_either() -> None:
     rewards = torch.tensor([0.3, 0.4]).double()
     assert find_passed(rewards, 0.3).tolist() == [False, True]
     assert eligible(rewards, ["a", "a"], passed_above=0.3, max_pass_rate=0.5).tolist() == [True, False]
-
-
-def test_a_batch_of_nothing() -> None:
-    assert eligible(torch.zeros(0), [], passed_above=0.0, max_pass_rate=0.5).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -191,15 +174,6 @@ def test_bad_input(rewards: list[float], groups: list[str], changes: dict[str, f
 
 ONE = OpdReport((11,), tokens=3, response_tokens=5, kept=2, k1=1.5, k2=3.0, teacher_pull=1.0, policy_pull=4.0)
 TWO = OpdReport((22, 33), tokens=1, response_tokens=3, kept=1, k1=-0.5, k2=1.0, teacher_pull=1.0, policy_pull=2.0)
-
-
-def test_scored_tokens_are_those_of_eligible_rows_that_have_a_log_prob() -> None:
-    teacher = torch.tensor([[-1.0, math.nan, -2.0], [-1.0, -1.0, -1.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    assert find_scored(teacher, torch.tensor([1, 0], dtype=torch.int8), mask).tolist() == [
-        [True, False, False],
-        [False] * 3,
-    ]
 
 
 def test_sums_add_up_over_micro_batches_and_ranks() -> None:
@@ -237,13 +211,9 @@ def student_and_teacher(noise: float = 0.5, rows: int = 64, seed: int = 1) -> tu
 
 FAULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "zeros": (lambda s, t: torch.zeros_like(t), "64 of 64 sequences hold only zeros"),
-    "some rows zeros": (lambda s, t: t * (torch.arange(64) > 8)[:, None], "sequences hold only zeros"),
     "one value": (lambda s, t: torch.full_like(t, -1.5), "all [0-9]+ values are the placeholder -1.5"),
-    "not finite": (lambda s, t: torch.where(torch.rand(t.shape) < 0.7, -math.inf, t), "are not finite"),
     "not a number": (lambda s, t: torch.full_like(t, math.nan), "are not finite"),
-    "negated": (lambda s, t: -t, "hold no log-probs: the maximum is"),
     "above 0": (lambda s, t: t + 0.3, "hold no log-probs: the maximum is"),
-    "the student": (lambda s, t: s, "equal log pi_old, so the teacher"),
     "the student, sent as text": (lambda s, t: s * (1 + 1e-7), "equal log pi_old, so the teacher"),
 }
 
@@ -272,9 +242,7 @@ def test_a_good_teacher_passes_however_near_the_student_and_in_16_bits(
 
 
 RELATED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
-    "rows permuted": (lambda s, t: t.roll(5, 0), "belong to other sequences"),
     "random": (lambda s, t: -3 * torch.rand(t.shape), "belong to other sequences"),
-    "negated about its mean": (lambda s, t: -3 - t, "belong to other sequences"),
     "a token late": (lambda s, t: t.roll(1, 1), "are off by one token: .* of the token after"),
     "a token early": (lambda s, t: t.roll(-1, 1), "are off by one token: .* of the token before"),
 }
@@ -294,18 +262,6 @@ def judge_updates(checker: AlignmentChecker, fault: Callable[[Tensor, Tensor], T
     for update in range(24):
         student, teacher, scored = student_and_teacher(seed=update)
         checker.judge(tally_agreements(student, fault(student, teacher), scored))
-
-
-def test_a_teacher_that_disagrees_about_most_tokens_of_failed_rows_passes() -> None:
-    """A concordance of 0.17, as a teacher had that improved its student: s and t share a fifth of their variance."""
-    generator, checker, seen = torch.Generator().manual_seed(0), build_alignment(allow_unrelated=False), []
-    for _ in range(200):
-        own, common = (torch.randn(64, 6, generator=generator) for _ in range(2))
-        student = -2 - common
-        teacher = -2 - 0.23 * common - 0.973 * own
-        found = checker.judge(tally_agreements(student, teacher, torch.ones(64, 6, dtype=torch.bool)))
-        seen += [found["concordance_rows"]] if "concordance_rows" in found else []
-    assert sum(seen) / len(seen) == pytest.approx(0.17, abs=0.02)
 
 
 def test_a_row_that_is_scored_again_has_to_get_the_same_answer() -> None:

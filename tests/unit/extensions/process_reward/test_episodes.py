@@ -29,8 +29,6 @@ def cut(pieces: list[str], ends: list[int]) -> list[str]:
         (["éSo ", "a", "。So ", "b"], ["éSo a", "。So b"]),
         (["1", "So ", "So ", "But ", "b"], ["1", "So ", "So ", "But b"]),  # back to back
         (["a ", "", "So ", ""], ["a ", "So "]),
-        (["none", " at", " all"], ["none at all"]),
-        ([], []),
     ],
 )
 def test_episodes_begin_at_markers(pieces: list[str], episodes: list[str]) -> None:

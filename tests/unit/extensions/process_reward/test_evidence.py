@@ -13,7 +13,6 @@ from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import (
     check_forward,
     check_moved,
     check_related,
-    choose_prefixes,
 )
 from recipe.offpolicy.extensions.process_reward.utilities import build_utilities, token_advantages
 from recipe.offpolicy.proof.token_alignment import AlignmentChecker, AlignmentError
@@ -42,13 +41,6 @@ def test_moved_utilities_change_advantages() -> None:
 def test_an_estimator_that_sums_utilities_stops_the_run() -> None:
     with pytest.raises(LivenessError, match="sequence 2 was moved to another episode, but no advantage changed"):
         check_moved(FOUND, lambda values: values.sum(-1, keepdim=True) * MASK, [1, 2, 0])
-
-
-def test_prefixes_are_chosen_of_values_above_the_floor() -> None:
-    rows = [RowValues(ends=[1], values=[-1.0, -20.0]), RowValues(error="why"), RowValues(ends=[2], values=[-2.0, -3.0])]
-    assert set(choose_prefixes(rows, -20.0, seed=1)) == {(0, 0), (2, 0), (2, 1)}
-    many = [RowValues(ends=[1], values=[-1.0, -1.0])] * 9
-    assert len(set(choose_prefixes(many, -20.0, seed=1))) == 8
 
 
 def test_the_row_of_a_prefix_ends_with_force_prompt_and_answer() -> None:

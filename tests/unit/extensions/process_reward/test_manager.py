@@ -96,12 +96,6 @@ def test_validation_rows_are_never_scored() -> None:
     assert (made.rewarded, client.requests) == ([False], [])
 
 
-def test_every_output_of_an_agent_loop_is_scored() -> None:
-    (made, _), found = worker(), [output(), output()]
-    asyncio.run(sample_and_post(made, found, reward_model=TRUTH))
-    assert made.rewarded == [True, True]
-
-
 def test_rows_that_cannot_be_scored_say_why() -> None:
     (made, client), found = worker(), output(multi_modal_data={"images": [0]})
     asyncio.run(sample_and_post(made, found, reward_model=TRUTH))
@@ -124,13 +118,6 @@ def test_rows_that_run_at_once_keep_their_own_request() -> None:
 
     asyncio.run(both())
     assert sorted(client.requests) == ["one", "two"]
-
-
-def test_the_client_that_remembers_is_the_client_for_everything_else() -> None:
-    made, client = worker()
-    assert made.llm_client.requests is client.requests
-    with pytest.raises(AttributeError):
-        _ = made.llm_client.unknown
 
 
 @pytest.mark.verl("==0.9.1")

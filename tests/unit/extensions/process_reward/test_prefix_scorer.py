@@ -201,13 +201,6 @@ def test_a_server_that_never_answers_with_the_answers_tokens_leaves_the_row_unsc
     assert "did not score the 2 tokens of the answer" in str(found.error)
 
 
-def test_a_server_without_log_probs_of_prompts_leaves_the_row_unscored() -> None:
-    def spoil(fields: dict[str, Any], prompt: list[int], sampling: dict[str, Any]) -> None:
-        fields.clear()
-
-    assert "no prompt_logprobs" in str(score(Engine(spoil=spoil), row()).error)
-
-
 def test_a_row_whose_values_are_of_two_versions_is_scored_anew() -> None:
     """The second of nine answers is by newer weights; the engine then is back at the row's."""
     engine = Engine(version=lambda number: 4 if number == 1 else 3)
@@ -246,11 +239,6 @@ def test_an_exception_is_shipped_and_not_raised() -> None:
 def test_answers_that_cannot_be_scored_say_why() -> None:
     assert "reward_model.ground_truth holds no answer" in str(score(Engine(), row(truth=None)).error)
     assert "2 tokens, more than max_answer_tokens=1" in str(score(Engine(), row(), max_answer_tokens=1).error)
-
-
-def test_an_empty_response_has_the_value_of_its_prompt() -> None:
-    found = score(Engine(), row(response=[], mask=[]))
-    assert (found.ends, found.values) == ([], [pytest.approx(value([A], [A, A]))])
 
 
 def test_boundaries_stand_behind_sampled_tokens_and_before_the_end() -> None:

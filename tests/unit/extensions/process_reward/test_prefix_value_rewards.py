@@ -245,11 +245,6 @@ def test_utilities_travel_as_a_column(build: Any) -> None:
     torch.testing.assert_close(found[0], torch.tensor([torch.nan, 0.5, torch.nan, 0.8]), equal_nan=True)
 
 
-def test_values_past_the_agent_loops_stop_the_run(build: Any) -> None:
-    with pytest.raises(LivenessError, match="have no values"):
-        run(build([{"max_global_steps": VERSION}] * 4), extension())
-
-
 def test_values_of_other_weights_stop_the_run(build: Any) -> None:
     other = [{**each, FIELD: {**each[FIELD], "version": 3}, "max_global_steps": 3} for each in SENT]
     with pytest.raises(LivenessError, match="sampled by version 4: the engine was not synchronised"):
@@ -304,11 +299,3 @@ def test_the_workers_have_to_see_the_trainers_advantages(build: Any) -> None:
         judge(made, [AdvantageReport(tuple(other.tolist()))])
     with pytest.raises(LivenessError, match="offpolicy_process_utility did not reach the loss"):
         judge(made, [AdvantageReport(None, (UTILITY,))])
-
-
-def test_an_unfit_force_prompt_is_said(build: Any, caplog: pytest.LogCaptureFixture) -> None:
-    made = extension()
-    for _ in range(5):
-        made._watch(0.5)
-    assert "process_reward.force_prompt" in caplog.text
-    assert made.meaning.startswith("log p(answer | prefix), zscore")
