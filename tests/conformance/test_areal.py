@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.dialects import PEERS
 from tests.support.conformance import (
     Loss,
     Options,
     Rows,
-    check_fields,
     choose_old,
     compare,
     draw_rows,
@@ -106,17 +104,3 @@ def test_interpolated_pi_old(areal: Any) -> None:
         measure(theirs(areal, decoupled, dataclasses.replace(rows, old=expected)), rows), found, strict=True
     ):
         torch.testing.assert_close(right, left, rtol=1e-6, atol=1e-6)
-
-
-def test_every_field_is_known(areal: Any) -> None:
-    cli = areal.config
-    fields = {f"actor.{each.name}": each.default for each in dataclasses.fields(cli.PPOActorConfig)}
-    fields |= {f"{SECTION}.{each.name}": each.default for each in dataclasses.fields(cli.RejectionSamplingConfig)}
-    check_fields(
-        PEERS["areal"],
-        fields,
-        compared={*GRID, SECTION, "actor.prox_logp_method"},
-        not_compared={"actor.m2_threshold": "refused: its cut is by micro-batch"},
-        older={f"actor.{name}" for name in ("behave_imp_weight_cap", "behave_imp_weight_mode", "behav_imp_weight_cap")}
-        | {"actor.use_m2po_loss"},
-    )

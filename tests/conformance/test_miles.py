@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +16,12 @@ from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.dialects import PEERS
-from recipe.offpolicy.correction.dialects.peer import words
 from recipe.offpolicy.worker.terms import choose_surrogate
 from tests.support.conformance import (
     Loss,
     Options,
     Rows,
-    check_fields,
     compare,
-    excerpt,
-    importable,
     install,
     load,
     our_loss,
@@ -52,13 +46,6 @@ GRID: dict[str, list[Any]] = {
     "calculate_per_token_loss": [False, True],
 }
 OF_MIS_YAML = {key for key in PEERS["miles"].read if key.startswith(("rs_", "tis_")) and key not in GRID} | {"use_rs"}
-NO_CORRECTION = words(
-    "async_save clip_grad compute_advantages_and_returns critic_load critic_lr critic_lr_warmup_iters critic_save"
-    " custom_pg_loss_reducer_function_path entropy_coef eps_clip eps_clip_c eps_clip_high gamma grpo_std_normalization"
-    " kl_coef lambd load lr no_save_optim normalize_advantages num_critic_only_steps ref_ckpt_step ref_load"
-    " ref_update_interval reset_optimizer_states rewards_normalization save save_hf save_interval seed"
-    " use_rollout_entropy value_clip"
-)
 
 
 @pytest.fixture(scope="module")
@@ -129,38 +116,3 @@ def ours(spec: CorrectionSpec, options: Options, rows: Rows) -> Loss:
 
 def test_policy_loss(losses: Any) -> None:
     compare("miles", GRID, functools.partial(theirs, losses), ours, draws=1500)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Notes the function that adds each argument, which is its section."""
-
-    def add_argument(self, *arguments: Any, **more: Any) -> argparse.Action:
-        caller = sys._getframe(1)
-        while caller.f_back is not None and not caller.f_code.co_name.endswith("_arguments"):
-            caller = caller.f_back
-        action = super().add_argument(*arguments, **more)
-        self.sections = {**getattr(self, "sections", {}), action.dest: caller.f_code.co_name}
-        return action
-
-
-def test_every_argument_is_known(folder: Path) -> None:
-    kinds = excerpt(folder / "miles/utils/chat_template_utils/tito_tokenizer.py", "TITOTokenizerType")
-    given = {
-        "TITOTokenizerType": kinds["TITOTokenizerType"],
-        "add_sglang_arguments": lambda parser: parser,
-        "RouterArgs": SimpleNamespace(add_cli_args=lambda *_, **__: None),
-        "enable_experimental_rollout_refactor": lambda: False,
-    }
-    with importable(folder):
-        found = excerpt(folder / "miles/utils/arguments.py", "get_miles_extra_args_provider", "reset_arg", **given)
-    parser = _Parser(allow_abbrev=False)
-    found["get_miles_extra_args_provider"]()(parser)
-    fields = {action.dest: action.default for action in parser._actions if action.dest != "help"}
-    check_fields(
-        PEERS["miles"],
-        fields,
-        compared=GRID,
-        no_correction=NO_CORRECTION,
-        other_sections=tuple(name for name in fields if parser.sections.get(name) != "add_algo_arguments"),
-        older=OF_MIS_YAML | {"skip_actor_forward_only"},
-    )

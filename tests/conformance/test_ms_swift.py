@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +11,7 @@ import pytest
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.dialects import PEERS
-from recipe.offpolicy.correction.dialects.peer import words
-from tests.support.conformance import Loss, Options, Rows, check_fields, compare, excerpt, install, our_loss
+from tests.support.conformance import Loss, Options, Rows, compare, excerpt, install, our_loss
 
 pytestmark = pytest.mark.extended
 
@@ -91,17 +88,6 @@ def theirs(trainer: type, options: Options, rows: Rows) -> Loss:
     return compute
 
 
-NO_CORRECTION = words(
-    "chord_enable_phi_function chord_mu_decay_steps chord_mu_peak chord_mu_valley chord_mu_warmup_steps"
-    " chord_sft_dataset chord_sft_per_device_train_batch_size completion_length_limit_scope cosine_max_len"
-    " cosine_max_len_value_correct cosine_max_len_value_wrong cosine_min_len_value_correct cosine_min_len_value_wrong"
-    " dataset_shuffle delta dynamic_sample epsilon epsilon_high fipo_clip_high_only fipo_clip_range fipo_decay_rate"
-    " fipo_safety_threshold gym_env log_entropy max_resample_times max_turns multi_turn_scheduler num_generations_eval"
-    " overlong_filter real_tau ref_model_mixup_alpha ref_model_sync_steps repetition_max_penalty repetition_n_grams"
-    " reward_model reward_model_plugin rlsd_lambda rlsd_lambda_decay_steps rlsd_lambda_warmup_steps rlsd_negative_only"
-    " scale_rewards sdar_gate_beta sdar_loss_coef soft_cache_length soft_max_length sync_ref_model tau_neg tau_pos"
-    " teacher_kl_coef top_entropy_quantile use_gym_env vllm_server_pass_dataset"
-)
 AGGREGATIONS = {"grpo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
 
 
@@ -117,21 +103,3 @@ def ours(spec: CorrectionSpec, options: Options, rows: Rows) -> Loss:
 
 def test_grpo_loss(trainer: type) -> None:
     compare("ms_swift", GRID, functools.partial(theirs, trainer), ours, draws=1200, always={"beta": 0.0})
-
-
-def test_every_field_is_known(folder: Path) -> None:
-    names = ("VllmArguments", "RolloutTrainerArgumentsMixin", "GRPOArgumentsMixin")
-    found = excerpt(folder / "swift/rlhf_trainers/args_mixin.py", *names, json_parse_to_dict=None)
-    own = {each.name: each.default for each in dataclasses.fields(found["GRPOArgumentsMixin"])}
-    engine = {each.name for each in dataclasses.fields(found["RolloutTrainerArgumentsMixin"])}
-    # Of the classes above, which import model hubs, those that the table reads.
-    whole = (folder / "swift/arguments/rlhf_args.py").read_text()
-    assert "    beta: Optional[float] = None\n" in whole
-    assert "    loss_type: Optional[List[str]] = None\n" in whole
-    check_fields(
-        PEERS["ms_swift"],
-        own | {"beta": None, "loss_type": None},
-        compared=GRID,
-        no_correction=NO_CORRECTION,
-        other_sections=tuple(engine),
-    )

@@ -10,8 +10,7 @@ import pytest
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.dialects import PEERS
-from tests.support.conformance import Loss, Options, Rows, check_fields, compare, install, list_fields, load, our_loss
+from tests.support.conformance import Loss, Options, Rows, compare, install, load, our_loss
 
 pytestmark = pytest.mark.extended
 
@@ -115,15 +114,4 @@ def test_losses_around_mu(skyrl: Any) -> None:
         ours,
         always=around,
         gradient_alone=lambda options: options[LOSS] == "dppo",
-    )
-
-
-def test_every_field_is_known(skyrl: Any) -> None:
-    check_fields(
-        PEERS["skyrl"],
-        list_fields(skyrl.config.SkyRLTrainConfig()),
-        compared={*CORRECTION, *AROUND_MU},
-        not_compared={f"{ALGORITHM}.enable_sample_support_replay": "changes the log-probs, not the loss"},
-        other_sections=("data", "environment", "generator", "trainer"),
-        older={f"{ALGORITHM}.score_centering"},
     )

@@ -16,16 +16,13 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
-from transformers import TrainingArguments
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.dialects import PEERS
 from recipe.offpolicy.worker.terms import choose_surrogate
 from tests.support.conformance import (
     Loss,
     Options,
     Rows,
-    check_fields,
     compare,
     draw_rows,
     importable,
@@ -51,7 +48,6 @@ GRID: dict[str, list[Any]] = {
     "use_bias_correction_kl": [True, False],
     "importance_sampling_level": ["token", "sequence"],
 }
-OF_TRAINING = {each.name for each in dataclasses.fields(TrainingArguments)}
 
 
 @pytest.fixture(scope="module")
@@ -178,15 +174,3 @@ def test_vespo_with_mu_as_pi_old(trl: Any, constants: dict[str, float]) -> None:
         expected = measure(theirs(trl, options, rows), rows)
         for left, right in zip(expected, measure(our_loss(spec, rows, mode="gpg"), rows), strict=True):
             assert torch.allclose(left, right, rtol=1e-6, atol=1e-6)
-
-
-def test_every_field_is_known(trl: Any) -> None:
-    fields = {each.name: each.default for each in dataclasses.fields(trl.config)}
-    check_fields(
-        PEERS["trl"],
-        fields,
-        compared=GRID,
-        other_sections=tuple(OF_TRAINING),
-        # use_vllm: a configuration without it is taken to have an engine. The other's default differs by release.
-        other_defaults={"use_vllm": None, "use_bias_correction_kl": None},
-    )

@@ -1,4 +1,4 @@
-"""Other frameworks' own packages: how they are installed and imported, and how their losses and keys are compared."""
+"""Other frameworks' own packages: how they are installed and imported, and how their losses are compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, rollout_stage, step_stage
 from recipe.offpolicy.correction.correction_parts import proximal_log_prob
-from recipe.offpolicy.correction.dialects.peer import Peer, names_a_correction
 from tests.support.paths import ROOT
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig
@@ -260,60 +259,3 @@ def compare(
         seen |= {(key, repr(value)) for key, value in options.items()}
     never = {(key, repr(value)) for key, values in grid.items() for value in values} - seen
     assert not never, f"{peer}: never translated in {draws} draws: {sorted(never)}"
-
-
-def list_fields(node: Any, prefix: str = "") -> dict[str, Any]:
-    """List the paths of a config object's fields, with the value of each; sections are dataclasses."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        path = f"{prefix}{field.name}"
-        found |= list_fields(value, f"{path}.") if dataclasses.is_dataclass(value) else {path: value}
-    return found
-
-
-def check_fields(
-    table: Peer,
-    fields: Mapping[str, Any],
-    *,
-    compared: Iterable[str],
-    not_compared: Mapping[str, str] | None = None,
-    no_correction: Iterable[str] = (),
-    other_sections: tuple[str, ...] = (),
-    older: Iterable[str] = (),
-    other_defaults: Mapping[str, Any] | None = None,
-) -> None:
-    """Check that each field of the framework's config classes is translated, refused or listed as no correction.
-
-    Args:
-        fields: path -> default, from the classes themselves.
-        compared: keys of the grids on which losses were compared: every key that is translated must be in one.
-        not_compared: other keys that are translated -> why the losses say nothing of them.
-        no_correction: further fields of the algorithm and the loss that correct nothing.
-        other_sections: paths that have nothing to do with the loss; no name below may be that of a correction.
-        older: keys of the table that only other releases have.
-        other_defaults: key -> the default that the table assumes in spite of the class.
-    """
-    paths = {path: path.replace("-", "_") for path in fields}
-    unrelated = {path for path in paths if any(path == each or path.startswith(f"{each}.") for each in other_sections)}
-    listed = {path for path, full in paths.items() if table.knows(full)}
-    names = {path for path in paths if path.rpartition(".")[2] in table.elsewhere}
-    listed |= names | (set(no_correction) & set(paths))
-    assert not set(no_correction) - set(paths), f"{table.name} has no {sorted(set(no_correction) - set(paths))}"
-    unknown = set(paths) - listed - unrelated
-    unknown |= {path for path in unrelated - listed if names_a_correction(path.rpartition(".")[2])}
-    assert not unknown, f"{table.name} has fields that no table lists: {sorted(unknown)}"
-    gone = {*table.read, *table.unsaid} - set(paths) - set(older)
-    gone = {key for key in gone if not any(path.startswith(f"{key}.") for path in paths)}
-    assert not gone, f"{table.name} has no such fields any more: {sorted(gone)}"
-    assert not set(older) & set(paths), f"{table.name} has them: {sorted(set(older) & set(paths))}"
-    expected = {key: value for key, value in table.read.items() if key in fields} | dict(other_defaults or {})
-    assert {key: _plain(fields[key]) for key in expected if key not in (other_defaults or {})} == {
-        key: _plain(value) for key, value in expected.items() if key not in (other_defaults or {})
-    }
-    left = set(table.read) & set(fields) - set(compared) - set(not_compared or {}) - table.context
-    assert not left, f"{table.name}: translated and never compared: {sorted(left)}"
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, list | tuple) else value

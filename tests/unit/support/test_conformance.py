@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.dialects import PEERS
-from tests.support.conformance import Loss, Options, Rows, check_fields, compare, our_loss
+from tests.support.conformance import Loss, Options, Rows, compare, our_loss
 
 STEM = "vllm_importance_sampling"
-
-
-def check(**changes: Any) -> None:
-    fields = {key: value for key, value in (dict(PEERS["trl"].read) | changes).items() if value is not ...}
-    check_fields(PEERS["trl"], fields | {"seed": 42, "epsilon": 0.2}, compared=fields, other_sections=("seed",))
-
-
-def test_fields_of_another_release_are_found() -> None:
-    check()
-    with pytest.raises(AssertionError, match=rf"no table lists: \['{STEM}_cap_v2'\]"):
-        check(**{f"{STEM}_cap_v2": None})
-    with pytest.raises(AssertionError, match=rf"no such fields any more: \['{STEM}_mode'\]"):
-        check(**{f"{STEM}_mode": ...})
-    with pytest.raises(AssertionError):  # another default
-        check(**{f"{STEM}_clip_max": 2.0})
 
 
 def ours(spec: CorrectionSpec, options: Options, rows: Rows) -> Loss:
