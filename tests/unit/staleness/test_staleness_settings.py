@@ -1,14 +1,22 @@
-"""The keys ``offpolicy.staleness``: read, and refused with a value that fixes them."""
+"""The keys ``offpolicy.staleness``, and the choice of eta by hand and by simulation."""
 
 from __future__ import annotations
 
+import json
+import math
+import random
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.batch.declared_keys import read_shipped_defaults
-from recipe.offpolicy.staleness.staleness_settings import AdaptSettings, StalenessSettings, find_problems
+from recipe.offpolicy.staleness.staleness_settings import AdaptSettings, EtaController, StalenessSettings, find_problems
+from tests.support.examples import at_most
 from tests.support.mended import with_overrides
 
 
@@ -60,3 +68,103 @@ def test_what_contradicts_is_refused_with_a_value_that_does_not(changes: dict[st
     mended = with_overrides(made, problem.overrides)
     assert list(find_problems(mended)) == []
     assert mended.offpolicy.staleness.eta is not None  # a limit stays a limit
+
+
+# The choice of eta on sample sizes that fall with the age of rows, by hand and by simulation
+
+
+def build(eta: float = 0, **changes: Any) -> EtaController:
+    keys = {"ess": 0.9, "trainer_wait": 0.05, "floor": 0, "ceiling": 8, "every": 1, "patience": 2, "step": 1}
+    return EtaController(AdaptSettings(**{**keys, **changes}), Fraction(str(eta)))
+
+
+def observe(made: EtaController, *seen: tuple[float, float]) -> list[float]:
+    etas = []
+    for ess, waited in seen:
+        made.observe(ess, waited)
+        etas.append(float(made.eta))
+    return etas
+
+
+def test_eta_rises_where_the_trainer_waits_and_the_sample_size_allows_it() -> None:
+    """After a rise to n, rows as old as n come n steps later."""
+    assert observe(build(), (0.95, 0.5), (0.95, 0.5), (0.95, 0.5)) == [1, 1, 2]
+    assert observe(build(), (0.95, 0.05), (0.89, 0.5), (math.nan, 0.5)) == [0, 0, 0]
+    assert observe(build(ceiling=0.5), (0.95, 0.5), (0.95, 0.5), (0.95, 0.5)) == [0.5, 0.5, 0.5]
+
+
+def test_eta_falls_after_as_many_judgements_as_patience_says_in_succession() -> None:
+    low, high = (0.8, 0.5), (0.9, 0.0)
+    assert observe(build(3), low, high, low, low) == [3, 3, 3, 2]
+    assert observe(build(3, patience=1), low, low, low, low, low) == [2, 2, 2, 2, 1]
+    assert observe(build(1, floor=1), low, low, low) == [1, 1, 1]
+
+
+def test_eta_stays_where_it_fell_to_until_the_sample_size_has_improved_by_what_it_lacked() -> None:
+    """At 1 the sample size lacks 0.02; back at 0 it is 0.95, and 0.97 is demanded."""
+    made = build(1)
+    assert observe(made, (0.88, 0.5), (0.88, 0.5)) == [1, 0]
+    assert observe(made, (0.88, 0.5), (0.95, 0.5), (0.96, 0.5), (0.971, 0.5)) == [0, 0, 0, 1]
+
+
+def test_the_state_goes_through_json_and_goes_on_alike() -> None:
+    chance = random.Random(5)
+    seen = [(chance.uniform(0.8, 1.0), chance.random()) for _ in range(60)]
+    for cut in range(0, 60, 7):
+        whole, first, second = (build(0.5, every=2, step=0.5) for _ in range(3))
+        observe(first, *seen[:cut])
+        second.restore(json.loads(json.dumps(first.state())))
+        assert observe(whole, *seen)[cut:] == observe(second, *seen[cut:])
+
+
+def simulate(
+    made: EtaController, ess: Callable[[int], float], steps: int = 400, noise: float = 0.0, seed: int = 0
+) -> list[int]:
+    """Run a trainer that always waits; the rows of a step are as old as eta said when their prompts were issued.
+
+    Prompts are issued by the rate limit, a batch each, so that rows of step s were issued in the first step t with
+    s <= t + eta.
+    """
+    chance = random.Random(seed)
+    etas: list[int] = []
+    frontier, issued = 0, {}
+    for step in range(1, steps + 1):
+        etas.append(int(made.eta))
+        while frontier < step + made.eta:
+            frontier += 1
+            issued[frontier] = step
+        made.observe(ess(step - issued[step]) + chance.uniform(-noise, noise), 0.5)
+    return etas
+
+
+curves = st.lists(st.floats(0.01, 0.2), min_size=8, max_size=8)
+"""What the sample size loses with each version of age."""
+
+
+@settings(max_examples=at_most(60))
+@given(curves, st.floats(0.2, 0.99), st.integers(1, 5), st.integers(1, 3), st.integers(0, 8))
+def test_eta_settles_at_the_largest_that_meets_the_target(
+    losses: list[float], target: float, every: int, patience: int, start: int
+) -> None:
+    def ess(age: int) -> float:
+        return 1.0 - sum(losses[:age])
+
+    made = build(start, ess=target, every=every, patience=patience)
+    settled = simulate(made, ess)[200:]
+    best = max((eta for eta in range(9) if ess(eta) >= target), default=0)
+    assert max(settled) - min(settled) <= 1
+    assert all(abs(eta - best) <= 1 for eta in settled)
+    assert best in settled
+
+
+@settings(max_examples=at_most(40))
+@given(st.integers(0, 2**32 - 1))
+def test_noise_moves_it_by_no_more_than_a_step(seed: int) -> None:
+    """Noise of less than half of what a step of age costs."""
+
+    def ess(age: int) -> float:
+        return 1.0 - 0.05 * age
+
+    settled = simulate(build(0, ess=0.83, every=4), ess, noise=0.02, seed=seed)[200:]
+    assert {*settled} <= {2, 3, 4}
+    assert max(settled) - min(settled) <= 1

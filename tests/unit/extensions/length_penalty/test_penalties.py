@@ -1,13 +1,30 @@
-"""Each penalty by hand on one group, and what may not influence it."""
+"""Each penalty by hand on one group, anchors, lengths, and the second statement of all of them."""
 
 from __future__ import annotations
+
+import json
+import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.extensions.length_penalty.penalties import KINDS, penalties
+from recipe.offpolicy.extensions.length_penalty.penalties import (
+    KINDS,
+    Anchor,
+    Anchors,
+    Row,
+    bound_error,
+    compare_rewards,
+    compute_shift,
+    penalties,
+    state_advantages,
+    state_penalties,
+    state_shift,
+    summarize_lengths,
+)
+from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
 
 LENGTHS, RIGHT = [100, 200, 400, 500], [True, False, True, False]
 
@@ -60,3 +77,157 @@ def test_bad_input_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         penalties(kind, lengths, right, coefficient=coefficient, anchor=anchor)  # type: ignore[arg-type]
+
+
+# Before normalisation the coefficient cancels where all rewards are equal; after it, it is a factor
+
+
+def test_shifts_by_hand() -> None:
+    """Scores 1, 0, 1, 0: std sqrt(1/3); penalties 0, 0.1, 0.2, 0.1, mean 0.1. The second group has no spread."""
+    penalty = torch.tensor([0.0, 0.1, 0.2, 0.1, 0.0, 0.4]).double()
+    scores = torch.tensor([1.0, 0, 1, 0, 1, 1]).double()
+    groups = {"a": [0, 1, 2, 3], "b": [4, 5]}
+    shift = compute_shift(penalty, scores, groups, by_std=True)
+    s = (1 / 3) ** 0.5 + 1e-6
+    assert shift.tolist() == pytest.approx([-0.1 / s, 0, 0.1 / s, 0, -0.2, 0.2])
+    plain = compute_shift(penalty, scores, groups, by_std=False)
+    assert plain.tolist() == pytest.approx([-0.1, 0, 0.1, 0, -0.2, 0.2])
+    assert compare_rewards(scores, groups) == {"a": 1.0, "b": 0.0}
+
+
+def test_sessions_outside_of_groups_and_single_ones_are_not_shifted() -> None:
+    shift = compute_shift(torch.tensor([0.3, 0.5]).double(), torch.ones(2).double(), {"a": [1]}, by_std=True)
+    assert shift.tolist() == [0.0, 0.0]
+
+
+# Lengths by correctness and difficulty, by hand
+
+
+def test_lengths_by_hand() -> None:
+    tokens = torch.tensor([10.0, 20, 30, 40, 5, 7])
+    right = torch.tensor([True, True, True, False, False, False])
+    found = summarize_lengths(tokens, right, {"a": [0, 1], "b": [2, 3], "c": [4, 5]})
+    assert (found["right/mean"], found["right/p50"], found["right/sequences"]) == (20.0, 20.0, 3.0)
+    assert found["right/p90"] == pytest.approx(28.0)
+    assert (found["wrong/mean"], found["easy/mean"], found["hard/mean"]) == (pytest.approx(52 / 3), 15.0, 6.0)
+    # Only b has both: lengths -5 and +5, marks +1/2 and -1/2; lengths of a and c vary as well: -5/sqrt(102 * 1/2).
+    assert found["correlation"] == pytest.approx(-5 / math.sqrt((50 + 50 + 2) * 0.5))
+
+
+# Anchors are frozen once, from right answers alone, and survive a checkpoint
+
+
+def make(**changes: float) -> Anchors:
+    return Anchors(**{"pass_rate": 0.9, "min_samples": 16, "window": 64} | changes)  # type: ignore[arg-type]
+
+
+def answers(right: int, wrong: int, tokens: float = 10.0) -> list[tuple[str, bool, float]]:
+    return [("p", True, tokens)] * right + [("p", False, 1000.0)] * wrong
+
+
+def test_eight_of_eight_once_are_too_few() -> None:
+    anchors = make()
+    assert anchors.add(1, answers(8, 0)) == 0
+    assert anchors.length_of("p") is None
+    assert anchors.add(2, answers(8, 0)) == 1
+    assert anchors.length_of("p") == 10.0
+
+
+def test_the_share_has_to_exceed_the_rate_and_wrong_answers_have_no_length() -> None:
+    """9 of 10 is not above 0.9; 28 of 30 is, and the anchor is the mean of the 28."""
+    anchors = make(min_samples=10)
+    assert anchors.add(1, answers(9, 1)) == 0
+    assert anchors.add(2, answers(19, 1, tokens=20.0)) == 1
+    assert anchors.frozen["p"] == Anchor((9 * 10 + 19 * 20) / 28, 2, 28)
+
+
+def test_steps_leave_the_window_whole() -> None:
+    """Window 8: after a third step of 4 the first is gone, and 8 of 8 are right."""
+    anchors = make(min_samples=8, window=8)
+    anchors.add(1, answers(0, 4))
+    assert anchors.add(2, answers(4, 0)) == 0
+    assert anchors.add(3, answers(4, 0, tokens=30.0)) == 1
+    assert anchors.length_of("p") == 20.0
+
+
+def test_a_checkpoint_half_way_gives_the_same_state() -> None:
+    whole, first = make(), make()
+    for anchors in (whole, first):
+        anchors.add(1, [*answers(8, 1), ("q", True, 5.0)])
+    second = make()
+    second.restore(json.loads(json.dumps(first.to_json())))
+    for anchors in (whole, second):
+        anchors.add(2, answers(12, 0, tokens=7.0))
+    assert second.to_json() == whole.to_json()
+    assert second.frozen == whole.frozen
+    assert second.length_of("p") == (8 * 10 + 12 * 7) / 20
+
+
+# The second statement of penalties and baselines, by hand and next to the first
+
+
+ROWS = [Row(100, True, 1.0, 250), Row(200, False, 0.0, 250), Row(400, True, 1.0, 250), Row(500, False, 0.0, 250)]
+
+
+def settings(kind: str, **values: object) -> LengthSettings:
+    reference = {"reference": 250} if kind == "reference" else {}
+    return LengthSettings.from_mapping("l", {"kind": kind, "coefficient": 0.001, **reference, **values})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_statements_agree(kind: str) -> None:
+    lengths, right = torch.tensor([r.tokens for r in ROWS]), torch.tensor([r.right for r in ROWS])
+    first = penalties(kind, lengths, right, coefficient=0.001, anchor=250)
+    assert state_penalties(ROWS, settings(kind), 0.5) == pytest.approx((0.5 * first).tolist(), abs=1e-15)
+
+
+def test_caps_and_choices() -> None:
+    assert state_penalties(ROWS, settings("uniform", most=0.3), 1.0) == pytest.approx([0.1, 0.2, 0.3, 0.3])
+    assert state_penalties(ROWS, settings("uniform", applies_to="correct"), 1.0) == pytest.approx([0.1, 0, 0.4, 0])
+    equal = [row._replace(score=1.0) for row in ROWS]
+    assert state_penalties(equal, settings("uniform", zero_variance="skip"), 1.0) == [0.0] * 4
+    assert state_penalties([ROWS[0]._replace(anchor=None)], settings("anchor"), 1.0) == [0.0]
+
+
+def test_shift_by_hand() -> None:
+    """P 0.1, 0.2, 0.4, 0.5, mean 0.3; std of 1, 0, 1, 0 is sqrt(1/3)."""
+    found = state_shift(ROWS, settings("uniform"), 1.0, by_std=False)
+    assert found == pytest.approx([-0.2, -0.1, 0.1, 0.2])
+    scaled = state_shift(ROWS, settings("uniform"), 1.0, by_std=True)
+    assert scaled == pytest.approx([each / ((1 / 3) ** 0.5 + 1e-6) for each in found])
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=2, max_size=6), st.floats(-9, 0), st.floats(-3, 8))
+def test_both_statements_of_the_shift_agree(steps: list[float], gap: float, size: float) -> None:
+    """Scores that differ by shares 1e-9 to 1 of their size, 1e-3 to 1e8."""
+    scores = (10**size * (1 - 10**gap * torch.tensor(steps, dtype=torch.float64) / 4)).float().double()
+    rows = [Row(100 * at, True, score, None) for at, score in enumerate(scores.tolist())]
+    stated = state_shift(rows, settings("uniform"), 1.0, by_std=True)
+    penalty = torch.tensor(state_penalties(rows, settings("uniform"), 1.0), dtype=torch.float64)
+    shift = compute_shift(penalty, scores, {"a": list(range(len(rows)))}, by_std=True)
+    assert shift.tolist() == pytest.approx(stated, rel=1e-9, abs=1e-12)
+    differ = compare_rewards(scores, {"a": list(range(len(rows)))})["a"]
+    skipped = state_penalties(rows, settings("uniform", zero_variance="skip"), 1.0)
+    assert skipped == pytest.approx((differ * penalty).tolist(), rel=1e-6, abs=1e-6)
+
+
+def test_baselines_by_hand() -> None:
+    assert state_advantages([1.0, 0, 0, 0], estimator="rloo", by_std=True) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert state_advantages([1.0, 0, 0, 0], estimator="grpo", by_std=False) == pytest.approx([0.75, *[-0.25] * 3])
+    assert state_advantages([1.0, 0, 0, 0], estimator="grpo", by_std=True) == pytest.approx(
+        [1.5, *[-0.5] * 3], abs=1e-5
+    )
+    assert state_advantages([2.0], estimator="grpo", by_std=True) == pytest.approx([2.0], abs=1e-5)
+    assert state_advantages([2.0], estimator="rloo", by_std=False) == [2.0]
+
+
+@pytest.mark.parametrize("spread", [1e-1, 1e-3, 1e-5])
+def test_the_bound_covers_verls_arithmetic_in_float32(spread: float) -> None:
+    rewards = (1 - spread * torch.arange(8) / 8).float()
+    found = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    stated = state_advantages(rewards.tolist(), estimator="grpo", by_std=True)
+    error = max(abs(a - b) for a, b in zip(found.tolist(), stated, strict=True))
+    assert error < bound_error(rewards.tolist(), by_std=True) < 0.5
+
+
+# What verl's loss_agg_mode makes of an advantage of 1 at rows of 4 and of 16 tokens: the pull of each token

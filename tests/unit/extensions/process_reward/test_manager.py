@@ -1,19 +1,27 @@
-"""Agent loops' outputs are scored between sampling and reward, training rows alone, one call a row."""
+"""Agent loops' outputs are scored between sampling and reward, and checked by rollouts from a prefix."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+import torch
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.extensions.process_reward.prefix_scorer import FIELD, TailScores
+from recipe.offpolicy.extensions.process_reward.manager import choose_prefix, continue_prefix
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import FIELD, RowValues, TailScores
+from recipe.offpolicy.extensions.process_reward.settings import MonteCarloSettings
+from recipe.offpolicy.extensions.process_reward.utilities import compute_rank_correlation, summarize_continuations
 from tests.support.byte_tokenizer import build_byte_tokenizer
 
 pytestmark = pytest.mark.verl("!=0.7.1")
+
 llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
 
 VERSION = 3
@@ -132,3 +140,143 @@ def test_managers_start_workers_that_score(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         assert made.agent_loop_workers_class is expected
         assert expected._agent_loop_postprocess is manager.ScoringWorker._agent_loop_postprocess
+
+
+# Monte-Carlo values of prefixes: against the exact value by enumeration, and what the trainer reads of them
+
+
+RIGHT = 0.7
+"""Probability that the policy's next token is 1."""
+
+
+async def sample(ids: list[int], most: int, seed: int) -> list[int]:
+    source = random.Random(seed)
+    return [int(source.random() < RIGHT) for _ in range(most)]
+
+
+async def reward(response: list[int]) -> float:
+    return float(sum(response) >= 3)
+
+
+def find_exact(prefix: list[int], most: int) -> float:
+    ends = itertools.product((0, 1), repeat=most - len(prefix))
+    return sum(math.prod(RIGHT if token else 1 - RIGHT for token in end) for end in ends if sum(prefix) + sum(end) >= 3)
+
+
+@pytest.mark.parametrize("prefix", [[], [1], [0, 0], [1, 1, 0], [1, 1, 1]])
+def test_the_estimate_is_the_mean_reward_of_rollouts_from_the_prefix(prefix: list[int]) -> None:
+    found = asyncio.run(continue_prefix([7], prefix, 4, sample, reward, samples=4000, source=random.Random(0)))
+    exact = find_exact(prefix, 4)
+    assert found["mean"] == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 4000) + 1e-12)
+    assert found["tokens"] == 4000 * (4 - len(prefix))
+
+
+def test_without_room_or_with_lost_rollouts_there_is_no_estimate() -> None:
+    async def lose(ids: list[int], most: int, seed: int) -> None:
+        return None
+
+    async def fail(response: list[int]) -> float:
+        return math.nan
+
+    how: Any = {"samples": 2, "source": random.Random(0)}
+    assert "maximum response length" in asyncio.run(continue_prefix([7], [1] * 4, 4, sample, reward, **how))["error"]
+    assert (
+        asyncio.run(continue_prefix([7], [1], 4, sample, fail, **how))["error"]
+        == "the reward of a continuation is not finite."
+    )
+    assert (
+        "2 of 2 continuations were aborted" in asyncio.run(continue_prefix([7], [1], 4, lose, reward, **how))["error"]
+    )
+
+
+def test_a_check_takes_its_share_of_the_rows_of_every_nth_version() -> None:
+    settings = MonteCarloSettings(3, 0.25, 8)
+    rows = [[row, row + 1, row + 2] for row in range(4000)]
+    chosen = [choose_prefix(settings, 6, row, [1, 3]) for row in rows]
+    assert sum(each is not None for each in chosen) / len(rows) == pytest.approx(0.25, abs=0.03)
+    numbers = [each[0] for each in chosen if each is not None]
+    assert [numbers.count(number) / len(numbers) for number in range(3)] == pytest.approx([1 / 3] * 3, abs=0.06)
+    assert [each and each[0] for each in chosen] == [
+        each and each[0] for each in (choose_prefix(settings, 6, row, [1, 3]) for row in rows)
+    ]
+    for version in (1, 7, None):
+        assert choose_prefix(settings, version, rows[0], [1]) is None
+    assert choose_prefix(MonteCarloSettings(None, 1.0, 8), 6, rows[0], [1]) is None
+
+
+def test_rank_correlation_by_hand() -> None:
+    """Ranks 1, 2.5, 2.5, 4 and 1, 2, 3, 4: covariance 4.5, variances 4.5 and 5."""
+    one, other = torch.tensor([-3.0, -1.0, -1.0, -0.5]), torch.tensor([0.0, 0.1, 0.2, 1.0])
+    assert compute_rank_correlation(one, other) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+    assert compute_rank_correlation(one, -other) == pytest.approx(-4.5 / math.sqrt(4.5 * 5))
+    assert math.isnan(compute_rank_correlation(one, torch.ones(4)))
+    assert math.isnan(compute_rank_correlation(one[:0], other[:0]))
+
+
+def test_the_metrics_pair_each_value_with_its_estimate() -> None:
+    def row(number: int, **result: Any) -> RowValues:
+        return RowValues([1, 2], [-3.0, -2.0, -1.0], monte_carlo={"number": number, **result})
+
+    rows = [row(0, mean=0.1, tokens=3), row(1, mean=0.2, tokens=4), row(2, mean=0.1, tokens=5), row(1, error="x")]
+    found = summarize_continuations([*rows, RowValues([1], [-1.0, -2.0])])
+    assert (found["monte_carlo/prefixes"], found["monte_carlo/lost"], found["monte_carlo/tokens"]) == (3.0, 1.0, 12.0)
+    assert found["monte_carlo/rank_correlation"] == pytest.approx(0.0, abs=1e-12)
+    assert summarize_continuations([RowValues([1], [-1.0, -2.0])]) == {}
+
+
+class Policy:
+    """Answers each request by one token, with the weights of ``version``."""
+
+    def __init__(self, version: int = VERSION, stop: str = "completed") -> None:
+        self.asked: list[Any] = []
+        self.version, self.stop = version, stop
+
+    async def generate(self, request_id: str, **given: Any) -> Any:
+        self.asked.append(given)
+        fields = {"min_global_steps": self.version, "max_global_steps": self.version}
+        return SimpleNamespace(token_ids=[5], stop_reason=self.stop, extra_fields=fields)
+
+
+def post(policy: Policy, **changed: Any) -> Any:
+    made, client = worker()
+    client.generate = policy.generate  # type: ignore[method-assign]
+    made.config.actor_rollout_ref.rollout = {"temperature": 0.9, "top_p": 1.0, "top_k": -1, "response_length": 4}
+    made._settings = made._settings.__class__(
+        **{**vars(made._settings), "monte_carlo": MonteCarloSettings(VERSION, 1.0, 3)}
+    )
+    made.rewarded_rows = []
+
+    async def score(outputs: list[Any], kwargs: Any) -> None:
+        made.rewarded_rows.append((outputs[0].response_ids, FIELD in outputs[0].extra_fields))
+        outputs[0].reward_score = 0.5
+
+    made._compute_score = score
+    found = output(reward_score=None, response_logprobs=[0.0, 0.0], metrics=SimpleNamespace(), **changed)
+    asyncio.run(sample_and_post(made, found, reward_model=TRUTH))
+    return made, found
+
+
+@pytest.mark.verl("!=0.7.1")
+def test_the_agent_loop_continues_a_prefix_with_the_same_weights_and_verls_reward() -> None:
+    made, found = post(policy := Policy())
+    result = found.extra_fields[FIELD]["monte_carlo"]
+    ends = [0, *found.extra_fields[FIELD]["ends"]]
+    prefix = [2, 3][: ends[result["number"]]]
+    assert result == {"number": result["number"], "mean": 0.5, "tokens": 3}
+    (_, *asked) = policy.asked  # the first sampled the row itself
+    assert [each["prompt_ids"] for each in asked] == [[1, *prefix]] * 3
+    assert len({each["sampling_params"]["seed"] for each in asked}) == 3
+    assert {each["sampling_params"]["max_tokens"] for each in asked} == {4 - len(prefix)}
+    assert made.rewarded_rows == [([*prefix, 5], False)] * 3
+    assert (found.response_ids, found.reward_score, found.response_logprobs) == ([2, 3], None, [0.0, 0.0])
+
+
+@pytest.mark.verl("!=0.7.1")
+@pytest.mark.parametrize(
+    ("policy", "changed"),
+    [(Policy(VERSION + 1), {}), (Policy(stop="aborted"), {}), (Policy(), {"response_mask": [1, 0]})],
+)
+def test_other_weights_aborts_and_tool_tokens_give_no_estimate(policy: Policy, changed: dict[str, Any]) -> None:
+    _, found = post(policy, **changed)
+    result = found.extra_fields[FIELD].get("monte_carlo")
+    assert result is None if changed else "3 of 3 continuations" in result["error"]

@@ -1,0 +1,317 @@
+"""Utilities of episodes: where they stand, the advantages and metrics that they make, and the proof."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
+from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import (
+    build_scored_row,
+    check_column,
+    check_forward,
+    check_moved,
+    check_penalty,
+    check_related,
+)
+from recipe.offpolicy.extensions.process_reward.utilities import (
+    build_utilities,
+    check_values,
+    compute_covered,
+    compute_separation,
+    find_waste,
+    move_utility,
+    normalize_utilities,
+    read_values,
+    summarize_advantages,
+    summarize_cost,
+    summarize_values,
+    summarize_waste,
+    token_advantages,
+)
+from recipe.offpolicy.proof.token_alignment import AlignmentChecker, AlignmentError
+from recipe.offpolicy.proof.verify import LivenessError
+
+MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+ROWS = [
+    RowValues(ends=[2, 4], values=[-1.5, -1.0, -1.25], version=4),
+    RowValues(ends=[1], values=[-2.0, -0.5], version=4),
+    RowValues(error="no answer"),
+]
+
+
+def test_utilities_stand_at_the_last_token_of_their_episode() -> None:
+    found = build_utilities(ROWS, MASK)
+    assert found.values.tolist() == [[0.0, 0.5, 0.0, -0.25], [1.5, 0.0, 0.0, 0.0], [0.0] * 4]
+    assert found.positions.tolist() == [[False, True, False, True], [True, False, False, False], [False] * 4]
+    assert found.scored.tolist() == [True, True, False]
+    assert found.telescope_error < 1e-6
+
+
+@pytest.mark.parametrize("ends", [[2, 3], [2, 5], [2]])
+def test_values_that_do_not_fit_a_row_were_mixed_up(ends: list[int]) -> None:
+    """Token 2 is a tool's, token 4 does not exist, and two values want one episode."""
+    with pytest.raises(LivenessError, match=r"sequence 0 .* mixed up"):
+        build_utilities([RowValues(ends=ends, values=[-1.0, -1.0, -1.0])], MASK[:1])
+
+
+def test_rows_past_the_agent_loops_that_score_stop_the_run() -> None:
+    with pytest.raises(LivenessError, match=r"1 of 2 sequences have no values .*the first is sequence 1"):
+        read_values([{"ends": [1], "values": [0.0, 0.0]}, None])
+    assert read_values([{"ends": [], "values": [], "error": "why", "more": 1}]) == [RowValues(error="why")]
+
+
+def check(rows: list[RowValues], versions: list[Any], **changed: Any) -> None:
+    check_values(rows, versions, **({"expected": 4, "max_unscored_share": 0.0} | changed))
+
+
+def test_values_have_to_be_of_the_weights_that_sampled_the_row() -> None:
+    check(ROWS[:2], [4, None])
+    with pytest.raises(LivenessError, match=r"sequence 1 was sampled by version 5 .* values have version 4"):
+        check(ROWS[:2], [4, 5])
+    with pytest.raises(LivenessError, match="sampled by version 5: the engine was not synchronised"):
+        check(ROWS[:2], [4, 4], expected=5)
+    check(ROWS[:2], [4, 4], expected=None)
+
+
+def test_rows_without_values_stop_above_the_share_with_their_reason() -> None:
+    with pytest.raises(LivenessError, match=r"1 of 3 sequences were not scored\. Sequence 2: no answer"):
+        check(ROWS, [4, 4, 4], max_unscored_share=0.33)
+    check(ROWS, [4, 4, 4], max_unscored_share=0.34)
+
+
+def test_the_largest_utility_is_moved_to_another_episode() -> None:
+    found = build_utilities(ROWS, MASK)
+    moved = move_utility(found, 0)
+    assert moved is not None
+    assert moved[0].tolist() == [0.0, 0.0, 0.0, 0.25]
+    assert move_utility(found, 1) is move_utility(found, 2) is None
+
+
+# Utilities telescope; process advantages by hand, and what normalising by group does to them
+
+
+U = torch.tensor([[9.0, 0.2, 9.0, -0.1], [9.0, 0.4, 9.0, 9.0]])
+AT = torch.tensor([[False, True, False, True], [False, True, False, False]])
+TELESCOPE_MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+
+
+def test_zscore_punishes_progress_that_is_slower_than_its_siblings() -> None:
+    """Of 0.2, -0.1 and 0.4: mean 0.1667, std 0.2517; the first row gains 0.1 nats."""
+    found = token_advantages(U, AT, ["a", "a"], TELESCOPE_MASK, normalize="zscore")
+    assert found[0].tolist() == pytest.approx([-0.927, -0.927, -1.060, -1.060], abs=5e-4)
+    assert found[1].tolist() == pytest.approx([0.927, 0.927, 0.0, 0.0], abs=5e-4)
+
+
+def test_scale_keeps_the_sign_of_progress() -> None:
+    """Of 0.2, -0.1 and 0.4: root mean square sqrt(0.07)."""
+    found = token_advantages(U, AT, ["a", "a"], TELESCOPE_MASK, normalize="scale")
+    assert found[0].tolist() == pytest.approx([0.378, 0.378, -0.378, -0.378], abs=5e-4)
+    assert found[1].tolist() == pytest.approx([1.512, 1.512, 0.0, 0.0], abs=5e-4)
+
+
+def test_none_leaves_utilities_as_they_are() -> None:
+    found = token_advantages(U, AT, ["a", "b"], TELESCOPE_MASK, normalize="none")
+    assert found.tolist() == [pytest.approx([0.1, 0.1, -0.1, -0.1]), pytest.approx([0.4, 0.4, 0.0, 0.0])]
+
+
+def test_a_utility_of_0_counts_and_one_elsewhere_does_not() -> None:
+    """Of 0, 1 and -1 at positions: std 1."""
+    u = torch.tensor([[0.0, 1.0, 5.0], [-1.0, 5.0, 5.0]])
+    at = torch.tensor([[True, True, False], [True, False, False]])
+    assert normalize_utilities(u, at, ["a", "a"], normalize="zscore").tolist() == [[0.0, 1.0, 0.0], [-1.0, 0.0, 0.0]]
+
+
+def test_groups_without_a_deviation() -> None:
+    """Nothing after centring; their scale is that of the utilities themselves."""
+    u = torch.tensor([[0.3, 0.3], [0.7, 9.0], [1.0, -1.0]])
+    at = torch.tensor([[True, True], [True, False], [True, True]])
+    centred, scaled = (
+        normalize_utilities(u, at, ["same", "one", "two"], normalize=how).tolist() for how in ("zscore", "scale")
+    )
+    assert centred == [[0.0, 0.0], [0.0, 0.0], pytest.approx([1 / math.sqrt(2), -1 / math.sqrt(2)])]
+    assert scaled == [pytest.approx([1.0, 1.0]), pytest.approx([1.0, 0.0]), pytest.approx([1.0, -1.0])]
+
+
+def test_tokens_off_the_mask_pass_credit_on_and_get_none() -> None:
+    """A tool's tokens stand in the middle."""
+    u, at = torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.tensor([[False, False, False, True]])
+    found = token_advantages(u, at, ["a"], torch.tensor([[1, 0, 0, 1]]), normalize="none")
+    assert found.tolist() == [[1.0, 0.0, 0.0, 1.0]]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    nan = torch.where(AT, math.nan, U)
+    for u, groups, how in ((U, ["a"], "scale"), (U, ["a", "a"], "mean"), (nan, ["a", "a"], "scale")):
+        with pytest.raises(ValueError, match=r"expected \(B, T\)|normalize=mean|token 1 of row 0"):
+            token_advantages(u, AT, groups, TELESCOPE_MASK, normalize=how)
+
+
+# Metrics of values, cost and advantages by hand
+
+
+COST_ROWS = [
+    RowValues(ends=[2, 4], values=[-1.5, -1.0, -0.5], requests=3, forward=30, cached=10, began=11.0, ended=13.0),
+    RowValues(ends=[1], values=[-2.0, -3.0], requests=3, forward=20, rescored=1, began=12.0, ended=14.0),
+    RowValues(error="why"),
+]
+
+
+def test_metrics_of_values() -> None:
+    found = summarize_values(build_utilities(COST_ROWS, torch.ones(3, 4)), torch.tensor([1.0, 0.0, 1.0]))
+    assert (found["episodes/mean"], found["episodes/max"], found["unscored_rows"]) == (1.5, 2.0, 1.0)
+    assert (found["value/first/mean"], found["value/first/passed"]) == (-1.75, -1.5)
+    assert (found["value/last/passed"], found["value/last/failed"], found["value/separation"]) == (-0.5, -3.0, 1.0)
+    assert found["utility/mean"] == pytest.approx(0.0)
+    assert found["utility/positive_share"] == pytest.approx(2 / 3)
+
+
+def test_separation_counts_pairs_and_halves_ties() -> None:
+    values = torch.tensor([-1.0, -2.0, -2.0, -3.0])
+    assert compute_separation(values, torch.tensor([True, True, False, False])) == (2 + 0.5 + 1) / 4
+    assert math.isnan(compute_separation(values, torch.ones(4, dtype=torch.bool)))
+
+
+def test_cost_is_the_time_in_which_anything_is_scored() -> None:
+    found = summarize_cost(COST_ROWS, began=8.0)
+    assert (found["cost/seconds"], found["cost/share_of_rollout"]) == (3.0, 0.5)
+    assert (found["cost/requests"], found["cost/forward_tokens"], found["cost/rescored"]) == (6.0, 50.0, 1.0)
+    assert found["cost/cached_share"] == pytest.approx(10 / 60)
+    assert math.isnan(summarize_cost(COST_ROWS, None)["cost/share_of_rollout"])
+    assert compute_covered([]) == 0.0
+
+
+def test_the_share_of_the_process_part() -> None:
+    mask = torch.tensor([[1, 1, 0]])
+    found = summarize_advantages(torch.tensor([[1.0, -1.0, 9.0]]), torch.tensor([[3.0, 3.0, 9.0]]), mask)
+    assert found["advantage/share"] == 0.75
+    assert (found["advantage/outcome_std"], found["advantage/process_std"]) == (pytest.approx(math.sqrt(2)), 0.0)
+
+
+# Waste: which episodes count, what each token loses, and the gradient of the penalty by enumeration
+
+
+FLOOR = -20.0
+WASTE_ROWS = [
+    RowValues([2, 5, 6], [-1.5, -1.5, -0.5, -0.495]),  # 0, 1 and 0.005
+    RowValues([1, 4], [FLOOR, FLOOR, -3.0]),  # unknown, and 17
+    RowValues([]),
+]
+WASTE_MASK = torch.arange(6) < torch.tensor([6, 4, 3])[:, None]
+
+
+def test_waste_by_hand() -> None:
+    found = build_utilities(WASTE_ROWS, WASTE_MASK)
+    waste = find_waste(found, 0.01, FLOOR)
+    assert waste.nonzero().tolist() == [[0, 1], [0, 5]]
+    assert find_waste(found, 0.0, FLOOR).nonzero().tolist() == [[0, 1]]
+    metrics = summarize_waste(found, waste)
+    # Two of five episodes, with 2 and 1 of 10 tokens.
+    assert (metrics["waste/share"], metrics["waste/token_share"]) == (0.4, 0.3)
+    empty = build_utilities([RowValues([])], WASTE_MASK[:1])
+    assert math.isnan(summarize_waste(empty, find_waste(empty, 0.0, FLOOR))["waste/share"])
+
+
+@pytest.mark.parametrize("normalize", ["zscore", "scale", "none"])
+def test_tokens_lose_the_penalty_of_later_wasted_episodes(normalize: str) -> None:
+    found = build_utilities(WASTE_ROWS, WASTE_MASK)
+    waste = find_waste(found, 0.01, FLOOR)
+    plain, lowered = (
+        token_advantages(
+            found.values.double(),
+            found.positions,
+            ["a"] * 3,
+            WASTE_MASK,
+            normalize=normalize,
+            penalty=each * waste.double(),
+        )
+        for each in (0.0, 0.5)
+    )
+    taken = plain - lowered
+    assert taken[0].tolist() == pytest.approx([1.0, 1.0, 0.5, 0.5, 0.5, 0.5])
+    assert not taken[1:].any()
+    check_penalty(found, waste, taken, 0.5, WASTE_MASK)
+    taken[0, 2:] = 0.0
+    with pytest.raises(LivenessError, match=r"the advantage of token 2 of sequence 0 by 0 instead of 0\.5"):
+        check_penalty(found, waste, taken, 0.5, WASTE_MASK)
+
+
+# The proof: credit that does not reach its tokens, and advantages that change on their way, stop the run
+
+
+FULL = torch.ones(3, 4)
+FOUND = build_utilities(
+    [
+        RowValues(ends=[2, 4], values=[-1.5, -1.0, -1.25]),
+        RowValues(ends=[4], values=[-2.0, -0.5]),
+        RowValues(ends=[1, 2], values=[-1.0, -1.0, -2.0]),
+    ],
+    FULL,
+)
+
+
+def deal(values: Tensor) -> Tensor:
+    return token_advantages(values, FOUND.positions, ["a", "a", "a"], FULL, normalize="scale")
+
+
+def test_moved_utilities_change_advantages() -> None:
+    """The second row has one episode, and shows nothing."""
+    assert check_moved(FOUND, deal, [0, 1, 2]) == 2
+
+
+def test_an_estimator_that_sums_utilities_stops_the_run() -> None:
+    with pytest.raises(LivenessError, match="sequence 2 was moved to another episode, but no advantage changed"):
+        check_moved(FOUND, lambda values: values.sum(-1, keepdim=True) * FULL, [1, 2, 0])
+
+
+def test_the_row_of_a_prefix_ends_with_force_prompt_and_answer() -> None:
+    each = RowValues(ends=[1, 2], values=[-1.0] * 3, answers=[([7, 8], 1), ([7, 8, 9], 2)], best=[0, 1, 1])
+    assert build_scored_row(each, 0, [1], [5, 6]) == ([1], [7, 8], 1)
+    assert build_scored_row(each, 2, [1], [5, 6]) == ([1], [5, 6, 7, 8, 9], 2)
+
+
+def test_values_are_compared_with_the_trainers() -> None:
+    assert check_forward([-1.5, -0.5], [-1.5, -0.46], 0.05) == pytest.approx(0.04)
+    with pytest.raises(LivenessError, match=r"one has the value -1\.6000 instead of -1\.5000 \(allowed: 0\.05 nats\)"):
+        check_forward([-1.5, -0.5], [-1.6, -0.5], 0.05)
+    with pytest.raises(LivenessError):
+        check_forward([-1.5, -0.5], [-1.5, float("nan")], 0.05)
+
+
+def test_values_that_stand_in_for_log_probs_stop_at_once() -> None:
+    """Values at the floor and rows without values tell nothing."""
+    rows = [RowValues(ends=[1, 2, 3], values=[-1.0, -20.0, -0.5 - row, -2.0]) for row in range(4)]
+    assert not check_column([*rows, RowValues(error="why")], -20.0)
+    assert not check_column([RowValues(ends=[1], values=[-20.0, -20.0])] * 8, -20.0)
+    assert check_column([RowValues(ends=[1], values=[0.0, -0.0])] * 8, -20.0)
+    for values, said in (
+        ([-1.5, -1.5], "all 16 values are the placeholder -1.5"),
+        ([-1.5, float("nan")], "8 of 16 are not finite"),
+        ([-1.5, float("inf")], "8 of 16 are not finite"),
+        ([-1.5, 1.5], "the maximum is 1.5, above 0"),
+    ):
+        with pytest.raises(LivenessError, match=f"values of prefixes .*{said}"):
+            check_column([RowValues(ends=[1], values=values)] * 8, -20.0)
+
+
+def test_older_weights_have_to_rank_prefixes_as_the_trainers_do() -> None:
+    generator = torch.Generator().manual_seed(5)
+    checker, other = AlignmentChecker(), AlignmentChecker()
+    with pytest.raises(LivenessError, match="8 of 8 sequences hold only zeros"):
+        check_related([0.0] * 8, [-1.0] * 8, checker)
+    for _ in range(40):
+        own = -4 * torch.rand(8, generator=generator)
+        older = own + 0.5 * torch.randn(8, generator=generator)
+        check_related(older.clamp(max=0).tolist(), own.tolist(), checker)
+    with pytest.raises(AlignmentError, match="belong to other sequences"):
+        draw_values(generator, other)
+
+
+def draw_values(generator: torch.Generator, checker: AlignmentChecker) -> None:
+    for _ in range(40):
+        values, own = (-4 * torch.rand(8, generator=generator) for _ in range(2))
+        check_related(values.tolist(), own.tolist(), checker)
