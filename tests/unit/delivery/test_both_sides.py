@@ -20,7 +20,6 @@ from recipe.offpolicy.delivery.engine_side import (
     extend_worker,
     load_observed,
     observe_update,
-    tell_root_cause,
     weigh_parameters,
 )
 from recipe.offpolicy.delivery.weight_delivery import WeightDelivery
@@ -229,12 +228,6 @@ def test_trained_parameters_that_are_never_sent(world: World) -> None:
         world.sync(sent)
 
 
-def test_a_server_of_another_class_is_not_judged(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    world.server.collective_rpc.remote = lambda *args, **kwargs: None
-    world.sync()
-    assert "does not return checksums of its workers" in caplog.text
-
-
 def test_the_share_of_an_update_that_an_engine_sees() -> None:
     sample, weight = UpdateSample(), torch.tensor([1.0, 1.0])
     assert sample.step([("w", weight, torch.bfloat16)]) == []
@@ -310,12 +303,6 @@ def test_a_tied_tensor_that_is_refused_alone_is_left_out() -> None:
     assert sources.targets == {"embed": {"embed"}, "w": {"w"}}
     with pytest.raises(ValueError, match="named 'other'"):
         load_observed(load, sources, [("other", torch.ones(1))])
-
-
-def test_a_model_that_does_not_say_what_it_loads_is_not_judged() -> None:
-    sources = Sources()
-    load_observed(lambda weights: None, sources, [("w", torch.ones(1))])
-    assert sources.skipped
 
 
 def test_quantised_weights_are_not_judged(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -416,17 +403,6 @@ def test_workers_get_their_methods() -> None:
         with pytest.raises(AttributeError):
             asyncio.run(vllm_async_server.vLLMHttpServer.collective_rpc(server, method))
         assert getattr(server, FAILURE, "").startswith(f"rollout server 3 could not run {method}: ") == kept
-
-
-def test_the_first_error_of_a_chain_is_told() -> None:
-    try:
-        try:
-            raise KeyError("layers.7")
-        finally:
-            raise BufferError("the clean-up")
-    except BufferError as error:
-        told = tell_root_cause(error)
-    assert told.startswith("KeyError: 'layers.7' (in test_the_first_error_of_a_chain_is_told, ")
 
 
 def ask(server: Any, method: str) -> Any:

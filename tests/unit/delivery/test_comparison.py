@@ -79,10 +79,6 @@ def test_shards_of_ranks_add_up_and_copies_are_equal_each() -> None:
     assert HeldComparer().compare([[shards[0], NORM], [shards[1], stale]], OWN).different == ("norm",)
 
 
-def test_one_stale_source_of_a_fused_parameter_shows() -> None:
-    assert HeldComparer().compare([[QK, NORM]], OWN | {"k": Checksum(2, 4, 16)}).different == ("k", "q")
-
-
 def test_a_padded_parameter_is_judged_once_it_was_equal() -> None:
     padded = held("norm", count=6, total=8, squares=16)  # two zeros behind
     comparer, moved = HeldComparer(), OWN | {"norm": Checksum(4, 9, 17)}

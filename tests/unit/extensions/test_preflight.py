@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
+from omegaconf import OmegaConf
 
 from recipe.offpolicy.doctor.diagnosis import diagnose
 from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.doctor.show import Diagnosis
-from recipe.offpolicy.extensions.add_on import KEY
+from recipe.offpolicy.extensions.add_on import KEY, Extension
+from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
+from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
+from recipe.offpolicy.extensions.turn_credit import TurnCredit
+from recipe.offpolicy.extensions.vcpo import EssLr, OptimalBaseline
 from recipe.offpolicy.preflight.composed import Composed, choose_proximal
 from recipe.offpolicy.preflight.examination import Preflight, examine
 from recipe.offpolicy.preflight.python_source import OURS
 from tests.support.applications import NEEDED, application
 from tests.support.nudge import Nudge
+from tests.support.short_keys import in_full, read_changes, read_table
+
+pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
 
 ON = (f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=0.5", f"{KEY}.two=tests.support.nudge:Nudge", "+two.tilt=1")
-pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
 
 ONE_STEP = ("data.train_batch_size=256", "actor_rollout_ref.actor.ppo_mini_batch_size=256")
 
@@ -41,14 +51,6 @@ def test_the_headline_names_what_is_on() -> None:
     assert "; one (bonus=0.5, " in found.headline
     assert "; two (bonus=0.5, tilt=1, " in found.headline
     assert found.headline.startswith("UNCORRECTED")
-
-
-@pytest.mark.slow
-def test_what_configure_sets_is_set_and_said() -> None:
-    with application(f"++{KEY}.one=tests.support.nudge:Nudge", "+one.experiment_name=nudged", *NEEDED) as config:
-        found = examine(config, [])
-        assert config.trainer.experiment_name == "nudged"
-    assert "one: trainer.experiment_name is nudged." in found.said
 
 
 @pytest.mark.parametrize(
@@ -95,8 +97,41 @@ def test_the_doctor_has_a_row_for_each() -> None:
     assert found.status == 1
 
 
-@pytest.mark.slow
-def test_the_watchdog_takes_limits_of_their_phases() -> None:
-    limit = "+offpolicy.watchdog.phase_timeouts.one=60"
-    (problem,) = [each for each in examined(limit).problems if each.verdict == "ERROR"]
-    assert "update_critic" in problem.fix, "the phases that there are"
+# Keys next to which an extension is ERROR, NO-OP or worth a note, with the override that fixes it
+
+
+EXTENSIONS: dict[str, type[Extension]] = {
+    "ess_lr": EssLr,
+    "length_penalty": LengthPenalty,
+    "optimal_baseline": OptimalBaseline,
+    "pass_at_k": PassAtK,
+    "turn_credit": TurnCredit,
+}
+ONE_RELEASE = [pytest.mark.verl("==0.9.1")]
+TABLE = [
+    pytest.param(*head.split(": "), cases, marks=ONE_RELEASE if head.startswith("ess_lr") else [])
+    for head, cases in read_table("extension_problems.txt")
+]
+
+
+@pytest.mark.parametrize(("section", "base", "cases"), TABLE)
+def test_what_an_extension_cannot_stand_beside(section: str, base: str, cases: list[list[str]]) -> None:
+    def named(text: str) -> str:
+        return re.sub(r"(^|[ +~])\.(?=\w)", rf"\g<1>{section}.", text)
+
+    for words, *expected in cases:
+        config: Any = OmegaConf.create({section: {}})
+        for key, value in (read_changes(named(base)) | read_changes(named(words))).items():
+            OmegaConf.update(config, key, value, force_add=True)
+        settings: Any = OmegaConf.to_container(config[section])
+        found = list(EXTENSIONS[section](section, settings).problems(config))
+        assert len(found) == len(expected), words
+        for problem, wanted in zip(found, map(named, expected), strict=True):
+            head, _, said = wanted.partition(" ~ ")
+            head, _, fixes = head.partition(": ")
+            verdict, key = head.split()
+            assert (problem.verdict, problem.key) == (verdict, in_full(key)), words
+            own = [f"{problem.key}{each}" if each.startswith("=") else in_full(each) for each in fixes.split("; ")]
+            assert list(problem.overrides) == (own if fixes else []), words
+            said = f"{problem.key}{said}" if said.startswith("=") else said
+            assert said in f"{problem.reason} {problem.advice}", words

@@ -60,24 +60,12 @@ CASES: dict[str, tuple[Callable[[], Extension], dict[str, Any], dict[str, Any], 
         {"rows": ONE_RIGHT},
         "the highest reward was 0.5, but pass_at_k.correct_at_least=1, so no answer counts as correct",
     ),
-    "all are right": (
-        lambda: PassAtK("pass_at_k", {"objective": "loo", "k": 2}),
-        {"rows": [("a", 3, 1.0)] * 4},
-        {"rows": ONE_RIGHT},
-        "no group had an advantage other than 0 (pass_at_k.k=2)",
-    ),
     "no anchor": (
         lambda: LengthPenalty("length_penalty", {"kind": "anchor", "anchor": {"min_samples": 3, "pass_rate": 0.7}}),
         {"rows": HALF_RIGHT},
         {"rows": [("b", tokens, 1.0) for tokens in (3, 4, 5, 6)]},
         "no prompt has an anchor, because no prompt had a pass rate above 0.7 over at least 3 rollouts "
         "(length_penalty.anchor.pass_rate",
-    ),
-    "one length": (
-        lambda: LengthPenalty("length_penalty", {"kind": "group", "coefficient": 0.1}),
-        {"rows": [("a", 3, 1.0), ("a", 3, 0.0)]},
-        {"rows": RIGHT},
-        "no advantage has changed, because all sequences of a group received the same penalty (length_penalty.kind)",
     ),
     "values at the floor": (
         lambda: PrefixValueRewards("process_reward", {"probe_every": None}),
@@ -97,12 +85,12 @@ def test_what_never_acts_is_said_at_doubling_intervals(
     if "values" in acting:  # no workers are asked here
         monkeypatch.setattr(updates.made, "worker", lambda: None)
         monkeypatch.setattr(updates.made, "_score_again", lambda *args: None)
-    assert {updates.take(**idle) for _ in range(44)} == {0.0}
-    assert [f"after {count} updates: {said}" in caplog.text for count in (5, 10, 20, 40)] == [True] * 4
-    assert caplog.text.count("is not proved yet") == 4
+    assert {updates.take(**idle) for _ in range(11)} == {0.0}
+    assert [f"after {count} updates: {said}" in caplog.text for count in (5, 10)] == [True] * 2
+    assert caplog.text.count("is not proved yet") == 2
     assert [updates.take(**acting) for _ in range(3)][-1] == 1.0
-    assert {updates.take(**idle) for _ in range(80 - 47)} == {1.0}
-    assert caplog.text.count("is not proved yet") == 4
+    assert {updates.take(**idle) for _ in range(6)} == {1.0}
+    assert caplog.text.count("is not proved yet") == 2
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,6 @@ def test_terms_of_two_extensions_add_up(name: str) -> None:
     assert packet.reports == {"one": (5, tokens), "two": (5, tokens)}
 
 
-@pytest.mark.parametrize("name", CORRECTIONS)
-def test_a_coefficient_of_zero_is_the_loss_to_the_bit(name: str) -> None:
-    found = [run(loss_of(CORRECTIONS[name], each))[0] for each in ({}, {"one": NudgeWorker(COLUMN, 0.0)})]
-    assert torch.equal(*found)
-
-
 def verdict(loss: OffPolicyLoss) -> dict[str, float]:
     _, packet = run(loss)
     return verify([packet], loss.spec, sampled_rows=compute_sampled_checksums(micro_batch()[1]))

@@ -23,7 +23,6 @@ from recipe.offpolicy.staleness.ages import (
     check_newest,
     count_lost,
     find_too_old,
-    format_eta,
     list_runs,
     read_tags,
     split_too_old,
@@ -146,12 +145,6 @@ def test_after_a_fall_nothing_is_issued_until_the_limit_holds_again() -> None:
     smaller = RateLimit(0, 4)
     smaller.restore(2, 8)
     assert [smaller.room(step) for step in (3, 4, 5)] == [-4, 0, 4]
-
-
-def test_fractions_are_exact() -> None:
-    assert RateLimit(0.1, 10).room(1) == 11
-    assert [RateLimit(0.7, 10).room(step) for step in (1, 3)] == [17, 37]
-    assert [format_eta(Fraction(eta)) for eta in ("2", "0.5")] == ["2", "0.5"]
 
 
 def test_a_prompt_past_the_limit_stops() -> None:

@@ -93,10 +93,6 @@ def test_the_trainer_accepts_the_chunks_of_a_row_and_no_others(generate: Callabl
             check_chunks([fields, {**fields, CHUNKS: turns}])
 
 
-def test_a_server_that_does_not_say_its_version_leaves_the_row_without(generate: Callable[..., Any]) -> None:
-    assert CHUNKS not in asyncio.run(generate("a", (2, None, "completed"))).extra_fields
-
-
 def test_tokens_of_an_attempt_that_nobody_noted_are_told_apart(
     generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

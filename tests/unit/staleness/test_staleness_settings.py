@@ -155,16 +155,3 @@ def test_eta_settles_at_the_largest_that_meets_the_target(
     assert max(settled) - min(settled) <= 1
     assert all(abs(eta - best) <= 1 for eta in settled)
     assert best in settled
-
-
-@settings(max_examples=at_most(40))
-@given(st.integers(0, 2**32 - 1))
-def test_noise_moves_it_by_no_more_than_a_step(seed: int) -> None:
-    """Noise of less than half of what a step of age costs."""
-
-    def ess(age: int) -> float:
-        return 1.0 - 0.05 * age
-
-    settled = simulate(build(0, ess=0.83, every=4), ess, noise=0.02, seed=seed)[200:]
-    assert {*settled} <= {2, 3, 4}
-    assert max(settled) - min(settled) <= 1

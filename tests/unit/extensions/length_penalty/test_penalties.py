@@ -46,39 +46,6 @@ def test_by_hand(kind: str, coefficient: float, anchor: float | None, wanted: li
     assert found.tolist() == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("lengths", [[7], [7, 7, 7], []])
-def test_rows_that_are_alike_get_no_penalty_of_the_group(lengths: list[int]) -> None:
-    assert penalties("group", lengths, [1] * len(lengths), coefficient=0.1).tolist() == [0.0] * len(lengths)
-
-
-@given(st.lists(st.tuples(st.integers(0, 1000), st.booleans()), min_size=1, max_size=12))
-def test_wrong_rows_never_gain(rows: list[tuple[int, bool]]) -> None:
-    lengths, right = (torch.tensor(each) for each in zip(*rows, strict=True))
-    for kind in KINDS:
-        found = penalties(kind, lengths, right, coefficient=0.1, anchor=100.0)
-        assert all(value >= 0 for value, mark in zip(found.tolist(), right.tolist(), strict=True) if not mark)
-        if kind != "group":
-            assert bool((found >= 0).all())
-
-
-@pytest.mark.parametrize(
-    ("kind", "lengths", "right", "coefficient", "anchor", "said"),
-    [
-        ("cosine", [1], [1], 0.1, None, "kind=cosine"),
-        ("uniform", [1, 2], [1], 0.1, None, "one of each"),
-        ("uniform", [float("nan")], [1], 0.1, None, "0 tokens or more"),
-        ("uniform", [1], [0.5], 0.1, None, r"1 \(correct\) or 0 \(wrong\)"),
-        ("uniform", [1], [1], -0.1, None, "coefficient=-0.1"),
-        ("anchor", [1], [1], 0.1, 0, "anchor=0"),
-    ],
-)
-def test_bad_input_is_an_error(
-    kind: str, lengths: list[float], right: list[float], coefficient: float, anchor: float | None, said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        penalties(kind, lengths, right, coefficient=coefficient, anchor=anchor)  # type: ignore[arg-type]
-
-
 # Before normalisation the coefficient cancels where all rewards are equal; after it, it is a factor
 
 
@@ -93,11 +60,6 @@ def test_shifts_by_hand() -> None:
     plain = compute_shift(penalty, scores, groups, by_std=False)
     assert plain.tolist() == pytest.approx([-0.1, 0, 0.1, 0, -0.2, 0.2])
     assert compare_rewards(scores, groups) == {"a": 1.0, "b": 0.0}
-
-
-def test_sessions_outside_of_groups_and_single_ones_are_not_shifted() -> None:
-    shift = compute_shift(torch.tensor([0.3, 0.5]).double(), torch.ones(2).double(), {"a": [1]}, by_std=True)
-    assert shift.tolist() == [0.0, 0.0]
 
 
 # Lengths by correctness and difficulty, by hand
@@ -187,14 +149,6 @@ def test_caps_and_choices() -> None:
     equal = [row._replace(score=1.0) for row in ROWS]
     assert state_penalties(equal, settings("uniform", zero_variance="skip"), 1.0) == [0.0] * 4
     assert state_penalties([ROWS[0]._replace(anchor=None)], settings("anchor"), 1.0) == [0.0]
-
-
-def test_shift_by_hand() -> None:
-    """P 0.1, 0.2, 0.4, 0.5, mean 0.3; std of 1, 0, 1, 0 is sqrt(1/3)."""
-    found = state_shift(ROWS, settings("uniform"), 1.0, by_std=False)
-    assert found == pytest.approx([-0.2, -0.1, 0.1, 0.2])
-    scaled = state_shift(ROWS, settings("uniform"), 1.0, by_std=True)
-    assert scaled == pytest.approx([each / ((1 / 3) ** 0.5 + 1e-6) for each in found])
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=2, max_size=6), st.floats(-9, 0), st.floats(-3, 8))

@@ -69,35 +69,19 @@ def train(kind: str, place: str, seed: int = 0) -> End:
     return End(float(chances @ LENGTHS), *(float(chances @ solved) for solved in SOLVED.values()))
 
 
-@pytest.fixture(scope="module")
-def none() -> End:
-    return train("none", "after")
-
-
-def test_without_a_penalty_answers_become_long_and_hard_prompts_are_solved(none: End) -> None:
-    assert none.tokens > 1000
-    assert none.hard > 0.2
-
-
-@pytest.mark.parametrize("kind", ["uniform", "group"])
-def test_before_normalisation_length_collapses_and_the_hard_prompt_with_it(kind: str, none: End) -> None:
-    found = train(kind, "before")
-    assert found.tokens < 0.25 * none.tokens
-    assert found.hard < 0.02
-    assert found.easy < 0.75
-
-
-def test_before_normalisation_an_anchor_keeps_the_easy_prompt(none: End) -> None:
-    """Where it is frozen, and so how short answers become, depends on the first group that is all right."""
-    found = [train("anchor", "before", seed) for seed in range(5)]
-    assert np.mean([end.easy for end in found]) > 0.9
-    assert min(end.easy for end in found) > 0.85
-    assert max(end.tokens for end in found) < none.tokens
-
-
-@pytest.mark.parametrize("kind", ["uniform", "group", "anchor"])
-def test_after_normalisation_nothing_collapses(kind: str, none: End) -> None:
-    found = train(kind, "after")
-    assert found.tokens > 0.5 * none.tokens
-    assert found.easy > 0.9
-    assert found.hard > 0.1
+def test_where_length_collapses() -> None:
+    """Before normalisation an anchor depends on the first group that is all right: five seeds."""
+    none = train("none", "after")
+    assert (none.tokens > 1000, none.hard > 0.2) == (True, True)
+    for kind in ("uniform", "group"):
+        found = train(kind, "before")
+        assert found.tokens < 0.25 * none.tokens, kind
+        assert (found.hard < 0.02, found.easy < 0.75) == (True, True), kind
+    anchored = [train("anchor", "before", seed) for seed in range(5)]
+    assert np.mean([end.easy for end in anchored]) > 0.9
+    assert min(end.easy for end in anchored) > 0.85
+    assert max(end.tokens for end in anchored) < none.tokens
+    for kind in ("uniform", "group", "anchor"):
+        found = train(kind, "after")
+        assert found.tokens > 0.5 * none.tokens, kind
+        assert (found.easy > 0.9, found.hard > 0.1) == (True, True), kind

@@ -81,12 +81,6 @@ def test_concatenated_episodes_are_the_response_and_none_is_too_long(
     assert len(ends) == (len(every) if max_episodes is None else min(len(every), max_episodes))
 
 
-def test_limits_below_1_and_empty_markers_are_refused() -> None:
-    for asked in ({"max_tokens": 0}, {"max_tokens": 1, "max_episodes": 0}, {"max_tokens": 1, "markers": [""]}):
-        with pytest.raises(ValueError, match=r"1 or more|empty marker"):
-            episode_ends(["a"], **({"markers": MARKERS} | asked))  # type: ignore[arg-type]
-
-
 def test_the_region_ends_before_the_token_that_begins_the_end_of_thinking() -> None:
     assert find_region(["a", ".</", "think>", "4"], "</think>") == 1
     assert find_region(["</think>"], "</think>") == 0
@@ -150,18 +144,14 @@ def test_pieces_that_read_otherwise_one_by_one_are_found(tokenizer: Any) -> None
     [
         ("4", ["4"]),
         (4, ["4"]),
-        (np.array(["4"], dtype=object), ["4"]),
         # As a parquet column of doubles and of floats has them.
         (18.0, ["18"]),
         (1e-7, ["0.0000001"]),
-        (1e22, ["10000000000000000000000"]),
         (np.float32(0.1), ["0.1"]),
         (np.array([0.1, 18], dtype=np.float32), ["0.1", "18"]),
-        (np.int64(7), ["7"]),
         (Decimal("18.00"), ["18"]),
         (Fraction(1, 2), ["1/2"]),
         (" \\frac{x^2}{2}\n", ["\\frac{x^2}{2}"]),
-        ([0.5, "\\frac{1}{2}"], ["0.5", "\\frac{1}{2}"]),
     ],
 )
 def test_ground_truth_is_one_answer_or_alternatives(truth: Any, answers: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Agent loops' outputs are scored between sampling and reward, and checked by rollouts from a prefix."""
+"""Agent loops' outputs are scored between sampling and reward, checked by rollouts, and served by vLLM."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.extensions.process_reward.manager import choose_prefix, continue_prefix
-from recipe.offpolicy.extensions.process_reward.prefix_scorer import FIELD, RowValues, TailScores
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import FIELD, TailScores
 from recipe.offpolicy.extensions.process_reward.settings import MonteCarloSettings
-from recipe.offpolicy.extensions.process_reward.utilities import compute_rank_correlation, summarize_continuations
+from recipe.offpolicy.extensions.process_reward.utilities import compute_rank_correlation
 from tests.support.byte_tokenizer import build_byte_tokenizer
 
 pytestmark = pytest.mark.verl("!=0.7.1")
@@ -213,17 +213,6 @@ def test_rank_correlation_by_hand() -> None:
     assert math.isnan(compute_rank_correlation(one[:0], other[:0]))
 
 
-def test_the_metrics_pair_each_value_with_its_estimate() -> None:
-    def row(number: int, **result: Any) -> RowValues:
-        return RowValues([1, 2], [-3.0, -2.0, -1.0], monte_carlo={"number": number, **result})
-
-    rows = [row(0, mean=0.1, tokens=3), row(1, mean=0.2, tokens=4), row(2, mean=0.1, tokens=5), row(1, error="x")]
-    found = summarize_continuations([*rows, RowValues([1], [-1.0, -2.0])])
-    assert (found["monte_carlo/prefixes"], found["monte_carlo/lost"], found["monte_carlo/tokens"]) == (3.0, 1.0, 12.0)
-    assert found["monte_carlo/rank_correlation"] == pytest.approx(0.0, abs=1e-12)
-    assert summarize_continuations([RowValues([1], [-1.0, -2.0])]) == {}
-
-
 class Policy:
     """Answers each request by one token, with the weights of ``version``."""
 
@@ -280,3 +269,44 @@ def test_other_weights_aborts_and_tool_tokens_give_no_estimate(policy: Policy, c
     _, found = post(policy, **changed)
     result = found.extra_fields[FIELD].get("monte_carlo")
     assert result is None if changed else "3 of 3 continuations" in result["error"]
+
+
+# verl's vLLM server hands flat log-probs of prompts on as they are, and starts as the registry's
+
+
+pytest.importorskip("vllm")
+
+
+@pytest.mark.slow
+def test_flat_log_probs_are_handed_on_with_what_the_cache_gave() -> None:
+    from vllm.logprobs import FlatLogprobs, Logprob
+
+    from recipe.offpolicy.extensions.process_reward.prefix_scorer import PROMPT
+    from recipe.offpolicy.extensions.process_reward.scoring_server import keep_flat
+
+    seen: list[Any] = []
+    keep = keep_flat(lambda *given: seen.append(given))
+    flat = FlatLogprobs()
+    for position in (None, {5: Logprob(-0.5, 1)}, {6: Logprob(-1.5, 2)}):
+        flat.append(position)
+    fields: dict[str, Any] = {}
+    keep(SimpleNamespace(prompt_logprobs=flat, num_cached_tokens=1), 0, fields)
+    assert (list(fields[PROMPT].ids), list(fields[PROMPT].log_probs), fields[PROMPT].cached) == (
+        [5, 6],
+        [-0.5, -1.5],
+        1,
+    )
+    assert seen == []
+    keep(SimpleNamespace(prompt_logprobs=None), None, fields)
+    assert len(seen) == 1
+
+
+def test_replicas_of_vllm_start_servers_that_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import serve_scores
+    from recipe.offpolicy.extensions.process_reward.scoring_server import ScoringReplica, ScoringServer
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    monkeypatch.setattr(RolloutReplicaRegistry, "_registry", dict(RolloutReplicaRegistry._registry))
+    serve_scores()
+    assert RolloutReplicaRegistry.get("vllm") is ScoringReplica
+    assert ScoringServer.score_tails.__doc__

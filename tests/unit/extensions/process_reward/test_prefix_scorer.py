@@ -121,13 +121,6 @@ def test_values_by_hand() -> None:
     assert found.answers == [([B, A, A], 2)]
 
 
-def test_no_forced_token_is_part_of_what_is_asked_behind_the_region() -> None:
-    """Prefixes are the response's own tokens, and the end of sequence is in none of them."""
-    engine = Engine()
-    score(engine, row())
-    assert [prompt for prompt, _ in engine.requests] == [[A, B, A, A], [A, A, B, A, A], [A, A, B, A, B, A, A]]
-
-
 def test_of_alternatives_the_likeliest_counts() -> None:
     found = score(Engine(), row(truth={"ground_truth": ["2", "1"]}))
     assert found.values == pytest.approx([max(value(p, [A]), value(p, [B])) for p in ([A], [A, A], [A, A, B, A])])
@@ -184,12 +177,6 @@ def test_what_cannot_be_trusted_is_scored_anew_with_the_cache_skipped(case: str)
     found = score(Engine(spoil=spoil), row())
     assert found.values == pytest.approx(score(Engine(), row()).values)
     assert (found.requests, found.rescored, found.error) == (5, 2, None)
-
-
-def test_the_cache_is_never_read_where_it_is_off() -> None:
-    engine = Engine()
-    score(engine, row(), prefix_cache="off")
-    assert all(sampling["skip_reading_prefix_cache"] for _, sampling in engine.requests)
 
 
 def test_a_server_that_never_answers_with_the_answers_tokens_leaves_the_row_unscored() -> None:

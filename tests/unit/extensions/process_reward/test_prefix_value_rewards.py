@@ -176,14 +176,6 @@ def test_a_wasted_episode_lowers_its_tokens_and_earlier_ones(build: Any) -> None
     assert "so none is penalised (process_reward.waste)" in str(never.unproved())
 
 
-def test_a_wasted_episode_lowers_the_rewards_of_an_estimator_by_token(build: Any) -> None:
-    seen: list[list[Tensor]] = [[], []]
-    for penalty, rewards in zip((0.0, 0.2), seen, strict=True):
-        waste = {"within": 0.25, "penalty": penalty}
-        run(build(), extension("reinforce_plus_plus", normalize="none", waste=waste), rewards)
-    torch.testing.assert_close(seen[0][0] - seen[1][0], 2 * WASTED)
-
-
 def test_a_monte_carlo_check_is_a_metric_and_its_absence_is_said(build: Any, caplog: pytest.LogCaptureFixture) -> None:
     """V -0.2, -1.7, -1.1 and -1.2 against means 0.9, 0.1, 0.3 and 0.2: ranks 4, 1, 3, 2 both."""
     settings = {"monte_carlo": {"every": 2, "share": 1.0}}
@@ -236,13 +228,6 @@ def test_rows_that_left_their_group_are_silent_and_in_no_statistic_of_it(build: 
     spread = (alone - alone.mean()) / alone.std()
     torch.testing.assert_close(found[0], torch.tensor([0.0, 0.0, spread[1], spread[1]]), rtol=1e-4, atol=1e-5)
     assert found[1].abs().max() == 0
-
-
-def test_utilities_travel_as_a_column(build: Any) -> None:
-    view = build()
-    run(view, extension())
-    found = view.rows(UTILITY)[UTILITY]
-    torch.testing.assert_close(found[0], torch.tensor([torch.nan, 0.5, torch.nan, 0.8]), equal_nan=True)
 
 
 def test_values_of_other_weights_stop_the_run(build: Any) -> None:

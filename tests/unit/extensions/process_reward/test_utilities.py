@@ -13,7 +13,6 @@ from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
 from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import (
     build_scored_row,
     check_column,
-    check_forward,
     check_moved,
     check_penalty,
     check_related,
@@ -25,9 +24,7 @@ from recipe.offpolicy.extensions.process_reward.utilities import (
     compute_separation,
     find_waste,
     move_utility,
-    normalize_utilities,
     read_values,
-    summarize_advantages,
     summarize_cost,
     summarize_values,
     summarize_waste,
@@ -119,36 +116,11 @@ def test_none_leaves_utilities_as_they_are() -> None:
     assert found.tolist() == [pytest.approx([0.1, 0.1, -0.1, -0.1]), pytest.approx([0.4, 0.4, 0.0, 0.0])]
 
 
-def test_a_utility_of_0_counts_and_one_elsewhere_does_not() -> None:
-    """Of 0, 1 and -1 at positions: std 1."""
-    u = torch.tensor([[0.0, 1.0, 5.0], [-1.0, 5.0, 5.0]])
-    at = torch.tensor([[True, True, False], [True, False, False]])
-    assert normalize_utilities(u, at, ["a", "a"], normalize="zscore").tolist() == [[0.0, 1.0, 0.0], [-1.0, 0.0, 0.0]]
-
-
-def test_groups_without_a_deviation() -> None:
-    """Nothing after centring; their scale is that of the utilities themselves."""
-    u = torch.tensor([[0.3, 0.3], [0.7, 9.0], [1.0, -1.0]])
-    at = torch.tensor([[True, True], [True, False], [True, True]])
-    centred, scaled = (
-        normalize_utilities(u, at, ["same", "one", "two"], normalize=how).tolist() for how in ("zscore", "scale")
-    )
-    assert centred == [[0.0, 0.0], [0.0, 0.0], pytest.approx([1 / math.sqrt(2), -1 / math.sqrt(2)])]
-    assert scaled == [pytest.approx([1.0, 1.0]), pytest.approx([1.0, 0.0]), pytest.approx([1.0, -1.0])]
-
-
 def test_tokens_off_the_mask_pass_credit_on_and_get_none() -> None:
     """A tool's tokens stand in the middle."""
     u, at = torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.tensor([[False, False, False, True]])
     found = token_advantages(u, at, ["a"], torch.tensor([[1, 0, 0, 1]]), normalize="none")
     assert found.tolist() == [[1.0, 0.0, 0.0, 1.0]]
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    nan = torch.where(AT, math.nan, U)
-    for u, groups, how in ((U, ["a"], "scale"), (U, ["a", "a"], "mean"), (nan, ["a", "a"], "scale")):
-        with pytest.raises(ValueError, match=r"expected \(B, T\)|normalize=mean|token 1 of row 0"):
-            token_advantages(u, AT, groups, TELESCOPE_MASK, normalize=how)
 
 
 # Metrics of values, cost and advantages by hand
@@ -183,13 +155,6 @@ def test_cost_is_the_time_in_which_anything_is_scored() -> None:
     assert found["cost/cached_share"] == pytest.approx(10 / 60)
     assert math.isnan(summarize_cost(COST_ROWS, None)["cost/share_of_rollout"])
     assert compute_covered([]) == 0.0
-
-
-def test_the_share_of_the_process_part() -> None:
-    mask = torch.tensor([[1, 1, 0]])
-    found = summarize_advantages(torch.tensor([[1.0, -1.0, 9.0]]), torch.tensor([[3.0, 3.0, 9.0]]), mask)
-    assert found["advantage/share"] == 0.75
-    assert (found["advantage/outcome_std"], found["advantage/process_std"]) == (pytest.approx(math.sqrt(2)), 0.0)
 
 
 # Waste: which episodes count, what each token loses, and the gradient of the penalty by enumeration
@@ -272,14 +237,6 @@ def test_the_row_of_a_prefix_ends_with_force_prompt_and_answer() -> None:
     each = RowValues(ends=[1, 2], values=[-1.0] * 3, answers=[([7, 8], 1), ([7, 8, 9], 2)], best=[0, 1, 1])
     assert build_scored_row(each, 0, [1], [5, 6]) == ([1], [7, 8], 1)
     assert build_scored_row(each, 2, [1], [5, 6]) == ([1], [5, 6, 7, 8, 9], 2)
-
-
-def test_values_are_compared_with_the_trainers() -> None:
-    assert check_forward([-1.5, -0.5], [-1.5, -0.46], 0.05) == pytest.approx(0.04)
-    with pytest.raises(LivenessError, match=r"one has the value -1\.6000 instead of -1\.5000 \(allowed: 0\.05 nats\)"):
-        check_forward([-1.5, -0.5], [-1.6, -0.5], 0.05)
-    with pytest.raises(LivenessError):
-        check_forward([-1.5, -0.5], [-1.5, float("nan")], 0.05)
 
 
 def test_values_that_stand_in_for_log_probs_stop_at_once() -> None:

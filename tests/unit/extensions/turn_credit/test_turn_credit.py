@@ -177,7 +177,6 @@ def test_a_rollout_of_several_rows_is_one_sequence_of_turns(monkeypatch: pytest.
 
 
 NAN = math.nan
-ROOT = 3**0.5
 REWARDS = st.sampled_from([0.0, 1.0, 0.5, -2.0, 0.1])
 ROLLOUTS = st.lists(st.tuples(st.lists(st.none() | REWARDS, max_size=4), REWARDS), min_size=1, max_size=5)
 
@@ -192,46 +191,6 @@ def compute(rows: list[list[float]], scores: list[float] | None, **how: object) 
     found = compute_advantages(counts, table, ends, **how)  # type: ignore[arg-type]
     assert not bool(found[torch.arange(width) >= counts[:, None]].any())
     return [row[: len(given)] for row, given in zip(found.tolist(), rows, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("rows", "scores", "how", "wanted"),
-    [
-        # Returns of turn 0: 1, 0, 0; of turn 1: 1, 0. The third rollout has one turn.
-        ([[NAN, NAN], [NAN, NAN], [NAN]], [1.0, 0.0, 0.0], {}, [[2 / 3, 0.5], [-1 / 3, -0.5], [-1 / 3]]),
-        # Turn 0: 1 + 0.5 * 2 = 2 and 0 + 0.5 * 0 = 0; turn 1: 2 and 0.
-        ([[1.0, NAN], [0.0, NAN]], [2.0, 0.0], {"gamma": 0.5}, [[1.0, 1.0], [-1.0, -1.0]]),
-        # Without the rollout's reward, the last turn earns nothing.
-        ([[1.0, NAN], [0.0, NAN]], None, {"coef": 3.0}, [[1.5, 0.0], [-1.5, 0.0]]),
-        # Only one rollout has a second turn.
-        ([[NAN, NAN], [NAN]], [4.0, 0.0], {}, [[2.0, 0.0], [-2.0]]),
-        # Tools: 1, 0, 0, 1 have mean 1 / 2; rollouts: 3 and 1 have mean 2.
-        (
-            [[1.0, 0.0, NAN], [0.0, 1.0, NAN]],
-            [3.0, 1.0],
-            {"normalize": "return_to_go"},
-            [[1.0, 0.5, 1.0], [-1.0, -0.5, -1.0]],
-        ),
-        # The same, divided: tools by 1 / sqrt(3), rollouts by sqrt(2), and discounted by 1 / 2 per turn.
-        (
-            [[1.0, 0.0, NAN], [0.0, 1.0, NAN]],
-            [3.0, 1.0],
-            {"normalize": "return_to_go", "by_std": True, "gamma": 0.5},
-            [
-                [ROOT / 2 - ROOT / 4 + 0.5**0.5 / 4, -ROOT / 2 + 0.5**0.5 / 2, 0.5**0.5],
-                [-ROOT / 2 + ROOT / 4 - 0.5**0.5 / 4, ROOT / 2 - 0.5**0.5 / 2, -(0.5**0.5)],
-            ],
-        ),
-        # Equal rewards, and a rollout without a turn.
-        ([[0.1], [0.1], [0.1], []], [0.1, 0.1, 0.1, 7.0], {"by_std": True}, [[0.0], [0.0], [0.0], []]),
-    ],
-)
-def test_by_hand(
-    rows: list[list[float]], scores: list[float] | None, how: dict[str, object], wanted: list[list[float]]
-) -> None:
-    found = compute(rows, scores, **{"normalize": "turn_index", "by_std": False, **how})
-    for row, one in zip(found, wanted, strict=True):
-        assert row == pytest.approx(one, abs=1e-12)
 
 
 def standardise(values: list[float], by_std: bool) -> list[float]:

@@ -1,4 +1,4 @@
-"""The extension on verl's own batches: weights of the correction, verl's aggregation, proof and start-up checks."""
+"""The learning rate by effective sample size, and the optimal baseline."""
 
 from __future__ import annotations
 
@@ -16,12 +16,110 @@ from torch import Tensor
 from recipe.offpolicy.batch.plan import decide_rollout
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions import vcpo
-from recipe.offpolicy.extensions.vcpo import OptimalBaseline, compute_advantages, state_advantages
+from recipe.offpolicy.extensions.add_ons import AddOns
+from recipe.offpolicy.extensions.vcpo import EssLr, EssLrSettings, OptimalBaseline, compute_advantages, state_advantages
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer import batch_view
 from tests.support.corrections import TIS, band, spec
 from tests.support.judged import judge
 from tests.support.shaped import WIDTH, Rows, make_batch, report, shape
+
+ESS_LR = pytest.mark.verl("==0.9.1")
+"""Releases for which the learning rate can be scaled."""
+
+pytest.importorskip("verl")
+
+TWO_ROWS: Rows = [("a", 2, 1.0), ("a", 2, 0.0)]
+RATIOS = torch.tensor([[1.0, 4.0], [1.0, 0.5]])
+"""TIS caps them at 2: ess = (1 + 2 + 1 + 0.5)^2 / (4 * (1 + 4 + 1 + 0.25)) = 0.81; before, 6.5^2 / (4 * 18.25)."""
+
+
+def weighed(correction: CorrectionSpec) -> Any:
+    def decide(found: Any) -> Any:
+        tensors = found.batch.select("response_mask")
+        mu = torch.zeros(2, tensors["response_mask"].shape[1])
+        old = mu.clone()
+        old[:, :2] = RATIOS.log()
+        return decide_rollout(correction, tensors.update({"old_log_probs": old, "rollout_log_probs": mu}), 1)
+
+    return make_batch(TWO_ROWS, decide=decide)
+
+
+def seen(factor: float | None, *read: float, planned: float = 0.01, stepped: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(factor=factor, planned=(planned,), read=read or None, stepped=stepped)
+
+
+def scale(correction: CorrectionSpec, **settings: Any) -> EssLr:
+    extension = EssLr("ess_lr", {"rule": "sqrt"} | settings)
+    shape(weighed(correction), extension)
+    return extension
+
+
+@ESS_LR
+@pytest.mark.parametrize(
+    ("correction", "settings", "factor"),
+    [
+        (spec(TIS), {}, 0.9),
+        (spec(TIS), {"rule": "linear"}, 0.81),
+        (spec(TIS), {"rule": "linear", "floor": 0.85}, 0.85),
+        (CorrectionSpec(), {"rule": "linear"}, 6.5**2 / (4 * 18.25)),
+    ],
+)
+def test_the_factor_is_of_this_batch(correction: CorrectionSpec, settings: Any, factor: float) -> None:
+    extension = scale(correction, **settings)
+    (told,) = AddOns([extension]).batch_flags().values()
+    assert told == extension.metrics()["ess_lr/factor"]
+    assert told == pytest.approx(factor)
+
+
+@ESS_LR
+@pytest.mark.parametrize(("ess", "factor"), [(1.0, 1.0), (0.25, 0.5), (0.0, 0.1), (1e-9, 0.1), (float("nan"), 0.1)])
+def test_the_factor_stays_within_its_bounds(ess: float, factor: float) -> None:
+    assert EssLrSettings("sqrt", 0.1).compute_factor(ess) == factor
+
+
+@ESS_LR
+def test_a_healthy_update_is_proved_and_logged() -> None:
+    extension = scale(spec(TIS))
+    due = 0.01 * extension.metrics()["ess_lr/factor"]
+    told = extension.metrics()["ess_lr/factor"]
+    assert "ess_lr.rule" in str(extension.unproved())
+    metrics: dict[str, Any] = {"offpolicy_lr_report": [[seen(told, due)], [seen(told, due), seen(told, stepped=False)]]}
+    extension.on_update(metrics, None)
+    assert (metrics, extension.unproved()) == ({}, None)
+    assert extension.metrics() == pytest.approx({"ess_lr/ess": 0.81, "ess_lr/factor": 0.9, "ess_lr/lr": 0.009})
+
+
+@ESS_LR
+def test_an_update_of_a_warm_up_at_zero_proves_nothing() -> None:
+    extension = scale(spec(TIS))
+    told = extension.metrics()["ess_lr/factor"]
+    extension.on_update({"offpolicy_lr_report": [seen(told, 0.0, planned=0.0)]}, None)
+    assert extension.unproved() is not None
+
+
+@ESS_LR
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        ([], "its learning rate is unknown"),
+        ([None], "its learning rate is unknown"),
+        ([seen(None, 0.01)], "the worker's factor is None"),
+        ([seen(0.5, 0.005)], "the worker's factor is 0.5"),
+        ([seen(0.9, 0.01)], "stepped at a learning rate of 0.01 instead of 0.009"),
+        ([seen(0.9, 0.0081)], "0.0081 instead of 0.009"),
+        ([seen(0.9)], "did not step"),
+    ],
+)
+def test_a_step_at_another_rate_stops_the_run(reports: list[Any], said: str) -> None:
+    extension = scale(spec(TIS))
+    extension._factor = 0.9
+    with pytest.raises(LivenessError, match=said):
+        extension.on_update({"offpolicy_lr_report": [reports]}, None)
+
+
+# The extension on verl's own batches: weights of the correction, verl's aggregation, proof and start-up checks
+
 
 ROWS: Rows = [("a", 4, 1.0), ("a", 2, 0.0), ("a", 6, 0.5), ("b", 3, 1.0), ("b", 3, 0.0), ("alone", 5, 1.0)]
 LENGTHS = torch.tensor([tokens for _, tokens, _ in ROWS])

@@ -1,4 +1,4 @@
-"""Hooks around verl's own estimator, on the batches of both trainers; expected numbers are worked out by hand."""
+"""Hooks around verl's own estimator on the batches of both trainers, and what extensions see of rows; by hand."""
 
 from __future__ import annotations
 
@@ -10,15 +10,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from recipe.offpolicy.batch.plan import Groups
+from recipe.offpolicy.batch.plan import PLAN, Groups, SharedPlan
+from recipe.offpolicy.batch.seals import find_difference
+from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_on import Advantages, Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
+from recipe.offpolicy.extensions.advantage_proof import AdvantageWorker, name_hashes
+from recipe.offpolicy.extensions.batch_view import (
+    LossRows,
+    identify_prompts,
+    read_sessions,
+)
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view import DataProtoBatch, DataProtoPrompts
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from recipe.offpolicy.worker.metrics import METRIC_KEY, take_packets
+from tests.support import training_worker as tw
+from tests.support.corrections import TIS
+from tests.support.distilled import rollout
 from tests.support.nudge import Nudge
+from tests.support.shaped import make_batch
 from verl import DataProto
+from verl.utils import tensordict_utils as tu
 
 LENGTHS = (3, 1, 2)
 SCORES = (1.0, 0.0, 3.0)
@@ -249,3 +266,97 @@ def test_every_extension_ends_also_where_one_fails() -> None:
     with pytest.raises(ZeroDivisionError):
         AddOns([first, last]).end()
     assert first.ended
+
+
+# Sessions of several rows count once, and prompts keep their identity over steps
+
+
+class Outputs:
+    """Rows 0 and 1 are outputs of one session."""
+
+    def __init__(self) -> None:
+        self._view = make_batch([("a", 3, 0.0), ("a", 2, 1.0), ("a", 4, 0.0), ("b", 5, 1.0)])
+        self.sessions = ["x", "x", "y", "z"]
+        self.silent = torch.tensor([False, False, False, True])
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._view, name)
+
+
+def test_a_session_has_its_last_rows_score_and_all_its_tokens() -> None:
+    found = read_sessions(Outputs(), most_tokens=4)  # type: ignore[arg-type]
+    assert found.of_row.tolist() == [0, 0, 1, 2]
+    assert found.last.tolist() == [1, 2, 3]
+    assert found.tokens.tolist() == [5.0, 4.0, 5.0]
+    assert found.scores.tolist() == [1.0, 0.0, 1.0]
+    assert found.truncated.tolist() == [False, True, True]
+    assert found.groups() == {"a": [0, 1]}  # that of b is silent
+
+
+def test_identity_is_of_the_prompts_tokens() -> None:
+    view, later = make_batch([("a", 3, 0.0), ("b", 2, 1.0), ("a", 1, 1.0)]), make_batch([("b", 1, 0.0)], step=9)
+    one, two, three = identify_prompts(view, read_sessions(view))
+    assert one == three != two
+    assert identify_prompts(later, read_sessions(later)) == [two]
+
+
+# Rules of what extensions read from a batch and send with it
+
+
+# A micro-batch as an extension sees it inside the loss
+
+
+def nest(*see_rows: list[float]) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.tensor(row) for row in see_rows], layout=torch.jagged)
+
+
+def see_rows(*, with_padding: bool = True, **columns: torch.Tensor) -> LossRows:
+    """A row of two tokens, and one that verl added as padding; each has a prompt of one token."""
+    given = {"prompts": nest([7], [7]), "responses": nest([8, 9], [8]), "response_mask": nest([1, 1], [0])}
+    data = TensorDict({**given, **columns}, batch_size=2)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=4, global_batch_size=2)
+    return LossRows({"log_probs": nest([-1.0, -2.0, 0.0], [-3.0, 0.0])}, data, with_padding=with_padding)
+
+
+def test_columns_by_token_and_by_row_are_padded() -> None:
+    seen = see_rows(offpolicy_teacher=nest([0.5, 0.25], [4.0]), offpolicy_score=torch.tensor([1.0, 2.0]))
+    assert seen.log_prob.tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
+    assert seen.response_mask.tolist() == [[True, True], [False, False]]
+    assert seen.column("offpolicy_teacher").tolist() == [[0.5, 0.25], [4.0, 0.0]]
+    assert seen.column("offpolicy_score").tolist() == [1.0, 2.0]
+    assert "offpolicy_score" in seen
+
+
+def test_the_mean_is_the_mini_batchs() -> None:
+    config = SimpleNamespace(loss_agg_mode="token-mean", loss_scale_factor=None)
+    # 1 + 2 over the 4 tokens of the mini-batch; padding does not count.
+    assert see_rows().mean(torch.tensor([[1.0, 2.0], [9.0, 9.0]]), config).item() == pytest.approx(0.75)
+
+
+def test_a_column_that_did_not_arrive() -> None:
+    with pytest.raises(KeyError, match="offpolicy_teacher is not in the micro-batch"):
+        see_rows().column("offpolicy_teacher")
+
+
+# What arrives in the workers is held against what was shipped, as multisets of see_rows
+
+
+@pytest.mark.verl(">=0.8")
+@pytest.mark.parametrize("spec", [CorrectionSpec(), CorrectionSpec.from_mapping({"weight": TIS})], ids=["none", "tis"])
+def test_the_workers_loss_reports_the_rows_that_came(spec: CorrectionSpec) -> None:
+    """On the engine's own layout, nest by row, next to the padded one of the trainer."""
+    made, flat, whole = rollout()
+    data = made.to_tensordict()
+    tokens = int(data["response_mask"].values().sum())
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=6, **{PLAN: SharedPlan(1)})
+    loss = OffPolicyLoss(spec, tw.actor_config(), extensions={"x": AdvantageWorker()})
+    offsets = torch.tensor([0, *whole]).cumsum(0)
+    log_probs = torch.nested.nested_tensor_from_jagged(flat.clone().requires_grad_(), offsets)
+    _, metrics = loss({"log_probs": log_probs}, data)
+    (packet,) = take_packets({METRIC_KEY: metrics[METRIC_KEY]})
+    names = ("responses", "response_mask", "advantages")
+    columns = {name: pad_sequence(getattr(made, name), batch_first=True) for name in names}
+    view: Any = SimpleNamespace(keys="abcdef")
+    shipped = name_hashes(view, columns["responses"], columns["response_mask"].bool(), columns["advantages"])
+    assert len(shipped) == 6
+    assert find_difference(shipped, packet.reports["x"].hashes) is None
