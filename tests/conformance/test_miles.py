@@ -17,15 +17,7 @@ from torch import Tensor
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.dialects import PEERS
 from recipe.offpolicy.worker.terms import choose_surrogate
-from tests.support.conformance import (
-    Loss,
-    Options,
-    Rows,
-    compare,
-    install,
-    load,
-    our_loss,
-)
+from tests.support.conformance import Loss, Options, Rows, compare, install, load, our_loss
 
 pytestmark = pytest.mark.extended
 

@@ -19,17 +19,7 @@ from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.worker.terms import choose_surrogate
-from tests.support.conformance import (
-    Loss,
-    Options,
-    Rows,
-    compare,
-    draw_rows,
-    importable,
-    install,
-    measure,
-    our_loss,
-)
+from tests.support.conformance import Loss, Options, Rows, compare, draw_rows, importable, install, measure, our_loss
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.extended

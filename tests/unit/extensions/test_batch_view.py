@@ -20,11 +20,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_on import Advantages, Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.advantage_proof import AdvantageWorker, name_hashes
-from recipe.offpolicy.extensions.batch_view import (
-    LossRows,
-    identify_prompts,
-    read_sessions,
-)
+from recipe.offpolicy.extensions.batch_view import LossRows, identify_prompts, read_sessions
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view import DataProtoBatch, DataProtoPrompts
 from recipe.offpolicy.worker.loss import OffPolicyLoss

@@ -58,11 +58,7 @@ def test_the_headline_names_what_is_on() -> None:
     [
         ([f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=-1"], "one.bonus", "below 0"),
         ([f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"], "one.tilt", "nothing is shaped"),
-        (
-            [f"{KEY}.one={__name__}:Estimating", f"{KEY}.two={__name__}:Estimating", "+one={}", "+two={}"],
-            "two",
-            "one",
-        ),
+        ([f"{KEY}.one={__name__}:Estimating", f"{KEY}.two={__name__}:Estimating", "+one={}", "+two={}"], "two", "one"),
         (
             [*ON, "correction=none", "actor_rollout_ref.rollout.calculate_log_probs=false"],
             "actor_rollout_ref.rollout.calculate_log_probs",

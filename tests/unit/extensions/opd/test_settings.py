@@ -18,11 +18,7 @@ from recipe.offpolicy.extensions.add_on import own_launch
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
 from recipe.offpolicy.extensions.opd.settings import OpdSettings, TeacherSettings
-from recipe.offpolicy.extensions.opd.start_up import (
-    find_model,
-    find_other_vocabulary,
-    find_problems,
-)
+from recipe.offpolicy.extensions.opd.start_up import find_model, find_other_vocabulary, find_problems
 from recipe.offpolicy.extensions.opd.teacher_client import TeacherError
 from scripts.quickstart.model import build_tokenizer
 from tests.support.fake_teacher import FakeTeacher, Rule, by_place, serving
@@ -211,11 +207,7 @@ def test_a_secret_in_the_address_is_refused_and_a_strangers_is_not_asked(teacher
         ({"models": ("one", "two")}, "serves one, two, so one of these models must be selected", "scripts/teacher.sh"),
         ({"length": 30}, "the teacher accepts 30 tokens, but prompt and response have up to 30", "--max-model-len 31"),
         ({"score": "noisy"}, "answers are not repeatable", "float32"),
-        (
-            {"tokenize": lambda body: [0]},
-            "its tokenizer gives other ids than the student's",
-            "student's own family",
-        ),
+        ({"tokenize": lambda body: [0]}, "its tokenizer gives other ids than the student's", "student's own family"),
         (
             {"tokenize": lambda body: [0] if "messages" in body else alike(body)},
             "chat templates of teacher and student render training prompt 0 as different ids",

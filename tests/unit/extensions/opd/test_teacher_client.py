@@ -13,13 +13,7 @@ import pytest
 from recipe.offpolicy.extensions.opd import teacher_client
 from recipe.offpolicy.extensions.opd.settings import TeacherSettings
 from recipe.offpolicy.extensions.opd.start_up import find_model, measure_repeats
-from recipe.offpolicy.extensions.opd.teacher_client import (
-    Row,
-    TeacherClient,
-    TeacherError,
-    open_session,
-    shorten,
-)
+from recipe.offpolicy.extensions.opd.teacher_client import Row, TeacherClient, TeacherError, open_session, shorten
 from recipe.offpolicy.fault_tolerance.redaction import RedactedStream, redact, redact_text
 from tests.support.fake_teacher import FakeTeacher, serving
 

@@ -57,11 +57,7 @@ def test_a_deal_depends_on_its_seed_alone_and_gives_each_row_its_groups_best() -
 
 @pytest.mark.parametrize(
     ("n", "k", "objective"),
-    [
-        *((8, k, objective) for objective in OBJECTIVES for k in (0, 9)),
-        (8, 8, "loo"),
-        (8, 3, "groups"),
-    ],
+    [*((8, k, objective) for objective in OBJECTIVES for k in (0, 9)), (8, 8, "loo"), (8, 3, "groups")],
 )
 def test_an_impossible_k_is_named_with_the_group(n: int, k: int, objective: str) -> None:
     assert find_impossible(n, k, objective) is not None
