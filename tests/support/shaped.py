@@ -26,15 +26,19 @@ Rows = Sequence[tuple[str, int, float]]
 
 
 def make_batch(
-    rows: Rows, step: int = 1, decide: Callable[[DataProto], RolloutStage] | None = None, **columns: Sequence[Any]
+    rows: Rows,
+    step: int = 1,
+    decide: Callable[[DataProto], RolloutStage] | None = None,
+    width: int = WIDTH,
+    **columns: Sequence[Any],
 ) -> DataProtoBatch:
     """A batch whose score lies on the last token; responses have a place more than tokens, of a tool."""
     lengths = torch.tensor([tokens for _, tokens, _ in rows])
-    there = torch.arange(WIDTH) < lengths[:, None]
-    scores = torch.zeros(len(rows), WIDTH)
+    there = torch.arange(width) < lengths[:, None]
+    scores = torch.zeros(len(rows), width)
     scores[torch.arange(len(rows)), (lengths - 1).clamp(min=0)] = torch.tensor([score for _, _, score in rows])
     prompts = torch.tensor([[sum(map(ord, group)), 7] for group, _, _ in rows])
-    responses = torch.arange(len(rows) * WIDTH).view(len(rows), WIDTH) % 50
+    responses = torch.arange(len(rows) * width).view(len(rows), width) % 50
     batch = DataProto.from_dict(
         {
             "prompts": prompts,

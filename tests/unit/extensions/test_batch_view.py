@@ -70,12 +70,8 @@ def v1(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def v0() -> Any:
-    padded = torch.nn.utils.rnn.pad_sequence(scores(), batch_first=True)
-    mask = (torch.arange(3) < torch.tensor(LENGTHS)[:, None]).long()
-    batch = DataProto.from_dict({"token_level_scores": padded, "response_mask": mask})
-    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-    batch.non_tensor_batch["uid"] = np.array(["a", "a", "b"], dtype=object)
-    return DataProtoBatch(batch, 7), batch.batch
+    view = make_batch(list(zip("aab", LENGTHS, SCORES, strict=True)), step=7, width=3)
+    return view, view.batch.batch
 
 
 @pytest.fixture(params=["v0", "v1"])
@@ -296,14 +292,11 @@ def test_identity_is_of_the_prompts_tokens() -> None:
     assert identify_prompts(later, read_sessions(later)) == [two]
 
 
-# Rules of what extensions read from a batch and send with it
-
-
 # A micro-batch as an extension sees it inside the loss
 
 
-def nest(*see_rows: list[float]) -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.tensor(row) for row in see_rows], layout=torch.jagged)
+def nest(*rows: list[float]) -> torch.Tensor:
+    return nested([torch.tensor(row) for row in rows])
 
 
 def see_rows(*, with_padding: bool = True, **columns: torch.Tensor) -> LossRows:

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
 from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
-from recipe.offpolicy.extensions.opd.signal import eligible
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
 from recipe.offpolicy.proof.rewards import RewardError
 from tests.support.shaped import make_batch, shape
@@ -33,10 +31,6 @@ def in_validation(reward: float) -> object:
     return extension.validation_metrics(["s"] * 4, ["a"] * 4, {"reward": [1.0, reward, 0.0, 1.0]})
 
 
-def in_eligibility(reward: float) -> object:
-    return eligible(torch.tensor([1.0, reward, 0.0]), ["a"] * 3, passed_above=0.0, max_pass_rate=0.5)
-
-
 def in_distillation(reward: float) -> object:
     extension = OnPolicyDistillation("opd", {"mode": "advantage", "teacher": {"url": "http://127.0.0.1:1"}})
     view = make_batch([("a", 2, 1.0), ("a", 3, reward)])
@@ -50,7 +44,6 @@ PATHS = {
     "length before": in_training(LengthPenalty("length_penalty", {"kind": "uniform", "place": "before"})),
     "lengths": in_training(LengthPenalty("length_penalty", {"kind": "none"})),
     "validation": in_validation,
-    "eligibility": in_eligibility,
     "distillation": in_distillation,
 }
 

@@ -130,13 +130,6 @@ def test_a_refreshed_prompt_comes_under_its_own_name_and_at_last_is_masked(monke
     assert (run.limit.tally.too_old.total, run.limit.tally.too_old.count) == (2 * 2 * LONG, 4)
 
 
-def test_a_refreshed_prompt_that_is_quick_the_second_time_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, eta=1, too_old="refresh", delay=lambda number, times: 4 if number == 3 and not times else 0)
-    run.train(12)
-    assert [(uid, age <= 1) for _, uid, age in run.trained if uid.startswith("u3.")] == [("u3.1", True)]
-    assert {f"u{number}" for number in range(40)} - {"u3"} <= {uid for _, uid, _ in run.trained}
-
-
 def test_dropped_stragglers_are_never_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, eta=2, too_old="drop", delay=rarely)
     run.train(20)
@@ -145,15 +138,6 @@ def test_dropped_stragglers_are_never_trained(monkeypatch: pytest.MonkeyPatch) -
     assert run.limit.tally.lost == 4
     assert run.limit.tally.too_old.value == LONG
     assert run.limit.rate_limit.account == 4 * 20 + run.buffer.count_prompts()
-
-
-def test_what_the_trainer_waits_for_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from verl.trainer.ppo.v1 import replay_buffer
-
-    monkeypatch.setattr(replay_buffer, "VERL_REPLAY_BUFFER_DEBUG_INTERVAL_SECONDS", -1)
-    run = Run(monkeypatch, eta=1, delay=lambda number, times: 9 if number == 2 else 0)
-    run.train(2)
-    assert "the oldest, u2, was issued in step 1 (offpolicy.staleness.eta=1, too_old=wait)" in caplog.text
 
 
 def test_only_the_wait_for_training_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,13 +388,6 @@ def test_a_loss_that_sees_older_rows_than_entered_it_stops(
 ) -> None:
     with pytest.raises(StalenessError, match=message):
         Update(monkeypatch, [4, 4, 4, 4], seen=seen, eta=2).run()
-
-
-def test_a_row_without_a_version_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = Update(monkeypatch, [4, 4, 4, 4], seen=0.0, eta=2)
-    update.batch.tags[2]["min_global_steps"] = None
-    with pytest.raises(StalenessError, match=r"sequence u2_0_0 does not name .* agent loop"):
-        update.run()
 
 
 # Sabotage --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 from recipe.offpolicy.extensions.opd import teacher_client
 from recipe.offpolicy.extensions.opd.settings import TeacherSettings
-from recipe.offpolicy.extensions.opd.start_up import find_model, measure_repeats
+from recipe.offpolicy.extensions.opd.start_up import find_model
 from recipe.offpolicy.extensions.opd.teacher_client import Row, TeacherClient, TeacherError, open_session, shorten
 from recipe.offpolicy.fault_tolerance.redaction import RedactedStream, redact, redact_text
 from tests.support.fake_teacher import FakeTeacher, serving
@@ -195,19 +195,6 @@ def guarded() -> Iterator[FakeTeacher]:
 
 def keyed(teacher: FakeTeacher) -> TeacherSettings:
     return TeacherSettings(urls=(teacher.url,), api_key="KEY_OF_TEACHER", headers={"X-Team": "TEAM_OF_TEACHER"})
-
-
-def test_every_request_has_the_key_and_the_headers(guarded: FakeTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEY_OF_TEACHER", f"{SECRET}\n")
-    monkeypatch.setenv("TEAM_OF_TEACHER", "rl-team-7")
-    settings = keyed(guarded)
-    assert find_model(settings)[0] == "teacher"
-    assert measure_repeats(settings, "teacher", [[1, 2, 3], [4, 5, 6]]) == 0.0
-    client = TeacherClient(settings, "teacher")
-    try:
-        assert client.wait(client.start(ROWS)) == [[-0.01, -0.02], [-0.03]]
-    finally:
-        client.close()
 
 
 def test_a_refused_key_is_said_nowhere(

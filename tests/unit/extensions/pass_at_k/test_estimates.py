@@ -129,18 +129,6 @@ def test_means_over_prompts_of_several_sizes() -> None:
     assert found.fit is None
 
 
-def test_the_interval_is_over_prompts() -> None:
-    """pass@1 of 400 prompts, half of them solved: 0.5 +- 1.96 * 0.5 / 20."""
-    found = summarize([4] * 400, [4, 0] * 200, [1])
-    _, low, high = found.points[1]
-    assert low == pytest.approx(0.5 - 0.049, abs=0.01)
-    assert high == pytest.approx(0.5 + 0.049, abs=0.01)
-    value, low, high = summarize([4], [1], [1]).points[1]
-    assert value == 0.25
-    assert math.isnan(low)
-    assert math.isnan(high)
-
-
 def test_sampling_that_ended_early_is_estimated_by_its_rule() -> None:
     stopping = Stopping((8, 16, 32), 1)
     found = summarize([8, 16, 32], [3, 1, 0], [8, 32, 64], stopping=stopping, draws=100)

@@ -367,18 +367,3 @@ def test_what_was_replaced_is_back_after_a_failure(fails: int) -> None:
         run(trainer, dynamic={"successes": 1})
     assert trainer.val_dataloader is loader
     assert trainer.config.trainer == {"validation_data_dir": "dumps", "log_val_generations": 10}
-
-
-def test_beside_verls_own_metrics_of_several_sizes() -> None:
-    """verl scatters prompts of 8 and of 32 samples over two names; ours cover each prompt once."""
-    from verl.trainer.ppo.metric_utils import process_validation_metrics
-
-    rewards = [1.0] * 8 + [0.0] * 31 + [1.0]
-    uids = ["easy"] * 8 + ["hard"] * 32
-    of_verl = process_validation_metrics(["s"] * 40, uids, {"reward": rewards})["s"]["reward"]
-    assert of_verl["mean@8"] == 1.0
-    assert of_verl["mean@32"] == pytest.approx(1 / 32)
-    extension = PassAtK("pass_at_k", {"objective": "none", "metric": {"k": [1, 8], "extrapolate": []}})
-    found = extension.validation_metrics(["s"] * 40, uids, {"reward": rewards})
-    assert found["pass_at_k/val/s/pass@1"] == pytest.approx((1 + 1 / 32) / 2)
-    assert found["pass_at_k/val/s/pass@8"] == pytest.approx((1 + 1 / 4) / 2)
