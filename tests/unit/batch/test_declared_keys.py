@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.batch import declared_keys
-from recipe.offpolicy.batch.declared_keys import Rule, Section, build_unknown, choice, count, flag, number
-from recipe.offpolicy.monitor import alarm_settings, bound_settings
-from recipe.offpolicy.monitor.moving_bounds import Schedule
-from recipe.offpolicy.recording.run import RecordSettings
-from recipe.offpolicy.staleness.staleness_settings import StalenessSettings
+from recipe.offpolicy.batch.declared_keys import Rule, Section, choice, count, flag, number
 
 SHIPPED = {"limit": None, "on": True, "way": "wait", "inner": {"share": 0.5, "times": 2}}
 SECTION = Section(
@@ -69,28 +63,3 @@ def test_what_fits_passes() -> None:
     assert list(SECTION.find_problems(OmegaConf.create({}))) == []
     (problem,) = SECTION.find_problems(OmegaConf.create({"a": {"b": 3}}))
     assert problem.reason == "expected its keys: limit, on, way, inner."
-
-
-def test_an_unknown_key_is_worded_once() -> None:
-    assert str(build_unknown("a.b", 1, "Did you mean a.c?", "~a.b", "a.c=1")) == "a.b=1: unknown key. Did you mean a.c?"
-
-
-@pytest.mark.parametrize(
-    "kind", [RecordSettings, StalenessSettings, alarm_settings.AlarmSettings, bound_settings.Settings, Schedule]
-)
-def test_settings_have_no_default_of_their_own(kind: type) -> None:
-    found = [field.name for field in fields(kind) if (field.default, field.default_factory) != (MISSING, MISSING)]
-    assert found == []
-
-
-def test_what_the_yaml_says_is_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert declared_keys.read_shipped_defaults("calibrate")["rate"] == 0.2
-    values = {"record": {**declared_keys.read_shipped_defaults("record"), "every": 7}}
-    monkeypatch.setattr(declared_keys, "_sections", lambda: values)
-    assert RecordSettings.at("/somewhere").every == 7
-    assert RecordSettings.at("/somewhere", every=2).every == 2
-
-
-def test_a_section_is_the_readers_own() -> None:
-    declared_keys.read_shipped_defaults("record")["every"] = 7
-    assert declared_keys.read_shipped_defaults("record")["every"] == 1

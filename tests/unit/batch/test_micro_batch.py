@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from recipe.offpolicy.batch import micro_batch as mb
-from recipe.offpolicy.batch.padding import Layout, flatten, with_tensors
+from recipe.offpolicy.batch.padding import Layout
 from recipe.offpolicy.batch.plan import (
     PLAN,
     SCALE,
@@ -20,13 +20,11 @@ from recipe.offpolicy.batch.plan import (
     compute_constants,
     regroup_without_rejected,
 )
-from recipe.offpolicy.batch.seals import compute_row_checksums
 from recipe.offpolicy.batch.weight_versions import CHUNKS, RowVersions
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.correction_parts import PenaltySpec
 from recipe.offpolicy.worker.terms import compute_penalty
 from tests.support.corrections import TIS, band, spec
-from tests.support.sampled_rows import compute_sampled_checksums
 
 
 def read() -> mb.MicroBatch:
@@ -41,31 +39,6 @@ def read() -> mb.MicroBatch:
 def test_other_log_probs_are_restated_at_response_tokens_alone() -> None:
     moved = replace(read(), log_prob=torch.full((2, 2), -0.5)).restate()
     assert moved.model_output["log_probs"].tolist() == [[-0.5, -0.5], [-0.5, -4.0]]
-
-
-def test_the_leaf_is_a_copy() -> None:
-    batch = read()
-    output, leaf = batch.leaf()
-    output["log_probs"].sum().backward()
-    assert leaf.grad is not None
-    assert batch.model_output["log_probs"].grad is None
-
-
-def test_a_plan_and_tensors_are_put_into_a_copy() -> None:
-    batch, plan = read(), SharedPlan(3)
-    changed = batch.data_with(plan, advantages=torch.ones(2, 2), old_log_probs=None)
-    assert changed[PLAN] == plan
-    assert changed["advantages"].sum() == 4
-    assert "old_log_probs" not in changed.keys()
-    assert PLAN not in batch.data.keys()
-    assert batch.data["advantages"].sum() == 0
-
-
-def test_detached_rows_keep_nothing_of_the_engine_alive() -> None:
-    rows = read().detached()
-    assert not rows.log_prob.requires_grad
-    assert rows.model_output == {}
-    assert not list(rows.data.keys())
 
 
 RATIOS = torch.tensor([[1.5, 4.0], [1.0, 9.0]]).log()
@@ -102,16 +75,6 @@ def test_a_weight_by_version_is_that_of_each_chunk() -> None:
 def _nested(column: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     rows = [row[:length] for row, length in zip(column, lengths, strict=True)]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-def test_shadows_are_reported_beside_the_correction() -> None:
-    batch, correction = replace(read(), old_log_prob=RATIOS), spec(TIS)
-    shadows = {"narrow": spec(any=band(0.9, 1.1, level="token", aggregate="product"))}
-    statistics, of_shadows = mb.decide_with_shadows(correction, shadows, batch)
-    # Of the ratios 1.5, 4 and 1 the narrow mask keeps the last; the correction keeps all, at weights 1.5, 2 and 1.
-    assert of_shadows["shadow/narrow/keep_token_share"].value() == pytest.approx(1 / 3)
-    assert statistics["weight/mean"].value() == pytest.approx(1.5)
-    assert not any(name.startswith("shadow/") for name in statistics)
 
 
 def test_the_factor_holds_weight_keep_and_the_kept_denominator() -> None:
@@ -180,19 +143,6 @@ def test_log_probs_of_the_responses_are_cut_out_of_prompts_and_responses() -> No
     assert mb.pad_log_probs({"log_probs": already}, data) is already
 
 
-def test_objects_of_rows_are_in_the_copy_as_they_are() -> None:
-    """verl ships a dozen of each row, whose copies took longer than the loss."""
-    rows = NonTensorStack(*[NonTensorData({"answer": "42", "turns": [1, 2]}) for _ in range(2)])
-    data = TensorDict({"extra_info": rows, "kept": torch.zeros(2)}, batch_size=2)
-    assert with_tensors(data, kept=torch.ones(2)).get("extra_info") is data.get("extra_info")
-
-
-def test_nested_values_lie_end_to_end() -> None:
-    assert flatten(nested([1.0, 2.0], [3.0])).tolist() == [1.0, 2.0, 3.0]
-    plain = torch.tensor([1.0, 2.0])
-    assert flatten(plain) is plain
-
-
 def test_bounds_are_those_of_the_parts_that_move() -> None:
     batch = replace(read(), plan=SharedPlan(1, bounds={"gsm": {"lower": 0.9, "upper": 1.1}}))
     assert mb.read_bounds(batch, ["gsm"])["gsm"]["upper"] == 1.1
@@ -200,41 +150,6 @@ def test_bounds_are_those_of_the_parts_that_move() -> None:
         mb.read_bounds(batch, ["other"])
     with pytest.raises(KeyError, match=f"{PLAN} is not in the micro-batch"):
         mb.read_bounds(read(), ["gsm"])
-
-
-def test_turns_and_width_are_those_of_the_mask() -> None:
-    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]]).bool()
-    batch = replace(read(), response_mask=mask)
-    assert batch.width == 4
-    first, second = batch.turns[0, :2].unique().tolist(), batch.turns[0, 3:].tolist()
-    assert len(first) == 1
-    assert first != second
-
-
-def test_padded_output_gives_verl_the_rows_that_it_would_pad() -> None:
-    data = TensorDict({"prompts": nested([7], [7, 7]), "responses": nested([8, 9], [8])}, batch_size=2)
-    output = {
-        "log_probs": nested([-1.0, -2.0, 0.0], [5.0, -3.0, 0.0]),
-        "entropy": nested([1.0, 2.0, 0.0], [9.0, 3.0, 0.0]),
-    }
-    batch = replace(read(), layout=Layout.of(data), model_output=output, data=data)
-    found = batch.padded_output()
-    assert found["entropy"].tensor.tolist() == [[1.0, 2.0], [3.0, 0.0]]
-    assert mb.pad_log_probs(found, data) is batch.log_prob
-    # The legacy actors' rows are padded, and handed on as they are.
-    legacy = read()
-    assert legacy.padded_output() is legacy.model_output
-
-
-def test_sampled_rows_are_summed_alike_nested_and_padded() -> None:
-    mask, mu = torch.ones(2, 2, dtype=torch.int64), torch.tensor([[-0.5, -1.0], [-2.0, 0.0]])
-    mask[1, 1] = 0
-    columns = {"responses": torch.tensor([[5, 6], [7, 0]]), "response_mask": mask, mb.ROLLOUT_LOG_PROBS: mu}
-    padded = TensorDict(columns, batch_size=2)
-    rows = {name: torch.nested.nested_tensor([c[0], c[1, :1]], layout=torch.jagged) for name, c in columns.items()}
-    found = compute_sampled_checksums(TensorDict(rows, batch_size=2))
-    assert found == compute_sampled_checksums(padded) == compute_row_checksums(columns["responses"], mask, mu)
-    assert len(set(found)) == 2
 
 
 # Age --------------------------------------------------------------------------------------------------------
@@ -302,11 +217,6 @@ def test_ages_by_row_do_not_tell_tokens_of_several_versions_apart(level: str) ->
     assert decided(spec(stale=STALE | {"level": level}), aged(*single)).keep.any(-1).tolist() == [False, True, True]
 
 
-def test_a_row_is_as_old_as_its_first_token() -> None:
-    step = decided(spec(stale=STALE | {"level": "sequence"}), aged(*MIXED))
-    assert step.keep.any(-1).tolist() == [False, True, True]
-
-
 def test_without_versions_or_a_step_there_is_no_age() -> None:
     for data, lacking in (
         (aged({}, {}, {}), "the version of the weights"),
@@ -318,12 +228,6 @@ def test_without_versions_or_a_step_there_is_no_age() -> None:
         batch = mb.read({"log_probs": data["old_log_probs"]}, data)
         with pytest.raises(ValueError, match=lacking):
             mb.decide_with_shadows(spec(TIS), {"stale": spec(stale=STALE)}, batch)
-
-
-def test_a_shadow_reports_what_is_too_old() -> None:
-    batch = mb.read({"log_probs": aged(*CHUNKED)["old_log_probs"]}, aged(*CHUNKED))
-    _, reported = mb.decide_with_shadows(spec(TIS), {"stale": spec(stale=STALE)}, batch)
-    assert reported["shadow/stale/keep_token_share"].value() == pytest.approx(5 / 7)
 
 
 def test_the_plan_knows_ages_of_nested_rows() -> None:

@@ -12,10 +12,8 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from recipe.offpolicy.batch import plan
-from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, SCALE, BatchSplit, SharedPlan
-from recipe.offpolicy.correction.row_layout import BLOCK
+from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, SCALE, BatchSplit
 from tests.support.corrections import TIS, band, spec
-from tests.support.growth import count_work
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
@@ -36,12 +34,6 @@ def rows() -> TensorDict:
 
 def never() -> NoReturn:
     raise AssertionError("nothing of the batch is needed")
-
-
-def test_a_plan_that_needs_nothing_reads_nothing() -> None:
-    made, columns = plan.build_plan(spec(TIS), {"mask": spec(any=TOKEN_MASK)}, step=3, rows=never, batch_split=never)
-    assert made == SharedPlan(3)
-    assert columns == {}
 
 
 def test_a_plan_reads_the_versions_of_its_rows_once() -> None:
@@ -80,12 +72,6 @@ def test_rejected_rows_leave_their_groups() -> None:
     assert groups.metrics == {"offpolicy/baseline/excluded_sequences": 1.0, "offpolicy/baseline/silent_sequences": 2.0}
 
 
-def test_a_run_deals_its_prompts_times_their_samples() -> None:
-    actor: dict[str, Any] = {"ppo_mini_batch_size": 8, "loss_agg_mode": "token-mean"}
-    config = OmegaConf.create({"actor_rollout_ref": {"actor": actor, "rollout": {"n": 4}}})
-    assert BatchSplit.of(config, 2) == BatchSplit(2, 32, "token-mean")
-
-
 @pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "sapo", "dppo_tv", "cispo"])
 def test_the_kept_denominator_counts_as_verls_own_loss_divides(loss_mode: str) -> None:
     """Some losses of verl divide by sequences and their tokens whatever ``loss_agg_mode`` says."""
@@ -114,15 +100,3 @@ def test_the_kept_denominator_counts_as_verls_own_loss_divides(loss_mode: str) -
     scale = plan.build_row_columns(kept, batch, split)[SCALE].tolist()
     # 3 of 5 tokens and 2 of 3 rows are kept, of row 0 one token of two.
     assert scale == pytest.approx([3.0, 1.5, 1.5] if by_sequence else [5 / 3] * 3)
-
-
-def test_rows_of_a_large_batch_are_counted_block_by_block() -> None:
-    """In memory that does not grow with the batch, but for the counts."""
-
-    def peak(blocks: int) -> int:
-        shape = (blocks * BLOCK // 1024, 1024)
-        mask, mu = torch.ones(shape, dtype=torch.bool), torch.zeros(shape)
-        batch = TensorDict({"response_mask": mask, "old_log_probs": mu, "rollout_log_probs": mu}, shape[:1])
-        return count_work(lambda: plan.count_kept(spec(any=TOKEN_MASK), batch)).peak
-
-    assert peak(8) < 1.2 * peak(2)

@@ -19,7 +19,6 @@ from recipe.offpolicy.batch.weight_versions import (
     lay_out,
     read_versions,
 )
-from tests.support.growth import count_work
 
 MIXED = torch.tensor([UNKNOWN])
 
@@ -110,15 +109,6 @@ def test_drawn_rows(drawn: list[Any], padding: int) -> None:
         assert tokens == sorted(tokens)
 
 
-def test_a_long_row_beside_short_ones_takes_no_padding() -> None:
-    """2000 rows of a token and one of 2000: as a table they would be 4 million places."""
-    turns, mask = [[[(3, 1)]]] * 2000 + [[[(3, 500), (4, 1500)]]], [torch.ones(1)] * 2000 + [torch.ones(2000)]
-    nested = torch.nested.as_nested_tensor(mask, layout=torch.jagged)
-    assert count_work(lambda: lay_out(turns, nested, torch.zeros(2001, dtype=torch.int64))).peak < 4000 * 300
-    none = torch.nested.nested_tensor_from_jagged(torch.zeros(0), torch.tensor([0]))
-    assert len(lay_out([], none, torch.zeros(0, dtype=torch.int64)).values()) == 0
-
-
 def batch(*fields: dict[str, Any]) -> TensorDict:
     return TensorDict({"extra_fields": NonTensorStack(*fields)}, batch_size=len(fields))
 
@@ -154,16 +144,6 @@ def test_a_row_of_one_version_has_it_whatever_rows_stand_beside_it() -> None:
     packed = read_versions(batch(field(2, 2, [[(2, 1)]]), field(3, 3, [[(3, 3)]]), field(4, 4)), nested)
     assert isinstance(packed, TokenVersions)
     assert [row.tolist() for row in packed.tokens.unbind()] == [[2, 2, 2], [3, 3], [4, 4]]
-
-
-def test_versions_are_by_token_where_they_are_noted_and_what_does_not_fit_is_counted() -> None:
-    """In step 6, of weights of version 5: a row that cannot be laid out is as old as its first token."""
-    found = read_versions(batch(field(3, 5, [[(4, 1), (5, 2)]]), field(2, 4, [[(2, 1)]]), field(4, 4)), MASK)
-    assert isinstance(found, TokenVersions)
-    assert found.by_token(MASK).tolist() == [[4, 5, 5], [-1, -1, -1], [4, 4, -1]]
-    assert found.find_unknown(MASK).tolist() == [False, True, False]
-    assert found.compute_ages(6, MASK)[MASK].tolist() == [1, 0, 0, 3, 3, 1, 1]
-    assert found.find_unknown(torch.zeros_like(MASK)).tolist() == [False] * 3
 
 
 def test_what_is_sealed_of_a_row_does_not_depend_on_the_rows_beside_it() -> None:

@@ -35,15 +35,6 @@ def test_rejected_rows_stand_alone_and_survivors_without_siblings_fall_silent() 
     assert silent == [False, True, False, True, True, False]
 
 
-def test_grpo_by_hand() -> None:
-    """Rewards 1 and 3: mean 2, standard deviation sqrt(2). With the sibling's 5 the mean would be 3."""
-    groups, _ = regroup(GROUPS, REJECTED)
-    values = advantages("grpo", groups)
-    assert values[0] == pytest.approx(-1 / 2**0.5, rel=1e-5)
-    assert values[2] == pytest.approx(1 / 2**0.5, rel=1e-5)
-    assert advantages("grpo", GROUPS)[2] == pytest.approx(0.0, abs=1e-6)
-
-
 def test_rloo_by_hand() -> None:
     """Each against the other: 1 - 3 and 3 - 1. With the sibling's 5: 1 - 4 and 3 - 3."""
     groups, _ = regroup(GROUPS, REJECTED)
@@ -62,8 +53,3 @@ def test_a_rejected_reward_no_longer_matters(estimator: str) -> None:
     after = [advantages(estimator, groups, changed)[row] for row in left]
     assert after == pytest.approx(before)
     assert [advantages(estimator, GROUPS, changed)[row] for row in left] != pytest.approx(before)
-
-
-@pytest.mark.parametrize("estimator", ["reinforce_plus_plus_baseline", "gpg"])
-def test_estimators_that_mix_groups_are_not_offered(estimator: str) -> None:
-    assert estimator not in GROUP_ESTIMATORS

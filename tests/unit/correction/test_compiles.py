@@ -8,76 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe.offpolicy.correction import CorrectionSpec, StepStage, rollout_stage, step_stage, turns
 from tests.support.corrections import GSM, TIS, opsm, spec
-from tests.support.drawn import Rows, constants_of
-from tests.support.packed import both_stages, noisy, pack
-from tests.support.presets import PRESETS
-
-WAITS = {
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::item",
-    "aten::masked_select",
-    "aten::nonzero",
-    "aten::unique",
-    "aten::_unique2",
-}
-
-
-class Waits(TorchDispatchMode):
-    """Collects what would have to bring a number from the device to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function._schema.name
-        by_bool = name.startswith("aten::index") and any(
-            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-            for argument in args[1:]
-            if isinstance(argument, list | tuple)
-            for index in argument
-        )
-        if name in WAITS or by_bool:
-            self.found.append(name)
-        return function(*args, **(kwargs or {}))
-
-
-def test_waiting_is_noticed() -> None:
-    values = torch.ones(2, 2)
-    with Waits() as waits:
-        values[values > 0].sum().item()
-        bool(values.any())
-        values.nonzero()
-        torch.equal(values, values)
-    assert {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"} <= set(waits.found)
-    assert any(name.startswith("aten::index") for name in waits.found)
-
-
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_no_preset_waits_for_the_device(name: str, layout: str) -> None:
-    rows, lengths = noisy()
-    constants = constants_of(PRESETS[name], rows)
-    if layout == "packed":
-        rows = pack(rows, lengths)
-        # One tensor of offsets, as rows of one batch have them: others would be compared, on CPU by the host.
-        rows = Rows(**{key: _with_offsets(getattr(rows, key), rows.mask) for key in vars(rows)})
-    staleness = torch.arange(len(lengths))
-    for measure in ("all", "decisions", "nothing"):
-        with Waits() as waits:
-            both_stages(PRESETS[name], rows, constants=constants, staleness=staleness, measure=measure)
-        assert waits.found == []
-
-
-def _with_offsets(tensor: Tensor, of: Tensor) -> Tensor:
-    return torch.nested.nested_tensor_from_jagged(tensor.values(), of.offsets())
-
+from tests.support.packed import noisy
 
 # Compiled ---------------------------------------------------------------------------------------------------
 

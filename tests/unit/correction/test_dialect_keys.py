@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import random
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,21 +18,6 @@ from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.correction.dialects import PEERS
 
 KEYS: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parents[2] / "data/peer_keys.yaml").read_text())
-SEEN = {
-    # Of branches and of releases after those that are known.
-    "areal": {"actor.use_m2po_loss", "actor._target_", "actor.rejection_sampling._target_", "actor.group_size"},
-    "nemo_rl": {"loss_fn.score_centering"},
-    "open_instruct": {"use_icepop", "icepop_sequence_level"},
-    "prime_rl": {f"trainer.loss.{key}" for key in ("kpop_threshold", "tau", "sequence_regularizer", "score_centering")},
-    "skyrl": {"trainer.algorithm.score_centering"},
-    "verl": {
-        "algorithm.rollout_correction._target_",
-        "actor_rollout_ref.actor.policy_loss.loss_mode",
-        "actor_rollout_ref.actor.tis_imp_ratio_cap",
-        "tis_imp_ratio_cap",
-    },
-}
-"""Keys of a table that no listed release has."""
 
 
 def list_paths(peer: str) -> set[str]:
@@ -60,120 +44,17 @@ def test_every_key_of_the_classes_is_in_the_table(peer: str) -> None:
         assert {name for name in names if name.rpartition(".")[2] not in known} == set(), release
 
 
-@pytest.mark.parametrize("peer", sorted(set(PEERS) - {"slime", "miles", "ms_swift", "roll", "openrlhf"}))
-def test_a_table_has_no_key_that_no_release_has(peer: str) -> None:
-    table = PEERS[peer]
-    listed = {*table.read, *table.unsaid, *table.plain}
-    elsewhere = {
-        name for release, each in KEYS.items() for name in each.get("elsewhere", "").split() if peer in release
-    }
-    assert {path for path in listed if path not in list_paths(peer) | elsewhere} <= SEEN.get(peer, set())
-
-
-ACTIVE: dict[str, dict[str, Any]] = {
-    "areal": {
-        "actor.use_decoupled_loss": True,
-        "actor.rejection_sampling.upper": 2.0,
-        "actor.behave_imp_weight_cap": 4.0,
-        "actor.m2_threshold": 0.04,
-        "actor.use_sapo_loss": True,
-    },
-    "miles": {"use_tis": True, "use_opsm": True, "tis_clip": 3.0, "mask_offpolicy_in_partial_rollout": True},
-    "ms_swift": {
-        "rollout_importance_sampling_mode": "sequence_mask",
-        "rollout_importance_sampling_threshold": 3.0,
-        "off_policy_sequence_mask_delta": 0.1,
-    },
-    "nemo_rl": {
-        "loss_fn.use_importance_sampling_correction": True,
-        "loss_fn.truncated_importance_sampling_ratio": 2.0,
-        "grpo.seq_logprob_error_threshold": 2.0,
-        "loss_fn.score_centering": True,
-    },
-    "open_instruct": {
-        "rho_mask_upper_bound": 3.0,
-        "rho_clamp_upper_bound": 4.0,
-        "truncated_importance_sampling_ratio_cap": 3.0,
-        "use_icepop": True,
-    },
-    "openrlhf": {
-        "algo.advantage.is_correction_level": "token",
-        "algo.advantage.is_correction_threshold": [0.6, 2.0],
-        "algo.advantage.is_correction_enable": True,
-        "enable_vllm_is_correction": True,
-    },
-    "prime_rl": {"trainer.loss.type": "ipo", "trainer.loss.ipo_threshold": 0.2, "trainer.loss.kl_tau": 0.01},
-    "roll": {"train_infer_correction.is_weight.enabled": True, "train_infer_correction.is_weight.upper_bound": 2.0},
-    "skyrl": {
-        "trainer.algorithm.policy_loss_type": "rollout_is",
-        "trainer.algorithm.enable_sample_support_replay": True,
-        "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
-        "trainer.algorithm.off_policy_correction.geo_mask_high": 1.1,
-        "trainer.algorithm.score_centering.enabled": True,
-    },
-    "slime": {"use_tis": True, "use_opsm": True, "tis_clip": 3.0, "use_rs": True},
-    "trl": {
-        "vllm_importance_sampling_cap": 5.0,
-        "off_policy_mask_threshold": 0.5,
-        "vllm_importance_sampling_mode": "token_mask",
-        "loss_type": "vespo",
-    },
-    "verl": {
-        "algorithm.rollout_correction.rollout_is": "token",
-        "algorithm.rollout_correction.rollout_rs": "token_k1",
-        "algorithm.rollout_correction.rollout_rs_threshold": 2.0,
-    },
-}
-"""Keys that correct, or set how, each with a value that is no default."""
-
-
-def misspell(path: str, draw: random.Random) -> str:
-    """Leave out, double or swap a letter of the last name."""
-    above, dot, name = path.rpartition(".")
-    place = draw.randrange(len(name) - 1)
-    wrong = draw.choice(
-        (
-            name[:place] + name[place + 1 :],
-            name[:place] + name[place] + name[place:],
-            name[:place] + name[place + 1] + name[place] + name[place + 2 :],
-        )
-    )
-    return above + dot + wrong
-
-
-def nest(flat: dict[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for path, value in flat.items():
-        *above, name = path.split(".")
-        node = nested
-        for part in above:
-            node = node.setdefault(part, {})
-        node[name] = value
-    return nested
-
-
 @pytest.mark.parametrize("peer", sorted(PEERS))
-def test_no_correction_and_no_slip_for_one_comes_out_as_none(peer: str) -> None:
-    """A draw with keys of corrections, right or misspelt, is translated, or an error names a key."""
-    draw, table = random.Random(peer), PEERS[peer]
-    without = CorrectionSpec.from_peer(peer, {})
-    for _ in range(300):
-        chosen = draw.sample(sorted(ACTIVE[peer]), draw.randint(1, len(ACTIVE[peer])))
-        wrong = {path: misspell(path, draw) if draw.random() < 0.3 else path for path in chosen}
-        flat = {wrong[path]: ACTIVE[peer][path] for path in chosen} | {"learning_rate": 1e-6}
-        document = draw.choice(
-            (flat, nest(flat), {f"--{path.replace('_', '-')}": value for path, value in flat.items()})
-        )
-        try:
-            spec = CorrectionSpec.from_mapping(table.read_source(document).plain)
-        except SpecError as error:
-            message = str(error)
-        else:
-            assert all(wrong[path] in (path, *table.read) for path in chosen), document
-            assert spec != without, document
-            continue
-        names = {path.rpartition(".")[2] for path in (*flat, *table.read)}
-        assert any(name in message for name in names), (document, message)
+def test_a_misspelt_key_is_an_error_that_names_it(peer: str) -> None:
+    """A letter left out, doubled or swapped, in a whole document and among arguments."""
+    for path in set(PEERS[peer].read) - {"beta"}:  # of the KL term, too short to tell
+        above, dot, name = path.rpartition(".")
+        place = len(name) // 2
+        swapped = name[: place - 1] + name[place] + name[place - 1] + name[place + 1 :]
+        for wrong in {name[:place] + name[place + 1 :], name[:place] + name[place - 1 :], swapped} - {name}:
+            for document in ({above + dot + wrong: 2.0}, {f"--{(above + dot + wrong).replace('_', '-')}": 2.0}):
+                with pytest.raises(SpecError, match=wrong):
+                    PEERS[peer].read_source(document)
 
 
 @pytest.mark.parametrize("peer", sorted(PEERS))
@@ -277,7 +158,7 @@ CORRECTS = {"use_importance_sampling_correction": True}
 CAP = "truncated_importance_sampling_ratio"
 
 
-@pytest.mark.parametrize("value", [False, "", [], "2.0", -1.0])
+@pytest.mark.parametrize("value", [False, "2.0", -1.0])
 @pytest.mark.parametrize(
     ("peer", "document", "key"),
     [
@@ -337,12 +218,10 @@ def test_values_that_are_objects_are_values() -> None:
     """Dates and paths have attributes without end, and a configuration's own objects are sections."""
     plain = {"start": datetime.date(2026, 1, 1), "output_dir": Path("/tmp/run"), "use_tis": True}
     assert CorrectionSpec.from_peer("slime", plain) == CorrectionSpec.from_peer("slime", {"use_tis": True})
-    loss = SimpleNamespace(type="ipo", ipo_threshold=0.2)
-    trainer = SimpleNamespace(loss=loss, output_dir=Path("/tmp/run"))
+    trainer = SimpleNamespace(loss=SimpleNamespace(type="ipo", ipo_threshold=0.2), output_dir=Path("/tmp/run"))
     document = {"trainer": {"loss": {"type": "ipo", "ipo_threshold": 0.2}}}
-    assert CorrectionSpec.from_peer("prime_rl", SimpleNamespace(trainer=trainer)) == CorrectionSpec.from_peer(
-        "prime_rl", document
-    )
+    read = CorrectionSpec.from_peer
+    assert read("prime_rl", SimpleNamespace(trainer=trainer)) == read("prime_rl", document)
     mode = Enum("Mode", {"mask": "token_mask"}, type=str)
     masked = CorrectionSpec.from_trl({"vllm_importance_sampling_mode": "token_mask"})
     assert CorrectionSpec.from_trl({"vllm_importance_sampling_mode": mode("token_mask")}) == masked

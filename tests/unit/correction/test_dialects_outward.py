@@ -2,89 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
 from tests.support.drawn import corrections, examples
-from tests.support.presets import PRESETS
 
-LOW, HIGH = draw.sampled_from([1e-4, 0.5, 0.9, 0.99]), draw.sampled_from([1.01, 1.5, 2.0, 100.0])
-
-
-@draw.composite
-def skyrl(draw_one: Any) -> dict[str, Any]:
-    keys: dict[str, Any] = {}
-    level = draw_one(draw.sampled_from([None, "token", "sequence"]))
-    if level:
-        keys |= {"tis_ratio_type": level, f"{level}_tis_ratio_clip_high": draw_one(HIGH)}
-    metric = draw_one(draw.sampled_from([None, "geometric", "product"]))
-    if metric:
-        stem = {"geometric": "geo", "product": "product"}[metric]
-        keys |= {"sequence_mask_metric": metric, f"{stem}_mask_low": draw_one(LOW), f"{stem}_mask_high": draw_one(HIGH)}
-    for stem in ("outlier_token_is", "token_mask_is"):
-        if draw_one(draw.booleans()):
-            keys |= {f"{stem}_threshold_low": draw_one(LOW), f"{stem}_threshold_high": draw_one(HIGH)}
-    return keys
-
-
-@draw.composite
-def trl(draw_one: Any) -> dict[str, Any]:
-    stem = "vllm_importance_sampling"
-    level, action = (
-        draw_one(draw.sampled_from(["token", "sequence"])),
-        draw_one(draw.sampled_from(["mask", "truncate"])),
-    )
-    keys = {
-        f"{stem}_correction": draw_one(draw.booleans()),
-        f"{stem}_mode": f"{level}_{action}",
-        f"{stem}_clip_max": draw_one(HIGH),
-        f"{stem}_clip_min": draw_one(draw.none() | LOW),
-        "off_policy_mask_threshold": draw_one(draw.none() | draw.sampled_from([0.0, 0.05, 0.5])),
-    }
-    return keys
-
-
-K1 = ("token_k1", "seq_sum_k1", "seq_mean_k1")
-K2 = ("token_k2", "token_k3", "seq_sum_k3", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3")
-
-
-@draw.composite
-def verl(draw_one: Any) -> dict[str, Any]:
-    bypass = draw_one(draw.booleans())
-    keys: dict[str, Any] = {"bypass_mode": bypass}
-    level = draw_one(draw.sampled_from([None, "token", "sequence"]))
-    if level:
-        band = f"{draw_one(LOW)}_{draw_one(HIGH)}"
-        keys |= {"rollout_is": level, "rollout_is_threshold": draw_one(draw.sampled_from([2.0, 5.0, "0.8", band]))}
-        keys["rollout_is_batch_normalize"] = not bypass and draw_one(draw.booleans())
-        keys["loss_type"] = "reinforce" if bypass else "ppo_clip"
-    options = draw_one(draw.lists(draw.sampled_from([*K1, *K2]), max_size=3, unique=True))
-    if options:
-        keys["rollout_rs"] = ",".join(options)
-        keys["rollout_rs_threshold"] = ",".join(
-            f"{draw_one(LOW)}_{draw_one(HIGH)}" if option in K1 else str(draw_one(HIGH)) for option in options
-        )
-    return keys
-
-
-@examples
-@given(skyrl())
-def test_what_skyrl_says_comes_back_from_ours(keys: dict[str, Any]) -> None:
-    ours = CorrectionSpec.from_skyrl(keys)
-    assert CorrectionSpec.from_skyrl(ours.to_skyrl()) == ours
-
-
-@examples
-@given(trl())
-def test_what_trl_says_comes_back_from_ours(keys: dict[str, Any]) -> None:
-    ours = CorrectionSpec.from_trl(keys)
-    assert CorrectionSpec.from_trl(ours.to_trl()) == ours
+STEM = "vllm_importance_sampling"
+PARTS: dict[str, list[list[dict[str, Any]]]] = {
+    "skyrl": [
+        [{}, {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.5}, {"tis_ratio_type": "sequence"}],
+        [{}, {"sequence_mask_metric": "geometric", "geo_mask_low": 0.9}, {"sequence_mask_metric": "product"}],
+        [{}, {"outlier_token_is_threshold_low": 1e-4, "outlier_token_is_threshold_high": 100.0}],
+        [{}, {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 1.5}],
+    ],
+    "trl": [
+        [{f"{STEM}_correction": False}, *({f"{STEM}_mode": f"{level}_mask"} for level in ("token", "sequence"))],
+        [{}, {f"{STEM}_mode": "token_truncate"}, {f"{STEM}_mode": "sequence_truncate", f"{STEM}_clip_max": 100.0}],
+        [{}, {f"{STEM}_clip_min": 0.5}],
+        [{}, {"off_policy_mask_threshold": 0.0}, {"off_policy_mask_threshold": 0.5}],
+    ],
+    "verl": [
+        [{}, {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}],
+        [{}, *({"rollout_is": "token", "rollout_is_threshold": cap} for cap in (2.0, "0.8", "0.5_1.5"))],
+        [{}, {"rollout_is": "sequence"}],
+        [{}, {"rollout_is_batch_normalize": True}],
+        [
+            {},
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"},
+            {"rollout_rs": "seq_sum_k1,seq_mean_k3,token_k2", "rollout_rs_threshold": "0.9_1.5,0.1,2.0"},
+            {"rollout_rs": "seq_mean_k1,seq_max_k2,seq_max_k3", "rollout_rs_threshold": "0.99_1.01,0.1,2.0"},
+        ],
+    ],
+}
+"""Keys of each framework in parts, of which every combination is tried."""
 
 
 def nearly(one: dict[str, Any]) -> Any:
@@ -95,11 +50,19 @@ def nearly(one: dict[str, Any]) -> Any:
     }
 
 
-@examples
-@given(verl())
-def test_what_verl_says_comes_back_from_ours(keys: dict[str, Any]) -> None:
-    ours = CorrectionSpec.from_verl(keys)
-    assert nearly(CorrectionSpec.from_verl(ours.to_verl()).to_mapping()) == nearly(ours.to_mapping())
+@pytest.mark.parametrize("name", PARTS)
+def test_what_a_framework_says_comes_back_from_ours(name: str) -> None:
+    said = 0
+    for parts in itertools.product(*PARTS[name]):
+        keys = {key: value for part in parts for key, value in part.items()}
+        try:
+            ours = CorrectionSpec.from_peer(name, keys)
+        except SpecError:
+            continue
+        back = CorrectionSpec.from_peer(name, getattr(ours, f"to_{name}")())
+        assert nearly(back.to_mapping()) == nearly(ours.to_mapping()), keys
+        said += 1
+    assert said >= 24
 
 
 @pytest.mark.parametrize("name", ["skyrl", "trl", "verl"])
@@ -120,24 +83,6 @@ def test_what_is_said_at_all_is_the_same_correction(name: str, correction: Corre
     assert shapes[0] == shapes[1] or name == "skyrl"  # of whose token mask `any` and `product` are one
     left, right = (nearly(each.to_mapping()) for each in (correction, back))
     assert {key: left[key] for key in left if key != "masks"} == {key: right[key] for key in right if key != "masks"}
-
-
-@pytest.mark.parametrize("name", ["skyrl", "trl", "verl"])
-def test_every_option_is_said_or_refused(name: str) -> None:
-    said = []
-    for option, correction in PRESETS.items():
-        with contextlib.suppress(SpecError):
-            getattr(correction, f"to_{name}")()
-            said.append(option)
-    assert "tis_token" in said
-
-
-@pytest.mark.parametrize("option", [name for name in PRESETS if name.startswith("verl/")])
-def test_verls_own_presets_can_be_said_to_verl(option: str) -> None:
-    ours = PRESETS[option]
-    assert nearly(CorrectionSpec.from_verl(ours.to_verl()).to_mapping()) | {"masks": 0} == nearly(ours.to_mapping()) | {
-        "masks": 0
-    }
 
 
 def test_by_hand() -> None:
@@ -186,38 +131,26 @@ EVERYWHERE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["skyrl", "trl", "verl"])
-@pytest.mark.parametrize(("mapping", "key"), EVERYWHERE, ids=[key for _, key in EVERYWHERE])
-def test_what_none_of_them_can_say_is_named(name: str, mapping: dict[str, Any], key: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        getattr(CorrectionSpec.from_mapping(mapping), f"to_{name}")()
-    assert str(caught.value).startswith(key)
-    assert "cannot express this" in str(caught.value)
+REFUSED = [(name, *row) for row in EVERYWHERE for name in ("skyrl", "trl", "verl")]
+REFUSED += [
+    ("skyrl", {"weight": TIS | {"kind": "clip", "lower": 0.5}}, "correction.weight.kind=clip"),
+    ("skyrl", {"masks": {"a": GSM, "b": band(0.5, 2.0, aggregate="product")}}, "correction.masks.b"),
+    ("skyrl", {"masks": {"a": GSM, "b": band(0.5, 2.0, level="token", aggregate="any")}}, "correction.skyrl"),
+    ("skyrl", {"masks": {"a": band(None, 1.01)}}, "correction.masks.a"),
+    ("trl", {"masks": {"a": GSM}}, "correction.masks.a"),
+    ("trl", {"masks": {"a": opsm(0.1), "b": opsm(0.2)}}, "correction.masks.b"),
+    ("trl", {"weight": TIS | {"normalize": True}}, "correction.weight.normalize=true"),
+    ("trl", {"weight": TIS | {"upper": None}}, "correction.weight.upper=null"),
+    ("verl", {"weight": TIS | {"kind": "clip", "lower": 0.5}}, "correction.weight.kind=clip"),
+    ("verl", {"weight": TIS | {"kind": "reject"}}, "correction.weight.lower=null"),
+    ("verl", {"masks": {"a": band(None, 1.01)}}, "correction.masks.a"),
+    ("verl", {"masks": {"a": GSM, "b": GSM}}, "correction.masks.b"),
+    ("verl", {"masks": {"a": band(0.1, 0.5, aggregate="k3_mean")}}, "correction.masks.a"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "mapping", "key"),
-    [
-        ("skyrl", {"weight": TIS | {"kind": "clip", "lower": 0.5}}, "correction.weight.kind=clip"),
-        ("skyrl", {"masks": {"a": GSM, "b": band(0.5, 2.0, aggregate="product")}}, "correction.masks.b"),
-        (
-            "skyrl",
-            {"masks": {"a": GSM, "b": band(level="token", lower=0.5, upper=2.0, aggregate="any")}},
-            "correction.skyrl",
-        ),
-        ("skyrl", {"masks": {"a": band(None, 1.01)}}, "correction.masks.a"),
-        ("trl", {"masks": {"a": GSM}}, "correction.masks.a"),
-        ("trl", {"masks": {"a": opsm(0.1), "b": opsm(0.2)}}, "correction.masks.b"),
-        ("trl", {"weight": TIS | {"normalize": True}}, "correction.weight.normalize=true"),
-        ("trl", {"weight": TIS | {"upper": None}}, "correction.weight.upper=null"),
-        ("verl", {"weight": TIS | {"kind": "clip", "lower": 0.5}}, "correction.weight.kind=clip"),
-        ("verl", {"weight": TIS | {"kind": "reject"}}, "correction.weight.lower=null"),
-        ("verl", {"masks": {"a": band(None, 1.01)}}, "correction.masks.a"),
-        ("verl", {"masks": {"a": GSM, "b": GSM}}, "correction.masks.b"),
-        ("verl", {"masks": {"a": band(0.1, 0.5, aggregate="k3_mean")}}, "correction.masks.a"),
-    ],
-)
-def test_what_one_of_them_cannot_say_is_named(name: str, mapping: dict[str, Any], key: str) -> None:
+@pytest.mark.parametrize(("name", "mapping", "key"), REFUSED)
+def test_what_a_framework_cannot_say_is_named(name: str, mapping: dict[str, Any], key: str) -> None:
     with pytest.raises(SpecError) as caught:
         getattr(CorrectionSpec.from_mapping(mapping), f"to_{name}")()
     assert str(caught.value).startswith(key), str(caught.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipe.offpolicy.correction import SpecError
-from recipe.offpolicy.correction.spec import WEIGHT, format_part_path, read_bounds, replace_bounds
+from recipe.offpolicy.correction.spec import WEIGHT, read_bounds, replace_bounds
 from tests.support.corrections import GSM, TIS, spec
 
 BOTH = spec(TIS, gsm=GSM)
@@ -28,8 +28,3 @@ def test_bounds_of_no_part_and_bounds_that_cross_are_refused() -> None:
         replace_bounds(BOTH, {"opsm": {"upper": 0.1}})
     with pytest.raises(SpecError):
         replace_bounds(BOTH, {"gsm": {"lower": 1.2, "upper": 1.1}})
-
-
-def test_a_part_stands_below_correction() -> None:
-    assert format_part_path("gsm") == "masks.gsm"
-    assert format_part_path(WEIGHT) == "weight"

@@ -67,22 +67,6 @@ def test_a_mask_leaves_gspos_own_ratio_alone() -> None:
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_binary_tv_masks_are_the_trust_region_of_dppo(advantage: float) -> None:
-    """verl's dppo_tv drops p - p_old > 0.1 for A > 0 and < -0.1 for A < 0; so do two of our masks."""
-    pi = OLD + 4 * DRIFT
-    dropped = (gradient("dppo_tv", pi, advantage=advantage, clip_ratio_low=0.1, clip_ratio_high=0.1) == 0) & MASK
-    assert dropped.any()
-    assert not dropped[MASK].all()
-    shape: dict[str, Any] = dict(ratio="ppo", level="token", aggregate="binary_tv", sign="token")
-    masks = spec(
-        up=shape | dict(lower=None, upper=0.1, when="positive"),
-        down=shape | dict(lower=-0.1, upper=None, when="negative"),
-    )
-    step = run(masks, mu=MU, old=OLD, pi=pi, mask=MASK, advantages=advantage, dtype=torch.float64)
-    assert torch.equal(MASK & ~step.keep, dropped)
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_binary_kl_mask_is_the_trust_region_of_dppo(advantage: float) -> None:
     """verl's dppo_kl drops KL(old, pi) > 0.05 where p has moved away from p_old by the sign of A; so does our mask."""
     generator = torch.Generator().manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,17 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as draw
-from tensordict import TensorDict
 from torch import Tensor
 
-from recipe.offpolicy.batch.plan import BatchSplit, build_row_columns, compute_constants, regroup_without_rejected
 from recipe.offpolicy.correction import (
     CorrectionSpec,
     rollout_stage,
     step_stage,
-    turns,
 )
-from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
+from tests.support.corrections import TIS, band, opsm, spec
 from tests.support.drawn import Rows, batches, corrections, examples
 from tests.support.packed import NAMES, both_stages, noisy, pack, packed
 from tests.support.presets import PRESETS
@@ -96,17 +92,6 @@ EVERY_LEVEL = [
 ]
 
 
-def test_staleness_by_token() -> None:
-    rows, lengths = noisy()
-    ages = torch.arange(rows.mask.numel()).reshape(rows.mask.shape) % 5
-    padded = both_stages(EVERY_LEVEL[0], rows, staleness=ages)[1].statistics
-    nested = both_stages(EVERY_LEVEL[0], pack(rows, lengths), staleness=packed(ages, lengths))[1].statistics
-    names = [name for name in padded if name.startswith("staleness/")]
-    assert len(names) == 14
-    for name in names:
-        assert nested[name].value() == pytest.approx(padded[name].value(), nan_ok=True), name
-
-
 def test_decisions_by_age() -> None:
     """Ages of 0 to 4, by token and by row."""
     rows, lengths = noisy()
@@ -131,67 +116,6 @@ def test_of_nothing(lengths: list[int]) -> None:
     rows = Rows(**dict.fromkeys(NAMES, empty))
     for correction in EVERY_LEVEL:
         same(correction, replace(rows, mask=empty.bool(), turns=empty.long(), versions=empty.long()), lengths)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence", "turn"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_rows_against_float64(level: str, dtype: torch.dtype) -> None:
-    """Rows of 32768, 1 and 20000 tokens; sums by math.fsum over the log-probs as they are given."""
-    generator = torch.Generator().manual_seed(4)
-    lengths = [32768, 1, 20000]
-    mu = (-2 * torch.rand(sum(lengths), generator=generator)).to(dtype)
-    old = (mu.double() + 0.01 * torch.randn(len(mu), generator=generator, dtype=torch.float64)).to(dtype)
-    old, mu = (torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, *lengths]).cumsum(0)) for x in (old, mu))
-    mask = torch.ones_like(mu, dtype=torch.bool)
-    weight = TIS | {"level": level, "upper": None, "aggregate": "product" if level == "token" else "geometric"}
-    stage = rollout_stage(
-        spec(weight), old_log_prob=old, rollout_log_prob=mu, response_mask=mask, segment_ids=turns(mask)
-    )
-    for got, one, two in zip(stage.weight.unbind(), old.unbind(), mu.unbind(), strict=True):
-        logs = [a - b for a, b in zip(one.double().tolist(), two.double().tolist(), strict=True)]
-        want = logs if level == "token" else [math.fsum(logs) / len(logs)] * len(logs)
-        torch.testing.assert_close(got.double(), torch.tensor(want).double().exp(), rtol=1e-6, atol=0.0)
-    logs = [a - b for a, b in zip(old.values().double().tolist(), mu.values().double().tolist(), strict=True)]
-    parts = stage.statistics["kl/k1"].parts
-    assert float(parts[0]) == pytest.approx(-math.fsum(logs), rel=1e-9)
-
-
-# The plan of a batch ----------------------------------------------------------------------------------------
-
-
-def stored(rows: Rows, **more: Tensor) -> TensorDict:
-    """As verl's V1 trainer stores it."""
-    columns = {"response_mask": rows.mask, "old_log_probs": rows.old, "rollout_log_probs": rows.mu}
-    return TensorDict(columns | more, batch_size=[9])
-
-
-@pytest.mark.parametrize("level", ["token", "sequence", "turn", "version"])
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_a_plan_is_made_without_padding(level: str, mode: str) -> None:
-    """The mean weight, M2PO's cut, the groups of the baseline and the columns of the denominator."""
-    rows, lengths = noisy()
-    rows.old[:] = torch.where(torch.arange(9)[:, None] == 6, rows.mu - 1.0, rows.old)
-    reject = {"kind": "reject", "level": level, "lower": 0.8, "upper": 1.2, "normalize": True}
-    correction = CorrectionSpec.from_mapping(
-        {"weight": reject, "masks": {"m2po": M2PO, "gsm": GSM | {"lower": 0.9, "upper": 1.1}}, "denominator": "kept"}
-    )
-    versions = torch.arange(9)[:, None].expand(9, 2) // 2
-    plans = []
-    for batch in (stored(rows, offpolicy_versions=versions), stored(pack(rows, lengths), offpolicy_versions=versions)):
-        constants = compute_constants(correction, batch)
-        one = CorrectionSpec.from_mapping({"masks": {"gsm": GSM | {"lower": 0.9, "upper": 1.1, "level": level}}})
-        groups = regroup_without_rejected(one, batch, [f"prompt {i // 3}" for i in range(9)])
-        columns = build_row_columns(replace(one, denominator="kept"), batch, BatchSplit(1, 3, mode))
-        plans.append((constants, groups, columns))
-    (constants, groups, columns), (packed_constants, packed_groups, packed_columns) = plans
-    assert packed_constants.weight_mean == pytest.approx(constants.weight_mean, rel=1e-12)
-    assert packed_constants.cutoffs == constants.cutoffs
-    assert packed_groups == groups
-    assert groups.metrics["offpolicy/baseline/excluded_sequences"] > 0
-    assert columns.keys() == packed_columns.keys() == {"offpolicy_scale", "offpolicy_mini_batch_tokens"}
-    assert columns["offpolicy_scale"].max() > 1
-    for key, column in columns.items():
-        assert torch.equal(packed_columns[key], column), key
 
 
 # What cannot be read ----------------------------------------------------------------------------------------
@@ -233,11 +157,3 @@ def test_offsets_may_be_another_tensor_of_the_same_values() -> None:
         spec(opsm=opsm(0.1)), old_log_prob=rows[0], rollout_log_prob=rows[1], response_mask=rows[2] + 1
     )
     assert step_stage(spec(opsm=opsm(0.1)), stage, log_prob=rows[3], advantages=rows[0]).keep.values().all()
-
-
-def test_answers_know_their_longest_row() -> None:
-    """torch pads a nested tensor that does not to the number of all tokens."""
-    rows, lengths = noisy()
-    stage, step = both_stages(spec(TIS), pack(rows, lengths))
-    for answer in (stage.weight, step.keep, turns(packed(rows.mask, lengths))):
-        assert answer._get_max_seqlen() == max(lengths) < sum(lengths)

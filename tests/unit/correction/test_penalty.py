@@ -11,7 +11,7 @@ import torch
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.correction_parts import compute_squared_log_ratio
 from tests.support.corrections import run, values
-from tests.support.refusals import mask, refused
+from tests.support.refusals import mask
 
 
 def test_the_gradient_is_twice_the_log_ratio() -> None:
@@ -21,33 +21,6 @@ def test_the_gradient_is_twice_the_log_ratio() -> None:
     assert squares.tolist() == [[4.0, 1.0, 0.0]]
     (slope,) = torch.autograd.grad(squares.sum(), pi)
     assert slope.tolist() == [[4.0, -2.0, 0.0]]
-
-
-@pytest.mark.parametrize(
-    ("penalty", "parts"),
-    [
-        ({"ratio": "full"}, ("correction.penalty.coefficient", "not set", "Set correction.penalty.coefficient=")),
-        ({"ratio": "full", "coefficient": 0.0}, ("correction.penalty.coefficient=0.0", "> 0")),
-        ({"ratio": "full", "coefficient": "1"}, ("correction.penalty.coefficient=", "expected a number")),
-        ({"ratio": "rollout", "coefficient": 0.1}, ("correction.penalty.ratio=rollout", "Set one of full, ppo")),
-        (0.1, ("correction.penalty=0.1", "mapping", "such as log_ratio_penalty")),
-    ],
-)
-def test_what_a_penalty_cannot_be(penalty: Any, parts: tuple[str, ...]) -> None:
-    refused({"penalty": penalty}, *parts)
-
-
-def test_a_count_that_nothing_changes() -> None:
-    """``nonfinite=excluded`` needs a part that reads mu, and says nothing alongside ``denominator=kept``."""
-    parts = ("correction.nonfinite=excluded", "Set correction.nonfinite=counted")
-    refused({"nonfinite": "excluded"}, *parts, "nothing in the correction reads mu")
-    refused(mask(ratio="ppo") | {"nonfinite": "excluded"}, *parts)
-    refused(mask() | {"nonfinite": "excluded", "denominator": "kept"}, *parts, "correction.denominator=kept")
-    refused(mask() | {"nonfinite": "dropped"}, "correction.nonfinite=dropped", "counted, excluded")
-    excluded = CorrectionSpec.from_mapping(mask() | {"nonfinite": "excluded"})
-    assert excluded.recounts
-    assert CorrectionSpec.from_mapping(excluded.to_mapping()) == excluded
-    assert "nonfinite" not in CorrectionSpec().to_mapping()
 
 
 @pytest.mark.parametrize(

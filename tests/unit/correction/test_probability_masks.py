@@ -9,7 +9,6 @@ import torch
 
 from tests.support.corrections import kept, run
 from tests.support.presets import PRESETS
-from tests.support.refusals import mask, refused
 
 LOG = math.log
 
@@ -43,14 +42,3 @@ def test_vaco_by_hand() -> None:
     near, far = [LOG(6), LOG(0.5), 0.0], [LOG(8), LOG(0.5), 0.0]
     step = run(PRESETS["paper/vaco"], mu=torch.zeros(3, 3), old=[near, far, far], advantages=[1.0, 1.0, -1.0])
     assert step.keep.tolist() == [[True] * 3, [False, True, True], [True, False, True]]
-
-
-def test_bounds_that_these_aggregates_cannot_have() -> None:
-    shape: dict[str, Any] = dict(aggregate="exp_abs_mean", lower=None)
-    refused(mask(**shape, upper=0.9), "correction.masks.gsm.upper=0.9", "never below 1", "Set a bound >= 1")
-    refused(mask(aggregate="exp_abs_mean", lower=1.0, upper=None), "never lies outside")
-    refused(mask(aggregate="binary_kl", lower=None, upper=-0.1), "never negative")
-    refused(mask(aggregate="binary_kl", lower=None, upper=14.0), "never lies outside")
-    refused(mask(aggregate="binary_tv_mean", lower=-1.5, upper=0.5), "lies in [-1, 1]")
-    stale = {"aggregate": "staleness", "level": "token", "upper": 4, "when": "outward"}
-    refused({"masks": {"m": stale}}, "correction.masks.m.when=outward", "no such choice")

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from recipe.offpolicy.correction import (
-    CorrectionSpec,
-    SpecError,
-    StepStage,
     proximal_log_prob,
-    rollout_stage,
-    step_stage,
 )
-from tests.support.corrections import GSM, TIS, opsm, tensor
+from tests.support.corrections import tensor
 
 MU, OLD, PI = tensor([[-1.0, -2.0]]), tensor([[-1.5, -2.25]]), tensor([[-2.0, -1.0]])
 
 
 def of(proximal: str, alpha: float | None = None) -> Tensor:
     return proximal_log_prob(proximal, alpha, old_log_prob=OLD, rollout_log_prob=MU, log_prob=PI)  # type: ignore[arg-type]
-
-
-def corrected(mapping: Mapping[str, Any], mu: Tensor, old: Tensor, pi: Tensor, advantage: float = -1.0) -> StepStage:
-    """Both stages behind the correction's own pi_old."""
-    correction = CorrectionSpec.from_mapping(mapping)
-    proximal = proximal_log_prob(
-        correction.proximal, correction.alpha, old_log_prob=old, rollout_log_prob=mu, log_prob=pi
-    )
-    stage = rollout_stage(
-        correction, old_log_prob=proximal, rollout_log_prob=mu, response_mask=torch.ones_like(mu).bool()
-    )
-    return step_stage(correction, stage, log_prob=pi, advantages=torch.full_like(mu, advantage))
 
 
 def test_by_hand() -> None:
@@ -66,25 +45,6 @@ def test_the_share_by_age_is_that_of_areal() -> None:
         proximal_log_prob("loglinear", "by_age", **policies)
 
 
-def test_by_age_is_a_share_of_loglinear_alone() -> None:
-    correction = CorrectionSpec.from_mapping({"proximal": "loglinear", "alpha": "by_age"})
-    assert (correction.alpha, correction.age_keys) == ("by_age", ("alpha",))
-    assert CorrectionSpec.from_mapping(correction.to_mapping()) == correction
-    with pytest.raises(SpecError, match="only loglinear interpolates"):
-        CorrectionSpec.from_mapping({"proximal": "bypass", "alpha": "by_age"})
-    with pytest.raises(SpecError, match="alpha"):
-        CorrectionSpec.from_mapping({"proximal": "loglinear", "alpha": "by_token"})
-
-
-@pytest.mark.parametrize(
-    ("proximal", "alpha"), [("recompute", None), ("bypass", None), ("reuse", None), ("loglinear", 0.5)]
-)
-def test_pi_old_is_detached_from_pi(proximal: str, alpha: float | None) -> None:
-    pi = PI.clone().requires_grad_()
-    found = proximal_log_prob(proximal, alpha, old_log_prob=OLD, rollout_log_prob=MU, log_prob=pi)  # type: ignore[arg-type]
-    assert not found.requires_grad
-
-
 @pytest.mark.parametrize(
     ("mu", "pi", "expected"),
     [
@@ -105,30 +65,3 @@ def test_loglinear_in_float32_or_wider(mu: torch.dtype, pi: torch.dtype, expecte
     )
     assert found.dtype is expected
     assert found.item() == -7.015625
-
-
-def test_old_log_probs_are_read_by_recompute_alone() -> None:
-    junk = torch.full_like(OLD, math.nan)
-    for name, alpha in (("bypass", None), ("reuse", None), ("loglinear", 0.5)):
-        found = proximal_log_prob(name, alpha, old_log_prob=junk, rollout_log_prob=MU, log_prob=PI)  # type: ignore[arg-type]
-        assert torch.isfinite(found).all()
-
-
-# What the three ratios become -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("proximal", "alpha"), [("recompute", None), ("bypass", None), ("reuse", None), ("loglinear", 0.3)]
-)
-def test_agreement_is_a_no_op_whatever_the_proximal_policy(proximal: str, alpha: float | None) -> None:
-    """Also of loglinear, whose interpolation must not round: (1 - 0.3) x + 0.3 x is x."""
-    x = -torch.rand(64, 7, generator=torch.Generator().manual_seed(5)) * 9
-    mapping = {
-        "weight": None if proximal == "bypass" else TIS | {"level": "sequence", "upper": None},
-        "masks": {"opsm": opsm(0.0), **({} if proximal == "bypass" else {"gsm": GSM | {"lower": 1.0, "upper": 1.0}})},
-        "proximal": proximal,
-        "alpha": alpha,
-    }
-    step = corrected(mapping, x, x, x)
-    assert torch.equal(step.weight, torch.ones_like(x))
-    assert step.keep.all()

@@ -43,11 +43,6 @@ def test_blocks_of_padded_rows_share_their_memory() -> None:
     assert [at for at, _, _ in split_tokens({"one": column[:0]})] == [slice(0, 0)]
 
 
-def test_columns_of_other_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="not as long as"):
-        list(split_tokens({"one": packed(torch.zeros(2, 3), [3, 1]), "other": packed(torch.zeros(2, 3), [2, 2])}))
-
-
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_larger_batch_is_hashed_in_the_same_memory(nested: bool) -> None:
     def peak(rows: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -22,31 +21,6 @@ from recipe.offpolicy.correction import (
 from recipe.offpolicy.correction.stages import compute_shadow_statistics
 from recipe.offpolicy.preflight.resolve import parse_shadows
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
-
-LOG2 = math.log(2)
-
-
-def rows(**changes: Any) -> dict[str, Any]:
-    """Three rows of 2, 2 and 1 tokens; pi_old / mu is 2 in the first, pi / mu a half in the second; A = -1, -1, 1."""
-    old = torch.tensor([[LOG2, LOG2], [0.0, 0.0], [0.0, 0.0]])
-    return (
-        dict(
-            old_log_prob=old,
-            rollout_log_prob=torch.zeros(3, 2),
-            response_mask=torch.tensor([[1, 1], [1, 1], [1, 0]]),
-            log_prob=torch.tensor([[LOG2, LOG2], [-LOG2, -LOG2], [0.0, 0.0]]),
-            advantages=torch.tensor([[-1.0], [-1.0], [1.0]]).expand(3, 2),
-        )
-        | changes
-    )
-
-
-def report(shadows: Mapping[str, CorrectionSpec], **changes: Any) -> dict[str, float]:
-    given_rows = rows() | changes
-    of_step = {name: given_rows.pop(name) for name in ("log_prob", "advantages", "constants") if name in given_rows}
-    statistics = compute_shadow_statistics(shadows, rollout_stage(CorrectionSpec(), **given_rows), **of_step)
-    return {name.removeprefix("shadow/"): one.value() for name, one in statistics.items()}
-
 
 CORRECTIONS = {
     "gsm": spec(gsm=GSM),
@@ -109,88 +83,51 @@ def test_beside_another_corrections_stage_it_reports_the_same(name: str, nested:
 
 
 def test_what_is_fixed_for_the_batch_comes_from_its_constants() -> None:
-    """The cut that another part of the batch made: (log 2)^2 = 0.48 is kept under 0.5, and dropped under 0.04."""
-    shadows = {"m2po": CORRECTIONS["m2po"]}
-    loose, tight = (
-        {"m2po": BatchConstants(cutoffs={"m2po": cutoff}), "of_another": BatchConstants()} for cutoff in (0.5, 0.04)
-    )
-    assert report(shadows, constants=loose)["m2po/keep_token_share"] == 1.0
-    assert report(shadows, constants=tight)["m2po/keep_token_share"] == pytest.approx(3 / 5)
+    """Of two tokens, whose ratios are 2 and 1: (log 2)^2 = 0.48 is kept under a cut of 0.5, and dropped under 0.04."""
+    old = torch.tensor([[math.log(2), 0.0]])
+    columns = dict(rollout_log_prob=torch.zeros(1, 2), response_mask=torch.ones(1, 2))
+    stage = rollout_stage(CorrectionSpec(), old_log_prob=old, **columns)
+
+    def report(name: str, constants: dict[str, BatchConstants]) -> float:
+        shadow = {name: CORRECTIONS[name]}
+        found = compute_shadow_statistics(shadow, stage, log_prob=old, advantages=old, constants=constants)
+        return found[f"shadow/{name}/keep_token_share"].value()
+
+    assert report("m2po", {"m2po": BatchConstants(cutoffs={"m2po": 0.5})}) == 1.0
+    assert report("m2po", {"m2po": BatchConstants(cutoffs={"m2po": 0.04})}) == 0.5
     with pytest.raises(ValueError, match=r"shadow m2po .*constants"):
-        report(shadows, constants={})
-    # One that fixes nothing needs none.
-    assert report({"gsm": CORRECTIONS["gsm"]}, constants={})
-
-
-@pytest.mark.parametrize(
-    ("correction", "changes", "message"),
-    [
-        (spec(t=GSM | {"level": "turn"}), {}, "shadow bad: .*segment_ids"),
-        (spec(t=GSM | {"level": "version"}), {}, "shadow bad: .*versions"),
-        (spec(gsm=GSM), {"log_prob": torch.zeros(3, 1)}, "shadow good: .*log_prob"),
-    ],
-)
-def test_a_shadow_that_cannot_decide_raises(correction: CorrectionSpec, changes: Any, message: str) -> None:
-    """It is not left out in silence, whatever stands before it."""
-    with pytest.raises(ValueError, match=message):
-        report({"good": spec(opsm=opsm(0.1)), "bad": correction}, **changes)
+        report("m2po", {})
+    assert report("gsm", {}) == 0.0  # one that fixes nothing needs none
 
 
 # Which can be reported on -----------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {"weight": None},
     "kl_clip": {"kl_clip": {"lower": 0.8, "upper": 1.2}},
     "tis": {"weight": TIS},
     "opsm": {"masks": {"opsm": opsm(0.1) | {"delta": "???"}}},
-    "opsm_given": {"masks": {"opsm": opsm(0.3)}},
-    "factored": {
-        "masks": {
-            "mismatch": opsm(0.1, "rollout") | {"delta": "???"},
-            "drift": opsm(0.2, "ppo"),
-            "staleness": opsm(0.1, "ppo") | {"delta": "???"},
-        }
-    },
     "open_bound": {"masks": {"gsm": GSM | {"upper": "???"}}},
-    "open_budget": {"masks": {"m2po": M2PO | {"budget": "???"}}},
     "open_weight": {"weight": TIS | {"upper": "???"}},
     "open_masks": {"weight": TIS, "masks": "???"},
     "bypass": {"proximal": "bypass", "masks": {"opsm": opsm(0.1)}},
     "loglinear": {"proximal": "loglinear", "alpha": 0.5, "weight": TIS},
     "mistyped": {"weights": TIS},
-    "paper/minpro": {"weight": TIS},
     "With-Capitals": {"weight": TIS},
 }
 
 
-def test_metrics_of_an_option_are_not_reduced_by_its_name() -> None:
-    shadows, notes = parse_shadows(["paper/minpro"], OPTIONS.__getitem__, 0.1)
-    assert notes == []
-    assert report(shadows)["paper/leastpro/weight/mean"] == pytest.approx(1.4)  # 2, 2, 1, 1 and 1; TIS caps at 2
-    assert not [key for key in report(shadows) if "min" in key or "max" in key]
-
-
 def test_an_open_delta_is_filled_and_said() -> None:
-    shadows, notes = parse_shadows(["opsm", "factored"], OPTIONS.__getitem__, 0.1)
-    assert shadows["opsm"] == spec(opsm=opsm(0.1))
-    assert shadows["factored"] == spec(
-        mismatch=opsm(0.1, "rollout"), drift=opsm(0.2, "ppo"), staleness=opsm(0.1, "ppo")
-    )
-    assert notes == [
-        "shadow opsm: correction.masks.opsm.delta is not set; the report uses 0.1 nats per token",
-        "shadow factored: correction.masks.mismatch.delta is not set; the report uses 0.1 nats per token",
-        "shadow factored: correction.masks.staleness.delta is not set; the report uses 0.1 nats per token",
-    ]
+    shadows, notes = parse_shadows(["opsm"], OPTIONS.__getitem__, 0.1)
+    assert shadows == {"opsm": spec(opsm=opsm(0.1))}
+    assert notes == ["shadow opsm: correction.masks.opsm.delta is not set; the report uses 0.1 nats per token"]
     assert OPTIONS["opsm"]["masks"]["opsm"]["delta"] == "???"  # the option's own values are left as they were
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("none", "no weight and no mask"),
         ("kl_clip", "no weight and no mask"),
         ("open_bound", r"correction\.masks\.gsm\.upper=\?\?\?: required"),
-        ("open_budget", r"correction\.masks\.m2po\.budget=\?\?\?: required"),
         ("open_weight", r"correction\.weight\.upper=\?\?\?: required"),
         ("open_masks", r"correction\.masks=\?\?\?"),
         ("bypass", "correction.proximal=bypass"),

@@ -3,57 +3,19 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, rollout_stage, step_stage
-from tests.support.corrections import GSM, M2PO, TIS, band, first_stage, opsm, run, spec, tensor, values
-from tests.support.paths import ROOT
+from tests.support.corrections import GSM, M2PO, TIS, band, first_stage, opsm, run, spec, values
 
 NAN, INF = math.nan, math.inf
 STACK = spec(TIS, gsm=GSM, opsm=opsm(0.1), drift=band(0.5, 2.0, aggregate="product", ratio="ppo"))
 
 
-@pytest.mark.slow
-def test_it_needs_torch_alone() -> None:
-    """Importable where verl, Ray and vLLM are not."""
-    code = (
-        "import sys\n"
-        "sys.modules.update(dict.fromkeys(['verl', 'ray', 'vllm', 'omegaconf', 'hydra', 'tensordict']))\n"
-        "import recipe.offpolicy.correction as c\n"
-        "spec = c.CorrectionSpec.from_mapping({'weight': None})\n"
-        "import torch\n"
-        "x = torch.zeros(1, 1)\n"
-        "stage = c.rollout_stage(spec, old_log_prob=x, rollout_log_prob=x, response_mask=x + 1)\n"
-        "print(c.step_stage(spec, stage, log_prob=x, advantages=x).keep.tolist(), spec.fingerprint())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    # The fingerprint is that of this process, whatever the seed of Python's own hashes.
-    assert done.stdout == f"[[True]] {spec().fingerprint()}\n", done.stderr
-
-
 # What the rollout stage knows -------------------------------------------------------------------------------
-
-
-def test_one_rollout_stage_serves_many_steps() -> None:
-    """Steps leave nothing behind in the stage: the first step again gives the first result."""
-    stage = rollout_stage(
-        spec(m=opsm(0.1)),
-        old_log_prob=torch.zeros(2, 2),
-        rollout_log_prob=torch.zeros(2, 2),
-        response_mask=torch.ones(2, 2),
-    )
-    advantages = tensor([[-1.0, -1.0], [1.0, 1.0]])
-    near, far = torch.zeros(2, 2), torch.full((2, 2), -1.0)
-    keeps = [
-        step_stage(spec(m=opsm(0.1)), stage, log_prob=pi, advantages=advantages).keep[:, 0].tolist()
-        for pi in (near, far, near)
-    ]
-    assert keeps == [[True, True], [False, True], [True, True]]
 
 
 @pytest.mark.parametrize("other", [spec(), spec(TIS | {"upper": 3.0}), spec(TIS, gsm=GSM)])
@@ -95,11 +57,6 @@ def test_a_level_without_its_ids(level: str, name: str) -> None:
             first_stage(correction, mu=[[0.0]], old=[[0.0]])
         with pytest.raises(ValueError, match=rf"level={level} without {name}"):
             first_stage(correction, mu=[[0.0]], old=[[0.0]], **{other: [[0]]})
-
-
-def test_rows_without_the_token_dimension() -> None:
-    with pytest.raises(ValueError, match="one shape"):
-        rollout_stage(STACK, old_log_prob=torch.ones(3), rollout_log_prob=torch.ones(3), response_mask=torch.ones(3))
 
 
 # Log-probs that are not finite ------------------------------------------------------------------------------

@@ -52,14 +52,6 @@ def test_the_ess_is_right_at_any_scale_or_not_known(nats: int) -> None:
     assert found == pytest.approx(exact, rel=1e-3) if nats > -13 else math.isnan(found)
 
 
-def test_perplexity_by_hand() -> None:
-    """Three tokens of probability 1/2, 1/4 and 1/8: exp of 6 log 2 / 3 = 4. No power of it is averaged."""
-    one = Statistic(Reduction.PERPLEXITY, (-math.log(2), 1.0))
-    two = Statistic(Reduction.PERPLEXITY, (-math.log(32), 2.0))
-    assert one.merge(two).value() == pytest.approx(4.0)
-    assert Statistic(Reduction.PERPLEXITY, (-1e6, 1.0)).value() == math.inf
-
-
 def test_of_nothing() -> None:
     """A sum is 0; what divides by a count, and extremes, are NaN."""
     nothing = torch.zeros((), dtype=torch.float64)
@@ -128,38 +120,8 @@ def test_flat_statistics_merge_as_others_to_the_bit(ranks: int) -> None:
     assert bits(st.merge_all([*flat[:-1], st.flatten(other)])) == bits(st.merge_all([*samples[:-1], other]))
 
 
-def test_flat_statistics_are_a_mapping() -> None:
-    statistics = of_a_rank(1)
-    flat = st.flatten(statistics)
-    assert isinstance(flat, st.FlatStatistics)
-    assert (len(flat), list(flat), flat) == (7, list(statistics), statistics)
-    assert st.flatten(flat) is flat
-    assert st.flatten({}) == {}
-
-
-def test_shared_parts_are_sent_once_also_after_a_merge() -> None:
-    """A sum, a mean, both std, the ess, and two extremes: 1 + 2 + 3 + 3 + 2 + 2. Of one layout, they go on merging."""
-    one, merged = (st.flatten(each) for each in (of_a_rank(1), st.merge_all([of_a_rank(1), of_a_rank(2)])))
-    assert isinstance(one, st.FlatStatistics)
-    assert isinstance(merged, st.FlatStatistics)
-    assert len(one.numbers) == len(merged.numbers) == 13
-    assert one.layout == merged.layout
-
-
 def test_parts_of_two_kinds_are_not_merged_as_shared() -> None:
     parts, other = (1.0, 2.0), (3.0, 4.0)
     one, two = ({"a": Statistic(MEAN, each), "b": Statistic(Reduction.MAX, each)} for each in (parts, other))
     merged = st.merge_all([one, two])
     assert (merged["a"].parts, merged["b"].parts) == ((4.0, 6.0), (3.0, 6.0))
-
-
-def test_merging_makes_one_statistic_a_name_however_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """512 ranks send some hundred statistics each: the driver adds columns, and makes no object for each pair."""
-    made: list[Statistic] = []
-    replace = st.replace
-    monkeypatch.setattr(st, "replace", lambda *args, **kwargs: made.append(replace(*args, **kwargs)) or made[-1])
-    samples = [{"mean": Statistic(MEAN, (float(rank), 1.0)), "c": Statistic(SUM, (0.5,))} for rank in range(512)]
-    merged = st.merge_all(samples)
-    assert merged["mean"].value() == 511 / 2
-    assert merged["c"].value() == 256.0
-    assert len(made) == 2

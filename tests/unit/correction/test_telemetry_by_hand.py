@@ -9,10 +9,8 @@ import torch
 
 from recipe.offpolicy.correction import (
     CorrectionSpec,
-    rollout_stage,
-    step_stage,
 )
-from tests.support.corrections import GSM, band, run, spec, values
+from tests.support.corrections import band, run, spec, values
 from tests.support.telemetry_cases import NAN
 
 
@@ -47,68 +45,6 @@ def test_the_edges_of_length_buckets(tokens: int, bucket: str) -> None:
     found = {name for name, value in result.items() if name.endswith("/sequences") and value == 1.0}
     assert found == {f"length/{bucket}/sequences"}
     assert result[f"length/{bucket}/keep_sequence_share"] == 1.0
-
-
-def test_turns_by_hand() -> None:
-    """Turns 3, 3 | 7 and 8 | 8: first are the row's least. GSM by turn drops the 7, whose ratio is 2."""
-    correction = spec(gsm=GSM | {"level": "turn"})
-    stage = rollout_stage(
-        correction,
-        old_log_prob=torch.tensor([[0.0, 0.0, 5.0, math.log(2)], [0.0, 0.0, 5.0, 5.0]]),
-        rollout_log_prob=torch.zeros(2, 4),
-        response_mask=torch.tensor([[1, 1, 0, 1], [1, 1, 0, 0]]),
-        segment_ids=torch.tensor([[3, 3, 1, 7], [8, 8, 1, 1]]),
-    )
-    result = values(step_stage(correction, stage, log_prob=torch.zeros(2, 4), advantages=torch.ones(2, 4)))
-    assert (result["turn/first/token_count"], result["turn/post_tool/token_count"]) == (4.0, 1.0)
-    assert (result["turn/first/kl_k3"], result["turn/post_tool/kl_k3"]) == (0.0, pytest.approx(1 - math.log(2)))
-    assert (result["turn/first/rollout_ratio/mean"], result["turn/post_tool/rollout_ratio/mean"]) == (
-        1.0,
-        pytest.approx(2.0),
-    )
-    assert result["turn/first/rollout_ratio/std"] == 0.0
-    assert (result["turn/first/keep_token_share"], result["turn/post_tool/keep_token_share"]) == (1.0, 0.0)
-
-
-def test_staleness_by_hand() -> None:
-    """Rows of 2, 1, 1 and no tokens at staleness 0, 3, 5 and 9: mean 8/3, the last one is not there."""
-    correction = spec(gsm=GSM)
-    stage = rollout_stage(
-        correction,
-        old_log_prob=torch.tensor([[0.0, 0.0], [math.log(2), 0.0], [0.0, 0.0], [0.0, 0.0]]),
-        rollout_log_prob=torch.zeros(4, 2),
-        response_mask=torch.tensor([[1, 1], [1, 0], [1, 0], [0, 0]]),
-        staleness=torch.tensor([0, 3, 5, 9]),
-    )
-    result = values(step_stage(correction, stage, log_prob=torch.zeros(4, 2), advantages=torch.ones(4, 2)))
-    assert result["staleness/mean"] == pytest.approx(8 / 3)
-    assert result["staleness/max"] == 5.0
-    assert [result[f"staleness/{group}/token_count"] for group in ("is0", "is1", "is2", "ge3")] == [2.0, 0.0, 0.0, 2.0]
-    assert result["staleness/is0/kl_k3"] == 0.0
-    assert result["staleness/ge3/kl_k3"] == pytest.approx((1 - math.log(2)) / 2)
-    assert result["staleness/ge3/keep_token_share"] == 0.5
-    assert math.isnan(result["staleness/is1/kl_k3"])
-
-
-def by_age(staleness: torch.Tensor) -> dict[str, float]:
-    """Rows of 3 and 2 tokens; the ratio is 2 at the third token of the first, which a token mask rejects."""
-    correction = spec(tm=band(0.5, 1.5, level="token", aggregate="product"))
-    stage = rollout_stage(
-        correction,
-        old_log_prob=torch.tensor([[0.0, 0.0, math.log(2)], [0.0, 0.0, 9.0]]),
-        rollout_log_prob=torch.zeros(2, 3),
-        response_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]),
-        staleness=staleness,
-    )
-    result = values(step_stage(correction, stage, log_prob=torch.zeros(2, 3), advantages=torch.ones(2, 3)))
-    return {name.removeprefix("staleness/"): value for name, value in result.items() if name.startswith("staleness/")}
-
-
-def test_staleness_is_one_number_a_row_or_a_token() -> None:
-    with pytest.raises(ValueError, match=r"staleness.*\(3,\)"):
-        by_age(torch.tensor([1, 2, 3]))
-    with pytest.raises(ValueError, match=r"staleness.*\(2, 2\)"):
-        by_age(torch.zeros(2, 2))
 
 
 def test_a_mask_that_does_not_read_mu_counts_tokens_without_it() -> None:

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.read_parts import read_weight
-from recipe.offpolicy.correction.rules import overlap
 from tests.support.corrections import TIS, run, values
 from tests.support.presets import PRESETS
-from tests.support.refusals import mask, refused
 
 LOG = math.log
 NEGATIVE, POSITIVE = TIS | {"when": "negative"}, TIS | {"when": "positive", "upper": 4.0}
@@ -54,69 +51,6 @@ def test_topr_by_hand() -> None:
     pi = [[half, half], [two, two], [half, half]]
     step = run(PRESETS["paper/topr"], mu=torch.zeros(3, 2), old=torch.zeros(3, 2), pi=pi, advantages=[-1.0, -1.0, 1.0])
     torch.testing.assert_close(step.weight, torch.tensor([[0.25, 0.25], [1.0, 1.0], [1.0, 1.0]]))
-
-
-def test_the_mapping_has_them_where_they_are_set_alone() -> None:
-    correction = by_sign(b=POSITIVE, a=NEGATIVE | {"sign": "row"})
-    assert CorrectionSpec.from_mapping(correction.to_mapping()) == correction
-    assert [name for name, _ in correction.weights] == ["a", "b"]
-    assert "weights" not in CorrectionSpec().to_mapping()
-    assert read_weight(NEGATIVE).to_mapping()["when"] == "negative"
-    assert correction.all_weights.keys() == {"weights.a", "weights.b"}
-    assert not correction.is_none
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [
-        {"a": NEGATIVE, "b": NEGATIVE | {"upper": 3.0}},
-        {"a": TIS | {"when": "any"}, "b": NEGATIVE},
-        {"a": NEGATIVE, "b": POSITIVE | {"sign": "token"}},
-    ],
-)
-def test_weights_that_share_tokens(weights: dict[str, Any]) -> None:
-    refused(
-        {"weights": weights}, "correction.weights.b.when=", "a token can have only one weight", "Give one when=negative"
-    )
-
-
-def test_a_weight_of_every_token_leaves_none_for_others() -> None:
-    refused(
-        {"weight": TIS, "weights": {"a": NEGATIVE}}, "correction.weight=", "weighted twice", "correction.weight=null"
-    )
-
-
-def test_what_weights_by_sign_cannot_have() -> None:
-    refused({"weights": {"a": TIS}}, "correction.weights.a.when", "it has no default")
-    refused({"weights": {"a": 2.0}}, "correction.weights.a=2.0", "mapping")
-    refused({"weights": [TIS]}, "correction.weights=", "mapping", "such as paper/topr")
-    refused({"weights": {"min": NEGATIVE}}, "correction.weights.min", "'min'")
-    refused({"weights": {"a": NEGATIVE | {"normalize": True}}}, "correction.weights.a.normalize", "each gradient step")
-    refused({"weights": {"a": TIS | {"when": "any", "sign": "token"}}}, "correction.weights.a.sign", "sign=row")
-    refused({"weights": {"a": NEGATIVE}, "proximal": "bypass"}, "correction.weights.a.ratio", "count it twice")
-    refused({"weights": {"a": NEGATIVE}, "skyrl_compat": True} | mask(), "correction.skyrl_compat", "weights.a")
-    reject = NEGATIVE | {"kind": "reject"}
-    refused(
-        {"weights": {"a": reject}, "denominator": "kept"} | mask(), "correction.denominator", "weights.a is decided"
-    )
-
-
-def test_what_applies_after_a_tools_result_cannot_have() -> None:
-    tool = TIS | {"when": "post_tool"}
-    refused({"weights": {"a": tool | {"sign": "token"}}}, "correction.weights.a.sign", "sign=row")
-    refused({"weights": {"a": tool, "b": NEGATIVE}}, "correction.weights.b.when=", "a token can have only one weight")
-    refused(
-        {"weights": {"a": tool | {"by_staleness": [1.0, 2.0]}}}, "correction.weights.a.when=post_tool", "depends on age"
-    )
-    refused(
-        {"weights": {"a": tool | {"level": "prefix"}}}, "correction.weights.a.when=post_tool", "a prefix also holds"
-    )
-    refused(mask(when="post_tool", level="prefix"), "when=post_tool", "a prefix also holds")
-
-
-def test_domains() -> None:
-    assert not overlap(("negative", "token"), ("positive", "token"))
-    assert overlap(("any", "row"), ("positive", "token"))
 
 
 def test_advantages_have_to_be_known() -> None:

@@ -11,7 +11,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.preflight.composed import OUTCOME
-from recipe.offpolicy.proof import rewards
 from recipe.offpolicy.proof.rewards import (
     DenseRewardError,
     DenseRewardGuard,
@@ -21,7 +20,6 @@ from verl.trainer.ppo import core_algos
 from verl_patches.trainer_seams import plain_advantage
 
 MASK = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 0, 0, 0]])
-AT_THE_END = torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0], [0.0, -1.0, 0.0, 0.0, 0.0]])
 DENSE = torch.tensor([[0.0, 0.5, 0.0, 1.0, 0.0], [0.0, -1.0, 0.0, 0.0, 0.0]])
 
 
@@ -78,27 +76,3 @@ def test_an_estimator_that_cannot_be_tried_is_judged_by_its_name() -> None:
     with pytest.raises(DenseRewardError, match="gdpo"):
         guard("gdpo").check(batch(DENSE))
     guard("unknown_one").check(batch(DENSE))
-
-
-def test_rewards_by_token_are_found_in_any_batch() -> None:
-    """As where a tool is punished for the first time."""
-    one = guard("grpo")
-    one.check(batch(torch.zeros(2, 5)))
-    one.check(batch(AT_THE_END))
-    with pytest.raises(DenseRewardError):
-        one.check(batch(DENSE))
-
-
-def test_an_estimator_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-    monkeypatch.setattr(rewards, "sees_positions", lambda config, compute: tried.append("gae") or True)
-    one = guard("gae")
-    for _ in range(2):
-        one.check(batch(DENSE))
-    assert tried == ["gae"]
-
-
-def test_the_probe_leaves_the_random_numbers_of_the_run_alone() -> None:
-    before = torch.random.get_rng_state()
-    sees_positions(config("gae"), plain_advantage())
-    assert torch.equal(torch.random.get_rng_state(), before)

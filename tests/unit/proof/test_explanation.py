@@ -19,14 +19,6 @@ def spec(**mapping: Any) -> CorrectionSpec:
     return CorrectionSpec.from_mapping(mapping)
 
 
-def test_everything_was_proved() -> None:
-    both, live = spec(**BOTH), LIVE | {"parts": 2.0}
-    assert describe_proof(both, live).startswith("weight, masks.gsm LIVE in the gradient of 6 tokens")
-    found = describe_rest(both, live, ["plan", "model_input"], {"delivery": None})
-    assert "model_input, plan" in found
-    assert "delivery. Not proved: nothing." in found
-
-
 @pytest.mark.parametrize(
     ("mapping", "changes", "sealed", "said"),
     [
@@ -52,8 +44,3 @@ def test_what_was_not_proved_is_named(mapping: Any, changes: dict[str, float], s
     assert said in missing
     assert missing.endswith("delivery (offpolicy.delivery is off).")
     assert "proximal" not in describe_proof(spec(**mapping), live)
-
-
-def test_without_a_correction_there_is_nothing_to_prove() -> None:
-    assert describe_proof(spec(), {}).startswith("no correction is configured")
-    assert "Not proved: advantages, old_log_probs and all other columns" in describe_rest(spec(), {}, [], {})

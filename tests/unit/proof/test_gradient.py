@@ -78,10 +78,6 @@ def test_a_live_correction(scale: float) -> None:
     assert max(shift.error for shift in proof.shifts.values()) < proof.tolerance == 1e-4
 
 
-def test_nothing_of_the_loss_is_differentiated() -> None:
-    assert evidence(Adapter(MASKED), scale=0.0).gradient_error == float("inf")
-
-
 def test_rows_without_a_token_are_not_proved() -> None:
     proof = evidence(Adapter(MASKED), tokens=0)
     assert (proof.tokens, proof.shifts, proof.gradient_error) == (0, {}, None)

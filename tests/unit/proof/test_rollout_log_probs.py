@@ -8,7 +8,6 @@ import torch
 from recipe.offpolicy.correction.statistics import fetch
 from recipe.offpolicy.proof.rollout_log_probs import (
     RolloutLogProbError,
-    build_missing_error,
     check_arrived,
     check_placeholders,
     check_zeros,
@@ -45,21 +44,6 @@ def test_zeros_of_an_engine_that_is_sure_pass() -> None:
     # All probabilities round to 1: the trainer says so too.
     check_arrived(torch.zeros(4, 10), MASK)
     check_zeros(torch.zeros(4, 10), torch.full((4, 10), -0.01), MASK)
-
-
-def test_short_rows_of_zeros_tell_together() -> None:
-    trainer, mask = torch.full((16, 2), -0.5), torch.ones(16, 2)
-    with pytest.raises(RolloutLogProbError, match="16 of 16 sequences"):
-        check_zeros(torch.zeros(16, 2), trainer, mask)
-    # One of them, with two tokens, is no sign.
-    mu = torch.full((16, 2), -0.4)
-    mu[3] = 0.0
-    check_zeros(mu, trainer, mask)
-
-
-def test_missing_names_what_is_there() -> None:
-    assert "came without them; it contains responses, uid" in str(build_missing_error("responses, uid"))
-    assert "calculate_log_probs=true" in str(build_missing_error("responses"))
 
 
 def test_rows_of_zeros_are_counted_on_the_device_and_judged_when_fetched() -> None:

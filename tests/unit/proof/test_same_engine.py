@@ -62,12 +62,6 @@ def test_two_engines(apart: float, nested: bool) -> None:
     assert not check.passed
 
 
-def test_padding_is_not_read() -> None:
-    check = SameEngineCheck()
-    check.judge(rows(apart=math.nan, at=(2, 3)), UIDS, step=1)
-    assert check.largest == 0.0
-
-
 def test_a_batch_without_tokens_shows_nothing() -> None:
     check = SameEngineCheck()
     empty = rows(apart=0.0)

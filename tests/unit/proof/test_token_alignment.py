@@ -9,7 +9,6 @@ from recipe.offpolicy.proof.token_alignment import (
     AlignmentChecker,
     AlignmentError,
     AlignmentTally,
-    compute_chance_limit,
     tally_agreements,
 )
 
@@ -58,15 +57,6 @@ def test_healthy_batches_pass(rows: int, width: int, noise: float) -> None:
     watch, source = AlignmentChecker(), generator(rows + width)
     for _ in range(40):
         watch.judge(tally_agreements(*batch(source, rows, width, noise, drift=0.5)))
-
-
-def test_a_policy_that_is_sure_of_everything_passes() -> None:
-    # Nothing but rounding is left to compare: no pair differs by the margin.
-    watch, source = AlignmentChecker(), generator()
-    for _ in range(20):
-        mask = torch.ones(128, 10)
-        old, mu = (-0.03 * torch.rand(128, 10, generator=source) for _ in range(2))
-        assert watch.judge(tally_agreements(old, mu, mask)) == {}
 
 
 def first_error(batches: list[AlignmentTally]) -> tuple[int, str]:
@@ -152,28 +142,3 @@ def test_meant_log_probs_are_only_measured() -> None:
     assert abs(metrics["concordance_rows"]) < 0.3
     with pytest.raises(AlignmentError, match="allow_unrelated_log_probs=true"):
         AlignmentChecker().judge(tally_agreements(old, mu.flip(0), mask))
-
-
-def test_few_rows_wait_for_more() -> None:
-    source, watch = generator(), AlignmentChecker()
-    judged = [watch.judge(tally_agreements(*batch(source, 16, 8))) for _ in range(8)]
-    assert judged[0] == {}
-    assert judged[-1]["concordance_rows"] > 0.9
-
-
-def test_the_threshold_tightens_with_rows() -> None:
-    assert (
-        compute_chance_limit(32)
-        < 0
-        < compute_chance_limit(64)
-        < compute_chance_limit(128)
-        < compute_chance_limit(10_000)
-        == 0.25
-    )
-
-
-def test_large_batches_are_sampled() -> None:
-    old, mu, mask = batch(generator(), 4096, 512)
-    count = tally_agreements(old, mu, mask).rows
-    assert 256 <= count.rows <= 1024
-    assert count.concordance() > 0.95

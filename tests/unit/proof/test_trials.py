@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from recipe.offpolicy.batch.micro_batch import MicroBatch
-from recipe.offpolicy.batch.weight_versions import CHUNKS, TokenVersions, read_extra_fields, read_versions
+from recipe.offpolicy.batch.weight_versions import TokenVersions, read_versions
 from recipe.offpolicy.correction import MaskSpec, WeightSpec
 from recipe.offpolicy.correction.masks import AGGREGATES
 from recipe.offpolicy.correction.read_parts import read_mask
-from recipe.offpolicy.proof.trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
-from tests.support.growth import count_instructions, count_work
+from recipe.offpolicy.proof.trials import BEYOND, Trial, build_mask_trials, build_weight_trials
 
 
 def rows() -> MicroBatch:
@@ -41,20 +40,6 @@ def test_a_weight_is_tried_beyond_and_inside_its_cap(kind: str, expected: dict[f
         assert rollout_ratio(trial) == pytest.approx([raw, 1.0], rel=1e-3)
         assert trial.factor[0].tolist() == pytest.approx([weight, 1.0], rel=1e-3)
         assert trial.batch.advantages.tolist() == [[1.0, 1.0]]
-
-
-def test_units_by_version_are_the_runs_of_one_version() -> None:
-    """Version 3 sampled the first two response tokens and 4 the last; unit 0 is hit, unit 1 is not."""
-    mask = torch.tensor([[False, True, True, False, True]])
-    versions = TokenVersions(torch.tensor([3]), torch.tensor([4]), torch.tensor([[-1, 3, 3, -1, 4]]))
-    policies = {name: torch.full((1, 5), -1.0) for name in ("rollout_log_prob", "old_log_prob", "log_prob")}
-    batch = MicroBatch(
-        responses=mask.long(), response_mask=mask, advantages=torch.zeros(1, 5), versions=versions, **policies
-    )
-    beyond = list(build_weight_trials(WeightSpec("version", "truncate", None, 2.0), batch))[1]
-    assert beyond.factor[0][mask[0]].tolist() == [2.0, 2.0, 1.0]
-    row = list(build_weight_trials(WeightSpec("sequence", "truncate", None, 2.0), batch))[1]
-    assert row.factor[0][mask[0]].tolist() == [2.0, 2.0, 2.0]
 
 
 def test_a_mask_is_tried_on_both_sides_of_both_bounds_for_both_signs() -> None:
@@ -85,14 +70,6 @@ def test_a_mask_of_one_sign_keeps_the_other() -> None:
     assert mixed.factor[0].tolist() == [0.0, 0.0]
 
 
-def test_the_budget_of_a_second_moment_is_sent_as_a_cutoff() -> None:
-    spec = MaskSpec("rollout", "token", "second_moment", None, None, "any", budget=0.04)
-    found = list(build_mask_trials("m2po", spec, rows()))
-    assert all(trial.constants.cutoffs == {"m2po": 0.04} for trial in found)
-    squares = [math.log(rollout_ratio(trial)[0]) ** 2 for trial in found]
-    assert [square > 0.04 for square in squares] == [trial.factor[0, 0].item() == 0.0 for trial in found]
-
-
 def ages(trial: Trial) -> list[int]:
     assert trial.batch.plan is not None
     seen = read_versions(trial.batch.data, trial.batch.response_mask)
@@ -116,22 +93,6 @@ def test_a_mask_on_age_is_tried_at_its_bound_and_a_version_beyond() -> None:
     assert (ages(row[0]), row[0].factor[0].tolist()) == ([5, 0], [0.0, 0.0])
 
 
-def test_ages_are_noted_turn_by_turn() -> None:
-    mask = torch.tensor([[False, True, False, True, True], [False] * 5, [True, True, False, False, False]])
-    policies = {name: torch.zeros(3, 5) for name in ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")}
-    batch = MicroBatch(responses=mask.long(), response_mask=mask, **policies)
-    aged = age_first_tokens(batch, 3)
-    assert [fields[CHUNKS] for fields in read_extra_fields(aged.data)] == [
-        [[(1, 1)], [(4, 2)]],
-        [],
-        [[(1, 1), (4, 1)]],
-    ]
-    seen = read_versions(aged.data, mask)
-    assert isinstance(seen, TokenVersions)
-    assert torch.equal(seen.tokens, aged.versions.tokens)  # type: ignore[union-attr]
-    assert not seen.find_unknown(mask).any()
-
-
 def test_a_weight_with_bounds_by_age_is_tried_at_each_age_and_one_more() -> None:
     weight = WeightSpec("token", "truncate", None, 2.0, by_staleness=(1.0, 2.0))
     found = list(build_weight_trials(weight, rows()))
@@ -146,27 +107,6 @@ def test_a_weight_with_bounds_by_age_is_tried_at_each_age_and_one_more() -> None
         assert weights == [pytest.approx([min(raw, cap), 1.0], rel=1e-4) for raw in raws]
         assert {trial.label.endswith(f"at age {age}") for trial in own if trial.label} == {True}
     assert len(found) == len(caps) * 5
-
-
-def test_ages_are_noted_by_turn_and_not_by_token() -> None:
-    def count(width: int) -> int:
-        mask = torch.ones(2, width, dtype=torch.bool)
-        names = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
-        policies = {name: torch.zeros(2, width) for name in names}
-        batch = MicroBatch(responses=mask.long(), response_mask=mask, **policies)
-        return count_instructions(lambda: age_first_tokens(batch, 3))
-
-    assert count(512) == count(64)
-
-
-def test_only_tokens_that_are_shifted_are_solved_for() -> None:
-    """A row's first token carries its k3, which is found by 80 halvings."""
-    mask = torch.ones(2, 512, dtype=torch.bool)
-    policies = {name: torch.full((2, 512), -1.0) for name in ("rollout_log_prob", "old_log_prob", "log_prob")}
-    batch = MicroBatch(responses=mask.long(), response_mask=mask, advantages=torch.zeros(2, 512), **policies)
-    mask_of_k3 = MaskSpec("rollout", "sequence", "k3_mean", None, 0.1, "any")
-    work = count_work(lambda: list(build_mask_trials("k3", mask_of_k3, batch)))
-    assert work.elements["expm1"] == 80 * 2 * 2 * 4  # halvings, up and down, of a token in each row, in each trial
 
 
 @pytest.mark.parametrize("name", AGGREGATES)

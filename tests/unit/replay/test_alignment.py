@@ -28,16 +28,6 @@ def test_agreement_between_layers_by_hand() -> None:
     assert compare_layers(records).tolist() == [[1, 1], [1, 1]]
 
 
-def test_few_rows_are_no_evidence() -> None:
-    """2 against 0 may be chance."""
-    records = {
-        0: record([[0, 1], [2, 3]], [[4, 5], [6, 7]], [True, True]),
-        1: record([[4, 5], [6, 7]], [[0, 1], [2, 3]], [True, True]),
-    }
-    check_layer_order(records)
-    check_row_order(records)
-
-
 @dataclass
 class Replayed:
     """A model that replays, and the routes of its own choice."""

@@ -17,7 +17,6 @@ from recipe.offpolicy.replay.batch_routes import (
     hash_routes,
     hash_routes_by_row,
     hash_tokens,
-    read_counts,
     read_routes,
 )
 from recipe.offpolicy.replay.expert_choice import ReplayError
@@ -101,13 +100,6 @@ def test_a_row_is_as_old_as_its_oldest_token() -> None:
     assert int(read_routes(data, layout(data, PACKED), "R3", STEP, 1).withheld) == 1
 
 
-def test_rows_without_a_token_in_the_loss_keep_their_own() -> None:
-    """Padding carries the note of the row that it was copied from."""
-    data = batch()
-    data["response_mask"] = nested([torch.tensor([1]), torch.tensor([0]), torch.tensor([1])])
-    assert read_counts(data) == [2, 0, 3]
-
-
 def changed(**columns: Any) -> TensorDict:
     data = batch()
     for name, values in columns.items():
@@ -151,8 +143,3 @@ def test_checksums_show_routes_of_another_row() -> None:
     rows[2] = rows[2].roll(1, 0)
     with pytest.raises(ReplayError, match=r"1 of 3 sequences arrived with routes .* position 2"):
         check_checksums(changed(**{ROUTES: nested(rows)}), where)
-
-
-def test_rows_that_verl_has_cut_are_not_compared() -> None:
-    data = batch(counts=(2, 5, 3))
-    assert check_checksums(data, layout(data, PACKED)) == 2

@@ -62,22 +62,6 @@ def test_checksums_tell_sets_of_experts_apart() -> None:
     assert len(set(hash_rows(sent).tolist())) == 120
 
 
-@pytest.mark.parametrize(
-    ("changes", "kept"), [({}, 0), ({"recompute_granularity": "full"}, 2), ({"moe_layer_recompute": True}, 2)], ids=str
-)
-def test_forwards_are_kept_where_they_are_recomputed(changes: dict[str, Any], kept: int) -> None:
-    pytest.importorskip("megatron.core")
-    from recipe.offpolicy.replay.megatron_engine import WatchedEngine
-
-    watched = WatchedEngine(build_engine(**changes), "R3")
-    watched._watches, watched._keeps = True, watched._recomputes
-    router = SimpleNamespace(router_replay="router", layer_number=1)
-    for _ in range(2):
-        watched._note(router, (), (torch.zeros(3), send([0], [1], [2])))
-    assert len(watched._forwards.get("router", [])) == kept
-    assert watched._sent["router"].shape == (3, 4)
-
-
 def build_engine(**changes: Any) -> Any:
     sizes = dict(tensor_model_parallel_size=1, context_parallel_size=1, fp8=None, num_layers=4, moe_layer_freq=1)
     made = {**sizes, "recompute_granularity": None, "moe_layer_recompute": False, **changes}
@@ -115,15 +99,3 @@ def test_routes_are_those_of_the_layers_number(layers: int, places: list[int]) -
     routes = torch.arange(layers)[None, :, None].expand(5, layers, 2)
     chosen = [1, 3] if layers == 2 else range(4)
     assert [int(watched._select(routes, layer)[0, 0]) for layer in chosen] == [places[layer] for layer in chosen]
-
-
-def test_an_engine_is_watched_where_it_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("megatron.core")
-    from recipe.offpolicy.replay import megatron_engine
-    from verl_patches import worker_seams
-
-    held: list[Any] = []
-    monkeypatch.setattr("verl_patches.contract.check_all", held.append)
-    watched = megatron_engine.watch_actor(SimpleNamespace(actor=SimpleNamespace(engine=build_engine())), "R2")
-    assert held == [worker_seams.MEGATRON_REPLAY]
-    assert watched.mode == "R2"

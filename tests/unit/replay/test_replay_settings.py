@@ -59,12 +59,6 @@ def test_megatrons_replay_is_looked_at_on_one_path(path: LivePath, seen: bool) -
     assert read_megatron_mode(made, path) == ("R2" if seen else None)
 
 
-def test_settings_are_read() -> None:
-    assert ReplaySettings.from_config(composed("R2"), V1) == ReplaySettings("R2", None)
-    assert ReplaySettings.from_config(composed(oldest=2), V1) == ReplaySettings("R3", 2)
-    assert ReplaySettings.from_config(composed("disabled"), V1) is None
-
-
 @pytest.mark.verl("==0.9.1")
 @pytest.mark.parametrize(
     ("config", "found"),

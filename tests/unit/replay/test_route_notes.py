@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import torch
 
 from recipe.offpolicy.replay.batch_routes import RouteNote, count_shared, hash_routes, hash_tokens
@@ -15,14 +13,6 @@ def test_routes_of_tokens_that_a_turn_renders_anew_are_its_own() -> None:
     note.keep_sampled([5, 6, 7, 8], first)
     assert torch.equal(note.keep_sampled([5, 99, 7, 8, 9], second), torch.cat([first[:1], second[1:]]))
     assert count_shared([5, 6], [5, 99, 7], 2) == 1
-
-
-def test_a_note_travels_as_two_numbers() -> None:
-    note = RouteNote()
-    note.keep_sampled([5, 6, 7], draw_routes(tokens=2))
-    arrived = pickle.loads(pickle.dumps({"note": note}))["note"]
-    assert type(arrived) is list
-    assert arrived == list(note)
 
 
 def test_the_checksum_differs_by_id_layer_order_and_place() -> None:

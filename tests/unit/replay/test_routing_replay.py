@@ -21,16 +21,6 @@ def add_on(mode: Any, **run: Any) -> Any:
     return RoutingReplay(made, ReplaySettings(mode, None))
 
 
-def test_actors_get_workers_that_replay_and_agent_loops_a_client_that_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.replay import routing_replay
-    from recipe.offpolicy.replay.batch_routes import ReplaySettings
-
-    monkeypatch.setattr(routing_replay, "install_in_worker", lambda worker, settings: (worker, settings))
-    monkeypatch.setattr(routing_replay, "note_routes", lambda client: f"noting {client}")
-    assert add_on("R3").engine_part()("worker") == ("worker", ReplaySettings("R3", None))
-    assert [add_on(mode).rollout_client("client") for mode in ("R3", "R2")] == ["noting client", "client"]
-
-
 @pytest.mark.parametrize(
     ("step", "changes", "native"),
     [(1, {}, True), (3, {"every": 2}, True), (2, {"every": 2}, False), (1, {"without_replay": False}, False)],
@@ -76,45 +66,3 @@ def test_pi_old_without_replay_is_computed_before_that_with_it(
         assert row.tolist() == [-1.0, -2.0]
     else:
         assert not put
-
-
-def test_each_update_is_judged_by_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows of 5 and 7 tokens, two epochs."""
-    from recipe.offpolicy.replay import routing_replay
-    from recipe.offpolicy.replay.fsdp_engine import REPORT
-
-    judged: list[Any] = []
-
-    def judge(reports: Any, mode: str, *, tokens: int) -> Any:
-        judged.append((reports, mode, tokens))
-        return ""
-
-    monkeypatch.setattr(routing_replay, "judge", judge)
-    made = add_on("R2", config=OmegaConf.create({"actor_rollout_ref": {"actor": {"ppo_epochs": 2}}}))
-    tags = [{"prompt_len": 2, "response_len": 3}, {"prompt_len": 4, "response_len": 3}]
-    metrics: dict[str, Any] = {REPORT: [["report"]]}
-    made.on_update(metrics, SimpleNamespace(tags=tags))
-    assert metrics == {}
-    assert judged == [(["report"], "R2", 24)]
-    assert made._reports == ("report",)
-
-
-def test_a_step_says_what_all_its_updates_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.replay import routing_replay
-
-    reports: tuple[int, ...] = (1, 2)
-
-    def step() -> str:
-        assert made._reports == ()
-        made._reports = reports
-        return "batch"
-
-    monkeypatch.setattr(routing_replay, "measure_routes", lambda reports: {"bytes": float(sum(reports))})
-    made = add_on("R2")
-    metrics: dict[str, Any] = {}
-    for _ in range(2):
-        assert made.run_step(step, metrics) == "batch"
-        assert metrics == {"offpolicy/routing/bytes": 3.0}
-    reports = ()
-    assert made.run_step(step, empty := {}) == "batch"
-    assert empty == {}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from recipe.offpolicy.batch.plan import take_reports
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.replay.fsdp_engine import FirstLook, RoutingReport
 from recipe.offpolicy.replay.routing_replay import judge, measure_routes, merge_reports
@@ -60,12 +59,6 @@ def test_metrics_by_hand() -> None:
     assert merge_reports(reports()).gradients == (1.0, 0.5)
 
 
-def test_later_updates_are_judged_without_a_proof() -> None:
-    later = replace(REPORT, gradients=(), first=None)
-    assert judge([later], "R3", tokens=20) == ""
-    assert "gate_gradient" not in measure_routes([later])
-
-
 def test_an_update_without_a_gradient_proves_nothing() -> None:
     assert judge([replace(REPORT, gradients=(0.0, 0.0))], "R3", tokens=20) == ""
 
@@ -92,15 +85,6 @@ def test_a_gate_without_a_gradient_stops_the_run() -> None:
         judge([silent], "R3", tokens=20)
     # One expert may weigh 1 whatever its score is.
     assert judge([replace(silent, top_k=1)], "R3", tokens=20)
-
-
-def test_reports_are_taken_out_of_the_workers_metrics() -> None:
-    """verl nests them by rank and mini-batch."""
-    for nested in ([REPORT, REPORT], [[REPORT], [REPORT]], [[[REPORT], [REPORT]]]):
-        metrics = {"loss": [1.0], "routes": nested}
-        assert take_reports(metrics, "routes") == [REPORT, REPORT]
-        assert metrics == {"loss": [1.0]}
-    assert take_reports({}, "routes") == []
 
 
 def test_an_update_without_reports_or_routes_stops_the_run() -> None:

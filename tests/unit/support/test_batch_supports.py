@@ -16,7 +16,6 @@ from recipe.offpolicy.support.token_supports import (
     SupportNote,
     TokenSupports,
     lay_out_supports,
-    read_notes,
 )
 
 ROWS = [[1, 2, 5, 6, 7], [3, 8, 9]]
@@ -81,20 +80,6 @@ def test_a_row_that_was_cut_is_laid_out_as_far_as_it_goes_and_not_compared() -> 
     found = lay_out_supports(data, TokenLayout.of(data["input_ids"], torch.zeros(1, 7)), 10)
     assert found.within.tolist() == [2, 3, 1, 2]
     assert found.compared.tolist() == [False, True]
-
-
-def test_rows_without_a_note_have_no_support() -> None:
-    data = batch([None, notes()[1]])
-    assert [note is None for note in read_notes(data)] == [True, False]
-    assert lay_out_supports(data, layout(data), 10).rows.tolist() == [1, 1]
-    empty = batch([None, None])
-    assert lay_out_supports(empty, layout(empty), 10).ids.shape == (0, 0)
-
-
-def test_the_v0_trainer_sends_notes_in_a_column() -> None:
-    data = batch([None, None])
-    data[NOTE] = NonTensorStack(*notes())
-    assert [note is None for note in read_notes(data)] == [False, False]
 
 
 def test_response_tokens_have_places_among_all_tokens() -> None:

@@ -102,12 +102,6 @@ def test_turns_of_rows_that_share_ids_are_noted_by_the_task(kind: str, monkeypat
     assert notes[0].spans == notes[1].spans == ((2, 1), (4, 1))
 
 
-def test_tokens_without_an_answer_have_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = serve(build("LLMServerClient"), monkeypatch, ([5], None, "completed"), ([6, 7], singles(6), "completed"))
-    assert read(ask(client)).spans == ()
-    assert read(ask(client, "b")).spans == ()
-
-
 def test_other_clients_are_refused() -> None:
     with pytest.raises(SupportError, match="is SimpleNamespace, but supports are recorded only for verl's own"):
         ours.note_supports(SimpleNamespace())  # type: ignore[arg-type]

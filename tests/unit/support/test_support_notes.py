@@ -17,15 +17,6 @@ def supports(*rows: list[int]) -> TokenSupports:
     )
 
 
-def test_a_turn_that_leaves_tokens_out_leaves_their_supports_out() -> None:
-    note = SupportNote()
-    note.add([1, 2], [5, 6], supports([5], [6]))
-    note.add([1, 2, 5, 7], [8], supports([8]))
-    found = note.finish()
-    assert found.spans == ((2, 1), (4, 1))
-    assert found.supports.pad().tolist() == [[5], [8]]
-
-
 def test_pickled_it_is_what_travels() -> None:
     note = SupportNote()
     note.add([1, 2], [5, 6], supports([5, 7], [6]))

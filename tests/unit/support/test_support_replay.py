@@ -23,15 +23,6 @@ def add_on(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_servers_and_engines_are_told(add_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.support import support_replay
-
-    add_on.begin(OmegaConf.create())
-    assert add_on.served == [add_on._settings]
-    monkeypatch.setattr(support_replay, "install_support", lambda worker, unknown: (worker, unknown))
-    assert add_on.engine_part()("worker") == ("worker", "mask")
-
-
 @pytest.mark.parametrize("version", ["v0", "v1"])
 def test_agent_loops_get_the_client_that_notes(version: str, add_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe.offpolicy.extensions.add_ons import AddOns

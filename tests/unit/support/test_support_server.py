@@ -70,14 +70,3 @@ def test_replicas_of_vllm_start_servers_that_return_supports(monkeypatch: pytest
     monkeypatch.setattr(support_replay.ray, "remote", lambda kind: actor)
     replica().server_class.options(name="server").remote(1, node_rank=0)
     assert started == [{"name": "server"}, ((1,), {"node_rank": 0, "support": SETTINGS})]
-
-
-def test_a_server_asks_vllm_for_as_many_log_probs_as_it_may_return() -> None:
-    from recipe.offpolicy.support.support_replay import SupportServer
-
-    server: Any = object.__new__(SupportServer)
-    server.config, server.support = {}, SETTINGS
-    for given, wanted in (({}, 2), ({"max_logprobs": 20}, 20), ({"max-logprobs": 1}, 2), ({"max_logprobs": -1}, -1)):
-        arguments: dict[str, Any] = dict(given)
-        server._preprocess_engine_kwargs(arguments)
-        assert arguments["max_logprobs"] == wanted

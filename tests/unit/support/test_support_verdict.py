@@ -70,7 +70,3 @@ def test_a_support_that_widens_the_mismatch_stops_the_first_update() -> None:
     with pytest.raises(LivenessError, match="mu was not sampled from this support"):
         judge([wide], SETTINGS, first=True)
     assert judge([wide], SETTINGS, first=False)[0]["kl_k3"] > 0
-
-
-def test_engines_that_agree_have_nothing_to_bring_nearer() -> None:
-    assert judge([replace(REPORT, k3=1e-9, k3_without=0.0)], SETTINGS, first=True)[1]

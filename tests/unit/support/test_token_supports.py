@@ -37,11 +37,6 @@ def test_ids_have_the_narrowest_type(largest: int, dtype: type) -> None:
     assert found.bytes == 1 + np.dtype(dtype).itemsize
 
 
-def test_no_token_has_no_support() -> None:
-    found = read_supports([], [], 0)
-    assert (found.sizes.tolist(), found.pad().shape) == ([], (0, 0))
-
-
 def test_tokens_with_unlike_numbers_of_log_probs_are_refused() -> None:
     with pytest.raises(ValueError, match="3 ids and 3 log-probs do not fit 2 tokens"):
         read_supports([1, 2, 3], [0.0, 0.0, 0.0], 2)

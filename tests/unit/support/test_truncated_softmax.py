@@ -19,21 +19,6 @@ def truncated(logits: Tensor, token: int, ids: list[int], temperature: float = 1
     )[0]
 
 
-def test_a_support_of_one_token_leaves_no_choice() -> None:
-    logits = torch.tensor([0.3, -0.2], dtype=F64, requires_grad=True)
-    found = truncated(logits, 1, [1, -1])
-    found.backward()
-    assert float(found.detach()) == 0.0
-    assert logits.grad is not None
-    assert logits.grad.tolist() == [0.0, 0.0]
-
-
-def test_temperature_acts_before_the_truncation() -> None:
-    # At temperature 2 the probabilities 16 : 4 : 1 are as 4 : 2 : 1.
-    logits = torch.tensor([16.0, 4.0, 1.0], dtype=F64).log()
-    assert float(truncated(logits, 1, [0, 1], temperature=2.0).exp()) == pytest.approx(2 / 6, abs=1e-14)
-
-
 def test_over_the_whole_vocabulary_it_is_the_log_softmax() -> None:
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1), dtype=F64)
     tokens, rows = torch.tensor([2, 8, 0, 5]), torch.arange(4)

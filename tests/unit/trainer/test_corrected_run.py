@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from recipe.offpolicy.fault_tolerance.checkpoints import RECORD, TRACKER, Checkp
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection
 from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.proof.verify import LivenessError
-from verl_patches.contract import bare_signature
 
 WEIGHT = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
 
@@ -117,11 +115,6 @@ def test_another_correction_stops_before_anything_is_loaded(tmp_path: Path) -> N
         run(True, config(tmp_path, upper=3.0))
 
 
-def test_what_the_trainer_returns_is_kept(tmp_path: Path) -> None:
-    trainer = run(True, config(tmp_path))
-    assert trainer._load_checkpoint() == 3
-
-
 class Doubled(Extension):
     def load_prompts(self, loader: Any) -> Any:
         return loader * 2
@@ -144,18 +137,6 @@ def test_an_extension_replaces_the_loader_before_its_state_is_loaded(tmp_path: P
     assert trainer._load_checkpoint() == 1
     corrected.add_ons = AddOns([Doubled("doubled", {})])
     assert trainer._load_checkpoint() == 2
-
-
-def test_it_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.trainer import corrected_run
-
-    monkeypatch.setattr(corrected_run, "demand_seams", lambda config: None)
-    trainer = Trainer(config(tmp_path))
-    before = correct(trainer)
-    watched = [trainer.fit, trainer._save_checkpoint, trainer._load_checkpoint]
-    before._begin()
-    assert not {*watched} & {trainer.fit, trainer._save_checkpoint, trainer._load_checkpoint}
-    trainer.fit()
 
 
 class Recorded:
@@ -196,12 +177,6 @@ def test_a_run_that_fails_waits_for_its_last_step_as_well(ends: BaseException) -
     assert recording.waits == [2.0]
 
 
-def test_a_run_that_is_complete_waits_longer() -> None:
-    recording = Recorded()
-    assert recorded_run(recording).fit() == "what verl returns"
-    assert recording.waits == [5.0]
-
-
 @pytest.mark.parametrize("ends", [None, LivenessError("not live")])
 def test_the_wait_never_hides_how_the_run_ended(ends: BaseException | None, caplog: pytest.LogCaptureFixture) -> None:
     run = recorded_run(Recorded(RuntimeError("no wait")), ends)
@@ -211,15 +186,3 @@ def test_the_wait_never_hides_how_the_run_ended(ends: BaseException | None, capl
         with pytest.raises(LivenessError, match="not live"):
             run.fit()
     assert "RuntimeError: no wait" in caplog.text
-
-
-def test_the_seams_are_verls() -> None:
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-    for trainer in (RayPPOTrainer, PPOTrainer):
-        for name in ("_save_checkpoint", "_load_checkpoint"):
-            assert bare_signature(getattr(trainer, name)) == "(self)"
-        # Where verl writes and names a checkpoint, and in which order.
-        text = inspect.getsource(trainer._save_checkpoint)
-        assert text.index("save_checkpoint(") < text.index("data.pt") < text.index(TRACKER)

@@ -13,20 +13,13 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.batch_view import BatchView
 from recipe.offpolicy.proof.rewards import DenseRewardError, RewardError
 from verl import DataProto
 
 SCORES = torch.tensor([[0.5, 0.0, 1.0], [0.0, 1.0, 0.0]])
 """The first row has a reward before its last token."""
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
-
-
-class Estimates(Extension):
-    def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
-        return rewards
 
 
 class Verls:
@@ -120,16 +113,3 @@ def test_rewards_by_token_stop_before_an_estimator_that_sums_them(
     with pytest.raises(DenseRewardError, match=r"adv_estimator=rloo: .*0\.5 at token 0"):
         advantage(version, AddOns(), monkeypatch)
     assert Verls.estimated == 0
-
-
-@pytest.mark.parametrize("version", ["v0", "v1"])
-def test_rewards_by_token_train_under_an_estimator_that_sees_them(
-    version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert advantage(version, AddOns(), monkeypatch, "reinforce_plus_plus") == 1
-
-
-@pytest.mark.parametrize("version", ["v0", "v1"])
-def test_an_extension_does_not_hide_them(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DenseRewardError):
-        advantage(version, AddOns([Estimates("e", {})]), monkeypatch)

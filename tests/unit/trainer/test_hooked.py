@@ -25,13 +25,6 @@ def test_a_process_without_the_hooks_cannot_resolve_the_configuration(imports: s
     assert (b"offpolicy_hooked" in done.stderr) is not bool(imports)
 
 
-@pytest.mark.slow
-def test_importing_the_hooks_imports_nothing_heavy() -> None:
-    code = f"import sys, {hooked.MODULE}; print({{'verl', 'torch', 'ray', 'hydra', 'numpy'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
 def test_what_only_samples_is_no_trainer() -> None:
     class FullyAsyncRollouter:
         """verl's, by name: Ray's actors carry their class by value."""
@@ -48,14 +41,3 @@ def test_installing_twice_hooks_once() -> None:
     before = list(sys.meta_path)
     hooked.install()
     assert sys.meta_path == before
-
-
-@pytest.mark.slow
-def test_what_others_wait_for_is_hooked_as_well() -> None:
-    code = (
-        "import sys; from verl_patches.deferred import after_import; name = 'verl.trainer.ppo.ray_trainer'; "
-        f"after_import(name, print); import {hooked.MODULE}; "
-        "print(sum(getattr(finder, 'module_name', None) == name for finder in sys.meta_path))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "2"

@@ -34,21 +34,3 @@ def test_the_handler_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hooked.set_up_logger()
     hooked.set_up_logger()
     assert len(fresh.handlers) == 1
-
-
-def test_once_where_a_library_set_up_the_root_alone() -> None:
-    assert said("import logging; logging.basicConfig(level='WARNING')\n").count("it is live") == 1
-
-
-def test_by_verls_own_logger_where_there_is_one() -> None:
-    setup = (
-        "import logging, sys\nlogger = logging.getLogger('verl')\nlogger.setLevel('INFO')\n"
-        "handler = logging.StreamHandler()\nhandler.setFormatter(logging.Formatter('verl says %(message)s'))\n"
-        "logger.addHandler(handler)\n"
-    )
-    assert said(setup) == "verl says it is live\n"
-
-
-@pytest.mark.parametrize(("level", "times"), [("INFO", 1), ("WARN", 0)])
-def test_at_the_level_that_verl_was_told(level: str, times: int) -> None:
-    assert said(VERL_LOGGING_LEVEL=level).count("it is live") == times

@@ -57,16 +57,6 @@ def test_padded_columns_by_hand() -> None:
 
 
 @pytest.mark.verl("==0.9.1")
-def test_nested_columns_keep_what_workers_read_beside_the_tokens() -> None:
-    source = TensorDict({"score": torch.tensor([[0.5]])}, batch_size=1)
-    found = build_nested(ROWS, source)
-    assert [row.tolist() for row in found["input_ids"].unbind()] == [[5, 6, 7], [8, 9, 1]]
-    assert [row.tolist() for row in found["position_ids"].unbind()] == [[0, 1, 2], [0, 1, 2]]
-    assert [row.tolist() for row in found["response_mask"].unbind()] == [[1, 1], [1]]
-    assert [float(row) for row in found["score"].unbind()] == [0.5, 0.5]
-
-
-@pytest.mark.verl("==0.9.1")
 def test_positions_have_the_axes_of_the_model() -> None:
     """Text is at the same place of each axis, as verl lays it out for models with images."""
     source = TensorDict({"position_ids": torch.zeros(1, 4, 9), MEDIA: NonTensorStack({})}, batch_size=1)

@@ -80,11 +80,6 @@ def healthy(*names: str, **changes: Any) -> Case:
     return Case(ages, lengths, scores, sections(*names), **changes)
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_the_rows_that_left_are_those_that_are_too_old(name: str) -> None:
-    assert set(update(healthy(name))["left"]) == {"u0_1_0"}
-
-
 def change_one(parts: list[TensorDict]) -> list[TensorDict]:
     part = next(part for part in parts if part["response_mask"].values().any())
     for column in ("advantages", "offpolicy_opd_teacher"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,57 +18,6 @@ from recipe.offpolicy.trainer.supervision import Supervision
 from tests.support.padded_rows import build_model_input
 
 CONFIGURED = {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}}
-FALLBACK = CorrectionSpec()
-
-
-class Supervised:
-    """Stands in for Supervision: a checkpoint that is restored puts the fallback in force."""
-
-    def __init__(self, spec: CorrectionSpec, config: Any, extensions: Any) -> None:
-        self.spec = spec
-        self.active_correction = SimpleNamespace(restore=self._restore)
-
-    def _restore(self, state: Any) -> None:
-        self.spec = FALLBACK
-
-
-class Verls:
-    def __init__(self) -> None:
-        self.role_worker_mapping: dict[str, Any] = {}
-
-    def on_init_end(self) -> None: ...
-
-    def init_workers(self) -> None: ...
-
-    def _load_checkpoint(self) -> None: ...
-
-
-@pytest.mark.parametrize("resumed", [None, {"alarms": {}}])
-@pytest.mark.parametrize(("version", "begins"), [("v0", "init_workers"), ("v1", "on_init_end")])
-def test_the_card_of_a_run_names_the_configured_correction(
-    version: str, begins: str, resumed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if version == "v1":
-        pytest.importorskip("transfer_queue")
-    module = import_module(f"recipe.offpolicy.trainer.corrected_{version}")
-    named: list[CorrectionSpec] = []
-    run = import_module("recipe.offpolicy.trainer.corrected_run")
-    monkeypatch.setattr(run, "RunRecord", lambda config, spec, *described: named.append(spec))
-    monkeypatch.setattr(run, "Supervision", Supervised)
-    if version == "v0":
-        monkeypatch.setattr(module, "around_advantage", lambda around: None)
-        monkeypatch.setattr(module, "live_path", lambda config: SimpleNamespace(worker="engine"))
-    trainer: Any = Verls()
-    made: Any = {"v0": "CorrectedV0", "v1": "CorrectedV1"}[version]
-    made = getattr(module, made)(trainer)
-    made._hand_over_loss = lambda: None
-    trainer.config = OmegaConf.create({"correction": CONFIGURED})
-    trainer.actor_rollout_wg = SimpleNamespace(update_actor=None, compute_log_prob=None)
-    made._resumed = resumed
-    made._begun = True
-    getattr(trainer, begins)()
-    assert named == [CorrectionSpec.from_mapping(CONFIGURED)]
-    assert made.correction == (FALLBACK if version == "v1" and resumed else named[0])
 
 
 @pytest.mark.parametrize("apart", [1e-7, 1e-3])
@@ -118,32 +67,6 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
         trainer._compute_old_log_prob(batch, {})
         assert torch.equal(columns["old_log_probs"], mu)
         assert passes == 1
-
-
-def test_chunks_of_a_row_reach_its_plan_by_token() -> None:
-    """fully_async_policy's client notes them as a column of its own."""
-    import numpy as np
-
-    from recipe.offpolicy.batch.weight_versions import CHUNKS, read_versions
-    from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
-    from verl import DataProto
-
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    batch = DataProto.from_dict({"response_mask": mask})
-    versions = torch.tensor([[3, 4], [4, 4]])
-    chunks: Any = np.empty(2, dtype=object)
-    # The first row's request was aborted after one token, and went on with newer weights.
-    chunks[:] = [[[(3, 1), (4, 2)]], [[(4, 4)]]]
-    batch.non_tensor_batch[CHUNKS] = chunks
-    rows = CorrectedV0._read_rows(cast(Any, SimpleNamespace(_read_versions=lambda batch: versions)), batch)
-    found = read_versions(rows, mask)
-    assert found is not None
-    assert found.by_token(mask).tolist() == [[3, 4, 4, -1], [4, 4, 4, 4]]
-    # What the engine's workers get of it.
-    sent = batch.to_tensordict()
-    again = read_versions(sent, mask)
-    assert again is not None
-    assert again.by_token(mask).tolist() == found.by_token(mask).tolist()
 
 
 @pytest.mark.parametrize("trainer", ["v0", "v1"])

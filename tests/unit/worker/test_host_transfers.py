@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from torch.profiler import ProfilerActivity, profile
 
-from recipe.offpolicy.batch.micro_batch import LAST
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, compute_constants
 from recipe.offpolicy.batch.weight_versions import CHUNKS
 from recipe.offpolicy.correction import CorrectionSpec, statistics
@@ -206,55 +205,6 @@ def test_a_micro_batch_asks_once_and_an_update_once(name: str, monkeypatch: pyte
     assert ("gsm/distance" in arrived[0].histograms) == ("gsm" in loss.moving)
     assert (UNITS in arrived[0].histograms) == (WEIGHT in loss.moving) == (correction.weight is not None)
     assert sum(len(packet.rows) for packet in arrived) == (0 if correction.is_none else 12)
-
-
-def test_mini_batches_before_the_last_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl gathers metrics after each, and keeps only what it gathered."""
-    from verl.utils import tensordict_utils as tu
-
-    correction = spec(gsm=band(0.9, 1.1))
-    loss, gathered = loss_of(correction), []
-    for seed, lengths in enumerate(LENGTHS):
-        model_output, data = micro_batch(correction, lengths, seed)
-        last = seed == len(LENGTHS) - 1
-        tu.assign_non_tensor(data, **{LAST: last})
-        _, metrics = loss(model_output, data)
-        with watched(monkeypatch) as seen:
-            worker_seams.complete(metrics)
-        assert (seen.waits, seen.fetches) == ([], [5 + len(LENGTHS)] if last else [])
-        with watched(monkeypatch) as seen:
-            gathered.append(pickle.loads(pickle.dumps(metrics)))
-            pickle.dumps(metrics)
-        assert (seen.waits, seen.fetches) == ([], [])
-        assert bool(gathered[-1][METRIC_KEY].rows) == last
-    tokens = sum(length - length // 4 for lengths in LENGTHS for length in lengths)
-    assert gathered[-1][METRIC_KEY].statistics["keep/token_share"].parts[1] == tokens
-    assert len(gathered[-1][METRIC_KEY].rows) == 12
-
-
-def test_packets_that_nobody_wants_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a rank whose metrics verl drops: only what has been asked for waits for the last mini-batch."""
-    from verl.utils import tensordict_utils as tu
-
-    correction = spec(gsm=band(0.9, 1.1))
-    loss, kept = loss_of(correction), []
-    for seed, lengths in enumerate(LENGTHS):
-        model_output, data = micro_batch(correction, lengths, seed)
-        tu.assign_non_tensor(data, **{LAST: seed == len(LENGTHS) - 1})
-        _, metrics = loss(model_output, data)
-        if seed:
-            worker_seams.complete(metrics)
-            kept.append(pickle.loads(pickle.dumps(metrics))[METRIC_KEY])
-    assert [len(packet.rows) for packet in kept] == [0, 8]
-
-
-def test_a_packet_is_not_pickled_before_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pickling works on nothing: it says what was left out."""
-    loss = loss_of(spec(gsm=band(0.9, 1.1)))
-    _, metrics = loss(*micro_batch(loss.spec, LENGTHS[0], 0))
-    with watched(monkeypatch) as seen, pytest.raises(RuntimeError, match=r"Fix: call before_sending\(\)"):
-        pickle.dumps(metrics)
-    assert (seen.waits, seen.fetches) == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -36,15 +36,6 @@ def observation(ratios: list[list[float]], *, version: int | None = None, **chan
     return replace(Observation(batch, spec(TIS), {}, {}, trained=True), **changes)
 
 
-def test_rows_are_put_together_and_padded_to_the_longest() -> None:
-    joined = merge([observation([[1.0]], version=2), observation([[1.0, 3.0], [2.0, 0.0]], version=3)])
-    assert joined.batch.response_mask.tolist() == [[True, False], [True, True], [True, False]]
-    assert joined.batch.versions is not None
-    assert joined.batch.versions.oldest.tolist() == [2, 3, 3]
-    alone = observation([[1.0]])
-    assert merge([alone]) is alone
-
-
 def test_versions_by_token_are_put_together_too() -> None:
     def of(ratios: list[list[float]], tokens: list[list[int]]) -> Observation:
         versions = TokenVersions(*torch.full((2, len(tokens)), 3), torch.tensor(tokens))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import pickle
-import pickletools
 from dataclasses import replace
 
 import pytest
@@ -17,7 +15,6 @@ from recipe.offpolicy.monitor.mismatch_shares import build_share_statistics
 from recipe.offpolicy.worker import metrics as measurement
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Ledger, Observation, Packet, merge_metrics, take_packets
 from tests.support.corrections import TIS, spec
-from tests.support.growth import count_instructions
 
 
 def observation() -> Observation:
@@ -74,35 +71,6 @@ def packet_of(rows: int, statistics: int) -> Packet:
     return Packet(1, rows=[-(7**20) + row for row in range(rows)], statistics=found, histograms=dict(found))
 
 
-def count_objects(shipped: bytes) -> int:
-    """Objects of one unpickled packet that the garbage collector has to visit, what all packets share left out."""
-    packet = pickle.loads(shipped)  # held, so that no identity is given away
-    visited, waiting = set(), [packet]
-    while waiting:
-        one = waiting.pop()
-        if gc.is_tracked(one) and not isinstance(one, type) and id(one) not in visited:
-            visited.add(id(one))
-            waiting += gc.get_referents(one)
-    return len(visited)
-
-
-def count_steps(shipped: bytes) -> int:
-    """Steps in which it is unpickled; frames tell only how it is read."""
-    return sum(step.name != "FRAME" for step, _, _ in pickletools.genops(shipped))
-
-
-def test_a_packet_is_as_many_objects_whatever_it_reports_on() -> None:
-    """The driver holds one of each rank and micro-batch; a collection visits them all, again and again."""
-    small, large = (pickle.dumps(packet_of(rows, rows)) for rows in (2, 500))
-    assert count_objects(large) == count_objects(small)
-    assert count_steps(large) == count_steps(small)
-
-
-def test_what_is_empty_takes_no_byte() -> None:
-    assert Packet(0).__getstate__() == {"fingerprint": 0}
-    assert pickle.loads(pickle.dumps(Packet(0))) == Packet(0)
-
-
 def test_a_packet_arrives_as_it_was_to_the_bit() -> None:
     sent = packet_of(3, 2)
     sent.statistics = {**sent.statistics, **build_share_statistics([0.1, -0.0, math.inf, 1e-320])}
@@ -112,22 +80,6 @@ def test_a_packet_arrives_as_it_was_to_the_bit() -> None:
     assert [repr(one) for one in arrived.statistics.items()] == [repr(one) for one in sent.statistics.items()]
     again = pickle.loads(pickle.dumps(arrived))
     assert (again, again.histograms) == (sent, sent.histograms)
-
-
-def test_a_packet_costs_the_same_however_many_wait() -> None:
-    def enter_all(count: int) -> int:
-        ledger, packets, one = Ledger(), [Packet(1) for _ in range(count)], observation()
-
-        def enter() -> None:
-            for packet in packets:
-                ledger.enter(packet, one, more=True)
-                packet.before_sending()
-                assert ledger.keeps(packet)
-
-        return count_instructions(enter)
-
-    few, many = enter_all(50), enter_all(200)
-    assert many < 4.4 * few
 
 
 def test_rows_of_large_micro_batches_are_measured_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
