@@ -36,11 +36,6 @@ def read() -> mb.MicroBatch:
     return mb.read({"log_probs": torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], requires_grad=True)}, data)
 
 
-def test_other_log_probs_are_restated_at_response_tokens_alone() -> None:
-    moved = replace(read(), log_prob=torch.full((2, 2), -0.5)).restate()
-    assert moved.model_output["log_probs"].tolist() == [[-0.5, -0.5], [-0.5, -4.0]]
-
-
 RATIOS = torch.tensor([[1.5, 4.0], [1.0, 9.0]]).log()
 """Log pi_old / mu with mu = 1: below the cap of 2, above it, and agreement; the last is padding."""
 
@@ -122,9 +117,6 @@ def test_staleness_counts_from_the_weights_of_the_steps_start() -> None:
     # Step 5 begins with version 4; a row of two versions is as old as its oldest.
     assert found is not None
     assert found.tolist() == [0, 2]
-    newer = mb.compute_staleness(replace(batch, plan=SharedPlan(4)))
-    assert newer is not None
-    assert newer.tolist() == [0, 1]
     assert mb.compute_staleness(replace(batch, plan=None)) is None
     assert mb.compute_staleness(replace(batch, versions=None)) is None
 

@@ -54,13 +54,9 @@ def test_untouched_columns_pass_and_rows_without_a_token_are_not_read() -> None:
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "zeros": torch.zeros_like,
-    "ones": torch.ones_like,
     "permuted": lambda column: column.roll(1, 0),
     "shifted": lambda column: column.roll(1, 1),
     "sign": torch.neg,
-    "times 10": lambda column: 10 * column,
-    "plus 0.3": lambda column: column + 0.3,
-    "rounded": lambda column: (column / 3).bfloat16().float() * 3,
     "one ulp": lambda column: torch.nextafter(column, torch.full((), 9.0)),
     "nan": lambda column: torch.full_like(column, torch.nan),
 }

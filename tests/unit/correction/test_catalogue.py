@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields, replace
 
 import pytest
@@ -27,18 +26,6 @@ def test_names_are_the_same_whatever_the_data(name: str) -> None:
     no_length = replace(batch, **{name: matrix[:, :0] for name, matrix in matrices.items()})
     keys = [list(stages(CORRECTIONS[name], some)[1].statistics) for some in (batch, empty, batch[:0], no_length)]
     assert keys[1:] == keys[:1] * 3
-
-
-@pytest.mark.parametrize("name", CORRECTIONS)
-def test_a_statistic_of_nothing_is_nan_and_a_count_0(name: str) -> None:
-    batch = random_batch(1)
-    for statistics in (
-        stages(CORRECTIONS[name], replace(batch, mask=torch.zeros_like(batch.mask)))[1].statistics,
-        stages(CORRECTIONS[name], batch[:0])[1].statistics,
-    ):
-        for key, statistic in statistics.items():
-            value = statistic.value()
-            assert value == 0.0 if statistic.reduction is Reduction.SUM else math.isnan(value), key
 
 
 def test_a_minimum_or_maximum_is_said_in_a_name_only_where_it_is_one() -> None:

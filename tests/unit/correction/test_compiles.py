@@ -17,11 +17,10 @@ from tests.support.packed import noisy
 
 CORRECTIONS = {
     "token": spec(TIS | {"upper": 1.05}),
-    "gsm": spec(gsm=GSM),
-    "opsm": spec(opsm=opsm(0.01)),
     "turn": spec(TIS | {"level": "turn"}, gsm=GSM | {"level": "turn"}),
     "stack": spec(TIS | {"upper": 1.05}, gsm=GSM, opsm=opsm(0.01)),
 }
+DEAR = [("stack", "all"), ("token", "nothing"), ("turn", "nothing")]
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +37,7 @@ def outputs(step: StepStage) -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "measure"),
-    [
-        ("stack", "all"),
-        *(pytest.param(name, "nothing", marks=pytest.mark.extended) for name in ("token", "gsm", "opsm", "turn")),
-    ],
+    ("name", "measure"), [("stack", "nothing"), *(pytest.param(*case, marks=pytest.mark.extended) for case in DEAR)]
 )
 def test_one_graph_for_all_shapes(name: str, measure: Any) -> None:
     """Not a graph break, no compilation a shape, and what eager execution gives."""

@@ -131,19 +131,6 @@ def test_weights_of_the_kl_term() -> None:
     assert slime.kl_weight.ratio == "ppo"
 
 
-def test_what_corrects_nothing_is_listed_and_what_is_off_passes() -> None:
-    reading = PEERS["trl"].read_source({"loss_type": "cispo", "epsilon": 0.2, "mask_truncated_completions": True})
-    assert set(reading.ignored) == {"loss_type", "mask_truncated_completions"}
-    reading = PEERS["areal"].read_source({"actor": {"lr": 1e-6, "eps_clip": 0.2}, "seed": 1})
-    assert set(reading.ignored) == {"actor.lr", "actor.eps_clip"}
-    reading = PEERS["openrlhf"].read_source({"is_correction_level": "off", "is_correction_mode": "clip"})
-    assert reading.idle == {"algo.advantage.is_correction_mode": "clip"}
-    with pytest.raises(SpecError, match="is_correction_mode=clip: OpenRLHF does not read it"):
-        PEERS["openrlhf"].read_source({"is_correction_mode": "clip"})
-    for off in ({"score_centering": {"enabled": False, "top_k": 8}}, {"score_centering": False}):
-        assert CorrectionSpec.from_peer("nemo_rl", {"loss_fn": off}) == CorrectionSpec()
-
-
 @pytest.mark.parametrize("peer", sorted(PEERS))
 def test_a_value_of_another_type_is_an_error_and_never_a_crash(peer: str) -> None:
     switch = {"areal": {"actor.use_decoupled_loss": True}, "slime": {"use_tis": True}, "miles": {"use_tis": True}}

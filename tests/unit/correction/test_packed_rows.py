@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from recipe.offpolicy.correction import (
 )
 from tests.support.corrections import TIS, band, opsm, spec
 from tests.support.drawn import Rows, batches, corrections, examples
+from tests.support.examples import each_nth_by_default
 from tests.support.packed import NAMES, both_stages, noisy, pack, packed
 from tests.support.presets import PRESETS
 
@@ -73,8 +75,9 @@ def test_any_correction(correction: CorrectionSpec, rows: Rows, spare: list[int]
     same(correction, rows, lengths_of(rows.mask, spare), staleness=staleness)
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), each_nth_by_default(3, itertools.product(sorted(PRESETS), (torch.float64, torch.bfloat16)))
+)
 def test_every_preset(name: str, dtype: torch.dtype) -> None:
     rows, lengths = noisy()
     same(PRESETS[name], rows.to(dtype), lengths)

@@ -6,21 +6,10 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.correction_parts import compute_squared_log_ratio
 from tests.support.corrections import run, values
 from tests.support.refusals import mask
-
-
-def test_the_gradient_is_twice_the_log_ratio() -> None:
-    """log r = 2, -1 and 0: squares 4, 1 and 0, slopes 4, -2 and 0."""
-    pi = torch.tensor([[-1.0, -3.0, -2.0]], requires_grad=True)
-    squares = compute_squared_log_ratio(pi, torch.tensor([[-3.0, -2.0, -2.0]]), torch.ones(1, 3, dtype=torch.bool))
-    assert squares.tolist() == [[4.0, 1.0, 0.0]]
-    (slope,) = torch.autograd.grad(squares.sum(), pi)
-    assert slope.tolist() == [[4.0, -2.0, 0.0]]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from recipe.offpolicy.correction.problem import find_unmet
-from recipe.offpolicy.correction.spec import format_bounds
 from recipe.offpolicy.correction.statistics import DeferredValue, fetch
 from recipe.offpolicy.replay.batch_routes import list_requirements
 from recipe.offpolicy.support.support_settings import REQUIREMENTS
@@ -27,26 +26,6 @@ def test_what_a_row_proposes_meets_it(name: str) -> None:
     assert len(problem.overrides) == 1 + len(row.together)
     for value in (None, *row.wanted):
         assert list(find_unmet([row], {row.key: value}.get, "", ())) == []
-
-
-@pytest.mark.parametrize(
-    ("bounds", "shown"),
-    [
-        ({"lower": 0.99, "upper": 1.01}, "[0.99, 1.01]"),
-        ({"lower": None, "upper": 2.0}, "<= 2"),
-        ({"upper": 2.0}, "<= 2"),
-        ({"lower": 0.9, "upper": None}, ">= 0.9"),
-        ({"lower": 0.904837, "upper": None, "delta": 0.1, "budget": None}, "delta=0.1"),
-        ({"lower": None, "upper": None, "budget": 0.04}, "budget=0.04"),
-        ({"lower": 1 / 1.001, "upper": 1.001}, "[0.999001, 1.001]"),
-        ({"lower": 0.99999999, "upper": 1.0000001}, "[0.99999999, 1.0000001]"),
-        ({"lower": 1e-4, "upper": 100.0}, "[0.0001, 100]"),
-        ({"delta": None}, "not set"),
-        ({}, "not set"),
-    ],
-)
-def test_bounds(bounds: dict[str, float | None], shown: str) -> None:
-    assert format_bounds(bounds) == shown
 
 
 def test_readings_are_fetched_together() -> None:

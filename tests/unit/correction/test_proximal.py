@@ -43,25 +43,3 @@ def test_the_share_by_age_is_that_of_areal() -> None:
         assert torch.equal(proximal_log_prob("loglinear", "by_age", ages=torch.tensor([age]), **policies), MU)
     with pytest.raises(ValueError, match="the batch does not contain the versions"):
         proximal_log_prob("loglinear", "by_age", **policies)
-
-
-@pytest.mark.parametrize(
-    ("mu", "pi", "expected"),
-    [
-        (torch.float32, torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16, torch.float32),
-        (torch.float64, torch.float32, torch.float64),
-    ],
-)
-def test_loglinear_in_float32_or_wider(mu: torch.dtype, pi: torch.dtype, expected: torch.dtype) -> None:
-    """Half way between -7 and -7.03125 is -7.015625, which bfloat16 cannot say."""
-    found = proximal_log_prob(
-        "loglinear",
-        0.5,
-        old_log_prob=torch.zeros(1, 1),
-        rollout_log_prob=torch.full((1, 1), -7.0, dtype=mu),
-        log_prob=torch.full((1, 1), -7.03125, dtype=pi),
-    )
-    assert found.dtype is expected
-    assert found.item() == -7.015625

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 
 from recipe.offpolicy.batch.seals import hash_rows
-from recipe.offpolicy.correction.row_layout import BLOCK, detect_layout, split_tokens
-from tests.support.growth import count_work
+from recipe.offpolicy.correction.row_layout import detect_layout, split_tokens
 from tests.support.packed import packed
 
 LENGTHS = draw.lists(draw.integers(0, 5), min_size=1, max_size=12)
@@ -41,19 +39,6 @@ def test_blocks_of_padded_rows_share_their_memory() -> None:
     here = {tokens["one"].untyped_storage().data_ptr() for _, _, tokens in blocks}
     assert here == {column.untyped_storage().data_ptr()}
     assert [at for at, _, _ in split_tokens({"one": column[:0]})] == [slice(0, 0)]
-
-
-@pytest.mark.parametrize("nested", [True, False])
-def test_a_larger_batch_is_hashed_in_the_same_memory(nested: bool) -> None:
-    def peak(rows: int) -> int:
-        ids = torch.arange(rows * 1024).reshape(rows, 1024)
-        columns = ids, torch.ones_like(ids, dtype=torch.bool), -ids.float()
-        if nested:
-            columns = tuple(packed(column, [1024] * rows) for column in columns)
-        return count_work(lambda: hash_rows(*columns)).peak
-
-    in_a_block = BLOCK // 1024
-    assert peak(8 * in_a_block) < 1.2 * peak(2 * in_a_block)
 
 
 def test_nested_rows_have_the_hashes_of_padded_ones() -> None:

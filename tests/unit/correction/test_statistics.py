@@ -118,10 +118,3 @@ def test_flat_statistics_merge_as_others_to_the_bit(ranks: int) -> None:
     assert bits(st.merge_all([*flat[:-1], samples[-1]])) == bits(merged)
     other = samples[-1] | {"other": Statistic(SUM, (2.0,))}
     assert bits(st.merge_all([*flat[:-1], st.flatten(other)])) == bits(st.merge_all([*samples[:-1], other]))
-
-
-def test_parts_of_two_kinds_are_not_merged_as_shared() -> None:
-    parts, other = (1.0, 2.0), (3.0, 4.0)
-    one, two = ({"a": Statistic(MEAN, each), "b": Statistic(Reduction.MAX, each)} for each in (parts, other))
-    merged = st.merge_all([one, two])
-    assert (merged["a"].parts, merged["b"].parts) == ((4.0, 6.0), (3.0, 6.0))

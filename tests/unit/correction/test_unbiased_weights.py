@@ -47,17 +47,6 @@ def test_untruncated_sequence_weights_are_unbiased() -> None:
     assert (mu * weight[:, 1]).sum().item() == pytest.approx(1.0, abs=1e-12)
 
 
-def test_untruncated_prefix_weights_are_unbiased_for_each_token() -> None:
-    """E_mu[w_t f(y_1..y_t)] = E_old[f(y_1..y_t)], exactly, and with less variance than the product of the sequence."""
-    mu, old, weight = enumerated_weights(UNBOUND_TOKEN | {"level": "prefix"})
-    first = SEQUENCES[:, 0].double().square() - 1.5
-    for token, value in enumerate((first, first * (SEQUENCES[:, 1] + 2.0))):
-        expected = (old * value).sum().item()
-        assert (mu * weight[:, token] * value).sum().item() == pytest.approx(expected, abs=1e-12)
-    whole = enumerated_weights(UNBOUND_SEQUENCE)[2]
-    assert (mu * weight[:, 0].square()).sum() < (mu * whole[:, 0].square()).sum()
-
-
 def score_expectation(kind: dict[str, object]) -> Tensor:
     """E_mu[w_t grad log pi_old,t] summed over t, by enumeration: one number per logit, (12,)."""
     logits = tuple(x.requires_grad_() for x in policy(1))

@@ -46,14 +46,6 @@ def test_a_healthy_rollout(nested: bool) -> None:
     assert watch.metrics().keys() == {f"alignment/concordance_{kind}" for kind in ("rows", "siblings", "tokens")}
 
 
-def test_missing() -> None:
-    rows = rollout(nested=True).exclude("rollout_log_probs")
-    with pytest.raises(
-        RolloutLogProbError, match="came without them; it contains old_log_probs, response_mask, responses"
-    ):
-        RolloutChecker().check_sampled(rows)
-
-
 @pytest.mark.parametrize(("number", "rows"), [(0.0, 2), (0.0, 64), (-9.5, 64)])
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_number_at_single_tokens(nested: bool, number: float, rows: int) -> None:

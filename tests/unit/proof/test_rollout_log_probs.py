@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe.offpolicy.correction.statistics import fetch
 from recipe.offpolicy.proof.rollout_log_probs import (
     RolloutLogProbError,
     check_arrived,
     check_placeholders,
     check_zeros,
-    find_zero_rows,
 )
 
 MASK = torch.ones(4, 10)
@@ -44,16 +42,6 @@ def test_zeros_of_an_engine_that_is_sure_pass() -> None:
     # All probabilities round to 1: the trainer says so too.
     check_arrived(torch.zeros(4, 10), MASK)
     check_zeros(torch.zeros(4, 10), torch.full((4, 10), -0.01), MASK)
-
-
-def test_rows_of_zeros_are_counted_on_the_device_and_judged_when_fetched() -> None:
-    mu = MU.clone()
-    mu[1] = 0.0
-    found = find_zero_rows(mu, MU - 1.0, MASK)  # judges nothing yet
-    with pytest.raises(RolloutLogProbError, match="1 of 4 sequences hold only zeros"):
-        fetch([found])
-    # A trainer's policy that is as sure of each token: the zeros are meant.
-    assert fetch([find_zero_rows(mu, mu, MASK)]) == [None]
 
 
 def test_zeros_at_two_far_tokens_are_named_without_ids_as_well() -> None:

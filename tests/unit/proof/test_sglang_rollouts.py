@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -25,36 +24,26 @@ PROMPTS, SAMPLES, LENGTH = 32, 4, 24
 LOGITS = 1.5 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
 
 
-def zeros(answer: Answer) -> Answer:
-    return [(0.0, token, None) for _, token, _ in answer]
+def changed(log_probs: Callable[[list[float]], list[float]]) -> Callable[[Answer], Answer]:
+    """Answers whose tokens have other log-probs."""
 
+    def change(answer: Answer) -> Answer:
+        found = log_probs([log_prob for log_prob, _, _ in answer])
+        return [(log_prob, token, None) for log_prob, (_, token, _) in zip(found, answer, strict=True)]
 
-def constant(answer: Answer) -> Answer:
-    return [(-1.25, token, None) for _, token, _ in answer]
-
-
-def shifted(answer: Answer) -> Answer:
-    log_probs = [log_prob for log_prob, _, _ in answer]
-    return [
-        (log_prob, token, None) for log_prob, (_, token, _) in zip(log_probs[-1:] + log_probs, answer, strict=False)
-    ]
+    return change
 
 
 def of_the_answer_before() -> Callable[[Answer], Answer]:
     """Each answer gets the log-probs of the one before, as far as they reach."""
     before: list[float] = []
 
-    def change(answer: Answer) -> Answer:
-        own = [log_prob for log_prob, _, _ in answer]
+    def take(own: list[float]) -> list[float]:
         taken = (before + own)[: len(own)]
         before[:] = own
-        return [(log_prob, token, None) for log_prob, (_, token, _) in zip(taken, answer, strict=True)]
+        return taken
 
-    return change
-
-
-def lost(answer: Answer) -> None:
-    return None
+    return changed(take)
 
 
 def sampled(engine: Engine, *, temperature: float = 1.0, logprobs: bool = True) -> TensorDict:
@@ -83,21 +72,21 @@ def _nothing_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "stops"),
+    ("change", "error", "said"),
     [
-        (zeros, pytest.raises(RolloutLogProbError, match="128 of 128 sequences hold only zeros")),
-        (constant, pytest.raises(RolloutLogProbError, match=r"all \d+ values are the placeholder -1.25")),
-        (shifted, pytest.raises(AlignmentError, match="off by one token")),
-        (of_the_answer_before(), pytest.raises(AlignmentError, match="belong to other sequences")),
-        (lost, pytest.raises(RolloutLogProbError, match="came without them")),
+        (changed(lambda own: [0.0] * len(own)), RolloutLogProbError, "128 of 128 sequences hold only zeros"),
+        (changed(lambda own: [-1.25] * len(own)), RolloutLogProbError, r"all \d+ values are the placeholder -1.25"),
+        (changed(lambda own: own[-1:] + own[:-1]), AlignmentError, "off by one token"),
+        (of_the_answer_before(), AlignmentError, "belong to other sequences"),
+        (lambda answer: None, RolloutLogProbError, "came without them"),
     ],
     ids=["zeros", "constant", "shifted", "other answers", "lost"],
 )
 def test_wrong_log_probs_stop_the_first_update(
-    change: Callable[[Answer], Answer | None], stops: AbstractContextManager[Any]
+    change: Callable[[Answer], Answer | None], error: type[Exception], said: str
 ) -> None:
     rows = sampled(Engine(LOGITS, change=change))
-    with stops:
+    with pytest.raises(error, match=said):
         supervise(rows)
 
 

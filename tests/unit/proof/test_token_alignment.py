@@ -50,8 +50,8 @@ def test_counts_by_hand() -> None:
     assert tokens.agreeing[1] == 0
 
 
-@pytest.mark.parametrize("noise", [0.3, 0.0, 0.005, 1.0])
-@pytest.mark.parametrize(("rows", "width"), [(128, 10), (16, 8), (8, 4), (512, 1), (1, 2000), (64, 200)])
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+@pytest.mark.parametrize(("rows", "width"), [(128, 10), (8, 4), (512, 1), (1, 2000)])
 def test_healthy_batches_pass(rows: int, width: int, noise: float) -> None:
     # Up to noise of one nat at log p = -1, far beyond what staleness does; with a drift common to all tokens.
     watch, source = AlignmentChecker(), generator(rows + width)
@@ -59,28 +59,26 @@ def test_healthy_batches_pass(rows: int, width: int, noise: float) -> None:
         watch.judge(tally_agreements(*batch(source, rows, width, noise, drift=0.5)))
 
 
-def first_error(batches: list[AlignmentTally]) -> tuple[int, str]:
+def first_error(batches: list[AlignmentTally]) -> str:
     watch = AlignmentChecker()
-    for number, one in enumerate(batches, start=1):
+    for one in batches:
         try:
             watch.judge(one)
         except AlignmentError as error:
-            return number, str(error)
+            return str(error)
     raise AssertionError("nothing was found")
 
 
 @pytest.mark.parametrize(("by", "where"), [(1, "after"), (-1, "before")])
-@pytest.mark.parametrize(
-    ("rows", "width", "within"), [(128, 10, 1), (16, 8, 6), (8, 6, 12), (1, 2000, 12), (64, 200, 1)]
-)
+@pytest.mark.parametrize(("rows", "width", "within"), [(128, 10, 1), (8, 6, 12), (1, 2000, 12)])
 def test_off_by_one_token(rows: int, width: int, within: int, by: int, where: str) -> None:
-    for seed in range(10):
+    for seed in range(5):
         source = generator(seed)
         batches = []
         for _ in range(within):
             old, mu, mask = batch(source, rows, width)
             batches.append(tally_agreements(old, mu.roll(by, -1), mask))
-        _, message = first_error(batches)
+        message = first_error(batches)
         assert "off by one token" in message
         assert f"mu of the token {where}" in message
 
@@ -90,33 +88,28 @@ def test_off_by_one_token(rows: int, width: int, within: int, by: int, where: st
     [
         (128, 10, 3),
         (512, 1, 2),
-        # Many batches, and many tokens: the same finding at a hundred times the cost.
-        pytest.param(16, 8, 32, marks=pytest.mark.slow),
-        pytest.param(64, 200, 4, marks=pytest.mark.slow),
+        *(pytest.param(*many, marks=pytest.mark.extended) for many in ((16, 8, 32), (64, 200, 4))),
     ],
 )
 @pytest.mark.parametrize("other", ["permuted", "another batch"])
 def test_log_probs_of_other_rows(rows: int, width: int, within: int, other: str) -> None:
-    for seed in range(20):
+    for seed in range(8):
         source, batches = generator(seed), []
         for _ in range(within):
             old, mu, mask = batch(source, rows, width)
             permuted = mu[torch.randperm(rows, generator=source)]
             strange = permuted if other == "permuted" else batch(source, rows, width)[1]
             batches.append(tally_agreements(old, strange, mask))
-        assert "belong to other sequences" in first_error(batches)[1]
+        assert "belong to other sequences" in first_error(batches)
 
 
-@pytest.mark.parametrize(("rows", "width", "within"), [(256, 8192, 1), (16, 16_384, 16)])
-def test_long_rows_of_other_rows(rows: int, width: int, within: int) -> None:
-    source, batches = generator(), []
-    healthy = AlignmentChecker()
-    for _ in range(within):
-        old, mu, mask = batch(source, rows, width)
-        groups = [str(row // 8) for row in range(rows)]
-        healthy.judge(tally_agreements(old, mu, mask, groups))
-        batches.append(tally_agreements(old, mu[torch.randperm(rows, generator=source)], mask, groups))
-    assert "belong to other sequences" in first_error(batches)[1]
+@pytest.mark.extended
+def test_long_rows_of_other_rows() -> None:
+    old, mu, mask = batch(generator(), 256, 8192)
+    groups = [str(row // 8) for row in range(256)]
+    AlignmentChecker().judge(tally_agreements(old, mu, mask, groups))
+    permuted = mu[torch.randperm(256, generator=generator())]
+    assert "belong to other sequences" in first_error([tally_agreements(old, permuted, mask, groups)])
 
 
 def test_rows_of_one_prompt_mixed_up_among_themselves() -> None:
@@ -133,7 +126,7 @@ def test_rows_of_one_prompt_mixed_up_among_themselves() -> None:
         assert batches[-1].rows.concordance() > 0.5
         healthy = tally_agreements(old[order], old[order], torch.ones(128, 10), shuffled)
         assert healthy.siblings.concordance() == healthy.rows.concordance() == 1.0
-    assert "of siblings" in first_error(batches)[1]
+    assert "of siblings" in first_error(batches)
 
 
 def test_meant_log_probs_are_only_measured() -> None:

@@ -54,11 +54,6 @@ def test_complete_evidence() -> None:
     }
 
 
-def test_no_correction_has_nothing_to_prove() -> None:
-    none = CorrectionSpec()
-    assert verify([Packet(none.fingerprint())], none, sampled_rows=[1]).keys() == {"fingerprint"}
-
-
 def test_an_update_without_a_gradient_is_not_judged_proved() -> None:
     assert verify(packets(proof=replace(PROOF, gradient_tokens=0)), BOTH, sampled_rows=[1, 2, 3])["proved"] == 0.0
 
@@ -87,14 +82,6 @@ def test_faulty_evidence(changes: dict[str, Any], message: str) -> None:
 def test_identical_log_probs_may_be_meant() -> None:
     same = packets(proof=replace(PROOF, identical_tokens=10))
     assert verify(same, BOTH, sampled_rows=[1, 2, 3], allow_identical=True)["identical_share"] == 1.0
-
-
-def test_with_bypass_mu_has_to_stand_in_pi_olds_place() -> None:
-    bypass = replace(BOTH, proximal="bypass")
-    proof = replace(PROOF, identical_tokens=10, shifts=PROOF.shifts | {"proximal": ALIVE})
-    assert verify(packets(bypass, proof), bypass, sampled_rows=[1, 2, 3])["parts"] == 3.0
-    with pytest.raises(LivenessError, match="16 of 20 tokens arrived with another value"):
-        verify(packets(bypass, replace(proof, identical_tokens=2)), bypass, sampled_rows=[1, 2, 3])
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])

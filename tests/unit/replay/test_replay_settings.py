@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.replay.batch_routes import ReplaySettings, find_problems, read_megatron_mode, replays_on_fsdp
+from recipe.offpolicy.replay.batch_routes import ReplaySettings, find_problems, replays_on_fsdp
 from verl_patches.execution_path import LivePath
 
 V1 = LivePath("0.9.1", "v1", "engine", "fsdp2")
@@ -40,23 +40,6 @@ def composed(mode: str = "R3", trainer: bool = True, **replay: Any) -> DictConfi
 def test_the_key_is_live_on_one_path(path: LivePath, live: bool) -> None:
     assert replays_on_fsdp(path) is live
     assert (ReplaySettings.from_config(composed(), path) is not None) is live
-
-
-@pytest.mark.parametrize(
-    ("path", "seen"),
-    [
-        (LivePath("0.9.1", "v1", "engine", "megatron"), True),
-        (V1, False),
-        (LivePath("0.9.1", "v0", "engine", "megatron"), False),
-        (LivePath("0.9.0", "v1", "engine", "megatron"), False),
-    ],
-    ids=str,
-)
-def test_megatrons_replay_is_looked_at_on_one_path(path: LivePath, seen: bool) -> None:
-    made = composed("disabled")
-    assert read_megatron_mode(made, path) is None
-    OmegaConf.update(made, "actor_rollout_ref.actor.megatron.router_replay.mode", "R2", force_add=True)
-    assert read_megatron_mode(made, path) == ("R2" if seen else None)
 
 
 @pytest.mark.verl("==0.9.1")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import torch
 
@@ -15,17 +13,6 @@ def supports(*rows: list[int]) -> TokenSupports:
     return TokenSupports(
         sizes, np.array([each for row in rows for each in row], np.uint8), np.ones(len(rows), np.float32)
     )
-
-
-def test_pickled_it_is_what_travels() -> None:
-    note = SupportNote()
-    note.add([1, 2], [5, 6], supports([5, 7], [6]))
-    found = pickle.loads(pickle.dumps({"note": note}))["note"]
-    assert type(found) is dict
-    read = read_note(found)
-    assert read is not None
-    assert (read.spans, read.checksum) == (note.finish().spans, note.finish().checksum)
-    assert read.supports.pad().tolist() == [[5, 7], [6, -1]]
 
 
 def test_the_checksum_ties_supports_to_tokens_and_places() -> None:

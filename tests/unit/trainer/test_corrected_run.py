@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.extensions.add_on import Extension
-from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.fault_tolerance.checkpoints import RECORD, TRACKER, CheckpointError
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection
 from recipe.offpolicy.preflight.composed import Composed
@@ -115,44 +113,8 @@ def test_another_correction_stops_before_anything_is_loaded(tmp_path: Path) -> N
         run(True, config(tmp_path, upper=3.0))
 
 
-class Doubled(Extension):
-    def load_prompts(self, loader: Any) -> Any:
-        return loader * 2
-
-
-class Loading(Trainer):
-    """Reads its loader's state with the checkpoint, as verl's trainers do."""
-
-    def __init__(self, config: DictConfig) -> None:
-        super().__init__(config)
-        self.train_dataloader = ["prompt"]
-
-    def _load_checkpoint(self) -> int:
-        return len(self.train_dataloader)
-
-
-def test_an_extension_replaces_the_loader_before_its_state_is_loaded(tmp_path: Path) -> None:
-    trainer = Loading(config(tmp_path))
-    corrected = correct(trainer)
-    assert trainer._load_checkpoint() == 1
-    corrected.add_ons = AddOns([Doubled("doubled", {})])
-    assert trainer._load_checkpoint() == 2
-
-
-class Recorded:
-    """Stands in for RunRecord: notes how long the end waits, and can fail."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.waits: list[float] = []
-        self.error = error
-
-    def finish(self, patience: float) -> None:
-        self.waits.append(patience)
-        if self.error is not None:
-            raise self.error
-
-
-def recorded_run(recording: Recorded, ends: BaseException | None = None) -> Any:
+def recorded_run(ends: BaseException | None) -> Any:
+    """A run whose recording fails as it is finished."""
     from recipe.offpolicy.trainer.corrected_run import CorrectedRun
 
     class Verls:
@@ -163,23 +125,18 @@ def recorded_run(recording: Recorded, ends: BaseException | None = None) -> Any:
                 raise ends
             return "what verl returns"
 
+    def finish(patience: float) -> None:
+        raise RuntimeError("no wait")
+
     trainer: Any = Verls()
-    CorrectedRun(trainer).recording = recording
+    made: Any = CorrectedRun(trainer)
+    made.recording = SimpleNamespace(finish=finish)
     return trainer
-
-
-@pytest.mark.parametrize("ends", [LivenessError("not live"), Killed()])
-def test_a_run_that_fails_waits_for_its_last_step_as_well(ends: BaseException) -> None:
-    recording = Recorded()
-    with pytest.raises(type(ends)) as raised:
-        recorded_run(recording, ends).fit()
-    assert raised.value is ends
-    assert recording.waits == [2.0]
 
 
 @pytest.mark.parametrize("ends", [None, LivenessError("not live")])
 def test_the_wait_never_hides_how_the_run_ended(ends: BaseException | None, caplog: pytest.LogCaptureFixture) -> None:
-    run = recorded_run(Recorded(RuntimeError("no wait")), ends)
+    run = recorded_run(ends)
     if ends is None:
         assert run.fit() == "what verl returns"
     else:

@@ -17,8 +17,6 @@ from recipe.offpolicy.proof.rollout_log_probs import SameEngineError
 from recipe.offpolicy.trainer.supervision import Supervision
 from tests.support.padded_rows import build_model_input
 
-CONFIGURED = {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}}
-
 
 @pytest.mark.parametrize("apart", [1e-7, 1e-3])
 def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
@@ -67,58 +65,6 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
         trainer._compute_old_log_prob(batch, {})
         assert torch.equal(columns["old_log_probs"], mu)
         assert passes == 1
-
-
-@pytest.mark.parametrize("trainer", ["v0", "v1"])
-@pytest.mark.parametrize("level", ["version", "token"])
-def test_versions_of_tokens_are_sealed_when_the_trainer_first_sees_them(
-    trainer: str, level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import numpy as np
-
-    from recipe.offpolicy.batch.seals import build_seals
-    from recipe.offpolicy.batch.weight_versions import CHUNKS
-    from verl import DataProto
-
-    columns = {
-        "responses": torch.arange(8).view(2, 4),
-        "response_mask": torch.ones(2, 4, dtype=torch.int64),
-        "rollout_log_probs": -torch.ones(2, 4),
-        **build_model_input(torch.arange(8).view(2, 4)),
-    }
-    spec = CorrectionSpec.from_mapping({"weight": {**CONFIGURED["weight"], "level": level}})
-    supervision = SimpleNamespace(spec=spec, wants_sampled=True, sampled=lambda rows: None, takes_mu=False)
-    chunks = [[[(3, 1), (4, 3)]], [[(4, 4)]]]
-    spans = [{"min_global_steps": first, "max_global_steps": 4} for first in (3, 4)]
-    if trainer == "v0":
-        from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
-
-        run: Any = CorrectedV0(SimpleNamespace(global_steps=5))
-        run.supervision = supervision
-        batch = DataProto.from_dict(columns)
-        for name, values in {CHUNKS: chunks, **{end: [span[end] for span in spans] for end in spans[0]}}.items():
-            batch.non_tensor_batch[name] = np.empty(2, dtype=object)
-            batch.non_tensor_batch[name][:] = values
-        run._look(batch)
-        seals = batch.batch
-    else:
-        pytest.importorskip("transfer_queue")
-        module = import_module("recipe.offpolicy.trainer.corrected_v1")
-        fields = [{**span, CHUNKS: turns} for span, turns in zip(spans, chunks, strict=True)]
-        rows = TensorDict({**columns, "extra_fields": NonTensorStack(*fields)}, batch_size=2)
-        monkeypatch.setattr(
-            module, "read_columns", lambda batch, *names: rows.select(*names, "attention_mask", strict=False)
-        )
-        run = module.CorrectedV1(SimpleNamespace(global_steps=5, _compute_old_log_prob=lambda batch, metrics: batch))
-        run.supervision, run.add_ons = supervision, AddOns()
-        run.supervision.scored = run.supervision.aligned = lambda *args: False
-        rows["old_log_probs"], rows["uid"] = columns["rollout_log_probs"], NonTensorStack("a", "b")
-        run._score(SimpleNamespace(keys=["a_0_0", "b_0_0"], extra_info={}), {})
-        seals = run._sealed.columns()
-    of_tokens = {"token_versions": torch.tensor([[3, 4, 4, 4], [4, 4, 4, 4]])}
-    expected = build_seals(columns["responses"], columns["response_mask"], of_tokens)["token_versions"]
-    found = seals.get("offpolicy_seal_token_versions", None)
-    assert (found is None) if level == "token" else torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("as_tensordict", [False, True])

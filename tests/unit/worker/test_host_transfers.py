@@ -29,6 +29,7 @@ from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support.applications import CONFIGS, DELTAS, OPTIONS
 from tests.support.corrections import band, opsm, spec
+from tests.support.examples import each_nth_by_default
 from verl_patches import worker_seams
 
 WAITS = (
@@ -173,7 +174,7 @@ CASES = {
 CASES |= {"moving": spec(gsm=band(0.9, 1.1), opsm=opsm(0.1))}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_nth_by_default(3, CASES))
 def test_a_micro_batch_asks_once_and_an_update_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     correction = CASES[name]
     loss = loss_of(correction)
@@ -208,19 +209,7 @@ def test_a_micro_batch_asks_once_and_an_update_once(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "ask",
-    [
-        lambda t: t.sum().item(),
-        lambda t: bool((t > 0).any()),
-        lambda t: float(t[0]),
-        lambda t: t[t > 0],
-        lambda t: t.nonzero(),
-        lambda t: t.unique(),
-        lambda t: t.masked_select(t > 0),
-        lambda t: t.tolist(),
-        lambda t: t.cpu(),
-        lambda t: t.numpy(),
-    ],
+    "ask", [lambda t: t.sum().item(), lambda t: t[t > 0], lambda t: t.unique(), lambda t: t.tolist(), lambda t: t.cpu()]
 )
 def test_the_count_sees_what_waits(ask: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(4.0)

@@ -68,12 +68,6 @@ def test_measured_together_they_show_what_they_show_apart() -> None:
     ]
 
 
-def test_rows_without_a_gradient_prove_nothing() -> None:
-    assert measure(observation([[1.0]], trained=False)).keys() == {"statistics", "attribution"}
-    bypass = replace(spec(TIS), proximal="bypass")
-    assert "alignment" in measure(observation([[1.0]], spec=bypass))
-
-
 def test_what_cannot_be_measured_as_one() -> None:
     first = observation([[1.0]])
     assert first.fits(observation([[2.0, 3.0]]))

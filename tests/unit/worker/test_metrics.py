@@ -13,7 +13,7 @@ from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.monitor.mismatch_shares import build_share_statistics
 from recipe.offpolicy.worker import metrics as measurement
-from recipe.offpolicy.worker.metrics import METRIC_KEY, Ledger, Observation, Packet, merge_metrics, take_packets
+from recipe.offpolicy.worker.metrics import METRIC_KEY, Ledger, Observation, Packet, merge_metrics
 from tests.support.corrections import TIS, spec
 
 
@@ -55,14 +55,6 @@ def test_a_packet_that_nobody_wants_takes_its_rows_with_it() -> None:
     ledger.enter(wanted, observation())
     wanted.settle()
     assert len(wanted.rows) == 1
-
-
-def test_packets_of_ranks_and_mini_batches_are_taken_out_flat() -> None:
-    one, two, three = Packet(1), Packet(2), Packet(3)
-    metrics = {METRIC_KEY: [[one], [two, three]], "actor/pg_loss": 0.5}
-    assert take_packets(metrics) == [one, two, three]
-    assert metrics == {"actor/pg_loss": 0.5}
-    assert take_packets(metrics) == []
 
 
 def packet_of(rows: int, statistics: int) -> Packet:
