@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from recipe.offpolicy.batch import micro_batch as mb
-from recipe.offpolicy.batch.padding import Layout
+from recipe.offpolicy.batch.padding import Layout, pad_column
 from recipe.offpolicy.batch.plan import (
     PLAN,
     SCALE,
@@ -236,3 +236,13 @@ def test_the_plan_knows_ages_of_nested_rows() -> None:
     assert columns[SCALE].tolist() == pytest.approx([7 / 5] * 3)
     with pytest.raises(ValueError, match="the trainer's step"):
         compute_constants(capped, rows)
+
+
+def packed() -> TensorDict:
+    """A prompt of one token and one of two; responses of two tokens and of one."""
+    return TensorDict({"prompts": nested([7], [7, 7]), "responses": nested([8, 9], [8])}, batch_size=2)
+
+
+def test_a_column_of_other_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="advantages in the micro-batch has 4 tokens but the responses have 3"):
+        pad_column(nested([1.0, 2.0], [3.0, 4.0]), Layout.of(packed()), "advantages")

@@ -1,15 +1,17 @@
-"""How statistics are taken: they decide nothing, read no padding, keep their digits, and wait for no device."""
+"""What the two stages report: names, worked numbers, and what measuring must not do."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.corrections import values
-from tests.support.telemetry_cases import CORRECTIONS, Batch, random_batch, stages
+from recipe.offpolicy.correction import CorrectionSpec
+from tests.support.corrections import band, run, spec, values
+from tests.support.telemetry_cases import CORRECTIONS, NAN, Batch, random_batch, stages
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
@@ -46,3 +48,57 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     statistics = stages(CORRECTIONS[name], there)[1].statistics
     parts = {part.device.type for one in statistics.values() for part in one.parts if isinstance(part, Tensor)}
     assert parts == {"meta"}
+
+
+def test_the_mismatch_by_hand() -> None:
+    """log rho = 0.5 and -0.1: mean 0.2, mean size 0.3, deviation 0.3; the row's product is e^0.4.
+
+    KL(mu || pi_old): k1 = -0.2; k3 = mean of e^0.5 - 1 - 0.5 = 0.14872 and e^-0.1 - 1 + 0.1 = 0.0048374: 0.0767793.
+    """
+    result = values(run(spec(), mu=[[-1.0, -1.0]], old=[[-0.5, -1.1]], pi=[[-2.0, -2.0]]))
+    assert result["log_prob_difference/mean"] == pytest.approx(0.2, abs=1e-7)
+    assert result["log_prob_difference/abs_mean"] == pytest.approx(0.3, abs=1e-7)
+    assert result["log_prob_difference/std"] == pytest.approx(0.3, abs=1e-7)
+    assert result["kl/k1"] == pytest.approx(-0.2, abs=1e-7)
+    assert result["kl/k3"] == pytest.approx(0.0767793, abs=1e-6)
+    assert result["rollout_ratio/min"] == pytest.approx(math.exp(-0.1))
+    assert result["rollout_ratio/max"] == pytest.approx(math.exp(0.5))
+    assert result["rollout_ratio/chi2"] == pytest.approx((math.exp(1.0) + math.exp(-0.2)) / 2 - 1, rel=1e-6)
+    assert result["rollout_ratio_sequence/mean"] == pytest.approx(math.exp(0.4), rel=1e-6)
+    assert result["rollout_ratio_sequence/ess"] == pytest.approx(1.0)
+    assert result["perplexity/rollout"] == pytest.approx(math.exp(1.0), rel=1e-6)
+    assert result["perplexity/old"] == pytest.approx(math.exp(0.8), rel=1e-6)
+    assert result["perplexity/current"] == pytest.approx(math.exp(2.0), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bucket"),
+    [(1, "le16"), (16, "le16"), (17, "le64"), (64, "le64"), (65, "le256"), (257, "le1024"), (4097, "gt4096")],
+)
+def test_the_edges_of_length_buckets(tokens: int, bucket: str) -> None:
+    ones = torch.ones(1, tokens)
+    result = values(run(spec(), mu=ones, old=ones))
+    found = {name for name, value in result.items() if name.endswith("/sequences") and value == 1.0}
+    assert found == {f"length/{bucket}/sequences"}
+    assert result[f"length/{bucket}/keep_sequence_share"] == 1.0
+
+
+def test_a_mask_that_does_not_read_mu_counts_tokens_without_it() -> None:
+    """pi / pi_old is e at both tokens, mu is known at the first: both rejected, both counted, also by sign."""
+    narrow = band(0.9, 1.1, ratio="ppo", level="token", aggregate="product")
+    result = values(
+        run(spec(narrow=narrow), mu=[[0.0, NAN]], old=[[0.0, 0.0]], pi=[[1.0, 1.0]], advantages=[[-1.0, 3.0]])
+    )
+    assert result["mask/narrow/masked_token_share"] == result["mask/narrow/masked_sequence_share"] == 1.0
+    assert result["mask/narrow/positive/masked_token_share"] == 1.0
+    assert result["keep/token_share"] == 0.0
+    unknown = values(run(spec(narrow=narrow), mu=[[NAN, NAN]], old=[[0.0, 0.0]], pi=[[1.0, 0.0]]))
+    assert unknown["mask/narrow/masked_token_share"] == 0.5
+    assert unknown["mask/narrow/masked_sequence_share"] == 0.0
+
+
+def test_a_penalty_on_pi_old_counts_tokens_without_mu() -> None:
+    """log pi / pi_old of 1 and 3: (1 + 9) / 2."""
+    penalised = CorrectionSpec.from_mapping({"penalty": {"ratio": "ppo", "coefficient": 0.1}})
+    result = values(run(penalised, mu=[[0.0, NAN]], old=[[0.0, 0.0]], pi=[[1.0, 3.0]]))
+    assert result["penalty/mean"] == pytest.approx(5.0)

@@ -145,39 +145,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_goes_by_age_is_proved(name: str) -> None:
-    (shift,) = aged_evidence(CASES[name]).shifts.values()
-    assert shift.error < 1e-5
-    assert not shift.vacuous
-
-
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("stale", dead_age),
-        ("stale", age_of_the_newest),
-        ("stale and negative", dead_age),
-        *((name, fault) for name in list(CASES)[2:] for fault in (dropped_factors, factors_of_the_next_age)),
-        ("mask", dead_age),
-        ("rejecting weight", age_of_the_newest),
-    ],
-)
-def test_what_does_not_go_by_age_is_found(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault(monkeypatch)
-    proof = aged_evidence(CASES[name])
-    assert all(shift.error > 1e-2 > proof.tolerance for shift in proof.shifts.values())
-
-
 # Prefixes ---------------------------------------------------------------------------------------------------
 
 PREFIX: dict[str, Any] = TIS | {"level": "prefix"}
 PREFIX_CASES = {
-    "cap": spec(PREFIX),
+    "prefix": spec(PREFIX),
     "root": spec(PREFIX | {"aggregate": "geometric"}),
     "minimum": spec(PREFIX | {"aggregate": "minimum"}),
     "by position": spec(PREFIX | {"kind": "clip", "lower": 0.9, "upper": 1.2, "by_position": 0.5}),
-    "mask": spec(m=band(0.9, 1.1, level="prefix", aggregate="product")),
+    "prefix mask": spec(m=band(0.9, 1.1, level="prefix", aggregate="product")),
     "veto": spec(m=band(0.3, None, level="prefix", aggregate="any", when="negative")),
     "mean of KL": spec(m=band(None, 0.01, level="prefix", aggregate="binary_kl_forward_mean")),
 }
@@ -202,21 +178,28 @@ def no_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Units, "least_before", lambda units, values: torch.zeros_like(values))
 
 
-@pytest.mark.parametrize("name", PREFIX_CASES)
-def test_prefixes_are_proved(name: str) -> None:
-    proof = aged_evidence(PREFIX_CASES[name])
-    assert all(shift.error < proof.tolerance and not shift.vacuous for shift in proof.shifts.values())
+FAULTS = [
+    ("stale", dead_age),
+    ("stale", age_of_the_newest),
+    ("stale and negative", dead_age),
+    *((name, fault) for name in list(CASES)[2:] for fault in (dropped_factors, factors_of_the_next_age)),
+    ("mask", dead_age),
+    ("rejecting weight", age_of_the_newest),
+    *((name, fault) for name in PREFIX_CASES if name != "minimum" for fault in (whole_rows, single_tokens)),
+    ("by position", one_width),
+    ("minimum", no_prefix),
+]
+EVERY_CASE = CASES | PREFIX_CASES
 
 
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        *((name, fault) for name in PREFIX_CASES if name != "minimum" for fault in (whole_rows, single_tokens)),
-        ("by position", one_width),
-        ("minimum", no_prefix),
-    ],
-)
-def test_what_does_not_go_by_prefix_is_found(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", EVERY_CASE)
+def test_what_goes_by_age_or_prefix_is_proved(name: str) -> None:
+    proof = aged_evidence(EVERY_CASE[name])
+    assert all(shift.error < 1e-5 and not shift.vacuous for shift in proof.shifts.values())
+
+
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
+def test_what_does_not_go_by_it_is_found(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    proof = aged_evidence(PREFIX_CASES[name])
+    proof = aged_evidence(EVERY_CASE[name])
     assert all(shift.error > 1e-2 > proof.tolerance for shift in proof.shifts.values())

@@ -1,4 +1,4 @@
-"""The trainer's verdict on the evidence of an update: complete evidence passes, and each lack is named."""
+"""The trainer's verdict on the evidence of an update, and what it says of itself."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.spec import compute_fingerprint
-from recipe.offpolicy.proof.gradient import Proof, ShiftResult
-from recipe.offpolicy.proof.verify import LivenessError, verify, verify_update
+from recipe.offpolicy.proof.gradient import Proof, ShiftResult, isolate_parts
+from recipe.offpolicy.proof.verify import LivenessError, describe_proof, describe_rest, verify, verify_update
+from recipe.offpolicy.trainer.supervision import ENOUGH, draw_rows
 from recipe.offpolicy.worker.metrics import Packet
 from tests.support.corrections import GSM, TIS, spec
 
@@ -119,3 +121,66 @@ def test_a_micro_batch_without_a_proof() -> None:
     first, second = packets()
     with pytest.raises(LivenessError, match="1 of 2 micro-batches came without a proof"):
         verify([first, replace(second, proof=None)], BOTH, sampled_rows=[1, 2, 3])
+
+
+NUMBERS = {"gradient_tokens": 6.0, "gradient_error": 1e-7, "rows": 4.0, "fingerprint": 5.0}
+LIVE = NUMBERS | {"own_rows": 1.0, "factor": 1.0, "denominators": 1.0}
+PARTS = {"weight": TIS, "masks": {"gsm": GSM}}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "changes", "sealed", "said"),
+    [
+        (PARTS, {}, [], "columns of the loss"),
+        (PARTS, {"own_rows": 0.0}, ["plan"], "that log pi belongs to its own sequences"),
+        (PARTS, {"factor": 0.0}, ["plan"], "the engine's factor"),
+        (PARTS, {"denominators": 0.0}, ["plan"], "verl's denominators"),
+        ({"weight": TIS | {"level": "version"}}, {}, ["model_input", "versions"], "versions of single tokens"),
+        (PARTS, {}, ["plan"], "the model's input"),
+        (PARTS | {"baseline": "exclude"}, {}, ["plan"], "baseline=exclude"),
+        (
+            {"masks": {"gsm": GSM | {"ratio": "full"}}, "proximal": "bypass"},
+            {"parts": 1.0},
+            ["plan"],
+            "proximal (verl's loss",
+        ),
+    ],
+)
+def test_what_was_not_proved_is_named(mapping: Any, changes: dict[str, float], sealed: list[str], said: str) -> None:
+    live = LIVE | {"parts": 2.0} | changes
+    correction = CorrectionSpec.from_mapping(mapping)
+    found = describe_rest(correction, live, sealed, {"delivery": "offpolicy.delivery is off."})
+    missing = found.partition("Not proved: ")[2]
+    assert said in missing
+    assert missing.endswith("delivery (offpolicy.delivery is off).")
+    assert "proximal" not in describe_proof(correction, live)
+
+
+def test_weights_by_sign_and_a_penalty_are_parts() -> None:
+    weights = {"up": TIS | {"when": "positive"}, "down": TIS | {"when": "negative"}}
+    penalty = {"ratio": "full", "coefficient": 0.1}
+    correction = CorrectionSpec.from_mapping({"weights": weights, "penalty": penalty})
+    parts = dict(isolate_parts(correction))
+    assert list(parts) == ["weights.down", "weights.up", "penalty"]
+    assert [name for name, _ in parts["weights.up"].weights] == ["up"]
+    assert parts["penalty"] == CorrectionSpec(penalty=correction.penalty)
+
+
+def test_a_first_proof_sees_the_first_the_last_and_the_longest_row_of_each_rank() -> None:
+    tokens = torch.tensor([300, 1, 1, 900, 1, 1, 300, 1, 0, 5, 1, 1, 1, 2, 1, 400])
+    drawn = draw_rows(tokens, 2, seed="1", first=True)
+    # Of rank 0 rows 0, 7 and 3; of rank 1 rows 9, 15, which is the longest too; and one at random of each.
+    assert {0, 3, 7, 9, 15} <= set(drawn.nonzero().flatten().tolist())
+    assert 5 <= int((drawn > 0).sum()) <= 7
+    assert (drawn == 2).nonzero().flatten().tolist() == [3, 15]
+    assert drawn[8] == 0  # no response
+
+
+def test_short_rows_are_drawn_until_they_are_enough() -> None:
+    tokens = torch.full((1000,), 10)
+    assert int((draw_rows(tokens, 1, seed="1", first=True) > 0).sum()) == -(-ENOUGH // 10)
+    assert int(draw_rows(tokens[:7], 1, seed="1", first=True).sum()) == 8  # one of them with trials
+
+
+def test_a_rank_without_a_response_is_asked_nevertheless() -> None:
+    assert draw_rows(torch.tensor([0, 0, 4, 4]), 2, seed="1", first=False)[:2].sum() == 2

@@ -1,4 +1,4 @@
-"""Routes of a micro-batch: three rows of 3, 2 and 4 tokens, packed and padded."""
+"""Routes of a micro-batch: three rows of 3, 2 and 4 tokens, packed and padded; and their notes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from recipe.offpolicy.batch.weight_versions import CHUNKS, UNKNOWN, read_extra_f
 from recipe.offpolicy.replay.batch_routes import (
     NOTE,
     ROUTES,
+    RouteNote,
     TokenLayout,
     check_checksums,
+    count_shared,
     hash_routes,
     hash_routes_by_row,
     hash_tokens,
@@ -143,3 +145,24 @@ def test_checksums_show_routes_of_another_row() -> None:
     rows[2] = rows[2].roll(1, 0)
     with pytest.raises(ReplayError, match=r"1 of 3 sequences arrived with routes .* position 2"):
         check_checksums(changed(**{ROUTES: nested(rows)}), where)
+
+
+def test_routes_of_tokens_that_a_turn_renders_anew_are_its_own() -> None:
+    note, first, second = RouteNote(), draw_routes(tokens=3, seed=1), draw_routes(tokens=4, seed=2)
+    note.keep_sampled([5, 6, 7, 8], first)
+    assert torch.equal(note.keep_sampled([5, 99, 7, 8, 9], second), torch.cat([first[:1], second[1:]]))
+    assert count_shared([5, 6], [5, 99, 7], 2) == 1
+
+
+def test_the_checksum_differs_by_id_layer_order_and_place() -> None:
+    routes = draw_routes(tokens=7)
+    changed = routes.clone()
+    changed[3, 1, 0] = (changed[3, 1, 0] + 1) % 8
+    others = [changed, routes.roll(1, 0), routes.flip(1), routes.flip(2), routes[:-1], routes * 0]
+    assert len({hash_routes(each) for each in (routes, *others)}) == 7
+
+
+def test_a_rows_checksum_is_the_sum_of_its_tokens() -> None:
+    routes = draw_routes(tokens=7)
+    assert int(hash_tokens(routes, torch.arange(7)).sum()) == hash_routes(routes)
+    assert hash_routes(routes[:0]) == 0

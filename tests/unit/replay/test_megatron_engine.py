@@ -1,4 +1,4 @@
-"""What is read of Megatron's routers, by hand; a real engine is in tests/integration/test_megatron_routes.py."""
+"""What is read of Megatron's routers, and the verdict; tests/integration/test_megatron_routes.py has a real engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.replay.expert_choice import ReplayError
+from recipe.offpolicy.replay.megatron_engine import MegatronReport, judge_megatron
 
 pytestmark = pytest.mark.verl("==0.9.1")
 pytest.importorskip("verl")
@@ -99,3 +101,32 @@ def test_routes_are_those_of_the_layers_number(layers: int, places: list[int]) -
     routes = torch.arange(layers)[None, :, None].expand(5, layers, 2)
     chosen = [1, 3] if layers == 2 else range(4)
     assert [int(watched._select(routes, layer)[0, 0]) for layer in chosen] == [places[layer] for layer in chosen]
+
+
+REPORT = MegatronReport(layers=(1, 3), tokens=36, forwarded=40, placed=True)
+
+
+def test_the_sentence_says_what_was_compared() -> None:
+    other = MegatronReport(layers=(3, 1), tokens=0, forwarded=8, placed=True)
+    assert judge_megatron([REPORT, other], "R3") == (
+        "routing replay R3 LIVE on Megatron, in layers [1, 3] of the last stage: 75.0% of tokens sent to the experts "
+        "that verl's RouterReplay names, which equal the shipped routes."
+    )
+    split = MegatronReport(layers=(1,), tokens=4, forwarded=4, placed=False)
+    assert judge_megatron([REPORT, split], "R2").endswith(
+        "which were not compared with the shipped routes, because verl splits these."
+    )
+
+
+@pytest.mark.parametrize(
+    ("reports", "words"),
+    [
+        ([], "mode=R3, but no router of the last stage replays"),
+        ([MegatronReport((), 0, 0, True)], "no router of the last stage replays"),
+        ([MegatronReport((1, 3), 0, 40, True)], "2 layers replayed no token"),
+    ],
+    ids=str,
+)
+def test_an_update_in_which_nothing_was_replayed_stops_the_run(reports: list[MegatronReport], words: str) -> None:
+    with pytest.raises(LivenessError, match=words):
+        judge_megatron(reports, "R3")

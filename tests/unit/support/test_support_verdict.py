@@ -1,4 +1,4 @@
-"""The trainer's verdict on the workers' reports."""
+"""Settings of the support, and the trainer's verdict on the workers' reports."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from recipe.offpolicy.batch.plan import take_reports
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.support.fsdp_engine import SupportReport
 from recipe.offpolicy.support.support_replay import judge
-from recipe.offpolicy.support.support_settings import SupportSettings
+from recipe.offpolicy.support.support_settings import SupportSettings, choose_size
 
 SETTINGS = SupportSettings(32, "mask")
 REPORT = SupportReport(
@@ -70,3 +71,70 @@ def test_a_support_that_widens_the_mismatch_stops_the_first_update() -> None:
     with pytest.raises(LivenessError, match="mu was not sampled from this support"):
         judge([wide], SETTINGS, first=True)
     assert judge([wide], SETTINGS, first=False)[0]["kl_k3"] > 0
+
+
+pytestmark = pytest.mark.verl("==0.9.1")
+pytest.importorskip("transfer_queue")
+
+
+@pytest.fixture
+def add_on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from recipe.offpolicy.support import support_replay
+    from recipe.offpolicy.support.support_settings import SupportSettings
+
+    made: Any = support_replay.SupportReplay(SupportSettings(8, "mask"))
+    made.served = []
+    monkeypatch.setattr(support_replay, "note_supports", lambda client: f"noting {client}")
+    monkeypatch.setattr(support_replay, "serve_supports", made.served.append)
+    return made
+
+
+def test_each_update_is_judged_and_the_first_is_proved(add_on: Any) -> None:
+    from recipe.offpolicy.proof.verify import LivenessError
+    from recipe.offpolicy.support.fsdp_engine import REPORT, SupportReport
+
+    report = SupportReport(
+        tokens=10,
+        known=10,
+        members=20,
+        largest=4,
+        compared=2,
+        bytes=30,
+        least_mass=1.0,
+        greatest_mass=1.0,
+        unknown_mass=0.0,
+        k3_tokens=10,
+        k3=0.5,
+        k3_without=0.1,
+    )
+    with pytest.raises(LivenessError, match="mu was not sampled from this support"):
+        add_on.on_update({REPORT: [report]}, None)
+    add_on._proved = True
+    metrics: dict[str, Any] = {REPORT: [report]}
+    add_on.on_update(metrics, None)
+    assert metrics == {}
+    assert add_on.metrics()["offpolicy/support/size"] == 2.0
+    with pytest.raises(LivenessError, match="returned no report"):
+        add_on.on_update({}, None)
+
+
+def read(rollout: dict[str, Any], **correction: Any) -> SupportSettings | None:
+    return SupportSettings.from_config(
+        OmegaConf.create({"correction": correction, "actor_rollout_ref": {"rollout": rollout}})
+    )
+
+
+def test_nothing_is_replayed_where_nothing_is_said() -> None:
+    assert read({"top_k": 5}) is None
+    assert read({"top_k": 5}, support=None) is None
+
+
+@pytest.mark.parametrize(("top_k", "size"), [(5, 9), (-1, 32), (0, 32), (None, 32)])
+def test_the_number_of_ids_goes_by_top_k(top_k: int | None, size: int) -> None:
+    assert choose_size(top_k) == size
+    assert read({"top_k": top_k}, support="engine") == SupportSettings(size, "mask", None)
+
+
+def test_what_is_set_is_taken() -> None:
+    found = read({"top_k": 5}, support="engine", support_size=20, support_unknown="full", support_min_p=0.1)
+    assert found == SupportSettings(20, "full", 0.1)

@@ -91,14 +91,6 @@ def run(supervised: bool, *args: Any, **kwargs: Any) -> Any:
     return trainer
 
 
-def test_verl_alone_loses_the_previous_checkpoint_before_the_next_is_named(tmp_path: Path) -> None:
-    """Why two are kept; once verl deletes after it has named the new one, this fails and the rule can go."""
-    assert run(False, config(tmp_path), ends_before_tracker=3) is None
-    assert (tmp_path / TRACKER).read_text() == "2"
-    with pytest.raises(FileNotFoundError):
-        run(False, config(tmp_path))
-
-
 def test_a_run_that_ends_in_the_same_place_goes_on_from_the_one_before(tmp_path: Path) -> None:
     assert run(True, config(tmp_path), ends_before_tracker=3) is None
     resumed = run(True, config(tmp_path))

@@ -1,7 +1,8 @@
-"""A process of a corrected run has hooks on verl's trainers; one without them cannot read its configuration."""
+"""A process of a corrected run has hooks on verl's trainers, and a logger that is heard."""
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -41,3 +42,29 @@ def test_installing_twice_hooks_once() -> None:
     before = list(sys.meta_path)
     hooked.install()
     assert sys.meta_path == before
+
+
+SAY = (
+    "from recipe.offpolicy.trainer.hooked import logger, set_up_logger\n"
+    "set_up_logger(); set_up_logger()\nlogger.info('it is live')\n"
+)
+
+
+def said(setup: str = "", **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", setup + SAY], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stderr
+
+
+def test_once_where_nobody_set_up_a_logger() -> None:
+    assert said().count("it is live") == 1
+
+
+def test_the_handler_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = logging.Logger("of the test")
+    monkeypatch.setattr(hooked, "logger", fresh)
+    monkeypatch.setattr(logging.getLogger("verl"), "handlers", [])
+    hooked.set_up_logger()
+    hooked.set_up_logger()
+    assert len(fresh.handlers) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from tensordict import TensorDict
 
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support.corrections import GSM, TIS
-from tests.support.examples import at_most
+from tests.support.examples import at_most, each_nth_by_default
 from tests.support.fake_teacher import FakeTeacher, serving
 
 pytestmark = pytest.mark.verl("==0.9.1")
@@ -117,10 +118,13 @@ def give_back_advantages(parts: list[TensorDict]) -> list[TensorDict]:
     return parts
 
 
+CHANGES = (change_one, lose_one, repeat_one, repeat_all, bring_back, give_back_advantages)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("name", SECTIONS)
-@pytest.mark.parametrize("change", [change_one, lose_one, repeat_one, repeat_all, bring_back, give_back_advantages])
+@pytest.mark.parametrize(
+    ("name", "change", "epochs"), each_nth_by_default(5, itertools.product(SECTIONS, CHANGES, (1, 2)))
+)
 def test_a_row_that_is_changed_missing_doubled_or_back_stops_the_run(name: str, change: Any, epochs: int) -> None:
     with pytest.raises(LivenessError, match=rf"{name}: the loss did not receive .*1 left: too old, .*too_old=mask"):
         update(healthy(name, change=change, epochs=epochs))

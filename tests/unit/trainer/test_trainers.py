@@ -1,4 +1,4 @@
-"""Which correction a run's card names, and when the V1 trainer makes the forward pass for pi_old."""
+"""What the V0 and V1 trainers read of a batch, and when V1 makes the forward pass for pi_old."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 
+from recipe.offpolicy.batch.plan import REWARD, UID
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.proof.rollout_log_probs import SameEngineError
+from recipe.offpolicy.trainer.corrected_v0 import build_row_identity
 from recipe.offpolicy.trainer.supervision import Supervision
 from tests.support.padded_rows import build_model_input
+from verl import DataProto
 
 
 @pytest.mark.parametrize("apart", [1e-7, 1e-3])
@@ -89,3 +93,12 @@ def test_a_row_has_the_version_that_its_server_said(as_tensordict: bool) -> None
         if "global_steps" not in columns:
             batch.meta_info["global_steps"] = 8  # the trainer's, of the whole batch
         assert _versions(batch.to_tensordict() if as_tensordict else batch, 8).tolist() == expected
+
+
+def test_uids_are_filled_up_with_zeros_and_rewards_summed() -> None:
+    batch = DataProto.from_dict({"token_level_scores": torch.tensor([[0.5, 1.0], [0.0, -1.0]])})
+    batch.non_tensor_batch["uid"] = np.array(["ab", "\u00fcb"], dtype=object)
+    found = build_row_identity(batch)
+    # UTF-8 has two bytes for the umlaut.
+    assert found[UID].tolist() == [[97, 98, 0], [195, 188, 98]]
+    assert found[REWARD].tolist() == [1.5, -1.0]

@@ -1,17 +1,24 @@
-"""Loss denominators after masking, by hand and against verl's own aggregation of what is left."""
+"""What a batch's rejected rows do to baselines of their groups and to the loss's denominators."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.offpolicy.correction.decisions import HAS_DENOMINATOR, assign_mini_batches, compute_scale_of_counts
+from recipe.offpolicy.correction.decisions import (
+    GROUP_ESTIMATORS,
+    HAS_DENOMINATOR,
+    assign_mini_batches,
+    compute_scale_of_counts,
+    regroup,
+)
 from tests.support.examples import at_most
-from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.core_algos import agg_loss, get_adv_estimator_fn
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
 KEEP = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
@@ -72,3 +79,49 @@ def test_rows_are_dealt_as_verl_deals_them() -> None:
     assert assign_mini_batches(8, ranks=1, rows_a_mini_batch=4).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     # Rank 0 has rows 0 to 3 and trains on 0, 1 first; rank 1 has rows 4 to 7.
     assert assign_mini_batches(8, ranks=2, rows_a_mini_batch=4).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+GROUPS = ["a", "a", "a", "b", "b", "c"]
+REJECTED = torch.tensor([False, True, False, True, False, False])
+REWARDS = [1.0, 5.0, 3.0, 2.0, 4.0, 7.0]
+
+
+def advantages(estimator: str, groups: list[str], rewards_of_rows: list[float] = REWARDS) -> list[float]:
+    rewards = torch.tensor(rewards_of_rows)[:, None] * torch.tensor([0.0, 1.0])
+    values, _ = get_adv_estimator_fn(estimator)(
+        token_level_rewards=rewards,
+        response_mask=torch.ones(len(groups), 2),
+        index=np.array(groups, dtype=object),
+    )
+    assert torch.equal(values[:, 0], values[:, 1])
+    return values[:, 0].tolist()
+
+
+def test_rejected_rows_stand_alone_and_survivors_without_siblings_fall_silent() -> None:
+    groups, silent = regroup(GROUPS, REJECTED)
+    assert groups[0] == groups[2] == "a"
+    assert groups[4] == "b"
+    assert groups[5] == "c"
+    assert len({groups[0], groups[1], groups[3], groups[4], groups[5]}) == 5
+    # 1 and 3 are rejected; 4 is all that is left of b; c never had a sibling and stays as verl has it.
+    assert silent == [False, True, False, True, True, False]
+
+
+def test_rloo_by_hand() -> None:
+    """Each against the other: 1 - 3 and 3 - 1. With the sibling's 5: 1 - 4 and 3 - 3."""
+    groups, _ = regroup(GROUPS, REJECTED)
+    values = advantages("rloo", groups)
+    assert (values[0], values[2]) == (pytest.approx(-2.0), pytest.approx(2.0))
+    plain = advantages("rloo", GROUPS)
+    assert (plain[0], plain[2]) == (pytest.approx(-3.0), pytest.approx(0.0, abs=1e-6))
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_a_rejected_reward_no_longer_matters(estimator: str) -> None:
+    groups, silent = regroup(GROUPS, REJECTED)
+    left = [row for row, quiet in enumerate(silent) if not quiet]
+    before = [advantages(estimator, groups)[row] for row in left]
+    changed = [-100.0 if gone else reward for reward, gone in zip(REWARDS, REJECTED.tolist(), strict=True)]
+    after = [advantages(estimator, groups, changed)[row] for row in left]
+    assert after == pytest.approx(before)
+    assert [advantages(estimator, GROUPS, changed)[row] for row in left] != pytest.approx(before)

@@ -1,0 +1,272 @@
+"""Masks, weights and units by hand, up to the bound itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage, turns
+from recipe.offpolicy.correction.ratios import compute_divergence, compute_excess
+from recipe.offpolicy.correction.units import partition_units
+from tests.support.corrections import GSM, M2PO, TIS, band, kept, opsm, run, spec, tensor, values
+from tests.support.presets import PRESETS
+from tests.support.refusals import mask
+
+LOG = math.log
+
+
+def constant_drift(log_rho: float, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """A row whose tokens all have the log-ratio pi_old / mu, to the last bit (mu is 0)."""
+    return dict(mu=torch.zeros(1, tokens), old=torch.full((1, tokens), log_rho), dtype=dtype)
+
+
+# Geometric sequence mask ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("bound", [0.99, 1.01])
+def test_gsm_keeps_the_bound_and_drops_the_next_number(bound: float, tokens: int, dtype: torch.dtype) -> None:
+    """Inclusive: the float32 log of the bound is inside, one float32 step away from 0 is outside."""
+    at = np.float32(LOG(bound))
+    beyond = np.nextafter(at, np.float32(math.copysign(1.0, at)))
+    assert kept(run(spec(gsm=GSM), **constant_drift(float(at), tokens, dtype))) == [True]
+    assert kept(run(spec(gsm=GSM), **constant_drift(float(beyond), tokens, dtype))) == [False]
+
+
+# Off-policy sequence masking --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("delta", [0.125, 0.5])
+def test_opsm_keeps_exactly_delta(delta: float, dtype: torch.dtype, tokens: int) -> None:
+    """Strict >: mean log(mu/pi) = delta is kept, 2^-10 more is dropped (all are exact in each dtype)."""
+    zeros = torch.zeros(1, tokens)
+    at = dict(mu=zeros, old=zeros, dtype=dtype, advantages=-1)
+    step = 2.0**-10 if dtype is not torch.bfloat16 else 2.0**-8
+    assert kept(run(spec(opsm=opsm(delta)), pi=torch.full((1, tokens), -delta), **at)) == [True]
+    assert kept(run(spec(opsm=opsm(delta)), pi=torch.full((1, tokens), -delta - step), **at)) == [False]
+
+
+# Divergences ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3", "tv"])
+def test_a_divergence_at_its_bound(kind: str) -> None:
+    """Exact in every dtype: (1/2)^2 / 2 = 1/8. Of the others, the value that the ratio e^0.5 gives in float32."""
+    value = {"k2": 0.125, "k3": math.exp(0.5) - 1.5, "tv": (math.exp(0.5) - 1) / 2}[kind]
+    at = float(np.float32(value))
+    for upper, expected in ((at, True), (float(np.nextafter(np.float32(at), np.float32(0))), False)):
+        mask = band(None, upper, aggregate=f"{kind}_mean")
+        assert kept(run(spec(m=mask), mu=[[0.0, 0.0]], old=[[0.5, 0.5]])) == [expected]
+
+
+# Second moment ----------------------------------------------------------------------------------------------
+
+
+def budget_of(budget: float, rows: list[list[float]], mask: Any = None) -> list[list[bool]]:
+    m2po = spec(m=M2PO | {"budget": budget})
+    return run(m2po, mu=torch.zeros_like(tensor(rows)), old=rows, mask=mask).keep.tolist()
+
+
+def test_m2po_drops_equals_together() -> None:
+    """Squares 0, 1/4 and 1/4: one of them alone would leave 1/8 in a budget of 0.15, both leave 1/6."""
+    assert budget_of(0.15, [[0.0, 0.5, -0.5]]) == [[True, False, False]]
+    assert budget_of(0.17, [[0.0, 0.5, -0.5]]) == [[True, True, True]]
+    assert budget_of(0.25, [[0.5, -0.5], [0.5, 0.5]]) == [[True, True], [True, True]]
+    assert budget_of(0.24, [[0.5, -0.5], [0.5, 0.5]]) == [[False, False], [False, False]]
+
+
+def coins(p: float, q: float) -> float:
+    return p * LOG(p / q) + (1 - p) * LOG((1 - p) / (1 - q))
+
+
+def test_kpop_by_hand() -> None:
+    """p_mu = 0.5: KL(0.7, 0.5) = 0.0823 and KL(0.5, 0.7) = 0.0872, kept; at 0.75 they are 0.1308 and 0.1438, dropped.
+
+    From p_mu = 0.02 to 0.08 the ratio is 4, and the two divergences are 0.0568 and 0.0337: kept.
+    """
+    assert [round(coins(*pair), 4) for pair in ((0.7, 0.5), (0.5, 0.7), (0.08, 0.02))] == [0.0823, 0.0872, 0.0528]
+    mu, pi = [[0.5, 0.5, 0.02]], [[0.7, 0.75, 0.08]]
+    rows: dict[str, Any] = dict(mu=torch.tensor(mu).log(), old=torch.tensor(mu).log(), pi=torch.tensor(pi).log())
+    assert run(PRESETS["paper/kpop"], **rows).keep.tolist() == [[True, False, True]]
+
+
+def test_nemo_outlier_by_hand() -> None:
+    """mean exp|d|: (e^0.5 + e^1 + 1) / 3 = 1.789, kept; (e^1.5 + e^0.5 + 1) / 3 = 2.377, dropped, though d cancels."""
+    mu = [[0.5, -1.0, 0.0], [1.5, -0.5, 0.0]]
+    assert kept(run(PRESETS["nemo/outlier"], mu=mu, old=torch.zeros(2, 3))) == [True, False]
+
+
+def test_vaco_by_hand() -> None:
+    """|rho - 1| / 2 of rho = 6, 0.5 and 1 is 2.5, 0.25 and 0: mean 0.917, within 1; of rho = 8, 0.5, 1 it is 1.25.
+
+    A > 0 takes rho = 8 further up: dropped. rho = 0.5 is brought back, rho = 1 leads nowhere. A < 0: the reverse.
+    """
+    near, far = [LOG(6), LOG(0.5), 0.0], [LOG(8), LOG(0.5), 0.0]
+    step = run(PRESETS["paper/vaco"], mu=torch.zeros(3, 3), old=[near, far, far], advantages=[1.0, 1.0, -1.0])
+    assert step.keep.tolist() == [[True] * 3, [False, True, True], [True, False, True]]
+
+
+NEGATIVE, POSITIVE = TIS | {"when": "negative"}, TIS | {"when": "positive", "upper": 4.0}
+
+
+def by_sign(**weights: dict[str, Any]) -> CorrectionSpec:
+    return CorrectionSpec.from_mapping({"weights": weights})
+
+
+def test_each_sign_has_a_cap_of_its_own() -> None:
+    """rho = 8 everywhere: min(8, 2) in the row of A = -1, min(8, 4) in that of A = 1, and 1 where A = 0."""
+    step = run(by_sign(a=NEGATIVE, b=POSITIVE), mu=torch.zeros(3, 2), old=[[LOG(8)] * 2] * 3, advantages=[-1.0, 1.0, 0])
+    torch.testing.assert_close(step.weight, torch.tensor([[2.0, 2.0], [4.0, 4.0], [1.0, 1.0]]))
+    assert step.keep.all()
+    assert values(step)["weight/mean"] == pytest.approx((2 + 2 + 4 + 4 + 1 + 1) / 6)
+    # The raw weights of the four tokens that are weighed are 8, of the others 1.
+    assert values(step)["raw_weight/mean"] == pytest.approx((4 * 8 + 2) / 6)
+    assert values(step)["weight/truncated_share"] == pytest.approx(4 / 6)
+
+
+def test_a_weight_after_a_tools_result_alone() -> None:
+    """rho = 8 everywhere; 1 before the tool's token, min(8, 2) after it, and kept in any case."""
+    mask, turns = [[1, 0, 1, 1], [1, 1, 1, 1]], [[0, 0, 1, 1], [0, 0, 0, 0]]
+    weights = by_sign(a=TIS | {"when": "post_tool"})
+    step = run(weights, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2, mask=mask, turns=turns)
+    torch.testing.assert_close(step.weight, torch.tensor([[1.0, 0.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]]))
+    band = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "lower": 0.5, "upper": 2.0}
+    masks = CorrectionSpec.from_mapping({"masks": {"m": band | {"when": "post_tool"}}})
+    step = run(masks, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2, mask=mask, turns=turns)
+    assert step.keep.tolist() == [[True, False, False, False], [True] * 4]
+    with pytest.raises(ValueError, match=r"when=post_tool without segment_ids"):
+        run(masks, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2)
+
+
+def test_topr_by_hand() -> None:
+    """min(prod pi / mu, 1) of rows with A < 0: products 1/4 and 4 give 1/4 and 1; a row with A > 0 keeps weight 1."""
+    two, half = LOG(2), LOG(0.5)
+    pi = [[half, half], [two, two], [half, half]]
+    step = run(PRESETS["paper/topr"], mu=torch.zeros(3, 2), old=torch.zeros(3, 2), pi=pi, advantages=[-1.0, -1.0, 1.0])
+    torch.testing.assert_close(step.weight, torch.tensor([[0.25, 0.25], [1.0, 1.0], [1.0, 1.0]]))
+
+
+def test_advantages_have_to_be_known() -> None:
+    from recipe.offpolicy.correction import rollout_stage, step_stage
+
+    zeros = torch.zeros(1, 2)
+    correction = by_sign(a=NEGATIVE)
+    stage = rollout_stage(correction, old_log_prob=zeros, rollout_log_prob=zeros, response_mask=torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"correction\.weights\.a\.when=negative without advantages"):
+        step_stage(correction, stage, log_prob=zeros)
+
+
+STALE: dict[str, Any] = {"aggregate": "staleness", "level": "token", "upper": 4}
+ONE = torch.ones(1, 1)
+
+
+def keep(correction: CorrectionSpec, ages: list[list[int]] | list[int], *, log_ratio: Any = 0.0, **more: Any) -> Any:
+    """What is kept of rows of two turns, whose log(pi_old / mu) is ``log_ratio``, under an advantage of 1."""
+    staleness = torch.tensor(ages)
+    shape = staleness.shape if staleness.dim() == 2 else (len(ages), 2)
+    old = torch.as_tensor(log_ratio, dtype=torch.float64).expand(shape)
+    advantages = more.pop("advantages", torch.ones(shape))
+    stage = rollout_stage(
+        correction,
+        old_log_prob=old,
+        rollout_log_prob=torch.zeros(shape).double(),
+        response_mask=more.pop("mask", torch.ones(shape)),
+        staleness=staleness,
+        **more,
+    )
+    return step_stage(correction, stage, log_prob=old, advantages=advantages)
+
+
+def test_a_bound_by_age_widens_in_log_space() -> None:
+    """[1, 2] with 1.01: exp(2 log 1.01) is kept from age 1 on, and at age 0 only 1.01 is."""
+    correction = spec(narrow=band(0.5, 1.01, level="token", aggregate="product", by_staleness=[1, 2]))
+    twice = 2 * math.log(1.01)
+    assert keep(correction, [[0, 1, 2, 1]], log_ratio=[[twice, twice, twice, twice + 1e-6]]).keep.tolist() == [
+        [False, True, True, False]
+    ]
+    assert keep(correction, [[0, 1]], log_ratio=[[twice / 2, -2 * math.log(2)]]).keep.tolist() == [[True, True]]
+
+
+def test_ages_that_are_not_known_are_not_guessed() -> None:
+    for correction in (spec(stale=STALE), spec(TIS | {"by_staleness": [1.0, 2.0]})):
+        with pytest.raises(ValueError, match="the age of the weights is needed but unknown"):
+            rollout_stage(correction, old_log_prob=ONE, rollout_log_prob=ONE, response_mask=ONE)
+
+
+NAN, INF = math.nan, math.inf
+
+
+def test_the_clamp_is_at_the_exp_only() -> None:
+    """A row of 100 nats against 1 token of -99: the mean counts all of it. Clamped, it would be (20 - 20) / 2."""
+    step = run(spec(opsm=opsm(0.4)), mu=[[0.0, 0.0]], old=[[0.0, 0.0]], pi=[[99.0, -100.0]], advantages=-1)
+    # (99 - 100) / 2 = -0.5 < -0.4
+    assert not step.keep.any()
+
+
+def test_divergences_of_nearly_equal_policies_keep_their_digits() -> None:
+    """k3 = x^2/2 + x^3/6 + ..., where r - 1 - log r written out in float32 gives 0 or 1e-7, for x = +-1e-4 and 1e-6."""
+    x = tensor([1e-4, -1e-4, 1e-6])
+    exact = [v * v / 2 + v**3 / 6 + v**4 / 24 for v in x.double().tolist()]
+    assert compute_divergence("k3", x).tolist() == pytest.approx(exact, rel=1e-8, abs=0.0)
+    assert compute_excess(x).tolist() == pytest.approx(
+        [v + v * v / 2 + v**3 / 6 for v in x.double().tolist()], rel=1e-12
+    )
+
+
+# A partition of the valid tokens ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
+def test_ids_of_any_integer_type_and_size(dtype: torch.dtype) -> None:
+    """The least and greatest number of the type are names like others; so is the one that stands on padding."""
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    ids = torch.tensor([[high, low, high, 0, low]], dtype=dtype)
+    valid = torch.tensor([[True, True, False, True, True]])
+    unit = partition_units("version", valid, ids)
+    total = unit.total(tensor([[1.0, 10.0, 0.0, 100.0, 1000.0]]))
+    assert total[unit.tokens > 0].tolist() == [1010.0, 100.0, 1.0]
+
+
+# Turns from the response mask -------------------------------------------------------------------------------
+
+
+def test_turns_are_the_runs_of_the_response_mask() -> None:
+    mask = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1], [0, 0, 1, 0, 1, 1, 0, 0], [1] * 8, [0] * 8])
+    found = turns(mask)
+    assert found.dtype is torch.int64
+    seen = [[turn for turn, valid in zip(*row, strict=True) if valid] for row in zip(found.tolist(), mask, strict=True)]
+    assert seen == [[0, 0, 1, 2, 2], [0, 1, 1], [0] * 8, []]
+    assert (found >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("correction", "reads"),
+    [
+        ({}, False),
+        ({"proximal": "reuse"}, False),
+        ({"kl_clip": {"lower": 0.8, "upper": 1.2}}, False),
+        (mask(ratio="ppo"), False),
+        ({"masks": {"stale": {"aggregate": "staleness", "level": "token", "upper": 4}}}, False),
+        (mask(), True),
+        (mask(ratio="full"), True),
+        ({"proximal": "bypass"}, True),
+        ({"proximal": "same_engine"}, True),
+        ({"proximal": "loglinear", "alpha": 0.5}, True),
+    ],
+)
+def test_tokens_without_mu_keep_their_gradient_where_mu_is_not_read(correction: dict[str, Any], reads: bool) -> None:
+    """mu is NaN on the first token, pi_old on the last."""
+    spec = CorrectionSpec.from_mapping(correction)
+    assert spec.reads_mu == reads
+    if "stale" not in dict(spec.masks):
+        step = run(spec, mu=[[math.nan, 0.0, 0.0]], old=[[0.0, 0.0, math.nan]])
+        assert step.keep.tolist() == [[not reads, True, False]]
+        assert step.weight.tolist() == [[float(not reads), 1.0, 0.0]]
+        assert values(step)["nonfinite/rollout_log_prob"] == 1
