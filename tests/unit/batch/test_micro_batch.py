@@ -25,6 +25,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.correction_parts import PenaltySpec
 from recipe.offpolicy.worker.terms import compute_penalty
 from tests.support.corrections import TIS, band, spec
+from tests.support.packed import packed
 
 
 def read() -> mb.MicroBatch:
@@ -59,17 +60,12 @@ def test_a_weight_by_version_is_that_of_each_chunk() -> None:
         assert weight[row, places].tolist() == pytest.approx([float(expected)] * len(places), rel=1e-6)
     assert mb.count_unknown_versions(batch)["staleness/unknown_by_token"].value() == 1.0
     # The trainer sees the same rows nested.
-    nested = {name: _nested(data[name], [6, 4, 5]) for name in ("response_mask", *columns)}
+    nested = {name: packed(data[name], [6, 4, 5]) for name in ("response_mask", *columns)}
     rows = TensorDict({**nested, "extra_fields": NonTensorStack(*fields)}, batch_size=3)
     normalized = spec(TIS | {"level": "version", "upper": 100.0, "normalize": True})
     mean = compute_constants(normalized, rows).weight_mean
     by_chunk = [float(weight[row, places[0]]) for row, places in chunks]
     assert mean == pytest.approx(sum(by_chunk) / len(by_chunk), rel=1e-6)
-
-
-def _nested(column: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    rows = [row[:length] for row, length in zip(column, lengths, strict=True)]
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def test_the_factor_holds_weight_keep_and_the_kept_denominator() -> None:
@@ -225,7 +221,7 @@ def test_without_versions_or_a_step_there_is_no_age() -> None:
 def test_the_plan_knows_ages_of_nested_rows() -> None:
     """The mean of weights capped by age; and rows that are too old leave their group, where that is asked for."""
     data = aged(*CHUNKED)
-    nested = {name: _nested(data[name], [4, 3, 1]) for name in ("response_mask", "old_log_probs", "rollout_log_probs")}
+    nested = {name: packed(data[name], [4, 3, 1]) for name in ("response_mask", "old_log_probs", "rollout_log_probs")}
     rows = TensorDict({**nested, "extra_fields": NonTensorStack(*CHUNKED)}, batch_size=3)
     capped = spec(TIS | {"upper": 1.01, "by_staleness": [1, 2, 4], "normalize": True})
     mean = compute_constants(capped, rows, 7).weight_mean
@@ -238,11 +234,7 @@ def test_the_plan_knows_ages_of_nested_rows() -> None:
         compute_constants(capped, rows)
 
 
-def packed() -> TensorDict:
-    """A prompt of one token and one of two; responses of two tokens and of one."""
-    return TensorDict({"prompts": nested([7], [7, 7]), "responses": nested([8, 9], [8])}, batch_size=2)
-
-
 def test_a_column_of_other_length_is_refused() -> None:
+    data = TensorDict({"prompts": nested([7], [7, 7]), "responses": nested([8, 9], [8])}, batch_size=2)
     with pytest.raises(ValueError, match="advantages in the micro-batch has 4 tokens but the responses have 3"):
-        pad_column(nested([1.0, 2.0], [3.0, 4.0]), Layout.of(packed()), "advantages")
+        pad_column(nested([1.0, 2.0], [3.0, 4.0]), Layout.of(data), "advantages")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tensordict import TensorDict
 
 from recipe.offpolicy.batch import plan
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, SCALE, BatchSplit
-from tests.support.corrections import TIS, band, spec
+from tests.support.corrections import band, spec
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
@@ -34,20 +33,6 @@ def rows() -> TensorDict:
 
 def never() -> NoReturn:
     raise AssertionError("nothing of the batch is needed")
-
-
-def test_a_plan_reads_the_versions_of_its_rows_once() -> None:
-    """Though its weight, its shadow and its denominator all go by the age of the weights."""
-    by_age = {**TIS, "normalize": True, "by_staleness": [1, 2, 4]}
-    stale = {"aggregate": "staleness", "level": "token", "upper": 1}
-    aged = rows().set("offpolicy_versions", torch.tensor([[2, 2], [1, 1], [0, 0]]))
-    kept = replace(spec(by_age, stale=stale), denominator="kept")
-    with patch.object(plan, "read_versions", wraps=plan.read_versions) as read:
-        _, columns = plan.build_plan(
-            kept, {"aged": spec(by_age)}, step=3, rows=lambda: aged, batch_split=lambda: ONE_MINI_BATCH
-        )
-    assert columns[SCALE].tolist() == pytest.approx([5 / 3] * 3)  # two tokens are of weights two steps old
-    read.assert_called_once()
 
 
 def test_columns_of_the_kept_denominator() -> None:

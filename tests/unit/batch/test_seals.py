@@ -21,6 +21,7 @@ from recipe.offpolicy.batch.seals import (
     seal_constant,
 )
 from recipe.offpolicy.correction.statistics import fetch
+from tests.support.packed import packed
 
 TOKENS = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [1, 2, 3, 4], [9, 9, 9, 9]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
@@ -87,13 +88,11 @@ def test_another_plan_and_a_lost_column_are_named() -> None:
 
 
 def test_layouts_have_the_same_seals() -> None:
-    def packed(column: Tensor) -> Tensor:
-        return torch.nested.as_nested_tensor([row[: 4 - i % 2] for i, row in enumerate(column)], layout=torch.jagged)
-
     mask = MASK.clone()
     mask[1::2, 3] = 0
     padded = build_seals(TOKENS, mask, BY_TOKEN)
-    nested = build_seals(packed(TOKENS), packed(mask), {name: packed(each) for name, each in BY_TOKEN.items()})
+    tokens, there, *columns = (packed(each, [4, 3, 4, 3]) for each in (TOKENS, mask, *BY_TOKEN.values()))
+    nested = build_seals(tokens, there, dict(zip(BY_TOKEN, columns, strict=True)))
     assert all(torch.equal(nested[name][mask.any(-1)], padded[name][mask.any(-1)]) for name in BY_TOKEN)
 
 

@@ -41,8 +41,6 @@ KEYS: list[Row] = [
     ({"weigth": TIS}, "correction.weigth=", "Did you mean"),
     ({7: "seven"}, "correction.7=seven", "unknown key"),
     (weight(cap=3.0), f"{W}cap=3.0", "unknown key"),
-    (weight(power=2.0), f"{W}power=2.0", "unknown key"),
-    (named(**GSM, uper=1.02), f"{M}uper=1.02", "unknown key"),
     ({"masks": {"gsm": GSM, "upper": 1.02}}, "correction.masks.upper=", "Did you mean correction.masks.gsm.upper?"),
     (BOTH | {"gsm": {"upper": 1.02}}, "correction.gsm=", "Did you mean correction.masks.gsm.upper?"),
     (BOTH | {"upper": 1.02}, "correction.upper=", "correction.weight.upper or correction.masks.gsm.upper?"),
@@ -54,21 +52,18 @@ KEYS: list[Row] = [
     *((bad, "correction=", "mapping") for bad in ("gsm", 3, [GSM])),
     ({"weight": True}, "correction.weight=", "mapping"),
     ({"masks": [GSM]}, "correction.masks=", "mapping"),
-    ({"masks": {"gsm": "gsm"}}, "correction.masks.gsm=", "mapping"),
     # verl takes the minimum or maximum of metrics by substring of the name, so these would change a reduction.
     *(
         ({"masks": {name: GSM}}, f"correction.masks.{name}", "Rename the mask")
         for name in ("admin", "gsm_max", "a/b", 1)
     ),
     (weight(upper="???"), f"{W}upper=???: required and not set", f"Set {W}upper="),
-    (weight(level="???"), f"{W}level=???: required and not set", f"Set {W}level="),
     (named(**M2PO | {"budget": "???"}), f"{M}budget=???: required and not set", f"Set {M}budget="),
     (named(**opsm("???")), f"{M}delta", "no published default"),  # type: ignore[arg-type]
     (clip("???", 1.2), "correction.kl_clip.lower=???: required and not set", "Set correction.kl_clip.lower="),
 ]
 WORDS: list[Row] = [
     (weight(level="row"), f"{W}level=row", "token, sequence, turn, version"),
-    (weight(level=["token"]), f"{W}level=[token]", "token, sequence"),
     (weight(kind="trunc"), f"{W}kind=trunc", "truncate, clip, reject"),
     (weight(aggregate=None), f"{W}aggregate=null", "product, geometric"),
     (weight(ratio="ppo"), f"{W}ratio=ppo", "rollout, full"),
@@ -106,7 +101,6 @@ NUMBERS: list[Row] = [
     (of_rows("tv_max", None, -0.1), f"{M}upper=-0.1", "never negative"),
     (of_rows("binary_tv", -1.1, None), f"{M}lower=-1.1", "[-1, 1]"),
     (of_rows("binary_tv", None, 1.1), f"{M}upper=1.1", "[-1, 1]"),
-    (of_rows("binary_tv_mean", -1.5, 0.5), f"{M}lower=-1.5", "lies in [-1, 1]"),
     (of_rows("binary_tv", -1.0, 1.0), f"{M}lower=-1.0", "never acts"),
     (of_rows("k3_max", 0.0, None), f"{M}lower=0.0", "never acts"),
     (of_rows("exp_abs_mean", None, 0.9), f"{M}upper=0.9", "Set a bound >= 1"),
@@ -127,7 +121,6 @@ NUMBERS: list[Row] = [
     (named(**opsm(0.1, aggregate="second_moment")), f"{M}aggregate=second_moment", "delta"),
     *((named(**M2PO, **{key: 0.5}), f"{key}=0.5", "Give delta, or budget, or") for key in ("lower", "delta")),
     (named(**M2PO | {"level": "turn"}), f"{M}aggregate=second_moment", "level=turn"),
-    (named(**M2PO | {"ratio": "ppo"}), f"{M}aggregate=second_moment", "ratio=ppo"),
     (named(**M2PO | {"when": "negative"}), f"{M}aggregate=second_moment", "when=negative"),
 ]
 PREFIXES_AND_AGES: list[Row] = [
@@ -151,7 +144,6 @@ PREFIXES_AND_AGES: list[Row] = [
     *((named(**STALE | {"upper": bad}), f"{M}upper=", f"Set {M}upper=4") for bad in (-1, 2.5, None, True, math.nan)),
     (named(**without(STALE, "upper")), f"{M}upper=???", f"Set {M}upper=4"),
     (named(**without(STALE, "level")), f"{M}level", "not set"),
-    (named(**STALE, uper=4), f"{M}uper=4", "unknown key"),
     (named(**STALE, when="outward"), f"{M}when=outward", "no such choice"),
     *(
         (weight(by_staleness=bad), f"{W}by_staleness=", f"Set {W}by_staleness=[1.0,1.5,2.0]")
@@ -176,7 +168,6 @@ WEIGHTS: list[Row] = [
     ),
     ({"weight": TIS, "weights": {"a": NEGATIVE}}, "correction.weight=", "weighted twice"),
     ({"weights": {"a": TIS}}, "correction.weights.a.when", "it has no default"),
-    ({"weights": {"a": 2.0}}, "correction.weights.a=2.0", "mapping"),
     ({"weights": [TIS]}, "correction.weights=", "mapping"),
     ({"weights": {"min": NEGATIVE}}, "correction.weights.min", "'min'"),
     ({"weights": {"a": NEGATIVE | {"normalize": True}}}, "correction.weights.a.normalize", "each gradient step"),

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from recipe.offpolicy.correction.correction_parts import TOLERANCE
 from recipe.offpolicy.proof.rollout_log_probs import SameEngineCheck, SameEngineError
+from tests.support.packed import packed
 
 UIDS = ["one", "one", "two"]
 
@@ -23,12 +24,7 @@ def rows(*, apart: float, at: tuple[int, int] = (1, 2), nested: bool = False) ->
     mu[at] += apart
     columns = {"response_mask": mask.long(), "rollout_log_probs": mu, "old_log_probs": old}
     if nested:
-        columns = {
-            name: torch.nested.as_nested_tensor(
-                [row[:length] for row, length in zip(column, lengths.tolist(), strict=True)], layout=torch.jagged
-            )
-            for name, column in columns.items()
-        }
+        columns = {name: packed(column, lengths.tolist()) for name, column in columns.items()}
     return TensorDict(columns, batch_size=3)
 
 

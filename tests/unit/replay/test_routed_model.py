@@ -13,6 +13,7 @@ from recipe.offpolicy.replay.expert_choice import ReplayError
 from recipe.offpolicy.replay.routed_model import RoutedModel, install_replay
 from tests.support import mixtures
 from tests.support.mixtures import (
+    FAMILIES,
     KINDS,
     TOKENS,
     build_mixture,
@@ -31,7 +32,10 @@ def built(family: str) -> tuple[Any, RoutedModel]:
     return model, install_replay(model)
 
 
-@pytest.fixture(params=KINDS)
+OTHERS = [pytest.param(family, marks=pytest.mark.extended) for family in FAMILIES if family not in KINDS]
+
+
+@pytest.fixture(params=[*KINDS, *OTHERS])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, RoutedModel]:
     """A model and its replay, off."""
     model, routed = built(request.param)
@@ -107,7 +111,7 @@ def test_permuted_layers_of_a_model_with_a_dense_one_are_refused() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", [*KINDS, *OTHERS])
 def test_what_enters_the_experts_is_counted_there(family: str, checkpointing: bool) -> None:
     model = build_mixture(family)
     set_checkpointing(model, checkpointing)
@@ -115,7 +119,12 @@ def test_what_enters_the_experts_is_counted_there(family: str, checkpointing: bo
     layers = len(routed.layout.layers)
     routed.watch_gradients(True)
     routed.arm(draw_routes(dense=len(routed.layout.dense)), torch.arange(TOKENS) < 20)
-    compute_gradients(model)
+    _, gradients = compute_gradients(model)
+    gates = [
+        each for name, each in gradients.items() if each.shape == (8, 32) and ("gate." in name or "router" in name)
+    ]
+    assert len(gates) == layers
+    assert all(gate.any() for gate in gates)
     counts = routed.count_entered()
     assert counts[:, :2].tolist() == [[20, 20]] * layers
     assert all(0 < value < float("inf") for value in routed.get_gradients())

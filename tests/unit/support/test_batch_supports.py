@@ -73,29 +73,18 @@ def test_checksums_are_those_of_the_client() -> None:
     assert not torch.equal(found.hash_rows(tokens[found.places - 1]), found.checksums)
 
 
-def test_a_row_that_was_cut_is_laid_out_as_far_as_it_goes_and_not_compared() -> None:
-    given = notes()
-    data = batch(given)
-    data["input_ids"] = nested([ROWS[0][:4], ROWS[1]])
-    found = lay_out_supports(data, TokenLayout.of(data["input_ids"], torch.zeros(1, 7)), 10)
-    assert found.within.tolist() == [2, 3, 1, 2]
-    assert found.compared.tolist() == [False, True]
-
-
 def test_response_tokens_have_places_among_all_tokens() -> None:
     data = batch()
     found = ResponseTokens.of(data, data["input_ids"].offsets())
     assert found.places.tolist() == [2, 3, 4, 6, 7]
     assert found.trained.tolist() == [True, False, True, True, True]
-    padded = TensorDict(
-        {
-            "prompts": torch.tensor([[1, 2], [0, 3]]),
-            "responses": torch.tensor([[5, 6, 7], [8, 9, 0]]),
-            "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]]),
-            "response_mask": torch.tensor([[1, 0, 1], [1, 1, 0]]),
-        },
-        batch_size=2,
-    )
+    columns = {
+        "prompts": [[1, 2], [0, 3]],
+        "responses": [[5, 6, 7], [8, 9, 0]],
+        "attention_mask": [[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]],
+        "response_mask": [[1, 0, 1], [1, 1, 0]],
+    }
+    padded = TensorDict({name: torch.tensor(rows) for name, rows in columns.items()}, batch_size=2)
     found = ResponseTokens.of(padded, data["input_ids"].offsets())
     assert found.places.tolist() == [2, 3, 4, 6, 7, 0]
     assert found.trained.tolist() == [True, False, True, True, True, False]

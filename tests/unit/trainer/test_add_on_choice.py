@@ -24,14 +24,9 @@ SNAPSHOTS = {"offpolicy.late_weights.snapshots": 2}
     [
         ({}, []),
         ({"offpolicy.delivery.sums": 1}, ["WeightDelivery"]),
-        ({"offpolicy.delivery.probe": 1}, ["WeightDelivery"]),
-        (ETA, ["StalenessLimit"]),
-        (SNAPSHOTS, ["WeightSnapshots"]),
-        (R3, ["RoutingReplay"]),
         (MEGATRON | R3, []),
         (MEGATRON | WATCHED, ["MegatronReplay"]),
         (WATCHED, []),
-        (SUPPORT, ["SupportReplay"]),
         (SUPPORT | R3 | SNAPSHOTS | ETA, ["SupportReplay", "RoutingReplay", "WeightSnapshots", "StalenessLimit"]),
     ],
 )

@@ -30,7 +30,7 @@ class Verls:
         return batch
 
 
-def trainer(version: str, extensions: AddOns, estimator: str) -> Any:
+def trainer(version: str, estimator: str) -> Any:
     module = import_module(f"recipe.offpolicy.trainer.corrected_{version}")
     trainer: Any = Verls()
     trainer.config = OmegaConf.create({"algorithm": {"adv_estimator": estimator, "gamma": 1.0, "lam": 1.0}})
@@ -38,19 +38,15 @@ def trainer(version: str, extensions: AddOns, estimator: str) -> Any:
     made = {"v0": "CorrectedV0", "v1": "CorrectedV1"}[version]
     run = getattr(module, made)(trainer)
     run.supervision = SimpleNamespace(spec=CorrectionSpec(), wants_sampled=False, takes_mu=False)
-    run.add_ons = extensions
+    run.add_ons = AddOns()
     return run
 
 
 def advantage(
-    version: str,
-    extensions: AddOns,
-    monkeypatch: pytest.MonkeyPatch,
-    estimator: str = "rloo",
-    rewards: Tensor | None = None,
+    version: str, monkeypatch: pytest.MonkeyPatch, estimator: str = "rloo", rewards: Tensor | None = None
 ) -> int:
     """The times that verl's estimator ran on the batch."""
-    made = trainer(version, extensions, estimator)
+    made = trainer(version, estimator)
     made.config.algorithm.use_kl_in_reward = rewards is not None
     Verls.estimated, with_kl = 0, SCORES if rewards is None else rewards
     if version == "v0":
@@ -70,12 +66,11 @@ def advantage(
     }
     columns = {name: torch.nested.as_nested_tensor(each, layout=torch.jagged) for name, each in nested.items()}
     batch = SimpleNamespace(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train")
-    queue = SimpleNamespace(
-        kv_batch_get=lambda keys, partition_id, select_fields: {name: columns[name] for name in select_fields},
-        kv_batch_put=lambda keys, partition_id, fields: batch,
+    monkeypatch.setattr(
+        "transfer_queue.kv_batch_get",
+        lambda keys, partition_id, select_fields: {name: columns[name] for name in select_fields},
     )
-    for name in ("kv_batch_get", "kv_batch_put"):
-        monkeypatch.setattr(f"transfer_queue.{name}", getattr(queue, name))
+    monkeypatch.setattr("transfer_queue.kv_batch_put", lambda keys, partition_id, fields: batch)
     made._compute_advantage(batch, {})
     return Verls.estimated
 
@@ -84,7 +79,7 @@ def advantage(
 def test_a_reward_that_is_not_finite_stops_every_run(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SCORES", torch.tensor([[0.0, 0.0, 1.0], [0.0, torch.nan, 0.0]]))
     with pytest.raises(RewardError, match=r"the reward of sequence 1 \(prompt a, step 1\) is nan"):
-        advantage(version, AddOns(), monkeypatch)
+        advantage(version, monkeypatch)
     assert Verls.estimated == 0
 
 
@@ -95,13 +90,13 @@ def test_a_kl_in_the_reward_that_is_not_finite_names_the_sequence(
     """Its score is finite, but log-probs of the reference are not."""
     rewards = torch.tensor([[0.5, 0.0, 1.0], [0.0, torch.nan, 0.0]])
     with pytest.raises(RewardError, match=r"sequence 1 \(prompt a, step 1\) is nan\. Its score is finite.*reference"):
-        advantage(version, AddOns(), monkeypatch, "reinforce_plus_plus", rewards)
-    assert advantage(version, AddOns(), monkeypatch, "reinforce_plus_plus", SCORES) == 1
+        advantage(version, monkeypatch, "reinforce_plus_plus", rewards)
+    assert advantage(version, monkeypatch, "reinforce_plus_plus", SCORES) == 1
 
 
 @pytest.mark.parametrize("version", ["v0", "v1"])
 def test_a_reward_that_is_not_finite_stops_validation(version: str) -> None:
-    made = trainer(version, AddOns(), "grpo")
+    made = trainer(version, "grpo")
     with pytest.raises(RewardError, match=r"sequence 1 \(prompt b, validation\) is inf"):
         made._val_metrics_update(["s", "s"], ["a", "b"], {"reward": [1.0, float("inf")]}, [])
 
@@ -111,5 +106,5 @@ def test_rewards_by_token_stop_before_an_estimator_that_sums_them(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DenseRewardError, match=r"adv_estimator=rloo: .*0\.5 at token 0"):
-        advantage(version, AddOns(), monkeypatch)
+        advantage(version, monkeypatch)
     assert Verls.estimated == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 
@@ -59,12 +58,3 @@ def said(setup: str = "", **environment: str) -> str:
 
 def test_once_where_nobody_set_up_a_logger() -> None:
     assert said().count("it is live") == 1
-
-
-def test_the_handler_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = logging.Logger("of the test")
-    monkeypatch.setattr(hooked, "logger", fresh)
-    monkeypatch.setattr(logging.getLogger("verl"), "handlers", [])
-    hooked.set_up_logger()
-    hooked.set_up_logger()
-    assert len(fresh.handlers) == 1

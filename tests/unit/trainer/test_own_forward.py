@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import OmegaConf
-from tensordict import NonTensorStack, TensorDict
 
 from recipe.offpolicy.trainer.batch_view import (
-    MEDIA,
     MediaError,
-    build_nested,
     build_padded,
     demand_text,
     pad_rows,
@@ -54,15 +50,6 @@ def test_padded_columns_by_hand() -> None:
         "position_ids": [[0, 0, 1, 2], [0, 1, 2, 2]],
         "response_mask": [[1, 1], [1, 0]],
     }
-
-
-@pytest.mark.verl("==0.9.1")
-def test_positions_have_the_axes_of_the_model() -> None:
-    """Text is at the same place of each axis, as verl lays it out for models with images."""
-    source = TensorDict({"position_ids": torch.zeros(1, 4, 9), MEDIA: NonTensorStack({})}, batch_size=1)
-    nested = build_nested(ROWS, source)["position_ids"].unbind()
-    assert [row.tolist() for row in nested] == [[[0, 1, 2]] * 4] * 2
-    assert build_padded(ROWS, (4,))["position_ids"].tolist() == [[[0, 0, 1, 2]] * 4, [[0, 1, 2, 2]] * 4]
 
 
 def test_rows_with_images_are_not_scored_by_their_tokens_alone() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,9 +26,9 @@ from recipe.offpolicy.worker import loss as worker_loss
 from recipe.offpolicy.worker import metrics as packets
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
-from tests.support.applications import CONFIGS, DELTAS, OPTIONS
 from tests.support.corrections import band, opsm, spec
 from tests.support.examples import each_nth_by_default
+from tests.support.presets import PRESETS
 from verl_patches import worker_seams
 
 WAITS = (
@@ -121,20 +120,17 @@ def micro_batch(correction: CorrectionSpec, lengths: tuple[int, ...], seed: int)
     responses = [torch.randint(3, 30, (length,), generator=generator) for length in lengths]
     mu = [-1.0 - row.abs() for row in noise(1.0)]
     old = [row + apart for row, apart in zip(mu, noise(0.1), strict=True)]
-    columns = {
+    columns: dict[str, Any] = {
         "prompts": nested(prompts),
         "responses": nested(responses),
         "response_mask": nested([(torch.arange(length) % 4 != 3).long() for length in lengths]),
         "rollout_log_probs": nested(mu),
         "old_log_probs": nested(mu if correction.proximal != "recompute" else old),
         "advantages": nested([torch.full((length,), (-1.0) ** row) for row, length in enumerate(lengths)]),
-        "extra_fields": NonTensorStack(
-            *(
-                {"min_global_steps": 0, "max_global_steps": 0, CHUNKS: [[(0, 3)]] * -(-length // 4)}
-                for length in lengths
-            )
-        ),
     }
+    span = {"min_global_steps": 0, "max_global_steps": 0}
+    fields = [{**span, CHUNKS: [[(0, 3)]] * -(-length // 4)} for length in lengths]
+    columns["extra_fields"] = NonTensorStack(*fields)
     data = TensorDict(columns, batch_size=len(lengths))
     tokens = sum(int(row.sum()) for row in data["response_mask"].unbind())
     constants = compute_constants(correction, data)
@@ -156,19 +152,10 @@ def loss_of(correction: CorrectionSpec) -> OffPolicyLoss:
     return OffPolicyLoss(correction, None, shadows=SHADOWS, moving=moving, base_loss=plain_loss)
 
 
-def loaded(option: str) -> CorrectionSpec:
-    """One option by itself, with 0.1 for what it leaves open."""
-    config = OmegaConf.load(CONFIGS / "correction" / f"{option}.yaml")
-    for override in DELTAS.get(option, []):
-        OmegaConf.update(config, override.removeprefix("correction.").partition("=")[0], 0.1)
-    return CorrectionSpec.from_mapping(OmegaConf.to_container(config))  # type: ignore[arg-type]
-
-
-OPTION_SPECS = {name: loaded(name) for name in OPTIONS}
 # The clipped KL term is verl's own loss once more, with whatever that asks for; other terms ask for its config.
 CASES = {
     name: each
-    for name, each in OPTION_SPECS.items()
+    for name, each in PRESETS.items()
     if not (each.kl_clip or each.kl_weight or each.penalty or each.centering)
 }
 CASES |= {"moving": spec(gsm=band(0.9, 1.1), opsm=opsm(0.1))}
