@@ -1,12 +1,18 @@
-"""A row's checksum ties mu to its tokens, to the bit, and to nothing else."""
+"""Hashes of rows, and rows that were seen against rows that were sent."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as draw
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
 
-from recipe.offpolicy.batch.seals import compute_row_checksums
+from recipe.offpolicy.batch.seals import are_same_rows, compute_row_checksums, find_difference, hash_model_input
 from tests.support.drawn import examples
 
 TOKENS = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [1, 2, 3, 4]])
@@ -57,3 +63,90 @@ def test_one_replaced_value_or_token_shows(row: list[tuple[int, float]], at: int
     for there in ((row[at][0], mu), (token, row[at][1])):
         changed = [*row[:at], there, *row[at + 1 :]]
         assert (one(row) == one(changed)) == (repr(row) == repr(changed))
+
+
+SENT = {"a": 3, "b": 5, "c": 5, "d": 7}
+OLD = {"d": "too old", "x": "elsewhere"}
+
+
+@pytest.mark.parametrize(
+    ("seen", "left", "epochs"), [([5, 3, 7, 5], {}, 1), ([3, 5, 5], OLD, 1), ([3, 5, 5, 5, 3, 5], OLD, 2)]
+)
+def test_exactly_the_rows_that_have_not_left(seen: list[int], left: dict[str, str], epochs: int) -> None:
+    assert find_difference(SENT, seen, left, epochs) is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "epochs", "said"),
+    [
+        ([3, 5], 1, "3 of 4 rows expected (1 left: too old), 2 seen: 2 missing or changed (b, c)"),
+        ([3, 5, 5, 7], 1, "3 of 4 rows expected (1 left: too old), 4 seen: 1 had left (d)"),
+        ([3, 3, 5, 5], 1, "3 of 4 rows expected (1 left: too old), 4 seen: 1 too often (a)"),
+        ([3, 5, 5, 3, 5, 5], 1, "3 of 4 rows expected (1 left: too old), 6 seen: 3 too often (a, b, c)"),
+        ([3, 5, 5], 2, "3 of 4 rows expected (1 left: too old), 2 epochs, 3 seen: 3 missing or changed (a, b, c)"),
+        (
+            [4, 5, 5],
+            1,
+            "3 of 4 rows expected (1 left: too old), 3 seen: 1 missing or changed (a), 1 not sent with this content",
+        ),
+    ],
+)
+def test_what_differs_is_named_by_row(seen: list[int], epochs: int, said: str) -> None:
+    assert find_difference(SENT, seen, OLD, epochs) == said
+
+
+def test_rows_are_the_same_each_as_often_as_was_said() -> None:
+    assert are_same_rows([-(2**63), 2**63 - 1], [2**63 - 1, -(2**63)])
+    assert are_same_rows([3, 5], [5, 3, 3, 5], times=2)
+    assert are_same_rows([], [], times=3)
+    assert not are_same_rows([3, 5], [5, 3, 5, 5], times=2)
+    assert not are_same_rows([3, 5], [3, 5], times=2)
+    assert not are_same_rows([3, 5], [3, 6])
+
+
+LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+
+
+def build(lengths: list[int], axes: int, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tokens (L,) and positions (L,), or (axes, L), of each sequence."""
+    random = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(0, 150_000, (length,), generator=random) for length in lengths]
+    shape = (axes,) if axes else ()
+    return tokens, [torch.randint(0, 40_000, (*shape, length), generator=random) for length in lengths]
+
+
+def nest(tokens: list[torch.Tensor], positions: list[torch.Tensor]) -> TensorDict:
+    def nested(rows: list[torch.Tensor]) -> Any:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    return TensorDict({"input_ids": nested(tokens), "position_ids": nested(positions)}, len(tokens))
+
+
+def pad_left(tokens: list[torch.Tensor], positions: list[torch.Tensor]) -> TensorDict:
+    def padded(rows: list[torch.Tensor]) -> torch.Tensor:
+        turned = pad_sequence([row.flip(-1).movedim(-1, 0) for row in rows], batch_first=True, padding_value=7)
+        return turned.flip(1).movedim(1, -1)
+
+    there = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True).flip(1)
+    columns = {"input_ids": padded(tokens), "position_ids": padded(positions), "attention_mask": there}
+    return TensorDict(columns, len(tokens))
+
+
+@given(LENGTHS, st.sampled_from([0, 3, 4]), st.integers(0, 99))
+def test_both_layouts_have_one_hash(lengths: list[int], axes: int, seed: int) -> None:
+    sequences = build(lengths, axes, seed)
+    assert torch.equal(hash_model_input(nest(*sequences)), hash_model_input(pad_left(*sequences)))
+
+
+@pytest.mark.parametrize("lengths", [[3, 3], [3, 5], [4]])
+@pytest.mark.parametrize("axes", [0, 4])
+@pytest.mark.parametrize("what", ["a token", "a position", "tokens exchanged", "positions exchanged"])
+def test_a_change_shows_in_its_sequence_alone(lengths: list[int], axes: int, what: str) -> None:
+    tokens, positions = build(lengths, axes, seed=1)
+    before = hash_model_input(nest(tokens, positions))
+    changed = (tokens if "token" in what else positions)[-1]
+    if "exchanged" in what:
+        changed[..., :2] = changed[..., :2].flip(-1)
+    else:
+        changed[..., 0] += 1
+    assert (hash_model_input(nest(tokens, positions)) != before).tolist() == [False] * (len(lengths) - 1) + [True]

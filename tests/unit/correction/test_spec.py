@@ -1,4 +1,4 @@
-"""What a correction holds, and the number by which two of them are one."""
+"""What a correction holds, the number by which two of them are one, and bounds that move during a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import math
 import pickle
 from typing import Any
 
-from recipe.offpolicy.correction import CorrectionSpec
+import pytest
+
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction.spec import WEIGHT, read_bounds, replace_bounds
 from tests.support.corrections import GSM, M2PO, TIS, opsm, spec
 from tests.support.refusals import mask, weight, without
 
@@ -83,3 +86,25 @@ def test_each_correction_comes_back_from_its_mapping_with_a_fingerprint_of_its_o
         found.add(correction.fingerprint())
     assert len(found) == len(VARIANTS)
     assert all(0 <= each < 2**31 for each in found)
+
+
+BOTH = spec(TIS, gsm=GSM)
+
+
+def test_bounds_are_found_by_name() -> None:
+    assert read_bounds(BOTH, {"gsm", WEIGHT}) == {"gsm": {"lower": 0.99, "upper": 1.01}, WEIGHT: {"upper": 2.0}}
+    assert read_bounds(BOTH, {"opsm"}) == {}
+    assert read_bounds(spec(None, gsm=GSM), {WEIGHT}) == {}
+
+
+def test_bounds_are_put_in_and_nothing_else_changes() -> None:
+    moved = replace_bounds(BOTH, {"gsm": {"lower": 0.9, "upper": 1.1}, WEIGHT: {"upper": 3.0}})
+    assert moved == spec(TIS | {"upper": 3.0}, gsm=GSM | {"lower": 0.9, "upper": 1.1})
+    assert replace_bounds(BOTH, read_bounds(BOTH, {"gsm", WEIGHT})) is BOTH
+
+
+def test_bounds_of_no_part_and_bounds_that_cross_are_refused() -> None:
+    with pytest.raises(KeyError, match="opsm"):
+        replace_bounds(BOTH, {"opsm": {"upper": 0.1}})
+    with pytest.raises(SpecError):
+        replace_bounds(BOTH, {"gsm": {"lower": 1.2, "upper": 1.1}})

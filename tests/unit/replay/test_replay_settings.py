@@ -10,8 +10,6 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.replay.batch_routes import ReplaySettings, find_problems, replays_on_fsdp
 from verl_patches.execution_path import LivePath
 
-V1 = LivePath("0.9.1", "v1", "engine", "fsdp2")
-
 
 def composed(mode: str = "R3", trainer: bool = True, **replay: Any) -> DictConfig:
     actor = {"strategy": "fsdp2", "fsdp_config": {"router_replay": {"mode": mode}}}
@@ -24,20 +22,12 @@ def composed(mode: str = "R3", trainer: bool = True, **replay: Any) -> DictConfi
     )
 
 
-@pytest.mark.parametrize(
-    ("path", "live"),
-    [
-        (V1, True),
-        (LivePath("0.9.1", "v1", "engine", "fsdp"), True),
-        (LivePath("0.9.1", "v1", "engine", "megatron"), False),
-        (LivePath("0.9.1", "v0", "engine", "fsdp2"), False),
-        (LivePath("0.9.0", "v1", "engine", "fsdp2"), False),
-        (LivePath("0.8.0", "v0", "engine", "fsdp2"), False),
-        (LivePath("0.7.1", "v0", "legacy", "fsdp"), False),
-    ],
-    ids=str,
-)
-def test_the_key_is_live_on_one_path(path: LivePath, live: bool) -> None:
+@pytest.mark.parametrize("release", ["0.7.1", "0.8.0", "0.9.0", "0.9.1"])
+@pytest.mark.parametrize("trainer", ["v0", "v1"])
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "megatron"])
+def test_the_key_is_live_on_one_path(release: str, trainer: str, strategy: str) -> None:
+    path = LivePath(release, trainer, "engine", strategy)
+    live = (release, trainer) == ("0.9.1", "v1") and strategy != "megatron"
     assert replays_on_fsdp(path) is live
     assert (ReplaySettings.from_config(composed(), path) is not None) is live
 

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.batch.plan import take_reports
 from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.support.fsdp_engine import REPORT as KEY
 from recipe.offpolicy.support.fsdp_engine import SupportReport
 from recipe.offpolicy.support.support_replay import judge
 from recipe.offpolicy.support.support_settings import SupportSettings, choose_size
@@ -73,47 +74,20 @@ def test_a_support_that_widens_the_mismatch_stops_the_first_update() -> None:
     assert judge([wide], SETTINGS, first=False)[0]["kl_k3"] > 0
 
 
-pytestmark = pytest.mark.verl("==0.9.1")
-pytest.importorskip("transfer_queue")
+@pytest.mark.verl("==0.9.1")
+def test_each_update_is_judged_and_the_first_is_proved() -> None:
+    pytest.importorskip("transfer_queue")
+    from recipe.offpolicy.support.support_replay import SupportReplay
 
-
-@pytest.fixture
-def add_on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from recipe.offpolicy.support import support_replay
-    from recipe.offpolicy.support.support_settings import SupportSettings
-
-    made: Any = support_replay.SupportReplay(SupportSettings(8, "mask"))
-    made.served = []
-    monkeypatch.setattr(support_replay, "note_supports", lambda client: f"noting {client}")
-    monkeypatch.setattr(support_replay, "serve_supports", made.served.append)
-    return made
-
-
-def test_each_update_is_judged_and_the_first_is_proved(add_on: Any) -> None:
-    from recipe.offpolicy.proof.verify import LivenessError
-    from recipe.offpolicy.support.fsdp_engine import REPORT, SupportReport
-
-    report = SupportReport(
-        tokens=10,
-        known=10,
-        members=20,
-        largest=4,
-        compared=2,
-        bytes=30,
-        least_mass=1.0,
-        greatest_mass=1.0,
-        unknown_mass=0.0,
-        k3_tokens=10,
-        k3=0.5,
-        k3_without=0.1,
-    )
+    add_on = SupportReplay(SETTINGS)
+    report = replace(REPORT, k3=0.9)
     with pytest.raises(LivenessError, match="mu was not sampled from this support"):
-        add_on.on_update({REPORT: [report]}, None)
+        add_on.on_update({KEY: [report]}, None)
     add_on._proved = True
-    metrics: dict[str, Any] = {REPORT: [report]}
+    metrics: dict[str, Any] = {KEY: [report]}
     add_on.on_update(metrics, None)
     assert metrics == {}
-    assert add_on.metrics()["offpolicy/support/size"] == 2.0
+    assert add_on.metrics()["offpolicy/support/size"] == 3.0
     with pytest.raises(LivenessError, match="returned no report"):
         add_on.on_update({}, None)
 

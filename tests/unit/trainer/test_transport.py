@@ -18,7 +18,7 @@ from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 from recipe.offpolicy.trainer.supervision import Supervision
 from recipe.offpolicy.worker.verl_workers import adopt
-from tests.support.corrections import GSM, M2PO, TIS, opsm
+from tests.support.corrections import GSM, TIS, opsm
 from tests.support.padded_rows import build_model_input
 from verl import DataProto
 from verl_patches.legacy.handover import HANDOVER
@@ -30,10 +30,8 @@ VERLS = (
     *("input_ids", "attention_mask", "position_ids"),
 )
 CORRECTIONS: dict[str, dict[str, Any]] = {
-    "none": {},
     "weight and masks": {"weight": TIS, "masks": {"gsm": GSM, "opsm": opsm(0.1)}},
     "normalised": {"weight": TIS | {"normalize": True}},
-    "a budget": {"masks": {"m2po": M2PO}},
     "kept tokens": {"masks": {"gsm": GSM}, "denominator": "kept"},
     "by version": {"weight": TIS | {"level": "version"}},
     "no forward pass": {"weight": TIS, "proximal": "reuse"},

@@ -32,12 +32,7 @@ def test_worker_groups_find_it_and_it_calls_each_part(monkeypatch: pytest.Monkey
     assert called == ["worker", "workerworker"]
 
 
-pytest.importorskip("verl")
-
-
-pytestmark = pytest.mark.verl(">=0.9")
-
-
+@pytest.mark.verl(">=0.9")
 def test_it_is_built_of_the_actors_configuration_and_the_recording(tmp_path: Path) -> None:
     recorded = f"offpolicy.record.dir={tmp_path / 'recording'}"
     with application("actor_rollout_ref.actor.clip_ratio=0.3", recorded, *NEEDED) as config:
