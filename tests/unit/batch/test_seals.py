@@ -13,13 +13,7 @@ from torch import Tensor
 from recipe.offpolicy.batch.micro_batch import MicroBatch, check_engine, check_seals, read
 from recipe.offpolicy.batch.padding import take_rows
 from recipe.offpolicy.batch.plan import SharedPlan, seal_batch
-from recipe.offpolicy.batch.seals import (
-    SealError,
-    build_seals,
-    compare,
-    key_of,
-    seal_constant,
-)
+from recipe.offpolicy.batch.seals import SealError, build_seals, compare, key_of, seal_constant
 from recipe.offpolicy.correction.statistics import fetch
 from tests.support.packed import packed
 

@@ -7,9 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from recipe.offpolicy.correction import (
-    Reduction,
-)
+from recipe.offpolicy.correction import Reduction
 from recipe.offpolicy.correction.masks import AGGREGATES
 from tests.support.applications import OPTIONS
 from tests.support.paths import ROOT

@@ -10,14 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.correction import (
-    BatchConstants,
-    CorrectionSpec,
-    SpecError,
-    rollout_stage,
-    step_stage,
-    turns,
-)
+from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, SpecError, rollout_stage, step_stage, turns
 from recipe.offpolicy.correction.stages import compute_shadow_statistics
 from recipe.offpolicy.preflight.resolve import parse_shadows
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec

@@ -11,11 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.correction import (
-    CorrectionSpec,
-    StepStage,
-    batch_constants,
-)
+from recipe.offpolicy.correction import CorrectionSpec, StepStage, batch_constants
 from recipe.offpolicy.correction.statistics import merge_all
 from tests.support.corrections import TIS, on_host, run, spec, values
 from tests.support.examples import at_most

@@ -11,11 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.preflight.composed import OUTCOME
-from recipe.offpolicy.proof.rewards import (
-    DenseRewardError,
-    DenseRewardGuard,
-    sees_positions,
-)
+from recipe.offpolicy.proof.rewards import DenseRewardError, DenseRewardGuard, sees_positions
 from verl.trainer.ppo import core_algos
 from verl_patches.trainer_seams import plain_advantage
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe.offpolicy.proof.token_alignment import (
-    AlignmentChecker,
-    AlignmentError,
-    AlignmentTally,
-    tally_agreements,
-)
+from recipe.offpolicy.proof.token_alignment import AlignmentChecker, AlignmentError, AlignmentTally, tally_agreements
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

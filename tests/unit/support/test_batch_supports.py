@@ -10,13 +10,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from recipe.offpolicy.replay.batch_routes import TokenLayout
-from recipe.offpolicy.support.token_supports import (
-    NOTE,
-    ResponseTokens,
-    SupportNote,
-    TokenSupports,
-    lay_out_supports,
-)
+from recipe.offpolicy.support.token_supports import NOTE, ResponseTokens, SupportNote, TokenSupports, lay_out_supports
 
 ROWS = [[1, 2, 5, 6, 7], [3, 8, 9]]
 SUPPORTS = [[[5, 4], [], [7]], [[8, 1, 2], [9]]]

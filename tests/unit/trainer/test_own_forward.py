@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.trainer.batch_view import (
-    MediaError,
-    build_padded,
-    demand_text,
-    pad_rows,
-)
+from recipe.offpolicy.trainer.batch_view import MediaError, build_padded, demand_text, pad_rows
 
 ROWS = [([5], [6, 7]), ([8, 9], [1])]
 
