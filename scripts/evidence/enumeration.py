@@ -22,15 +22,8 @@ import yaml
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from recipe.offpolicy.correction import (
-    BatchConstants,
-    CorrectionSpec,
-    RolloutStage,
-    StepStage,
-    proximal_log_prob,
-    rollout_stage,
-    step_stage,
-)
+from recipe.offpolicy import correction
+from recipe.offpolicy.correction import CorrectionSpec, RolloutStage, StepStage, rollout_stage
 from recipe.offpolicy.correction.centering import compute_coefficients, select_token_parts
 
 OPTIONS = Path(__file__).resolve().parents[2] / "configs" / "correction"
@@ -127,11 +120,14 @@ def policies(world: World, *, mismatch: float, staleness: float) -> Policies:
     theta = world.theta + staleness * world.direction
     old_logits = world.features @ world.theta
     of_mu, of_pi = old_logits + mismatch * world.noise, world.features @ theta
+    mu, old, pi = (_token_log_prob(logits, world.tokens) for logits in (of_mu, old_logits, of_pi))
+    # The derivative of a log-softmax.
+    scores = outer(world.features, one_hot(world.tokens, of_pi.shape[-1]) - of_pi.softmax(-1))
     return Policies(
-        mu=_token_log_prob(of_mu, world.tokens),
-        old=_token_log_prob(old_logits, world.tokens),
-        pi=_token_log_prob(of_pi, world.tokens),
-        scores=_scores(world, theta),
+        mu=mu,
+        old=old,
+        pi=pi,
+        scores=scores,
         rewards=world.rewards,
         gradient=_gradient(world, theta),
         features=world.features,
@@ -142,11 +138,6 @@ def policies(world: World, *, mismatch: float, staleness: float) -> Policies:
 
 def _token_log_prob(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-
-
-def _scores(world: World, theta: Tensor) -> Tensor:
-    """Compute phi outer (one-hot(y_t) - pi(. | y_<t)), the derivative of a log-softmax."""
-    return outer(world.features, one_hot(world.tokens, theta.shape[-1]) - (world.features @ theta).softmax(-1))
 
 
 def outer(features: Tensor, by_logits: Tensor) -> Tensor:
@@ -218,7 +209,7 @@ def measure(estimator: Estimator, policies: Policies, *, turns: int = 1) -> Meas
         turns: number of turns in each sequence, all of equal length.
     """
     spec, mu = estimator.spec, policies.probability
-    old = proximal_log_prob(
+    old = correction.proximal_log_prob(
         spec.proximal,
         spec.alpha,
         old_log_prob=policies.old,
@@ -276,13 +267,10 @@ def decide(
         plain = CorrectionSpec(weight=replace(normalized, normalize=False))
         raw = rollout_stage(plain, **columns)
         mean = float(policies.probability @ (raw.weight * raw.keep).mean(-1))
-    cutoffs = {
-        name: _find_cutoff(mask.budget, policies, old - policies.mu)
-        for name, mask in spec.masks
-        if mask.budget is not None
-    }
-    stage = rollout_stage(spec, **columns, constants=BatchConstants(weight_mean=mean, cutoffs=cutoffs))
-    return stage, step_stage(spec, stage, log_prob=policies.pi, advantages=advantage[:, None].expand_as(old))
+    budgets = {name: mask.budget for name, mask in spec.masks if mask.budget is not None}
+    cutoffs = {name: _find_cutoff(budget, policies, old - policies.mu) for name, budget in budgets.items()}
+    stage = rollout_stage(spec, **columns, constants=correction.BatchConstants(weight_mean=mean, cutoffs=cutoffs))
+    return stage, correction.step_stage(spec, stage, log_prob=policies.pi, advantages=advantage[:, None].expand_as(old))
 
 
 def _find_cutoff(budget: float, policies: Policies, log_ratio: Tensor) -> float:

@@ -5,16 +5,18 @@ Each claim is a function that checks it and returns a sentence with its figures.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import torch
 from enumeration import Estimator, Family, Measurement, Policies, measure
 from seeds import require
 
-from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
+from recipe.offpolicy.correction import CorrectionSpec, RolloutStage, rollout_stage
 
 
 def build_estimator(name: str, family: Family, **correction: Any) -> Estimator:
@@ -128,30 +130,28 @@ def expected(aggregate: str, case: LogRatio, length: int) -> float:
     centre, spread = case.mean * times, case.deviation * root
     if spread == 0:
         return float(lower <= centre <= upper)
-    return _normal_cdf((upper - centre) / spread) - _normal_cdf((lower - centre) / spread)
+    normal = NormalDist(centre, spread)
+    return normal.cdf(upper) - normal.cdf(lower)
 
 
 def simulated(aggregate: str, case: LogRatio, length: int, *, rows: int, seed: int) -> float:
     """Compute the share of ``rows`` random rows that the shipped mask would keep."""
     lower, upper = MASKS[aggregate]
-    mask = {"ratio": "rollout", "level": "sequence", "aggregate": aggregate, "when": "any"}
-    spec = CorrectionSpec.from_mapping({"masks": {"mask": mask | {"lower": lower, "upper": upper}}})
+    spec = CorrectionSpec.from_mapping(_one_mask(aggregate=aggregate, lower=lower, upper=upper))
     generator = torch.Generator().manual_seed(seed)
     kept, left = 0, rows
     while left:
         count = min(left, max(1, CHUNK // length))
         log_ratio = case.mean + case.deviation * torch.randn(count, length, generator=generator, dtype=torch.float64)
         mu = torch.full_like(log_ratio, -1.0)
-        stage = rollout_stage(
-            spec, old_log_prob=mu + log_ratio, rollout_log_prob=mu, response_mask=torch.ones_like(mu, dtype=torch.bool)
-        )
-        kept += int(stage.keep.all(-1).sum())
+        kept += int(_run_stage(spec, mu, log_ratio).keep.all(-1).sum())
         left -= count
     return kept / rows
 
 
-def _normal_cdf(value: float) -> float:
-    return math.erfc(-value / math.sqrt(2)) / 2
+def _run_stage(spec: CorrectionSpec, mu: torch.Tensor, log_ratio: torch.Tensor | float) -> RolloutStage:
+    mask = torch.ones_like(mu, dtype=torch.bool)
+    return rollout_stage(spec, old_log_prob=mu + log_ratio, rollout_log_prob=mu, response_mask=mask)
 
 
 UNBIASED = (SEQUENCE_IS, SELF_NORMALISED, SEQUENCE_IS_FULL)
@@ -178,9 +178,9 @@ def on_policy_is_unbiased(policies: Policies) -> str:
 def sequence_is_unbiased(mismatches: Table, stalenesses: Table) -> str:
     """Assert that untruncated sequence IS is unbiased: with pi_old / mu at pi = pi_old, and with pi / mu everywhere."""
     errors = [row[e.name].bias for row in mismatches.values() for e in UNBIASED]
-    errors += [row[SEQUENCE_IS_FULL.name].bias for row in stalenesses.values()]
-    require(max(errors) < 1e-10, f"untruncated sequence IS has a relative bias of {max(errors):.1e}")
-    return f"Untruncated sequence IS is unbiased at every mismatch, on pi / mu at every staleness ({max(errors):.1e})."
+    worst = max(errors + [row[SEQUENCE_IS_FULL.name].bias for row in stalenesses.values()])
+    require(worst < 1e-10, f"untruncated sequence IS has a relative bias of {worst:.1e}")
+    return f"Untruncated sequence IS is unbiased at every mismatch, on pi / mu at every staleness ({worst:.1e})."
 
 
 def baselines_stay_unbiased(mismatches: Table) -> str:
@@ -230,13 +230,7 @@ def products() -> str:
     shown = []
     for ratio, length, figure in ((1.001, 2000, 7.3817), (1.01, 1000, 20959.0), (0.99, 1000, 4.3171e-5)):
         mu = torch.full((1, length), -1.0, dtype=torch.float64)
-        stage = rollout_stage(
-            SEQUENCE_IS.spec,
-            old_log_prob=mu + math.log(ratio),
-            rollout_log_prob=mu,
-            response_mask=torch.ones_like(mu, dtype=torch.bool),
-        )
-        product = float(stage.weight[0, 0])
+        product = float(_run_stage(SEQUENCE_IS.spec, mu, math.log(ratio)).weight[0, 0])
         require(math.isclose(product, figure, rel_tol=2e-5), f"{ratio}^{length}: {product:.6g}, expected {figure:g}")
         shown.append(f"{ratio}^{length} = {product:.5g}")
     return "Sequence weights multiply: " + ", ".join(shown) + "."
@@ -251,16 +245,11 @@ def keep_rates_agree(
         share: (aggregate, case, length) -> share of the ``rows`` simulated rows that is kept.
     """
     worst = 0.0
-    for aggregate in MASKS:
-        for case in cases:
-            for length in lengths:
-                probability = expected(aggregate, case, length)
-                error = abs(share(aggregate, case, length) - probability)
-                allowed = 5 * math.sqrt(probability * (1 - probability) / rows) + 3 / rows
-                require(
-                    error <= allowed,
-                    f"{aggregate} mask, {case.name}, T = {length}: the share kept is off by {error:.4f}, "
-                    f"{allowed:.4f} is allowed",
-                )
-                worst = max(worst, error)
+    for aggregate, case, length in itertools.product(MASKS, cases, lengths):
+        probability = expected(aggregate, case, length)
+        error = abs(share(aggregate, case, length) - probability)
+        allowed = 5 * math.sqrt(probability * (1 - probability) / rows) + 3 / rows
+        off = f"the share kept is off by {error:.4f}, {allowed:.4f} is allowed"
+        require(error <= allowed, f"{aggregate} mask, {case.name}, T = {length}: {off}")
+        worst = max(worst, error)
     return f"Simulated keep-rates agree with the normal distribution (largest difference {worst:.3f}, {rows} rows)."

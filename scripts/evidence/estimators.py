@@ -11,6 +11,7 @@ sampled.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
@@ -102,14 +103,10 @@ def collect(settings: EvidenceSettings) -> Evidence:
         for other in range(1, settings.worlds + 1)
     ]
     biases = {e.name: [row[e.name].bias for row in (mismatches[settings.plane], *elsewhere)] for e in ESTIMATORS}
-    shares = {
-        (aggregate, case, length): claims.simulated(
-            aggregate, case, length, rows=settings.rows if case.deviation else 1, seed=settings.seed
-        )
-        for aggregate in claims.MASKS
-        for case in claims.CASES
-        for length in settings.lengths
-    }
+    shares = {}
+    for key in itertools.product(claims.MASKS, claims.CASES, settings.lengths):
+        rows = settings.rows if key[1].deviation else 1
+        shares[key] = claims.simulated(*key, rows=rows, seed=settings.seed)
     sentences = (
         claims.gradient_agrees(policies(world, mismatch=settings.stale_mismatch, staleness=max(settings.stalenesses))),
         claims.on_policy_is_unbiased(on_policy),
@@ -135,10 +132,9 @@ def collect(settings: EvidenceSettings) -> Evidence:
 
 def _measurements(world: World, mismatch: float, staleness: float, *, options: bool = False) -> dict[str, Measurement]:
     setting = policies(world, mismatch=mismatch, staleness=staleness)
+    measured = list_options() if options else ESTIMATORS
     # Some options are meant for answers of several turns.
-    return {
-        each.name: measure(each, setting, turns=1 + options) for each in (list_options() if options else ESTIMATORS)
-    }
+    return {each.name: measure(each, setting, turns=1 + options) for each in measured}
 
 
 # --- tables
@@ -193,13 +189,10 @@ def report(evidence: Evidence, console: Console) -> None:
     over = f"Bias at mismatch {plane:g}, pi = pi_old, over {len(nones)} seeds"
     show(over, ["estimator"], ["median", "least", "greatest", "below none"], rows)
     rows = []
-    for aggregate, (lower, upper) in claims.MASKS.items():
-        for case in claims.CASES:
-            pairs = [
-                (claims.expected(aggregate, case, T), evidence.shares[aggregate, case, T]) for T in settings.lengths
-            ]
-            kept = [f"{expected:.2f} ({share:.2f})" for expected, share in pairs]
-            rows.append([f"{aggregate} [{lower:g}, {upper:g}]", case.name, *kept])
+    for (aggregate, (lower, upper)), case in itertools.product(claims.MASKS.items(), claims.CASES):
+        keys = [(aggregate, case, length) for length in settings.lengths]
+        kept = [f"{claims.expected(*key):.2f} ({evidence.shares[key]:.2f})" for key in keys]
+        rows.append([f"{aggregate} [{lower:g}, {upper:g}]", case.name, *kept])
     title = f"Rows kept by length: normal distribution (of {settings.rows} simulated rows, shipped masks)"
     show(title, ["mask", "log-ratio a token"], [f"T = {length}" for length in settings.lengths], rows)
     for sentence in evidence.sentences:
@@ -246,14 +239,13 @@ def draw(evidence: Evidence, path: Path) -> None:
 def _names(axes: Any, *, above: Any, alongside: Any) -> None:
     """Draw the legend of the other panels in a separate panel, where it does not hide anything."""
     axes.set_axis_off()
-    for panel, title, place, columns in (
-        (above, "Above", "upper left", 2),
-        (alongside, "Rows kept by length", "lower left", 1),
+    look: Any = {"alignment": "left", "frameon": False, "fontsize": 8.5, "columnspacing": 1.0}
+    for panel, title, place, y, columns in (
+        (above, "Above", "upper left", 1.08, 2),
+        (alongside, "Rows kept by length", "lower left", -0.08, 1),
     ):
-        legend = axes.legend(
-            *panel.get_legend_handles_labels(), loc=place, bbox_to_anchor=(0, 1.08 if place == "upper left" else -0.08),
-            title=title, alignment="left", frameon=False, ncols=columns, fontsize=8.5, columnspacing=1.0,
-        )  # fmt: skip
+        known = panel.get_legend_handles_labels()
+        legend = axes.legend(*known, loc=place, bbox_to_anchor=(0, y), title=title, ncols=columns, **look)
         # The widths of the panels do not change.
         legend.set_in_layout(False)
         axes.add_artist(legend)

@@ -35,19 +35,7 @@ os.environ |= {
 
 import numpy as np
 import torch
-from collapse import results
-from collapse.arms import (
-    EVERY,
-    IN_PROCESS,
-    MANTISSA,
-    MAX_TOKENS,
-    MINI_BATCHES,
-    PROMPTS,
-    ROLLOUTS,
-    STEPS,
-    LateRun,
-    list_late_runs,
-)
+from collapse import arms, results
 from collapse.run import find_start_model
 from injected_faults.inject import rounded
 from seeds import Planned, build_parser, make_runs
@@ -94,12 +82,10 @@ class SampledRows:
             "position_ids": [torch.arange(len(row)) for row in whole],
             "advantages": self.advantages,
             "rollout_log_probs": self.log_mu,
+            "old_log_probs": self.pi_old,
         }
-        if self.pi_old:
-            columns["old_log_probs"] = self.pi_old
-        nested = {
-            name: torch.nested.as_nested_tensor(list(rows), layout=torch.jagged) for name, rows in columns.items()
-        }
+        given = {name: list(rows) for name, rows in columns.items() if rows}
+        nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in given.items()}
         data = TensorDict(nested, batch_size=len(whole))
         if self.notes:
             data["extra_fields"] = NonTensorStack(*self.notes)
@@ -149,20 +135,15 @@ class Trainer:
         engine.use_dynamic_bsz = False
         engine.micro_batch_size_per_gpu = actor.ppo_micro_batch_size_per_gpu
         self._config = actor
-        self._worker = TrainingWorker(
-            TrainingWorkerConfig(
-                model_type="language_model",
-                model_config=HFModelConfig(
-                    path=str(model),
-                    use_remove_padding=False,
-                    enable_gradient_checkpointing=False,
-                    override_config={"attn_implementation": "sdpa"},
-                ),
-                engine_config=engine,
-                optimizer_config=actor.optim,
-                checkpoint_config=actor.checkpoint,
-            )
+        plain: Any = {"use_remove_padding": False, "enable_gradient_checkpointing": False}
+        config = TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=HFModelConfig(path=str(model), override_config={"attn_implementation": "sdpa"}, **plain),
+            engine_config=engine,
+            optimizer_config=actor.optim,
+            checkpoint_config=actor.checkpoint,
         )
+        self._worker = TrainingWorker(config)
         self._worker.reset()
 
     def copy_weights(self) -> dict[str, Tensor]:
@@ -184,18 +165,11 @@ class Trainer:
     def update(self, loss: OffPolicyLoss, spec: CorrectionSpec, rows: SampledRows, step: int) -> dict[str, Any]:
         """Train on the rows, in mini-batches of the configured size and in their order; return the worker's metrics."""
         data = rows.to_tensordict()
-        tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=step, constants=compute_constants(spec, data))})
         size = self._config.ppo_mini_batch_size * self._config.rollout_n
-        tu.assign_non_tensor(
-            data,
-            calculate_entropy=False,
-            global_batch_size=size,
-            mini_batch_size=size,
-            epochs=1,
-            seed=1,
-            dataloader_kwargs={"shuffle": False},
-            temperature=1.0,
-        )
+        plan = SharedPlan(step=step, constants=compute_constants(spec, data))
+        loader = {"epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": False}}
+        settings = {"calculate_entropy": False, "temperature": 1.0, "global_batch_size": size, "mini_batch_size": size}
+        tu.assign_non_tensor(data, **settings, **loader, **{PLAN: plan})
         self._worker.set_loss_fn(loss)
         metrics: dict[str, Any] = self._worker.train_mini_batch(data)["metrics"]
         return metrics
@@ -264,16 +238,9 @@ def sample(
         (T, V).
     """
     padded, attention = pad_left([list(each) for each in prompts], tokenizer.pad_token_id)
-    found = model.generate(
-        input_ids=padded,
-        attention_mask=attention,
-        do_sample=not greedy,
-        top_k=0,
-        max_new_tokens=MAX_TOKENS,
-        output_logits=True,
-        return_dict_in_generate=True,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sampling = {"do_sample": not greedy, "top_k": 0, "max_new_tokens": arms.MAX_TOKENS}
+    given = {"input_ids": padded, "attention_mask": attention, "pad_token_id": tokenizer.pad_token_id}
+    found = model.generate(**given, **sampling, output_logits=True, return_dict_in_generate=True)
     ids = found.sequences[:, padded.shape[1] :]
     log_probs = torch.stack(found.logits, 1).float().log_softmax(-1)
     columns = (ids, log_probs.gather(-1, ids[..., None])[..., 0], log_probs)
@@ -292,7 +259,7 @@ def train(
     eta: int = 0,
     mantissa: int | None = None,
     at_random: bool = False,
-    steps: int = STEPS,
+    steps: int = arms.STEPS,
     build_trainer: Callable[[Path, FSDPActorConfig], Trainer] = Trainer,
     annotate: Callable[[SampledRows, Sequence[Tensor]], None] = lambda rows, log_probs: None,
 ) -> Records:
@@ -307,7 +274,7 @@ def train(
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     task = Spelling(model)
-    config = build_actor_config(rate, prompts=PROMPTS // MINI_BATCHES, rollouts=ROLLOUTS)
+    config = build_actor_config(rate, prompts=arms.PROMPTS // arms.MINI_BATCHES, rollouts=arms.ROLLOUTS)
     trainer = build_trainer(model, config)
     sampler = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     ring: deque[dict[str, Tensor]] = deque(maxlen=eta + 1)
@@ -319,15 +286,17 @@ def train(
         ring.append(trainer.copy_weights())
         weights = {name: rounded(each, mantissa) for name, each in ring[0].items()} if mantissa else ring[0]
         sampler.load_state_dict(weights, strict=False)
-        first = (step - 1) * PROMPTS % (len(order) - PROMPTS)
-        chosen = [task.entries["train"][place] for place in order[first : first + PROMPTS] for _ in range(ROLLOUTS)]
+        first = (step - 1) * arms.PROMPTS % (len(order) - arms.PROMPTS)
+        chosen = [
+            task.entries["train"][place] for place in order[first : first + arms.PROMPTS] for _ in range(arms.ROLLOUTS)
+        ]
         prompts = task.encode(chosen)
         answers, log_mu, log_probs = sample(sampler, task.tokenizer, prompts)
         scores = torch.tensor([each["score"] for each in task.score(chosen, answers)])
         masks = [torch.ones(len(answer), dtype=torch.int64) for answer in answers]
         padded = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
         rewards = torch.zeros(padded.shape).scatter(1, padded.sum(1, keepdim=True) - 1, scores[:, None])
-        groups = [str(row // ROLLOUTS) for row in range(len(chosen))]
+        groups = [str(row // arms.ROLLOUTS) for row in range(len(chosen))]
         advantages, _ = compute_grpo_outcome_advantage(rewards, padded, np.array(groups))
         rows = SampledRows(
             prompts=[torch.tensor(each) for each in prompts],
@@ -341,7 +310,7 @@ def train(
         loss.kept.clear()
         trainer.update(loss, spec, rows, step)
         records.append((step, _measure(scores, pi_old, log_mu, loss, time.time() - began)))
-        if step % EVERY == 0 or step == steps:
+        if step % arms.EVERY == 0 or step == steps:
             sampler.load_state_dict(trainer.copy_weights(), strict=False)
             records[-1][1].update(_validate(sampler, task))
     return records
@@ -395,12 +364,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=results.IN_PROCESS)
     options = parser.parse_args(arguments)
 
-    def make_late(run: LateRun) -> str:
-        spec, mantissa = CorrectionSpec.from_mapping(IN_PROCESS[run.arm]), MANTISSA if run.rounded else None
+    def make_late(run: arms.LateRun) -> str:
+        spec, mantissa = CorrectionSpec.from_mapping(arms.IN_PROCESS[run.arm]), arms.MANTISSA if run.rounded else None
         late: dict[str, Any] = {"seed": run.seed, "rate": run.rate, "eta": run.eta, "mantissa": mantissa}
         return make(run, lambda model: train(model, spec, at_random=run.arm == "random", **late), options.out)
 
-    make_runs(list_late_runs(), results.describe_finished(options.out), make_late, options, "of one core")
+    make_runs(arms.list_late_runs(), results.describe_finished(options.out), make_late, options, "of one core")
     return 0
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pandas
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[place]) for place in (3, 1)]
 
 from collapse import results
+
+from scripts.harness import format_markdown
 
 DATA = Path(__file__).resolve().with_name("results.parquet")
 MEASURES = ("k3", "ratio_ess", "kept", "update_seen")
@@ -40,22 +42,20 @@ def pivot_outcomes(table: pandas.DataFrame) -> pandas.DataFrame:
 def format_lengths(table: pandas.DataFrame) -> str:
     """Format the comparison of length penalties: tokens and correct answers at the start and at the end."""
     table = table[table["arm"].str.startswith(LENGTH)].sort_values("step")
-    if table.empty:
-        return ""
-    lines = ["| arm | seed | tokens first | tokens last | cut last | anchor | right before | right after |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    outcomes = pivot_outcomes(table)
+    headings = ("arm", "seed", "tokens first", "tokens last", "cut last", "anchor", "right before", "right after")
+    rows, outcomes = [], pivot_outcomes(table)
     before = table[table["step"] == 0].set_index("seed")["right"]
     for (arm, seed), run in table[table["step"] > 0].groupby(["arm", "seed"]):
         last = run.tail(LAST)
-        cells = (run["length"].iloc[0], last["length"].mean(), last["clipped"].mean(), run["anchor"].iloc[-1])
-        tokens = " | ".join(
-            "" if pandas.isna(each) else f"{each:.{digits}f}" for each, digits in zip(cells, (1, 1, 2, 1), strict=True)
-        )
-        lines.append(
-            f"| `{arm}` | {seed} | {tokens} | {before.get(seed, before.mean()):.3f} | {outcomes.loc[seed, arm]:.3f} |"
-        )
-    return "\n".join(lines)
+        tokens = (run["length"].iloc[0], last["length"].mean(), last["clipped"].mean(), run["anchor"].iloc[-1])
+        cells = map(format_number, tokens, (1, 1, 2, 1))
+        right = f"{before.get(seed, before.mean()):.3f}", f"{outcomes.loc[seed, arm]:.3f}"
+        rows.append((f"`{arm}`", seed, *cells, *right))
+    return "\n".join(format_markdown(headings, rows))
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    return "" if pandas.isna(value) else f"{value:.{digits}f}"
 
 
 def format_table(table: pandas.DataFrame) -> str:
@@ -64,25 +64,22 @@ def format_table(table: pandas.DataFrame) -> str:
     outcomes = pivot_outcomes(table)
     before = table[table["step"] == 0]["right"].mean()
     steps = table[table["step"] > 1].groupby("arm")[list(MEASURES)].mean()
-    lines = [f"right answers before training: {before:.3f}", "", "| arm | seeds | right answers, range | k3 | ESS |"]
-    lines[-1] += " kept | update seen |"
-    lines.append("|---|---|---|---|---|---|---|")
+    rows = []
     for arm in steps.index:
-        found = outcomes[arm].dropna() if arm in outcomes else pandas.Series(dtype=float)
+        found = outcomes[arm].dropna()
         right = f"{found.mean():.3f} ({found.min():.3f} to {found.max():.3f})" if len(found) else ""
-        measured = " | ".join("" if pandas.isna(each) else f"{each:.3f}" for each in steps.loc[arm])
         seeds = table[table["arm"] == arm]["seed"].nunique()
-        lines.append(f"| `{arm}` | {seeds} | {right} | {measured} |")
-    lines.append("")
+        rows.append((f"`{arm}`", seeds, right, *map(format_number, steps.loc[arm])))
+    headings = ("arm", "seeds", "right answers, range", "k3", "ESS", "kept", "update seen")
+    lines = [f"right answers before training: {before:.3f}", "", *format_markdown(headings, rows), ""]
     for one, other in PAIRS:
         if not {one, other} <= set(outcomes):
             continue
         apart = (outcomes[one] - outcomes[other]).dropna()
+        agreed = (apart > 0).all() or (apart < 0).all()
+        verdict = "all pairs agree" if agreed else "pairs disagree"
         if len(apart) < SEEDS:
             verdict = f"{len(apart)} of {SEEDS} pairs"
-        else:
-            agreed = (apart > 0).all() or (apart < 0).all()
-            verdict = "all pairs agree" if agreed else "pairs disagree"
         each = ", ".join(f"{value:+.3f}" for value in apart)
         lines.append(f"* `{one}` - `{other}`: {each}: {verdict}")
     return "\n".join(lines)

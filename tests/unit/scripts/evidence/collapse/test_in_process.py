@@ -60,7 +60,7 @@ def test_log_mu_is_that_of_the_sampled_tokens(in_process: ModuleType) -> None:
     torch.manual_seed(0)
     prompts = [[10, 11, 12], [13, 14, 15, 16, 17]] * 8
     answers, log_mu, _ = in_process.sample(model, tokenizer, prompts)
-    assert {len(answer) for answer in answers} <= set(range(1, in_process.MAX_TOKENS + 1))
+    assert {len(answer) for answer in answers} <= set(range(1, arms.MAX_TOKENS + 1))
     for prompt, answer, found in zip(prompts, answers, log_mu, strict=True):
         assert tokenizer.eos_token_id not in answer[:-1].tolist()
         with torch.no_grad():
