@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import multiprocessing
@@ -49,6 +50,12 @@ class Ended:
     folder: Path | None
     records: Records
 
+    @property
+    def log(self) -> str:
+        """The log of the training; empty if there is none."""
+        path = self.folder / "train.log" if self.folder else None
+        return path.read_text(errors="replace") if path and path.exists() else ""
+
 
 def run_quickstart(
     overrides: Sequence[str], log: Path, *, limit: float | None = None, environment: Mapping[str, str] = {}
@@ -66,9 +73,8 @@ def run_quickstart(
         )  # fmt: skip
         code = None
         try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)  # the quickstart ends its own processes

@@ -31,8 +31,6 @@ EXCLUDES = (
     *(".git", ".venv*", "venv", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"),
     *("outputs", "wandb", "tensorboard_log", "checkpoints"),
 )
-NO_WORKING_DIR = "none"
-NO_WAIT = "--no-wait"
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
@@ -63,19 +61,16 @@ def parse(words: Sequence[str]) -> JobRequest:
     """
     rest = list(words)
     wait, variables = True, {}
-    while rest:
-        if rest[0] == NO_WAIT:
-            wait = False
-        elif _ASSIGNMENT.fullmatch(rest[0]):
-            name, _, value = rest[0].partition("=")
+    while rest and (rest[0] == "--no-wait" or _ASSIGNMENT.fullmatch(rest[0])):
+        name, assigned, value = rest.pop(0).partition("=")
+        if assigned:
             variables[name] = value
         else:
-            break
-        del rest[0]
+            wait = False
     if rest and rest[0] == "--":
         del rest[0]
     elif rest and rest[0].startswith("-"):
-        raise JobError(f"{rest[0]}: unknown option. Fix: {NO_WAIT}, or none before the command.")
+        raise JobError(f"{rest[0]}: unknown option. Fix: --no-wait, or none before the command.")
     if not rest:
         raise JobError("no command. Fix: name one, such as recipe/offpolicy/run_dense_fsdp.sh.")
     return JobRequest(wait, variables, ("bash", *rest) if rest[0].endswith(".sh") else tuple(rest))
@@ -105,9 +100,9 @@ def runtime_env(
         if (there := result["env_vars"].get(name, value)) != value:
             raise JobError(f"{name}={value}: RUNTIME_ENV or the environment says {there}. Fix: give one of them.")
         result["env_vars"][name] = value
-    if "working_dir" not in result and working_dir not in ("", NO_WORKING_DIR):
+    if "working_dir" not in result and working_dir not in ("", "none"):
         if "://" not in working_dir and not Path(working_dir).is_dir():
-            raise JobError(f"WORKING_DIR={working_dir}: no such folder. Fix: name one, or {NO_WORKING_DIR}.")
+            raise JobError(f"WORKING_DIR={working_dir}: no such folder. Fix: name one, or none.")
         result["working_dir"] = working_dir
     if "working_dir" in result:
         own = [pattern.strip() for pattern in excludes.split(",") if pattern.strip()]
@@ -178,23 +173,15 @@ def follow(client: Any, job: str) -> int:
 
 def launch(request: JobRequest) -> int:
     """Submit the job, and follow it if this is requested; return the launcher's exit status."""
-    environment = runtime_env(
-        os.environ.get("RUNTIME_ENV", ""),
-        os.environ.get("WORKING_DIR", ""),
-        os.environ.get("EXCLUDES", ""),
-        request.variables,
-        os.environ,
-    )
+    given = (os.environ.get(name, "") for name in ("RUNTIME_ENV", "WORKING_DIR", "EXCLUDES"))
+    environment = runtime_env(*given, request.variables, os.environ)
     address = os.environ.get("RAY_ADDRESS") or DEFAULT_ADDRESS
     client = connect(address)
     # Every word is quoted, because the shell would otherwise interpret brackets, quotes and dollar signs in Hydra's
     # overrides.
     entrypoint = shlex.join(request.command)
-    job = client.submit_job(
-        entrypoint=entrypoint,
-        runtime_env=environment,
-        submission_id=os.environ.get("SUBMISSION_ID") or None,
-    )
+    name = os.environ.get("SUBMISSION_ID") or None
+    job = client.submit_job(entrypoint=entrypoint, runtime_env=environment, submission_id=name)
     print(f"launch: job {job} at {address}: {entrypoint}", file=sys.stderr, flush=True)
     if request.wait:
         return follow(client, job)

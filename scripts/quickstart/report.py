@@ -53,24 +53,17 @@ def pick(data: dict[str, Any], key: str) -> float:
     return next((float(data[each]) for each in key.split("|") if data.get(each) is not None), math.nan)
 
 
-def read_heldout_score(data: dict[str, Any]) -> float | None:
-    """Return verl's own validation score; None if there was no validation at the step.
+def read_validation(data: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Return the share of exact matches and verl's own score; None for a value that was not measured at the step.
 
     The spelling task grades answers: correct letters earn credit, so the score is higher than the share of exact
-    matches.
-
-    The key is `val-core/<source>/<name>/mean@N`, for N answers to each question.
+    matches. The keys end in `mean@N`, for N answers to each question.
     """
-    return _read_validation(data, r"val-core/.+/mean@\d+")
-
-
-def read_exact_share(data: dict[str, Any]) -> float | None:
-    """Return the share of held-out answers that match exactly; None if the reward does not report it."""
-    return _read_validation(data, r"val-aux/.+/exact/mean@\d+")
-
-
-def _read_validation(data: dict[str, Any], pattern: str) -> float | None:
-    return next((float(value) for key, value in data.items() if re.fullmatch(pattern, key)), None)
+    exact, score = (
+        next((float(value) for key, value in data.items() if re.fullmatch(pattern, key)), None)
+        for pattern in (r"val-aux/.+/exact/mean@\d+", r"val-core/.+/mean@\d+")
+    )
+    return exact, score
 
 
 @dataclass
@@ -97,12 +90,10 @@ class History:
     @property
     def heldout(self) -> dict[str, list[tuple[int, float]]]:
         """(step, value) of each validation, by measure; exact match comes first, followed by a graded score, if any."""
-        found: dict[str, list[tuple[int, float]]] = {}
-        for name, read in (("exact match", read_exact_share), ("score", read_heldout_score)):
-            values = [(step, value) for step, data in self.records if (value := read(data)) is not None]
-            if values or name == "score":
-                found["graded score" if found else name] = values
-        return found
+        measured = [(step, *read_validation(data)) for step, data in self.records]
+        exact = [(step, share) for step, share, _ in measured if share is not None]
+        scores = [(step, score) for step, _, score in measured if score is not None]
+        return {"exact match": exact, "graded score": scores} if exact else {"score": scores}
 
     @property
     def ess(self) -> str:
@@ -202,7 +193,7 @@ class TrainingView:
 
     def step(self, step: int, data: dict[str, Any]) -> None:
         """Show the metrics of a step; step 0 is the validation before training."""
-        score, steps = read_heldout_score(data), self._steps
+        (exact, score), steps = read_validation(data), self._steps
         if step > 0:
             parts = [("reward", REWARD), ("KL", KL), ("ESS", self._history.ess), ("kept", KEPT)]
             values = ", ".join(f"{name} {format_cell(pick(data, key))}" for name, key in parts)
@@ -212,7 +203,6 @@ class TrainingView:
                 self._progress.line("  the correction is proved live: it reached the gradient of the first update")
         if score is not None:
             when = f"after step {step}" if step else "before training"
-            exact = read_exact_share(data)
             shown = f"score {score:.3f}" if exact is None else f"exact match {exact:.3f}, graded score {score:.3f}"
             self._progress.line(f"  held out {when}: {shown}")
         if not steps or step + 1 < steps:

@@ -6,10 +6,11 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from . import free_length, reward, sums, task
 from .reward import FORCE_PROMPT
@@ -56,7 +57,7 @@ SPREAD_OF_SUMS = 0.06
 """Standard deviation of the initial weights; with transformers' default, sums are learnt late or never."""
 
 
-def tokenize_prompts(tokenizer: PreTrainedTokenizerFast, questions: Sequence[str]) -> list[list[int]]:
+def tokenize_prompts(tokenizer: Tokenizer, questions: Sequence[str]) -> list[list[int]]:
     """Tokenize each question as verl's rollout renders it, ending where the answer begins."""
     chats = [[{"role": "user", "content": question}] for question in questions]
     return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -93,7 +94,7 @@ def update(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, tor
 
 @torch.no_grad()
 def sample_texts(
-    model: Any, tokenizer: PreTrainedTokenizerFast, questions: Sequence[str], tokens: int, *, whole: bool = False
+    model: Any, tokenizer: Tokenizer, questions: Sequence[str], tokens: int, *, whole: bool = False
 ) -> list[str]:
     """Sample an answer to each question at temperature 1; ``whole``: with its special tokens."""
     ids, attention = pad_left(tokenize_prompts(tokenizer, questions), tokenizer.pad_token_id)
@@ -103,7 +104,7 @@ def sample_texts(
 
 def learn(
     model: Any,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
     settings: WarmStart,
     draw: Callable[[], Batch],
     measure: Callable[[], float],
@@ -139,7 +140,7 @@ def learn(
 
 def learn_entries(
     model: Any,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
     entries: Sequence[Entry],
     settings: WarmStart,
     demonstrate: Callable[[Entry, random.Random], str],
@@ -167,17 +168,12 @@ def grade(entry: Entry, text: str) -> dict[str, float]:
 
 
 def warm_start(
-    model: Any,
-    tokenizer: PreTrainedTokenizerFast,
-    entries: Sequence[Entry],
-    report: Report,
-    settings: WarmStart = STUDENT,
+    model: Any, tokenizer: Tokenizer, entries: Sequence[Entry], report: Report, settings: WarmStart = STUDENT
 ) -> float:
     """Train the model in place on single words, as a student or as a teacher; return the mean score."""
     torch.manual_seed(0)
 
-    def demonstrate(entry: Entry, rng: random.Random) -> str:
-        return task.demonstrate(entry, rng, settings.careful)
+    demonstrate = partial(task.demonstrate, careful=settings.careful)
 
     def score(entry: Entry, text: str) -> float:
         return grade(entry, text)["score"]
@@ -186,11 +182,7 @@ def warm_start(
 
 
 def warm_start_at_length(
-    model: Any,
-    tokenizer: PreTrainedTokenizerFast,
-    entries: Sequence[Entry],
-    report: Report,
-    settings: WarmStart = FREE_LENGTH,
+    model: Any, tokenizer: Tokenizer, entries: Sequence[Entry], report: Report, settings: WarmStart = FREE_LENGTH
 ) -> float:
     """Train the model in place, on single words and then on demonstrations of free length; return the share right."""
     warm_start(model, tokenizer, entries, report, TEACHER)
@@ -203,7 +195,7 @@ def warm_start_at_length(
 
 
 def measure_right_steps(
-    model: Any, tokenizer: PreTrainedTokenizerFast, questions: Sequence[sums.Digits], tokens: int = SUMS.tokens
+    model: Any, tokenizer: Tokenizer, questions: Sequence[sums.Digits], tokens: int = SUMS.tokens
 ) -> float:
     """Compute the share of right steps in one chain per question, sampled at temperature 1."""
     texts = sample_texts(model, tokenizer, [sums.ask(digits) for digits in questions], tokens, whole=True)
@@ -213,11 +205,7 @@ def measure_right_steps(
 
 
 def warm_start_sums(
-    model: Any,
-    tokenizer: PreTrainedTokenizerFast,
-    data: sums.SumsSettings,
-    report: Report,
-    settings: WarmStart = SUMS,
+    model: Any, tokenizer: Tokenizer, data: sums.SumsSettings, report: Report, settings: WarmStart = SUMS
 ) -> float:
     """Train the model in place on questions that are not held out; return the share of right steps."""
     torch.manual_seed(data.seed)

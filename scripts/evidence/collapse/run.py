@@ -90,12 +90,7 @@ def make(run: Run) -> str:
 
 
 def make_quickstart(
-    run: Run,
-    overrides: Sequence[str],
-    environment: Mapping[str, str],
-    logs: Path,
-    data: Path,
-    columns: Mapping[str, str],
+    run: Run, overrides: list[str], environment: Mapping[str, str], logs: Path, data: Path, columns: Mapping[str, str]
 ) -> str:
     """Make one run of the quickstart and store its steps; return how the run ended.
 
@@ -108,11 +103,11 @@ def make_quickstart(
     logs.mkdir(parents=True, exist_ok=True)
     began = time.time()
     ended = run_quickstart(overrides, logs / f"{run.name}.log", limit=LIMIT * run.seconds, environment=environment)
-    trained, log = len(list_updates(ended.records)), ended.folder / "train.log" if ended.folder else None
+    trained = len(list_updates(ended.records))
     outcome = "time limit" if ended.code is None else f"ended with {ended.code}"
     if trained >= run.arm.steps:
         outcome = "finished"
-    elif log is not None and log.exists() and SHORT_OF_MEMORY in log.read_text(errors="replace"):
+    elif SHORT_OF_MEMORY in ended.log:
         outcome = "out of memory"
     seconds = time.time() - began
     card = {"arm": run.setting, "seed": run.seed, "outcome": outcome, "wall_seconds": round(seconds, 1)}

@@ -23,8 +23,7 @@ from scripts.quickstart.report import (
     describe,
     draw,
     judge,
-    read_exact_share,
-    read_heldout_score,
+    read_validation,
 )
 
 SCORE = "val-core/reasoning_gym/spell_backward/acc/mean@1"
@@ -56,14 +55,13 @@ def print_table(history: History) -> str:
 
 def test_the_heldout_score_is_the_mean_over_all_answers() -> None:
     data = {"val-aux/x/acc/mean@1": 0.1, "val-core/x/acc/best@4/mean": 0.9, "val-core/x/acc/mean@4": 0.25}
-    assert read_heldout_score(data) == 0.25
-    assert read_heldout_score({"critic/rewards/mean": 0.5}) is None
+    assert read_validation(data) == (None, 0.25)
+    assert read_validation({"critic/rewards/mean": 0.5}) == (None, None)
 
 
 def test_the_share_of_exact_answers_stands_beside_the_score() -> None:
     data = {"val-core/x/acc/mean@1": 0.6, "val-aux/x/exact/mean@1": 0.25, "val-aux/x/exact/std@1": 0.1}
-    assert (read_heldout_score(data), read_exact_share(data)) == (0.6, 0.25)
-    assert read_exact_share({"val-core/x/acc/mean@1": 0.6}) is None
+    assert read_validation(data) == (0.25, 0.6)
     history = made_up(0.3, 0.8)
     assert "exact match" not in history.heldout
     history.records[0][1]["val-aux/x/exact/mean@1"] = 0.117
