@@ -173,8 +173,8 @@ def follow(client: Any, job: str) -> int:
 
 def launch(request: JobRequest) -> int:
     """Submit the job, and follow it if this is requested; return the launcher's exit status."""
-    given = (os.environ.get(name, "") for name in ("RUNTIME_ENV", "WORKING_DIR", "EXCLUDES"))
-    environment = runtime_env(*given, request.variables, os.environ)
+    base, working_dir, excludes = (os.environ.get(name, "") for name in ("RUNTIME_ENV", "WORKING_DIR", "EXCLUDES"))
+    environment = runtime_env(base, working_dir, excludes, request.variables, os.environ)
     address = os.environ.get("RAY_ADDRESS") or DEFAULT_ADDRESS
     client = connect(address)
     # Every word is quoted, because the shell would otherwise interpret brackets, quotes and dollar signs in Hydra's

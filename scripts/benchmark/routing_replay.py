@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,39 +31,15 @@ from scripts.harness import add_counts, build_parser, find_median_ratio, take_tu
 WORDS, ROWS = 512, 16
 
 
-class Cost(NamedTuple):
-    """CPU seconds of a forward and backward pass.
-
-    Attributes:
-        native, replayed: medians.
-        ratio: median of the pairs' ratios of replayed to native.
-        pairs: number of pairs of passes.
-    """
-
-    native: float
-    replayed: float
-    ratio: float
-    pairs: int
-
-
 def build_mixture(hidden: int, experts: int, top_k: int, layers: int) -> Any:
     """Build a Qwen3-MoE with random weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=WORDS,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        moe_intermediate_size=hidden // 2,
-        num_experts=experts,
-        num_experts_per_tok=top_k,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=4096,
-    )
+    widths = dict(hidden_size=hidden, intermediate_size=2 * hidden, moe_intermediate_size=hidden // 2)
+    routing = dict(num_experts=experts, num_experts_per_tok=top_k, num_hidden_layers=layers)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=32)
+    config = Qwen3MoeConfig(vocab_size=WORDS, max_position_embeddings=4096, **widths, **routing, **heads)
     return Qwen3MoeForCausalLM(config).train()
 
 
@@ -81,12 +57,12 @@ def run_replayed(model: Any, ids: Tensor, routed: RoutedModel, routes: Tensor) -
     routed.disarm()
 
 
-def measure(native: Callable[[], None], replayed: Callable[[], None], pairs: int) -> Cost:
-    """Measure both passes in turn, after one run of each that is not counted."""
+def measure(native: Callable[[], None], replayed: Callable[[], None], pairs: int) -> dict[str, float]:
+    """Measure the median CPU seconds of both passes, and the median of the pairs' ratios of replayed to native."""
     sides = {"native": partial(time_call, native), "replayed": partial(time_call, replayed)}
     spent = {name: [one.cpu for one in each] for name, each in take_turns(sides, pairs).items()}
-    ratio = find_median_ratio(spent["replayed"], spent["native"])
-    return Cost(statistics.median(spent["native"]), statistics.median(spent["replayed"]), ratio, pairs)
+    medians = {name: statistics.median(each) for name, each in spent.items()}
+    return medians | {"ratio": find_median_ratio(spent["replayed"], spent["native"]), "pairs": pairs}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,10 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cost = measure(lambda: run_pass(model, ids), lambda: run_replayed(model, ids, routed, routes), given.pairs)
     print(
         f"{given.experts} experts, {given.top_k} a token, {given.layers} layers, hidden {given.hidden}, {ids.numel()} "
-        f"tokens: {cost.native:.3f} s native, {cost.replayed:.3f} s replayed, {cost.ratio - 1:+.1%} in the median of "
-        f"{cost.pairs} pairs"
+        f"tokens: {cost['native']:.3f} s native, {cost['replayed']:.3f} s replayed, {cost['ratio'] - 1:+.1%} in the "
+        f"median of {given.pairs} pairs"
     )
-    write_json(given.json, cost._asdict())
+    write_json(given.json, cost)
 
 
 if __name__ == "__main__":

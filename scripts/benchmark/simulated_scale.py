@@ -113,11 +113,10 @@ def measure(names: Sequence[str], largest: int, memory: float, *, quick: bool) -
     for name in names:
         part = PARTS[name]
         for size in list_sizes(part.unit, largest, quick=quick):
-            if size > part.largest:
-                print(f"{name}: {format_size(size)} {part.unit}s left out, a call would take minutes", file=sys.stderr)
-                continue
-            if (needed := part.bytes * size / 2**30) > memory:
-                print(f"{name}: {format_size(size)} {part.unit}s left out, about {needed:.0f} GiB", file=sys.stderr)
+            needed = part.bytes * size / 2**30
+            if size > part.largest or needed > memory:
+                why = "a call would take minutes" if size > part.largest else f"about {needed:.0f} GiB"
+                print(f"{name}: {format_size(size)} {part.unit}s left out, {why}", file=sys.stderr)
                 continue
             found = run_in_fresh_process(measure_part, name, size, preload=PRELOAD)
             rows.append({"part": name, "unit": part.unit, "size": size, **found, "of_driver": part.of_driver})
@@ -152,8 +151,8 @@ def format_cells(row: Mapping[str, Any]) -> list[str]:
 
 def format_summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format the exponents and the driver's work in a step."""
-    exponents = {name: [found["time"], found["memory"]] for name, found in summarise(rows).items()}
-    cells = [[name, *("-" if math.isnan(x) else f"{x:.2f}" for x in found)] for name, found in exponents.items()]
+    found = summarise(rows).items()
+    cells = [[name, *("-" if math.isnan(x) else f"{x:.2f}" for x in each.values())] for name, each in found]
     lines = ["", *format_markdown(("part", "exponent of time", "of memory"), cells)]
     if any(row["of_driver"] for row in rows):
         seconds = add_up_driver(rows)

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -27,22 +26,13 @@ LEAST_ID, MOST_ID = 3, 20
 """A range of ids that exist in every vocabulary."""
 
 
-class Cost(NamedTuple):
-    """Microseconds per prompt position.
+def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None = None) -> tuple[float, float, float]:
+    """Measure the cost of ``rows`` rows of ``tokens`` ids, half of which belong to the prompt; the repeats' medians.
 
-    Attributes:
-        answer: time from the first request to the last answer.
-        client: CPU time of this process.
-        server: CPU time of the server's processes; None if they are unknown.
+    Returns:
+        Microseconds per prompt position: from the first request to the last answer, of this process's CPU time, and of
+        the CPU time of the server's processes (0 without ``pid``).
     """
-
-    answer: float
-    client: float
-    server: float | None
-
-
-def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None = None) -> Cost:
-    """Measure the cost of ``rows`` rows of ``tokens`` ids, half of which belong to the prompt; the repeats' medians."""
     # Imported here because these packages take seconds to import and --help does not need them.
     from recipe.offpolicy.extensions.opd.settings import TeacherSettings
     from recipe.offpolicy.extensions.opd.start_up import find_model
@@ -68,7 +58,7 @@ def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None =
     finally:
         client.close()
     answer, own, theirs = (statistics.median(each) * 1e6 / (rows * tokens) for each in zip(*seen, strict=True))
-    return Cost(answer, own, None if pid is None else theirs)
+    return answer, own, theirs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,10 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_counts(parser, rows=64, tokens=64, repeats=5)
     parser.add_argument("--pid", type=int, help="process of the server, if it runs on this machine")
     given = parser.parse_args(arguments)
-    cost = measure(given.url, rows=given.rows, tokens=given.tokens, repeats=given.repeats, pid=given.pid)
-    server = "not known without --pid" if cost.server is None else f"{cost.server:.1f} us of CPU"
-    print(f"{given.rows} rows of {given.tokens} ids; a prompt position: answered in {cost.answer:.1f} us")
-    print(f"  client {cost.client:.1f} us of CPU, server {server}")
+    answer, client, own = measure(**vars(given))
+    server = "not known without --pid" if given.pid is None else f"{own:.1f} us of CPU"
+    print(f"{given.rows} rows of {given.tokens} ids; a prompt position: answered in {answer:.1f} us")
+    print(f"  client {client:.1f} us of CPU, server {server}")
     return 0
 
 

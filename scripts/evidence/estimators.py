@@ -10,7 +10,6 @@ sampled.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
@@ -32,6 +31,7 @@ from rich.table import Table
 from seeds import ClaimError
 
 from recipe.offpolicy.analysis.plotting import INK, MARKERS, MUTED, apply_style, create_axes, save
+from scripts.harness import build_parser
 
 WIDTH = 120
 Shares = dict[tuple[str, claims.LogRatio, int], float]
@@ -320,7 +320,7 @@ def main(arguments: Sequence[str] | None = None, settings: EvidenceSettings | No
     Args:
         settings: a smaller world for tests; ``--seed`` overrides its seed.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of policy, mismatch and simulated rows (default 0)")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "estimators.png", help="where the picture goes")
     options = parser.parse_args(arguments)

@@ -6,8 +6,9 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pandas
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAWS = 10_000
+Run = TypeVar("Run", bound="Planned")
 
 
 class ClaimError(AssertionError):
@@ -30,25 +32,27 @@ def require(holds: bool, sentence: str) -> None:
         raise ClaimError(sentence)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A run of a plan: named settings, a seed, its ``seconds`` on an idle machine, and optionally ``details``."""
+    """A run of a plan.
 
+    Attributes:
+        setting: name made of all settings except the seed; together with the seed, it is the key of the run's results.
+        seconds: duration of the run on an idle machine.
+        group: name by which several settings are selected together.
+        details: text that ``--list`` shows.
+    """
+
+    setting: str
     seed: int
-
-    @property
-    def setting(self) -> str:
-        """Name made of all settings except the seed; together with the seed, it is the key of the run's results."""
-        raise NotImplementedError
+    seconds: int
+    group: str = ""
+    details: str = ""
 
     @property
     def name(self) -> str:
         """Name of the run, which is unique in the plan."""
         return f"{self.setting}-{self.seed}"
-
-    @property
-    def names(self) -> set[str]:
-        """Names by which the run can be selected."""
-        return {self.setting, self.name}
 
 
 def build_parser(about: str | None) -> argparse.ArgumentParser:
@@ -61,16 +65,15 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def make_runs(
-    plan: Iterable[Any],
+    plan: Iterable[Run],
     finished: Mapping[tuple[str, int], str],
-    make: Callable[[Any], str],
+    make: Callable[[Run], str],
     options: argparse.Namespace,
     cores: str,
 ) -> None:
     """List the runs that the options select, or make those that are unfinished, one after another.
 
     Args:
-        plan: runs, each a ``Planned``.
         finished: (setting, seed) -> how the run ended.
         make: makes a run, stores its results, and returns how the run ended.
         cores: number of cores that a run uses.
@@ -78,15 +81,15 @@ def make_runs(
     Raises:
         SystemExit: a name matches no run.
     """
-    runs, wanted = list(plan), set(options.names)
-    if unknown := sorted(wanted - {name for run in runs for name in run.names}):
+    named, wanted = {run: {run.group, run.setting, run.name} for run in plan}, set(options.names)
+    if unknown := sorted(wanted.difference(*named.values())):
         sys.exit(f"{Path(sys.argv[0]).name}: {', '.join(unknown)}: unknown. Fix: take names that --list shows.")
-    chosen = [run for run in runs if not wanted or wanted & run.names]
+    chosen = [run for run, names in named.items() if not wanted or wanted & names]
     left = [run for run in chosen if (run.setting, run.seed) not in finished]
     if options.list:
         for run in chosen:
             state = finished.get((run.setting, run.seed), f"{run.seconds} s")
-            print(f"{run.name:26} {state:18} {getattr(run, 'details', '')}".rstrip())
+            print(f"{run.name:26} {state:18} {run.details}".rstrip())
         hours = sum(run.seconds for run in left) / 3600
         print(f"{len(left)} of {len(chosen)} left, {hours:.1f} hours {cores}")
         return

@@ -13,14 +13,11 @@ import hashlib
 import importlib.metadata
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from . import sums, task
 
@@ -63,11 +60,7 @@ def make_once(path: Path, build: Callable[[Path], None]) -> bool:
     if path.exists():
         return True
     path.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{path.name}-{socket.gethostname()}-"
-    for left in path.parent.glob(f"{prefix}*-*"):
-        if not psutil.pid_exists(int(left.name.rsplit("-", 2)[1])):  # its process was killed
-            shutil.rmtree(left, ignore_errors=True)
-    draft = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=path.parent))
+    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
         build(draft)
         draft.chmod(0o755)

@@ -31,5 +31,5 @@ def build_late_table(outcome: Callable[[str, int, int], float]) -> pandas.DataFr
     rows: list[dict[str, Any]] = []
     for each in arms.list_late_runs():
         card = {"arm": each.setting, "seed": each.seed, "outcome": "finished"}
-        rows += results.build_rows(card, [(0, {EXACT: 0.26}), (80, {EXACT: outcome(each.arm, each.eta, each.seed)})])
+        rows += results.build_rows(card, [(0, {EXACT: 0.26}), (80, {EXACT: outcome(each.group, each.eta, each.seed)})])
     return pandas.DataFrame(rows)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,23 +49,10 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Run(Planned):
-    """One run: an arm, and the seed for the order of the questions and for sampling."""
-
-    arm: str
-    seed: int
-    seconds: int = 45
-
-    @property
-    def setting(self) -> str:
-        return self.arm
-
-
-def list_runs() -> Iterator[Run]:
-    """List all runs seed by seed."""
+def list_runs() -> Iterator[Planned]:
+    """List all runs seed by seed; the seed is for the order of the questions and for sampling."""
     for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
-        yield from (Run(arm, seed) for arm in ARMS)
+        yield from (Planned(setting=arm, seed=seed, seconds=45) for arm in ARMS)
 
 
 def build_note(prompt: Sequence[int], answer: Tensor, log_probs: Tensor) -> dict[str, Any]:
@@ -87,9 +73,9 @@ def build_trainer(model: Path, config: FSDPActorConfig) -> Trainer:
     return trainer
 
 
-def train(run: Run, model: Path, steps: int = STEPS) -> Records:
+def train(run: Planned, model: Path, steps: int = STEPS) -> Records:
     """Train once; see ``in_process.train``."""
-    spec = CorrectionSpec.from_mapping(ARMS[run.arm])
+    spec = CorrectionSpec.from_mapping(ARMS[run.setting])
 
     def annotate(rows: SampledRows, log_probs: Sequence[Tensor]) -> None:
         prompts = [each.tolist() for each in rows.prompts]
@@ -102,28 +88,20 @@ def train(run: Run, model: Path, steps: int = STEPS) -> Records:
     )  # fmt: skip
 
 
-def pivot_outcomes(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Pivot the exact matches after the last step of each run: seed by arm, for seeds that all arms have finished."""
-    last = table.sort_values("step").groupby(["seed", "arm"])["exact"].last()
-    return last.unstack("arm").dropna()
-
-
 def format_table(table: pandas.DataFrame) -> str:
-    """Format outcomes by arm and the paired differences; p values are shown once all seeds have finished."""
-    outcomes = pivot_outcomes(table)
-    done = len(outcomes)
-    steps = table[table["step"] > 0]
-    lines = [f"{done} of {SEEDS} seeds; exact matches after the last step: mean, least, greatest; k3 of all steps"]
-    for arm in outcomes:
-        found = outcomes[arm]
-        k3 = steps[(steps["arm"] == arm) & steps["seed"].isin(outcomes.index)]["k3"].mean()
-        lines.append(f"{arm:12} {found.mean():.3f}  {found.min():.3f}  {found.max():.3f}  {k3:.3f}")
+    """Format the exact matches after the last step by arm, and the differences paired by seed."""
+    outcomes = table.sort_values("step").groupby(["seed", "arm"])["exact"].last().unstack("arm").dropna()
+    k3 = table[table["step"] > 0].groupby("arm")["k3"].mean()
+    heading = "exact matches after the last step: mean, least, greatest; k3 of all steps"
+    lines = [f"{len(outcomes)} of {SEEDS} seeds; {heading}"]
+    for arm, found in outcomes.items():
+        lines.append(f"{arm:12} {found.mean():.3f}  {found.min():.3f}  {found.max():.3f}  {k3[arm]:.3f}")
     apart = {name: outcomes[one] - outcomes[other] for name, (one, other) in PAIRS.items()}
-    adjusted = holm({name: sign_flip(each) for name, each in apart.items()}) if done == SEEDS else {}
+    adjusted = holm({name: sign_flip(each) for name, each in apart.items()})
     for name, (one, other) in PAIRS.items():
         low, high = bootstrap(apart[name])
-        verdict = f", p = {adjusted[name]:.3f} (Holm)" if adjusted else ", no verdict before all seeds have run"
-        lines.append(f"{name}: {one} - {other} {apart[name].mean():+.3f} ({low:+.3f} to {high:+.3f}){verdict}")
+        difference = f"{apart[name].mean():+.3f} ({low:+.3f} to {high:+.3f})"
+        lines.append(f"{name}: {one} - {other} {difference}, p = {adjusted[name]:.3f} (Holm)")
     return "\n".join(lines)
 
 
@@ -137,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(format_table(results.read(options.out)))
         return 0
 
-    def make(run: Run) -> str:
+    def make(run: Planned) -> str:
         return in_process.make(run, lambda model: train(run, model), options.out)
 
     make_runs(list_runs(), results.describe_finished(options.out), make, options, "of one core")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,30 +91,19 @@ ARMS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run(Planned):
-    """One run: an arm, and the seed for the order of the data; vLLM's sampling has no seed."""
+    """One run of an arm; the seed is for the order of the data, because vLLM's sampling has no seed."""
 
     arm: Arm
-    seed: int
-
-    @property
-    def setting(self) -> str:
-        return self.arm.name
-
-    @property
-    def seconds(self) -> int:
-        return self.arm.seconds
-
-    @property
-    def details(self) -> str:
-        return " ".join(self.arm.overrides) + f" lag:{self.arm.lag}" * (self.arm.lag > 0)
 
 
-def list_runs() -> Iterator[Run]:
+def list_runs(arms: Sequence[Arm] = ARMS) -> Iterator[Run]:
     """List all runs seed by seed, so that finished runs are spread evenly over the arms at any time."""
-    for seed in range(FIRST_SEED, FIRST_SEED + max(arm.seeds for arm in ARMS)):
-        yield from (Run(arm, seed) for arm in ARMS if seed < FIRST_SEED + arm.seeds)
+    for seed in range(FIRST_SEED, FIRST_SEED + max(arm.seeds for arm in arms)):
+        for arm in (arm for arm in arms if seed < FIRST_SEED + arm.seeds):
+            details = " ".join(arm.overrides) + f" lag:{arm.lag}" * (arm.lag > 0)
+            yield Run(setting=arm.name, seed=seed, seconds=arm.seconds, details=details, arm=arm)
 
 
 # --- runs in one process
@@ -150,40 +139,28 @@ IN_PROCESS: dict[str, dict[str, Any]] = {
 """Arm -> its correction; ``random`` drops as many negative rows as OPSM would, but chooses them at random."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LateRun(Planned):
-    """One run in one process.
+    """One run in one process; the seed is for the questions, for their order, and for sampling.
 
     Attributes:
-        arm: one of the arms in ``IN_PROCESS``.
+        group: the arm, one of ``IN_PROCESS``.
         eta: number of steps by which the sampler's weights lag behind.
         rate: learning rate.
-        seed: seed for the questions, for their order, and for sampling.
         rounded: whether the sampler rounds its weights to ``MANTISSA`` bits of mantissa, as an engine with another
             precision would.
     """
 
-    arm: str
     eta: int
     rate: float
-    seed: int
     rounded: bool = False
-    seconds: int = SECONDS
-
-    @property
-    def setting(self) -> str:
-        """The name of the setting, formed from arm, eta and rate."""
-        return f"{self.arm}-{self.eta}-{self.rate:g}" + "-rounded" * self.rounded
-
-    @property
-    def names(self) -> set[str]:
-        return {self.arm, *super().names}
 
 
 def list_late_runs() -> Iterator[LateRun]:
     """List all runs seed by seed; samplers with rounded weights do not lag behind."""
+    settings = [(arm, 0, RATES[0], True) for arm in ROUNDED]
+    settings += [(arm, eta, rate, False) for rate in RATES for eta in reversed(ETAS) for arm in IN_PROCESS]
     for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
-        yield from (LateRun(arm, 0, RATES[0], seed, rounded=True) for arm in ROUNDED)
-        for rate in RATES:
-            for eta in reversed(ETAS):
-                yield from (LateRun(arm, eta, rate, seed) for arm in IN_PROCESS)
+        for arm, eta, rate, rounded in settings:
+            name = f"{arm}-{eta}-{rate:g}" + "-rounded" * rounded
+            yield LateRun(setting=name, seed=seed, seconds=SECONDS, group=arm, eta=eta, rate=rate, rounded=rounded)

@@ -365,9 +365,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def make_late(run: arms.LateRun) -> str:
-        spec, mantissa = CorrectionSpec.from_mapping(arms.IN_PROCESS[run.arm]), arms.MANTISSA if run.rounded else None
+        spec, mantissa = CorrectionSpec.from_mapping(arms.IN_PROCESS[run.group]), arms.MANTISSA if run.rounded else None
         late: dict[str, Any] = {"seed": run.seed, "rate": run.rate, "eta": run.eta, "mantissa": mantissa}
-        return make(run, lambda model: train(model, spec, at_random=run.arm == "random", **late), options.out)
+        return make(run, lambda model: train(model, spec, at_random=run.group == "random", **late), options.out)
 
     make_runs(arms.list_late_runs(), results.describe_finished(options.out), make_late, options, "of one core")
     return 0

@@ -11,7 +11,7 @@ what is tested.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 from collapse import results
-from collapse.arms import Arm, Run
+from collapse.arms import Arm, Run, list_runs
 from collapse.run import add_lag, make_quickstart, unwind_when_terminated
 from seeds import build_parser, make_runs
 
@@ -108,12 +108,6 @@ ARMS = (
 )
 
 
-def list_runs() -> Iterator[Run]:
-    """List all runs seed by seed, so that finished runs are spread evenly over the arms at any time."""
-    for seed in range(2, 5):
-        yield from (Run(arm, seed) for arm in ARMS if seed < 2 + arm.seeds)
-
-
 def make(run: Run) -> str:
     """Make one run and store its steps; return how the run ended."""
     chosen = run.arm.overrides if _FLOAT32 in run.arm.overrides else (*run.arm.overrides, _BFLOAT16)
@@ -132,7 +126,7 @@ def make(run: Run) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = build_parser(__doc__).parse_args(arguments)
-    make_runs(list_runs(), results.describe_finished(DATA), make, options, f"on two idle cores, verl {TESTED[-1]}")
+    make_runs(list_runs(ARMS), results.describe_finished(DATA), make, options, f"on two idle cores, verl {TESTED[-1]}")
     return 0
 
 

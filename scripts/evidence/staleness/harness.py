@@ -14,7 +14,6 @@ training collapses with clipping around mu but not with decoupled PPO.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import os
@@ -44,7 +43,8 @@ from torch import Tensor, nn
 
 from recipe.offpolicy.analysis.plotting import create_axes, save
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_policy_loss_fn
+from scripts.harness import add_counts, build_parser
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, compute_policy_loss_vanilla
 from verl.workers.config import ActorConfig
 
 VOCABULARY, LENGTH, PROMPTS = 8, 8, 8
@@ -158,35 +158,21 @@ def _update(policy: ToyPolicy, optimizer: torch.optim.Optimizer, batch: Rollouts
     advantages, _ = compute_grpo_outcome_advantage(rewards, mask.float(), batch.prompts.numpy())
     with torch.no_grad():
         old = batch.log_mu if spec.proximal == "bypass" else policy(batch.prompts, batch.tokens)
+    # verl's defaults: a clip of 0.2, and a dual clip of 3 for negative advantages.
+    config = ActorConfig(strategy="fsdp2", rollout_n=ROLLOUTS, ppo_micro_batch_size_per_gpu=1)
     for rows in torch.randperm(len(mask)).chunk(MINI_BATCHES):
         log_prob = policy(batch.prompts[rows], batch.tokens[rows])
-        stage = rollout_stage(
-            spec,
-            old_log_prob=old[rows],
-            rollout_log_prob=batch.log_mu[rows],
-            response_mask=mask[rows],
-            measure="nothing",
-        )
+        columns: Any = {"old_log_prob": old[rows], "response_mask": mask[rows]}
+        stage = rollout_stage(spec, **columns, rollout_log_prob=batch.log_mu[rows], measure="nothing")
         step = step_stage(spec, stage, log_prob=log_prob.detach(), advantages=advantages[rows])
-        loss, _ = get_policy_loss_fn("vanilla")(
-            old_log_prob=old[rows],
-            log_prob=log_prob,
-            advantages=advantages[rows],
-            response_mask=mask[rows].float(),
-            loss_agg_mode="token-mean",
-            config=_actor_config(),
+        loss, _ = compute_policy_loss_vanilla(
+            old[rows], log_prob, advantages[rows], mask[rows].float(), config=config,
             rollout_is_weights=step.weight * step.keep,
-        )
+        )  # fmt: skip
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(policy.parameters(), _LARGEST_GRADIENT)
         optimizer.step()
-
-
-@cache
-def _actor_config() -> Any:
-    """Build verl's defaults: a clip of 0.2, and a dual clip of 3 for negative advantages."""
-    return ActorConfig(strategy="fsdp2", rollout_n=ROLLOUTS, ppo_micro_batch_size_per_gpu=1)
 
 
 # --- evaluation of the runs
@@ -248,9 +234,8 @@ def check_claims(scores: Scores, rates: Sequence[float]) -> list[str]:
     """
     claims = []
     for rate in rates:
-        naive, decoupled = (
-            compute_ratio(scores[arm, 8, rate], scores[arm, 0, rate]) for arm in ("bypass", "decoupled_ppo")
-        )
+        arms = ("bypass", "decoupled_ppo")
+        naive, decoupled = (compute_ratio(scores[arm, 8, rate], scores[arm, 0, rate]) for arm in arms)
         collapsed = f"bypass at eta 8 reaches {naive} of synchronous training, at most {MOST_OF_BYPASS}"
         kept = f"decoupled_ppo at eta 8 reaches {decoupled} of it, at least {LEAST_OF_DECOUPLED}"
         claims.append((naive.high <= MOST_OF_BYPASS, f"rate {rate:g}: {collapsed}"))
@@ -300,25 +285,19 @@ def draw(scores: Scores, rates: Sequence[float], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--processes", type=int, default=2)
+    parser = build_parser(__doc__)
+    add_counts(parser, seeds=5, processes=2)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "staleness.png")
     options = parser.parse_args(arguments)
-    if options.seeds < 1 or options.processes < 1:
-        parser.error("--seeds and --processes take a whole number from 1 on.")
     scores = measure(options.seeds, options.processes)
-    console = Console(width=160)
-    report(scores, console)
+    report(scores, Console(width=160))
     draw(scores, RATES, options.out)
-    console.print(f"picture: {os.path.relpath(options.out)}", highlight=False)
-    for sentence in describe_one_step_behind(scores, RATES):
-        console.print(sentence, highlight=False)
+    print(f"picture: {os.path.relpath(options.out)}")
+    print("\n".join(describe_one_step_behind(scores, RATES)))
     try:
-        for sentence in check_claims(scores, RATES):
-            console.print(f"holds: {sentence}", highlight=False)
+        print("\n".join(f"holds: {sentence}" for sentence in check_claims(scores, RATES)))
     except ClaimError as error:
-        console.print(f"DOES NOT HOLD: {error}", highlight=False)
+        print(f"DOES NOT HOLD: {error}")
         return 1
     return 0
 

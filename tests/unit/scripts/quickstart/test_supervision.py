@@ -118,17 +118,6 @@ def test_a_part_is_known_once_it_is_whole(tmp_path, monkeypatch):
     assert prepare.find_made(tmp_path, ["data"]) is None
 
 
-@pytest.mark.slow
-def test_a_draft_of_a_process_that_was_killed_is_removed(tmp_path):
-    code = "from scripts.quickstart.prepare import make_once; from pathlib import Path; import os, sys\n"
-    code += "make_once(Path(sys.argv[1]), lambda draft: ((draft / 'half').touch(), os.kill(os.getpid(), 9)))"
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", code, str(tmp_path / "part")], cwd=ROOT, check=False)
-        assert len(list(tmp_path.iterdir())) == 1
-    assert prepare.make_once(tmp_path / "part", lambda draft: (draft / "whole").touch()) is False
-    assert list(tmp_path.rglob("*")) == [tmp_path / "part", tmp_path / "part" / "whole"]
-
-
 def test_of_two_processes_that_build_a_part_the_first_to_end_makes_it(tmp_path):
     part = tmp_path / "part"
 

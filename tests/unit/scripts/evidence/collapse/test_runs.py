@@ -30,13 +30,13 @@ def test_every_run_has_one_name_and_seed_1_is_in_none() -> None:
 
 
 def test_late_runs_carry_the_fault_and_nothing_else_differs_from_those_in_step() -> None:
-    by_name = {arm.name: arm for arm in arms.ARMS}
-    command, environment = run.build_run(arms.Run(by_name["late"], 3))
+    by_name, plan = {arm.name: arm for arm in arms.ARMS}, {each.name: each for each in arms.list_runs()}
+    command, environment = run.build_run(plan["late-3"])
     assert environment["OFFPOLICY_INJECT"] == "lag:8"
     assert command[-2:] == ["offpolicy.delivery.sums=null", "offpolicy.delivery.probe=null"]
     assert command[-3] == "data.seed=3"
     assert command[-4] == f"actor_rollout_ref.model.path='{run.START_MODEL}'"
-    assert run.build_run(arms.Run(by_name["in_step"], 3))[1] == {}
+    assert run.build_run(plan["in_step-3"])[1] == {}
     alongside = set(by_name["late"].overrides) ^ set(by_name["in_step"].overrides)
     assert alongside == {"offpolicy.alarms.mismatch_growth.action=off"}
     assert set(by_name["late_opsm"].overrides) - set(by_name["late"].overrides) == {
