@@ -113,22 +113,19 @@ class Teacher:
         arguments = [str(model), "--port", str(port), "--max-model-len", str(LENGTH)]
         self.child = Child(["bash", str(SERVER), *arguments], env, log, root)
 
-    def wait(self, on_tick: Callable[[], None]) -> Iterator[float]:
-        """Wait until the teacher serves; every ten seconds, yield the number of seconds since the start.
+    def wait(self, on_tick: Callable[[], None]) -> None:
+        """Wait until the teacher serves, and call `on_tick` several times a second.
 
         Raises:
             StageFailed: the teacher ended, or does not serve in time.
         """
-        start = told = time.monotonic()
+        start = time.monotonic()
         while not _answers(f"{self.url}/health"):
             on_tick()
             if self.child.process.poll() is not None:
                 raise StageFailed(f"the teacher ended with {self.child.process.returncode}, see {self.child.log}")
             if time.monotonic() - start > SERVES_WITHIN:
                 raise StageFailed(f"the teacher did not serve within {SERVES_WITHIN:.0f} s, see {self.child.log}")
-            if time.monotonic() - told > 10:
-                told = time.monotonic()
-                yield told - start
             time.sleep(TICK)
 
 

@@ -130,8 +130,7 @@ class Quickstart:
         self.progress.stage("starting the teacher")
         env = self._env | ({"PLATFORM": "cpu"} if self.options.platform.startswith("cpu") else {})
         teacher = Teacher(model, env | {"VENV": sys.prefix}, self._folder / "teacher.log", ROOT)
-        for seconds in teacher.wait(self._tick):
-            self.progress.line(f"  {seconds:.0f} s")
+        teacher.wait(self._tick)
         self.progress.line(f"  serving at {teacher.url}")
         self.overrides.append(f"opd.teacher.url={teacher.url}")
 

@@ -100,7 +100,7 @@ def test_a_teacher_that_demands_a_key_is_asked(name: str, launching: Any, tmp_pa
     environment = {**os.environ, "PLATFORM": "cpu", "VENV": sys.prefix, "VLLM_API_KEY": key}
     teacher = Teacher(prepare("teacher"), environment, tmp_path / "teacher.log", ROOT)
     try:
-        list(teacher.wait(lambda: None))
+        teacher.wait(lambda: None)
         keys = (f"opd.teacher.url={teacher.url}", "opd.teacher.api_key=TEACHER_KEY", "opd.eligible.passed_above=0.99")
         output, last = run(launching, name, "+opd@opd=advantage", *keys, TEACHER_KEY=key)
     finally:
