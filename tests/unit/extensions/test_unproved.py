@@ -18,13 +18,8 @@ from tests.support.distilled import Run
 from tests.support.fake_teacher import FakeTeacher, serving
 from tests.support.shaped import Rows, estimate, make_batch, report
 
-CONFIG = OmegaConf.create(
-    {
-        "algorithm": {"adv_estimator": "grpo"},
-        "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}, "rollout": {"n": 4}},
-        "data": {"train_batch_size": 2},
-    }
-)
+ACTOR = {"actor": {"strategy": "fsdp2"}, "rollout": {"n": 4}}
+CONFIG = OmegaConf.create({"algorithm": {"adv_estimator": "grpo"}, "actor_rollout_ref": ACTOR})
 HALF_RIGHT: Rows = [("a", 3, 0.5), ("a", 5, 0.0), ("a", 4, 0.5), ("a", 6, 0.0)]
 ONE_RIGHT: Rows = [("a", 3, 1.0), *[("a", 3, 0.0)] * 3]
 RIGHT: Rows = [("a", 3, 1.0), ("a", 5, 1.0), ("a", 4, 1.0), ("a", 6, 0.0)]

@@ -386,13 +386,8 @@ def problems(settings: dict[str, Any], **changes: Any) -> list[Problem]:
     config = OmegaConf.create({})
     for key, value in (DEFAULTS | {name.replace("__", "."): value for name, value in changes.items()}).items():
         OmegaConf.update(config, key, value)
-    return list(
-        find_problems(
-            "length_penalty",
-            LengthSettings.from_mapping("length_penalty", settings),
-            Configured(config, "length_penalty"),
-        )
-    )
+    length = LengthSettings.from_mapping("length_penalty", settings)
+    return list(find_problems("length_penalty", length, Configured(config, "length_penalty")))
 
 
 @pytest.mark.parametrize(

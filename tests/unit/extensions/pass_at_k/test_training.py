@@ -138,13 +138,8 @@ def collate(rows: list[Any]) -> dict[str, Any]:
 
 
 def make_loader(seed: int = 0, rows: int = 12, batch: int = 4) -> Any:
-    verls = StatefulDataLoader(
-        dataset=[f"row {row}" for row in range(rows)],
-        batch_size=batch,
-        drop_last=True,
-        collate_fn=collate,
-        sampler=None,
-    )
+    data = [f"row {row}" for row in range(rows)]
+    verls = StatefulDataLoader(dataset=data, batch_size=batch, drop_last=True, collate_fn=collate, sampler=None)
     chances = torch.arange(1, rows + 1).double() / sum(range(1, rows + 1))
     return replace_sampler(verls, BlockSampler(rows, batch, lambda: chances, seed))
 

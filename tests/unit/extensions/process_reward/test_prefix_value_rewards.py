@@ -21,7 +21,7 @@ from recipe.offpolicy.extensions.process_reward.utilities import UTILITY, token_
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view import DataProtoBatch
 from tests.support.judged import judge
-from verl import DataProto
+from tests.support.shaped import make_batch
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 LENGTHS, SCORES, UIDS = (4, 3, 4, 2), (1.0, 0.0, 0.0, 0.0), ("a", "a", "b", "b")
@@ -32,6 +32,7 @@ VALUES = [
     RowValues([3, 4], [-1.6, -1.1, -1.5], VERSION, [([8, 7, 9], 2)], [0, 0, 0]),
     RowValues([2], [-1.6, -1.2], VERSION, [([8, 7, 9], 2)], [0, 0]),
 ]
+RESPONSES = torch.tensor([[10 * (row % 2)] * 4 for row in range(4)])
 MASK = torch.arange(4) < torch.tensor(LENGTHS)[:, None]
 SENT = [{FIELD: asdict(each), "max_global_steps": VERSION} for each in VALUES]
 
@@ -62,14 +63,10 @@ class Forward:
 
 
 def v0(sent: list[Any], forward: Any) -> Any:
-    batch = DataProto.from_dict({"token_level_scores": scores(), "response_mask": MASK.long()})
-    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-    batch.batch["responses"] = torch.tensor([[10 * (row % 2)] * 4 for row in range(4)])
-    batch.batch["prompts"], batch.batch["attention_mask"] = torch.ones(4, 1).long(), torch.ones(4, 5).long()
-    batch.non_tensor_batch["uid"] = np.array(UIDS, dtype=object)
-    for name in {name for each in sent for name in each}:
-        batch.non_tensor_batch[name] = np.array([each.get(name) for each in sent], dtype=object)
-    return DataProtoBatch(batch, STEP, forward=forward)
+    columns = {name: [each[name] for each in sent] for name in sent[0]}
+    view = make_batch(list(zip(UIDS, LENGTHS, SCORES, strict=True)), STEP, width=4, **columns)
+    view.batch.batch["responses"], view._forward = RESPONSES, forward
+    return view
 
 
 def v1(sent: list[Any], forward: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -84,7 +81,7 @@ def v1(sent: list[Any], forward: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     store: dict[str, Any] = {
         "rm_scores": nested(scores(), torch.zeros(1)),
         "response_mask": nested(MASK.long(), torch.zeros(1).long()),
-        "responses": nested(torch.tensor([[10 * (row % 2)] * 4 for row in range(4)]), torch.zeros(1).long()),
+        "responses": nested(RESPONSES, torch.zeros(1).long()),
         "prompts": torch.nested.as_nested_tensor([torch.ones(1).long()] * 5, layout=torch.jagged),
         "extra_fields": [*sent, {}],
     }
@@ -114,16 +111,9 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
 def extension(estimator: str = "grpo", **settings: Any) -> PrefixValueRewards:
     made = PrefixValueRewards("process_reward", settings)
     algorithm = {"adv_estimator": estimator, "gamma": 1.0, "lam": 1.0}
-    rollout = {"dtype": "bfloat16"}
-    made.begin(
-        OmegaConf.create(
-            {
-                "algorithm": algorithm,
-                "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}, "rollout": rollout},
-                "process_reward": settings,
-            }
-        )
-    )
+    parts = {"actor": {"strategy": "fsdp2"}, "rollout": {"dtype": "bfloat16"}}
+    config = {"algorithm": algorithm, "actor_rollout_ref": parts, "process_reward": settings}
+    made.begin(OmegaConf.create(config))
     return made
 
 

@@ -185,18 +185,9 @@ def test_waste_by_hand() -> None:
 def test_tokens_lose_the_penalty_of_later_wasted_episodes(normalize: str) -> None:
     found = build_utilities(WASTE_ROWS, WASTE_MASK)
     waste = find_waste(found, 0.01, FLOOR)
-    plain, lowered = (
-        token_advantages(
-            found.values.double(),
-            found.positions,
-            ["a"] * 3,
-            WASTE_MASK,
-            normalize=normalize,
-            penalty=each * waste.double(),
-        )
-        for each in (0.0, 0.5)
-    )
-    taken = plain - lowered
+    given, penalty = (found.values.double(), found.positions, ["a"] * 3, WASTE_MASK), 0.5 * waste.double()
+    lowered = token_advantages(*given, normalize=normalize, penalty=penalty)
+    taken = token_advantages(*given, normalize=normalize, penalty=0.0 * penalty) - lowered
     assert taken[0].tolist() == pytest.approx([1.0, 1.0, 0.5, 0.5, 0.5, 0.5])
     assert not taken[1:].any()
     check_penalty(found, waste, taken, 0.5, WASTE_MASK)
