@@ -175,9 +175,3 @@ def test_what_is_wanted_has_to_be_said(section: str) -> None:
     values = {"teacher": {"url": URL}} if section == "opd" else {}
     with pytest.raises(SpecError, match=f"Set {section}="):
         SECTIONS[section][1](section, values)
-
-
-def test_all_problems_of_a_section_are_said_at_once() -> None:
-    with pytest.raises(CheckError) as caught:
-        PassAtKSettings.from_mapping("p", {"k": 0, "budget": {"most": 0}, "schedul": None})
-    assert {problem.key for problem in caught.value.problems} == {"p.k", "p.budget.most", "p.schedul"}

@@ -20,7 +20,6 @@ from recipe.offpolicy.staleness.ages import (
     RowTag,
     StalenessError,
     check_ages,
-    check_newest,
     count_lost,
     find_too_old,
     list_runs,
@@ -75,14 +74,6 @@ def test_tags_are_read_and_one_without_a_version_is_refused() -> None:
     ]
     with pytest.raises(StalenessError, match=r"sequence c_0_0 does not name"):
         read_tags(["c_0_0"], [{"response_len": 7}])
-
-
-def test_a_row_that_names_weights_of_later_is_found() -> None:
-    check_newest({"a_0_0": {"max_global_steps": 4}, "b_0_0": {"max_global_steps": None}, "c_0_0": {}}, 5, "2")
-    with pytest.raises(
-        StalenessError, match=r"sequence b_0_0 .* in step 5 .* version 5 .* version 4 is the newest .*eta=2"
-    ):
-        check_newest({"a_0_0": {"max_global_steps": 4}, "b_0_0": {"max_global_steps": 5}}, 5, "2")
 
 
 def test_a_mini_batch_keeps_a_token() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from recipe.offpolicy.extensions.pass_at_k.estimates import (
     NotIdentified,
-    Stopping,
     extrapolate_with_intervals,
     fit,
     summarize,
@@ -129,16 +128,6 @@ def test_means_over_prompts_of_several_sizes() -> None:
     assert found.fit is None
 
 
-def test_sampling_that_ended_early_is_estimated_by_its_rule() -> None:
-    stopping = Stopping((8, 16, 32), 1)
-    found = summarize([8, 16, 32], [3, 1, 0], [8, 32, 64], stopping=stopping, draws=100)
-    wanted = [unbiased_dynamic((8, 16, 32), n, c, 8, successes=1) for n, c in ((8, 3), (16, 1), (32, 0))]
-    assert found.points[8][0] == pytest.approx(sum(wanted) / 3)
-    assert found.points[8][0] < (unbiased(8, 3, 8) + unbiased(16, 1, 8) + 0) / 3
-    assert set(found.points) == {8, 32}
-    assert found.left_out == (64,)
-
-
 def test_the_fit_or_why_there_is_none() -> None:
     found = summarize([8] * 40, [0, 1, 2, 6] * 10, [1], extrapolate=[64], draws=50)
     assert found.fit is not None
@@ -156,21 +145,6 @@ def draw(prompts: int, samples: int, seed: int, a: float = 0.4, b: float = 1.2) 
     gammas = torch._standard_gamma(torch.tensor([[a, b]]).double().repeat(prompts, 1), generator=generator)
     rates = gammas[:, 0] / gammas.sum(-1)
     return rates, torch.binomial(torch.full((prompts,), float(samples)).double(), rates, generator=generator)
-
-
-def test_counts_of_rounds_that_end_early_are_fitted_as_they_are() -> None:
-    rates, _ = draw(4096, 8, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    n = torch.zeros(4096, dtype=torch.float64)
-    c = torch.zeros(4096, dtype=torch.float64)
-    for _ in range(16):
-        going = c < 2
-        c += torch.where(going, torch.binomial(torch.full_like(rates, 8.0), rates, generator=generator), 0.0)
-        n += 8 * going
-    a, b = fit(n, c)
-    assert len(n.unique()) > 5
-    assert a == pytest.approx(0.4, rel=0.1)
-    assert b == pytest.approx(1.2, rel=0.1)
 
 
 def test_the_gradient_is_zero_at_the_fit() -> None:

@@ -23,7 +23,6 @@ from recipe.offpolicy.extensions.pass_at_k.training import (
     PassRates,
     advantages,
     allocate,
-    compute_chances,
     find_impossible,
     replace_sampler,
     state_advantages,
@@ -146,18 +145,6 @@ def make_loader(seed: int = 0, rows: int = 12, batch: int = 4) -> Any:
 
 def numbers(loader: Any) -> list[list[int]]:
     return [batch[NUMBER].tolist() for batch in loader]
-
-
-def test_chances_by_hand() -> None:
-    """Beta(1, 1): p = 1/2 where nothing is known, 7/8 after 6 of 6. n = 2: 2 p (1 - p) is 1/2 and 7/32.
-
-    k = 3 weighs these by (1 - p)^2, 1/4 and 1/64.
-    """
-    for k, weight in ((1, 1), (3, 1 / 16)):
-        found = compute_chances(PassRates(1.0, {"2": (6.0, 6.0)}), 3, 2, 0.2, k=k)
-        worth = (1 / 2, 1 / 2, weight * 7 / 32)
-        assert found.tolist() == pytest.approx([0.2 / 3 + 0.8 * each / sum(worth) for each in worth])
-        assert float(found.sum()) == pytest.approx(1)
 
 
 def test_a_block_holds_no_row_twice_and_goes_by_the_chances() -> None:

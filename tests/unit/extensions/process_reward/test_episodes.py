@@ -57,12 +57,6 @@ def test_long_episodes_are_split_behind_the_last_sentence_that_fits_or_there() -
     assert episode_ends(["x"] * 10_000, markers=[], max_tokens=256)[:2] == [256, 512]
 
 
-def test_of_more_episodes_neighbours_are_joined_and_the_first_and_the_last_end_stay() -> None:
-    assert episode_ends(["x"] * 9, markers=[], max_tokens=1, max_episodes=3) == [1, 5, 9]
-    assert episode_ends(["x"] * 9, markers=[], max_tokens=1, max_episodes=1) == [9]
-    assert episode_ends(["x"] * 9, markers=[], max_tokens=3, max_episodes=3) == [3, 6, 9]
-
-
 @given(
     st.lists(st.sampled_from(["So ", "W", "ait,", "Wait,", " ", ".", "é", "汉", "Also ", "", "x", "7", "\n"])),
     st.integers(1, 5),

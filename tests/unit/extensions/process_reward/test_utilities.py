@@ -21,7 +21,6 @@ from recipe.offpolicy.extensions.process_reward.utilities import (
     build_utilities,
     check_values,
     compute_covered,
-    compute_separation,
     find_waste,
     move_utility,
     read_values,
@@ -140,12 +139,6 @@ def test_metrics_of_values() -> None:
     assert (found["value/last/passed"], found["value/last/failed"], found["value/separation"]) == (-0.5, -3.0, 1.0)
     assert found["utility/mean"] == pytest.approx(0.0)
     assert found["utility/positive_share"] == pytest.approx(2 / 3)
-
-
-def test_separation_counts_pairs_and_halves_ties() -> None:
-    values = torch.tensor([-1.0, -2.0, -2.0, -3.0])
-    assert compute_separation(values, torch.tensor([True, True, False, False])) == (2 + 0.5 + 1) / 4
-    assert math.isnan(compute_separation(values, torch.ones(4, dtype=torch.bool)))
 
 
 def test_cost_is_the_time_in_which_anything_is_scored() -> None:

@@ -67,14 +67,6 @@ def test_each_turn_has_one_value_and_tool_tokens_have_none() -> None:
     assert torch.equal(view.batch.batch["returns"], found)
 
 
-def test_return_to_go_normalises_tools_and_rollouts_apart() -> None:
-    """Tools 0.5 and 0 have mean 0.25; rollouts 1, 0, 0 have mean 1 / 3."""
-    found = deal(batch(), made("return_to_go"))
-    assert found[0, [0, 4]].tolist() == pytest.approx([0.25 + 2 / 3, 2 / 3])
-    assert found[1, 0].item() == pytest.approx(-1 / 3)
-    assert found[2, [0, 2]].tolist() == pytest.approx([-0.25 - 1 / 3, -1 / 3])
-
-
 def test_metrics_and_proof(caplog: pytest.LogCaptureFixture) -> None:
     extension, view = made(), batch()
     deal(view, extension)
