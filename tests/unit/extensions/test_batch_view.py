@@ -327,7 +327,7 @@ def test_a_column_that_did_not_arrive() -> None:
         see_rows().column("offpolicy_teacher")
 
 
-# What arrives in the workers is held against what was shipped, as multisets of see_rows
+# What arrives in the workers is held against what was shipped, as multisets of rows
 
 
 @pytest.mark.verl(">=0.8")

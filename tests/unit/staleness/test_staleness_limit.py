@@ -152,9 +152,6 @@ def test_only_the_wait_for_training_is_timed(monkeypatch: pytest.MonkeyPatch) ->
 # The limit of staleness as it adapts, and as a checkpoint brings it back
 
 
-pytest.importorskip("transfer_queue")
-
-
 def adapted(monkeypatch: pytest.MonkeyPatch, ess: float, waited: float, **keys: Any) -> Run:
     """A run that moves eta, whose trainer waits so long of each step's 10 seconds and reports this sample size."""
     run = Run(monkeypatch, adapt=read_shipped_defaults("staleness")["adapt"] | {"ess": 0.9, "every": 2} | keys, eta=0)
@@ -257,13 +254,7 @@ def test_what_verl_has_loaded_is_counted(step: int, account: int, room: int, mon
     assert run.limit.age_limit.get_oldest(step) == run.limit.age_limit.get_oldest(step + 1) == 2
 
 
-# Updates ---------------------------------------------------------------------------------------------------------
-
-
 # Updates under a limit of staleness: the rows that enter the loss, and lies that stop the run
-
-
-pytest.importorskip("transfer_queue")
 
 
 def nested(rows: list[Tensor]) -> Tensor:

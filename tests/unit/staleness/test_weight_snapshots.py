@@ -119,7 +119,7 @@ def test_the_actors_worker_is_the_one_that_keeps_weights(monkeypatch: pytest.Mon
 @pytest.fixture(autouse=True)
 def release(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks are asked of 0.9.1, whichever is installed."""
-    monkeypatch.setattr(weight_snapshots, "live_path", lambda configure: live_path(configure, "0.9.1"))
+    monkeypatch.setattr(weight_snapshots, "live_path", lambda config: live_path(config, "0.9.1"))
 
 
 def configure(*changes: str, **keys: Any) -> DictConfig:

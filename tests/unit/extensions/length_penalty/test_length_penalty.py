@@ -33,7 +33,7 @@ ALL_RIGHT: Rows = [("a", tokens, 1.0) for tokens in (4, 5, 6, 7, 8, 9, 10, 11)]
 MIXED: Rows = [("b", 2, 1.0), ("b", 4, 0.0), ("b", 6, 1.0), ("b", 8, 0.0)]
 
 
-def penalty(kind: str, *, estimator: str = "grpo", by_std: bool = True, **settings: Any) -> LengthPenalty:
+def penalty(kind: str = "none", *, estimator: str = "grpo", by_std: bool = True, **settings: Any) -> LengthPenalty:
     made = LengthPenalty("length_penalty", {"kind": kind} | settings)
     algorithm = {"adv_estimator": estimator, "norm_adv_by_std_in_grpo": by_std}
     made.begin(OmegaConf.create({"algorithm": algorithm, "data": {"max_response_length": 12}}))
@@ -222,43 +222,38 @@ def test_a_checkpoint_carries_the_anchors(tmp_path: Path) -> None:
 
 CUT: Rows = [("a", 12, 0.0), ("a", 4, 1.0), ("a", 6, 1.0), ("a", 8, 0.0), ("b", 12, 1.0), ("b", 3, 1.0)]
 """Two answers of 12 tokens, the maximum."""
-
-
-def option(kind: str = "none", **settings: Any) -> LengthPenalty:
-    made = LengthPenalty("length_penalty", {"kind": kind, "truncated": "drop"} | settings)
-    made.begin(OmegaConf.create({"algorithm": {"adv_estimator": "grpo"}, "data": {"max_response_length": 12}}))
-    return made
+DROP: dict[str, Any] = {"truncated": "drop"}
 
 
 def test_dropped_answers_have_no_advantage_and_stay_in_their_groups_statistics() -> None:
     """Rewards 0, 1, 1, 0: mean 1/2, standard deviation sqrt(1/3); the first row would have -sqrt(3)/2."""
-    found = shape(make_batch(CUT), made := option())
+    found = shape(make_batch(CUT), made := penalty(**DROP))
     each = 0.5 / ((1 / 3) ** 0.5 + 1e-6)
     assert found.tolist() == pytest.approx([0.0, each, each, -each, 0.0, 0.0])
     assert made.metrics()["length/dropped_sequences"] == 2.0
-    kept = shape(make_batch(CUT), option(truncated="keep"))
+    kept = shape(make_batch(CUT), penalty())
     assert kept.tolist() == pytest.approx([-each, each, each, -each, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("place", ["after", "before"])
 def test_the_penalty_of_other_answers_is_as_without_dropping(place: str) -> None:
-    found = shape(make_batch(CUT), made := option("uniform", place=place, coefficient=0.02))
-    kept = shape(make_batch(CUT), option("uniform", place=place, coefficient=0.02, truncated="keep"))
+    found = shape(make_batch(CUT), made := penalty("uniform", place=place, coefficient=0.02, **DROP))
+    kept = shape(make_batch(CUT), penalty("uniform", place=place, coefficient=0.02))
     assert found[[0, 4]].tolist() == [0.0, 0.0]
     assert torch.equal(found[[1, 2, 3, 5]], kept[[1, 2, 3, 5]])
     assert kept[4] != 0
     view = make_batch(CUT)
     shape(view, made)
-    assert judged.judge(made, report(view, made))["length/live/proved"] == 1.0
+    assert judge(made, view)["length/live/proved"] == 1.0
 
 
 def test_the_loss_must_see_the_dropped_advantages() -> None:
-    view, made = make_batch(CUT), option()
+    view, made = make_batch(CUT), penalty(**DROP)
     shape(view, made)
-    assert judged.judge(made, report(view, made))["offpolicy/live/length_penalty"] == 1.0
+    assert judge(made, view)["offpolicy/live/length_penalty"] == 1.0
     with pytest.raises(LivenessError, match="missing or changed"):
         judged.judge(made, report(view, made, lambda data: data.update({"advantages": data["advantages"] + 1})))
-    short = option()
+    short = penalty(**DROP)
     shape(make_batch(CUT[1:4]), short)
     assert "no answer has reached data.max_response_length yet" in str(short.unproved())
 
@@ -280,8 +275,8 @@ class Trainer:
 
 
 def test_validations_fix_classes_at_a_step_and_follow_them_over_a_resume(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"truncated": "keep", "classes": {"from_step": 10, "samples": 2}}
-    made = option(**settings)
+    settings: dict[str, Any] = {"classes": {"from_step": 10, "samples": 2}}
+    made = penalty(**settings)
 
     def run(which: LengthPenalty, step: int, *answers: tuple[str, str, float]) -> dict[str, float]:
         trainer = Trainer(step, list(answers))
@@ -297,7 +292,7 @@ def test_validations_fix_classes_at_a_step_and_follow_them_over_a_resume(tmp_pat
     later = [("p", "a b c d", 1.0), ("p", "a b", 0.0), ("q", "a", 1.0), ("q", "a", 0.0)]
     expected = {"easy/pass_rate": 0.5, "easy/tokens": 3.0, "hard/pass_rate": 0.5, "hard/tokens": 1.0}
     state = json.loads(json.dumps(made.state(tmp_path)))
-    again = option(**settings)
+    again = penalty(**settings)
     again.restore(state, tmp_path)
     for which in (made, again):
         found = run(which, 20, *later)
@@ -305,7 +300,7 @@ def test_validations_fix_classes_at_a_step_and_follow_them_over_a_resume(tmp_pat
 
 
 def test_a_trainer_without_the_method_is_said() -> None:
-    made = option(classes={"from_step": 0})
+    made = penalty(classes={"from_step": 0}, **DROP)
     with pytest.raises(LivenessError, match="has no _maybe_log_val_generations"):
         made.validate(SimpleNamespace(global_steps=0), dict)
     made._step = 3
@@ -347,7 +342,7 @@ def test_prompts_below_the_limit_are_left_out_of_the_training_data_alone(tmp_pat
     assert (data.total, data.known, data.left_out, len(data)) == (4, 3, 1, 3)
     data.resume_dataset_state()
     assert (len(data), data.left_out) == (3, 1)
-    made = option(truncated="keep", leave_out={"dump": dump, "below": 0.5})
+    made = penalty(leave_out={"dump": dump, "below": 0.5})
     loader = SimpleNamespace(dataset=data)
     assert made.load_prompts(loader) is loader
     assert made.unproved() is None
@@ -362,7 +357,7 @@ def test_prompts_below_the_limit_are_left_out_of_the_training_data_alone(tmp_pat
 def test_verl_makes_the_training_data_of_the_configured_class(tmp_path: Path) -> None:
     from verl.utils.dataset.rl_dataset import get_dataset_class
 
-    made = option(truncated="keep", leave_out={"dump": str(tmp_path / "1.jsonl")})
+    made = penalty(leave_out={"dump": str(tmp_path / "1.jsonl")})
     config = OmegaConf.create({"data": {"custom_cls": {"path": None, "name": None}}})
     (said,) = made.configure(config)
     assert "EasierPrompts" in said

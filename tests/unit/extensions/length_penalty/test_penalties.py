@@ -182,6 +182,3 @@ def test_the_bound_covers_verls_arithmetic_in_float32(spread: float) -> None:
     stated = state_advantages(rewards.tolist(), estimator="grpo", by_std=True)
     error = max(abs(a - b) for a, b in zip(found.tolist(), stated, strict=True))
     assert error < bound_error(rewards.tolist(), by_std=True) < 0.5
-
-
-# What verl's loss_agg_mode makes of an advantage of 1 at rows of 4 and of 16 tokens: the pull of each token

@@ -142,7 +142,7 @@ def test_managers_start_workers_that_score(monkeypatch: pytest.MonkeyPatch) -> N
         assert expected._agent_loop_postprocess is manager.ScoringWorker._agent_loop_postprocess
 
 
-# Monte-Carlo values of prefixes: against the exact value by enumeration, and what the trainer reads of them
+# Monte-Carlo values of prefixes
 
 
 async def sample(ids: list[int], most: int, seed: int) -> list[int]:
