@@ -64,13 +64,3 @@ def test_another_loss_in_the_worker_stops_it(engine: Any, url: str, mode: str) -
 
     with pytest.raises(LivenessError, match="opd: 0 of 0 micro-batches have no report"):
         update(engine, url, mode, loss=partial(ppo_loss, config=tw.actor_config()))
-
-
-@MODES
-def test_a_loss_without_the_teacher_stops_it(engine: Any, url: str, mode: str) -> None:
-    """The correction is the run's, and its extensions are not handed over."""
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-
-    loss = OffPolicyLoss(CorrectionSpec.from_mapping({"weight": TIS}), tw.actor_config())
-    with pytest.raises(LivenessError, match="opd: 2 of 2 micro-batches have no report"):
-        update(engine, url, mode, loss=loss)

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -22,7 +21,7 @@ from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.advantage_proof import AdvantageWorker, name_hashes
 from recipe.offpolicy.extensions.batch_view import LossRows, identify_prompts, read_sessions
 from recipe.offpolicy.proof.verify import LivenessError
-from recipe.offpolicy.trainer.batch_view import DataProtoBatch, DataProtoPrompts
+from recipe.offpolicy.trainer.batch_view import DataProtoBatch
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, take_packets
 from tests.support import training_worker as tw
@@ -30,7 +29,6 @@ from tests.support.corrections import TIS
 from tests.support.distilled import rollout
 from tests.support.nudge import Nudge
 from tests.support.shaped import make_batch
-from verl import DataProto
 from verl.utils import tensordict_utils as tu
 
 LENGTHS = (3, 1, 2)
@@ -225,17 +223,6 @@ def test_an_update_without_advantages_of_ours_stops_the_run(batch: Any) -> None:
     hooks.judge([{"one": extension.shipped}])
     with pytest.raises(LivenessError, match="one: verl's trainer did not call the hooks"):
         hooks.judge([{"one": extension.shipped}])
-
-
-def test_prompts_are_seen_and_counted() -> None:
-    extension = Nudge("one", {})
-    prompts = DataProto.from_dict({"dummy": torch.zeros(2)})
-    prompts.non_tensor_batch["uid"] = np.array(["a", "b"], dtype=object)
-    view = DataProtoPrompts(prompts, 1)
-    AddOns([extension]).next_batch(view)
-    view.put(__rollout_n__=[4, 8])
-    assert extension.prompts == 2
-    assert view.rows("__rollout_n__") == {"__rollout_n__": [4, 8]}
 
 
 def test_state_goes_on_and_other_settings_are_named(tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
-from recipe.offpolicy.extensions.process_reward.prefix_scorer import FIELD
-from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import PrefixValueRewards
 from tests.support.distilled import Run
 from tests.support.fake_teacher import FakeTeacher, serving
 from tests.support.shaped import Rows, estimate, make_batch, report
@@ -22,7 +20,6 @@ ACTOR = {"actor": {"strategy": "fsdp2"}, "rollout": {"n": 4}}
 CONFIG = OmegaConf.create({"algorithm": {"adv_estimator": "grpo"}, "actor_rollout_ref": ACTOR})
 HALF_RIGHT: Rows = [("a", 3, 0.5), ("a", 5, 0.0), ("a", 4, 0.5), ("a", 6, 0.0)]
 ONE_RIGHT: Rows = [("a", 3, 1.0), *[("a", 3, 0.0)] * 3]
-RIGHT: Rows = [("a", 3, 1.0), ("a", 5, 1.0), ("a", 4, 1.0), ("a", 6, 0.0)]
 
 
 class Updates:
@@ -33,58 +30,42 @@ class Updates:
         self.hooks.begin(CONFIG)
         self.step = 0
 
-    def take(self, rows: Rows, values: list[float] | None = None) -> float:
+    def take(self, rows: Rows) -> float:
         """One update; returns whether the extension counts as live."""
         self.step += 1
-        version, fields = self.step - 1, {}
-        if values is not None:
-            scored = {"ends": [1, 3], "values": values, "version": version, "answers": [([4], 1)], "best": [0] * 3}
-            fields = {FIELD: [scored] * len(rows), "max_global_steps": [version] * len(rows)}
-        view = make_batch(rows, self.step, **fields)
+        view = make_batch(rows, self.step)
         self.hooks._prompts_seen = True
         self.hooks.compute_advantages(view, estimate(view))
-        reports = [] if values is not None else report(view, self.made)
-        self.hooks.judge([{self.made.section: each} for each in reports])
+        self.hooks.judge([{self.made.section: each} for each in report(view, self.made)])
         return self.hooks.metrics()[f"offpolicy/live/{self.made.section}"]
 
 
-CASES: dict[str, tuple[Callable[[], Extension], dict[str, Any], dict[str, Any], str]] = {
+CASES: dict[str, tuple[Callable[[], Extension], Rows, Rows, str]] = {
     "rewards that are never right": (
         lambda: PassAtK("pass_at_k", {"objective": "loo", "k": 2}),
-        {"rows": HALF_RIGHT},
-        {"rows": ONE_RIGHT},
+        HALF_RIGHT,
+        ONE_RIGHT,
         "the highest reward was 0.5, but pass_at_k.correct_at_least=1, so no answer counts as correct",
     ),
     "no anchor": (
         lambda: LengthPenalty("length_penalty", {"kind": "anchor", "anchor": {"min_samples": 3, "pass_rate": 0.7}}),
-        {"rows": HALF_RIGHT},
-        {"rows": [("b", tokens, 1.0) for tokens in (3, 4, 5, 6)]},
+        HALF_RIGHT,
+        [("b", tokens, 1.0) for tokens in (3, 4, 5, 6)],
         "no prompt has an anchor, because no prompt had a pass rate above 0.7 over at least 3 rollouts "
         "(length_penalty.anchor.pass_rate",
-    ),
-    "values at the floor": (
-        lambda: PrefixValueRewards("process_reward", {"probe_every": None}),
-        {"rows": RIGHT, "values": [-20.0] * 3},
-        {"rows": RIGHT, "values": [-1.0, -1.2, -20.0]},
-        "all values are at the floor, -20 nats, so no episode is credited (process_reward.floor",
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_never_acts_is_said_at_doubling_intervals(
-    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_never_acts_is_said_at_doubling_intervals(name: str, caplog: pytest.LogCaptureFixture) -> None:
     make, idle, acting, said = CASES[name]
     updates = Updates(make())
-    if "values" in acting:  # no workers are asked here
-        monkeypatch.setattr(updates.made, "worker", lambda: None)
-        monkeypatch.setattr(updates.made, "_score_again", lambda *args: None)
-    assert {updates.take(**idle) for _ in range(11)} == {0.0}
+    assert {updates.take(idle) for _ in range(11)} == {0.0}
     assert [f"after {count} updates: {said}" in caplog.text for count in (5, 10)] == [True] * 2
     assert caplog.text.count("is not proved yet") == 2
-    assert [updates.take(**acting) for _ in range(3)][-1] == 1.0
-    assert {updates.take(**idle) for _ in range(6)} == {1.0}
+    assert [updates.take(acting) for _ in range(3)][-1] == 1.0
+    assert {updates.take(idle) for _ in range(6)} == {1.0}
     assert caplog.text.count("is not proved yet") == 2
 
 

@@ -95,16 +95,6 @@ def test_every_schedule_ends_within_the_limit_at_its_issue(eta: float, too_old: 
     assert all(age <= limit.get_oldest(step - age) for step, uid, age in run.trained if not uid.endswith(exempt))
 
 
-def test_a_failed_prompt_is_replaced_and_the_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, eta=1, delay=lambda number, times: 1)
-    run.trainer._add_batch_to_generate()
-    assert run.limit.rate_limit.account == 8
-    run.fail("u0")
-    run.train(1)
-    assert (run.limit.rate_limit.account, run.limit.tally.issued) == (8, 9)
-    assert "u0" not in {uid for _, uid, _ in run.trained}
-
-
 def test_prompts_that_vanish_are_replaced_and_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.batch.declared_keys import read_shipped_defaults
 from recipe.offpolicy.staleness.staleness_settings import AdaptSettings, EtaController, StalenessSettings, find_problems
-from tests.support.examples import at_most
 from tests.support.mended import with_overrides
 
 
@@ -115,43 +111,3 @@ def test_the_state_goes_through_json_and_goes_on_alike() -> None:
         observe(first, *seen[:cut])
         second.restore(json.loads(json.dumps(first.state())))
         assert observe(whole, *seen)[cut:] == observe(second, *seen[cut:])
-
-
-def simulate(
-    made: EtaController, ess: Callable[[int], float], steps: int = 400, noise: float = 0.0, seed: int = 0
-) -> list[int]:
-    """Run a trainer that always waits; the rows of a step are as old as eta said when their prompts were issued.
-
-    Prompts are issued by the rate limit, a batch each, so that rows of step s were issued in the first step t with
-    s <= t + eta.
-    """
-    chance = random.Random(seed)
-    etas: list[int] = []
-    frontier, issued = 0, {}
-    for step in range(1, steps + 1):
-        etas.append(int(made.eta))
-        while frontier < step + made.eta:
-            frontier += 1
-            issued[frontier] = step
-        made.observe(ess(step - issued[step]) + chance.uniform(-noise, noise), 0.5)
-    return etas
-
-
-curves = st.lists(st.floats(0.01, 0.2), min_size=8, max_size=8)
-"""What the sample size loses with each version of age."""
-
-
-@settings(max_examples=at_most(60))
-@given(curves, st.floats(0.2, 0.99), st.integers(1, 5), st.integers(1, 3), st.integers(0, 8))
-def test_eta_settles_at_the_largest_that_meets_the_target(
-    losses: list[float], target: float, every: int, patience: int, start: int
-) -> None:
-    def ess(age: int) -> float:
-        return 1.0 - sum(losses[:age])
-
-    made = build(start, ess=target, every=every, patience=patience)
-    settled = simulate(made, ess)[200:]
-    best = max((eta for eta in range(9) if ess(eta) >= target), default=0)
-    assert max(settled) - min(settled) <= 1
-    assert all(abs(eta - best) <= 1 for eta in settled)
-    assert best in settled

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
-from recipe.offpolicy.extensions.opd.rft import RftError, Sampling, keep_right, sample
-from recipe.offpolicy.extensions.opd.settings import TeacherSettings
-from recipe.offpolicy.extensions.opd.teacher_client import TeacherError
+from recipe.offpolicy.extensions.opd.rft import RftError, keep_right
 from recipe.offpolicy.rft import main
 from tests.support.byte_tokenizer import build_byte_tokenizer
 from tests.support.fake_teacher import FakeTeacher, serving
@@ -142,21 +139,6 @@ def test_what_is_wrong_ends_in_a_sentence(
     assert make(folder, student, *(each.format(student=folder / "student", last="{last}") for each in more)) == 2
     assert said in capsys.readouterr().err
     assert not (folder / "out" / "train.parquet").exists()
-
-
-def test_a_busy_server_is_asked_again_and_a_refusal_is_said() -> None:
-    settings = TeacherSettings(("http://127.0.0.1:9",), retries=0)
-    with pytest.raises(TeacherError, match=r"in 1 attempts for prompt 0 .*: ConnectionError"):
-        sample(settings, "m", [[1]], Sampling(n=5))
-    with pytest.raises(TeacherError, match=r"did not answer within 0 s"):
-        sample(replace(settings, timeout=0), "m", [[1]], Sampling(n=5))
-    ids = build_byte_tokenizer([])("2 + 3")["input_ids"]
-    with serving(Student(failures=[503])) as student:
-        answers = sample(TeacherSettings((student.url,)), "m", [ids], Sampling(n=5))
-        assert answers == [["7 or so", "2 and 3\nis 5", "2 and 3\nis 5\n", "it is 5", None]]
-        student.failures = [404]
-        with pytest.raises(TeacherError, match="HTTP 404"):
-            sample(TeacherSettings((student.url,)), "m", [ids], Sampling(n=5))
 
 
 @pytest.mark.parametrize(

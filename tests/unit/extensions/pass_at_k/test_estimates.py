@@ -8,11 +8,9 @@ from itertools import combinations
 
 import pytest
 import torch
-from torch import Tensor
 
 from recipe.offpolicy.extensions.pass_at_k.estimates import (
     NotIdentified,
-    extrapolate_with_intervals,
     fit,
     summarize,
     unbiased,
@@ -139,14 +137,6 @@ def test_the_fit_or_why_there_is_none() -> None:
 # The fit over prompts: what it recovers, and where it says that nothing is identified
 
 
-def draw(prompts: int, samples: int, seed: int, a: float = 0.4, b: float = 1.2) -> tuple[Tensor, Tensor]:
-    """(p, c) of prompts whose rates come from Beta(a, b)."""
-    generator = torch.Generator().manual_seed(seed)
-    gammas = torch._standard_gamma(torch.tensor([[a, b]]).double().repeat(prompts, 1), generator=generator)
-    rates = gammas[:, 0] / gammas.sum(-1)
-    return rates, torch.binomial(torch.full((prompts,), float(samples)).double(), rates, generator=generator)
-
-
 def test_the_gradient_is_zero_at_the_fit() -> None:
     """Likelihood by lgamma alone, moved by one part in a thousand either way."""
     n, c = [4, 4, 6, 8, 8], [0, 1, 6, 2, 7]
@@ -177,12 +167,3 @@ def test_the_gradient_is_zero_at_the_fit() -> None:
 def test_what_is_not_identified_is_said(n: list[int], c: list[int], said: str) -> None:
     with pytest.raises(NotIdentified, match=said):
         fit(torch.tensor(n), torch.tensor(c))
-
-
-def test_intervals_hold_the_estimate_and_are_the_same_again() -> None:
-    _, c = draw(128, 16, seed=3)
-    found = extrapolate_with_intervals([16] * 128, c, [64, 256], draws=100)
-    for value, low, high in found.points.values():
-        assert low < value < high
-        assert high - low < 0.25
-    assert extrapolate_with_intervals([16] * 128, c, [64, 256], draws=100) == found
