@@ -90,24 +90,6 @@ def test_half_an_environment_stops_at_import(missing: str) -> None:
     assert "Fix:" in done.stderr
 
 
-def test_process_group_and_offload_work_on_cpu() -> None:
-    """What verl does: a group on "cpu:gloo,cpu:gloo", and FSDP2 with its default, pinned, CPU offload."""
-    out = ok(
-        "import os, tempfile, torch, verl_patches\n"
-        "verl_patches.install('cpu')\n"
-        "store = 'file://' + tempfile.mktemp()\n"
-        "torch.distributed.init_process_group(backend='cpu:gloo,cpu:gloo', rank=0, world_size=1, init_method=store)\n"
-        "from torch.distributed.device_mesh import init_device_mesh\n"
-        "from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard\n"
-        "model = torch.nn.Linear(4, 4)\n"
-        "fully_shard(model, mesh=init_device_mesh('cpu', (1,)), offload_policy=CPUOffloadPolicy(pin_memory=True))\n"
-        "print(tuple(model(torch.ones(2, 4)).shape))\n"
-        "torch.distributed.destroy_process_group()\n",
-        **CPU,
-    )
-    assert out.splitlines()[-1] == "(2, 4)"
-
-
 _TORCH_MOVES = {
     "process_group": "torch.distributed.init_process_group = lambda backend=None: None",
     "pin_memory": "torch.distributed.fsdp.CPUOffloadPolicy.__init__ = lambda self: None",
@@ -169,18 +151,6 @@ def test_a_moved_target_stops_the_process() -> None:
         assert "Fix:" in line
 
 
-@pytest.mark.verl(">=0.9")
-def test_a_new_question_in_verls_platform_interface_stops_the_process() -> None:
-    done = python(
-        "import abc, verl.plugin.platform.platform_base as base\n"
-        "base.PlatformBase.number_of_fans = abc.abstractmethod(lambda self: 0)\n"
-        "abc.update_abstractmethods(base.PlatformBase)\n"
-        "import verl_patches.cpu as cpu; cpu.find_patch('platform').install()\n"
-    )
-    assert done.returncode != 0
-    assert "also requires number_of_fans" in done.stderr
-
-
 def test_fsdp1_broadcasts_a_model_on_the_cpu() -> None:
     """One rank is enough to reach PyTorch's refusal; y = W x + b with W = 2 I, b = 1 at x = (3, 4) is (7, 9)."""
     out = ok(
@@ -213,21 +183,6 @@ def test_vllm_keeps_its_weights_whichever_is_imported_first() -> None:
     verl_first = ok(f"import verl\n{pack}", **CPU)
     vllm_first = ok(f"import vllm.model_executor.layers.utils\nimport verl\n{pack}", **CPU)
     assert verl_first.splitlines()[-1] == vllm_first.splitlines()[-1] == "(64, 64) in force"
-
-
-@pytest.mark.slow
-def test_a_moved_vllm_target_stops_when_it_is_imported() -> None:
-    pytest.importorskip("vllm")
-    done = python(
-        "import verl, verl_patches.cpu, dataclasses\n"
-        "patch = verl_patches.cpu.find_patch('vllm_weights')\n"
-        "moved = tuple((dataclasses.replace(each, signature='(layer)'), wrap) for each, wrap in patch.wrappers)\n"
-        "object.__setattr__(patch, 'wrappers', moved)\n"
-        "import vllm.model_executor.layers.utils\n",
-        **CPU,
-    )
-    assert done.returncode != 0
-    assert "PatchError: patch 'vllm_weights': the target" in done.stderr
 
 
 @pytest.mark.slow

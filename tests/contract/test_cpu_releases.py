@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.support.fresh_python import CPU, ok, python
-from verl_patches.contract import PatchError
 
 pytestmark = pytest.mark.verl("<0.9")
 
@@ -137,41 +136,12 @@ def test_mixed_precision_decides_about_autocast(patched: dict[str, Any], unpatch
     assert unpatched["autocast"] == [True, True, True, True, True]
 
 
-@pytest.mark.parametrize("slots", ["", "0,1"])
-def test_slots_that_name_no_single_socket_are_refused(slots: str) -> None:
-    from verl_patches.cpu.of_verl import slot_name
-
-    with pytest.raises(PatchError, match=rf"CUDA_VISIBLE_DEVICES='{slots}'.*tensor_model_parallel_size=1"):
-        slot_name({"CUDA_VISIBLE_DEVICES": slots})
-
-
 def test_an_accelerator_is_not_ignored_in_silence() -> None:
     """Before 0.9 verl takes a GPU that it sees, so VERL_PLATFORM=cpu would be a lie."""
     done = python("import torch\ntorch.cuda.is_available = lambda: True\nimport verl\n", **CPU)
     assert done.returncode != 0
     assert "PatchError: VERL_PLATFORM=cpu on a machine with a GPU" in done.stderr
     assert "Fix:" in done.stderr
-
-
-def test_what_else_fails_at_import_is_not_hidden() -> None:
-    """A device without engines, and a flash-attn that is there and broken."""
-    out = ok(
-        "import os, sys, types, verl\n"
-        "from verl_patches.contract import PatchError\n"
-        "class Broken(types.ModuleType):\n"
-        "    def __getattr__(self, name): raise ImportError('libcudart is missing', name='libcudart')\n"
-        "sys.modules['flash_attn'] = sys.modules['flash_attn.bert_padding'] = Broken('flash_attn')\n"
-        "import verl.utils.attention_utils as padding\n"
-        "try: padding._get_attention_functions()\n"
-        "except ImportError as error: print('padding:', error)\n"
-        "del sys.modules['flash_attn'], sys.modules['flash_attn.bert_padding']\n"
-        "os.environ['VERL_ENGINE_DEVICE'] = 'abacus'\n"
-        "try: import verl.workers.engine\n"
-        "except PatchError as error: print('engines:', error)\n",
-        **CPU,
-    )
-    assert "padding: libcudart is missing" in out
-    assert "found no engine for VERL_ENGINE_DEVICE='abacus'" in out
 
 
 # Eight weights of 1 MiB in buckets of 1 MiB, each filled with its number. Where the sender may go on while a bucket is

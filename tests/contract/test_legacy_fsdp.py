@@ -38,11 +38,6 @@ def contract(patch: Any, name: str) -> Any:
     return next(each for each, _ in patch.wrappers if each.name == name)
 
 
-def test_these_are_the_contracts(patch: Any) -> None:
-    assert [each.name for each, _ in patch.wrappers] == names()
-    assert {each.releases for each, _ in patch.wrappers} == {("==0.7.1",)}
-
-
 @pytest.mark.parametrize("name", names())
 def test_a_target_is_where_it_was_before_and_after_installation(patch: Any, name: str) -> None:
     contract(patch, name).check()
@@ -60,23 +55,6 @@ def test_a_moved_target_is_named(patch: Any, name: str) -> None:
     gone = replace(moved, target=f"{moved.target}_2")
     with pytest.raises(PatchError, match="nothing of that name"):
         gone.check()
-
-
-@pytest.mark.parametrize("name", ["dp_actor.update_policy", "dp_actor.forward_micro_batch"])
-def test_a_key_that_the_actor_no_longer_knows_is_named(patch: Any, name: str) -> None:
-    from verl_patches import PatchError
-
-    with pytest.raises(PatchError, match="'behaviour_log_probs'"):
-        replace(contract(patch, name), keys=("behaviour_log_probs",)).check()
-
-
-def test_a_column_more_on_the_actors_list_is_noticed(patch: Any) -> None:
-    from verl_patches import PatchError
-
-    update = contract(patch, "dp_actor.update_policy")
-    columns = update.keys[0]
-    with pytest.raises(PatchError, match="its code to contain"):
-        replace(update, keys=((*columns, "rollout_log_probs"),)).check()
 
 
 def test_nothing_is_wrapped_where_a_target_has_moved(patch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,28 +75,6 @@ def test_installed_once_however_often(patch: Any) -> None:
     patch.install()
     assert before == [dp_actor.agg_loss, dp_actor.DataParallelPPOActor.update_policy]
     assert patch.in_force()
-
-
-@pytest.mark.parametrize("function", ["prepare_dynamic_batch", "agg_loss"])
-def test_it_is_not_in_force_while_one_is_missing(patch: Any, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.workers.actor import dp_actor
-
-    patch.install()
-    monkeypatch.setattr(dp_actor, function, inspect.unwrap(getattr(dp_actor, function)))
-    assert not patch.in_force()
-
-
-def test_dynamic_micro_batches_without_a_process_group(patch: Any) -> None:
-    """As verl itself cuts them: 35 tokens of responses and 17 of prompts, at most 17 at a time."""
-    from verl.utils.seqlen_balancing import prepare_dynamic_batch
-    from verl.workers.actor import dp_actor
-
-    patch.install()
-    data = la.proto(la.rollout())
-    assert not torch.distributed.is_initialized()
-    _, rows = dp_actor.prepare_dynamic_batch(data, max_token_len=17)
-    assert rows == prepare_dynamic_batch(data, max_token_len=17)[1]
-    assert len(rows) == 4
 
 
 @pytest.mark.parametrize("positional", [True, False])
@@ -166,10 +122,6 @@ LEGACY = {"VERL_USE_EXTERNAL_MODULES": "verl_patches.legacy"}
 STATUS = "import verl_patches; print(verl_patches.status()['legacy']['fsdp_actor'])\n"
 
 
-def test_importing_the_package_changes_nothing() -> None:
-    assert ok(f"import verl_patches.legacy, verl.workers.actor.dp_actor\n{STATUS}").splitlines()[-1] == "off"
-
-
 @pytest.mark.parametrize("others", ["", "verl_patches.cpu,"])
 def test_verl_loads_it_into_a_process_and_the_actor_is_patched_when_it_is_imported(others: str) -> None:
     environment = {**CPU, "VERL_USE_EXTERNAL_MODULES": f"{others}verl_patches.legacy"} if others else LEGACY
@@ -189,12 +141,3 @@ def test_a_moved_target_stops_the_import_of_the_actor() -> None:
     done = python(f"import verl\n{code}", **LEGACY)
     assert done.returncode != 0
     assert "PatchError: patch 'dp_actor.agg_loss': the target verl.workers.actor.dp_actor:agg_loss" in done.stderr
-
-
-def test_a_release_without_legacy_actors_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    import verl_patches.legacy as group
-    from verl_patches import PatchError
-
-    monkeypatch.setattr(group, "has_legacy_actors", lambda: False)
-    with pytest.raises(PatchError, match=r"is for verl releases with legacy actors, 0\.7\.1, found"):
-        group.install()

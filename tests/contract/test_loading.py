@@ -65,12 +65,6 @@ def test_a_plugin_that_failed_is_found_although_verl_carries_on(entry_point: str
     assert "PatchError: OFFPOLICY_PATCHES=cpu: verl_patches.cpu makes verl run on the CPU and needs" in done.stderr
 
 
-@needs_plugins
-def test_an_unknown_group_is_found(entry_point: str) -> None:
-    done = python("import verl, verl_patches; verl_patches.status()", path=entry_point, OFFPOLICY_PATCHES="gpu")
-    assert "OFFPOLICY_PATCHES=gpu: unknown group of patches 'gpu'. Fix: one of cpu, legacy." in done.stderr
-
-
 def test_what_nobody_loaded_is_found() -> None:
     """Asked for by name where verl does not see the entry point."""
     code = "import verl, sys; import verl_patches; verl_patches.status()"
@@ -79,15 +73,6 @@ def test_what_nobody_loaded_is_found() -> None:
     assert done.returncode != 0
     assert "the environment requests the patches 'cpu', but none of them is installed" in done.stderr
     assert "Fix: export VERL_USE_EXTERNAL_MODULES=verl_patches.cpu before verl is imported" in done.stderr
-
-
-def test_a_look_does_not_load_what_nobody_loaded() -> None:
-    """The group cpu installs itself wherever it is imported, which is too late once verl is."""
-    look = "import verl, sys, verl_patches\ntry: verl_patches.status()\n"
-    look += "except verl_patches.PatchError as error: print(str(error))\n"
-    look += "assert 'verl_patches.cpu' not in sys.modules"
-    told = last(look, OFFPOLICY_PATCHES="cpu", VERL_USE_EXTERNAL_PLUGINS="none", **CPU)
-    assert told.startswith("the environment requests the patches 'cpu', but none of them is installed in this process")
 
 
 @pytest.mark.parametrize("environment", [{}, CPU], ids=["", "cpu"])
@@ -132,11 +117,6 @@ def has_legacy_actor() -> bool:
     return (Path(verl.__file__).parent / "workers" / "actor" / "dp_actor.py").is_file()
 
 
-def test_a_wrong_name_names_the_groups() -> None:
-    done = python("import verl_patches; verl_patches.install('gpu')")
-    assert "PatchError: unknown group of patches 'gpu'. Fix: one of cpu, legacy." in done.stderr
-
-
 # The table ----------------------------------------------------------------------------------------------------
 
 TABLE = "import runpy, sys; sys.argv = ['verl_patches']; {before}runpy.run_module('verl_patches', run_name='__main__')"
@@ -164,45 +144,6 @@ def test_the_table_shows_every_contract_and_that_it_holds() -> None:
         assert [row[3] for row in rows if row[0].startswith("legacy.")] == ["off"] * 2
 
 
-@needs_legacy
-@pytest.mark.extended
-def test_the_table_without_megatron_says_so_and_holds() -> None:
-    done = python(TABLE.format(before=NO_MEGATRON))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = table_of(done.stdout)
-    [megatron] = [row for row in rows if row[0] == "legacy.megatron_actor"]
-    # Of a package that is blocked and not absent, Python names the module that was asked for.
-    assert megatron[1:] == ["", "", "megatron.core is missing", "not installed"]
-    fsdp = [row for row in rows if row[0] == "legacy.fsdp_actor"]
-    assert len(fsdp) > 1
-    assert {row[4] for row in fsdp} == {"ok"}
-
-
-@pytest.mark.slow
-def test_the_table_shows_what_the_trainer_wraps() -> None:
-    before = "import verl, verl_patches.trainer_seams as t; t.around_advantage(None); "
-    done = python(TABLE.format(before=before), **CPU, VERL_USE_EXTERNAL_MODULES="verl_patches.cpu")
-    assert done.returncode == 0, done.stderr[-3000:]
-    seams = {
-        row[1].rpartition(":")[2]: row[3]
-        for row in table_of(done.stdout)
-        if row[0] == "trainer_seams" and row[3] != "off"
-    }
-    assert {name for name, state in seams.items() if state == "in force"} == {"compute_advantage"}
-    assert set(seams.values()) == {"calls", "in force"}
-
-
-@pytest.mark.extended
-def test_the_table_says_that_a_group_which_it_had_to_import_is_off() -> None:
-    done = python(TABLE.format(before=""), OFFPOLICY_PATCHES="cpu", VERL_USE_EXTERNAL_PLUGINS="none", **CPU)
-    assert done.returncode == 1
-    assert "the environment requests the patches 'cpu', but none of them is installed" in done.stderr
-    assert "Traceback" not in done.stderr
-    states = {row[3] for row in table_of(done.stdout) if row[0].startswith("cpu.")}
-    assert "off" in states
-    assert states <= {"off", "not needed"}
-
-
 @pytest.mark.slow
 def test_a_broken_contract_ends_with_1() -> None:
     before = "import torch.distributed.fsdp as f; f.CPUOffloadPolicy.__init__ = lambda self, pin: None; "
@@ -211,12 +152,3 @@ def test_a_broken_contract_ends_with_1() -> None:
     assert done.returncode == 1
     assert "worker_seams: patch 'ppo_loss': the target verl.workers.utils.losses:ppo_loss has moved" in done.stderr
     assert "pin_memory" not in done.stderr, "what this process does not need does not matter"
-
-
-@pytest.mark.extended
-def test_an_untested_release_ends_with_1() -> None:
-    before = "import verl_patches.contract as c; real = c.installed_release; "
-    before += "c.installed_release = lambda name: '0.6.0' if name == 'verl' else real(name); "
-    done = python(TABLE.format(before=before))
-    assert done.returncode == 1
-    assert "found 0.6.0. Fix: install a tested release" in done.stderr

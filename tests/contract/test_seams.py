@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
+import pkgutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,19 +19,26 @@ from verl_patches.contract import Contract, PatchError, bare_signature, check_al
 V1 = pytest.mark.verl(">=0.9")
 NEWEST = pytest.mark.verl(">=0.9.1")
 """Releases that note versions by token, replay routes and supports, and take a limit of staleness."""
+CLIENTS = ("LLMServerClient", "FullyAsyncLLMServerClient")
 SCORING = pytest.mark.verl("!=0.7.1")
 """Releases that score prompts, and that have the asynchronous programs."""
 GROUPS = [
-    pytest.param(worker_seams.LOSS, id="loss"),
-    pytest.param(trainer_seams.V0, id="v0"),
-    pytest.param((rollout_seams.WEIGHT_SYNC,), id="weight_sync"),
-    pytest.param(trainer_seams.V1, id="v1", marks=V1),
-    pytest.param(trainer_seams.STALENESS, id="staleness", marks=NEWEST),
-    pytest.param(rollout_seams.VERSIONS, id="versions", marks=NEWEST),
-    pytest.param(worker_seams.ROUTER_REPLAY, id="router_replay", marks=NEWEST),
-    pytest.param(rollout_seams.SUPPORT, id="support", marks=NEWEST),
-    pytest.param(worker_seams.OPTIMIZER, id="optimizer", marks=NEWEST),
-    pytest.param(rollout_seams.AGENT_LOOPS, id="agent_loops", marks=SCORING),
+    pytest.param(lambda: worker_seams.LOSS, id="loss"),
+    pytest.param(lambda: trainer_seams.V0, id="v0"),
+    pytest.param(lambda: (rollout_seams.WEIGHT_SYNC,), id="weight_sync"),
+    pytest.param(lambda: rollout_seams.TURNS, id="rewards of turns"),
+    pytest.param(lambda: trainer_seams.V1, id="v1", marks=V1),
+    pytest.param(lambda: rollout_seams.AGENT_LOOPS_V1, id="agent_loops of v1", marks=V1),
+    pytest.param(lambda: trainer_seams.STALENESS, id="staleness", marks=NEWEST),
+    pytest.param(lambda: trainer_seams.SNAPSHOTS, id="snapshots", marks=NEWEST),
+    pytest.param(lambda: rollout_seams.VERSIONS, id="versions", marks=NEWEST),
+    pytest.param(lambda: worker_seams.ROUTER_REPLAY, id="router_replay", marks=NEWEST),
+    pytest.param(lambda: rollout_seams.SUPPORT, id="support", marks=NEWEST),
+    pytest.param(rollout_seams.build_support_server, id="servers that return supports", marks=NEWEST),
+    pytest.param(lambda: worker_seams.OPTIMIZER, id="optimizer", marks=NEWEST),
+    pytest.param(lambda: rollout_seams.AGENT_LOOPS, id="agent_loops", marks=SCORING),
+    pytest.param(rollout_seams.build_scoring_server, id="servers that score", marks=SCORING),
+    pytest.param(lambda: trainer_seams.PROGRAMS, id="asynchronous programs", marks=SCORING),
 ]
 
 
@@ -40,50 +46,9 @@ def quoted(seams: tuple[Contract, ...], *marks: Any) -> list[Any]:
     return [pytest.param(seam, id=f"{seam.name}", marks=marks) for seam in seams if seam.signature]
 
 
-@SCORING
-def test_the_servers_that_score_are_where_they_were() -> None:
-    check_all(rollout_seams.build_scoring_server())
-
-
-def test_the_rewards_of_turns_are_where_they_were() -> None:
-    check_all(rollout_seams.TURNS)
-
-
-@NEWEST
-def test_the_servers_that_return_supports_are_where_they_were() -> None:
-    check_all(rollout_seams.build_support_server())
-
-
-@NEWEST
-def test_a_servers_generate_reads_the_key_of_the_option() -> None:
-    _, generate, *_ = rollout_seams.build_support_server()
-    assert (generate.keys, generate.names) == (("logprobs",), ("SamplingParams", "extract_prompt_logprobs"))
-
-
-ALWAYS = [
-    *quoted((*worker_seams.LOSS, *trainer_seams.V0, rollout_seams.WEIGHT_SYNC)),
-    *quoted(rollout_seams.AGENT_LOOPS, SCORING),
-]
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_seam_is_where_it_was(group: Any) -> None:
-    check_all(group)
-
-
-@SCORING
-def test_the_trainers_of_the_asynchronous_programs_are_where_they_were() -> None:
-    check_all(trainer_seams.PROGRAMS)
-
-
-@V1
-def test_the_agent_loops_of_the_v1_trainer_are_where_they_were() -> None:
-    check_all(rollout_seams.AGENT_LOOPS_V1)
-
-
-@NEWEST
-def test_the_worker_that_keeps_weights_is_where_it_was() -> None:
-    check_all(trainer_seams.SNAPSHOTS)
+    check_all(group())
 
 
 @NEWEST
@@ -92,6 +57,10 @@ def test_megatrons_routers_are_where_they_were() -> None:
     check_all(worker_seams.MEGATRON_REPLAY)
 
 
+ALWAYS = [
+    *quoted((*worker_seams.LOSS, *trainer_seams.V0, rollout_seams.WEIGHT_SYNC)),
+    *quoted(rollout_seams.AGENT_LOOPS, SCORING),
+]
 OF_NEWEST = (*trainer_seams.STALENESS, *rollout_seams.VERSIONS, *worker_seams.ROUTER_REPLAY, *rollout_seams.SUPPORT)
 OF_V1 = [*quoted(trainer_seams.V1, V1), *quoted(OF_NEWEST, NEWEST)]
 
@@ -110,19 +79,6 @@ def test_a_loss_that_no_longer_reads_the_weights_is_named() -> None:
         check_all([replace(seam, keys=("rollout_is_weights", "some_other_weights"))])
 
 
-def test_another_release_needs_consent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OFFPOLICY_ALLOW_UNTESTED_VERL", raising=False)
-    newer = [replace(seam, releases="==0.9.2") for seam in worker_seams.LOSS]
-    with pytest.raises(PatchError, match="OFFPOLICY_ALLOW_UNTESTED_VERL=1"):
-        check_all(newer)
-    monkeypatch.setenv("OFFPOLICY_ALLOW_UNTESTED_VERL", "1")
-    check_all(newer)
-
-
-def overridden(ours: type, theirs: type) -> set[str]:
-    return {name for name in vars(ours) if not name.startswith("__") and hasattr(theirs, name)}
-
-
 @V1
 def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
     """An override of a hook that verl no longer calls would leave the correction dead in silence."""
@@ -138,70 +94,47 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
     assert set(CorrectedV1.METHODS) - names <= {"_add_async_warmup_batches"}
 
 
-@NEWEST
-def test_whatever_the_client_overrides_is_a_seam() -> None:
-    """An attempt that goes another way would be sampled by a version that no one notes."""
-    from recipe.offpolicy.staleness.client import Attempts, VersionedClient
-    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
-
-    assert overridden(Attempts, LLMServerClient) == overridden(VersionedClient, FullyAsyncLLMServerClient)
-    assert overridden(Attempts, LLMServerClient) == {"generate"}
-    assert VersionedClient.__mro__[1:4] == (FullyAsyncLLMServerClient, Attempts, LLMServerClient)
-    held = {seam.name for seam in rollout_seams.VERSIONS}
-    assert {"LLMServerClient.generate", "FullyAsyncLLMServerClient.generate"} <= held
+CLIENT, FULLY_ASYNC = (f"verl.workers.rollout.llm_server:{each}" for each in CLIENTS)
+ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
+OF_BUFFER = {"sample", "wait_for_sampleable", "_wait_for_next_poll", "_has_enough_samples"}
+OF_BUFFER |= {"_stale_terminal_keys", "_terminal_eviction_reasons", "_evict_terminal_groups"}
+OF_REPLAY = {"prepare_model_inputs", "forward_step", "forward_backward_batch"}
+OF_SUPPORT = {"prepare_model_outputs", "forward_backward_batch"}
 
 
 @NEWEST
-def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
-    """A prompt that verl issues by another way would be past the limit."""
-    from recipe.offpolicy.staleness.buffer import BoundedReplayBuffer
-    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
-
-    held = {seam.name for seam in (*trainer_seams.V1, *trainer_seams.STALENESS)}
-    of_buffer = {"sample", "wait_for_sampleable", "_wait_for_next_poll", "_has_enough_samples"}
-    of_buffer |= {"_stale_terminal_keys", "_terminal_eviction_reasons", "_evict_terminal_groups"}
-    assert overridden(BoundedReplayBuffer, ReplayBufferAsync) == of_buffer
-    assert of_buffer <= held
-
-
-@NEWEST
-def test_whatever_routing_replay_overrides_is_a_seam() -> None:
-    """An engine or worker that goes another way would train by routes of its own."""
-    from recipe.offpolicy.replay.fsdp_engine import ReplayingEngine
-    from recipe.offpolicy.replay.routing_replay import RoutedClient
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-    from verl.workers.rollout.llm_server import LLMServerClient
-
-    held = {seam.name for seam in (*worker_seams.ROUTER_REPLAY, *trainer_seams.V1, *rollout_seams.VERSIONS)}
-    wrapped = {"prepare_model_inputs", "forward_step", "forward_backward_batch"}
-    assert overridden(ReplayingEngine, FSDPEngineWithLMHead) == wrapped
-    assert overridden(RoutedClient, LLMServerClient) == {"generate"}
-    assert wrapped <= held
+@pytest.mark.parametrize(
+    ("ours", "theirs", "wrapped", "seams"),
+    [
+        ("staleness.client:Attempts", CLIENT, {"generate"}, rollout_seams.VERSIONS),
+        ("staleness.client:VersionedClient", FULLY_ASYNC, {"generate"}, rollout_seams.VERSIONS),
+        (
+            "staleness.buffer:BoundedReplayBuffer",
+            "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync",
+            OF_BUFFER,
+            (*trainer_seams.V1, *trainer_seams.STALENESS),
+        ),
+        ("replay.fsdp_engine:ReplayingEngine", ENGINE, OF_REPLAY, (*worker_seams.ROUTER_REPLAY, *trainer_seams.V1)),
+        ("replay.routing_replay:RoutedClient", CLIENT, {"generate"}, rollout_seams.VERSIONS),
+        ("support.fsdp_engine:SupportEngine", ENGINE, OF_SUPPORT, rollout_seams.SUPPORT),
+        ("support.support_replay:SupportAttempts", CLIENT, {"generate"}, rollout_seams.VERSIONS),
+    ],
+)
+def test_whatever_a_part_overrides_is_a_seam(ours: str, theirs: str, wrapped: set[str], seams: Any) -> None:
+    """What goes another way in verl would go past the part in silence."""
+    mine, verls = pkgutil.resolve_name(f"recipe.offpolicy.{ours}"), pkgutil.resolve_name(theirs)
+    assert {name for name in vars(mine) if not name.startswith("__") and hasattr(verls, name)} == wrapped
+    assert wrapped <= {seam.target.rpartition(".")[2].rpartition(":")[2] for seam in seams}
 
 
 @NEWEST
-def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
-    """An engine or worker that goes another way would train by the whole vocabulary."""
-    from recipe.offpolicy.staleness.client import Attempts, VersionedClient
-    from recipe.offpolicy.support.fsdp_engine import SupportEngine
-    from recipe.offpolicy.support.support_replay import SupportAttempts, SupportResumingClient, SupportVersionedClient
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+def test_each_attempt_of_a_resumed_request_goes_by_the_client_that_notes() -> None:
+    from recipe.offpolicy.staleness.client import VersionedClient
+    from recipe.offpolicy.support.support_replay import SupportVersionedClient
 
-    wrapped = {"prepare_model_outputs", "forward_backward_batch"}
-    assert overridden(SupportEngine, FSDPEngineWithLMHead) == wrapped
-    assert overridden(SupportAttempts, LLMServerClient) == {"generate"}
-    # Each attempt of a resumed request goes by the client that notes supports.
-    assert SupportResumingClient.__mro__[1:4] == (FullyAsyncLLMServerClient, SupportAttempts, LLMServerClient)
-    assert SupportVersionedClient.__mro__[1:6] == (
-        SupportResumingClient,
-        VersionedClient,
-        FullyAsyncLLMServerClient,
-        SupportAttempts,
-        Attempts,
-    )
-    held = {seam.target.rpartition(".")[2] for seam in rollout_seams.SUPPORT}
-    assert wrapped <= held
+    names = [each.__name__ for each in SupportVersionedClient.__mro__]
+    assert names[1:6] == ["SupportResumingClient", "VersionedClient", CLIENTS[1], "SupportAttempts", "Attempts"]
+    assert [each.__name__ for each in VersionedClient.__mro__[1:4]] == [CLIENTS[1], "Attempts", CLIENTS[0]]
 
 
 def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
@@ -302,16 +235,6 @@ def test_clients_of_fully_async_go_through_what_notes_versions(monkeypatch: pyte
     manager = object.__new__(Manager)
     manager.rollout_replicas = []
     assert manager.get_client() == "noting verl's"
-
-
-@pytest.mark.parametrize("use_v1", [False, pytest.param(True, marks=V1)])
-def test_our_own_program_runs_verls_task_runners(use_v1: bool) -> None:
-    runner = trainer_seams.find_task_runner(OmegaConf.create({"trainer": {"use_v1": use_v1}}))
-    if use_v1:
-        assert runner is importlib.import_module("verl.trainer.main_ppo").TaskRunnerV1
-    else:  # main_ppo's own, or that of the module that has V0
-        apart = importlib.util.find_spec("verl.trainer.main_ppo_v0")
-        assert runner is (importlib.import_module("verl.trainer.main_ppo_v0").TaskRunner if apart else None)
 
 
 def test_what_is_put_around_the_advantages_is_what_fit_calls(monkeypatch: pytest.MonkeyPatch) -> None:

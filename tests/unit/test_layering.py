@@ -105,35 +105,6 @@ def upward(found: Imports) -> list[str]:
     return wrong
 
 
-def circles(found: Imports) -> list[str]:
-    """Modules that import themselves by way of others."""
-    known = set(found)
-    edges = {
-        name: {module for each in all_of if (module := known_module(each, known))} for name, all_of in found.items()
-    }
-    state: dict[str, str] = {}
-    met: list[str] = []
-
-    def visit(name: str, way: tuple[str, ...]) -> None:
-        state[name] = "open"
-        for other in sorted(edges[name] - {name}):
-            if state.get(other) == "open":
-                met.append(" -> ".join((*way[way.index(other) if other in way else 0 :], name, other)))
-            elif other not in state:
-                visit(other, (*way, name))
-        state[name] = "closed"
-
-    for name in sorted(edges):
-        if name not in state:
-            visit(name, ())
-    return met
-
-
-def known_module(name: str, known: set[str]) -> str | None:
-    """The module that an imported name is, or is an attribute of."""
-    return name if name in known else parent if (parent := name.rpartition(".")[0]) in known else None
-
-
 @pytest.fixture(scope="module")
 def found() -> Imports:
     return {module_name(path): imports(path) for path in sources("recipe/offpolicy")}
@@ -151,11 +122,6 @@ def test_imports_point_downward(found: Imports) -> None:
         f"{RECIPE}.proof.verify": [f"{RECIPE}.recording.run"],
     }
     assert len(upward(planted)) == 2
-
-
-def test_there_is_no_circle(found: Imports) -> None:
-    assert circles(found) == []
-    assert circles({"a": ["b"], "b": ["c"], "c": ["a.attribute"], "d": ["a"]}) == ["a -> b -> c -> a"]
 
 
 @pytest.mark.parametrize("path", sources("recipe/offpolicy/correction"), ids=module_name)
@@ -184,14 +150,3 @@ def test_nothing_installed_imports_scripts_or_tests(folder: str, closed: set[str
     for path in sources(folder):
         taken = [name for name in imports(path) if name.split(".")[0] in closed]
         assert taken == [], f"{module_name(path)} imports {taken}"
-
-
-def test_recipe_stays_a_namespace_package() -> None:
-    """TransferQueue installs a folder `recipe` too; an __init__.py here would hide one of the two."""
-    assert not (ROOT / "recipe" / "__init__.py").exists()
-
-
-def test_every_room_has_tests_and_every_folder_a_room() -> None:
-    unit = ROOT / "tests" / "unit"
-    folders = {path.name for path in unit.iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}
-    assert folders == {*ROOMS, COMMANDS, "scripts", "verl_patches"}

@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.paths import ROOT
 
-NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 FAULTS = ROOT / "tests" / "data" / "faults" / "held_out"
 
 
@@ -27,13 +26,6 @@ def execute(notebook: Path, **variables: str) -> list[str]:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_is_kept_without_outputs(notebook: Path) -> None:
-    content = json.loads(notebook.read_text())
-    assert content["nbformat"] == 4
-    assert not [cell for cell in content["cells"] if cell.get("outputs") or cell.get("execution_count")]
 
 
 @pytest.mark.parametrize(
@@ -54,10 +46,3 @@ def test_it_ends_with_a_correction(recording: str, chosen: str) -> None:
     variables = {"RECORDING": str(FAULTS / recording)} if recording else {}
     printed = execute(ROOT / "examples" / "choose_a_correction.ipynb", **variables)
     assert printed[-1] == f"python -m verl.trainer.main_ppo ... {chosen}"
-
-
-@pytest.mark.extended
-def test_a_fault_is_to_be_fixed_first() -> None:
-    printed = execute(ROOT / "examples" / "choose_a_correction.ipynb", RECORDING=str(FAULTS / "context-4"))
-    assert "re-tokenisation" in printed[-2]
-    assert "must be fixed first" in printed[-2]

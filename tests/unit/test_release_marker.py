@@ -52,25 +52,10 @@ def run(folder: Path, installed: str | None, *options: str, **modules: str) -> t
         (folder / f"{name}.py").write_text(text)
     path = f"{site}{os.pathsep}{ROOT}"
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.support.release_marker",
-        "-p",
-        "no:cacheprovider",
-        "--strict-markers",
-        "-v",
-    ]
-    done = subprocess.run(
-        [*command, *options, "-rs", "-c", os.devnull, "--rootdir", str(folder), str(folder)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    plugins = ["-p", "tests.support.release_marker", "-p", "no:cacheprovider", "--strict-markers", "-v", "-rs"]
+    place = ["-c", os.devnull, "--rootdir", str(folder), str(folder)]
+    command = [sys.executable, "-m", "pytest", *plugins, *options, *place]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -78,7 +63,6 @@ def run(folder: Path, installed: str | None, *options: str, **modules: str) -> t
     ("installed", "expected"),
     [
         ("0.7.1", {"test_old", "test_both_marks_count", "test_every"}),
-        ("0.8.0", {"test_new", "test_both_marks_count", "test_every"}),
         ("0.9.1", {"test_new", "test_every"}),
         (None, {"test_every"}),
     ],
@@ -109,7 +93,6 @@ def test_a_module_for_another_release_is_not_imported(tmp_path: Path) -> None:
     "module",
     [
         "@pytest.mark.verl('==0.7.1')\ndef test_it(): pytest.skip('no Megatron')\n",
-        "@pytest.mark.verl('==0.7.1')\n@pytest.mark.skipif(True, reason='no Megatron')\ndef test_it(): pass\n",
         "pytestmark = pytest.mark.verl('==0.7.1')\npytest.skip('no Megatron', allow_module_level=True)\n",
     ],
 )
@@ -123,29 +106,15 @@ def test_a_skip_where_the_test_must_run_is_a_failure(module: str, tmp_path: Path
     assert run(tmp_path / "unmarked", "0.7.1", test_it="import pytest\n" + unmarked)[0] in (0, 5)
 
 
-def test_what_needs_a_gpu_may_be_skipped(tmp_path: Path) -> None:
-    module = (
-        "import pytest\npytestmark = [pytest.mark.verl('==0.9.1'), pytest.mark.gpu]\ndef test_it(): pytest.skip()\n"
-    )
-    conftest = "def pytest_configure(config): config.addinivalue_line('markers', 'gpu: needs one')\n"
-    status, out = run(tmp_path, "0.9.1", test_it=module, conftest=conftest)
-    assert status == 0, out
-    assert "1 skipped" in out
-
-
 @pytest.mark.parametrize(
     ("mark", "message"),
     [
         ("verl('==0.7')", "no supported release"),
-        ("verl('0.7.1')", "not a version specifier"),
         ("verl()", "not a version specifier"),
     ],
 )
-@pytest.mark.parametrize(
-    "form", ["pytestmark = pytest.mark.{}\ndef test_it(): pass\n", "@pytest.mark.{}\ndef test_it(): pass\n"]
-)
-def test_a_mark_that_would_run_nowhere_is_refused(form: str, mark: str, message: str, tmp_path: Path) -> None:
-    status, out = run(tmp_path, "0.7.1", test_it="import pytest\n" + form.format(mark))
+def test_a_mark_that_would_run_nowhere_is_refused(mark: str, message: str, tmp_path: Path) -> None:
+    status, out = run(tmp_path, "0.7.1", test_it=f"import pytest\n@pytest.mark.{mark}\ndef test_it(): pass\n")
     assert status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)
     assert message in out
 

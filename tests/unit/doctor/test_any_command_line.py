@@ -24,45 +24,34 @@ MAIN = ("--module", VERLS[0])
 # The arguments, and a part of the answer.
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("correction=tis_tokn",), "Did you mean tis_token?"),
-    (("correction=ice_pop",), "Did you mean icepop?"),
     (("correction=TIS_token",), "Did you mean tis_token?"),
-    (("opd=advantag",), "Did you mean advantage?"),
-    (("length_penalty=anchr",), "Did you mean anchor?"),
     (("pass_at_k=lo",), "Did you mean loo"),
-    (("process_reward=prefix_values",), "Did you mean prefix_value?"),
     (("+platform=cpus",), "Did you mean cpu?"),
     (("mode=separate_async",), "Write +mode=separate_async_cpu."),
     (("correction=tis_token,gsm",), "Quote it so: 'correction=[tis_token,gsm]'."),
-    (("correction=tis_token gsm",), "Quote it so: 'correction=[tis_token,gsm]'."),
     (("correction={tis_token,gsm}",), "Quote it so: 'correction=[tis_token,gsm]'."),
     (("correction=[tis_token,", "gsm]"), "Quote it so: 'correction=[tis_token, gsm]'."),
     (("correction=[[tis_token,gsm]]",), "Quote it so: 'correction=[tis_token,gsm]'."),
-    (("correction=[[gsm]]",), "Quote it so: 'correction=gsm'."),
     (("correction=gsm", "correction=tis_token"), "Stack options as 'correction=[gsm,tis_token]'."),
     (("opd=advantage,loss",), "Choose one of them: opd=advantage or opd=loss."),
-    (("correction=5",), "expected the name of an option"),
     (("correction={a: 1}",), "To set individual keys, use correction.KEY=VALUE."),
     (("correction=[gsm",), "is not closed"),
     (("process_reward=null",), "expected the name of an option. Choose one of prefix_value"),
-    (("model_engine=6",), "Choose one of dp, "),
-    (("data=[[a]]",), "expected the name of an option"),
     (("trainer.nnodes=1,2",), "but a launch takes one"),
     ((f"trainer.total_epochs={LONG}",), "Hydra cannot read this value"),
     (("correction=gsm", "correction.masks.gms.upper=1.02"), "Choose an option that has this mask, such as gsm"),
     (("correction=gsm", "correction.maks.gsm.upper=1.02"), "Did you mean correction.masks?"),
-    (("correction=tis_token", "correction.wieght.upper=2"), "Did you mean correction.weight.upper?"),
     (("pass_at_k.k=8",), "pass_at_k is off, so the key would be unused. Add pass_at_k=analytic"),
     (("correction=gsm", "offpolicy.alarms.ess=warn"), "Set offpolicy.alarms.ess.action=warn."),
     (("correction=gsm", "offpolicy=[1]"), "To set individual keys, use offpolicy.KEY=VALUE."),
     (("~mode=1",), "Write ~mode."),
-    (("foo/bar=3",), "there is no group foo/bar"),
-    (("offpolicy.alarms=[1]",), "To set individual keys, use offpolicy.alarms.KEY=VALUE."),
+    (("~trainer.none_such",), "there is no such key to delete."),
+    (("+trainer.nnodes=2",), "the key already exists. Write trainer.nnodes=2."),
+    (("++opd=loss",), "Write +opd=loss."),
     (("gsm",), "Write KEY=VALUE."),
     ((*MAIN, "+offpolicy.shadow=[gsm]", "+opd={a: 1}"), "Choose an option of this package"),
-    ((*MAIN, "+correction.weight.upper=2"), "Choose an option of this package"),
     ((*MAIN, "+corection=gsm"), "Write +correction@correction=gsm"),
-    ((*MAIN, "+lenght_penalty.kind=anchor"), "Write +length_penalty@length_penalty=anchor"),
-    ((*MAIN, "+algorithm.staleness.eta=2"), "Choose an option of this package"),
+    ((*MAIN, "+correction@correction=gsm", "correction.masks.own={level: token}"), "Write '+correction.masks.own={"),
 ]
 
 
@@ -72,22 +61,6 @@ def test_a_mistake_is_answered_by_what_to_write(arguments: tuple[str, ...], part
     assert answer.status == 2
     assert part in answer.printed
     assert len(answer.printed) < 3000, "not every option there is"
-
-
-@pytest.mark.parametrize(
-    ("option", "key", "given", "lower", "upper"),
-    [
-        ("icepop", "masks.icepop", "0.5_5", 0.5, 5.0),
-        ("icepop", "masks.icepop", "2_5", 2.0, 5.0),
-        ("tis_token", "weight", "0.25_4", 0.25, 4.0),
-    ],
-)
-def test_a_pair_that_hydra_reads_as_one_number_is_translated(
-    option: str, key: str, given: str, lower: float, upper: float, ask: Ask
-) -> None:
-    answer = ask(f"correction={option}", f"correction.{key}={given}", *NEEDED)
-    assert answer.status == 2
-    assert f"correction.{key}.lower={lower} and correction.{key}.upper={upper}" in answer.printed.replace(",", " and")
 
 
 def test_flags_stand_in_front_of_all_overrides_or_behind_them() -> None:
@@ -172,8 +145,8 @@ def judge_in_words(launch: Launch) -> str:
     "seed",
     [
         *range(2),
-        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12)),
-        *(pytest.param(seed, marks=[pytest.mark.slow, pytest.mark.extended]) for seed in range(12, 150)),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6)),
+        *(pytest.param(seed, marks=[pytest.mark.slow, pytest.mark.extended]) for seed in range(6, 150)),
     ],
 )
 def test_a_random_command_line_is_answered_in_words(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ ARGUMENTS = ["one.a=1", "two words", "three"]
 SAME_AS_BASH = {
     "words and quotes": """launch a 'b c' "d  e" f\\ g "h'i" 'j"k' l"m n"o""",
     "continued lines": "launch a \\\n  b \\\n\\\n  c",
-    "a backslash at the end": "launch a \\",
     "comments": "# launch no\nlaunch a#b 'c # d' # e\n",
     "variables": 'X=1; Y="$X 2"; launch $X "$Y" $Y ${X}y "${Y}z" $X/$Y',
     "assigned by quotes and dollars": "A='$X'\nB=\"a\\$b\"\nC=a$A\nlaunch $A $B $C",
@@ -33,7 +32,6 @@ SAME_AS_BASH = {
     "empty arrays": 'A=(); launch "${A[@]}" ${A[@]} a "" $EMPTY',
     "arguments": 'launch "$@" $# ${#} "$1" ${2} "$*"',
     "shifted": 'launch $1; shift; launch "$@"',
-    "appended": "X=a; X+=b; launch $X",
     "exported": 'export X=$GIVEN Y="a b"; declare -r Z=1; launch "$X" "$Y" $Z',
     "arithmetic": "N=3; launch $((N * 2 + 1)) $((N / 2)) $((-7 / 2)) $(( ($N + 1) % 3 )) $((N > 2 && N < 9))",
     "powers": "N=4; launch $((2 ** 10)) $((1 << N)) $((!0))",
@@ -47,7 +45,6 @@ SAME_AS_BASH = {
     "functions": 'f() { local y=$1; launch "$y" $2; }; f "a b" c; function g { launch $1; }; g d',
     "subshell": "X=1; (X=2; launch $X); launch $X",
     "chains": "true && launch a; false || launch b; false && launch c; ! false && launch d",
-    "set": "set -euo pipefail; set -x; launch a",
     "redirected": "launch a > /dev/null 2>&1; launch b 2>/dev/null < /dev/null",
     "eval": 'X="launch a \'b c\'"; eval $X; eval "launch $GIVEN"',
     "here-strings": 'X=$(cat <<< "$GIVEN"); launch "$X" "$(cat <<< word)"',
@@ -61,11 +58,8 @@ SAME_AS_BASH = {
     "pipes": "X=$(echo a:b | cut -d: -f2); launch $X",
     "braces": 'launch "{a: 1}" [a,b] \'["x","y"]\' a.b=[1,2]',
     "braces in quotes": "launch '{a,b}' \"{a,b}\" \\{a,b} {a} a.b={c:1}",
-    "after exit": "launch a; exit 0; launch b",
     "own place": 'launch "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"',
     "unset": "X=1; unset X; launch ${X:-gone}",
-    "own variables": "launch $PWD $UID $EUID",
-    "indirect arithmetic": "(( $# > 1 )) && launch yes",
 }
 
 
@@ -139,7 +133,6 @@ NOT_KNOWN = {
     "a program's output": ("X=$(make_it)\nlaunch a.b=$X", "`make_it`", 1),
     "not set": ("\nlaunch a.b=$NONE", "$NONE is not set", 2),
     "chosen by what is not known": ("if make_it; then\n X=1\nelse\n X=2\nfi\nlaunch a.b=$X", "`make_it`", 1),
-    "an argument that is not given": ("launch a.b=$7", "$7 is not set", 1),
     "an array that may have grown": ('A=(a.b=1)\nmake_it && A+=(c.d=2)\nlaunch "${A[@]}"', "`make_it`", 2),
     "read from an input": ("read X\nlaunch a.b=$X", "from an input", 1),
     "a loop that counts": ("for ((i = 0; i < $(count_it); i++)); do\n X=$i\ndone\nlaunch a.b=$X", "`count_it`", 1),
@@ -147,17 +140,13 @@ NOT_KNOWN = {
     "a status": ("X=$?\nlaunch a.b=$X", "$? is the status", 1),
     "indirect": ("launch a.b=${!X}", "${!X} is not supported", 1),
     "braces": ("launch a.b={1,2}", "braces of a.b={1,2}", 1),
-    "bits": ("launch a.b=$((7 & 3))", "((7 & 3)) is not supported", 1),
     "more than 64 bits": ("launch a.b=$((9223372036854775807 + 1))", "more than 64 bits", 1),
     "a number that is counted": ("i=1\n((i++))\nlaunch a.b=$i", "((i++)) is not supported", 2),
-    "a number that is shifted": ("i=1\n((i <<= 1))\nlaunch a.b=$i", "is not supported", 2),
-    "a parameter in braces": ("B=2\nlaunch a.b={1,${B}}", "braces of a.b={1,${B}}", 2),
     "a long count": (
         "i=0\nwhile [ $i -lt 200 ]; do i=$((i + 1)); done\nlaunch a.b=$i",
         "the end of the loop cannot be determined",
         2,
     ),
-    "an operator in a value": ("X='&&'\n[[ -n $X ]] && Y=1 || Y=2\nlaunch a.b=$Y", "a value && in a test", 2),
     "in ANSI quotes": ("launch a.b=$'1'", "$'...' is not supported", 1),
 }
 
@@ -183,12 +172,6 @@ def test_a_script_calls_another(tmp_path: Path) -> None:
     source = f'cd {tmp_path}\nX=2\nbash inner.sh a "b c"\nbash -c "launch text $X"\n'
     found = [call.words for call in launches(written(tmp_path, source))]
     assert found == [("launch", "inner", "a", "b c", "2"), ("launch", "text", "2")]
-
-
-def test_sourced_files_are_read(tmp_path: Path) -> None:
-    (tmp_path / "settings.sh").write_text("X=2\n")
-    (call,) = launches(written(tmp_path, f"source {tmp_path}/settings.sh\nlaunch $X"))
-    assert call.words == ("launch", "2")
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ GIVEN = (
     "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2",
 )
 """Keys of ours with them, of which the last is one that a group of ours brings."""
-MOST = 8
+MOST = 4
 """Options of a group that are drawn; a composition takes a third of a second."""
 
 

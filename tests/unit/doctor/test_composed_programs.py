@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
 from recipe.offpolicy.doctor.diagnosis import diagnose
 from recipe.offpolicy.doctor.launch import UnknownKeysError, compose
@@ -43,31 +42,6 @@ def launch(*arguments: str) -> Launch:
     return Launch("a_recipe_of_mine.main", arguments)
 
 
-def test_a_plain_folder_beside_the_program(program: Path) -> None:
-    config = compose(launch("trainer.nnodes=2"))
-    assert OmegaConf.to_container(config.trainer) == {"total_epochs": 1, "nnodes": 2}
-
-
-def test_a_configuration_of_something_else_is_told_in_a_line(program: Path) -> None:
-    (program / "config" / "run.yaml").write_text("model: tiny\n")
-    error = diagnose(launch()).error
-    assert error.startswith("a_recipe_of_mine.main: not a configuration of verl's PPO (")
-    assert "\n" not in error
-
-
-@pytest.mark.parametrize("path", ["config", "./config", "../a_recipe_of_mine/config"])
-def test_a_folder_is_named_from_the_programs_file(path: str, program: Path) -> None:
-    (program / "config" / "other.yaml").write_text("x: 1\n")
-    assert compose(launch(f"--config-path={path}", "--config-name=other.yaml")) == {"x": 1}
-
-
-def test_a_folder_that_is_not_there_asks_for_no_package(program: Path) -> None:
-    with pytest.raises(LaunchError) as caught:
-        compose(launch("--config-path=none"))
-    assert "__init__" not in str(caught.value)
-    assert str(program / "none") in str(caught.value)
-
-
 def test_a_place_that_is_looked_for_from_here_is_named(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As recipes of verl have it, which are launched from the root of a checkout."""
     source = "hydra: {searchpath: ['file://some/config']}\ndefaults: [shared, _self_]\n"
@@ -80,17 +54,6 @@ def test_a_place_that_is_looked_for_from_here_is_named(program: Path, monkeypatc
     (program / "some" / "config").mkdir(parents=True)
     (program / "some" / "config" / "shared.yaml").write_text("x: 1\n")
     assert compose(launch()) == {"x": 1}
-
-
-@pytest.mark.verl("==0.9.1")
-def test_a_program_of_verl_is_told_how_it_composes_without_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    main = "verl.experimental.one_step_off_policy.main_ppo"
-    place = "hydra.searchpath=[pkg://verl.trainer.config]"
-    monkeypatch.chdir("/")
-    assert diagnose(Launch(main, ())).error.endswith(f"check from the launch directory, or append '{place}'.")
-    error = diagnose(Launch(main, (place, "data.continuous_token.enable=True"))).error
-    assert error.startswith("data.continuous_token.enable=True: ")
-    assert "\n" not in error
 
 
 def test_a_verl_of_another_release_here_is_the_one_that_python_imports(
@@ -154,14 +117,3 @@ def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.Monkey
     first, second = str(caught.value).split("\n")
     assert first.endswith(" Set trainer.total_epochs if you mean that.")
     assert second.endswith("and verl rejects it even with a +: it would have no effect.")
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [("nothing.x=1", "nothing"), ("trainer.nnodes=[", "is not closed")],
-)
-def test_what_hydra_refuses_otherwise_names_the_override(override: str, said: str, program: Path) -> None:
-    with pytest.raises(LaunchError) as caught:
-        compose(launch(override))
-    assert not isinstance(caught.value, UnknownKeysError)
-    assert said in str(caught.value)

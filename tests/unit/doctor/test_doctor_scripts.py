@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.applications import NEEDED
 from tests.support.doctor_answer import Ask
 from tests.support.paths import ROOT
 from tests.support.scripts_of_verl import DECOUPLED, MULTI_RS, RLOO
@@ -65,15 +64,6 @@ UNREADABLE = {
         "python3 -m pip install verl\npython3 prepare.py --out=x",
         "no launch: no call of `python -m MODULE`",
     ),
-    "two launches": (f"{LAUNCH}\n{LAUNCH} c.d=2", "several launches, at lines 1 (verl.trainer.main_ppo), 2"),
-    "an override that is not known": (
-        f"\n{LAUNCH} c.d=$NOT_SET_HERE",
-        "line 2: an override is unknown (c.d): $NOT_SET_HERE",
-    ),
-    "a launch in doubt": (
-        f"if make_it; then\n{LAUNCH}\nfi",
-        "line 2: it is unknown whether the script reaches this launch",
-    ),
     "a program that is not known": ("$(make_it) a.b=1 c.d=2", "line 1: the program that this line calls is unknown"),
 }
 
@@ -88,19 +78,3 @@ def test_a_script_that_cannot_be_read_is_an_error(name: str, ask: Ask, tmp_path:
     assert part in answer.printed
     assert answer.printed.splitlines()[0] == str(script), "no program that would follow a colon"
     assert part in ask("--json", "--script", str(script)).json["error"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--line", "3", *NEEDED], "--line requires --script. Add --script FILE"),
-        (["--script", "run.sh", "--module", "a.b"], "--script and --module"),
-    ],
-)
-def test_options_that_do_not_go_together(
-    arguments: list[str], said: str, ask: Ask, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        ask(*arguments)
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err

@@ -131,9 +131,3 @@ def test_a_folder_is_taken_off_the_path_and_its_files_are_refused(
     importlib.import_module("evil")
     assert (folder / MARK).exists()
     del sys.modules["evil"]
-
-
-def test_a_script_above_this_package_does_not_hide_its_groups() -> None:
-    above = f"with ForeignCode({str(ROOT.parent / 'run.sh')!r}):\n    import hydra_plugins.offpolicy"
-    code = f"from recipe.offpolicy.doctor.foreign_code import ForeignCode\n{above}"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT)

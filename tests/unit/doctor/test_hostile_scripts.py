@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError
-from recipe.offpolicy.doctor.scripts import MOST, find_launches, propose_exports
+from recipe.offpolicy.doctor.scripts import MOST, find_launches
 
 LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
 CHAIN = "f0() { :; }\n" + "\n".join(f"f{i}() {{ f{i - 1}; f{i - 1}; }}" for i in range(1, 19)) + "\nf18"
@@ -17,24 +17,19 @@ NESTED = "for a in $(seq 999); do for b in $(seq 999); do for c in $(seq 999); d
 DOUBLING = 'python3 -c \'x="aaaaaaaa"; ' + "x=x+x; " * 40 + "print(x)'"
 
 ENDLESS = {
-    "arguments that double": "set -- a b\n" + "set -- $@ $@\n" * 40,
     "arguments that double in quotes": "set -- a b\n" + 'set -- "$@" "$@"\n' * 40,
     "an array that doubles": "A=(a b)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40,
     "a text that doubles": "X=aaaaaaaa\n" + "X=$X$X\n" * 40,
     "one word of many values": 'X=$(seq 1 100000)\nY="' + "$X" * 2000 + '"',
-    "one word of many arguments": 'set -- $(seq 1 50000)\nY="' + "$@" * 2000 + '"',
     "functions that call two": CHAIN,
     "three loops": NESTED,
     "a function that calls itself": "f() { f; }; f",
-    "a text that evaluates itself": 'f=\'eval "$f"\'; eval "$f"',
     "a script that sources itself": "source run.sh",
-    "a script that runs itself twice": "bash run.sh; bash run.sh",
     "a counted loop without an end": "for ((;;)); do X=1; done",
     "printed without an end": "X=$(for a in $(seq 9999); do cat /etc/services /etc/passwd; done)",
     "a number that grows": "launch $((" + "(" * 20 + "9" + "**62)" * 20 + "))",
     "replaced by more": "X=$(seq 1 100000)\nX=${X//1/$X}\nX=${X//2/$X}",
     "an expression that goes back": "[[ " + "a" * 60 + "! =~ ^(a+)+$ ]]",
-    "a document in a loop": "for a in $(seq 9999); do X+=$(cat <<E\n" + "x" * 100000 + "\nE\n); done",
 }
 
 
@@ -114,39 +109,18 @@ LOST = {
         4,
         COMMENT.format(3),
     ),
-    "a commented override": (f"{LAUNCH} \\\n  # c.d=1 \\\n  e.f=2\n", 3, COMMENT.format(2)),
     "an empty line": (f"{LAUNCH} \\\n\n  e.f=2\n", 3, "Line 2, after a backslash, is empty"),
     "no backslash": (f"{LAUNCH} \\\n  c.d=1\n  e.f=2 \\\n  g.h=3\n", 3, "Line 2 does not end in a backslash"),
-    "a group without a backslash": (f"{LAUNCH}\n  correction=tis_token\n", 2, "Line 1 does not end in a backslash"),
-    "a group behind a comment": (
-        f"{LAUNCH} \\\n  # on\n  correction=gsm\n",
-        3,
-        COMMENT.format(2),
-    ),
-    "a quoted group": (f"{LAUNCH}\n'correction=[a,b]'\n", 2, "is a separate command"),
     "a blank": (f"{LAUNCH} \\ \n  e.f=2\n", 2, "A blank follows the backslash that ends line 1"),
-    "a tab": (f"{LAUNCH} \\\t\n  correction=gsm\n", 2, "A blank follows the backslash that ends line 1"),
     "a carriage return": (f"{LAUNCH} \\\n  e.f=2\r\n", 2, "the line ends in a carriage return"),
-    "a group at the margin": (f"{LAUNCH} \\\n  c.d=1\n\ncorrection=gsm\n", 4, "Line 2 does not end in a backslash"),
-    "a group behind arguments alone": (
-        'A=(c.d=1)\npython3 -m verl.trainer.main_ppo "${A[@]}"\n  correction=gsm\n',
-        3,
-        "Line 2 does not end in a backslash",
-    ),
     "a semicolon": (f"{LAUNCH}; correction=gsm\n", 1, "A ; ends the launch of line 1. Remove it."),
     "an and": (f"{LAUNCH} && correction=gsm\n", 1, "A && ends the launch of line 1. Remove it."),
-    "an or": (f"{LAUNCH} ||\n  c.d=1\n", 2, "A || ends the launch of line 1. Remove it."),
     "a pipe": (f"{LAUNCH} | correction=gsm\n", 1, "A | ends the launch of line 1. Remove it."),
-    "a spaced semicolon": (f"{LAUNCH} ; correction=gsm\n", 1, "A ; ends the launch of line 1. Remove it."),
-    "another group": (f"{LAUNCH} && opd=loss\n", 1, "A && ends the launch of line 1. Remove it."),
     "a variable": (f"correction=gsm {LAUNCH}\n", 1, "put it after the module"),
     "words from a pipe": (f"seq 3 | xargs -I{{}} {LAUNCH} c.d={{}}\n", 1, "xargs fills in the arguments"),
     "behind a block": (f"if true; then\n  {LAUNCH}\nfi c.d=1\n", 3, "'c.d=1' is not expected here"),
-    "a flag": (f"{LAUNCH}\n  --config-name=x\n", 2, "Line 1 does not end in a backslash"),
     "arguments": (f'{LAUNCH} \\\n  # on\n  "$@"\n', 3, COMMENT.format(2)),
-    "an unknown value": (f"{LAUNCH}\n  c.d=$NOT_SET_HERE\n", 2, "Line 1 does not end in a backslash"),
     "an array": (f'A=(c.d=1)\n{LAUNCH}\n  "${{A[@]}}"\n', 3, "Line 2 does not end in a backslash"),
-    "with a pipe": (f"{LAUNCH}\n  c.d=1 2>&1 | tee log\n", 2, "Line 1 does not end in a backslash"),
     "in a function": (f"f() {{\n  {LAUNCH} \\\n\n    e.f=2\n}}\nf\n", 4, "Line 3, after a backslash, is empty"),
 }
 
@@ -182,20 +156,14 @@ def test_what_is_no_part_of_the_launch_is_none(tmp_path: Path) -> None:
 
 GUARDS = (
     '[ -z "$NOT_SET_HERE" ] && exit 1',
-    'test -z "$NOT_SET_HERE" && exit 1',
     '[[ -z $NOT_SET_HERE ]] && { echo "say where"; exit 2; }',
     '[[ -n "$NOT_SET_HERE" ]] || { echo no; exit 1; }',
-    '[[ "$NOT_SET_HERE" ]] || exit 1',
-    '[ "x${NOT_SET_HERE}" = x ] && exit 1',
     '[[ -v NOT_SET_HERE ]] || exit 1',
     'if [ -z "${NOT_SET_HERE:-}" ]; then\n  echo no >&2\n  exit 1\nfi',
-    'if [[ ! "$NOT_SET_HERE" ]]; then exit 1; fi',
     'if [ "$NOT_SET_HERE" ]; then echo fine; else exit 1; fi',
     ': "${NOT_SET_HERE:?say where}"',
-    ": ${NOT_SET_HERE:?}",
     'case "$NOT_SET_HERE" in "") exit 1;; esac',
     'die() { echo "$1"; exit 1; }\n[ -n "$NOT_SET_HERE" ] || die "say where"',
-    'MODEL=${NOT_SET_HERE:-}\n[ -z "$MODEL" ] && exit 1',
     'NOT_SET_HERE=${NOT_SET_HERE:-""}\n[ -d / ] && [ -z "$NOT_SET_HERE" ] && exit 1',
 )  # fmt: skip
 
@@ -215,11 +183,3 @@ def test_a_guard_on_an_argument_asks_for_it(tmp_path: Path) -> None:
     ):
         with pytest.raises(ScriptError, match=r"Fix: give the script's arguments after --script FILE\."):
             arguments_of(tmp_path, f"{guard}\n{LAUNCH} model.path=$1\n")
-
-
-def test_what_must_be_given_is_asked_for() -> None:
-    assert propose_exports({"A": False, "B": True, "1": False}) == [
-        "export A=VALUE",
-        "export B=VALUE (bash treats it as empty)",
-        "give the script's arguments after --script FILE",
-    ]

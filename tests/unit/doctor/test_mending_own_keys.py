@@ -33,16 +33,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # What is set, and of it the values after the pastes that keys have to have.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "crossed beyond the stricter one": ({f"{MEAN}.lower": 3}, {f"{MEAN}.lower": 0.5, f"{MEAN}.recovery_lower": 0.6}),
-    "stricter ones crossed": ({f"{MEAN}.recovery_lower": 1.8}, {f"{MEAN}.recovery_lower": 0.6}),
     "a bound and a count": (
         {f"{ALARM}.lower": "low", f"{ALARM}.patience": 0},
         {f"{ALARM}.lower": 0.3, f"{ALARM}.patience": 3},
     ),
     "of no mask": (ON | {f"{CALIBRATE}.of": ["gms"]}, {f"{CALIBRATE}.of": ["gsm"]}),
-    "target of a weight without a cap": (
-        {f"{CALIBRATE}.target_ess": 0.9, "correction.weight.upper": None},
-        {},
-    ),
     "a cap below 1": ({f"{CALIBRATE}.target_ess": 0.9, "correction.weight.upper": 1.0}, {}),
     "more masks than a recording tells apart": (
         {"offpolicy.record.dir": "x", "correction.masks": {f"m{number}": GSM for number in range(33)}},

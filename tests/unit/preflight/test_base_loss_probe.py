@@ -42,9 +42,8 @@ def test_the_answer_does_not_depend_on_the_random_state() -> None:
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
-def test_every_aggregation(loss_mode: str, mode: str) -> None:
-    assert probe(config(loss_mode, loss_agg_mode=mode)) is None
+def test_every_aggregation(mode: str) -> None:
+    assert probe(config("gspo", loss_agg_mode=mode)) is None
 
 
 def test_sums_need_a_scale_that_is_not_the_micro_batch() -> None:
@@ -55,7 +54,7 @@ def test_sums_need_a_scale_that_is_not_the_micro_batch() -> None:
     assert probe(config(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=64)) is None
 
 
-@pytest.mark.parametrize("estimator", ["kl", "abs", "mse", "low_var_kl"])
+@pytest.mark.parametrize("estimator", ["kl", "low_var_kl"])
 def test_a_kl_term_is_left_alone(estimator: str) -> None:
     """Its gradient stays where weights are 0; the policy term's is what is judged."""
     assert probe(config(use_kl_loss=True, kl_loss_type=estimator, kl_loss_coef=0.1)) is None
@@ -65,11 +64,6 @@ def test_a_kl_term_hides_nothing() -> None:
     wrong = probe(config("geo_mean", use_kl_loss=True, kl_loss_coef=0.1))
     assert wrong is not None
     assert WEIGHTED in wrong
-
-
-def test_asymmetric_and_tight_clips() -> None:
-    assert probe(config(clip_ratio_low=0.1, clip_ratio_high=0.3)) is None
-    assert probe(config(clip_ratio_low=0.0, clip_ratio_high=0.0)) is None
 
 
 def test_the_configuration_is_left_as_it_was() -> None:
@@ -117,14 +111,10 @@ def registered(request: pytest.FixtureRequest) -> Any:
     del POLICY_LOSS_REGISTRY["of_the_test"]
 
 
-@pytest.mark.parametrize("registered", ["applies"], indirect=True)
-def test_a_loss_of_the_users_own(registered: str) -> None:
-    assert probe(config("of_the_test")) is None
-
-
 @pytest.mark.parametrize(
     ("registered", "reason"),
     [
+        ("applies", ""),
         ("ignores", IGNORED),
         ("squares", WEIGHTED),
         ("clamps", WEIGHTED),
@@ -134,7 +124,7 @@ def test_a_loss_of_the_users_own(registered: str) -> None:
     ],
     indirect=["registered"],
 )
-def test_ways_to_get_it_wrong(registered: str, reason: str) -> None:
+def test_a_loss_of_the_users_own(registered: str, reason: str) -> None:
     wrong = probe(config("of_the_test"))
-    assert wrong is not None
-    assert reason in wrong
+    assert (wrong is None) is (reason == "")
+    assert reason in (wrong or "")

@@ -8,8 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.preflight.checks.readable import find_pairs, find_unreadable_values, substitute_usual_values
-from recipe.offpolicy.preflight.hydra_groups import filter_added, parse_overrides
+from recipe.offpolicy.preflight.checks.readable import find_pairs, find_unreadable_values
 from recipe.offpolicy.preflight.resolve import refuse_emptied
 from tests.support.corrections import TIS, spec
 from tests.support.mended import with_overrides
@@ -57,18 +56,6 @@ def test_a_correction_of_which_nothing_is_left() -> None:
         refuse_emptied(CorrectionSpec(), ["tis_token"])
 
 
-def test_unreadable_values_are_replaced_in_a_copy() -> None:
-    config = OmegaConf.create({"data": {"train_batch_size": "many"}, "other": "x"})
-    changed = substitute_usual_values(config, ["data.train_batch_size", "other"])
-    assert changed == {"data": {"train_batch_size": 1024}, "other": None}
-    assert config.data.train_batch_size == "many"
-
-
-def test_overrides_that_may_add_a_key() -> None:
-    assert filter_added(["a=1", "+b=1", "++c=1", "~d"]) == ["+b=1", "++c=1"]
-    assert [override.key_or_group for override in parse_overrides(["a.b=1", "~c"])] == ["a.b", "c"]
-
-
 @pytest.mark.parametrize(
     ("config", "key"),
     [
@@ -82,12 +69,3 @@ def test_a_value_of_another_kind_is_named_and_mended(config: dict[str, Any], key
     (problem,) = find_unreadable_values(wrong)
     assert problem.key == key
     assert list(find_unreadable_values(with_overrides(wrong, problem.overrides))) == []
-
-
-def test_no_estimator_is_proposed_for_null() -> None:
-    (problem,) = find_unreadable_values(OmegaConf.create({"algorithm": {"adv_estimator": None}}))
-    assert (problem.overrides, "grpo" in problem.fix) == ((), True)
-
-
-def test_keys_that_are_not_there_are_not_asked_for() -> None:
-    assert list(find_unreadable_values(OmegaConf.create({"data": {"train_batch_size": 256}}))) == []

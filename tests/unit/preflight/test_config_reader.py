@@ -8,15 +8,13 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
-from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.preflight.composed import Composed, copy_config
-from recipe.offpolicy.preflight.examination import describe_verls_loss, list_parts
+from recipe.offpolicy.preflight.examination import list_parts
 from recipe.offpolicy.preflight.hydra_groups import list_options, read_task_overrides
 from recipe.offpolicy.preflight.python_source import find_source
 from tests.support.applications import OPTIONS, application, without_verl
 from tests.support.corrections import GSM, TIS, spec
-
-OF_VERL = "algorithm.rollout_correction"
 
 
 def test_parts_are_named_with_what_they_mean(tmp_path: Path) -> None:
@@ -30,21 +28,6 @@ def test_parts_are_named_with_what_they_mean(tmp_path: Path) -> None:
         ("masks.gsm", True, True),
     ]
     assert parts[0].meaning == "token, truncate <= 2 on pi_old / mu"
-
-
-def test_the_mean_of_a_sequence_is_told_from_its_product() -> None:
-    geometric = spec(TIS | {"level": "sequence", "aggregate": "geometric"})
-    (part,) = list_parts(Composed(OmegaConf.create({}), geometric))
-    assert part.meaning == "sequence, geometric, truncate <= 2 on pi_old / mu"
-
-
-def test_verls_own_correction_is_a_part_that_is_not_ours() -> None:
-    config = OmegaConf.create({"algorithm": {"rollout_correction": {"rollout_is": "token"}}})
-    assert [(part.name, part.ours) for part in list_parts(Composed(config, CorrectionSpec()))] == [
-        ("rollout_correction.rollout_is", False)
-    ]
-    assert describe_verls_loss(Composed(config)) == "verl's own algorithm.rollout_correction: rollout_is"
-    assert describe_verls_loss(Composed(OmegaConf.create({}))) == "verl's own loss"
 
 
 def test_shadows_are_corrections_by_name() -> None:

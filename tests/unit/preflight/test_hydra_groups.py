@@ -112,54 +112,10 @@ def test_options_chosen_later_are_as_if_chosen_at_once(chosen: str | None, folde
     assert later.proximal == "bypass"
 
 
-def test_options_chosen_later_may_be_the_users_own(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "correction").mkdir()
-    (tmp_path / "correction" / "mine.yaml").write_text("alpha: 0.25\n")
-    with application(f"hydra.searchpath=[file://{tmp_path}]", "correction=auto", folder=folder):
-        assert recompose(["mine", "gsm"], {}).alpha == 0.25
-
-
-def test_options_of_the_users_own(folder: Path, tmp_path: Path) -> None:
-    """They stack like the shipped ones, and conflict like them."""
-    (tmp_path / "correction").mkdir()
-    (tmp_path / "correction" / "mine.yaml").write_text("weight:\n  upper: 3.0\n")
-    path = f"hydra.searchpath=[file://{tmp_path}]"
-    with application(path, "correction=[gsm,mine]", folder=folder):
-        check_stack(read_chosen_options())
-    message = r"tis_token and mine both set correction\.weight\.upper"
-    with application(path, "correction=[tis_token,mine]", folder=folder), pytest.raises(SpecError, match=message):
-        check_stack(read_chosen_options())
-
-
-def test_a_value_that_hides_a_mapping_conflicts(folder: Path, tmp_path: Path) -> None:
-    """``masks: null`` after gsm would delete its mask."""
-    (tmp_path / "correction").mkdir()
-    (tmp_path / "correction" / "bare.yaml").write_text("masks: null\n")
-    path = f"hydra.searchpath=[file://{tmp_path}]"
-    for order in ("gsm,bare", "bare,gsm"):
-        with application(path, f"correction=[{order}]", folder=folder), pytest.raises(SpecError, match="both set"):
-            check_stack(read_chosen_options())
-
-
 @pytest.mark.parametrize("overrides", [["~correction"], ["correction=[]"]])
 def test_a_deleted_group(overrides: list[str], folder: Path) -> None:
     with application(*overrides, folder=folder), pytest.raises(SpecError, match="Set correction=none"):
         read_chosen_options()
-
-
-@pytest.mark.parametrize("argument", ["correction=null", "correction=NULL", "correction = null"])
-def test_null_is_refused_before_hydra_sees_it(argument: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        force_own_keys(["trainer.nnodes=1", argument])
-    assert "correction=null" in str(caught.value)
-    assert "Set correction=none" in str(caught.value)
-
-
-def test_a_group_given_twice_is_refused() -> None:
-    with pytest.raises(
-        SpecError, match=r"given 2 times.*: correction=gsm correction=tis_token\. .*'correction=\[gsm,tis_token\]'"
-    ):
-        force_own_keys(["correction=gsm", "trainer.nnodes=1", "correction=tis_token"])
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,14 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.analysis.whatif.candidates import compose_correction, initialize_composer
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.doctor.launch import compose as compose_launch
 from recipe.offpolicy.doctor.program import Launch, LaunchError
 from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import load_option, refuse_moved
-from recipe.offpolicy.preflight.hydra_refusals import list_nested
 from recipe.offpolicy.preflight.python_source import OURS
 from recipe.offpolicy.preflight.resolve import resolve
 from tests.support.applications import CONFIGS, NEEDED, OPTIONS, application, without_verl
@@ -31,17 +28,6 @@ VERL = "verl.trainer.main_ppo"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return without_verl(tmp_path_factory.mktemp("configs"))
-
-
-def test_at_most_30_options_stand_at_the_top() -> None:
-    assert len([option for option in OPTIONS if "/" not in option]) <= 30
-
-
-def test_options_of_folders_are_listed_behind_the_others() -> None:
-    groups = {"g": ["verl"], "g/verl": ["old"], "g/verl/old": []}
-    options = {"g": ["gsm"], "g/verl": ["a"], "g/verl/old": ["b"]}
-    listed = list_nested(lambda group, kind: (groups if kind == ObjectType.GROUP else options)[group], "g")
-    assert listed == ["gsm", "verl/a", "verl/old/b"]
 
 
 @pytest.mark.slow
@@ -65,11 +51,6 @@ def launch(module: str, override: str) -> Callable[[Path], object]:
     return lambda folder: compose_launch(Launch(module, (override, *NEEDED)))
 
 
-def replay(folder: Path) -> object:
-    with initialize_composer():
-        return compose_correction(["correction=[gsm,m2po]"])
-
-
 def any_program(folder: Path) -> object:
     """Of verl's main no code of ours is in front; the plugin answers."""
     bring_sections()
@@ -77,14 +58,6 @@ def any_program(folder: Path) -> object:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(folder), version_base=None):
         return compose("mine", ["+correction@correction=[gsm,m2po]"])
-
-
-def of_a_file(folder: Path) -> object:
-    bring_sections()
-    (folder / "mine.yaml").write_text("defaults: [{correction: m2po}]\n")
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(folder), version_base=None):
-        return compose("mine")
 
 
 def resolved(override: str) -> Callable[[Path], object]:
@@ -98,7 +71,6 @@ def resolved(override: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("ask", "written", "fix"),
     [
-        (launch(OURS, "correction=m2po"), "correction=m2po", "correction=paper/m2po"),
         (launch(OURS, "correction=[gsm,m2po]"), "correction=[gsm,m2po]", "'correction=[gsm,paper/m2po]'"),
         (
             launch(VERL, "+correction@correction=[gsm,m2po]"),
@@ -106,17 +78,10 @@ def resolved(override: str) -> Callable[[Path], object]:
             "'+correction@correction=[gsm,paper/m2po]'",
         ),
         (any_program, "+correction@correction=[gsm,m2po]", "'+correction@correction=[gsm,paper/m2po]'"),
-        (of_a_file, "correction=m2po", "correction=paper/m2po"),
-        (replay, "correction=[gsm,m2po]", "'correction=[gsm,paper/m2po]'"),
         (
             resolved("offpolicy.shadow=[icepop,m2po]"),
             "offpolicy.shadow=[icepop,m2po]",
             "offpolicy.shadow=[icepop, paper/m2po]",
-        ),
-        (
-            resolved("offpolicy.alarms.ess.fallback=[m2po]"),
-            "offpolicy.alarms.ess.fallback=m2po",
-            "offpolicy.alarms.ess.fallback=paper/m2po",
         ),
     ],
 )

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.analysis.whatif.candidates import compose_correction, initialize_composer
-from recipe.offpolicy.analysis.whatif.replay import check_replayable
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.fault_tolerance.checkpoints import check_before_loading, guard_save
 from recipe.offpolicy.preflight.composed import Composed, check_one_mini_batch, choose_proximal, read_correction
 from recipe.offpolicy.preflight.model_files import describe_noise, find_noise
 from tests.support.corrections import TIS
@@ -83,14 +78,6 @@ def configuration(model: Callable[..., str]) -> Configuration:
     return made
 
 
-def test_one_gradient_step_needs_no_forward_pass(configuration: Configuration) -> None:
-    choice = choose_proximal(Composed(configuration()))
-    assert choice.proximal == "reuse"
-    assert choice.said == (
-        "correction.proximal=auto selects reuse: a batch gets one gradient step, whose own log-probs are pi_old."
-    )
-
-
 TABLE = dict(read_table("proximal.txt"))
 
 
@@ -125,24 +112,8 @@ def test_where_there_is_nothing_to_choose_nothing_is_said(
     assert (choice.proximal, choice.said) == ("recompute", "")
 
 
-@pytest.mark.parametrize(("given", "proposed"), [("atuo", "auto"), ("reus", "reuse"), (None, "auto")])
-def test_a_misspelt_one_is_told_all_that_there_are(
-    given: str | None, proposed: str, configuration: Configuration
-) -> None:
-    with pytest.raises(SpecError, match="Set one of auto, recompute, bypass, reuse, loglinear") as caught:
-        read_correction(Composed(configuration(proximal=given)))
-    assert caught.value.problem.overrides == (f"correction.proximal={proposed}",)
-
-
 def read_spec(config: DictConfig) -> CorrectionSpec:
     return CorrectionSpec.from_mapping(read_correction(Composed(config)))
-
-
-@pytest.mark.parametrize("proximal", ["recompute", "bypass", "reuse"])
-def test_what_is_asked_for_by_name_is_what_there_is(proximal: str, configuration: Configuration) -> None:
-    config = configuration({"correction.weight.ratio": "full"}, proximal=proximal)
-    assert read_correction(Composed(config))["proximal"] == proximal
-    assert read_spec(config).proximal == proximal
 
 
 def test_a_correction_never_sees_auto(configuration: Configuration) -> None:
@@ -159,37 +130,6 @@ def test_more_rows_than_a_mini_batch_stop_the_run(configuration: Configuration) 
     with pytest.raises(SpecError, match=r"a batch of 32 rows arrived, but a mini-batch has 16.*proximal=recompute"):
         check_one_mini_batch(spec, config, 32)
     check_one_mini_batch(CorrectionSpec.from_mapping({"weight": TIS}), config, 32)
-
-
-def test_a_checkpoint_may_be_resumed_with_either(configuration: Configuration, tmp_path: Path) -> None:
-    """Other micro-batches alone change the one into the other."""
-    config = configuration(
-        {
-            "trainer.default_local_dir": str(tmp_path / "run"),
-            "trainer.resume_mode": "auto",
-            "trainer.resume_from_path": None,
-        }
-    )
-    by = {name: CorrectionSpec.from_mapping({"weight": TIS, "proximal": name}) for name in ("reuse", "recompute")}
-    by["same_engine"] = replace(by["reuse"], proximal="same_engine")
-    with guard_save(config, 1, by["reuse"]):
-        actor = tmp_path / "run" / "global_step_1" / "actor"
-        actor.mkdir(parents=True)
-        (actor / "model.pt").touch()
-    for spec in by.values():
-        assert check_before_loading(config, spec) is None
-
-
-def test_a_replay_takes_pi_old_as_it_was_recorded() -> None:
-    """Options do not name a source of pi_old, and with one gradient step the recorded pi is one."""
-    with initialize_composer():
-        mapping = compose_correction(["correction=tis_token"])
-    assert mapping["proximal"] == "recompute"
-    rows: Any = SimpleNamespace()
-    spec = CorrectionSpec.from_mapping(mapping)
-    check_replayable(spec, CorrectionSpec.from_mapping({"weight": TIS, "proximal": "reuse"}), rows)
-    with pytest.raises(SpecError, match="so pi_old was not computed"):
-        check_replayable(spec, CorrectionSpec.from_mapping({"proximal": "bypass"}), rows)
 
 
 NOISY: list[tuple[dict[str, Any], list[str]]] = [
@@ -213,11 +153,6 @@ def test_defaults_of_the_models_class_count(configuration: Configuration, model:
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         OmegaConf.update(gpt2, f"{MODEL}.override_config.{name}", 0.0, force_add=True)
     assert describe_noise(gpt2) == ""
-
-
-@pytest.mark.parametrize(("key", "value"), [("external_lib", "my.models"), ("lora_adapter_path", "/adapter")])
-def test_what_may_change_the_model(key: str, value: str, configuration: Configuration) -> None:
-    assert f"{key}={value} may change the model" in describe_noise(configuration({f"{MODEL}.{key}": value}))
 
 
 def test_code_of_the_models_own_is_not_known(configuration: Configuration, model: Callable[..., str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.composed import Composed
-from recipe.offpolicy.preflight.hydra_groups import AUTO, EMPTY
 from tests.support.applications import CONFIGS, DELTAS, OPTIONS, application, without_verl
 from tests.support.corrections import GSM, TIS, band, opsm
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
@@ -144,17 +142,6 @@ def test_each_option_composes(option: str, folder: Path) -> None:
         assert Composed(config).spec == loaded(option)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_each_option_says_what_it_is(option: str) -> None:
-    text = (CONFIGS / "correction" / f"{option}.yaml").read_text()
-    # Without the package Hydra puts an option of a folder, in a list, below correction.<folder>.
-    assert text.startswith("# @package correction\n# " if "/" in option else "# ")
-
-
-def test_those_that_correct_nothing() -> None:
-    assert {option for option in OPTIONS if loaded(option).is_none} == EMPTY | {AUTO}
-
-
 # Peers ----------------------------------------------------------------------------------------------------------
 
 
@@ -184,25 +171,5 @@ def test_verls_factories(name: str) -> None:
     assert same(loaded(f"verl/{name}"), from_verl(factory()))
 
 
-def test_verls_factories_differ() -> None:
-    """So that the comparison above can fail; of one pair, only the base loss is another."""
-    specs = {name: loaded(f"verl/{name}") for name in FACTORIES}
-    equal = {frozenset(pair) for pair in itertools.combinations(FACTORIES, 2) if same(*(specs[n] for n in pair))}
-    assert equal == {frozenset({"bypass_ppo_clip_geo_rs", "bypass_pg_geo_rs"})}
-
-
 def test_trls_defaults() -> None:
     assert same(loaded("trl/default"), from_trl({}))
-
-
-def test_skyrls_recommendation() -> None:
-    keys = {
-        "tis_ratio_type": "token",
-        "token_tis_ratio_clip_high": 2.0,
-        "sequence_mask_metric": "geometric",
-        "geo_mask_high": 1.01,
-        "geo_mask_low": 0.99,
-        "outlier_token_is_threshold_low": 1e-4,
-        "outlier_token_is_threshold_high": 100,
-    }
-    assert same(loaded("skyrl/recommended"), from_skyrl(keys))

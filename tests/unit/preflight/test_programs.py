@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.preflight.auto_choice import ETA_MATHS, Setup, select
 from recipe.offpolicy.preflight.checks.path import check_lora
-from recipe.offpolicy.preflight.hydra_groups import brought_sections
 from tests.support.applications import composed
 from verl_patches.execution_path import live_path
-from verl_patches.hydra_sections import bring_sections
 
-FULLY_ASYNC: dict[str, Any] = {"async_training": {"require_batches": 1}}
 ONE_STEP_OFF: dict[str, Any] = {"rollout": {"nnodes": 1}}
 
 
@@ -93,27 +85,3 @@ def test_lora_by_rollout_engine_and_key(
     found, left = tuned(release, model, rollout, own, strategy)
     assert [each.overrides for each in found] == ([] if fix is None else [fix])
     assert left == [each for each in found if not each.overrides]
-
-
-def test_auto_reads_the_programs_own_limit_of_staleness() -> None:
-    run: dict[str, Any] = {"engine": "different", "mode": "async", "model": "dense", "trajectory": "single"}
-    found = select(Setup(**run, minibatches=1, strategy="fsdp", program="fully_async"))
-    # Rollouts run ahead by the threshold, and one version passes while they train.
-    assert any(
-        "partial_rollout=true: the tokens of a row were sampled by one version or several" in line
-        for line in found.reasons
-    )
-    (required,) = found.requires
-    assert (required.key, required.value) == ("async_training.staleness_threshold", ETA_MATHS - 1)
-    assert select(Setup(**run, minibatches=1, strategy="fsdp", program="one_step_off")).requires == []
-
-
-def test_an_option_of_ours_is_known_to_have_brought_the_sections(tmp_path: Path) -> None:
-    bring_sections()
-    (tmp_path / "mine.yaml").write_text("a: 1\n")
-    for overrides, brought in (["+correction@correction=gsm"], True), ([], False):
-        GlobalHydra.instance().clear()
-        with initialize_config_dir(str(tmp_path), version_base=None):
-            HydraConfig.instance().set_config(compose("mine", overrides, return_hydra_config=True))
-        assert brought_sections() is brought
-    GlobalHydra.instance().clear()

@@ -69,12 +69,9 @@ def test_numbers_beyond_float32_and_64_bits(value: object) -> None:
     ("given", "covered", "nearest"),
     [
         ("fully_async", V1_MODES, "separate_async"),
-        ("one_step_off_policy", V1_MODES, "separate_async"),
         ("seperate_async", V1_MODES, "separate_async"),
-        ("colocated_async", V1_MODES, "colocate_async"),
         ("async", V1_MODES, "separate_async"),
         ("separate_async", ("sync", "colocate_async"), "colocate_async"),
-        ("synch", V1_MODES, "sync"),
     ],
 )
 def test_an_asynchronous_mode_is_never_replaced_by_sync(given: str, covered: tuple[str, ...], nearest: str) -> None:
@@ -104,17 +101,14 @@ def configuration(engine: str, temperature: float, changes: dict[str, Any]) -> D
         # vLLM's key means nothing to the others, nor theirs to it.
         ("vllm", 0.7, RAW, {SGLANG: "1", TORCH: "1"}, [f"{ROLLOUT}.logprobs_mode"]),
         ("sglang", 0.7, RAW, {TORCH: "1"}, []),
-        ("trtllm", 0.7, RAW, {SGLANG: "true"}, []),
         ("sglang", 0.7, {}, {SGLANG: "true"}, [SGLANG]),
         ("sglang", 0.7, {}, {SGLANG: "0"}, []),
         ("sglang", 1.0, {}, {SGLANG: "1"}, []),
         ("sglang", 0.7, {f"{WORKERS}.{SGLANG}": "1"}, {}, [f"{WORKERS}.{SGLANG}"]),
         ("trtllm", 0.7, {}, {TORCH: "1"}, [TORCH]),
-        ("trtllm", 0.7, {}, {TORCH: "0"}, []),
         ("trtllm", 1.0, {SAMPLER: "TorchSampler"}, {TORCH: "1"}, []),
         ("trtllm", 0.7, {SAMPLER: "TorchSampler"}, {}, [SAMPLER]),
         ("trtllm", 0.7, {SAMPLER: "auto"}, {}, [SAMPLER]),
-        ("trtllm", 0.7, {SAMPLER: "TRTLLMSampler"}, {}, []),
     ],
 )
 def test_raw_log_probs_are_refused_by_engine(

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 import verl_patches
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.preflight.checks.path import check_seams, check_seams_by, demand_seams, list_patch_groups
+from recipe.offpolicy.preflight.checks.path import check_seams, check_seams_by, demand_seams
 from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.python_source import check_contracts, holds_in_source
 from tests.support.applications import NEEDED, application
@@ -82,11 +82,6 @@ def test_the_process_that_trains_looks_at_what_it_has_imported(monkeypatch: pyte
     assert (str(sent), sent.problems) == (str(caught.value), caught.value.problems)
 
 
-def test_legacy_workers_load_the_patches_of_their_actors() -> None:
-    assert list_patch_groups(LivePath("0.7.1", "v0", "legacy", "fsdp")) == ["legacy"]
-    assert list_patch_groups(LivePath("0.7.1", "v0", "engine", "fsdp")) == []
-
-
 # Contracts read in verl's source agree with contracts held by importing it, and have no last word of their own
 
 
@@ -114,27 +109,19 @@ def test_another_signature_is_seen_and_left_to_the_import(seam: Contract) -> Non
         check_contracts([seam, moved])
 
 
-def test_a_key_that_is_gone_is_seen() -> None:
-    loss = next(seam for seam in HERE if seam.keys)
-    gone = replace(loss, keys=(*loss.keys, "no_such_key"))
-    assert holds_in_source(loss)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"keys": ("no_such_key",)}, "no_such_key"),
+        ({"target": f"{HERE[0].target}_not"}, "nothing of that name"),
+        ({"releases": "==0.1.0"}, r"was tested with verl==0\.1\.0"),
+    ],
+)
+def test_what_is_gone_is_seen_and_left_to_the_import(change: dict[str, Any], said: str) -> None:
+    gone = replace(HERE[0], **change)
     assert not holds_in_source(gone)
-    with pytest.raises(PatchError, match="no_such_key"):
+    with pytest.raises(PatchError, match=said):
         check_contracts([gone])
-
-
-def test_a_target_that_is_gone_is_seen() -> None:
-    gone = replace(HERE[0], target=f"{HERE[0].target}_not")
-    assert not holds_in_source(gone)
-    with pytest.raises(PatchError, match="nothing of that name"):
-        check_contracts([gone])
-
-
-def test_another_release_is_left_to_the_import() -> None:
-    other = replace(HERE[0], releases="==0.1.0")
-    assert not holds_in_source(other)
-    with pytest.raises(PatchError, match=r"was tested with verl==0\.1\.0"):
-        check_contracts([other])
 
 
 def test_what_a_module_makes_when_it_runs_is_left_to_the_import() -> None:

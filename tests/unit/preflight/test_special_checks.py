@@ -8,30 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.dialects.verl import VERL_DEFAULTS
 from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.extensions.add_on import KEY as EXTENSIONS
-from recipe.offpolicy.preflight.checks.correction import build_two_steps, list_masks, list_weights
 from recipe.offpolicy.preflight.checks.readable import (
     find_missing_actor,
-    find_null_sections,
-    find_unresolved_interpolations,
 )
 from recipe.offpolicy.preflight.checks.rollout import check_bucket, check_routing_replay
-from recipe.offpolicy.preflight.checks.run_keys import check_micro_batches, count_data_parallel_ranks
-from recipe.offpolicy.preflight.checks.staleness import REPLACED, check_extensions, warn_extensions
+from recipe.offpolicy.preflight.checks.staleness import REPLACED, check_extensions
 from recipe.offpolicy.preflight.checks.verl_correction import find_meant
-from recipe.offpolicy.preflight.composed import ASYNC_MODES, Composed, list_micro_batch_keys, name_part, to_mapping
-from recipe.offpolicy.preflight.examination import collect_problems, run_checks
-from recipe.offpolicy.preflight.hydra_groups import compose_without
+from recipe.offpolicy.preflight.composed import ASYNC_MODES, Composed
+from recipe.offpolicy.preflight.examination import run_checks
 from recipe.offpolicy.preflight.own_keys import list_verls_names
-from recipe.offpolicy.preflight.resolve import check_beside
 from tests.support.applications import NEEDED, application, changed, composed
-from tests.support.corrections import GSM, TIS, band, spec
-from tests.support.nudge import Nudge
 from verl_patches.execution_path import LivePath
 from verl_patches.releases import V1_MODES
 
@@ -62,8 +54,6 @@ def problems(config: DictConfig, changes: dict[str, Any]) -> list[str]:
         {},
         {"trainer.v1.trainer_mode": "colocate_async"},
         {"trainer.use_v1": False},
-        {f"{ROLLOUT}.temperature": 0.7, f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20},
-        {"algorithm.rollout_correction": None},
         {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
     ],
 )
@@ -81,21 +71,6 @@ def test_all_problems_are_reported_at_once(base: DictConfig) -> None:
         assert any(line.startswith(f"{key}={shown}: ") for line in found)
 
 
-def test_a_configuration_without_the_group_has_no_correction(base: DictConfig) -> None:
-    """As verl's own entry point would compose it."""
-    config = changed(base, {})
-    with open_dict(config):
-        del config["correction"]
-    with pytest.raises(SpecError, match="Set correction=none"):
-        _ = Composed(config).spec
-
-
-def test_a_null_section_is_named_once() -> None:
-    config = OmegaConf.create({"trainer": {}, "data": None, "actor_rollout_ref": {"actor": "${x.y}", "rollout": {}}})
-    found = {problem.key: problem.value for problem in find_null_sections(config)}
-    assert found == {"actor_rollout_ref.actor": "${x.y}", "data": None}
-
-
 @pytest.mark.parametrize(
     ("config", "missing"),
     [
@@ -110,23 +85,11 @@ def test_a_program_without_an_actor_is_named(config: dict[str, Any], missing: bo
     assert bool(list(find_missing_actor(OmegaConf.create(config)))) is missing
 
 
-@pytest.mark.parametrize("name", ["${oc.env:NOT_SET_AT_ALL}", "${not.here}"])
-def test_keys_made_of_a_broken_interpolation_are_not_blamed(name: str) -> None:
-    config = OmegaConf.create({"a": {"folder": "runs/${name}", "other": "${oc.select:name,x}"}, "name": name})
-    assert [problem.key for problem in find_unresolved_interpolations(config)] == ["name"]
-
-
 def test_verls_defaults_count_as_not_set(base: DictConfig) -> None:
     assert Composed(base).changed == {}
     assert dict(base.algorithm.rollout_correction) == VERL_DEFAULTS
     found = {name for name in list_verls_names() - set(VERL_DEFAULTS) if find_meant(["x", name])}
     assert found == {"rollout_correction", "loss_mode"}
-
-
-def test_a_node_becomes_a_plain_mapping() -> None:
-    assert to_mapping(OmegaConf.create({"a": 1, "b": {"c": "${a}"}}).b) == {"c": 1}
-    assert to_mapping(OmegaConf.create([1])) == to_mapping(None) == {}
-    assert name_part("rollout_rs") == "rollout_correction.rollout_rs"
 
 
 @pytest.mark.verl("==0.9.1")
@@ -140,22 +103,6 @@ def test_values_that_mean_unset_are_verls_own() -> None:
             assert OmegaConf.select(shipped, key) == usual
 
 
-def test_a_shadow_must_fit_the_runs_pi_old() -> None:
-    """Where pi_old is mu, pi_old / mu is 1 and a mask on it never acts."""
-    check_beside(spec(TIS, gsm=GSM), {"gsm": spec(None, gsm=band(0.9, 1.1))})
-    with pytest.raises(SpecError, match="tis"):
-        check_beside(CorrectionSpec.from_mapping({"proximal": "bypass"}), {"tis": spec(TIS)})
-
-
-@pytest.mark.slow
-def test_a_composition_without_some_of_its_overrides() -> None:
-    with application("correction=[tis_token,gsm]", *NEEDED) as config:
-        without = compose_without(["correction=[tis_token,gsm]"])
-    assert list(config.correction.masks) == ["gsm"]
-    assert not without.correction.masks
-    assert without.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 1
-
-
 # A model's files ------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +112,6 @@ def test_a_composition_without_some_of_its_overrides() -> None:
         ("cpu", "0.9.1", "fp32", 107, 109),  # 49 152 x 576 elements of 4 bytes are 108 MiB
         ("cpu", "0.9.1", "fp32", 108, None),
         ("cpu", "0.9.1", "bf16", 53, 55),
-        ("cpu", "0.9.1", "bf16", 54, None),
         ("cuda", "0.9.1", "fp32", 16, None),  # it goes by a handle of its own
         ("cuda", "0.7.1", "fp32", 16, 109),
     ],
@@ -204,29 +150,7 @@ def test_replay_for_a_model_without_experts_is_refused(
     assert run.router_replay == f"{mode}=R3"
 
 
-@pytest.mark.parametrize(
-    ("changes", "ranks"),
-    [
-        ({}, 8),
-        ({"trainer.nnodes": 2}, 16),
-        ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, 4),
-        ({f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 4}, 2),
-        ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, None),
-        ({f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron": {"tensor_model_parallel_size": 4}}, 2),
-    ],
-)
-def test_data_parallel_ranks(base: DictConfig, changes: dict[str, Any], ranks: int | None) -> None:
-    assert count_data_parallel_ranks(Composed(changed(base, changes))) == ranks
-
-
 # Extensions -----------------------------------------------------------------------------------------------------
-
-
-class Estimating(Nudge):
-    """Computes advantages instead of verl's estimator."""
-
-    def estimate(self, batch: object, rewards: object) -> None:
-        return None
 
 
 def extended(*, mu: bool = True, **settings: Any) -> Composed:
@@ -242,35 +166,4 @@ def test_extensions_that_act_on_the_loss_need_mu() -> None:
     assert (problem.key, problem.parts) == (MU, ("one", "two"))
 
 
-def test_one_extension_at_most_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.nudge.Nudge", Estimating)
-    (problem,) = check_extensions(extended())
-    assert problem.key == "two"
-    assert "so does one" in problem.reason
-
-
-def test_problems_of_extensions_that_stop_nothing_are_remarks() -> None:
-    shapeless = extended(bonus=0.0, tilt=0)
-    assert [problem.key for problem in warn_extensions(shapeless)] == ["one.tilt"]
-    assert list(check_extensions(shapeless)) == []
-
-
 # The engine of rows, and what checks share ----------------------------------------------------------------------
-
-
-def test_a_check_that_cannot_read_a_value_is_a_problem(base: DictConfig) -> None:
-    run = Composed(changed(base, {"trainer.nnodes": "two"}))
-    (problem,) = collect_problems([check_micro_batches], run)
-    assert problem.reason.startswith("The check check_micro_batches cannot read the configuration: ")
-
-
-def test_parts_of_a_correction_and_keys_of_its_batches(base: DictConfig) -> None:
-    run = Composed(base)
-    assert [name for name, _ in list_weights(run)] == ["weight"]
-    assert [name for name, _ in list_masks(run)] == ["masks.gsm"]
-    # 1024 prompts are two mini-batches of 512; 1023 cannot be halved.
-    assert build_two_steps(run) == {f"{ACTOR}.ppo_mini_batch_size": 512}
-    assert build_two_steps(Composed(changed(base, {"data.train_batch_size": 1023}))) == {f"{ACTOR}.ppo_epochs": 2}
-    dynamic = Composed(changed(base, {f"{ACTOR}.use_dynamic_bsz": True}))
-    assert list_micro_batch_keys(run)[1] == ("ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu")
-    assert list_micro_batch_keys(dynamic)[1] == ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu")

@@ -68,14 +68,6 @@ def test_it_is_small_and_updated_in_place(exported: Path, tmp_path: Path) -> Non
     assert len(list((tmp_path / export_recipe.NAME).iterdir())) == 1
 
 
-def test_it_names_its_verl_as_their_installer_reads_it(exported: Path) -> None:
-    lines = (exported / export_recipe.NAME / "REQUIRED_VERL.txt").read_text().splitlines()
-    fields = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
-    assert set(fields) == {"UPSTREAM", "MODE", "TAG", "PIP_INSTALL", "NOTES"}
-    assert fields["MODE"] == "pinned_tag"
-    assert fields["PIP_INSTALL"] == f"pip install verl=={fields['TAG'].removeprefix('v')}"
-
-
 @pytest.mark.skipif(not shutil.which("ruff"), reason="needs ruff")
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
 def test_it_passes_their_lint(command: list[str], exported: Path) -> None:
@@ -162,49 +154,3 @@ def test_a_lost_part_is_found_although_it_would_not_act(
 
     with pytest.raises(check.NotLive, match=f"correction.*{part}"):
         smoke.run_update(Forgetful)
-
-
-HEALTHY = ("vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
-
-
-@pytest.mark.slow
-@pytest.mark.verl("==0.9.1")
-@pytest.mark.parametrize(
-    ("mode", "message"),
-    [
-        *((mode, "") for mode in HEALTHY),
-        ("bypass_mode", "loss_mode=bypass_mode ignores the weights"),
-        ("geo_mean", "the gradient is off"),  # it averages the weights of a sequence
-    ],
-)
-def test_losses_of_verl_are_live_or_stopped(mode: str, message: str, exported: Path) -> None:
-    from verl.workers.config import FSDPActorConfig, PolicyLossConfig
-
-    smoke, check = load("smoke_test"), load("check")
-
-    def update(aggregation: str) -> float:
-        torch.manual_seed(0)
-        tokens = [torch.randint(smoke.VOCABULARY, (len(row) + 1,)) for row in smoke.LOG_RATIOS]
-        model = torch.nn.Linear(smoke.VOCABULARY, smoke.VOCABULARY)
-        scored = [smoke._score(model, row) for row in tokens]
-        old = [row.detach() + 0.2 * torch.randn_like(row) for row in scored]  # a later update of a step
-        actor = FSDPActorConfig(
-            strategy="fsdp2",
-            rollout_n=1,
-            loss_agg_mode=aggregation,
-            ppo_mini_batch_size=4,
-            ppo_micro_batch_size_per_gpu=4,
-            policy_loss=PolicyLossConfig(loss_mode=mode, clip_cov_lb=-10.0, clip_cov_ub=10.0),  # clips a random token
-        )
-        loss_fn = smoke.CorrectedLoss(smoke.Correction.from_config(smoke.CONFIG), actor)
-        flat = torch.cat([torch.cat([row, row.new_zeros(1)]) for row in scored])
-        loss, metrics = loss_fn(model_output={"log_probs": flat}, data=smoke._build_batch(tokens, old))
-        loss.backward()
-        return float(metrics["offpolicy/live/tokens"].aggregate())
-
-    for aggregation in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
-        if message:
-            with pytest.raises(check.NotLive, match=message):
-                update(aggregation)
-        else:
-            assert update(aggregation) > 0

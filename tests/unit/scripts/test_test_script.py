@@ -128,68 +128,6 @@ def test_the_default_covers_the_newest_release_and_the_oldest_ones_workers(tree:
     assert summary[-4:] == 2 * ["=== 1 passed in .venv-0.7.1 ==="] + 2 * ["=== 1 passed in .venv ==="]
 
 
-def test_one_release_has_all_its_tests(tree: Path) -> None:
-    _, called, lines = run(tree, "--release", "0.9.1", "-x")
-    assert called == [f"install {tree}/.venv-0.9.1 --release 0.9.1", *calls([".venv-0.9.1"], [OTHERS], arguments="-x ")]
-    assert lines[-1] == "=== 1 passed in .venv-0.9.1 ==="
-    _, called, _ = run(tree, "--release", "0.10.0")
-    assert called == [f"install {tree}/.venv --release 0.10.0", *LINT, *calls([".venv"], [ALL])]
-
-
-def test_all_releases_run_in_parts_and_only_those_that_failed_again(tree: Path) -> None:
-    """A part is a folder, or a file of whole programs; what has passed at a commit is not repeated."""
-    (tree / "tests" / "integration" / "test_runs.py").write_text("def test_it(run_program): ...\n")
-    (tree / ".gitignore").write_text("/.venv*\n/notes\n/outputs\n")
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
-        subprocess.run([*git, *command], cwd=tree, check=True)
-    programs = [".venv python -m pytest --durations=0 --durations-min=20 -m program tests/integration/test_runs.py"]
-
-    def others(folder: str, suites: str) -> list[str]:
-        return [f"{folder} python -m pytest {SIDE_BY_SIDE} -m not program {suite}" for suite in suites.split()]
-
-    status, called, lines = run(tree, "--release", "all", FAIL_IN=".venv-0.9.1")
-    assert status == 1
-    newest, middle, oldest = others(".venv", ALL), others(".venv-0.9.1", OTHERS), others(".venv-0.7.1", OTHERS)
-    assert called[3:] == [*LINT, *programs, *newest, *middle, *oldest]
-    assert [line.split()[0] for line in lines if "FAILED (exit 1)" in line] == [
-        "tests-0.9.1-releases",
-        "tests-0.9.1-contract",
-    ]
-    status, called, lines = run(tree, "--release", "all")
-    assert (status, called[3:]) == (0, middle)
-    summary = lines[lines.index("--- summary") + 1 :]
-    assert "programs-0.10.0-test_runs" in [line.split()[0] for line in summary]
-    assert lines[-2:] == 2 * ["=== 1 passed in .venv-0.9.1 ==="]
-
-
-def test_another_vllm_is_a_row_with_the_newest_release(tree: Path) -> None:
-    """Contracts and verl's programs; one whose torch no index serves is left out, and only by `all`."""
-    (tree / "requirements" / "verl-0.10.0.txt").write_text("-r cpu.txt\n-r vllm-0.28.0.txt\n")
-    (tree / "tests" / "integration" / "test_programs.py").touch()
-    for each in ("0.24.0", "0.28.0", "0.31.0"):
-        (tree / "requirements" / f"vllm-{each}.txt").touch()
-    without = {"FAIL_INSTALL": "vllm-0.24.0", "STATUS": "3"}
-    status, called, lines = run(tree, "--release", "all", **without)
-    assert status == 0
-    assert f"install {tree}/.venv-vllm-0.31.0 --release vllm-0.31.0" in called
-    assert not [call for call in called if "vllm-0.28.0" in call]
-    suites = [call.split()[-1] for call in called if call.startswith(".venv-vllm-0.31.0 ")]
-    assert suites == ["tests/contract", "tests/integration/test_programs.py"]
-    assert not [call for call in called if call.startswith(".venv-vllm-0.24.0 ")]
-    assert len([line for line in lines if line.startswith(("install-vllm-0.24.0", "tests-vllm-0.24.0-"))]) == 3
-    assert run(tree, "--release", "vllm-0.24.0", **without)[0] == 2
-    assert run(tree, "--release", "all", FAIL_INSTALL="vllm-0.24.0")[0] == 1
-    assert run(tree, "--release", "vllm-0.28.0")[0] == 2
-
-
-def test_a_path_is_tested_with_all_releases_where_all_are_asked_for(tree: Path) -> None:
-    path = "tests/unit/test_one.py::test_it"
-    status, called, _ = run(tree, "--release", "all", path)
-    folders = [".venv", ".venv-0.9.1", ".venv-0.7.1"]
-    assert (status, called[3 + len(LINT) :]) == (0, calls(folders, [path] * 3)[3:])
-
-
 def test_quick_and_a_path_are_of_the_newest_release_alone(tree: Path) -> None:
     _, called, _ = run(tree, "--quick")
     selection = "not program and not extended and not slow and not gpu"
@@ -202,29 +140,12 @@ def test_quick_and_a_path_are_of_the_newest_release_alone(tree: Path) -> None:
     assert not [call for call in called if "0.7.1" in call]
 
 
-def test_an_environment_of_ones_own_is_used_as_it_is(tree: Path) -> None:
-    run(tree, "--release", "0.9.1")
-    _, called, _ = run(tree, VENV=str(tree / ".venv-0.9.1"))
-    lint = [call.replace(".venv ", ".venv-0.9.1 ") for call in LINT]
-    assert called == [*lint, *calls([".venv-0.9.1"], [ALL], DEFAULT)]
-    _, called, _ = run(tree, "--release", "0.9.1", VENV=".venv-0.9.1")
-    assert called == calls([".venv-0.9.1"], [OTHERS])
-
-
 @pytest.mark.parametrize("failing", [".venv", ".venv-0.7.1"])
 def test_a_failure_in_any_release_fails_the_run(failing: str, tree: Path) -> None:
     status, called, lines = run(tree, FAIL_IN=failing)
     assert status == 1
     assert called[-4:] == calls([".venv", ".venv-0.7.1"], [ALL, ALONE], DEFAULT), "the others still run"
     assert len([line for line in lines if "FAILED (exit 1)" in line]) == 2
-
-
-def test_all_tests_share_one_limit(tree: Path) -> None:
-    (tree / "stub").write_text(STUB.replace('echo "=== 1 passed in $folder ==="', ""))
-    status, _, lines = run(tree, HANG_IN=".venv", TEST_LIMIT="2")
-    assert status == 1
-    assert any(line.startswith("tests-0.10.0") and "FAILED (exit 124)" in line for line in lines)
-    assert lines[-2:] == [f"{kind}-0.10.0: pytest did not come to its end" for kind in ("programs", "tests")]
 
 
 @pytest.mark.parametrize(
@@ -243,21 +164,6 @@ def test_what_cannot_be_run_is_said_at_once(
     assert status == 2
     assert not called
     assert message in lines[-1]
-
-
-def test_no_tests_run_without_the_newest_environment(tree: Path) -> None:
-    status, called, _ = run(tree, FAIL_INSTALL="0.10.0")
-    assert status == 2
-    assert called == [f"install {tree}/.venv --release 0.10.0"]
-
-
-def test_without_the_environment_of_another_release_its_tests_fail(tree: Path) -> None:
-    status, called, lines = run(tree, FAIL_INSTALL="0.7.1")
-    assert status == 1
-    assert called[2:] == [*LINT, *calls([".venv"], [ALL], DEFAULT)]
-    failed = ["install-0.7.1", "programs-0.7.1", "tests-0.7.1"]
-    assert [line.split()[0] for line in lines if "FAILED" in line and not line.startswith("---")] == failed
-    assert "tests-0.7.1    FAILED (no environment)" in lines
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tests.support.fresh_python import ok
-from verl_patches.deferred import find_behind
-from verl_patches.lazy_imports import install
 
 pytest.importorskip("tensordict")
 
@@ -22,19 +18,6 @@ batch = TensorDict({"a": torch.arange(6).view(3, 2), "b": NonTensorData("word")}
 part = batch[1:].select("a").clone()
 print(int(part["a"].sum()), batch["b"], list(part.split(1)[1]["a"][0]) == [4, 5])
 """
-
-
-def test_it_is_left_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = list(sys.meta_path)
-    monkeypatch.setattr(sys, "meta_path", list(others))
-    install()
-    install()
-    finder, _, *behind = sys.meta_path
-    assert behind == others
-    spec = find_behind(finder, "json", None, None)
-    assert spec is not None
-    assert spec.name == "json"
-    assert find_behind(finder, "no_such_module", None, None) is None
 
 
 def test_tensordict_works_without_the_compiler() -> None:

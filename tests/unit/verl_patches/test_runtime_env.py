@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sysconfig
-from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from tests.support.paths import ROOT
-from verl_patches import runtime_env
 from verl_patches.runtime_env import ContradictionError, forward, merged, wanted
 
 MODULES = "VERL_USE_EXTERNAL_MODULES"
@@ -40,14 +37,6 @@ def test_what_a_worker_wants() -> None:
     assert wanted(environ, ["cpu", "legacy"])[MODULES] == "verl_patches.cpu,verl_patches.legacy"
     assert wanted({}, ["legacy"]) == {MODULES: "verl_patches.legacy"}
     assert wanted({}) == {}
-
-
-def test_a_checkout_comes_first_on_the_path_and_once() -> None:
-    path = os.pathsep.join(["/other", "/checkout"])
-    assert wanted({"PYTHONPATH": path}, checkout="/checkout") == {
-        "PYTHONPATH": os.pathsep.join(["/checkout", "/other"])
-    }
-    assert wanted({"PYTHONPATH": path}) == {}, "an installed package needs no path"
 
 
 def test_lists_are_joined_and_the_users_own_come_first() -> None:
@@ -111,16 +100,6 @@ def test_forward_completes_a_configuration() -> None:
     assert config.ray_kwargs.ray_init.num_cpus is None
 
 
-def test_forward_twice_changes_nothing_more() -> None:
-    config = configuration(runtime_env={"env_vars": {MODULES: "mine"}})
-    forward(config, ["legacy"], CPU)
-    once = variables(config)
-    forward(config, ["legacy"], CPU)
-    assert variables(config) == once
-    assert isinstance(once, dict)
-    assert once[MODULES] == "mine,verl_patches.cpu,verl_patches.legacy"
-
-
 def test_forward_in_a_job_leaves_the_files_to_the_job() -> None:
     config = configuration()
     forward(config, environ={**CPU, **in_job(working_dir="gcs://files.zip", env_vars=CPU)})
@@ -132,10 +111,3 @@ def test_forward_in_a_job_leaves_the_files_to_the_job() -> None:
         MODULES: "verl_patches.cpu",
         "PYTHONPATH": str(ROOT),
     }
-
-
-def test_an_installed_package_is_no_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runtime_env.checkout_root() == str(ROOT)
-    installed = Path(sysconfig.get_paths()["purelib"]) / "verl_patches" / "runtime_env.py"
-    monkeypatch.setattr(runtime_env, "__file__", str(installed))
-    assert runtime_env.checkout_root() is None

@@ -68,10 +68,7 @@ PYTHON = [sys.executable, "-m"]
     ("command", "status"),
     [
         ([*PYTHON, "recipe.offpolicy.main_offpolicy", "--check", "correction=tis_token"], 1),
-        ([*PYTHON, "recipe.offpolicy.main_offpolicy", "correction=tis_token", "--cfg", "job"], 1),
-        ([*PYTHON, "recipe.offpolicy.doctor", "correction=tis_token"], 2),
         ([*PYTHON, "recipe.offpolicy.doctor", "--module", "verl.trainer.main_ppo"], 2),
-        ([*PYTHON, "recipe.offpolicy.smoke"], 1),
         (["bash", str(ROOT / "scripts" / "quickstart.sh"), "correction=tis_token"], 2),
     ],
     ids=lambda value: " ".join(value[-3:]) if isinstance(value, list) else None,

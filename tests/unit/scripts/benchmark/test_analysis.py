@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from recipe.offpolicy.recording import Recording
@@ -18,14 +17,6 @@ def test_a_recording_has_its_size(tmp_path: Path) -> None:
     recording = Recording(tmp_path)
     assert recording.steps == [1, 2]
     assert sum(step.rows.tokens for step in recording) == 16_000
-
-
-def test_a_step_is_shared_by_ranks(tmp_path: Path) -> None:
-    analysis.draw(tmp_path, 8_000, 8_000, ranks=2)
-    one, other = (part.rows for part in Recording(tmp_path).parts(1))
-    assert one.tokens == other.tokens == 4_000
-    assert [set(part.rank) for part in (one, other)] == [{0}, {1}]
-    assert not np.array_equal(one.response_ids, other.response_ids)
 
 
 @pytest.mark.slow

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
-from scripts.fork import copying
 from scripts.fork.command import DONE, REFUSED
 from tests.support.fork_copy import COPIED, MANIFEST, call, commit, copy, git, git_free, new_files, put, snapshot
 from tests.support.paths import ROOT
-from verl_patches.contract import Contract
 
 
 def test_a_copy_holds_plain_files_and_the_undo_leaves_no_trace(
@@ -39,15 +36,6 @@ def test_a_copy_holds_plain_files_and_the_undo_leaves_no_trace(
     assert snapshot(fork) == before
     assert call(fork, "--undo") == DONE
     assert "nothing to undo" in capsys.readouterr().out
-
-
-def test_a_second_copy_writes_nothing(project: Path, fork: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy(fork)
-    head = git(fork, "rev-parse", "HEAD")
-    capsys.readouterr()
-    assert copy(fork) == DONE
-    assert "nothing had to be written" in capsys.readouterr().out
-    assert git(fork, "rev-parse", "HEAD") == head
 
 
 def test_an_update_writes_what_changed_and_removes_what_is_gone(project: Path, fork: Path) -> None:
@@ -79,17 +67,6 @@ def test_files_of_the_users_are_never_overwritten(
     said = capsys.readouterr().err
     assert "    recipe/offpolicy/main.py\n    verl_patches/__init__.py\n" in said
     assert "nothing was written" in said
-    assert snapshot(fork) == before
-
-
-def test_a_file_that_was_there_already_stays_when_the_copy_goes(project: Path, fork: Path) -> None:
-    put(fork, {"verl_patches/__init__.py": COPIED["verl_patches/__init__.py"], "recipe/dapo/a.py": "a\n"})
-    before = snapshot(commit(fork))
-    assert copy(fork) == DONE
-    assert copy(fork) == DONE
-    put(project, {"verl_patches/__init__.py": "newer\n"})
-    assert copy(fork) == REFUSED, "an update would overwrite the user's file"
-    assert call(fork, "--undo") == DONE
     assert snapshot(fork) == before
 
 
@@ -134,58 +111,6 @@ def test_an_undo_leaves_edits_and_what_else_lies_there(
     }
 
 
-def test_an_edited_file_that_is_no_longer_shipped_becomes_the_users(project: Path, fork: Path) -> None:
-    copy(fork)
-    put(fork, {"recipe/offpolicy/deep/er.py": "edited\n"})
-    commit(fork)
-    (project / "recipe/offpolicy/deep/er.py").unlink()
-    assert copy(fork) == DONE
-    assert "recipe/offpolicy/deep/er.py" not in json.loads((fork / MANIFEST).read_text())["files"]
-    assert (fork / "recipe/offpolicy/deep/er.py").read_text() == "edited\n"
-
-
-def test_work_of_the_users_that_is_not_committed_stays(project: Path, fork: Path) -> None:
-    """Staged, changed and new; of a folder that git ignores the copy is committed all the same."""
-    commit(put(fork, {".gitignore": "deep/\n", "other.py": "a\n", "staged.py": "a\n"}))
-    put(fork, {"other.py": "changed\n", "new.py": "new\n", "staged.py": "b\n"})
-    git(fork, "add", "staged.py")
-    before, status = snapshot(fork), git(fork, "status", "--porcelain")
-    assert copy(fork) == DONE
-    assert set(new_files(fork, before)) == {*COPIED, MANIFEST}
-    assert git(fork, "status", "--porcelain") == status
-    assert call(fork, "--undo") == DONE
-    assert (snapshot(fork), git(fork, "status", "--porcelain")) == (before, status)
-
-
-def test_what_was_compiled_goes_with_its_source_and_no_other_does(project: Path, fork: Path) -> None:
-    before = snapshot(fork)
-    copy(fork)
-    caches = {
-        "verl_patches/__pycache__/__init__.cpython-311.pyc": "x",
-        "recipe/offpolicy/__pycache__/main.cpython-311.pyc": "x",
-        "recipe/offpolicy/__pycache__/main.cpython-312.opt-1.pyc": "x",
-        "recipe/offpolicy/deep/__pycache__/er.swept-12.py311.nbi": "x",
-        "recipe/offpolicy/deep/__pycache__/er.swept-12.py311.1.nbc": "x",
-        "recipe/offpolicy/__pycache__/theirs.cpython-311.pyc": "x",
-    }
-    put(fork, caches)
-    call(fork, "--undo")
-    assert new_files(fork, before) == {"recipe/offpolicy/__pycache__/theirs.cpython-311.pyc": "x"}
-
-
-def test_a_dry_run_lists_and_writes_nothing(project: Path, fork: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = snapshot(fork)
-    assert call(fork, "--dry-run") == DONE
-    said = capsys.readouterr().out
-    assert [line[6:] for line in said.splitlines() if line.startswith("    + ")] == sorted(COPIED)
-    assert snapshot(fork) == before
-    copy(fork)
-    copied = snapshot(fork)
-    assert call(fork, "--undo", "--dry-run") == DONE
-    assert "would remove 8 files" in capsys.readouterr().out
-    assert snapshot(fork) == copied
-
-
 def test_the_project_itself_is_copied_whole(fork: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot(fork)
     assert copy(fork) == DONE
@@ -215,16 +140,6 @@ def test_the_command_passes_on_arguments_and_status(fork: Path) -> None:
     missing = run(VENV="/nowhere")
     assert (missing.returncode, "VENV=/nowhere" in missing.stderr) == (2, True)
     assert run("--undo", "--force").returncode == 2
-
-
-def test_the_releases_are_those_of_the_seams() -> None:
-    from verl_patches import trainer_seams, worker_seams
-
-    def shared(seams: Iterable[Contract]) -> list[str]:
-        return [release for release in copying.SUPPORTED if all(seam.covers(release) for seam in seams)]
-
-    assert shared(worker_seams.LOSS) == ["0.7.1", "0.8.0", "0.9.0", "0.9.1"] == list(copying.SUPPORTED)
-    assert shared(trainer_seams.V1) == ["0.9.0", "0.9.1"]
 
 
 @pytest.fixture
@@ -261,83 +176,20 @@ def test_beside_a_submodule(
     assert git(fork, "status", "--porcelain", "-uall") == ""
 
 
-def shadowing_init(fork: Path, submodule: Path) -> None:
-    put(submodule, {"__init__.py": ""})
-
-
-def shadowing_recipe(fork: Path, submodule: Path) -> None:
-    put(submodule, {"offpolicy/__init__.py": ""})
-
-
-def shadowing_patches(fork: Path, submodule: Path) -> None:
-    put(fork, {"verl_patches.py": ""})
-
-
 @pytest.mark.parametrize(
     ("shadow", "message"),
     [
-        (shadowing_init, "it contains an __init__.py"),
-        (shadowing_recipe, "recipe/offpolicy/ would be imported instead of"),
-        (shadowing_patches, "verl_patches/ would be imported instead of"),
+        ("recipe/__init__.py", "it contains an __init__.py"),
+        ("recipe/offpolicy/__init__.py", "recipe/offpolicy/ would be imported instead of"),
+        ("verl_patches.py", "verl_patches/ would be imported instead of"),
     ],
 )
+@pytest.mark.usefixtures("project", "submodule")
 def test_where_python_would_not_find_the_copy_it_says_so(
-    project: Path,
-    fork: Path,
-    submodule: Path,
-    capsys: pytest.CaptureFixture[str],
-    shadow: Callable[[Path, Path], None],
-    message: str,
+    fork: Path, capsys: pytest.CaptureFixture[str], shadow: str, message: str
 ) -> None:
-    shadow(fork, submodule)
+    put(fork, {shadow: ""})
     before = snapshot(fork)
     assert copy(fork) == REFUSED
     assert message in capsys.readouterr().err
-    assert snapshot(fork) == before
-
-
-def link_elsewhere(fork: Path) -> None:
-    (fork / "recipe").symlink_to("..")
-
-
-def own_repository(fork: Path) -> None:
-    put(fork, {"recipe/README.md": ""})
-    git(fork / "recipe", "init", "-q")
-
-
-def gitlink_alone(fork: Path) -> None:
-    git(fork, "update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},recipe")
-
-
-def listed_alone(fork: Path) -> None:
-    put(fork, {".gitmodules": '[submodule "recipe"]\n\tpath = recipe\n\turl = ../recipes\n'})
-
-
-@pytest.mark.parametrize("arrange", [link_elsewhere, own_repository, gitlink_alone, listed_alone])
-def test_a_recipe_that_is_not_the_checkouts_own(project: Path, fork: Path, arrange: Callable[[Path], None]) -> None:
-    arrange(fork)
-    before = snapshot(fork)
-    assert copy(fork) == DONE
-    assert set(new_files(fork, before)) == {*(f"offpolicy_correction/{path}" for path in COPIED), MANIFEST}
-    assert call(fork, "--undo") == DONE
-    assert snapshot(fork) == before
-
-
-@pytest.mark.parametrize("path", ["third_party/recipe", "recipes"])
-def test_other_submodules_do_not_matter(project: Path, fork: Path, path: str) -> None:
-    put(fork, {".gitmodules": f'[submodule "recipe"]\n\tpath = {path}\n\turl = ../recipes\n'})
-    before = snapshot(fork)
-    assert copy(fork) == DONE
-    assert set(new_files(fork, before)) == {*COPIED, MANIFEST}
-
-
-def test_when_the_place_changes_the_old_copy_has_to_go_first(
-    project: Path, fork: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    listed_alone(fork)
-    copy(fork)
-    (fork / ".gitmodules").unlink()
-    before = snapshot(fork)
-    assert copy(fork) == REFUSED
-    assert "an earlier copy lives in offpolicy_correction" in capsys.readouterr().err
     assert snapshot(fork) == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -33,16 +32,6 @@ def test_other_paths_are_refused(
     assert snapshot(other) == before
 
 
-@pytest.mark.parametrize(("version", "release"), [("0.8.0.dev", "0.8.0"), ("0.9.0", "0.9.0"), ("0.8.0", "0.8.0")])
-def test_a_release_is_known_by_what_its_tag_calls_itself(
-    project: Path, fork: Path, capsys: pytest.CaptureFixture[str], version: str, release: str
-) -> None:
-    put(fork, {"verl/version/version": f"{version}\n"})
-    assert copy(fork) == DONE
-    assert f"{fork}: verl {release}\n" in capsys.readouterr().out
-    assert json.loads((fork / MANIFEST).read_text())["verl"] == release
-
-
 def test_an_untested_release_is_opted_into(project: Path, fork: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(fork, {"verl/version/version": "0.8.2\n"})
     assert copy(fork) == REFUSED
@@ -70,21 +59,6 @@ def test_links_are_not_written_through(
     assert (snapshot(fork), snapshot(elsewhere)) == before
 
 
-def test_a_copy_needs_a_commit_to_stand_on(project: Path, fork: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (fork / ".git").rename(fork.parent / "away")
-    for arguments in ((fork, "--no-smoke"), (fork, "--undo")):
-        assert call(*arguments) == REFUSED
-        assert "is not a git repository with a commit" in capsys.readouterr().err
-
-
-def test_what_git_refuses_is_said(project: Path, fork: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = snapshot(fork)
-    (fork / ".git" / "index.lock").touch()
-    assert copy(fork) == REFUSED
-    assert "nothing was written: git merge fails" in capsys.readouterr().err
-    assert snapshot(fork) == before
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -102,11 +76,4 @@ def test_a_manifest_that_is_not_ours_is_left_alone(
     for arguments in ((fork, "--no-smoke"), (fork, "--undo")):
         assert call(*arguments) == REFUSED
         assert "is not a manifest of this script" in capsys.readouterr().err
-    assert snapshot(fork) == before
-
-
-def test_undo_takes_no_other_option(project: Path, fork: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy(fork)
-    before = snapshot(fork)
-    assert call(fork, "--undo", "--force") == REFUSED
     assert snapshot(fork) == before

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from scripts.quickstart import processes
-from scripts.quickstart.options import is_set, needs_teacher
-from scripts.quickstart.processes import Child, SharedMemoryWatch, StageFailed, Teacher, read_used_files
+from scripts.quickstart.processes import SharedMemoryWatch, Teacher, read_used_files
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -98,17 +97,6 @@ os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.1)
 
 
-def test_a_process_whose_parent_is_gone_ends_at_once():
-    done = in_a_supervisor("die_with_parent(1 if os.getppid() != 1 else 2)\ntime.sleep(600)")
-    assert done.returncode == -15
-
-
-def test_a_guarded_command_keeps_its_status(tmp_path):
-    for code, status in (("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)):
-        child = Child(["bash", "-c", f"echo said; {code}"], {}, tmp_path / "log", tmp_path)
-        assert (child.process.wait(), (tmp_path / "log").read_text()) == (status, "said\n")
-
-
 SERVER = """
 import sys, http.server
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -119,46 +107,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
-@pytest.mark.parametrize(
-    ("overrides", "taught", "needed"),
-    [
-        ([], False, False),
-        (["opd=advantage"], True, True),
-        (["opd=null"], False, False),
-        (["opd=loss", "opd.teacher.url=http://there:1"], True, False),
-    ],
-)
-def test_a_teacher_is_started_where_none_is_named(overrides: list[str], taught: bool, needed: bool) -> None:
-    assert (is_set("opd", overrides), needs_teacher(overrides)) == (taught, needed)
-
-
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Teacher:
     (tmp_path / "server.py").write_text(SERVER)
     (tmp_path / "teacher.sh").write_text(script.format(python=sys.executable, server=tmp_path / "server.py"))
     monkeypatch.setattr(processes, "SERVER", tmp_path / "teacher.sh")
     return Teacher(tmp_path / "model", os.environ, tmp_path / "teacher.log", tmp_path)
-
-
-def test_it_is_waited_for_until_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    serves = started(tmp_path, monkeypatch, 'exec {python} {server} "$@"')
-    try:
-        serves.wait(lambda: None)
-    finally:
-        serves.child.process.terminate()
-        serves.child.process.wait()
-
-
-def test_one_that_ends_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StageFailed, match=r"ended with 3, see .*teacher\.log"):
-        started(tmp_path, monkeypatch, "exit 3").wait(lambda: None)
-
-
-def test_one_that_never_serves_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "SERVES_WITHIN", 0.1)
-    sleeps = started(tmp_path, monkeypatch, "exec sleep 60")
-    try:
-        with pytest.raises(StageFailed, match="did not serve within 0 s"):
-            sleeps.wait(lambda: None)
-    finally:
-        sleeps.child.process.terminate()
-        sleeps.child.process.wait()

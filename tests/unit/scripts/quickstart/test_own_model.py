@@ -42,19 +42,6 @@ def test_the_bucket_holds_the_embedding_in_float32_whatever_the_files_hold(tmp_p
     assert read_bucket(save_folder(tmp_path, **head)) == [f"{own_model.BUCKET}=25"]
 
 
-def test_a_model_of_135_million_parameters(tmp_path: Path) -> None:
-    """49 152 tokens x 576 = 28 311 552 elements of 4 bytes are 108 MiB."""
-    folder = save_folder(tmp_path, **{EMBEDDING: torch.zeros(49152, 576, dtype=torch.float16)})
-    assert read_bucket(folder) == [f"{own_model.BUCKET}=109"]
-
-
-def test_small_models_keep_the_platforms_bucket_and_the_users_own_stays(tmp_path: Path) -> None:
-    folder = save_folder(tmp_path, **{EMBEDDING: torch.zeros(300, 128)})
-    assert read_bucket(folder) == [f"{own_model.BUCKET}=16"]
-    assert read_bucket(folder, "platform=cuda") == [f"{own_model.BUCKET}=256"]
-    assert read_bucket(folder, f"{own_model.BUCKET}=40") == []
-
-
 def test_verls_own_path_of_the_model_counts_like_the_variable(tmp_path: Path) -> None:
     folder = save_folder(tmp_path / "it's here")
     options = Options.read({"MODEL": "/elsewhere"}, [f'{MODEL_PATH}="{folder}"'])
@@ -95,12 +82,6 @@ def test_a_folder_that_cannot_be_trained_is_refused_with_the_reason(
     spoil(folder)
     with pytest.raises(ValueError, match=f"MODEL={folder}: .*{said}"):
         Options.read({"MODEL": str(folder)}, [])
-
-
-def test_a_configured_chat_template_takes_the_place_of_the_tokenizers(tmp_path: Path) -> None:
-    folder = save_folder(tmp_path)
-    (folder / "chat_template.jinja").unlink()
-    Options.read({"MODEL": str(folder)}, ["actor_rollout_ref.model.custom_chat_template='{{ messages }}'"])
 
 
 def test_a_machine_whose_shared_memory_is_smaller_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
-import yaml
 
 from scripts.quickstart.options import build_release_overrides
 from tests.support.paths import ROOT
-from verl_patches.releases import TESTED
-
-SCRIPT = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
 
 
 @pytest.mark.parametrize(
@@ -28,14 +21,6 @@ SCRIPT = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
 def test_the_platform_is_chosen_by_the_release(platform: str, release: str, option: str) -> None:
     assert build_release_overrides(platform, release)[0] == f"platform={option}"
     assert (ROOT / "configs" / "platform" / f"{option}.yaml").is_file()
-
-
-def test_only_releases_with_a_replay_buffer_are_told_of_one() -> None:
-    """An override of a key that verl does not have would be refused."""
-    assert build_release_overrides("cuda", "0.7.1") == build_release_overrides("cuda", "0.8.0") == ["platform=cuda"]
-    keys = [text.partition("=")[0] for text in build_release_overrides("cpu", "0.9.1")]
-    sampler = "trainer.v1.sampler.custom_sampler"
-    assert keys == ["platform", f"{sampler}.path", f"{sampler}.name"]
 
 
 @pytest.mark.parametrize(
@@ -64,28 +49,3 @@ def test_the_quick_buffer_is_for_synchronous_training_and_eta_replaces_verls_key
     assert len(added) == len(keys)
     assert all(key in override for key, override in zip(keys, added, strict=True))
     assert build_release_overrides("cpu", "0.7.1", overrides) == ["platform=cpu_before_0_9"]
-
-
-def test_before_0_9_the_cpu_is_rays_gpu() -> None:
-    """`trainer.device` names the resource of placement groups there, and none is called "cpu"."""
-    config = yaml.safe_load((ROOT / "configs" / "platform" / "cpu_before_0_9.yaml").read_text())
-    assert config["trainer"]["device"] == "cuda"
-    assert config["defaults"][0] == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
-    [
-        (["--release", "0.6.0"], {}, f"release 0.6.0 of verl is not supported. Choose one of: {' '.join(TESTED)}"),
-        (["--release=0.6.0"], {}, "release 0.6.0"),
-        ([], {"RELEASE": "0.6.0"}, "release 0.6.0"),
-        (["--release"], {}, "--release needs a release"),
-        (["--release", "0.6.0"], {"VENV": sys.prefix}, "not 0.6.0"),
-    ],
-)
-def test_a_release_that_cannot_be_is_refused(arguments: list[str], environment: dict[str, str], message: str) -> None:
-    done = subprocess.run(
-        [*SCRIPT, *arguments], env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert message in done.stderr
