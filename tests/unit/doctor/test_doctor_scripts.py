@@ -58,7 +58,6 @@ def test_our_asynchronous_script_is_live(ask: Ask) -> None:
     assert ask("--script", str(RUN / "run_async.sh")).status == 0
 
 
-LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
 UNREADABLE = {
     "no launch": (
         "python3 -m pip install verl\npython3 prepare.py --out=x",

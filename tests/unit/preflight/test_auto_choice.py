@@ -132,7 +132,7 @@ def configuration(**changes: Any) -> DictConfig:
     return config
 
 
-ACTOR, ROLLOUT = "actor_rollout_ref__actor", "actor_rollout_ref__rollout"
+ACTOR = "actor_rollout_ref__actor"
 SYNC = Setup("different", "sync", "dense", "single", 1, "fsdp")
 
 

@@ -16,7 +16,7 @@ from recipe.offpolicy.preflight.model_files import describe_noise, find_noise
 from tests.support.corrections import TIS
 from tests.support.short_keys import read_changes, read_table
 
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 1}
 Configuration = Callable[..., DictConfig]
 

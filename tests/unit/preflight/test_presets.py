@@ -14,7 +14,7 @@ from tests.support.applications import CONFIGS, DELTAS, OPTIONS, application, wi
 from tests.support.corrections import GSM, TIS, band, opsm
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
-from_skyrl, from_trl, from_verl = CorrectionSpec.from_skyrl, CorrectionSpec.from_trl, CorrectionSpec.from_verl
+from_trl, from_verl = CorrectionSpec.from_trl, CorrectionSpec.from_verl
 
 FACTORIES = [option.removeprefix("verl/") for option in OPTIONS if option.startswith("verl/")]
 

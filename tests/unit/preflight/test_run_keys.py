@@ -16,7 +16,6 @@ from recipe.offpolicy.preflight.composed import Composed
 from tests.support.corrections import TIS
 
 NONE = CorrectionSpec()
-ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 V1_MODES = ("sync", "colocate_async", "separate_async")
 

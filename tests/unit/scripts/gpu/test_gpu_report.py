@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from scripts.gpu import kit
-from scripts.harness import Ended
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.verl("==0.9.1")
@@ -77,10 +76,6 @@ def test_a_missing_package_is_named_and_other_parts_run(tmp_path: Path) -> None:
     assert (status, statuses(written)) == (1, {"parity": "FAILED", "step": "FAILED"})
     assert "exit status 1: ModuleNotFoundError: No module named 'torch'" in said
     assert written["parts"]["parity"]["log"], "the end of its output is sent, too"
-
-
-def end(code: int | None, *updates: dict[str, float], said: str = "FAILED: why") -> Ended:
-    return Ended(code, said, None, list(enumerate(updates)))
 
 
 def test_interrupted_it_ends_its_parts_and_keeps_what_it_has(tmp_path: Path) -> None:

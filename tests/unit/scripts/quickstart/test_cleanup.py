@@ -7,13 +7,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
-from scripts.quickstart import processes
-from scripts.quickstart.processes import SharedMemoryWatch, Teacher, read_used_files
+from scripts.quickstart.processes import SharedMemoryWatch, read_used_files
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -95,20 +93,3 @@ os.kill(os.getpid(), signal.SIGKILL)
     while left := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-
-
-SERVER = """
-import sys, http.server
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
-        self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
-"""
-
-
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Teacher:
-    (tmp_path / "server.py").write_text(SERVER)
-    (tmp_path / "teacher.sh").write_text(script.format(python=sys.executable, server=tmp_path / "server.py"))
-    monkeypatch.setattr(processes, "SERVER", tmp_path / "teacher.sh")
-    return Teacher(tmp_path / "model", os.environ, tmp_path / "teacher.log", tmp_path)
