@@ -1,4 +1,4 @@
-"""Bytes of the tensors that a call holds at one time."""
+"""Operations of a call, and bytes of the tensors that it holds at one time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class Work(TorchDispatchMode):
-    """Tensor operations within a ``with`` block; ``peak`` is the most bytes that their results held at one time."""
+    """Number of tensor operations in a ``with`` block; ``peak`` is the most bytes that their results held at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
+        self.operations, self.peak = 0, 0
         self._held: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {self._key(_values(one)) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         result = func(*args, **(kwargs or {}))
+        self.operations += 1
         for one in tree_leaves(result):
             plain = isinstance(one, Tensor) and not one.is_nested
             if plain and (key := self._key(one)) not in given and key not in self._held:

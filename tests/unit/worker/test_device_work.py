@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from torch.profiler import ProfilerActivity, profile
 
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.batch.seals import INPUT, PLAN_HASH, build_seals, hash_model_input, key_of, seal_constant
@@ -20,14 +21,18 @@ from tests.support.examples import each_nth_by_default
 from tests.support.growth import Work
 from tests.support.legacy_rows import build_legacy_losses
 from tests.support.padded_rows import pad_columns
+from tests.unit.worker.test_host_transfers import WAITS
 
 pytestmark = pytest.mark.verl(">=0.9")
 
+SHORT = [8, 9, 10, 5] * 16
 UNEVEN = [32768] + [256] * 128
 READ = ("rollout_log_probs", "old_log_probs", "advantages", "response_mask")
 
 
-def build(lengths: list[int], *, prove: bool, padded: bool) -> tuple[Callable[..., Any], ...]:
+def build(
+    lengths: list[int], *, prove: bool = False, sealed: bool = True, padded: bool = False
+) -> tuple[Callable[..., Any], ...]:
     """verl's loss and the corrected one of a micro-batch, each as a call."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.losses import ppo_loss
@@ -38,14 +43,38 @@ def build(lengths: list[int], *, prove: bool, padded: bool) -> tuple[Callable[..
         data = pad_columns(data)
     config = build_actor_config(len(data))
     corrected = OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), config, prove=prove)
-    plan = SharedPlan(1, sealed=(*READ, INPUT, PLAN_HASH))
+    plan = SharedPlan(1, sealed=(*READ, INPUT, PLAN_HASH) if sealed else ())
     tu.assign_non_tensor(data, **{PLAN: plan})
     columns = {name: data[name] for name in READ} | {INPUT: whole_input}
-    seals = build_seals(data["responses"], data["response_mask"], columns)
-    seals[PLAN_HASH] = seal_constant(plan.fingerprint(), len(data))
-    for name, seal in seals.items():
+    seals = build_seals(data["responses"], data["response_mask"], columns) if sealed else {}
+    for name, seal in (seals | {PLAN_HASH: seal_constant(plan.fingerprint(), len(data))}).items():
         data[key_of(name)] = seal
     return partial(ppo_loss, config), corrected, lambda loss: loss(model_output=output(), data=data)
+
+
+def count(call: Callable[[], Any]) -> tuple[int, int]:
+    """Operations of one call and, of these, those that the host waits for."""
+    call()
+    with Work() as work:
+        call()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        call()
+    assert recorded.profiler is not None
+    return work.operations, sum(event.name() in WAITS for event in recorded.profiler.kineto_results.events())
+
+
+def test_operations_and_waits_of_a_micro_batch() -> None:
+    """The waits here are for the numbers of verl's own metrics; ours are fetched once, see test_host_transfers."""
+    verls, ours, call = build(SHORT, sealed=False)
+    _, sealed, sealed_call = build(SHORT)
+    operations, waits = zip(
+        count(lambda: call(verls)), count(lambda: call(ours)), count(lambda: sealed_call(sealed)), strict=True
+    )
+    assert operations[1] <= 205
+    assert operations[2] <= operations[1] + 165
+    assert operations[0] > 3 * operations[1]  # verl cuts responses out row by row
+    assert waits[0] > 64
+    assert waits[1:] == (6, 7)  # one repeat_interleave, which does not wait because its output size is known
 
 
 def update(loss: Any, call: Callable[[Any], Any]) -> None:
