@@ -41,12 +41,6 @@ def checksum(tokens: list[int], mu: list[float]) -> int:
     return total - 2**64 if total >= 2**63 else total
 
 
-def one(row: list[tuple[int, float]], dtype: torch.dtype = torch.float32) -> int:
-    tokens, mu = (list(column) for column in zip(*row, strict=True))
-    (found,) = compute_row_checksums(torch.tensor([tokens]), torch.ones(1, len(row)), torch.tensor([mu]).to(dtype))
-    return found
-
-
 def test_by_hand() -> None:
     # The finaliser's own known answer, and a third row that has no response token and no checksum.
     assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
@@ -57,12 +51,11 @@ def test_by_hand() -> None:
 
 
 @examples
-@given(ROWS, draw.integers(0, 11), FLOATS, draw.integers(0, 200_000))
-def test_one_replaced_value_or_token_shows(row: list[tuple[int, float]], at: int, mu: float, token: int) -> None:
-    at %= len(row)
-    for there in ((row[at][0], mu), (token, row[at][1])):
-        changed = [*row[:at], there, *row[at + 1 :]]
-        assert (one(row) == one(changed)) == (repr(row) == repr(changed))
+@given(ROWS)
+def test_any_row_has_the_checksum_written_out(row: list[tuple[int, float]]) -> None:
+    tokens, mu = (list(column) for column in zip(*row, strict=True))
+    found = compute_row_checksums(torch.tensor([tokens]), torch.ones(1, len(row)), torch.tensor([mu]))
+    assert found == [checksum(tokens, mu)]
 
 
 SENT = {"a": 3, "b": 5, "c": 5, "d": 7}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +31,6 @@ def rows() -> TensorDict:
     return TensorDict(columns, batch_size=3)
 
 
-def never() -> NoReturn:
-    raise AssertionError("nothing of the batch is needed")
-
-
 def test_columns_of_the_kept_denominator() -> None:
     kept = replace(spec(any=TOKEN_MASK), denominator="kept")
     columns = plan.build_row_columns(kept, rows(), ONE_MINI_BATCH)
@@ -47,14 +43,6 @@ def test_columns_of_the_kept_denominator() -> None:
     assert by_row[MINI_BATCH_TOKENS].tolist() == [2, 1, 2]
     _, sent = plan.build_plan(kept, {}, step=1, rows=rows, batch_split=lambda: ONE_MINI_BATCH)
     assert sent.keys() == columns.keys()
-
-
-def test_rejected_rows_leave_their_groups() -> None:
-    groups = plan.regroup_without_rejected(spec(any=TOKEN_MASK), rows(), ["a", "a", "b"])
-    # Row 1 keeps no token; row 0 has lost its only sibling; row 2 never had one.
-    assert groups.uids == ["a", "a/rejected-1", "b"]
-    assert groups.silent == [True, True, False]
-    assert groups.metrics == {"offpolicy/baseline/excluded_sequences": 1.0, "offpolicy/baseline/silent_sequences": 2.0}
 
 
 @pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "sapo", "dppo_tv", "cispo"])

@@ -120,19 +120,20 @@ def test_versions_are_by_row_where_no_row_notes_chunks() -> None:
 
 def test_a_row_of_one_version_has_it_whatever_rows_stand_beside_it() -> None:
     """Its chunks may fall short: verl names one version. Where a chunk names another, the row is not of one."""
-    alone = read_versions(batch(field(2, 2, [[(2, 1)]]), field(3, 3, [[(3, 3)]]), field(3, 4)), MASK)
-    alongside = read_versions(batch(field(2, 2, [[(2, 1)]]), field(3, 4, [[(3, 1), (4, 1)]]), field(3, 4)), MASK)
-    other = read_versions(batch(field(2, 2, [[(2, 1), (3, 2)]]), field(3, 3), field(4, 4)), MASK)
-    assert isinstance(alone, TokenVersions)
-    assert isinstance(alongside, TokenVersions)
-    assert isinstance(other, TokenVersions)
-    assert alone.tokens.tolist() == [[2, 2, 2], [3, 3, -1], [-1, -1, -1]]
-    assert alongside.tokens.tolist() == [[2, 2, 2], [3, 4, -1], [-1, -1, -1]]
-    assert other.tokens.tolist() == [[2, 3, 3], [3, 3, -1], [4, 4, -1]]
+
+    def tokens(*fields: dict[str, Any], mask: Tensor = MASK) -> list[list[int]]:
+        found = read_versions(batch(*fields), mask)
+        assert isinstance(found, TokenVersions)
+        return [row.tolist() for row in found.tokens.unbind()]
+
+    short = field(2, 2, [[(2, 1)]])
+    assert tokens(short, field(3, 3, [[(3, 3)]]), field(3, 4)) == [[2, 2, 2], [3, 3, -1], [-1, -1, -1]]
+    assert tokens(short, field(3, 4, [[(3, 1), (4, 1)]]), field(3, 4)) == [[2, 2, 2], [3, 4, -1], [-1, -1, -1]]
+    of_two = field(2, 2, [[(2, 1), (3, 2)]])
+    assert tokens(of_two, field(3, 3), field(4, 4)) == [[2, 3, 3], [3, 3, -1], [4, 4, -1]]
     nested = torch.nested.nested_tensor([row[row] for row in MASK], layout=torch.jagged)
-    packed = read_versions(batch(field(2, 2, [[(2, 1)]]), field(3, 3, [[(3, 3)]]), field(4, 4)), nested)
-    assert isinstance(packed, TokenVersions)
-    assert [row.tolist() for row in packed.tokens.unbind()] == [[2, 2, 2], [3, 3], [4, 4]]
+    packed = tokens(short, field(3, 3, [[(3, 3)]]), field(4, 4), mask=nested)
+    assert packed == [[2, 2, 2], [3, 3], [4, 4]]
 
 
 def test_a_row_of_two_versions_has_none_by_token() -> None:

@@ -42,10 +42,11 @@ def lengths_of(mask: Tensor, spare: list[int]) -> list[int]:
     return [min(length + more, mask.shape[1]) for length, more in zip(last, spare, strict=False)]
 
 
-def same(correction: CorrectionSpec, rows: Rows, lengths: list[int], **options: Any) -> None:
+def same(correction: CorrectionSpec, rows: Rows, lengths: list[int], ages: Tensor | None = None) -> None:
     """To the bit where sums are exact; statistics to 1e-12."""
-    stage, step = both_stages(correction, rows, **options)
-    packed_stage, packed_step = both_stages(correction, pack(rows, lengths), **options)
+    stage, step = both_stages(correction, rows, staleness=ages)
+    packed_ages = packed(ages, lengths) if ages is not None and ages.dim() == 2 else ages
+    packed_stage, packed_step = both_stages(correction, pack(rows, lengths), staleness=packed_ages)
     for one, two, names in ((stage, packed_stage, STAGE), (step, packed_step, ("weight", "keep"))):
         for name in names:
             found = getattr(two, name)
@@ -66,11 +67,14 @@ def same(correction: CorrectionSpec, rows: Rows, lengths: list[int], **options: 
 
 
 @examples
-@given(corrections(), batches(), draw.lists(draw.integers(0, 3), min_size=12, max_size=12), draw.booleans())
-def test_any_correction(correction: CorrectionSpec, rows: Rows, spare: list[int], aged: bool) -> None:
-    """Holes, empty rows, tokens without mu, all levels."""
-    staleness = torch.arange(len(rows.mask)) % 5 if aged else None
-    same(correction, rows, lengths_of(rows.mask, spare), staleness=staleness)
+@given(corrections(by_age=True), batches(), draw.lists(draw.integers(0, 3), min_size=12, max_size=12), draw.booleans())
+def test_any_correction(correction: CorrectionSpec, rows: Rows, spare: list[int], by_token: bool) -> None:
+    """Holes, empty rows, tokens without mu, all levels; ages of 0 to 4, by token and by row."""
+    lengths = lengths_of(rows.mask, spare)
+    ages = (
+        (torch.arange(rows.mask.numel()) % 5).reshape(rows.mask.shape) if by_token else torch.arange(len(lengths)) % 5
+    )
+    same(correction, rows, lengths, ages)
 
 
 @pytest.mark.parametrize(
@@ -91,24 +95,6 @@ EVERY_LEVEL = [
     )
     for level in ("token", "sequence", "turn", "version")
 ]
-
-
-def test_decisions_by_age() -> None:
-    """Ages of 0 to 4, by token and by row."""
-    rows, lengths = noisy()
-    by_token = torch.arange(rows.mask.numel()).reshape(rows.mask.shape) % 5
-    by_row = (torch.arange(len(lengths)) + 1) % 5
-    for level in ("token", "sequence", "turn", "version"):
-        factors = {"level": level, "by_staleness": [1.0, 2.0, 0.5]}
-        stale = {"aggregate": "staleness", "level": level, "upper": 2}
-        correction = spec(TIS | factors | {"upper": 1.02}, any=band(0.9, 1.1, aggregate="any", **factors), stale=stale)
-        for ages, same_packed in ((by_token, packed(by_token, lengths)), (by_row, by_row)):
-            step = both_stages(correction, rows, staleness=ages)[1]
-            nested = both_stages(correction, pack(rows, lengths), staleness=same_packed)[1]
-            weight = packed(step.weight, lengths).values()
-            torch.testing.assert_close(nested.weight.values(), weight, rtol=1e-12, atol=0.0)
-            assert torch.equal(nested.keep.values(), packed(step.keep, lengths).values())
-            assert step.rejected["masks.stale"].any()
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
@@ -179,16 +165,6 @@ def test_blocks_of_nested_rows(lengths: list[int], most: int) -> None:
         assert number <= most or rows.count == 1
         assert following is None or number + lengths[following[0].start] > most
         assert torch.equal(tokens["other"], tokens["one"] + 100)
-
-
-def test_blocks_of_padded_rows_share_their_memory() -> None:
-    column = torch.arange(20).reshape(5, 4)
-    blocks = list(split_tokens({"one": column}, most=9))
-    assert [(at.start, at.stop) for at, _, _ in blocks] == [(0, 2), (2, 4), (4, 5)]
-    assert torch.equal(torch.cat([rows.sum(tokens["one"]) for _, rows, tokens in blocks]), column.double().sum(1, True))
-    here = {tokens["one"].untyped_storage().data_ptr() for _, _, tokens in blocks}
-    assert here == {column.untyped_storage().data_ptr()}
-    assert [at for at, _, _ in split_tokens({"one": column[:0]})] == [slice(0, 0)]
 
 
 def test_nested_rows_have_the_hashes_of_padded_ones() -> None:

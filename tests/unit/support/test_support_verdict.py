@@ -57,21 +57,9 @@ def test_reports_of_ranks_and_mini_batches_are_summed() -> None:
     assert proof.startswith("support of 90.0% of tokens LIVE, 2.7 ids per token")
 
 
-def test_an_update_without_a_report_stops_the_run() -> None:
-    with pytest.raises(LivenessError, match="returned no report"):
-        judge([], SETTINGS, first=False)
-
-
 def test_no_known_support_at_all_stops_the_run() -> None:
     with pytest.raises(LivenessError, match=r"none of 100 tokens has a support of at most 32 ids.*raise"):
         judge([replace(REPORT, known=0, members=0)], SETTINGS, first=False)
-
-
-def test_a_support_that_widens_the_mismatch_stops_the_first_update() -> None:
-    wide = replace(REPORT, k3=0.9)
-    with pytest.raises(LivenessError, match="mu was not sampled from this support"):
-        judge([wide], SETTINGS, first=True)
-    assert judge([wide], SETTINGS, first=False)[0]["kl_k3"] > 0
 
 
 @pytest.mark.verl("==0.9.1")
