@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import NonTensorStack, TensorDict
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch import padding, plan, weight_versions
-from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage, turns
+from recipe.offpolicy.correction import CorrectionSpec, RolloutStage, rollout_stage, step_stage, turns
 from recipe.offpolicy.worker.metrics import METRIC_KEY
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig
@@ -71,16 +71,6 @@ class Part:
     largest: int = 2**27
 
 
-class Tokens(NamedTuple):
-    """Columns of tokens, (B, T) or nested by row."""
-
-    mu: Tensor
-    old: Tensor
-    pi: Tensor
-    advantages: Tensor
-    mask: Tensor
-
-
 def draw_log_probs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw mu, pi_old and pi, (tokens,) each."""
     generator = torch.Generator().manual_seed(0)
@@ -114,36 +104,31 @@ def draw_signs(rows: int) -> Tensor:
     return torch.arange(rows) % 2 * 2.0 - 1
 
 
-def draw_tokens(tokens: int, *, nested: bool) -> Tokens:
-    """Draw the columns of a batch that has this many tokens, including padding."""
-    log_probs = draw_log_probs(tokens)
+def draw_tokens(tokens: int, *, nested: bool) -> dict[str, Tensor]:
+    """Draw the columns of a batch that has this many tokens, including padding: (B, T), or nested by row."""
+    mu, old, pi = draw_log_probs(tokens)
+    columns = {"rollout_log_prob": mu, "old_log_prob": old, "log_prob": pi}
     if nested:
         offsets = draw_offsets(tokens, WIDTH // 2)
-        signs = draw_signs(len(offsets) - 1).repeat_interleave(offsets.diff())
-        columns = (*log_probs, signs, torch.ones(tokens, dtype=torch.bool))
-        return Tokens(*(nest(column, offsets) for column in columns))
+        columns["advantages"] = draw_signs(len(offsets) - 1).repeat_interleave(offsets.diff())
+        columns["response_mask"] = torch.ones(tokens, dtype=torch.bool)
+        return {name: nest(column, offsets) for name, column in columns.items()}
     rows = tokens // WIDTH
     lengths = torch.randint(1, WIDTH + 1, (rows,), generator=torch.Generator().manual_seed(1))
-    signs = draw_signs(rows)[:, None].expand(rows, WIDTH).contiguous()
-    mask = torch.arange(WIDTH) < lengths[:, None]
-    mu, old, pi = (column.view(rows, WIDTH) for column in log_probs)
-    return Tokens(mu, old, pi, signs, mask)
+    columns = {name: column.view(rows, WIDTH) for name, column in columns.items()}
+    columns["advantages"] = draw_signs(rows)[:, None].expand(rows, WIDTH).contiguous()
+    return columns | {"response_mask": torch.arange(WIDTH) < lengths[:, None]}
 
 
 def build_stage(tokens: int, *, nested: bool, step: bool = False) -> Call:
     """Build the call of a rollout stage with all of its statistics, or of a step stage that uses an existing one."""
-    given = draw_tokens(tokens, nested=nested)
-    call = partial(
-        rollout_stage,
-        CorrectionSpec.from_mapping(CORRECTION),
-        old_log_prob=given.old,
-        rollout_log_prob=given.mu,
-        response_mask=given.mask,
-    )
-    if not step:
-        return lambda: call(segment_ids=turns(given.mask))
-    stage = call(segment_ids=turns(given.mask))
-    return partial(step_stage, stage.spec, stage, log_prob=given.pi, advantages=given.advantages)
+    given, spec = draw_tokens(tokens, nested=nested), CorrectionSpec.from_mapping(CORRECTION)
+    of_step = {name: given.pop(name) for name in ("log_prob", "advantages")}
+
+    def run_rollout_stage() -> RolloutStage:
+        return rollout_stage(spec, **given, segment_ids=turns(given["response_mask"]))
+
+    return partial(step_stage, spec, run_rollout_stage(), **of_step) if step else run_rollout_stage
 
 
 def build_batch(columns: dict[str, Tensor], *, micro_batches: int = 1, last: bool = True) -> TensorDict:

@@ -139,17 +139,16 @@ class Options:
         Raises:
             ValueError: a value is invalid; the message names the variable, its value and the fix.
         """
-        model = None
-        given = find_last(MODEL_PATH, overrides)
-        key, given = ("MODEL", env.get("MODEL")) if given is None else (MODEL_PATH, given.strip("'\""))
+        model, key, given = None, "MODEL", env.get("MODEL")
+        if (path := find_last(MODEL_PATH, overrides)) is not None:
+            key, given = MODEL_PATH, path.strip("'\"")
         small = (key, given) == ("MODEL", SMOLLM2)
         if given and not small:
             model = Path(given).expanduser().resolve()
             has_template = is_set("actor_rollout_ref.model.custom_chat_template", overrides)
             if reason := find_unusable(model, has_template=has_template):
                 raise ValueError(f"{key}={given}: {reason}")
-        platform = find_last("platform", overrides)
-        platform = "cpu" if platform is None else platform
+        platform = find_last("platform", overrides) or "cpu"
         if platform not in PLATFORMS:
             raise ValueError(f"platform={platform}: choose one of {', '.join(PLATFORMS)}")
         (spelling, *others, by_process) = TASKS
@@ -164,18 +163,15 @@ class Options:
         task = by_process if own == by_process else task
         name = find_last("model", overrides)
         if name not in (None, "moe"):
-            raise ValueError(
-                f"model={name}: set model=moe for the quickstart's mixture of experts, or leave this override out for "
-                "its dense model"
-            )
+            raise ValueError(f"model={name}: set model=moe for the mixture of experts, or leave this override out")
         if name and (model or small or task != spelling):
             raise ValueError(
                 f"model=moe: this selects a model that has a task of its own. Leave MODEL, {MODEL_PATH}, TASK and "
                 "process_reward out"
             )
-        settings = (*ANY_MODEL_OVERRIDES, *build_bucket_override(model, platform, overrides)) if model else ()
-        if task == "arithmetic" and not model:
-            settings = SMOLLM2_OVERRIDES
+        settings = SMOLLM2_OVERRIDES if task == "arithmetic" else ()
+        if model:
+            settings = (*ANY_MODEL_OVERRIDES, *build_bucket_override(model, platform, overrides))
         return cls(model, platform, task, mixture=name == "moe", model_overrides=settings)
 
 
@@ -220,10 +216,9 @@ def build_release_overrides(platform: str, release: str, overrides: Sequence[str
 def find_trainer_mode(overrides: Sequence[str]) -> str:
     """Find verl's `trainer.v1.trainer_mode`, set by overrides or an option of the group `mode`; the default is sync."""
     mode = find_last("trainer.v1.trainer_mode", overrides)
-    if mode is None and (option := find_last("mode", overrides)):
-        file = CONFIGS / "mode" / f"{option}.yaml"
-        # A missing option is rejected by Hydra.
-        mode = yaml.safe_load(file.read_text())["trainer"]["v1"]["trainer_mode"] if file.is_file() else None
+    file = CONFIGS / "mode" / f"{find_last('mode', overrides)}.yaml"
+    if mode is None and file.is_file():  # a missing option is rejected by Hydra
+        mode = yaml.safe_load(file.read_text())["trainer"]["v1"]["trainer_mode"]
     return mode or "sync"
 
 

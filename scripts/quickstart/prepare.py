@@ -106,12 +106,12 @@ def prepare_model(path: Path, part: str = "model") -> None:
     from . import warm_start
     from .model import build_model, build_tokenizer
 
-    settings = {
-        "teacher": warm_start.TEACHER,
-        "free_length_model": warm_start.FREE_LENGTH,
-        "sums_model": warm_start.SUMS,
-    }.get(part, warm_start.STUDENT)
-    what = {"free_length_model": "at free length", "sums_model": "on sums"}.get(part, f"of the {part}")
+    kinds: dict[str, tuple[Callable[..., float], warm_start.WarmStart, str]] = {
+        "teacher": (warm_start.warm_start, warm_start.TEACHER, "of the teacher"),
+        "free_length_model": (warm_start.warm_start_at_length, warm_start.FREE_LENGTH, "at free length"),
+        "sums_model": (warm_start.warm_start_sums, warm_start.SUMS, "on sums"),
+    }
+    learn, settings, what = kinds.get(part, (warm_start.warm_start, warm_start.STUDENT, f"of the {part}"))
     start = time.monotonic()
 
     def say(text: str) -> None:
@@ -135,12 +135,7 @@ def prepare_model(path: Path, part: str = "model") -> None:
         model = build_model(tokenizer, mixture=part == "mixture", spread=spread)
         name = type(model).__name__.removesuffix("ForCausalLM")
         say(f"a {name} of {model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
-        if part == "sums_model":
-            score = warm_start.warm_start_sums(model, tokenizer, sums.SumsSettings(), report)
-        elif part == "free_length_model":
-            score = warm_start.warm_start_at_length(model, tokenizer, entries, report)
-        else:
-            score = warm_start.warm_start(model, tokenizer, entries, report, settings)
+        score = learn(model, tokenizer, entries or sums.SumsSettings(), report, settings)
         if score < settings.target:
             say(f"stopped at score {score:.2f}, below its aim of {settings.target:.2f}")
         model.save_pretrained(draft)

@@ -241,17 +241,14 @@ def build_summary_table(history: History, *, corrected: bool) -> Table:
     """Build the table of the first and the last values."""
     named = {f"held-out {name}": [value for _, value in each] for name, each in history.heldout.items()}
     keys = {_name_reward(history): REWARD, "mismatch KL (k3)": KL, _name_ess(history): history.ess}
-    named |= {
-        name: history.series(key) for name, key in (keys | {"kept share": KEPT, "seconds a step": SECONDS}).items()
-    }
+    keys |= {"kept share": KEPT, "seconds a step": SECONDS}
+    named |= {name: history.series(key) for name, key in keys.items()}
     for optional in OPTIONAL:
         series = {name: history.series(key) for name, key in optional.items()}
         if not np.isnan([*series.values()]).all():
             named |= series
-    rows: list[list[Any]] = []
-    for name, found in named.items():
-        values = [value for value in found if not math.isnan(value)]
-        rows.append([name, values[0], values[-1]] if values else [name, None, None])
+    known = {name: [value for value in found if not math.isnan(value)] or [None] for name, found in named.items()}
+    rows = [[name, values[0], values[-1]] for name, values in known.items()]
     proof = "none configured" if not corrected else "yes" if history.proved else "NO"
     columns = [Column(""), Column("first", align="right"), Column("last", align="right")]
     return Table(columns, [*rows, ["correction proved live", "", proof]], "Quickstart")
