@@ -122,7 +122,8 @@ def draw_tokens(tokens: int, *, nested: bool) -> dict[str, Tensor]:
 
 def build_stage(tokens: int, *, nested: bool, step: bool = False) -> Call:
     """Build the call of a rollout stage with all of its statistics, or of a step stage that uses an existing one."""
-    given, spec = draw_tokens(tokens, nested=nested), CorrectionSpec.from_mapping(CORRECTION)
+    given: dict[str, Any] = {**draw_tokens(tokens, nested=nested)}
+    spec = CorrectionSpec.from_mapping(CORRECTION)
     of_step = {name: given.pop(name) for name in ("log_prob", "advantages")}
 
     def run_rollout_stage() -> RolloutStage:

@@ -41,25 +41,14 @@ from recipe.offpolicy.support.token_supports import NOTE, SupportNote, read_supp
 from scripts.benchmark.simulated_parts import CORRECTION, build_batch
 from scripts.harness import add_counts, build_parser, find_median_ratio, measure_growth, take_turns, write_json
 
+SHAPE = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "vocab_size",
+)
 MODELS: dict[str, dict[str, Any]] = {
     "quickstart": {},
-    "qwen2-0.5b": dict(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151936,
-    ),
-    "tiny": dict(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=32,
-        pad_token_id=0,
-    ),
+    "qwen2-0.5b": dict(zip(SHAPE, (896, 4864, 24, 14, 2, 151936), strict=True)),
+    "tiny": dict(zip(SHAPE, (16, 16, 1, 2, 1, 32), strict=True)) | {"pad_token_id": 0},
 }
 """Model -> how it differs from the quickstart's model."""
 SHADOW = {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0}}
@@ -258,18 +247,13 @@ def compare(
 
     torch.set_num_threads(1)
     rows = sizes.rows * sizes.micro_batches
-    config = FSDPActorConfig(
-        strategy="fsdp2", rollout_n=1, ppo_mini_batch_size=rows, ppo_micro_batch_size_per_gpu=sizes.rows
-    )
+    minis = {"ppo_mini_batch_size": rows, "ppo_micro_batch_size_per_gpu": sizes.rows}
+    config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, **minis)
     model = build_model(name, device, vocabulary)
-    batches = [
-        [
-            build_micro_batch(model, sizes, at * sizes.micro_batches + i, last=last, centering=centering)
-            for i in range(sizes.micro_batches)
-        ]
-        for at in range(sizes.mini_batches)
-        for last in [at == sizes.mini_batches - 1]
-    ]
+    batches: list[list[TensorDict]] = [[] for _ in range(sizes.mini_batches)]
+    for seed in range(sizes.mini_batches * sizes.micro_batches):
+        batch = batches[seed // sizes.micro_batches]
+        batch.append(build_micro_batch(model, sizes, seed, last=batch is batches[-1], centering=centering))
     shadows = {"tis_sequence": CorrectionSpec.from_mapping(SHADOW)} if shadow else {}
     ours = OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), config, shadows=shadows)
     sides: dict[str, Callable[[], Spent]] = {}

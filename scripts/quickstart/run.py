@@ -93,9 +93,8 @@ class Quickstart:
             self._start_teacher(folders["teacher"])
         self.progress.stage("checking the configuration")
         model = self.options.model or folders[self.parts[1]]
-        files = [
-            options.quote(f"data.{key}_files", folders[self.task.data] / f"{name}.parquet") for key, name in SPLITS
-        ]
+        data = folders[self.task.data]
+        files = [options.quote(f"data.{key}_files", data / f"{name}.parquet") for key, name in SPLITS]
         command += [*files, options.quote(options.MODEL_PATH, model), *self.overrides]
         lines = self._follow(self._start(command, "train.log"))
         # Only the trainer knows the correction, because it resolves correction=auto.
@@ -167,14 +166,12 @@ class Quickstart:
             self.progress.line(f"values of the first step: {sums.describe_utilities(found, first)}")
         self.progress.console.print(to_rich(report.build_summary_table(self.history, corrected=corrected)))
         picture = self._folder / "quickstart.png"
-        own = {"mixture": "a mixture of 1.2 M parameters", options.SMOLLM2: NAME}.get(
-            self.own, "a Qwen2 of 0.4 M parameters"
-        )
+        named = {"mixture": "a mixture of 1.2 M parameters", options.SMOLLM2: NAME}
+        own = named.get(self.own, "a Qwen2 of 0.4 M parameters")
         model = self.options.model.name if self.options.model else own
         if self.options.task == "free_length":
             self._report_lengths()
-        title = f"GRPO of {model} on {self.task.title}, {report.describe(correction)}"
-        report.draw(self.history, picture, title)
+        report.draw(self.history, picture, f"GRPO of {model} on {self.task.title}, {report.describe(correction)}")
         self.progress.line(f"picture: {os.path.relpath(picture)}")
 
     def _report_lengths(self) -> None:
