@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from recipe.offpolicy.batch import micro_batch as mb
-from recipe.offpolicy.batch.padding import Layout, pad_column
+from recipe.offpolicy.batch.padding import Layout, pad_column, zero_rows
 from recipe.offpolicy.batch.plan import (
     PLAN,
     SCALE,
@@ -238,3 +238,9 @@ def test_a_column_of_other_length_is_refused() -> None:
     data = TensorDict({"prompts": nested([7], [7, 7]), "responses": nested([8, 9], [8])}, batch_size=2)
     with pytest.raises(ValueError, match="advantages in the micro-batch has 4 tokens but the responses have 3"):
         pad_column(nested([1.0, 2.0], [3.0, 4.0]), Layout.of(data), "advantages")
+
+
+def test_rows_are_zeroed_in_a_copy() -> None:
+    column = nested([1.0, 1.0], [1.0])
+    assert [row.tolist() for row in zero_rows(column, [True, False]).unbind()] == [[0.0, 0.0], [1.0]]
+    assert column.values().tolist() == [1.0, 1.0, 1.0]

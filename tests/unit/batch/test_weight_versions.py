@@ -140,6 +140,8 @@ def test_a_row_of_two_versions_has_none_by_token() -> None:
     versions = read_row_versions(TensorDict({VERSIONS: torch.tensor([[4, 5], [7, 7]])}, batch_size=[2]), [])
     with pytest.raises(ValueError, match="1 sequences were sampled by several versions"):
         compute_token_versions(versions, torch.ones(2, 3))
+    with pytest.raises(ValueError, match="verl does not record the version"):
+        compute_token_versions(None, torch.ones(2, 3))
 
 
 def test_parts_that_go_by_age_need_the_versions_and_the_step() -> None:

@@ -47,7 +47,6 @@ def decoupled(**rejection: Any) -> CorrectionSpec:
         ({"level": "sequence", "upper": 1.3, "action": "clamp"}, [1.3, 1.3, 1.1, 1.1]),
         # agg sum and max judge by another number and leave the geometric mean as the weight.
         ({"level": "sequence", "agg": "sum", "upper": 1.9}, [0.0, 0.0, 1.1, 1.1]),
-        ({"level": "sequence", "agg": "sum", "upper": 2.1}, [ROOT2, ROOT2, 1.1, 1.1]),
         ({"level": "sequence", "agg": "max", "upper": 3.9}, [0.0, 0.0, 1.1, 1.1]),
         # Divergences judge, and tokens keep their own ratio. k1 is log r: row means 0.3466 and 0.0953.
         ({"metric": "kl_k1", "level": "sequence", "upper": 0.3}, [0.0, 0.0, 1.1, 1.1]),
@@ -56,7 +55,6 @@ def decoupled(**rejection: Any) -> CorrectionSpec:
         # k2 is (log r)^2 / 2: 0.9609 and 0.2402, mean 0.6006; 0.0045.
         ({"metric": "kl_k2", "upper": 0.3}, [0.0, 0.5, 1.1, 1.1]),
         ({"metric": "kl_k2", "level": "sequence", "upper": 0.6}, [0.0, 0.0, 1.1, 1.1]),
-        ({"metric": "kl_k2", "level": "sequence", "agg": "max", "upper": 0.97}, RAW),
     ],
 )
 def test_areal(rejection: dict[str, Any], expected: list[float]) -> None:
@@ -180,7 +178,6 @@ DIFF: dict[str, Any] = {"ratio_enabled": False, "diff_enabled": True}
         # [0.8, 1.2] is the default band of ratios.
         (sieve("token"), [0.0, 0.0, 1.0, 1.0]),
         (sieve("geometric"), [0.0, 0.0, 1.0, 1.0]),
-        (sieve("sequence"), [0.0, 0.0, 0.0, 0.0]),
         (sieve("sequence", ratio_high=1.3), [0.0, 0.0, 1.0, 1.0]),
         # [-0.2, 0.2] is the default band of differences: means 0.15 and 0.04, sums 0.3 and 0.08.
         (sieve("token", **DIFF), [0.0, 0.0, 1.0, 1.0]),
@@ -305,7 +302,6 @@ def test_openrlhf_under_gspo_has_the_ratio_to_mu() -> None:
         ({"rho_mask_sequence_level": True, "rho_mask_upper_bound": 1.2}, [0.0, 0.0, 1.1, 1.1]),
         # VACO: mean |rho - 1| of row 0 is (3 + 0.5) / 2 = 1.75. With A > 0 the first token leads away.
         ({"rho_mask_tv_divergence": True, "rho_mask_upper_bound": 1.7}, [0.0, 0.5, 1.1, 1.1]),
-        ({"rho_mask_tv_divergence": True, "rho_mask_upper_bound": 1.8}, [2.0, 0.5, 1.1, 1.1]),
     ],
 )
 def test_open_instruct(fields: dict[str, Any], expected: list[float]) -> None:

@@ -107,15 +107,6 @@ def test_rejected_rows_stand_alone_and_survivors_without_siblings_fall_silent() 
     assert silent == [False, True, False, True, True, False]
 
 
-def test_rloo_by_hand() -> None:
-    """Each against the other: 1 - 3 and 3 - 1. With the sibling's 5: 1 - 4 and 3 - 3."""
-    groups, _ = regroup(GROUPS, REJECTED)
-    values = advantages("rloo", groups)
-    assert (values[0], values[2]) == (pytest.approx(-2.0), pytest.approx(2.0))
-    plain = advantages("rloo", GROUPS)
-    assert (plain[0], plain[2]) == (pytest.approx(-3.0), pytest.approx(0.0, abs=1e-6))
-
-
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_a_rejected_reward_no_longer_matters(estimator: str) -> None:
     groups, silent = regroup(GROUPS, REJECTED)

@@ -69,26 +69,21 @@ def test_truncation_and_no_weight_break_that(kind: dict[str, object]) -> None:
     assert score_expectation(kind).abs().max().item() > 1e-2
 
 
-def config(**changes: Any) -> FSDPActorConfig:
-    values: dict[str, Any] = dict(
-        strategy="fsdp2", ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=2, rollout_n=1, use_torch_compile=False
-    )
-    return FSDPActorConfig(**(values | changes))
-
-
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_binary_kl_mask_is_the_trust_region_of_dppo(advantage: float) -> None:
     """verl's dppo_kl drops KL(old, pi) > 0.05 where p has moved away from p_old by the sign of A; so does our mask."""
     generator = torch.Generator().manual_seed(0)
     old = torch.rand(1, 400, generator=generator, dtype=torch.float64).log()
     pi = torch.rand(1, 400, generator=generator, dtype=torch.float64).log()
+    sizes: dict[str, Any] = dict(ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=2, rollout_n=1)
+    clip = dict(clip_ratio=0.05, clip_ratio_low=0.05, clip_ratio_high=0.05)
     loss, _ = get_policy_loss_fn("dppo_kl")(
         old_log_prob=old,
         log_prob=(leaf := pi.clone().requires_grad_()),
         advantages=torch.full_like(old, advantage),
         response_mask=torch.ones_like(old, dtype=torch.bool),
         loss_agg_mode="token-sum",
-        config=config(clip_ratio=0.05, clip_ratio_low=0.05, clip_ratio_high=0.05),
+        config=FSDPActorConfig(strategy="fsdp2", use_torch_compile=False, **sizes, **clip),
         rollout_is_weights=None,
     )
     kept = torch.autograd.grad(loss, leaf)[0] != 0

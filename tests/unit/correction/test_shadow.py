@@ -133,3 +133,23 @@ def test_what_cannot_be_reported_on_is_an_error(name: str, message: str) -> None
     with pytest.raises(SpecError, match=message) as error:
         parse_shadows(["tis", name], OPTIONS.__getitem__, 0.1)
     assert str(error.value).startswith((f"offpolicy.shadow={name}: ", f"offpolicy.shadow={name!r}: "))
+
+
+def test_a_shadow_that_cannot_decide_raises() -> None:
+    """It is not left out in silence, whatever stands before it."""
+    ones = torch.ones(1, 2)
+    stage = rollout_stage(CorrectionSpec(), old_log_prob=ones, rollout_log_prob=ones, response_mask=ones)
+    for level, ids in (("turn", "segment_ids"), ("version", "versions")):
+        shadows = {"good": spec(opsm=opsm(0.1)), "bad": spec(t=GSM | {"level": level})}
+        with pytest.raises(ValueError, match=f"shadow bad: .*{ids}"):
+            compute_shadow_statistics(shadows, stage, log_prob=ones, advantages=ones)
+
+
+def test_metrics_of_an_option_are_not_reduced_by_its_name() -> None:
+    """verl chooses min and max by substring of the name."""
+    ones = torch.ones(1, 2)
+    stage = rollout_stage(CorrectionSpec(), old_log_prob=ones, rollout_log_prob=ones, response_mask=ones)
+    shadows, _ = parse_shadows(["paper/minpro"], {"paper/minpro": {"weight": TIS}}.__getitem__, 0.1)
+    found = compute_shadow_statistics(shadows, stage, log_prob=ones, advantages=ones)
+    assert "shadow/paper/leastpro/weight/mean" in found
+    assert not [key for key in found if "min" in key or "max" in key]

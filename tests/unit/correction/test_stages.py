@@ -151,3 +151,12 @@ def test_no_rows_or_no_columns(shape: tuple[int, int]) -> None:
     step = run(EVERYTHING, mu=empty, old=empty, mask=empty, turns=empty.long(), versions=empty.long(), advantages=empty)
     assert step.weight.shape == step.keep.shape == shape
     assert all(not value or math.isnan(value) for value in values(step).values())
+
+
+def test_rows_without_the_token_dimension_and_ages_of_another_shape() -> None:
+    names = ("old_log_prob", "rollout_log_prob", "response_mask")
+    with pytest.raises(ValueError, match="one shape"):
+        rollout_stage(STACK, **dict.fromkeys(names, torch.ones(3)))
+    for shape in ((3,), (2, 2)):
+        with pytest.raises(ValueError, match=r"staleness"):
+            rollout_stage(STACK, **dict.fromkeys(names, torch.ones(2, 3)), staleness=torch.zeros(shape))

@@ -93,22 +93,6 @@ def test_a_mask_on_age_is_tried_at_its_bound_and_a_version_beyond() -> None:
     assert (ages(row[0]), row[0].factor[0].tolist()) == ([5, 0], [0.0, 0.0])
 
 
-def test_a_weight_with_bounds_by_age_is_tried_at_each_age_and_one_more() -> None:
-    weight = WeightSpec("token", "truncate", None, 2.0, by_staleness=(1.0, 2.0))
-    found = list(build_weight_trials(weight, rows()))
-    caps = {0: 2.0, 1: 4.0, 2: 4.0}
-    for age, cap in caps.items():
-        own = [trial for trial in found if ages(trial) == [age, 0]]
-        raws = [rollout_ratio(trial)[0] for trial in own]
-        weights = [trial.factor[0].tolist() for trial in own]
-        assert max(raws) == pytest.approx(2 * cap, rel=1e-4)
-        # Near enough to the cap that one of another factor is told from it.
-        assert sum(0.95 * cap < raw < 1.05 * cap for raw in raws) == 2
-        assert weights == [pytest.approx([min(raw, cap), 1.0], rel=1e-4) for raw in raws]
-        assert {trial.label.endswith(f"at age {age}") for trial in own if trial.label} == {True}
-    assert len(found) == len(caps) * 5
-
-
 @pytest.mark.parametrize("name", AGGREGATES)
 def test_each_aggregate_of_the_table_is_stated_and_has_a_trial_that_shows_each_bound(name: str) -> None:
     entry = AGGREGATES[name]

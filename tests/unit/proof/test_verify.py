@@ -184,3 +184,11 @@ def test_short_rows_are_drawn_until_they_are_enough() -> None:
 
 def test_a_rank_without_a_response_is_asked_nevertheless() -> None:
     assert draw_rows(torch.tensor([0, 0, 4, 4]), 2, seed="1", first=False)[:2].sum() == 2
+
+
+def test_with_bypass_mu_has_to_stand_in_pi_olds_place() -> None:
+    bypass = replace(BOTH, proximal="bypass")
+    proof = replace(PROOF, identical_tokens=10, shifts=PROOF.shifts | {"proximal": ALIVE})
+    assert verify(packets(bypass, proof), bypass, sampled_rows=[1, 2, 3])["parts"] == 3.0
+    with pytest.raises(LivenessError, match="16 of 20 tokens arrived with another value"):
+        verify(packets(bypass, replace(proof, identical_tokens=2)), bypass, sampled_rows=[1, 2, 3])

@@ -55,12 +55,10 @@ def test_routes_of_another_number_of_tokens_are_refused() -> None:
     ("call", "is_choice"),
     [
         ((torch.topk, (SCORES, 2), {}), True),
-        ((Tensor.topk, (SCORES, 2), {"dim": 1, "sorted": False}), True),
         ((torch.topk, (), {"input": SCORES, "k": 2, "dim": -1}), True),
         ((torch.topk, (SCORES, 2, 0), {}), False),
         ((torch.topk, (SCORES, 1), {}), False),
         ((torch.topk, (SCORES, 2), {"largest": False}), False),
-        ((torch.topk, (SCORES[:, :3], 2), {}), False),
         ((torch.topk, (SCORES.view(3, 2, 2), 2), {}), False),
         ((torch.sort, (SCORES,), {}), False),
     ],
@@ -99,10 +97,8 @@ def test_a_row_that_is_zero_in_all_layers_has_no_routes() -> None:
     ("given", "reason"),
     [
         (routes().float(), "routes are torch.float32"),
-        (routes().bool(), "routes are torch.bool"),
         (routes()[0], r"shape \(4, 2\), but Tiny has 4 decoder layers and 2 experts"),
         (routes()[:, 1:], r"shape \(3, 3, 2\).*count dense layers too"),
-        (routes()[..., :1], r"shape \(3, 4, 1\)"),
         (routes().transpose(0, 1), r"shape \(4, 3, 2\)"),
     ],
 )
@@ -115,7 +111,6 @@ def test_other_shapes_and_dtypes_are_refused(given: Tensor, reason: str) -> None
     ("given", "reason"),
     [
         (with_ids(1, 2, [0, 4]), r"layer 2 name experts \[0, 4\] in row 1, but Tiny has experts 0 to 3"),
-        (with_ids(0, 3, [-1, 2]), r"layer 3 name experts \[-1, 2\] in row 0, but Tiny has experts 0 to 3"),
         (with_ids(1, 1, [2, 2]), r"layer 1 name experts \[2, 2\] in row 1, an expert twice"),
         (with_ids(2, 1, [2, 1]), r"layer 2 name experts \[0, 0\] in row 2, an expert twice.*2 \(row, layer\) pairs"),
         (routes()[:, [1, 0, 2, 3]], r"layer 1 name experts \[0, 0\] in row 0, an expert twice"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -25,15 +23,6 @@ def test_over_the_whole_vocabulary_it_is_the_log_softmax() -> None:
     ids = torch.arange(9).expand(4, 9)
     found = compute_truncated_log_probs(logits, rows, tokens, ids, torch.ones(4))
     torch.testing.assert_close(found, logits.log_softmax(-1)[rows, tokens], rtol=0, atol=1e-14)
-
-
-def test_bfloat16_logits_are_summed_in_float32() -> None:
-    logits = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.bfloat16)
-    found = compute_truncated_log_probs(
-        logits, torch.tensor([0]), torch.tensor([1]), torch.tensor([[1, 2]]), torch.ones(1)
-    )
-    assert found.dtype == torch.float32
-    assert float(found) == pytest.approx(-math.log1p(math.e), abs=1e-6)
 
 
 def test_tokens_outside_their_support_are_found() -> None:
@@ -64,3 +53,9 @@ def test_the_corrected_gradient_is_that_of_the_truncated_policy() -> None:
             into += mu[place] * weight * advantages[token] * slope
     torch.testing.assert_close(over_support, wanted, rtol=0, atol=1e-14)
     assert float((over_vocabulary - wanted).abs().max()) > 0.05
+
+
+def test_temperature_acts_before_the_truncation() -> None:
+    # At temperature 2 the probabilities 16 : 4 : 1 are as 4 : 2 : 1.
+    logits = torch.tensor([16.0, 4.0, 1.0], dtype=F64).log()
+    assert float(truncated(logits, 1, [0, 1], temperature=2.0).exp()) == pytest.approx(2 / 6, abs=1e-14)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from recipe.offpolicy.fault_tolerance.checkpoints import RECORD, TRACKER, Checkp
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection
 from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.proof.verify import LivenessError
+from verl_patches.contract import bare_signature
 
 WEIGHT = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
 
@@ -135,3 +137,15 @@ def test_the_wait_never_hides_how_the_run_ended(ends: BaseException | None, capl
         with pytest.raises(LivenessError, match="not live"):
             run.fit()
     assert "RuntimeError: no wait" in caplog.text
+
+
+def test_the_seams_are_verls() -> None:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    for trainer in (RayPPOTrainer, PPOTrainer):
+        for name in ("_save_checkpoint", "_load_checkpoint"):
+            assert bare_signature(getattr(trainer, name)) == "(self)"
+        # Where verl writes and names a checkpoint, and in which order.
+        text = inspect.getsource(trainer._save_checkpoint)
+        assert text.index("save_checkpoint(") < text.index("data.pt") < text.index(TRACKER)

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.batch.plan import PLAN
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.monitor.step_cost import count_bytes
+from recipe.offpolicy.proof.rollout_log_probs import SameEngineError
 from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 from recipe.offpolicy.trainer.supervision import Supervision
@@ -140,3 +141,9 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(legacy: bool)
         metrics = made._update_actor(rows).meta_info["metrics"]
         assert metrics[f"{COST}/proximal_forwards"] == forwards
         assert metrics["training/rollout_probs_diff_valid"] == 0.0
+
+
+def test_two_engines_stop_before_the_first_update() -> None:
+    made = trainer({"proximal": "same_engine"}, apart=0.01)
+    with pytest.raises(SameEngineError, match=r"\|mu - pi_old\| is 0\.0\d+ nats at step 7, sequence \d \(uid prompt\)"):
+        made._compute_old_log_prob(batch())

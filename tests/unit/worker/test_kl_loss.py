@@ -15,7 +15,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.read_parts import read_kl_weight
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY
-from recipe.offpolicy.worker.terms import choose_surrogate, compute_clipped_kl, compute_weighted_kl
+from recipe.offpolicy.worker.terms import choose_surrogate, compute_clipped_kl, compute_weighted_kl, replace_kl
 from verl.trainer.ppo.core_algos import kl_penalty
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
@@ -116,6 +116,29 @@ class ActorConfig:
     kl_loss_coef: float = 0.1
     loss_agg_mode: str = "token-mean"
     loss_scale_factor: float | None = None
+
+
+def test_it_takes_the_place_of_verls_own_term() -> None:
+    """Slopes 0.5 and -0.5: 0.5, and max(1.5 x -0.5, 1.2 x -0.5) = -0.6 beyond the clip; the mini-batch has 4 tokens."""
+    asked: list[Any] = []
+
+    def base_loss(config: ActorConfig, model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
+        asked.append((config.use_kl_loss, dp_group))
+        return torch.tensor(3.0), {"actor/pg_loss": Metric(value=3.0, aggregation=AggregationType.SUM)}
+
+    pi = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    columns = {"response_mask": torch.ones(1, 2), "old_log_probs": torch.tensor([[-1.0, -1.0 - math.log(1.5)]])}
+    columns |= {"ref_log_prob": torch.tensor([[-1.5, -0.5]]), "rollout_log_probs": torch.zeros(1, 2)}
+    data = TensorDict(columns, batch_size=1)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=4, global_batch_size=1)
+    surrogate = choose_surrogate(CorrectionSpec(kl_clip=(0.8, 1.2)))
+    assert surrogate is not None
+    loss, metrics = replace_kl(base_loss, ActorConfig(), surrogate)({"log_probs": pi}, data, "group")
+    assert asked == [(False, "group")]
+    assert loss.item() == pytest.approx(3.0 + 0.1 * (0.5 - 0.6) / 4)
+    assert metrics["kl_loss"].aggregate() == pytest.approx(0.25 / 4)  # the KL itself, 0.125 a token
+    (slope,) = torch.autograd.grad(loss, pi)
+    assert slope[0].tolist() == pytest.approx([0.1 * 0.5 / 4, 0.0])
 
 
 def with_policy_term(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -14,9 +13,7 @@ from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.batch.plan import SharedPlan
 from recipe.offpolicy.batch.seals import compute_row_checksums
 from recipe.offpolicy.batch.weight_versions import RowVersions, TokenVersions
-from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.correction.statistics import fetch, merge_all
-from recipe.offpolicy.monitor.mismatch_shares import build_share_statistics
 from recipe.offpolicy.worker import metrics as measurement
 from recipe.offpolicy.worker.metrics import (
     METRIC_KEY,
@@ -146,23 +143,6 @@ def test_a_packet_that_nobody_wants_takes_its_rows_with_it() -> None:
     ledger.enter(wanted, observation([[1.0, 1.0]]))
     wanted.settle()
     assert len(wanted.rows) == 1
-
-
-def packet_of(rows: int, statistics: int) -> Packet:
-    """Many of both, as long runs have them."""
-    found = {f"name/{number}": Statistic(Reduction.MEAN, (number / 3, 2.0), about=1.0) for number in range(statistics)}
-    return Packet(1, rows=[-(7**20) + row for row in range(rows)], statistics=found, histograms=dict(found))
-
-
-def test_a_packet_arrives_as_it_was_to_the_bit() -> None:
-    sent = packet_of(3, 2)
-    sent.statistics = {**sent.statistics, **build_share_statistics([0.1, -0.0, math.inf, 1e-320])}
-    arrived = pickle.loads(pickle.dumps(sent))
-    assert arrived == sent
-    assert arrived.rows == sent.rows
-    assert [repr(one) for one in arrived.statistics.items()] == [repr(one) for one in sent.statistics.items()]
-    again = pickle.loads(pickle.dumps(arrived))
-    assert (again, again.histograms) == (sent, sent.histograms)
 
 
 def test_rows_of_large_micro_batches_are_measured_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.batch.seals import build_seals, key_of
+from tests.support.packed import packed
 
 RESPONSES = torch.tensor([[5, 6, 7], [8, 9, 0]])
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -27,10 +28,8 @@ class Worker:
         if not isinstance(data, TensorDict):
             return "by names of rows"
         data.pop("no_lora_adapter", None)
-        rows = [
-            torch.cat([torch.full((PROMPT - 1,), 9.0), LOG_PROBS[i, :n], torch.ones(1)]) for i, n in enumerate((3, 2))
-        ]
-        return TensorDict({"log_probs": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, batch_size=2)
+        shifted = torch.cat([torch.full((2, PROMPT - 1), 9.0), LOG_PROBS, torch.ones(2, 1)], dim=-1)
+        return TensorDict({"log_probs": packed(shifted, [PROMPT + 3, PROMPT + 2])}, batch_size=2)
 
 
 def batch(**flags: bool) -> TensorDict:
