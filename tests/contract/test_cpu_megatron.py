@@ -5,11 +5,13 @@ Patches change their process for good, so whatever installs them runs in a proce
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from tests.support.fresh_python import CPU, ok
 
-pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs Megatron")
 
 PATCHES = (
     "megatron_attention",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.spec import compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.monitor.alarm_settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.alarms import AlarmError
+from recipe.offpolicy.worker.metrics import Packet, take_packets
 from tests.support import training_worker as tw
-from tests.support.examples import each_nth_by_default
+from tests.support.first_update import acting_by
+from tests.support.sampled_rows import compute_sampled_checksums
 from tests.support.specs import GSM, OPSM, TIS_TOKEN
 
 BANDED = CorrectionSpec.from_mapping({"masks": {"gsm": GSM, "opsm": OPSM}})
 MOVED: dict[str, dict[str, float | None]] = {"gsm": {"lower": 0.97, "upper": 1.04}, "opsm": {"delta": 0.02}}
-MOVING: Any = {"gsm": "both", "opsm": "both"}
 SAFER = CorrectionSpec.from_mapping({"weight": TIS_TOKEN})
 
 
@@ -91,114 +93,113 @@ def rollout(engine: Any, mismatch: float = 0.05) -> tw.Rollout:
     return tw.add_log_probs(engine, tw.make_rollout(), mismatch=mismatch)
 
 
-def moving_loss(**changes: Any) -> Any:
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-
-    return OffPolicyLoss(BANDED, tw.actor_config(), moving=MOVING, **changes)
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a | b)
-
-
 # Moving bounds ----------------------------------------------------------------------------------------------
 
 
-def test_the_bounds_of_the_plan_reach_the_gradient(engine: Any) -> None:
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from recipe.offpolicy.worker.metrics import take_packets
+@dataclass(frozen=True)
+class Moving:
+    """A correction with bounds that move, those that the plan of an update brings, and late ones."""
 
-    rows = rollout(engine)
-    fixed = OffPolicyLoss(replace_bounds(BANDED, MOVED), tw.actor_config())
-    _, expected = tw.gradients(engine, fixed, rows.to_tensordict(), micro_batch_size=2)
-    _, configured = tw.gradients(engine, OffPolicyLoss(BANDED, tw.actor_config()), rows.to_tensordict())
-    loss = moving_loss()
-    metrics, gradient = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), MOVED), micro_batch_size=2)
-    assert same(gradient, expected)
-    assert not same(gradient, configured)
-    assert [packet.bounds for packet in take_packets(metrics)] == [MOVED] * 4
+    spec: CorrectionSpec
+    sides: Any
+    moved: Any
+    late: Any
+
+    def loss(self, kind: type | None = None, **changes: Any) -> Any:
+        from recipe.offpolicy.worker.loss import OffPolicyLoss
+
+        return (kind or OffPolicyLoss)(self.spec, tw.actor_config(), moving=self.sides, **changes)
+
+    def fixed(self, bounds: Any) -> Any:
+        """The loss of a correction that was configured with these bounds."""
+        from recipe.offpolicy.worker.loss import OffPolicyLoss
+
+        return OffPolicyLoss(replace_bounds(self.spec, bounds), tw.actor_config())
+
+    def verify(self, packets: list[Packet], rows: tw.Rollout) -> dict[str, float]:
+        from recipe.offpolicy.proof.verify import verify
+
+        sampled = compute_sampled_checksums(rows.to_tensordict())
+        return verify(packets, replace_bounds(self.spec, self.moved), sampled_rows=sampled, moving=self.sides)
+
+
+BANDS = Moving(BANDED, {"gsm": "both", "opsm": "both"}, MOVED, MOVED | {"opsm": {"delta": 0.021}})
+CAP = Moving(
+    CorrectionSpec.from_mapping({"weight": TIS_TOKEN, "masks": {"gsm": GSM}}),
+    {"correction.weight": "upper"},
+    {"correction.weight": {"upper": 1.05}},
+    {"correction.weight": {"upper": 1.06}},
+)
+both = pytest.mark.parametrize("moving", [BANDS, CAP], ids=["bands", "cap"])
+
+
+@both
+def test_the_bounds_of_the_plan_reach_the_gradient_and_are_proved(engine: Any, moving: Moving) -> None:
+    rows = rollout(engine, 0.2 if moving is CAP else 0.05)
+    _, expected = tw.gradients(engine, moving.fixed(moving.moved), rows.to_tensordict(), micro_batch_size=2)
+    _, configured = tw.gradients(engine, moving.fixed({}), rows.to_tensordict())
+    data = with_bounds(rows.to_tensordict(), moving.moved)
+    metrics, gradient = tw.gradients(engine, moving.loss(prove=True), data, micro_batch_size=2)
+    assert tw.equal(gradient, expected)
+    assert not tw.equal(gradient, configured)
+    packets = take_packets(metrics)
+    assert [packet.bounds for packet in packets] == [moving.moved] * 4
+    live = moving.verify(packets, rows)
+    assert (live["proved"], live["parts"]) == (1.0, 2.0)
+    assert live["fingerprint"] == compute_fingerprint(moving.spec, moving.sides) != moving.spec.fingerprint()
     # And back: nothing of an update is left for the next.
-    back = read_bounds(BANDED, MOVED)
-    _, gradient = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), back))
-    assert same(gradient, configured)
+    back = read_bounds(moving.spec, moving.moved)
+    _, gradient = tw.gradients(engine, moving.loss(), with_bounds(rows.to_tensordict(), back))
+    assert tw.equal(gradient, configured)
 
 
-def test_the_proof_is_of_the_bounds_in_force(engine: Any) -> None:
-    from recipe.offpolicy.proof.verify import verify
-    from recipe.offpolicy.worker.metrics import take_packets
-    from tests.support.sampled_rows import compute_sampled_checksums
-
-    rows = rollout(engine)
-    sampled = compute_sampled_checksums(rows.to_tensordict())
-    spec = replace_bounds(BANDED, MOVED)
-    data = with_bounds(rows.to_tensordict(), MOVED)
-    metrics, _ = tw.gradients(engine, moving_loss(prove=True), data, micro_batch_size=4)
-    live = verify(take_packets(metrics), spec, sampled_rows=sampled, moving=MOVING)
-    assert live["proved"] == 1.0
-    assert live["parts"] == 2.0
-    assert live["fingerprint"] == compute_fingerprint(BANDED, MOVING) != BANDED.fingerprint()
-
-
-def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> None:
+@both
+def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any, moving: Moving) -> None:
     """It says that it holds the bounds, and acts by those that it began with."""
-    from recipe.offpolicy.batch import micro_batch as mb
-    from recipe.offpolicy.proof.verify import LivenessError, verify
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from recipe.offpolicy.worker.metrics import take_packets
-    from tests.support.sampled_rows import compute_sampled_checksums
+    from recipe.offpolicy.proof.verify import LivenessError
 
-    class Past(OffPolicyLoss):
-        def hand_over(self, batch: Any, step: Any) -> Any:
-            masks = tuple(item for item in BANDED.masks if item[0] in dict(self.spec.masks))
-            began = CorrectionSpec(masks=masks) if masks else self.spec
-            return super().hand_over(batch, mb.decide(began, batch))
-
-    rows = rollout(engine)
-    sampled = compute_sampled_checksums(rows.to_tensordict())
-    loss = Past(BANDED, tw.actor_config(), moving=MOVING, prove=True)
-    metrics, _ = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), MOVED))
+    rows = rollout(engine, 0.2 if moving is CAP else 0.05)
+    data = with_bounds(rows.to_tensordict(), moving.moved)
+    metrics, _ = tw.gradients(engine, moving.loss(acting_by(moving.spec), prove=True), data)
     with pytest.raises(LivenessError, match=r"gradient|does not act"):
-        verify(take_packets(metrics), replace_bounds(BANDED, MOVED), sampled_rows=sampled, moving=MOVING)
+        moving.verify(take_packets(metrics), rows)
 
 
-def test_a_rank_with_other_bounds_stops_the_run(engine: Any) -> None:
+@both
+def test_a_rank_with_other_bounds_stops_the_run(engine: Any, moving: Moving) -> None:
     from recipe.offpolicy.proof.verify import LivenessError, verify_update
-    from recipe.offpolicy.worker.metrics import Packet, take_packets
-    from tests.support.sampled_rows import compute_sampled_checksums
 
     rows = rollout(engine)
     sampled = compute_sampled_checksums(rows.to_tensordict())
-    spec = replace_bounds(BANDED, MOVED)
+    spec = replace_bounds(moving.spec, moving.moved)
 
     def of_ranks(*bounds: Any) -> list[Packet]:
         packets: list[Packet] = []
         for part, sent in zip(rows.to_tensordict().chunk(2), bounds, strict=True):
-            metrics, _ = tw.gradients(engine, moving_loss(), with_bounds(part, sent), micro_batch_size=2)
+            metrics, _ = tw.gradients(engine, moving.loss(), with_bounds(part, sent), micro_batch_size=2)
             packets += take_packets(metrics)
         return packets
 
-    verify_update(of_ranks(MOVED, MOVED), spec, sampled_rows=sampled, moving=MOVING)
-    late = MOVED | {"opsm": {"delta": 0.021}}
-    with pytest.raises(LivenessError, match=r"bounds other than those that the trainer sent.*0\.021.*instead of"):
-        verify_update(of_ranks(MOVED, late), spec, sampled_rows=sampled, moving=MOVING)
+    verify_update(of_ranks(moving.moved, moving.moved), spec, sampled_rows=sampled, moving=moving.sides)
+    with pytest.raises(LivenessError, match=r"bounds other than those that the trainer sent.*instead of"):
+        verify_update(of_ranks(moving.moved, moving.late), spec, sampled_rows=sampled, moving=moving.sides)
 
 
 def test_a_plan_that_did_not_arrive_stops_before_the_gradient(engine: Any) -> None:
     data = rollout(engine).to_tensordict()
     with pytest.raises(KeyError, match="offpolicy_plan is not in the micro-batch"):
-        tw.gradients(engine, moving_loss(), data)
+        tw.gradients(engine, BANDS.loss(), data)
     with pytest.raises(KeyError, match="brought bounds for"):
-        tw.gradients(engine, moving_loss(), with_bounds(data, {"gsm": MOVED["gsm"]}))
+        tw.gradients(engine, BANDS.loss(), with_bounds(data, {"gsm": MOVED["gsm"]}))
 
 
 def test_histograms_are_the_same_however_a_batch_is_split(engine: Any) -> None:
     from recipe.offpolicy.correction.statistics import merge_all
-    from recipe.offpolicy.worker.metrics import take_packets
 
     def merged(*parts: TensorDict, size: int) -> Any:
         packets = []
         for part in parts:
-            metrics, _ = tw.gradients(engine, moving_loss(), with_bounds(part, MOVED), micro_batch_size=size)
+            metrics, _ = tw.gradients(engine, BANDS.loss(), with_bounds(part, MOVED), micro_batch_size=size)
             packets += take_packets(metrics)
         return merge_all(packet.histograms for packet in packets)
 
@@ -217,6 +218,7 @@ def test_histograms_are_the_same_however_a_batch_is_split(engine: Any) -> None:
             assert sum(abs(a - b) for a, b in pairs) <= (0.0 if name == "gsm/distance" else 2.0)
 
 
+@pytest.mark.extended
 def test_a_run_finds_the_share_that_it_was_asked_for(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Rows lie about 0.02 nats out and the band is 0.1 wide: it closes to where three of four rows are kept."""
     spec = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
@@ -239,93 +241,8 @@ def test_a_run_finds_the_share_that_it_was_asked_for(engine: Any, caplog: pytest
     assert "correction.masks.gsm: [0.9, 1.1] -> [" in caplog.text
 
 
-# A moving cap -----------------------------------------------------------------------------------------------
-
-WEIGHED = CorrectionSpec.from_mapping({"weight": TIS_TOKEN, "masks": {"gsm": GSM}})
-CAP: dict[str, dict[str, float | None]] = {"correction.weight": {"upper": 1.05}}
-OF_CAP: Any = {"correction.weight": "upper"}
-
-
-def capped_loss(**changes: Any) -> Any:
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-
-    return OffPolicyLoss(WEIGHED, tw.actor_config(), moving=OF_CAP, **changes)
-
-
-def test_the_cap_of_the_plan_reaches_the_gradient_and_is_proved(engine: Any) -> None:
-    from recipe.offpolicy.proof.verify import verify
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from recipe.offpolicy.worker.metrics import take_packets
-    from tests.support.sampled_rows import compute_sampled_checksums
-
-    rows = rollout(engine, 0.2)
-    sampled = compute_sampled_checksums(rows.to_tensordict())
-    spec = replace_bounds(WEIGHED, CAP)
-    fixed = OffPolicyLoss(spec, tw.actor_config())
-    _, expected = tw.gradients(engine, fixed, rows.to_tensordict(), micro_batch_size=2)
-    _, configured = tw.gradients(engine, OffPolicyLoss(WEIGHED, tw.actor_config()), rows.to_tensordict())
-    loss = capped_loss(prove=True)
-    metrics, gradient = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), CAP), micro_batch_size=2)
-    assert same(gradient, expected)
-    assert not same(gradient, configured)
-    packets = take_packets(metrics)
-    assert [packet.bounds for packet in packets] == [CAP] * 4
-    live = verify(packets, spec, sampled_rows=sampled, moving=OF_CAP)
-    assert (live["proved"], live["parts"]) == (1.0, 2.0)
-    assert live["fingerprint"] == compute_fingerprint(WEIGHED, OF_CAP) != WEIGHED.fingerprint()
-    # And back: nothing of an update is left for the next.
-    back = read_bounds(WEIGHED, OF_CAP)
-    _, gradient = tw.gradients(engine, capped_loss(), with_bounds(rows.to_tensordict(), back))
-    assert same(gradient, configured)
-
-
-def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any) -> None:
-    from dataclasses import replace
-
-    from recipe.offpolicy.batch import micro_batch as mb
-    from recipe.offpolicy.proof.verify import LivenessError, verify
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from recipe.offpolicy.worker.metrics import take_packets
-    from tests.support.sampled_rows import compute_sampled_checksums
-
-    class Past(OffPolicyLoss):
-        def hand_over(self, batch: Any, step: Any) -> Any:
-            began = self.spec if self.spec.weight is None else replace(self.spec, weight=WEIGHED.weight)
-            return super().hand_over(batch, mb.decide(began, batch))
-
-    rows = rollout(engine, 0.2)
-    sampled = compute_sampled_checksums(rows.to_tensordict())
-    loss = Past(WEIGHED, tw.actor_config(), moving=OF_CAP, prove=True)
-    metrics, _ = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), CAP))
-    with pytest.raises(LivenessError, match=r"gradient|does not act"):
-        verify(take_packets(metrics), replace_bounds(WEIGHED, CAP), sampled_rows=sampled, moving=OF_CAP)
-
-
-def test_a_rank_with_another_cap_stops_the_run(engine: Any) -> None:
-    from recipe.offpolicy.proof.verify import LivenessError, verify_update
-    from recipe.offpolicy.worker.metrics import Packet, take_packets
-    from tests.support.sampled_rows import compute_sampled_checksums
-
-    rows = rollout(engine)
-    sampled = compute_sampled_checksums(rows.to_tensordict())
-    spec = replace_bounds(WEIGHED, CAP)
-
-    def of_ranks(*bounds: Any) -> list[Packet]:
-        packets: list[Packet] = []
-        for part, sent in zip(rows.to_tensordict().chunk(2), bounds, strict=True):
-            metrics, _ = tw.gradients(engine, capped_loss(), with_bounds(part, sent), micro_batch_size=2)
-            packets += take_packets(metrics)
-        return packets
-
-    verify_update(of_ranks(CAP, CAP), spec, sampled_rows=sampled, moving=OF_CAP)
-    late: Any = {"correction.weight": {"upper": 1.06}}
-    with pytest.raises(LivenessError, match=r"bounds other than those that the trainer sent.*1\.06.*instead of"):
-        verify_update(of_ranks(CAP, late), spec, sampled_rows=sampled, moving=OF_CAP)
-    with pytest.raises(KeyError, match="brought bounds for"):
-        of_ranks(CAP, {})
-
-
-@pytest.mark.parametrize("normalize", each_nth_by_default(2, [False, True]))
+@pytest.mark.extended
+@pytest.mark.parametrize("normalize", [False, True])
 def test_a_run_finds_the_ess_that_it_was_asked_for(
     normalize: bool, engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -370,7 +287,7 @@ def test_a_fallback_reaches_the_gradient_and_is_proved_there(engine: Any, caplog
     assert "weight LIVE in the gradient" in caplog.text
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2)
     plain = OffPolicyLoss(SAFER, tw.actor_config())
-    assert same(gradient, tw.gradients(engine, plain, rows.to_tensordict(), micro_batch_size=2)[1])
+    assert tw.equal(gradient, tw.gradients(engine, plain, rows.to_tensordict(), micro_batch_size=2)[1])
     assert run.metrics["offpolicy/alarm/active_correction"] == 1.0
     # Equal engines: the weights' ESS is 1, the alarm is quiet, and the configured correction is proved again.
     run.update(1e-6)

@@ -100,8 +100,9 @@ def test_it_stops_in_the_worker(engine: Any, sent: Any, fault: Fault) -> None:
             update(engine, data, first=first)
 
 
-@pytest.mark.parametrize("name", ["batch_num_tokens", "global_batch_size"])
-@pytest.mark.parametrize("factor", [1, 2, 0.5])
+@pytest.mark.parametrize(
+    ("name", "factor"), [("batch_num_tokens", 1), ("batch_num_tokens", 2), ("global_batch_size", 0.5)]
+)
 def test_other_denominators_stop_after_the_update(engine: Any, name: str, factor: float) -> None:
     weight = {"weight": TIS_TOKEN}
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=shared.MISMATCH)

@@ -19,9 +19,6 @@ CLUSTER = {"RAY_ADDRESS": "{dashboard}", "PYTHON": sys.executable, "OMP_NUM_THRE
 # Each of them means something to a shell or to Ray's own command line.
 AWKWARD = ["two words", "it's", '"quoted"', "$HOME", "`date`", "[a,b]", "{c: 1}", "back\\slash", "*", ";", "", "a\nb"]
 
-pytest.importorskip("verl")
-pytest.importorskip("ray.job_submission")
-
 
 def launched(*words: str, **environment: str) -> dict[str, Any]:
     return {"words": ["bash", LAUNCHER, *words], "env": {**CLUSTER, **environment}, "limit": LIMIT}

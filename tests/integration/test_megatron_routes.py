@@ -15,8 +15,6 @@ from tests.support.fresh_python import CPU
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow]
-pytest.importorskip("megatron.core")
-pytest.importorskip("mbridge")
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 
 from scripts.quickstart.options import build_child_environment, build_release_overrides
 from tests.support.paths import ROOT
+from tests.support.whole_runs import build_launch
 from verl_patches.contract import demand_release
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
@@ -81,32 +82,6 @@ def launch(
     run_program: Callable[..., Any], made: dict[str, Path], program: Program, tmp_path: Path, **environment: str
 ) -> Any:
     """Run a program to its end with a correction."""
-    overrides = {
-        "data.train_files": made["data"] / "train.parquet",
-        "data.val_files": made["data"] / "heldout.parquet",
-        "actor_rollout_ref.model.path": made["model"],
-        "reward.custom_reward_function.path": ROOT / "scripts" / "quickstart" / "reward.py",
-        "hydra.run.dir": tmp_path / "hydra",
-        "data.max_prompt_length": 64,
-        "data.max_response_length": 10,
-        "data.seed": 1,
-        "algorithm.adv_estimator": "grpo",
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 32,
-        "actor_rollout_ref.actor.optim.lr": 3e-4,
-        "actor_rollout_ref.rollout.name": "vllm",
-        "actor_rollout_ref.rollout.n": 4,
-        "actor_rollout_ref.rollout.dtype": "bfloat16",
-        "actor_rollout_ref.rollout.max_model_len": 128,
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 32,
-        "trainer.val_before_train": "false",
-        "trainer.test_freq": -1,
-        "trainer.save_freq": -1,
-        "trainer.resume_mode": "disable",
-        "trainer.logger": "[console]",
-        "trainer.total_epochs": 1000,
-        "trainer.total_training_steps": STEPS,
-    }
     primary = []
     if program.own_primary:
         (tmp_path / "mine.yaml").write_text(PRIMARY.format(recording=tmp_path / "recording"))
@@ -116,7 +91,7 @@ def launch(
     finished = run_program(
         [
             *(sys.executable, "-m", program.module, *primary, f"+{platform}"),
-            *(f"{key}={value}" for key, value in overrides.items()),
+            *build_launch(made, tmp_path, **{"trainer.total_training_steps": STEPS}),
             *(OURS, *program.overrides),
         ],
         limit=LIMIT,

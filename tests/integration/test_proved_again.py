@@ -12,10 +12,11 @@ from omegaconf import OmegaConf
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support import training_worker as tw
+from tests.support.examples import each_nth_by_default
 from tests.support.specs import GSM, OPSM, STALENESS, TIS_TOKEN
 
 SPEC = {"weight": TIS_TOKEN, "masks": {"gsm": GSM, "opsm": OPSM, "staleness": STALENESS}}
-EVERY = 3
+EVERY = 2
 SAID = r"scaled it by zero|times the expected factor|not weight \* keep|does not act|no metrics arrived"
 
 
@@ -57,12 +58,14 @@ class Trainer:
 
 
 @pytest.mark.parametrize(
-    "dealt", [{}, {"micro_batch_size": 1}, {"max_token_len": 24}, {"mini_batches": 2}], ids=lambda dealt: str(dealt)
+    "dealt",
+    each_nth_by_default(2, [{"max_token_len": 24}, {"micro_batch_size": 1}, {"mini_batches": 2}, {}]),
+    ids=str,
 )
 def test_a_healthy_run_is_proved_at_regular_updates(engine: Any, dealt: dict[str, Any]) -> None:
     trainer = Trainer(engine)
-    # All eight rows, of some 40 tokens, at first; then one row every third update.
-    assert [trainer.update(**dealt) for _ in range(8)] == [8, 0, 0, 1, 0, 0, 1, 0]
+    # All eight rows, of some 40 tokens, at first; then one row every second update.
+    assert [trainer.update(**dealt) for _ in range(6)] == [8, 0, 1, 0, 1, 0]
 
 
 def test_parts_of_a_micro_batch_are_proved_apart(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,17 +74,17 @@ def test_parts_of_a_micro_batch_are_proved_apart(engine: Any, monkeypatch: pytes
     monkeypatch.setattr(padding, "AT_ONCE", 16)
     monkeypatch.setattr(padding, "FEW", 4)
     trainer = Trainer(engine)
-    assert [trainer.update(micro_batch_size=8) for _ in range(5)] == [8, 0, 0, 1, 0]
+    assert [trainer.update(micro_batch_size=8) for _ in range(4)] == [8, 0, 1, 0]
 
 
 def test_never_again(engine: Any) -> None:
     trainer = Trainer(engine, prove_every=0)
-    assert [trainer.update() for _ in range(5)] == [8, 0, 0, 0, 0]
+    assert [trainer.update() for _ in range(4)] == [8, 0, 0, 0]
 
 
 def test_an_update_that_shows_nothing_is_made_up_for(engine: Any) -> None:
     trainer = Trainer(engine)
-    assert [trainer.update(advantage=0.0 if step in (0, 4) else None) for step in range(6)] == [8, 8, 0, 0, 1, 1]
+    assert [trainer.update(advantage=0.0 if step in (0, 3) else None) for step in range(6)] == [8, 8, 0, 1, 1, 0]
 
 
 def instead(change: Callable[[Any, Any], Any]) -> Callable[[Trainer, pytest.MonkeyPatch], None]:
@@ -134,18 +137,14 @@ def other_gradient(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 AT_ONCE: dict[str, Any] = {
-    "loss x10": scaled(10.0),
     "loss x0.5": scaled(0.5),
     "loss x0": scaled(0.0),
-    "loss x-1": scaled(-1.0),
     "verl's loss, and our packets": other_gradient,
     "verl's loss": plain_loss,
 }
 LATER: dict[str, Any] = {
     "weights of one": instead(lambda weights, batch: torch.ones_like(weights)),
-    "half of the weights": instead(lambda weights, batch: 0.5 * weights),
     "weights of other rows": instead(lambda weights, batch: weights.roll(1, 0)),
-    "weights of other tokens": instead(lambda weights, batch: weights.roll(1, 1)),
     "weights without masks": instead(lambda weights, batch: weights.clamp(min=0.5)),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,21 +25,13 @@ from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import take_packets
 from tests.support import training_worker as tw
 from tests.support.recorder_clock import Clock
+from tests.support.specs import STACK
 from verl.utils import tensordict_utils as tu
 
 pytestmark = pytest.mark.usefixtures("recorder_clock")
 
 ROWS, STEP = 8, 5
-SPEC = CorrectionSpec.from_mapping(
-    {
-        "weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 1.2},
-        "masks": {
-            "gsm": {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "lower": 0.9, "upper": 1.1,
-                    "when": "any"},
-            "opsm": {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": 0.05, "when": "negative"},
-        },
-    }
-)  # fmt: skip
+SPEC = CorrectionSpec.from_mapping(STACK)
 VERSIONS = [3, 3, 4, 4, 4, 4, 2, 2]
 
 
@@ -137,7 +128,7 @@ def assert_row(rows: Rows, i: int, saw: dict[str, Any], original: int) -> None:
     np.testing.assert_array_equal(prompt, saw["prompt"].numpy())
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_two_gradient_steps_are_recorded_as_the_loss_saw_them(
     worker: Any, tmp_path: Path, micro_batch_size: int
 ) -> None:
@@ -163,18 +154,6 @@ def test_two_gradient_steps_are_recorded_as_the_loss_saw_them(
     drift = np.abs(step.rows.log_prob - step.rows.old_log_prob)
     at = step.rows.mini_batch[step.rows.row_of_token]
     assert drift[at == 0].max() < 1e-5 < 1e-3 < drift[at == 1].max()
-
-
-def test_a_second_epoch_is_not_recorded(worker: Any, tmp_path: Path) -> None:
-    rows = rollout(worker)
-    loss = Watched(tmp_path)
-    for _ in range(2):  # as an update of two epochs calls the loss
-        tw.update(worker, loss, shipped(rows), micro_batch_size=4)
-    step = recorded(tmp_path)
-    assert [len(call) for call in loss.calls] == [4] * 4
-    for i, saw in enumerate(loss.calls[0] + loss.calls[1]):
-        assert_row(step.rows, i, saw, original=i)
-    assert not torch.equal(loss.calls[0][0]["log_prob"], loss.calls[2][0]["log_prob"])
 
 
 def test_dynamic_micro_batches_are_recorded_in_the_order_of_use(worker: Any, tmp_path: Path) -> None:
@@ -222,12 +201,6 @@ def test_without_a_correction_every_weight_is_one(worker: Any, tmp_path: Path) -
     assert (step.rows.weight == step.rows.response_mask).all()
     assert not step.rows.rejected_by.any()
     assert step.reasons == ()
-    np.testing.assert_array_equal(
-        step.rows.rollout_log_prob,
-        np.concatenate(
-            [r[: int(m.nonzero().max()) + 1] for r, m in zip(rows.rollout_log_probs, rows.response_mask, strict=True)]
-        ),
-    )
 
 
 def test_pi_old_is_what_the_correction_takes_for_it(worker: Any, tmp_path: Path) -> None:
@@ -296,20 +269,6 @@ def test_what_the_logger_gets(worker: Any, tmp_path: Path, recorder_clock: Clock
     assert first["record/seconds"].value() == second["record/seconds"].value() == 0.5
 
 
-@pytest.mark.usefixtures("packing_takes_time")
-def test_where_time_is_short_the_logger_gets_what_is_left_out(
-    worker: Any, tmp_path: Path, recorder_clock: Clock
-) -> None:
-    """A step after one of 5 s has 0.25 s, for 2 of its 4 micro-batches."""
-    loss, rows = Watched(tmp_path), rollout(worker)
-    tw.update(worker, loss, shipped(rows, step=1), micro_batch_size=2)
-    recorder_clock.now = 5.0
-    found = statistics(tw.update(worker, loss, shipped(rows, step=2), micro_batch_size=2))
-    assert (found["record/rows"].value(), found["record/dropped_rows"].value()) == (4, 4)
-    assert found["record/seconds"].value() == 0.25
-    assert recorded(tmp_path, 2).rows.uid.tolist() == ["group-1"] * 2 + ["group-3"] * 2
-
-
 def test_a_recording_that_has_stopped_says_so_and_trains_on(worker: Any, tmp_path: Path) -> None:
     loss, rows = Watched(tmp_path / "rec", max_bytes=100), rollout(worker)
     first = statistics(tw.update(worker, loss, shipped(rows, step=1)))
@@ -328,16 +287,15 @@ def test_gradients_are_the_same_to_the_bit(engine_factory: Any, tmp_path: Path) 
     data = shipped(rollout(worker))
     _, plain = tw.gradients(worker, OffPolicyLoss(SPEC, tw.actor_config()), data, micro_batch_size=4)
     _, watched = tw.gradients(worker, Watched(tmp_path), data, micro_batch_size=4)
-    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+    assert tw.equal(plain, watched)
 
 
-@pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=["pickle", "cloudpickle"])
-def test_the_loss_travels_to_the_worker_after_it_has_recorded(worker: Any, tmp_path: Path, pickler: Any) -> None:
+def test_the_loss_travels_to_the_worker_after_it_has_recorded(worker: Any, tmp_path: Path) -> None:
     """The thread stays where it is: losses that are handed over again go on with it."""
     rows = rollout(worker)
     loss = OffPolicyLoss(SPEC, tw.actor_config(), record=RecordSettings.at(str(tmp_path)))
     tw.update(worker, loss, shipped(rows, mini_batches=2), mini_batches=2)
-    again = pickler.loads(pickler.dumps(loss))
+    again = cloudpickle.loads(cloudpickle.dumps(loss))
     tw.update(worker, again, shipped(rows, step=STEP + 1))
     flush_all()
     assert Recording(tmp_path).steps == [STEP, STEP + 1]

@@ -20,12 +20,9 @@ PROGRAMS = {
     "one_step_off_policy": "one_step_off_ppo_trainer",
 }
 LINES = {
-    "weight alone": ("tis_token",),
     "weight by version": ("tis_token", "correction.weight.level=version"),
     "mask": ("gsm",),
     "loglinear by age": ("loglinear_by_age",),
-    "bypass": ("bypass",),
-    "none": ("none",),
     "auto": ("auto", "setup.engine=different", "setup.model=dense", "setup.trajectory=single"),
 }
 

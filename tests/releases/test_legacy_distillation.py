@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +28,6 @@ from tests.support import legacy_updates as lu
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches")]
 
 COEF, BOUND = 0.5, 1.0
-MAPPINGS: dict[str, lu.Settings] = {"none": {}, "tis": lu.CORRECTIONS["tis"]}
 
 
 def shipped() -> dict[str, torch.Tensor]:
@@ -52,26 +50,12 @@ def taught_update(mapping: lu.Settings, *, mode: str = "loss", **config: Any) ->
     return found, [packet.reports["opd"] for packet in take_packets(metrics)]
 
 
-def expected(mapping: lu.Settings) -> la.Parameters:
-    batch, module = shipped(), copy.deepcopy(la.model())
-    what = la.Plain(mapping or None)
-    forward = la.forward(module, batch)
-    log_prob = forward[0]
-    mask = batch["response_mask"].bool()
-    weight = torch.ones_like(log_prob)
-    if mapping:
-        weight = la.weight_and_keep(mapping, batch, log_prob.detach(), batch["old_log_probs"])
-    gap = torch.where(torch.isnan(batch[TEACHER]), 0.0, log_prob - batch[TEACHER])
+def term(log_prob: torch.Tensor) -> torch.Tensor:
+    """Half of the squared gap to the teacher, linear beyond the bound."""
+    teacher = shipped()[TEACHER]
+    gap = torch.where(torch.isnan(teacher), 0.0, log_prob - teacher)
     huber = torch.nn.functional.huber_loss(gap, torch.zeros_like(gap), reduction="none", delta=BOUND)
-    term = (huber * weight)[mask].sum() / mask.sum()
-    with pytest.MonkeyPatch.context() as patch:
-        # One backward pass, as the actor's: the model's norms round to float32 in each.
-        patch.setattr(la, "forward", lambda *_: forward)
-        (la.plain_loss(module, batch, what) + COEF * term).backward()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter -= what.learning_rate * parameter.grad
-    return la.parameters(module)
+    return COEF * huber
 
 
 @pytest.mark.parametrize("mode", ["loss", "advantage"])
@@ -89,7 +73,7 @@ def test_the_actors_own_list_of_columns_stops_it(mode: str, monkeypatch: pytest.
     monkeypatch.setattr(Carried, "select", forgetful)
 
     def first_update() -> None:
-        _, reports = taught_update(MAPPINGS["tis"], mode=mode)
+        _, reports = taught_update(lu.MAPPINGS["tis"], mode=mode)
         check_reports(reports, mode)
         sent: Any = SimpleNamespace(section="opd", sent={"a": 1})
         AddOns()._compare_rows(sent, reports, epochs=1)
@@ -98,14 +82,14 @@ def test_the_actors_own_list_of_columns_stops_it(mode: str, monkeypatch: pytest.
         first_update()
 
 
-@pytest.mark.parametrize("name", MAPPINGS)
+@pytest.mark.parametrize("name", lu.MAPPINGS)
 @pytest.mark.parametrize("size", [2, 8])
 def test_the_term_is_trained_with_the_denominators_of_the_mini_batch(
     name: str, size: int, start: la.Parameters
 ) -> None:
-    found, reports = taught_update(MAPPINGS[name], ppo_micro_batch_size_per_gpu=size)
+    found, reports = taught_update(lu.MAPPINGS[name], ppo_micro_batch_size_per_gpu=size)
     # The teacher's log-probs are float32, and so is the gap.
-    assert la.distance(found, expected(MAPPINGS[name]), start) < 1e-5
+    assert la.distance(found, lu.plain_with_term(lu.MAPPINGS[name], shipped(), term), start) < 1e-5
     assert len(reports) == len(la.LENGTHS) // size
     check_reports(reports, "loss")
     assert sum(len(report.hashes or ()) for report in reports) == len(la.LENGTHS) // 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patch
 
 COLUMN = "offpolicy_nudge"
 COEFFICIENTS = {"one": 0.125, "two": 0.5}
-MAPPINGS: dict[str, lu.Settings] = {"none": {}, "tis": lu.CORRECTIONS["tis"]}
 
 
 def shipped() -> dict[str, torch.Tensor]:
@@ -30,32 +28,13 @@ def extended_update(mapping: lu.Settings, coefficients: dict[str, float], **conf
     return lu.update(mapping, shipped(), sent={"extensions": extensions}, **config)
 
 
-def expected(mapping: lu.Settings) -> la.Parameters:
-    """The plain update, whose loss has the terms of both extensions in it."""
-    batch, module = shipped(), copy.deepcopy(la.model())
-    what = la.Plain(mapping or None)
-    forward = la.forward(module, batch)
-    log_prob = forward[0]
-    mask = batch["response_mask"].bool()
-    weight = torch.ones_like(log_prob)
-    if mapping:
-        weight = la.weight_and_keep(mapping, batch, log_prob.detach(), batch["old_log_probs"])
-    term = (-log_prob * weight)[mask].sum() / mask.sum()
-    with pytest.MonkeyPatch.context() as patch:
-        # One backward pass, as the actor's: the model's norms round to float32 in each.
-        patch.setattr(la, "forward", lambda *_: forward)
-        (la.plain_loss(module, batch, what) + sum(COEFFICIENTS.values()) * term).backward()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter -= what.learning_rate * parameter.grad
-    return la.parameters(module)
-
-
-@pytest.mark.parametrize("name", MAPPINGS)
+@pytest.mark.parametrize("name", lu.MAPPINGS)
 @pytest.mark.parametrize("size", [2, 8])
 def test_terms_are_trained_with_the_denominators_of_the_mini_batch(name: str, size: int, start: la.Parameters) -> None:
-    found, metrics = extended_update(MAPPINGS[name], COEFFICIENTS, ppo_micro_batch_size_per_gpu=size)
-    assert la.distance(found, expected(MAPPINGS[name]), start) < lu.EXACT
+    found, metrics = extended_update(lu.MAPPINGS[name], COEFFICIENTS, ppo_micro_batch_size_per_gpu=size)
+    coef = sum(COEFFICIENTS.values())
+    expected = lu.plain_with_term(lu.MAPPINGS[name], shipped(), lambda log_prob: -coef * log_prob)
+    assert la.distance(found, expected, start) < lu.EXACT
     packets = take_packets(metrics)
     assert len(packets) == len(la.LENGTHS) // size
     tokens = shipped()["response_mask"].sum().item()
@@ -67,6 +46,6 @@ def test_terms_are_trained_with_the_denominators_of_the_mini_batch(name: str, si
 
 
 def test_a_coefficient_of_zero_trains_as_without_extensions(start: la.Parameters) -> None:
-    plain = lu.corrected(MAPPINGS["tis"])
-    found, _ = extended_update(MAPPINGS["tis"], {"one": 0.0})
+    plain = lu.corrected(lu.MAPPINGS["tis"])
+    found, _ = extended_update(lu.MAPPINGS["tis"], {"one": 0.0})
     assert la.distance(found, plain, start) == 0

@@ -15,16 +15,15 @@ from omegaconf import OmegaConf
 from recipe.offpolicy.correction import CorrectionSpec
 from tests.support import legacy_actor as la
 from tests.support.legacy_updates import (
-    GSM,
+    DYNAMIC,
     KL,
-    SPLITS,
     TWO_STEPS,
     Settings,
     update,
     verdict,
 )
 from tests.support.paths import ROOT
-from tests.support.specs import BATCH_WIDE, STACK, TIS_TOKEN
+from tests.support.specs import BATCH_WIDE, GSM, STACK, TIS_TOKEN
 
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches")]
 
@@ -75,7 +74,7 @@ def test_live_with_other_base_losses(loss_mode: str) -> None:
     "config",
     [
         dict(ppo_epochs=2, entropy_coeff=0.1, **TWO_STEPS, **KL),
-        SPLITS["dynamic"] | KL,
+        DYNAMIC | KL,
         dict(ppo_micro_batch_size_per_gpu=3),
     ],
     ids=["epochs", "dynamic", "uneven"],

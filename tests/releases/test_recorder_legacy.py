@@ -19,7 +19,6 @@ from tests.support.specs import STACK
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches", "recorder_clock")]
 
 ROWS, STEP = len(la.LENGTHS), 1
-NONE: dict[str, Any] = {}
 
 
 @pytest.fixture
@@ -44,11 +43,13 @@ def recorded(directory: Path, mapping: dict[str, Any], *, prove: bool = False, e
     return Recording(directory).step(STEP)
 
 
-def assert_recorded(step: Step, micro_batches: list[mb.MicroBatch]) -> None:
-    """Each column against what the loss read, in the order in which it did."""
+def assert_recorded(step: Step, micro_batches: list[mb.MicroBatch], mapping: dict[str, Any]) -> None:
+    """Each column against what the loss read and decided, in the order in which it did."""
     rows, i = step.rows, 0
-    batch = la.rollout()
+    batch, spec = la.rollout(), CorrectionSpec.from_mapping(mapping)
+    assert step.spec == spec.to_mapping()
     for micro in micro_batches:
+        decided = mb.decide(spec, micro)
         for j in range(len(micro.responses)):
             mask = micro.response_mask[j]
             width = int(mask.nonzero().max()) + 1
@@ -64,6 +65,10 @@ def assert_recorded(step: Step, micro_batches: list[mb.MicroBatch]) -> None:
                 expected = tensor[j, :width].numpy()
                 found = getattr(rows, name)[tokens]
                 np.testing.assert_array_equal(found, expected.astype(found.dtype), err_msg=name)
+            weight, keep = decided.weight[j, :width].numpy(), decided.keep[j, :width].numpy()
+            np.testing.assert_array_equal(rows.weight[tokens], weight.astype(np.float32))
+            counted = mask[:width].bool().numpy()
+            np.testing.assert_array_equal((rows.rejected_by[tokens] == 0)[counted], keep[counted])
             # The batch came in this order.
             assert rows.uid[i] == f"row{i}"
             assert rows.reward[i] == i / 2
@@ -78,20 +83,8 @@ def assert_recorded(step: Step, micro_batches: list[mb.MicroBatch]) -> None:
 
 def test_two_gradient_steps_are_recorded_as_the_loss_saw_them(tmp_path: Path, seen: list[mb.MicroBatch]) -> None:
     step = recorded(tmp_path, STACK)
-    assert_recorded(step, seen)
-    spec = CorrectionSpec.from_mapping(STACK)
-    assert step.spec == spec.to_mapping()
+    assert_recorded(step, seen, STACK)
     rows = step.rows
-    i = 0
-    for micro in seen:
-        decided = mb.decide(spec, micro)
-        for j in range(len(micro.responses)):
-            tokens = slice(rows.offsets[i], rows.offsets[i + 1])
-            width = tokens.stop - tokens.start
-            mask = micro.response_mask[j, :width].numpy()
-            np.testing.assert_array_equal(rows.weight[tokens], decided.weight[j, :width].numpy().astype(np.float32))
-            np.testing.assert_array_equal((rows.rejected_by[tokens] == 0)[mask], decided.keep[j, :width].numpy()[mask])
-            i += 1
     assert (rows.rejected_by != 0).any()
     assert rows.weight.max() > 1.0
     # The second mini-batch was seen by a policy that the first had moved.
@@ -106,7 +99,7 @@ def test_two_gradient_steps_are_recorded_as_the_loss_saw_them(tmp_path: Path, se
 def test_a_second_epoch_is_not_recorded(tmp_path: Path, seen: list[mb.MicroBatch]) -> None:
     step = recorded(tmp_path, STACK, epochs=2)
     assert len(seen) == 8
-    assert_recorded(step, seen[:4])
+    assert_recorded(step, seen[:4], STACK)
 
 
 def test_the_proofs_trials_are_not_recorded(tmp_path: Path, seen: list[mb.MicroBatch]) -> None:
@@ -117,8 +110,8 @@ def test_the_proofs_trials_are_not_recorded(tmp_path: Path, seen: list[mb.MicroB
 
 
 def test_without_a_correction(tmp_path: Path, seen: list[mb.MicroBatch]) -> None:
-    step = recorded(tmp_path, NONE)
-    assert_recorded(step, seen)
+    step = recorded(tmp_path, {})
+    assert_recorded(step, seen, {})
     assert (step.rows.weight == step.rows.response_mask).all()
     assert not step.rows.rejected_by.any()
 

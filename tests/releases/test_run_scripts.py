@@ -94,6 +94,7 @@ def test_the_asynchronous_script_says_that_the_release_has_no_such_trainer(tmp_p
     assert "Fix: install verl 0.9.1, use fully_async_policy" in done.stderr
 
 
+@pytest.mark.extended
 def test_a_check_that_fails_ends_the_script(tmp_path: Path) -> None:
     done = run(DENSE, tmp_path, "--check", "correction.x=1")
     assert done.returncode == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, PROVE, SCALE
+from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, PROVE, REWARD, SCALE, UID, UpdateRows
 from recipe.offpolicy.batch.weight_versions import VERSIONS
 from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.proof.verify import LivenessError
@@ -20,10 +20,10 @@ from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 from recipe.offpolicy.trainer.supervision import Supervision
 from recipe.offpolicy.worker.verl_workers import adopt
 from tests.support.padded_rows import build_model_input
+from tests.support.specs import GSM
 from verl import DataProto
 from verl_patches.legacy.handover import HANDOVER
 
-GSM = dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.9, upper=1.1, when="any")
 ROWS, WIDTH = 4, 3
 KEPT = Statistic(Reduction.MEAN, (0.0, 10.0))
 REWARDS = [1.0, 0.0, 0.0, 5.0]
@@ -84,7 +84,8 @@ def configuration() -> DictConfig:
     return OmegaConf.create(
         {
             "actor_rollout_ref": {
-                "actor": {"ppo_epochs": 1, "ppo_mini_batch_size": 2, "loss_agg_mode": "token-mean"},
+                "model": {"path": "model"},
+                "actor": {"ppo_epochs": 1, "ppo_mini_batch_size": 2, "loss_agg_mode": "token-mean", "strategy": "fsdp"},
                 "rollout": {"n": 1},
             },
             "offpolicy": {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False},
@@ -171,6 +172,25 @@ def test_versions_that_verl_does_not_tell_are_those_of_the_step_before() -> None
     assert made.trainer.sent.batch[VERSIONS].tolist() == [[6, 6]] * ROWS  # step 7
     made._update_actor(batch())
     assert made.trainer.sent.batch[VERSIONS].tolist() == [[6, 6]] * ROWS
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_what_a_recording_needs_travels_along(legacy: bool, tmp_path: Path) -> None:
+    """To the legacy actor as small columns; the engine gets them from verl anyway."""
+    made = trainer(legacy)
+    made.config.offpolicy.record = {"dir": str(tmp_path)}
+    made.config.trainer = {"default_local_dir": "checkpoints", "resume_mode": "disable"}
+    made.recording = RunRecord(made.config, made.correction, {})
+    sent = made._with_plan(batch())
+    plan = sent.meta_info[HANDOVER].plan if legacy else sent.meta_info[PLAN]
+    assert plan.update == UpdateRows(ranks=1, rows=ROWS, mini_batch_rows=2)
+    if legacy:
+        assert [bytes(row).decode() for row in sent.batch[UID].numpy()] == ["prompt"] * ROWS
+        assert sent.batch[REWARD].tolist() == REWARDS
+        assert sent.meta_info[HANDOVER].record.dir == str(tmp_path)
+    else:
+        assert {UID, REWARD}.isdisjoint(sent.batch.keys())
+        assert "uid" in sent.to_tensordict().keys()
 
 
 ESS = {"action": "fallback", "patience": 1, "fallback": {"options": ["safer"], "correction": {"masks": {"p": GSM}}}}

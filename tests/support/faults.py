@@ -160,8 +160,8 @@ def _in_agent_loop() -> None:
     plain._agent_loop_postprocess = _agent_loop_postprocess
 
 
-VERSIONS = {"version_ahead": 1, "version_behind": -1}
-"""What a rollout server adds to the version that it samples by."""
+AHEAD = "version_ahead"
+"""A rollout server tells of the version after the one that it samples by."""
 
 
 def _in_client() -> None:
@@ -176,7 +176,7 @@ def _in_client() -> None:
             if not _told:
                 _told.append(NAME)
                 _say(NAME)
-            output.extra_fields["global_steps"] = version + VERSIONS[NAME]
+            output.extra_fields["global_steps"] = version + 1
         return output
 
     LLMServerClient.generate = generate
@@ -337,7 +337,7 @@ if NAME in {**BEFORE_SAMPLING, **BEFORE_UPDATE, **AFTER_UPDATE}:
     after_import("verl.trainer.ppo.v1.trainer_base", _in_trainer)
 elif NAME in SPOIL:
     after_import("verl.trainer.ppo.v1.agent_loop_tq", _in_agent_loop)
-elif NAME in VERSIONS:
+elif NAME == AHEAD:
     after_import("verl.workers.rollout.llm_server", _in_client)
 elif NAME == UNSENT or NAME in SEND:
     after_import("verl.workers.rollout.vllm_rollout.vllm_rollout", _in_rollout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,6 +65,20 @@ def adapter(mapping: dict[str, Any], **config: Any) -> Any:
     return OffPolicyLoss(CorrectionSpec.from_mapping(mapping), tw.actor_config(**config), prove=True)
 
 
+def acting_by(other: CorrectionSpec) -> type:
+    """The loss's class, but each part acts as that of another correction by its name, in the proof's trials too."""
+    from recipe.offpolicy.batch import micro_batch as mb
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+
+    class ActingByAnother(OffPolicyLoss):
+        def hand_over(self, batch: Any, step: Any) -> Any:
+            masks = tuple((name, dict(other.masks)[name]) for name, _ in self.spec.masks)
+            spec = replace(self.spec, weight=self.spec.weight and other.weight, masks=masks)
+            return super().hand_over(batch, mb.decide(spec, batch))
+
+    return ActingByAnother
+
+
 def add_reference(rows: tw.Rollout) -> None:
     """A reference policy, which a weighted KL loss reads."""
     rows.ref_log_probs = [row + 0.1 for row in rows.old_log_probs or rows.rollout_log_probs]
@@ -78,12 +93,11 @@ def first_update(
     mismatch: float = MISMATCH,
     tamper: Callable[[tw.Rollout], None] = lambda rows: None,
     tamper_source: Callable[[tw.Rollout], None] = lambda rows: None,
-    tamper_data: Callable[[TensorDict], None] = lambda data: None,
     allow_identical: bool = False,
     micro_batch_size: int | None = 4,
     **config: Any,
 ) -> dict[str, float]:
-    """One update and its verdict; the tampers act in the rollout, between rollout and worker, on what was sent."""
+    """One update and its verdict; the tampers act in the rollout, and between rollout and worker."""
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
     from tests.support.sampled_rows import compute_sampled_checksums
@@ -94,6 +108,5 @@ def first_update(
     sampled = compute_sampled_checksums(rows.to_tensordict())
     tamper(rows)
     data = planned(spec, rows, **config)
-    tamper_data(data)
     metrics, _ = tw.gradients(worker, loss or adapter(mapping, **config), data, micro_batch_size=micro_batch_size)
     return verify(take_packets(metrics), spec, sampled_rows=sampled, allow_identical=allow_identical)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -68,10 +67,7 @@ def compare_ranks(dry_run: bool) -> Found:
     figures: dict[str, Any] = {"backend": backend}
     with tempfile.TemporaryDirectory() as scratch:
         model = tw.tiny_model(Path(scratch) / "model")
-        subprocess.run(
-            [sys.executable, str(Path(tw.__file__).with_name("two_ranks.py")), str(model), scratch], check=True
-        )
-        ranks = torch.load(Path(scratch) / "ranks.pt", weights_only=True)
+        ranks = tw.run_two_ranks("corrected", model, Path(scratch))
         tw.join_process_group()
         worker = tw.start_worker(model)
         for name, mapping in {"stack": STACK, "batch_wide": BATCH_WIDE}.items():

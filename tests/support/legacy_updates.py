@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
 from tests.support import legacy_actor as la
-from tests.support.specs import STACK, TIS_TOKEN
+from tests.support.specs import TIS_TOKEN
 
 Settings = dict[str, Any]
 EXACT = 1e-10
 """Of updates in float64, relative to the greatest move of a parameter."""
-GSM = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "lower": 0.9, "upper": 1.1, "when": "any"}
-ICEPOP = GSM | {"level": "token", "aggregate": "product", "lower": 0.8, "upper": 1.25}
-OPSM = {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": 0.05, "when": "negative"}
-CORRECTIONS: dict[str, Settings] = {
-    "tis": {"weight": TIS_TOKEN},
-    "sequence_tis": {"weight": TIS_TOKEN | {"level": "sequence", "upper": 1.5}},
-    "mis": {"weight": TIS_TOKEN | {"kind": "reject", "lower": 0.8}},
-    "gsm": {"masks": {"gsm": GSM}},
-    "opsm": {"masks": {"opsm": OPSM}},
-    "icepop": {"masks": {"icepop": ICEPOP}},
-    "stack": STACK,
-}
 KL: Settings = dict(use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="low_var_kl")
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 TWO_STEPS: Settings = dict(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2)
-SPLITS: dict[str, Settings] = {
-    **{str(size): dict(ppo_micro_batch_size_per_gpu=size) for size in (1, 2, 3, 5, 8)},
-    "dynamic": dict(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=17),
-}
+DYNAMIC: Settings = dict(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=17)
+MAPPINGS: dict[str, Settings] = {"none": {}, "tis": {"weight": TIS_TOKEN}}
+"""For what is trained with a correction and without."""
 
 
 def corrected(mapping: Settings, batch: Any = None, *, prove: bool = False, **config: Any) -> la.Parameters:
@@ -44,6 +37,25 @@ def update(
     mode, rows = actor.config.loss_agg_mode, actor.config.ppo_mini_batch_size
     data = la.handed(batch, mapping, prove=prove, mode=mode, mini_rows=rows, **(sent or {}))
     return la.moved(actor, data)
+
+
+def plain_with_term(mapping: Settings, batch: Mapping[str, Tensor], term: Callable[[Tensor], Tensor]) -> la.Parameters:
+    """The plain update, whose loss has a term of each token's log pi in it, times its weight."""
+    module, mask = copy.deepcopy(la.model()), batch["response_mask"].bool()
+    what, forward = la.Plain(mapping or None), la.forward(module, batch)
+    log_prob = forward[0]
+    weight = torch.ones_like(log_prob)
+    if mapping:
+        weight = la.weight_and_keep(mapping, batch, log_prob.detach(), batch["old_log_probs"])
+    with pytest.MonkeyPatch.context() as patch:
+        # One backward pass, as the actor's: the model's norms round to float32 in each.
+        patch.setattr(la, "forward", lambda *_: forward)
+        total = la.plain_loss(module, batch, what) + (term(log_prob) * weight)[mask].sum() / mask.sum()
+        total.backward()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter -= what.learning_rate * parameter.grad
+    return la.parameters(module)
 
 
 def verdict(mapping: Settings, batch: Any = None, **config: Any) -> Settings:

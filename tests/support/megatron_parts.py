@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.support.megatron_program import Job, Layout, Rank, Seen
-from tests.support.parity_case import ENTROPY_COEFF, KL_COEF, ROWS, Case, add_plan
+from tests.support.parity_case import ROWS, Case, add_plan
+from tests.support.parity_paths import actor_settings
 
 LOCAL_LAYERS = {
     "use_cpu_initialization": True,
@@ -80,16 +81,7 @@ def share(case: Case, job: Job, layout: Layout) -> tuple[Any, Any, dict[str, Ten
 
 def loss_settings(job: Job) -> dict[str, Any]:
     """Fields of verl's ActorConfig that decide the loss."""
-    from verl.workers.config import PolicyLossConfig
-
-    return dict(
-        loss_agg_mode=job.mode,
-        policy_loss=PolicyLossConfig(loss_mode="witness" if job.witnessed else "vanilla"),
-        entropy_coeff=ENTROPY_COEFF,
-        use_kl_loss=True,
-        kl_loss_coef=KL_COEF,
-        kl_loss_type="low_var_kl",
-    )
+    return actor_settings(job.mode, "witness" if job.witnessed else "vanilla")
 
 
 def whole_gradients(module: list[Any], bridge: Any) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from recipe.offpolicy.batch.plan import BatchSplit, build_plan
 from recipe.offpolicy.extensions.opd.settings import OpdSettings
 from recipe.offpolicy.extensions.opd.signal import CENTRE, FACTOR, ROW, TEACHER, OpdWorker, check_reports
+from tests.support.training_worker import VOCABULARY, save_tokenizer
 
-VOCABULARY = 32
 PROMPT, WIDTH = 5, 9
 TEMPERATURE = 0.8
 ENTROPY_COEFF, KL_COEF = 0.02, 0.05
@@ -61,12 +61,9 @@ TEACHER_COEF, MAX_GAP = 0.3, 1.0
 
 def tiny_model(folder: Path) -> Path:
     """A Qwen2 of two layers whose weights are the same numbers in every release of transformers."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1", pad_token="t2").save_pretrained(folder)
+    save_tokenizer(folder)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=32,

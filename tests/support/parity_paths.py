@@ -31,12 +31,12 @@ if TYPE_CHECKING:  # scripts/gpu.sh runs where pytest may be missing
     import pytest
 
 
-def actor_settings(mode: str) -> dict[str, Any]:
+def actor_settings(mode: str, loss_mode: str = "witness") -> dict[str, Any]:
     """Fields of verl's ActorConfig under which the reference's formulas hold."""
     from verl.workers.config import PolicyLossConfig
 
     return dict(
-        policy_loss=PolicyLossConfig(loss_mode="witness"),
+        policy_loss=PolicyLossConfig(loss_mode=loss_mode),
         loss_agg_mode=mode,
         entropy_coeff=ENTROPY_COEFF,
         use_kl_loss=True,

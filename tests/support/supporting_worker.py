@@ -64,6 +64,11 @@ def note_rows(rollout: tw.Rollout, supports: list[list[list[int]]]) -> list[Any]
     ]
 
 
+def with_supports(rollout: tw.Rollout, supports: list[list[list[int]]]) -> TensorDict:
+    """The rows with the notes of these supports, as our trainer sends them."""
+    return flagged(with_notes(rollout, note_rows(rollout, supports)))
+
+
 def flagged(data: TensorDict) -> TensorDict:
     """What our trainer tells the engine."""
     from recipe.offpolicy.support.fsdp_engine import FLAG

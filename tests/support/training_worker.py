@@ -7,24 +7,43 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from tests.support.paths import ROOT
+
 VOCABULARY = 32
+Gradients = dict[str, torch.Tensor]
+LAYOUTS: list[dict[str, Any]] = [
+    {"strategy": "fsdp2", "use_remove_padding": False},
+    {"strategy": "fsdp2", "use_remove_padding": True, "checkpointing": True},
+    {"strategy": "fsdp", "use_remove_padding": True},
+]
+"""Settings of ``start_worker``: engines, with padded and packed rows."""
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A word for each id of the vocabulary."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="t1", pad_token="t2")
+    tokenizer.save_pretrained(folder)
 
 
 def tiny_model(folder: Path) -> Path:
     """A two-layer float32 Qwen2 with random weights, saved with a tokenizer of its own."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1", pad_token="t2").save_pretrained(folder)
+    save_tokenizer(folder)
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -50,6 +69,14 @@ def join_process_group(rank: int = 0, world_size: int = 1, port: int | None = No
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+
+
+def run_two_ranks(kind: str, model: Path, out: Path) -> Any:
+    """What the first of two ranks found, in processes of their own, see two_ranks.py."""
+    command = [sys.executable, "-m", "tests.support.two_ranks", kind, str(model), str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return torch.load(out / "ranks.pt", weights_only=False)
 
 
 def actor_config(*, strategy: str = "fsdp2", offload: bool = False, **changes: Any) -> Any:
@@ -253,6 +280,25 @@ def update(
         temperature=temperature,
     )
     return worker.train_mini_batch(data)["metrics"]
+
+
+def plain_loss(**changes: Any) -> Any:
+    """verl's own loss, as its trainer hands it over; ``changes`` are fields of the ActorConfig."""
+    from verl.workers.utils.losses import ppo_loss
+
+    return partial(ppo_loss, config=actor_config(**changes))
+
+
+def equal(one: Gradients, other: Gradients) -> bool:
+    """Whether gradients or weights are the same to the bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def close(one: Gradients, other: Gradients, relative: float = 1e-5) -> bool:
+    """Whether gradients differ by at most ``relative`` of the greatest element."""
+    scale = max(float(gradient.abs().max()) for gradient in other.values())
+    apart = max(float((one[name].double() - other[name].double()).abs().max()) for name in other)
+    return scale > 0 and apart <= relative * scale
 
 
 def parameters(worker: Any) -> dict[str, torch.Tensor]:

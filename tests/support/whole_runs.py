@@ -7,8 +7,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from recipe.offpolicy.fault_tolerance.watchdog import GRACE, PATIENCE
@@ -70,6 +71,36 @@ def train(run_program: Callable[..., Any], *overrides: str, **environment: str) 
     records = [json.loads(line)["data"] for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     steps = [record for record in records if "actor/grad_norm" in record]
     return Trained(finished.returncode, finished.output, log.read_text() if log.is_file() else "", steps, ended)
+
+
+def build_launch(made: Mapping[str, Path], folder: Path, **changes: object) -> list[str]:
+    """Overrides of a launch of verl's or a user's own program; ``made`` has the quickstart's data and model."""
+    values: dict[str, object] = {
+        "data.train_files": made["data"] / "train.parquet",
+        "data.val_files": made["data"] / "heldout.parquet",
+        "actor_rollout_ref.model.path": made["model"],
+        "reward.custom_reward_function.path": ROOT / "scripts" / "quickstart" / "reward.py",
+        "hydra.run.dir": folder / "hydra",
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 10,
+        "data.seed": 1,
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 32,
+        "actor_rollout_ref.actor.optim.lr": 3e-4,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.n": 4,
+        "actor_rollout_ref.rollout.dtype": "bfloat16",
+        "actor_rollout_ref.rollout.max_model_len": 128,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 32,
+        "trainer.val_before_train": "false",
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "trainer.resume_mode": "disable",
+        "trainer.logger": "[console]",
+        "trainer.total_epochs": 1000,
+    }
+    return [f"{key}={value}" for key, value in (values | changes).items()]
 
 
 def trained(run_program: Callable[..., Any], *overrides: str) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from tests.support.doctor_answer import Answer, Ask
 from tests.support.examples import each_nth_by_default
 from tests.support.paths import ROOT
 
-pytest.importorskip("verl.trainer.main_ppo_v0")
 pytestmark = [pytest.mark.slow, pytest.mark.verl("==0.9.1")]
 
 SCRIPTS = ROOT / "tests" / "data" / "launch_kinds"

@@ -11,7 +11,6 @@ from _pytest.mark import ParameterSet
 from tests.support.doctor_answer import Ask
 from tests.support.paths import ROOT
 
-pytest.importorskip("verl.trainer.main_ppo_v0")
 pytestmark = [pytest.mark.slow, pytest.mark.verl("==0.9.1")]
 
 PAGES = {
