@@ -241,32 +241,6 @@ def test_a_run_finds_the_share_that_it_was_asked_for(engine: Any, caplog: pytest
     assert "correction.masks.gsm: [0.9, 1.1] -> [" in caplog.text
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("normalize", [False, True])
-def test_a_run_finds_the_ess_that_it_was_asked_for(
-    normalize: bool, engine: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A cap of 5 leaves nearly every weight as it is, and comes down to where their ESS is the target."""
-    spec = CorrectionSpec.from_mapping({"weight": TIS_TOKEN | {"upper": 5.0, "normalize": normalize}})
-    calibrate = {"target_ess": 0.93, "warmup": 1, "window": 4, "rate": 0.5, "floor": 0.01}
-    run = Run(engine, spec, calibrate=calibrate)
-    ess, caps = [], []
-    with caplog.at_level(logging.INFO):
-        for seed in range(14):
-            run.update(0.5, seed=seed)
-            ess.append(run.metrics["offpolicy/calibrate/weight/ess"])
-            caps.append(run.metrics["offpolicy/calibrate/weight/upper"])
-            assert ess[-1] == pytest.approx(run.metrics["offpolicy/weight/ess"], rel=1e-5)
-            assert run.metrics["offpolicy/calibrate/weight/target"] == 0.93
-    assert caps[0] == 5.0
-    assert ess[0] < 0.88
-    assert 1.0 < caps[-1] < 3.0
-    assert sum(ess[-5:]) / 5 == pytest.approx(0.93, abs=0.02)
-    assert run.metrics["offpolicy/live/proved"] == 1.0
-    assert "the bounds of weight are sent with each update" in caplog.text
-    assert "correction.weight: <= 5 -> <= " in caplog.text
-
-
 # Fallbacks --------------------------------------------------------------------------------------------------
 
 FALLBACK = {"action": "fallback", "fallback": {"options": ["tis_token"], "correction": SAFER.to_mapping()}}

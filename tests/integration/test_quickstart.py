@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.recording import Recording, Step
-from tests.support.whole_runs import LIMIT, ROOT
+from tests.support.whole_runs import LIMIT, ROOT, train, trained
 
 QUICKSTART = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
 
@@ -76,13 +76,10 @@ def test_truncated_sampling_stays_on_policy_where_its_support_is_replayed(
     use_v1: str, run_program: Callable[..., Any], tmp_path: Path
 ) -> None:
     folder = tmp_path / "recording"
-    overrides = ["actor_rollout_ref.rollout.top_p=0.9", "correction.support=engine", f"trainer.use_v1={use_v1}"]
-    steps = ["trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1"]
-    command = [*QUICKSTART, *overrides, *steps, f"offpolicy.record.dir={folder}"]
-    finished = run_program(command, limit=LIMIT, cwd=ROOT, **environment())
-    assert finished.returncode == 0, finished.output[-3000:]
-    assert "proved live" in finished.output
-    for step in metrics_by_step(finished.output).values():
+    sampling = ("actor_rollout_ref.rollout.top_p=0.9", "correction.support=engine", f"trainer.use_v1={use_v1}")
+    steps = trained(run_program, *sampling, "trainer.total_training_steps=2", f"offpolicy.record.dir={folder}")
+    assert [step["offpolicy/live/proved"] for step in steps] == [1.0, 1.0]
+    for step in steps:
         of = {name: step[f"offpolicy/support/{name}"] for name in ("kl_k3", "kl_k3_without", "size", "bytes_a_token")}
         assert of["kl_k3"] < of["kl_k3_without"] / 3, of
         assert 1 < of["size"] < 8
@@ -98,12 +95,10 @@ def test_truncated_sampling_stays_on_policy_where_its_support_is_replayed(
 @pytest.mark.verl("==0.9.1")
 @pytest.mark.parametrize("use_v1", ["true", "false"])
 def test_scores_are_centred_by_the_likeliest_tokens_of_vllm(use_v1: str, run_program: Callable[..., Any]) -> None:
-    overrides = ["correction=[gsm,paper/score_centering]", "offpolicy.shadow=[tis_token]", f"trainer.use_v1={use_v1}"]
-    steps = ["trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1"]
-    finished = run_program([*QUICKSTART, *overrides, *steps], limit=LIMIT, cwd=ROOT, **environment())
-    assert finished.returncode == 0, finished.output[-3000:]
-    assert "proved live" in finished.output
-    for step in metrics_by_step(finished.output).values():
+    centred = ("correction=[gsm,paper/score_centering]", "offpolicy.shadow=[tis_token]", f"trainer.use_v1={use_v1}")
+    steps = trained(run_program, *centred, "trainer.total_training_steps=2")
+    assert [step["offpolicy/live/proved"] for step in steps] == [1.0, 1.0]
+    for step in steps:
         # 20 ids of 2 bytes, 20 float32, and their number.
         assert step["offpolicy/centering/bytes_a_token"] == 121.0
         assert step["offpolicy/centering/head_mass"] > 0.99
@@ -124,12 +119,11 @@ def test_a_model_with_a_tensor_larger_than_the_default_bucket_trains(
     config.intermediate_size = 40_960
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    steps = ["trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1"]
     sizes = ["data.max_prompt_length=64", "data.max_response_length=10", "actor_rollout_ref.rollout.max_model_len=128"]
-    command = [*QUICKSTART, *steps, *sizes, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16"]
-    finished = run_program(command, limit=LIMIT, cwd=ROOT, **environment(), MODEL=str(tmp_path))
-    assert finished.returncode == 0, finished.output[-3000:]
-    assert "proved live" in finished.output
+    sizes += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16", "trainer.total_training_steps=1"]
+    run = train(run_program, *sizes, MODEL=str(tmp_path))
+    assert run.returncode == 0, run.output[-3000:]
+    assert [step["offpolicy/live/proved"] for step in run.steps] == [1.0]
 
 
 def metrics_by_step(output: str) -> dict[int, dict[str, Any]]:

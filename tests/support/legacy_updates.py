@@ -47,11 +47,11 @@ def plain_with_term(mapping: Settings, batch: Mapping[str, Tensor], term: Callab
     weight = torch.ones_like(log_prob)
     if mapping:
         weight = la.weight_and_keep(mapping, batch, log_prob.detach(), batch["old_log_probs"])
+    added = (term(log_prob) * weight)[mask].sum() / mask.sum()
     with pytest.MonkeyPatch.context() as patch:
         # One backward pass, as the actor's: the model's norms round to float32 in each.
         patch.setattr(la, "forward", lambda *_: forward)
-        total = la.plain_loss(module, batch, what) + (term(log_prob) * weight)[mask].sum() / mask.sum()
-        total.backward()
+        (la.plain_loss(module, batch, what) + added).backward()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter -= what.learning_rate * parameter.grad
