@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from scripts.quickstart.prepare import folder
-from scripts.quickstart.run import CACHE
 from tests.support.paths import ROOT
 
 SUPERVISOR = ROOT / "tests" / "support" / "supervise.py"
@@ -122,6 +120,9 @@ def engine(engine_factory: Callable[[], Any]) -> Any:
 @pytest.fixture(scope="session")
 def made() -> dict[str, Path]:
     """The folders of the quickstart's data and model."""
+    from scripts.quickstart.prepare import folder
+    from scripts.quickstart.run import CACHE
+
     command = [sys.executable, "-m", "scripts.quickstart.prepare", "--cache", str(CACHE), "data", "model"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=900)
     return {part: folder(CACHE, part) for part in ("data", "model")}

@@ -56,6 +56,13 @@ def supports(rows: tw.Rollout) -> Supports:
     return [sw.draw_supports(response, seed=row) for row, response in enumerate(rows.responses)]
 
 
+@pytest.fixture(scope="module")
+def on_policy(worker: Any, rows: tw.Rollout, supports: Supports) -> tw.Rollout:
+    """The rows with pi_old over the supports: PPO's clip leaves each token its gradient."""
+    data = sw.with_supports(rows, supports)
+    return replace(rows, old_log_probs=responses(forward(worker, data), data))
+
+
 def gradients(worker: Any, data: TensorDict, **split: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return tw.gradients(worker, tw.plain_loss(), data, **split)
 
@@ -144,31 +151,25 @@ def test_whole_supports_are_the_plain_engine_to_the_bit(
 
 @pytest.mark.parametrize("layout", tw.LAYOUTS, ids=str)
 def test_the_gradient_is_that_of_the_truncated_policy(
-    start: Callable[..., Any], model: Path, rows: tw.Rollout, supports: Supports, layout: dict[str, Any]
+    start: Callable[..., Any], model: Path, on_policy: tw.Rollout, supports: Supports, layout: dict[str, Any]
 ) -> None:
     """verl's loss where pi is pi_old: each token's gradient is -A grad log pi over the support, over all tokens."""
     from transformers import AutoModelForCausalLM
 
-    here = replace(rows, old_log_probs=responses_of_pi(start(**layout), rows, supports))
-    data = sw.with_supports(here, supports)
+    data = sw.with_supports(on_policy, supports)
     _, found = gradients(start(**layout), data, micro_batch_size=4)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for row, (prompt, response) in enumerate(zip(rows.prompts, rows.responses, strict=True)):
+    for row, (prompt, response) in enumerate(zip(on_policy.prompts, on_policy.responses, strict=True)):
         logits = reference(torch.cat([prompt, response])[None]).logits[0][len(prompt) - 1 :]
         for place, (token, ids) in enumerate(zip(response.tolist(), supports[row], strict=True)):
-            mask = float(rows.response_mask[row][place])
+            mask = float(on_policy.response_mask[row][place])
             log_pi = logits[place, token] - logits[place, ids].logsumexp(-1)
-            total = total - mask * float(rows.advantages[row][place]) * log_pi
+            total = total - mask * float(on_policy.advantages[row][place]) * log_pi
             count += int(mask)
     (total / count).backward()
     wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     assert tw.close({name: found[name].double() for name in wanted}, wanted, 1e-4)
-
-
-def responses_of_pi(worker: Any, rows: tw.Rollout, supports: Supports) -> list[Tensor]:
-    data = sw.with_supports(rows, supports)
-    return responses(forward(worker, data), data)
 
 
 def test_a_batch_that_is_not_flagged_is_verls_own(worker: Any, plain: Any, rows: tw.Rollout) -> None:
@@ -178,9 +179,9 @@ def test_a_batch_that_is_not_flagged_is_verls_own(worker: Any, plain: Any, rows:
 
 @pytest.mark.parametrize("split", [{"micro_batch_size": 2}, {"max_token_len": 40}])
 def test_the_split_into_micro_batches_does_not_matter(
-    worker: Any, rows: tw.Rollout, supports: Supports, split: dict[str, int]
+    worker: Any, on_policy: tw.Rollout, supports: Supports, split: dict[str, int]
 ) -> None:
-    data = sw.with_supports(rows, supports)
+    data = sw.with_supports(on_policy, supports)
     metrics, wanted = gradients(worker, data)
     again, found = gradients(worker, data, **split)
     assert tw.close(found, wanted)
@@ -189,11 +190,13 @@ def test_the_split_into_micro_batches_does_not_matter(
     assert one.k3 == pytest.approx(other.k3)
 
 
-def test_tokens_of_tools_need_no_support(worker: Any, rows: tw.Rollout, supports: Supports) -> None:
+def test_tokens_of_tools_need_no_support(worker: Any, on_policy: tw.Rollout, supports: Supports) -> None:
     from recipe.offpolicy.support.token_supports import SupportNote, TokenSupports
 
     notes = []
-    for prompt, response, mask, given in zip(rows.prompts, rows.responses, rows.response_mask, supports, strict=True):
+    for prompt, response, mask, given in zip(
+        on_policy.prompts, on_policy.responses, on_policy.response_mask, supports, strict=True
+    ):
         note, row = SupportNote(), [*prompt.tolist(), *response.tolist()]
         for place, own in enumerate(mask.tolist()):
             if own:
@@ -201,10 +204,10 @@ def test_tokens_of_tools_need_no_support(worker: Any, rows: tw.Rollout, supports
                 at = len(prompt) + place
                 note.add(row[:at], row[at : at + 1], TokenSupports(sizes, ids, np.ones(1, np.float32)))
         notes.append(note.finish())
-    metrics, found = gradients(worker, sw.flagged(sw.with_notes(rows, notes)))
-    _, wanted = gradients(worker, sw.with_supports(rows, supports))
+    metrics, found = gradients(worker, sw.flagged(sw.with_notes(on_policy, notes)))
+    _, wanted = gradients(worker, sw.with_supports(on_policy, supports))
     assert tw.equal(found, wanted)
-    assert report_of(metrics).known == sum(int(mask.sum()) for mask in rows.response_mask)
+    assert report_of(metrics).known == sum(int(mask.sum()) for mask in on_policy.response_mask)
 
 
 def unknown_at(supports: Supports, row: int, place: int) -> Supports:
@@ -215,7 +218,7 @@ def unknown_at(supports: Supports, row: int, place: int) -> Supports:
 
 @pytest.mark.parametrize("unknown", ["mask", "full"])
 def test_a_token_of_unknown_support_leaves_the_policy_term_or_stays_whole(
-    start: Callable[..., Any], rows: tw.Rollout, supports: Supports, unknown: str
+    start: Callable[..., Any], on_policy: tw.Rollout, supports: Supports, unknown: str
 ) -> None:
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
@@ -224,13 +227,13 @@ def test_a_token_of_unknown_support_leaves_the_policy_term_or_stays_whole(
     ours = OffPolicyLoss(spec, tw.actor_config())
     given = unknown_at(supports, 1, 2)
     worker = start(unknown)
-    data = sw.with_supports(rows, given)
+    data = sw.with_supports(on_policy, given)
     metrics, found = tw.gradients(worker, ours, data)
-    without = replace(rows, advantages=[row.clone() for row in rows.advantages])
+    without = replace(on_policy, advantages=[row.clone() for row in on_policy.advantages])
     if unknown == "mask":
         without.advantages[1][2] = 0.0
     plain = start("full")
-    _, wanted = tw.gradients(plain, tw.plain_loss(), sw.flagged(sw.with_notes(without, sw.note_rows(rows, given))))
+    _, wanted = tw.gradients(plain, tw.plain_loss(), sw.flagged(sw.with_notes(without, sw.note_rows(on_policy, given))))
     assert tw.close(found, wanted)
     report = report_of(metrics)
     assert (report.tokens - report.known, report.unknown_mass) == (1, pytest.approx(0.7))
@@ -269,14 +272,14 @@ def test_a_correction_is_proved_beside_tokens_of_unknown_support(
 
 
 def test_the_kl_term_reads_the_whole_vocabulary(
-    start: Callable[..., Any], rows: tw.Rollout, supports: Supports
+    start: Callable[..., Any], on_policy: tw.Rollout, supports: Supports
 ) -> None:
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     generator = torch.Generator().manual_seed(9)
-    ref = [row + 0.3 * torch.randn(row.shape, generator=generator) for row in rows.old_log_probs]
-    here = replace(rows, ref_log_probs=ref)
+    ref = [row + 0.3 * torch.randn(row.shape, generator=generator) for row in on_policy.old_log_probs]
+    here = replace(on_policy, ref_log_probs=ref)
     config = tw.actor_config(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="low_var_kl")
     spec = CorrectionSpec(support="engine")
     noted = sw.with_supports(here, supports)
@@ -345,11 +348,11 @@ def test_supports_that_are_not_the_tokens_own_stop_the_first_update(
 
 @pytest.mark.extended
 def test_two_ranks_train_as_one_does(
-    start: Callable[..., Any], model: Path, rows: tw.Rollout, supports: Supports, tmp_path: Path
+    start: Callable[..., Any], model: Path, on_policy: tw.Rollout, supports: Supports, tmp_path: Path
 ) -> None:
-    torch.save({"rows": rows, "supports": supports}, tmp_path / "rows.pt")
+    torch.save({"rows": on_policy, "supports": supports}, tmp_path / "rows.pt")
     found = tw.run_two_ranks("supporting", model, tmp_path)
-    metrics, wanted = gradients(start(), sw.with_supports(rows, supports))
+    metrics, wanted = gradients(start(), sw.with_supports(on_policy, supports))
     assert tw.close(found["gradient"], wanted)
     assert found["reports"] == 2
     from recipe.offpolicy.support.support_replay import judge
