@@ -175,9 +175,7 @@ def test_healthy_synchronisations_are_equal(world: World) -> None:
 
 
 @pytest.mark.parametrize(("size", "warned"), [(1e-5, True), (1e-2, False)])
-def test_updates_below_the_steps_of_the_engines_dtype_are_told_once(
-    world: World, caplog: pytest.LogCaptureFixture, size: float, warned: bool
-) -> None:
+def test_rounded_updates_are_told(world: World, caplog: pytest.LogCaptureFixture, size: float, warned: bool) -> None:
     world.module.load_state_dict({name: tensor.bfloat16().float() for name, tensor in world.weights()})
     for _ in range(6):
         world.sync()

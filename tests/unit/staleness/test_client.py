@@ -93,9 +93,7 @@ def test_the_trainer_accepts_the_chunks_of_a_row_and_no_others(generate: Callabl
             check_chunks([fields, {**fields, CHUNKS: turns}])
 
 
-def test_tokens_of_an_attempt_that_nobody_noted_are_told_apart(
-    generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_that_nobody_noted_are_told_apart(generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three attempts goes past ``Attempts``."""
     noted, calls = ours.Attempts.generate, iter([True, False, True])
 

@@ -44,9 +44,7 @@ def rarely(number: int, times: int = 0) -> int:
 
 @pytest.mark.parametrize("eta", [0, 0.5, 2])
 @pytest.mark.parametrize("delay", [lambda number, times: 0, tenth], ids=["even", "stragglers"])
-def test_a_trainer_that_waits_reaches_eta_and_loses_nothing(
-    eta: float, delay: Callable[[int, int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_reaches_eta(eta: float, delay: Callable[[int, int], int], monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, eta=eta, delay=delay)
     run.train(STEPS)
     assert max(run.ages()) == math.ceil(eta)
@@ -95,9 +93,7 @@ def test_every_schedule_ends_within_the_limit_at_its_issue(eta: float, too_old: 
     assert all(age <= limit.get_oldest(step - age) for step, uid, age in run.trained if not uid.endswith(exempt))
 
 
-def test_prompts_that_vanish_are_replaced_and_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lost_prompts_are_replaced_and_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Without that the trainer would wait for ever for prompts that no one samples."""
     run = Run(monkeypatch, eta=0)
     run.train(1)
@@ -198,9 +194,7 @@ def test_a_resumed_run_goes_on_with_its_eta(monkeypatch: pytest.MonkeyPatch, cap
     assert take(run, 2) == more == [1, 2]
 
 
-def test_a_resumed_run_with_other_keys_says_so_and_begins_anew(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_keys_restart_eta(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     before = adapted(monkeypatch, ess=0.95, waited=4.0)
     take(before, 3)
     run = adapted(monkeypatch, ess=0.95, waited=4.0, patience=5)
@@ -364,9 +358,7 @@ def test_a_masked_row_leaves_the_loss_and_nothing_else(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("seen", "message"), [(1.0, "a sequence of age 1"), (None, r"received no versions, .* u0_0_0, has age 0")]
 )
-def test_a_loss_that_sees_older_rows_than_entered_it_stops(
-    seen: float | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_rows_in_the_loss_stop(seen: float | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StalenessError, match=message):
         Update(monkeypatch, [4, 4, 4, 4], seen=seen, eta=2).run()
 
@@ -383,7 +375,7 @@ def test_a_server_that_tells_the_version_after_its_own_stops_the_run(monkeypatch
         run.train(1)
 
 
-def test_a_lie_about_rows_that_finish_during_the_update_is_found_before_its_weights(
+def test_a_lie_about_rows_that_finish_during_an_update_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the next step the version would exist, and the row be one version younger than it is."""
@@ -406,9 +398,7 @@ def of_four_rows(monkeypatch: pytest.MonkeyPatch, last: dict[str, Any], **tag: A
 
 
 @pytest.mark.parametrize("noted", [{CHUNKS: [[(3, 1), (4, 1)]]}, {}])
-def test_a_server_that_tells_the_version_before_its_own_stops_the_run(
-    noted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_tells_an_older_version_stops(noted: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The last prompt was issued in step 5, under version 4. With chunks it is they that count: an attempt that was
     aborted before its first token may have met a server that had not loaded the weights yet.
     """

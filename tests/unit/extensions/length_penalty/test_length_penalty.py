@@ -132,9 +132,7 @@ def test_rejected_rows_have_no_part() -> None:
 @pytest.mark.parametrize("place", ["after", "before"])
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
 @pytest.mark.parametrize(("by_std", "kind"), [(True, "group"), (False, "uniform")])
-def test_the_proof_passes_and_says_so(
-    place: str, estimator: str, by_std: bool, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_is_proved(place: str, estimator: str, by_std: bool, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     made = penalty(kind, place=place, estimator=estimator, by_std=by_std, coefficient=0.02)
     view = make_batch([*ALL_RIGHT, *MIXED, ("alone", 5, 1.0), ("short", 3, 0.0), ("short", 3, 0.0)])
     shape(view, made, name=estimator, by_std=by_std)

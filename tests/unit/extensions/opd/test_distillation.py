@@ -136,9 +136,7 @@ def test_a_column_that_the_loss_needs_and_lacks_stops_before_the_backward_pass(t
         Run(teacher.url, "loss").update(WEIGHTED, drop)
 
 
-def test_a_term_whose_gradient_does_not_depend_on_the_teacher_is_found(
-    teacher: FakeTeacher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_term_that_ignores_the_teacher_is_found(teacher: FakeTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
     """K1 as a loss."""
     from recipe.offpolicy.extensions.opd import signal
 
@@ -162,9 +160,7 @@ def test_a_session_of_several_outputs_counts_once_and_is_taught_whole(teacher: F
 
 
 @NESTED
-def test_without_an_eligible_row_nothing_is_asked_and_all_metrics_are_there(
-    teacher: FakeTeacher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_none_eligible(teacher: FakeTeacher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distillation, "IDLE", 2)
     taught = Run(teacher.url, "advantage")
     taught.judge(taught.update(NONE)[1])
@@ -315,9 +311,7 @@ def test_other_weights_behind_the_same_address_stop_the_run(teacher: FakeTeacher
         steps.take(3)
 
 
-def test_rows_that_are_mixed_up_within_a_request_stop_the_run(
-    teacher: FakeTeacher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_mixed_up_within_a_request_stop_the_run(teacher: FakeTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = TeacherClient.wait
     monkeypatch.setattr(TeacherClient, "wait", lambda client, scoring: wait(client, scoring)[::-1])
     with pytest.raises(LivenessError, match=r"sequence [01] was scored again, alone: .* mixes up rows of a request"):

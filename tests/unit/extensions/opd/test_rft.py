@@ -88,9 +88,7 @@ def make(folder: Path, student: Student, *more: str) -> int:
     return main([*given, "--reward", f"{folder / 'reward.py'}:score", *more])
 
 
-def test_right_answers_reach_verls_sft_trainer_in_the_teachers_template(
-    folder: Path, student: Student, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_right_answers_reach_verls_trainer(folder: Path, student: Student, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 3 prompts 2 are solved, with 2 different answers each; the data set is that of the printed command."""
     pattern = "<think>{response}</think>{last}"
     assert make(folder, student, "--format", pattern, "--temperature", "0.7", "--stop", "\n\n") == 0

@@ -153,9 +153,7 @@ def test_a_teacher_of_the_students_family_passes(teacher: FakeTeacher, student: 
     assert problems(teacher.url, student, teacher={"tokenizer": str(student)}) == []
 
 
-def test_each_teacher_is_examined_and_a_source_that_no_prompt_has_is_refused(
-    teacher: FakeTeacher, student: Path
-) -> None:
+def test_each_teacher_is_examined_and_a_source_without_prompts_refused(teacher: FakeTeacher, student: Path) -> None:
     columns = {"columns": {"data_source": ["math"] * len(PROMPTS)}}
     assert problems(teacher.url, student, teacher={"sources": {"math": {"url": teacher.url}}}, **columns) == []
     (dead,) = problems(teacher.url, student, teacher={"sources": {"math": {"url": "http://127.0.0.1:9"}}}, **columns)
@@ -166,9 +164,7 @@ def test_each_teacher_is_examined_and_a_source_that_no_prompt_has_is_refused(
 
 
 @pytest.mark.parametrize("changes", [{"data__prompt_key": "question"}, {"spoilt": True}])
-def test_prompts_that_cannot_be_read_are_left_to_verl(
-    changes: dict[str, Any], teacher: FakeTeacher, student: Path
-) -> None:
+def test_unreadable_prompts_are_left_to_verl(changes: dict[str, Any], teacher: FakeTeacher, student: Path) -> None:
     assert problems(teacher.url, student, **changes) == []
 
 
@@ -215,9 +211,7 @@ def test_a_secret_in_the_address_is_refused_and_a_strangers_is_not_asked(teacher
         ),
     ],
 )
-def test_what_is_wrong_with_a_teacher_is_said_with_a_fix(
-    change: dict[str, Any], said: str, fix: str, student: Path
-) -> None:
+def test_each_fault_of_a_teacher_has_a_fix(change: dict[str, Any], said: str, fix: str, student: Path) -> None:
     if change.get("score") == "noisy":
         change = {"score": restless(0.2)}
     with serving(FakeTeacher(**({"tokenize": alike} | change))) as teacher:
@@ -240,9 +234,7 @@ def test_a_teacher_that_is_not_there_is_wrong(student: Path) -> None:
     assert "ConnectionError" in problem.reason
 
 
-def test_a_model_that_is_not_served_and_a_tokenizer_that_is_not_the_students(
-    teacher: FakeTeacher, student: Path, tmp_path: Path
-) -> None:
+def test_another_model_and_another_tokenizer_are_refused(teacher: FakeTeacher, student: Path, tmp_path: Path) -> None:
     (problem,) = problems(teacher.url, student, teacher={"model": "other"})
     assert "but not other" in problem.reason
     build_tokenizer("Something else:").save_pretrained(tmp_path)
@@ -250,9 +242,7 @@ def test_a_model_that_is_not_served_and_a_tokenizer_that_is_not_the_students(
     assert problem.reason == "its vocabulary is not the student's."
 
 
-def test_without_the_students_tokenizer_it_is_said_that_nothing_was_compared(
-    teacher: FakeTeacher, student: Path
-) -> None:
+def test_without_the_students_tokenizer_nothing_is_compared(teacher: FakeTeacher, student: Path) -> None:
     (problem,) = problems(teacher.url, student, actor_rollout_ref__model__path="/nowhere")
     assert problem.verdict == "NOTE"
     assert "vocabulary and chat template are not compared" in problem.reason

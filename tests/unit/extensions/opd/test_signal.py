@@ -153,9 +153,7 @@ def test_what_is_no_teachers_opinion_stops_at_once(name: str) -> None:
 
 @settings(max_examples=at_most(100))
 @given(st.sampled_from([1e-3, 0.02, 0.5, 3.0]), st.integers(1, 64), st.booleans(), st.integers(0, 2**31))
-def test_a_good_teacher_passes_however_near_the_student_and_in_16_bits(
-    noise: float, rows: int, in_16_bits: bool, seed: int
-) -> None:
+def test_a_good_teacher_passes_in_16_bits_too(noise: float, rows: int, in_16_bits: bool, seed: int) -> None:
     """Rows of one token among them; log-probs of 16 bits are equal in many places."""
     student, teacher, scored = student_and_teacher(noise, rows, seed)
     teacher = teacher.bfloat16().float() if in_16_bits else teacher

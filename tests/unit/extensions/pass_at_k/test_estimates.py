@@ -72,9 +72,7 @@ def test_under_stopping_the_mean_estimate_is_pass_at_k(looks: list[int], success
         ([8, 16], 16, 9, 4, 1, "would have ended at an earlier look"),
     ],
 )
-def test_points_that_sampling_cannot_end_at_are_named(
-    looks: list[int], n: int, c: int, k: int, successes: int, said: str
-) -> None:
+def test_impossible_ends_are_named(looks: list[int], n: int, c: int, k: int, successes: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         unbiased_dynamic(looks, n, c, k, successes=successes)
 

@@ -62,9 +62,7 @@ def test_long_episodes_are_split_behind_the_last_sentence_that_fits_or_there() -
     st.integers(1, 5),
     st.none() | st.integers(1, 4),
 )
-def test_concatenated_episodes_are_the_response_and_none_is_too_long(
-    pieces: list[str], max_tokens: int, max_episodes: int | None
-) -> None:
+def test_joined_episodes_are_the_response(pieces: list[str], max_tokens: int, max_episodes: int | None) -> None:
     every = episode_ends(pieces, markers=MARKERS, max_tokens=max_tokens)
     ends = episode_ends(pieces, markers=MARKERS, max_tokens=max_tokens, max_episodes=max_episodes)
     for found in (every, ends):

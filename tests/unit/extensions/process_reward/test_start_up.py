@@ -110,9 +110,7 @@ STEP = {"data.train_batch_size": 16, "actor_rollout_ref.rollout.n": 8}
         ({}, {"monte_carlo": {"every": 4, "share": 0.05}}, "NOTE", "about 6 of 128 sequences"),
     ],
 )
-def test_checks_by_rollouts_that_would_say_little(
-    changed: dict[str, Any], settings: dict[str, Any], verdict: str, said: str
-) -> None:
+def test_weak_checks_by_rollouts(changed: dict[str, Any], settings: dict[str, Any], verdict: str, said: str) -> None:
     (problem,) = problems(config(**STEP, **changed), **settings)
     assert (problem.verdict, said in problem.reason) == (verdict, True)
 
