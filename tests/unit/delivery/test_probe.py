@@ -103,9 +103,7 @@ def test_a_prefix_cache_that_is_kept(world: World) -> None:
     world.cached = 32
     for _ in range(KEPT_IN_A_ROW - 1):
         world.step()
-    with pytest.raises(
-        LivenessError, match="kept its prefix cache after receiving new weights, in 2 probes in a row: 32 of 64 tokens"
-    ):
+    with pytest.raises(LivenessError, match=r"kept its prefix cache .* in 2 probes in a row: 32 of 64 tokens"):
         world.step()
 
 

@@ -179,9 +179,7 @@ def test_rows_that_do_not_change_although_they_must_stop_the_run(monkeypatch: py
     made, view = penalty("group"), make_batch(ALL_RIGHT)
     shape(view, made)
     made._changed = 0
-    with pytest.raises(
-        LivenessError, match=r"no sequence's advantages were changed, but some must change \(group a, rollout 0: 0 "
-    ):
+    with pytest.raises(LivenessError, match=r"no sequence's advantages .* must change \(group a, rollout 0: 0 "):
         judge(made, view)
 
 
@@ -193,9 +191,7 @@ def test_an_estimator_that_does_not_see_the_lowered_rewards_is_found() -> None:
         view.batch.batch["token_level_rewards"] = raw
         estimate(view)()
 
-    with pytest.raises(
-        LivenessError, match="group a, rollout 0, the advantage that grpo computed from the lowered rewards is 0"
-    ):
+    with pytest.raises(LivenessError, match=r"group a, rollout 0, the advantage that grpo .* the lowered rewards is 0"):
         AddOns([made]).compute_advantages(view, blind)
 
 

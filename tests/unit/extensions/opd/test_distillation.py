@@ -305,9 +305,7 @@ def test_other_weights_behind_the_same_address_stop_the_run(teacher: FakeTeacher
     steps = Steps(teacher.url, probe_every=2)
     teacher.score = lambda ids: [0.8 * value for value in opinion(ids)]
     steps.take(2)
-    with pytest.raises(
-        LivenessError, match=r"a sequence of an earlier step was scored again: its .* serves other weights"
-    ):
+    with pytest.raises(LivenessError, match=r"a sequence of an earlier step .* again: its .* serves other weights"):
         steps.take(3)
 
 
@@ -321,7 +319,7 @@ def test_rows_mixed_up_within_a_request_stop_the_run(teacher: FakeTeacher, monke
 def test_an_answer_of_another_model_stops_the_run(teacher: FakeTeacher) -> None:
     teacher.answered = "other"
     with pytest.raises(
-        TeacherError, match=r"comes from the model 'other', but teacher was requested\. Fix: set opd.teacher.model"
+        TeacherError, match=r"the model 'other', but teacher was requested\. Fix: set opd.teacher.model"
     ):
         Run(teacher.url, "loss")
     teacher.answered = "teacher"
