@@ -179,6 +179,16 @@ def test_none_eligible(teacher: FakeTeacher, caplog: pytest.LogCaptureFixture, m
     assert found.keys() == taught.judge(taught.update(NONE)[1]).keys()
 
 
+def test_a_dominant_teacher_is_said_with_the_factor_that_halves_it(
+    teacher: FakeTeacher, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(teacher.url, "loss", coef=1.0)
+    for share in (0.95, 0.5, 0.95, 0.95, 0.95, 0.95):
+        run.opd._watch(share)
+    assert caplog.text.count("the teacher's share of the loss's pull was 95 % for 3 updates") == 1
+    assert "opd.coef=0.053" in caplog.text
+
+
 def test_scale_travels_with_the_rows(teacher: FakeTeacher) -> None:
     run = Run(teacher.url, "advantage", scale="std", horizon=2)
     factor = run.batch.put_columns[FACTOR]
