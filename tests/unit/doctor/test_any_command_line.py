@@ -47,7 +47,6 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("~mode=1",), "Write ~mode."),
     (("~trainer.none_such",), "there is no such key to delete."),
     (("+trainer.nnodes=2",), "the key already exists. Write trainer.nnodes=2."),
-    (("++opd=loss",), "Write +opd=loss."),
     (("gsm",), "Write KEY=VALUE."),
     ((*MAIN, "+offpolicy.shadow=[gsm]", "+opd={a: 1}"), "Choose an option of this package"),
     ((*MAIN, "+corection=gsm"), "Write +correction@correction=gsm"),

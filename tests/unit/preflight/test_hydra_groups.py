@@ -133,4 +133,5 @@ def test_only_our_keys_are_forced() -> None:
     theirs = ["correction=none", "trainer.x=null", "+correction.masks.a=null"]
     ours = ["correction.weight=null", "offpolicy.x=1", "setup.model=moe"]
     assert force_own_keys([]) == []
+    assert force_own_keys(["+correction=gsm", "++opd=loss"]) == ["correction=gsm", "opd=loss"]
     assert force_own_keys([*theirs, *ours]) == [*theirs, *(f"++{argument}" for argument in ours)]
