@@ -143,13 +143,6 @@ def format_spread(values: pandas.Series) -> str:
     return f"{values.median():.3f} ({values.min():.3f} to {values.max():.3f})"
 
 
-def format_difference(one: pandas.Series, other: pandas.Series) -> str:
-    """Format the mean difference of outcomes paired by seed, its interval, and p of the sign-flip test."""
-    apart = (one - other).dropna()
-    low, high = bootstrap(apart)
-    return f"{apart.mean():+.3f} [{low:+.3f}, {high:+.3f}], p = {sign_flip(apart):.2g}"
-
-
 def build_whole_table(table: pandas.DataFrame) -> list[str]:
     """Build the lines of the table of whole runs: outcomes over the seeds, and the measurements of the steps."""
     rows = []

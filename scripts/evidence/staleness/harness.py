@@ -126,7 +126,7 @@ def read_arm(name: str) -> CorrectionSpec:
     return CorrectionSpec.from_mapping(yaml.safe_load((ROOT / "configs" / "correction" / f"{name}.yaml").read_text()))
 
 
-def train(run: Run, steps: int = STEPS) -> float:
+def train(run: Run) -> float:
     """Train once and return the score: the mean reward of the last evaluations, in [0, 1]."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
@@ -136,10 +136,10 @@ def train(run: Run, steps: int = STEPS) -> float:
     ahead = int(run.eta) if math.isfinite(run.eta) else 0
     queue = deque(_sample(sampler, ROLLOUTS) for _ in range(ahead))
     scores = []
-    for step in range(1, steps + 1):
+    for step in range(1, STEPS + 1):
         queue.append(_sample(sampler, ROLLOUTS))
         _update(policy, optimizer, queue.popleft(), spec)
-        if (steps - step) % 10 == 0:
+        if (STEPS - step) % 10 == 0:
             scores.append(float(_sample(policy, _EVALUATED).rewards.mean()))
     return sum(scores[-EVALUATIONS:]) / len(scores[-EVALUATIONS:])
 
@@ -208,12 +208,12 @@ def list_runs(seeds: int) -> Iterator[Run]:
             yield from (Run(arm, eta, rate, seed) for arm in ARMS for eta in ETAS if eta)
 
 
-def measure(seeds: int, processes: int, steps: int = STEPS) -> Scores:
+def measure(seeds: int, processes: int) -> Scores:
     """Train all runs and collect the scores of each setting."""
     runs = list(list_runs(seeds))
     scores: dict[tuple[str, float, float], list[float]] = {}
     with ProcessPoolExecutor(processes) as pool:
-        for run, score in zip(runs, pool.map(train, runs, [steps] * len(runs)), strict=True):
+        for run, score in zip(runs, pool.map(train, runs), strict=True):
             for arm in (run.arm,) if run.eta else ARMS:
                 scores.setdefault((arm, run.eta, run.rate), []).append(score)
     return scores
@@ -226,14 +226,14 @@ def compute_ratio(scores: Sequence[float], synchronous: Sequence[float]) -> Rati
     return Ratio(float(np.mean(scores) / np.mean(synchronous)), *find_percentiles(drawn, CONFIDENCE))
 
 
-def check_claims(scores: Scores, rates: Sequence[float]) -> list[str]:
+def check_claims(scores: Scores) -> list[str]:
     """Check that, at eta 8, training collapses with clipping around mu but not with decoupled PPO; return sentences.
 
     Raises:
         ClaimError: a claim does not hold over its whole interval.
     """
     claims = []
-    for rate in rates:
+    for rate in RATES:
         arms = ("bypass", "decoupled_ppo")
         naive, decoupled = (compute_ratio(scores[arm, 8, rate], scores[arm, 0, rate]) for arm in arms)
         collapsed = f"bypass at eta 8 reaches {naive} of synchronous training, at most {MOST_OF_BYPASS}"
@@ -245,10 +245,10 @@ def check_claims(scores: Scores, rates: Sequence[float]) -> list[str]:
     return [sentence for _, sentence in claims]
 
 
-def describe_one_step_behind(scores: Scores, rates: Sequence[float]) -> list[str]:
+def describe_one_step_behind(scores: Scores) -> list[str]:
     """Report whether "naive eta = 1 degraded" is reproduced, which requires that the whole interval lies below 1."""
     sentences = []
-    for rate in rates:
+    for rate in RATES:
         found = compute_ratio(scores["bypass", 1, rate], scores["bypass", 0, rate])
         shown = "reproduces" if found.high < 1 else "does not reproduce"
         sentences.append(f'rate {rate:g}: "naive eta = 1 degraded" {shown}: {found} of synchronous training')
@@ -269,10 +269,10 @@ def report(scores: Scores, console: Console) -> None:
         console.print(table)
 
 
-def draw(scores: Scores, rates: Sequence[float], path: Path) -> None:
+def draw(scores: Scores, path: Path) -> None:
     """Write a PNG with one panel per rate. Lines show means over seeds; points show the seeds."""
-    figure, panels = create_axes(1, len(rates), width=5 * len(rates), height=4.4, sharey=True)
-    for axes, rate in zip(panels, rates, strict=True):
+    figure, panels = create_axes(1, len(RATES), width=5 * len(RATES), height=4.4, sharey=True)
+    for axes, rate in zip(panels, RATES, strict=True):
         for arm, (colour, label) in LOOKS.items():
             levels = {eta: scores[arm, eta, rate] for eta in ETAS}
             draw_levels(axes, levels, ETAS, np.mean, color=colour, label=label)
@@ -291,11 +291,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     scores = measure(options.seeds, options.processes)
     report(scores, Console(width=160))
-    draw(scores, RATES, options.out)
+    draw(scores, options.out)
     print(f"picture: {os.path.relpath(options.out)}")
-    print("\n".join(describe_one_step_behind(scores, RATES)))
+    print("\n".join(describe_one_step_behind(scores)))
     try:
-        print("\n".join(f"holds: {sentence}" for sentence in check_claims(scores, RATES)))
+        print("\n".join(f"holds: {sentence}" for sentence in check_claims(scores)))
     except ClaimError as error:
         print(f"DOES NOT HOLD: {error}")
         return 1
