@@ -54,16 +54,10 @@ class EngineModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
+        shapes = {"qk_weight": (6, WIDTH), "qk_bias": (6,), "norm": (1, WIDTH), "w": (2, 3, WIDTH)}
         for layer in range(2):
-            for kind, shape in (
-                ("qk.weight", (6, WIDTH)),
-                ("qk.bias", (6,)),
-                ("norm", (1, WIDTH)),
-                ("w", (2, 3, WIDTH)),
-            ):
-                self.register_parameter(
-                    f"l{layer}_{kind.replace('.', '_')}", nn.Parameter(torch.ones(shape).bfloat16())
-                )
+            for kind, shape in shapes.items():
+                self.register_parameter(f"l{layer}_{kind}", nn.Parameter(torch.ones(shape).bfloat16()))
         self.embed = nn.Parameter(torch.zeros(8, WIDTH).bfloat16())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -96,23 +96,19 @@ AT = torch.tensor([[False, True, False, True], [False, True, False, False]])
 TELESCOPE_MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 
 
-def test_zscore_punishes_progress_that_is_slower_than_its_siblings() -> None:
-    """Of 0.2, -0.1 and 0.4: mean 0.1667, std 0.2517; the first row gains 0.1 nats."""
-    found = token_advantages(U, AT, ["a", "a"], TELESCOPE_MASK, normalize="zscore")
-    assert found[0].tolist() == pytest.approx([-0.927, -0.927, -1.060, -1.060], abs=5e-4)
-    assert found[1].tolist() == pytest.approx([0.927, 0.927, 0.0, 0.0], abs=5e-4)
-
-
-def test_scale_keeps_the_sign_of_progress() -> None:
-    """Of 0.2, -0.1 and 0.4: root mean square sqrt(0.07)."""
-    found = token_advantages(U, AT, ["a", "a"], TELESCOPE_MASK, normalize="scale")
-    assert found[0].tolist() == pytest.approx([0.378, 0.378, -0.378, -0.378], abs=5e-4)
-    assert found[1].tolist() == pytest.approx([1.512, 1.512, 0.0, 0.0], abs=5e-4)
-
-
-def test_none_leaves_utilities_as_they_are() -> None:
-    found = token_advantages(U, AT, ["a", "b"], TELESCOPE_MASK, normalize="none")
-    assert found.tolist() == [pytest.approx([0.1, 0.1, -0.1, -0.1]), pytest.approx([0.4, 0.4, 0.0, 0.0])]
+@pytest.mark.parametrize(
+    ("normalize", "first", "second"),
+    [
+        ("zscore", [-0.927, -0.927, -1.060, -1.060], 0.927),  # mean 0.1667, std 0.2517
+        ("scale", [0.378, 0.378, -0.378, -0.378], 1.512),  # root mean square sqrt(0.07)
+        ("none", [0.1, 0.1, -0.1, -0.1], 0.4),
+    ],
+)
+def test_utilities_of_a_group_by_hand(normalize: str, first: list[float], second: float) -> None:
+    """0.2, -0.1 and 0.4: ``zscore`` punishes progress that is slower than its siblings', ``scale`` keeps its sign."""
+    found = token_advantages(U, AT, ["a", "a"], TELESCOPE_MASK, normalize=normalize)
+    assert found[0].tolist() == pytest.approx(first, abs=5e-4)
+    assert found[1].tolist() == pytest.approx([second, second, 0.0, 0.0], abs=5e-4)
 
 
 def test_tokens_off_the_mask_pass_credit_on_and_get_none() -> None:
