@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from recipe.offpolicy.doctor.bash.conditions import evaluate
 from recipe.offpolicy.doctor.bash.interpreter import read_script
+from recipe.offpolicy.doctor.bash.programs import is_read_only
 from recipe.offpolicy.doctor.bash.shell_values import ProgramCall, ScriptError, Unknown
 from tests.support.paths import ROOT
 
@@ -205,6 +207,20 @@ def test_what_is_not_read_is_named_with_its_line(source: str, line: int, part: s
         read_script(script, [], ENVIRONMENT)
     assert str(caught.value).startswith(f"{script}, line {line}: ")
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("expression", ["1 / 0", "f(1)", "1 +"])
+def test_what_is_no_arithmetic(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        evaluate(expression, {})
+
+
+@pytest.mark.parametrize(
+    ("command", "reads"),
+    [("cat x", True), ("tail -n 1", True), ("tail -f x", False), ("date -s now", False), ("hostname other", False)],
+)
+def test_programs_that_only_read(command: str, reads: bool) -> None:
+    assert is_read_only(command.split()) is reads
 
 
 def test_files_that_are_no_scripts(tmp_path: Path) -> None:
