@@ -1,37 +1,31 @@
-"""Steps worked on by one process or by several give the same, in order, and a process that dies loses nothing."""
+"""Steps worked on by several processes, or read piece by piece, give what they give as a whole."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
 import signal
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow
 import pytest
-import torch
 
 from recipe.offpolicy.analysis import jobs
 from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.calibration.calibration_page import compute_joint_shares
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
-from recipe.offpolicy.analysis.calibration.scores import PromptSample
-from recipe.offpolicy.analysis.jobs import (
-    ALONE,
-    Jobs,
-    JobsError,
-    map_steps,
-    prepare_process,
-    read_arguments,
-)
+from recipe.offpolicy.analysis.calibration.scores import PromptSample, hash_prompts
+from recipe.offpolicy.analysis.jobs import ALONE, Jobs, JobsError, map_steps, read_arguments
 from recipe.offpolicy.analysis.report.timeline import build_timeline
+from recipe.offpolicy.analysis.whatif.candidates import Candidate
+from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Step
-from tests.support.corrections import GSM
+from tests.support.corrections import GSM, M2PO, TIS, spec
 from tests.support.recordings import drawn_rows, record
 
 
@@ -130,26 +124,61 @@ def test_a_large_recording_gets_a_process_a_core(recorded: Recording, monkeypatc
     assert read_arguments(argparse.Namespace(jobs=None, ray="a:1"), recorded, recorded.steps) == Jobs(1, "a:1")
 
 
-def test_progress_is_shown_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(Jobs(1).map(square, [1, 2], "reading")) == [1, 4]
-    assert capsys.readouterr().err == ""
+ADDING = spec(TIS, gsm=GSM)
+FIXED = spec(TIS | {"normalize": True}, m2po=M2PO)
+"""A correction whose parts are fixed for the whole batch."""
 
 
-def test_a_process_is_prepared_for_arrays() -> None:
-    """Memory of an array of 1 MB, 256 pages, comes without page faults once one of its size was freed."""
+@pytest.fixture
+def of_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recording:
+    """One step of three ranks, which share the rows of each prompt; each file is a piece."""
+    ranks = (drawn_rows([9] * 16, step=2, seed=rank, rank=rank, group=4, backend=0.05, drift=0.02) for rank in range(3))
+    of_three_ranks = Recording(record(tmp_path, *ranks))
+    monkeypatch.setattr(Recording.in_pieces, "__defaults__", (1,))
+    return of_three_ranks
 
-    def count_faults() -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(20):
-            np.ones(2**17)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    threads, processors = torch.get_num_threads(), pyarrow.cpu_count()
-    try:
-        prepare_process()
-        assert torch.get_num_threads() == pyarrow.cpu_count() == 1
-    finally:
-        torch.set_num_threads(threads)
-        pyarrow.set_cpu_count(processors)
-    count_faults()
-    assert count_faults() < 20 * 256 / 2
+def read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recording.in_pieces, "__defaults__", (float("inf"),))
+
+
+def count_parts(steps: Any) -> int:
+    return len(list(steps))
+
+
+def test_work_gets_pieces_where_it_can(of_three_ranks: Recording) -> None:
+    assert list(map_steps(count_parts, of_three_ranks, ALONE, "counting")) == [1]
+    assert list(map_steps(count_parts, of_three_ranks, ALONE, "counting", in_pieces=True)) == [3]
+
+
+def test_a_replay(of_three_ranks: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a correction that is fixed for the whole batch the step is put together."""
+    for specs in ([ADDING], [ADDING, FIXED]):
+        named = [Candidate(str(place), str(place), {}, each) for place, each in enumerate(specs)]
+        monkeypatch.setattr(Recording.in_pieces, "__defaults__", (1,))
+        pieces = run_study(of_three_ranks, of_three_ranks.steps, named)
+        read_whole(monkeypatch)
+        whole = run_study(of_three_ranks, of_three_ranks.steps, named)
+        assert (pieces.rows, pieces.tokens, pieces.notes) == (whole.rows, whole.tokens, whole.notes)
+        assert pieces.fidelity.tokens == whole.fidelity.tokens == 3 * 16 * 9
+        assert pieces.agreement.cosine == pytest.approx(whole.agreement.cosine)
+        for one, other in zip(pieces.outcomes, whole.outcomes, strict=True):
+            assert vars(one.overall) == pytest.approx(vars(other.overall))
+            assert one.groups.keys() == other.groups.keys()
+
+
+@pytest.mark.parametrize("correction", [ADDING, FIXED])
+def test_a_calibration(of_three_ranks: Recording, monkeypatch: pytest.MonkeyPatch, correction: Any) -> None:
+    request = CalibrationRequest(target_kept=0.9, target_ess=0.9)
+    pieces = propose_bounds(of_three_ranks, correction, request), compute_joint_shares(of_three_ranks, [correction])
+    read_whole(monkeypatch)
+    whole = propose_bounds(of_three_ranks, correction, request), compute_joint_shares(of_three_ranks, [correction])
+    assert pieces[0].spec == whole[0].spec != correction
+    assert [vars(one) for one in pieces[1]] == [pytest.approx(vars(one)) for one in whole[1]]
+
+
+def test_rows_without_a_prompt_are_told_apart_by_update() -> None:
+    """A piece may hold another update of the same rank."""
+    rows = drawn_rows([1, 1], uid=np.array(["", ""], dtype=object))
+    later = replace(rows, mini_batch=rows.mini_batch + 1)
+    assert len({*hash_prompts(rows).tolist(), *hash_prompts(later).tolist()}) == 4

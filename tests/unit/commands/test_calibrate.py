@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.calibration import scores
-from recipe.offpolicy.analysis.calibration.calibration_page import draw_curves, format_caption
-from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
-from recipe.offpolicy.analysis.page import PANEL
 from recipe.offpolicy.analysis.whatif.candidates import compose_correction, initialize_composer
 from recipe.offpolicy.calibrate import main
 from recipe.offpolicy.correction import CorrectionSpec
@@ -20,7 +17,6 @@ from recipe.offpolicy.recording import Recording
 from tests.support.recordings import drawn_rows, record
 
 GSM = "correction=[tis_token,gsm]"
-LATER = np.ones(240, dtype=np.int32)
 
 
 @pytest.fixture
@@ -30,14 +26,9 @@ def recording(tmp_path: Path) -> Path:
     return record(
         tmp_path / "run",
         *(
-            drawn_rows(
-                lengths,
-                seed=step,
-                step=step,
-                backend=0.05,
-                uid=np.array([f"{step}/{row // 4}" for row in range(160)], dtype=object),
-            )
+            drawn_rows(lengths, seed=step, step=step, backend=0.05, uid=np.array(uid, dtype=object))
             for step in (1, 2)
+            for uid in [[f"{step}/{row // 4}" for row in range(160)]]
         ),
     )
 
@@ -69,20 +60,6 @@ def test_overrides_can_be_pasted(recording: Path, capsys: pytest.CaptureFixture[
     assert again["proposed"]["values"] == {"lower": again["now"]["lower"], "upper": again["now"]["upper"]}
 
 
-def test_the_table_says_what_is_counted(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, recording, "--spec", "correction=[gsm,icepop]", "--target-kept", 0.9)
-    assert "kept of rows" in out
-    assert "kept of tokens" in out
-    assert "of all" not in out  # both look at everything
-    assert "the correction takes one bound; the table shows which lengths it would affect" in " ".join(out.split())
-    assert "All of it together" in out
-    assert "masks.gsm: depends on length (rank correlation" in out
-    assert "masks.gsm by length" in out
-    assert "17 to 64" in out
-    assert "no dependence on length was found" in out
-    assert "masks.icepop by length" not in out
-
-
 def test_json_holds_what_the_tables_hold(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, recording, "--spec", GSM, "--target-kept", 0.9, "--json")
     result = json.loads(out)
@@ -99,18 +76,6 @@ def test_json_holds_what_the_tables_hold(recording: Path, capsys: pytest.Capture
     assert set(proposal["by_length"]) == {"le16", "le64", "le256"}
     assert result["skipped"] == {"weight": "takes --target-ess, because it keeps every token and caps its weight"}
     assert result["together"]["then"]["rows"] == pytest.approx(0.9)
-
-
-def test_what_was_recorded_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with initialize_composer():
-        spec = CorrectionSpec.from_mapping(compose_correction(["correction=gsm"])).to_mapping()
-    directory = record(tmp_path / "run", drawn_rows([20] * 40), spec=spec, reasons=["masks.gsm"])
-    status, out, _ = run(capsys, directory, "--target-kept", 0.9, "--json")
-    assert status == 0
-    assert json.loads(out)["proposals"][0]["key"] == "correction.masks.gsm"
-    status, _, err = run(capsys, record(tmp_path / "none", drawn_rows([20] * 4)), "--target-kept", 0.9)
-    assert status == 2
-    assert "the recorded correction has no weight and no mask" in err
 
 
 @pytest.mark.slow
@@ -138,59 +103,6 @@ def test_what_is_not_identified_is_not_proposed(tmp_path: Path, capsys: pytest.C
     assert "correction.masks.opsm.delta=" not in out
 
 
-@pytest.mark.slow
-def test_picture_and_page(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    png, page = tmp_path / "curves.png", tmp_path / "curves.html"
-    arguments = ("--target-kept", 0.9, "--target-ess", 0.9985, "--png", png, "--html", page)
-    status, _, _ = run(capsys, recording, "--spec", "correction=[tis_token,gsm,product_mask]", *arguments)
-    assert status == 0
-    assert png.read_bytes().startswith(b"\x89PNG")
-    text = page.read_text()
-    assert "correction.masks.gsm.upper=" in text
-    assert text.count(PANEL) == 3  # a panel a bound, which stack where a screen is narrow
-
-
-def test_the_axis_says_which_rows_a_share_is_of(tmp_path: Path) -> None:
-    """OPSM looks at rows with a negative advantage alone, and so does its share."""
-    sign = np.repeat(np.tile([1.0, -1.0], 120), 20).astype(np.float32)
-    recording = Recording(record(tmp_path / "run", drawn_rows([20] * 240, advantages=sign, drift=0.05)))
-    with initialize_composer():
-        composed = compose_correction(["correction=[gsm,opsm]", "correction.masks.opsm.delta=0.01"])
-    request = CalibrationRequest(target_kept=0.9)
-    result = propose_bounds(recording, CorrectionSpec.from_mapping(composed), request)
-    axes = draw_curves(result).axes
-    assert {axis.get_title(loc="left"): axis.get_ylabel() for axis in axes} == {
-        "Mask gsm": "share of rows kept",
-        "Mask opsm": "share of rows with A < 0 kept",
-    }
-    assert "share of rows with A < 0 kept by bound" in format_caption(result.proposals[1])
-
-
-def test_both_shares_where_a_mask_looks_at_some_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Half of 240 rows have A < 0: 0.9 of these is 0.95 of all, 108 of 120 and 228 of 240."""
-    sign = np.repeat(np.tile([1.0, -1.0], 120), 20).astype(np.float32)
-    directory = record(tmp_path / "run", drawn_rows([20] * 240, advantages=sign, drift=0.05, mini_batch=LATER))
-    spec = ("--spec", "correction=opsm", "correction.masks.opsm.delta=0.01")
-    arguments = (directory, *spec, "--target-kept", 0.9)
-    status, out, _ = run(capsys, *arguments)
-    assert status == 1  # no floor
-    assert "kept of rows with A < 0" in out
-    assert "then of all" in out
-    _, out, _ = run(capsys, *arguments, "--json")
-    proposal = json.loads(out)["proposals"][0]
-    assert proposal["looked"] == 0.5
-    assert proposal["reached_now_of_all"] == pytest.approx(1 - 0.5 * (1 - proposal["reached_now"]))
-    assert proposal["proposed"]["values"] == {}
-
-
-def test_a_bound_takes_as_many_rows_as_a_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for rows, status in ((19, 1), (20, 0)):
-        directory = record(tmp_path / str(rows), drawn_rows([30] * rows, group=1))
-        found, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
-        assert found == status
-        assert ("masks.gsm: not identified: only 19 rows, and a bound needs 20." in out) == (status == 1)
-
-
 def test_bounds_that_cannot_act_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Noise of 2 nats a token: a mean over one token is beyond 2.3 = log 10 in more than a tenth of the rows.
 
@@ -210,10 +122,8 @@ def test_bounds_that_cannot_act_are_refused(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--spec", "correction=gsm"), "no target"),
         (("--spec", "correction=gsm", "--target-kept", "1.5"), "--target-kept 1.5"),
         (("--spec", "correction=gms", "--target-kept", "0.9"), "no such option"),
-        (("--spec", "correction=none", "--target-kept", "0.9"), "no weight and no mask"),
         (("--spec", "correction=gsm", "--target-kept", "0.9", "--png", "/proc/none/x.png"), "No such file"),
     ],
 )

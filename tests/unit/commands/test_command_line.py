@@ -1,20 +1,19 @@
-"""Tools without a package that they need, and tools whose reader leaves: one line, and none."""
+"""Every command: its help, missing packages, a reader that leaves, and all tools under one name."""
 
 from __future__ import annotations
 
-import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.command_line import add_jobs
+from recipe.offpolicy.__main__ import COMMANDS
+from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows, record
 
-TOOLS = ("attribute", "calibrate", "report", "whatif")
-CALIBRATED = ("--spec", "correction=gsm", "--target-kept", "0.9")
 # A program as `python -m` runs it, where some packages are not installed.
 WITHOUT = """
 import importlib.abc, runpy, sys
@@ -39,16 +38,17 @@ def without(tool: str, missing: tuple[str, ...], *arguments: object) -> subproce
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-def test_packages_that_are_missing_are_one_line(tool: str, recording: Path, tmp_path: Path) -> None:
-    done = without(tool, ("pyarrow", "hydra"), recording)
+@pytest.mark.parametrize(
+    ("tool", "missing", "install"),
+    [("report", ("pyarrow", "hydra"), "pyarrow hydra-core"), ("whatif", ("numpy",), "numpy")],
+)
+def test_packages_that_are_missing_are_one_line(
+    tool: str, missing: tuple[str, ...], install: str, recording: Path
+) -> None:
+    """Also those that the tool's modules import at once."""
+    done = without(tool, missing, recording)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{tool}: not installed: pyarrow, hydra. Fix: pip install pyarrow hydra-core\n"
-
-
-@pytest.mark.parametrize("tool", ["calibrate", "whatif"])
-def test_what_their_modules_import_at_once_is_said_too(tool: str, recording: Path) -> None:
-    assert without(tool, ("numpy",), recording).stderr == f"{tool}: not installed: numpy. Fix: pip install numpy\n"
+    assert done.stderr == f"{tool}: not installed: {', '.join(missing)}. Fix: pip install {install}\n"
 
 
 @pytest.mark.slow
@@ -63,55 +63,110 @@ def test_what_only_a_picture_takes_is_said_before_the_work_and_for_a_picture_alo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("attribute", "--json"),
-        *(
-            pytest.param(each, marks=pytest.mark.extended)
-            for each in (
-                ("attribute",),
-                ("calibrate", *CALIBRATED, "--json"),
-                ("whatif", "--spec", "correction=gsm", "--json"),
-            )
-        ),
-    ],
-    ids=" ".join,
-)
-def test_a_reader_that_leaves_is_no_error(command: tuple[str, ...], recording: Path) -> None:
-    tool, *arguments = command
-    program = [sys.executable, "-m", f"recipe.offpolicy.{tool}", str(recording), *arguments]
+def test_a_reader_that_leaves_is_no_error(recording: Path) -> None:
+    program = [sys.executable, "-m", "recipe.offpolicy.attribute", str(recording), "--json"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
-        process.wait()
-    # What-if goes on to its files, and keeps its verdict; 1 where rich has noticed it first.
-    assert process.returncode in ((0,) if tool == "whatif" else (1, 141))
+    assert process.returncode in (1, 141)
 
 
-def test_nor_is_it_behind_help() -> None:
-    """Where Python keeps what is printed until the end, which PYTHONUNBUFFERED would change."""
-    program = [sys.executable, "-m", "recipe.offpolicy.report", "--help"]
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen(program, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == ""
-    assert process.returncode == 141
+def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "recipe.offpolicy", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
-def test_jobs_and_a_cluster_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_jobs(parser)
-    assert vars(parser.parse_args([])) == {"jobs": None, "ray": None}
-    assert parser.parse_args(["--jobs", "3"]).jobs == 3
-    for wrong, said in (
-        (["--jobs", "0"], "'0' is not a count of 1 or more"),
-        (["--jobs", "1", "--ray", "a:1"], "not allowed"),
-    ):
-        with pytest.raises(SystemExit):
-            parser.parse_args(wrong)
-        assert said in capsys.readouterr().err
+def complete(line: str, tmp_path: Path) -> list[str]:
+    """What the shell is offered behind ``line``."""
+    answer = tmp_path / "answer"
+    call(
+        _ARGCOMPLETE="1",
+        _ARGCOMPLETE_STDOUT_FILENAME=str(answer),
+        _ARGCOMPLETE_IFS="\n",
+        COMP_LINE=line,
+        COMP_POINT=str(len(line)),
+    )
+    return answer.read_text().split()
+
+
+def test_it_names_all_tools_and_refuses_others() -> None:
+    assert set(re.findall(r"^ +([a-z-]+)(?: |$)", call("--help").stdout, re.MULTILINE)) >= set(COMMANDS)
+    other = call("atribute")
+    assert other.returncode == 2
+    assert "'attribute'" in other.stderr
+
+
+def test_a_tool_has_its_own_arguments_and_exit_status() -> None:
+    usage = call("pass-at-k", "--help")
+    assert usage.returncode == 0
+    assert usage.stdout.startswith("usage: offpolicy pass-at-k")
+    assert call("attribute", "no-such-folder").returncode == 2
+
+
+def test_it_completes_commands_and_options(tmp_path: Path) -> None:
+    assert complete("offpolicy att", tmp_path) == ["attribute"]
+    assert complete("offpolicy whatif --st", tmp_path) == ["--steps"]
+    assert "areal" in complete("offpolicy translate --from a", tmp_path)
+
+
+SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), *(ROOT / "recipe" / "offpolicy").glob("*.sh")])
+PROGRAMS = sorted(
+    path
+    for folder in ("recipe/offpolicy", "verl_patches")
+    for path in (ROOT / folder).rglob("*.py")
+    if "outputs" not in path.parts and "\nif __name__ ==" in path.read_text()
+)
+
+
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__main__" else parts)
+
+
+def helped(command: list[str], cwd: Path, **variables: str) -> str:
+    """What a command prints for ``--help``, once it is known to have made nothing."""
+    before = set((ROOT / "outputs").rglob("*"))
+    done = subprocess.run(
+        [*command, "--help"],
+        cwd=cwd,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(cwd), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(cwd.iterdir())
+    assert set((ROOT / "outputs").rglob("*")) == before
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_shows_the_comment_at_its_top(script: Path, tmp_path: Path) -> None:
+    comment = []
+    for line in script.read_text().splitlines()[1:]:
+        if not line.startswith("#"):
+            break
+        comment.append(line[2:])
+    assert helped(["bash", str(script)], tmp_path).splitlines() == comment
+    assert len(comment) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PROGRAMS, ids=module)
+def test_a_program_shows_its_usage_and_imports_nothing_that_takes_seconds(path: Path, tmp_path: Path) -> None:
+    code = (
+        "import runpy, sys\n"
+        "try:\n"
+        f"    runpy.run_module({module(path)!r}, run_name='__main__', alter_sys=True)\n"
+        "finally:\n"
+        "    print(sorted({'hydra', 'numpy', 'ray', 'torch', 'verl'} & set(sys.modules)))\n"
+    )
+    *usage, imported = helped([sys.executable, "-c", code], tmp_path).splitlines()
+    assert imported == "[]"
+    assert f"python -m {module(path)}" in "\n".join(usage)
+    assert len(usage) <= 40

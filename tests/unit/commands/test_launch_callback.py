@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.launch_callback import say
 from tests.support.paths import ROOT
 
 pytest.importorskip("verl")
@@ -42,11 +41,6 @@ def launch(folder: Path, *overrides: str, before: str = "") -> subprocess.Comple
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_lines_of_ours_are_known_by_their_beginning(capsys: pytest.CaptureFixture[str]) -> None:
-    say("a line")
-    assert capsys.readouterr().out == "offpolicy: a line\n"
-
-
 @pytest.mark.slow
 def test_an_own_main_trains_corrected_by_one_override(tmp_path: Path) -> None:
     done = launch(tmp_path, "+correction@correction=[tis_token,gsm]", "correction.masks.gsm.upper=1.02")
@@ -58,9 +52,6 @@ def test_an_own_main_trains_corrected_by_one_override(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_a_check_refuses_stops_it_before_verl_begins(tmp_path: Path) -> None:
-    done = launch(tmp_path, "+correction@correction=gsm", "correction.masks.gsm.uper=1.02")
-    assert done.returncode == 1
-    assert "trains with" not in done.stdout
     done = launch(tmp_path, "+correction@correction=gsm", "actor_rollout_ref.rollout.calculate_log_probs=false")
     assert done.returncode == 1
     assert "actor_rollout_ref.rollout.calculate_log_probs=false: without the engine's log-probs" in done.stderr
@@ -68,18 +59,12 @@ def test_what_a_check_refuses_stops_it_before_verl_begins(tmp_path: Path) -> Non
 
 
 UNINSTALLED = "import hydra_plugins; hydra_plugins.__path__ = []"
-NO_IMPORT = "import sys; sys.modules['verl_patches.hydra_sections'] = None"
 RAISING = "import verl_patches.hydra_sections as ours; ours.bring_sections = lambda: 1 / 0"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "says"),
-    [
-        (UNINSTALLED, "config group 'correction' does not exist"),
-        (NO_IMPORT, "config group 'correction' does not exist"),
-        (RAISING, "ZeroDivisionError"),
-    ],
+    ("before", "says"), [(UNINSTALLED, "config group 'correction' does not exist"), (RAISING, "ZeroDivisionError")]
 )
 def test_a_missing_or_broken_plugin_stops_it_before_the_program_begins(before: str, says: str, tmp_path: Path) -> None:
     done = launch(tmp_path, "+correction@correction=gsm", before=before)

@@ -1,4 +1,4 @@
-"""Length by correctness over steps, from metrics and from a recording."""
+"""Reward by length and length by correctness: by hand, from dumps, metrics and recordings."""
 
 from __future__ import annotations
 
@@ -11,15 +11,99 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.lengths import (
+    Answers,
     CurveError,
+    bin_rewards,
     build_table,
-    draw_curves,
+    find_best,
+    find_edges,
     measure_rows,
     read_curves,
+    read_ends,
 )
 from recipe.offpolicy.analysis.table import to_plain
 from recipe.offpolicy.lengths import main
+from scripts.quickstart.model import build_tokenizer
 from tests.support.recordings import drawn_rows, record
+
+
+def make_answers(label: str, lengths: list[int], rewards: list[float], prompts: list[str]) -> Answers:
+    return Answers(label, np.array(prompts, dtype=object), np.array(lengths, float), np.array(rewards, float))
+
+
+def test_a_bin_by_hand() -> None:
+    """40 short answers of two prompts, 30 right of one and none of the other; 40 long ones, all right."""
+    short, long = [10] * 40, [90] * 40
+    rewards = [1.0] * 30 + [0.0] * 10 + [1.0] * 40
+    of = make_answers("x", short + long, rewards, ["p"] * 30 + ["q"] * 10 + ["p", "q"] * 20)
+    edges = find_edges([of])
+    assert edges.tolist() == [10.0, 50.0, 90.0] or (edges[0], edges[-1]) == (10.0, 90.0)
+    curve = bin_rewards(of, edges)
+    assert (curve.tokens[0], curve.reward[0], curve.share[0]) == (10.0, 0.75, 0.5)
+    assert (curve.tokens[-1], curve.reward[-1], curve.share[-1]) == (90.0, 1.0, 0.5)
+    # By prompt the deviations from 3/4 add up to 30/4 and -30/4.
+    assert curve.high[0] - curve.reward[0] == pytest.approx(1.96 * math.sqrt(2 * 7.5**2) / 40)
+    assert find_best(curve) == 90.0
+
+
+def test_few_answers_and_equal_rewards_have_no_best_length() -> None:
+    curve = bin_rewards(make_answers("x", [1] * 5, [1.0] * 5, ["p"] * 5), np.array([1.0, 2.0]))
+    assert (math.isnan(curve.reward[0]), curve.share[0], math.isnan(find_best(curve))) == (True, 1.0, True)
+    unsolved = make_answers("x", [10] * 40 + [90] * 40, [0.0] * 80, ["p"] * 80)
+    assert math.isnan(find_best(bin_rewards(unsolved, find_edges([unsolved]))))
+
+
+def test_the_ends_of_a_recording_are_its_first_and_last_steps(tmp_path: Path) -> None:
+    lengths, rewards = [4, 8], np.array([1, math.nan], np.float32)
+    steps = (drawn_rows(lengths, reward=rewards, step=step) for step in range(1, 7))
+    first, last = read_ends(record(tmp_path / "run", *steps))
+    assert (first.label, last.label) == ("steps 1 to 2", "steps 5 to 6")
+    assert first.tokens.tolist() == [4.0, 4.0]
+
+
+def write_dump(path: Path, step: int, right: dict[str, tuple[int, int]], n: int = 40) -> Path:
+    """``right``: prompt -> right answers of n, and letters of each answer."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        "".join(
+            json.dumps({"input": prompt, "output": "x" * letters, "score": float(at < count), "step": step}) + "\n"
+            for prompt, (count, letters) in right.items()
+            for at in range(n)
+        )
+    )
+    return path
+
+
+def test_classes_are_those_of_the_first_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_tokenizer("Spell it.").save_pretrained(tmp_path / "tokenizer")
+    early = write_dump(tmp_path / "a" / "100.jsonl", 100, {"p": (39, 5), "q": (1, 10), "r": (20, 7)})
+    late = write_dump(tmp_path / "a" / "1000.jsonl", 1000, {"p": (30, 6), "q": (8, 13), "r": (40, 9)})
+    given = [str(early), str(late), "--tokenizer", str(tmp_path / "tokenizer"), "--samples", "40"]
+    assert main([*given, "--json", "--png", str(tmp_path / "x.png")]) == 0
+    rows = {(each["checkpoint"], each["class"]): each for each in json.loads(capsys.readouterr().out)}
+    assert {key: (each["prompts"], each["pass_rate"], each["tokens"]) for key, each in rows.items()} == {
+        ("step 100", "easy"): (1, 0.975, 5.0),
+        ("step 1000", "easy"): (1, 0.75, 6.0),
+        ("step 100", "hard"): (1, 0.025, 10.0),
+        ("step 1000", "hard"): (1, 0.2, 13.0),
+    }
+    assert (tmp_path / "x.png").stat().st_size > 1000
+    other = write_dump(tmp_path / "b" / "1000.jsonl", 1000, {"p": (40, 1), "q": (0, 2)})
+    assert main([str(early), str(other), *given[2:]]) == 0
+    assert "b, step 1000" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [([], "--tokenizer FOLDER"), (["--tokenizer", "TOKENIZER"], "0 prompts have 64 answers")]
+)
+def test_what_is_missing_is_said(
+    given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_tokenizer("Spell it.").save_pretrained(tmp_path / "tokenizer")
+    dump = write_dump(tmp_path / "a" / "1.jsonl", 1, {"p": (39, 5)})
+    assert main([str(dump), *(each.replace("TOKENIZER", str(tmp_path / "tokenizer")) for each in given)]) == 2
+    assert said in capsys.readouterr().err
+
 
 REWARDS = np.array([1, 0, 1, 1, 0, 0, 0, 0], np.float32)
 LENGTHS = [4, 8, 6, 2, 9, 9, 9, 5]
@@ -61,27 +145,6 @@ def test_metrics_and_recordings_make_the_same_table(tmp_path: Path) -> None:
     assert to_plain(curves)[0]["lengths"]["easy"] is None
 
 
-def test_many_steps_are_thinned_with_both_ends(tmp_path: Path) -> None:
-    curves = read_curves(metrics(tmp_path / "metrics.jsonl", steps=100), correct_at_least=1.0)
-    steps = [row[0] for row in build_table(curves, most=5).rows]
-    assert (steps[0], steps[-1], len(steps)) == (1, 100, 5)
-    assert len(build_table(curves[:1]).rows) == 1
-
-
-def test_a_step_of_unknown_length_is_kept(tmp_path: Path) -> None:
-    found = read_curves(metrics(tmp_path / "m.jsonl", 3, **{"response_length/mean": None}), correct_at_least=1.0)
-    assert [math.isnan(each.lengths["all"]) for each in found] == [True] * 3
-    assert [each.lengths["right"] for each in found] == [5.0, 10.0, 15.0]
-    draw_curves({"run": found})
-
-
-@pytest.mark.parametrize("given", [["--correct-at-least", "nan"], ["--samples", "0"], ["--samples", "-3"]])
-def test_numbers_that_mean_nothing_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["metrics.jsonl", *given])
-    assert f"argument {given[0]}: '{given[1]}' is not a" in capsys.readouterr().err
-
-
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump = tmp_path / "1.jsonl"
     dump.write_text('{"input": "q", "score": 1, "step": 1}')
@@ -96,13 +159,6 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     assert picture.stat().st_size > 1000
     assert main([str(source), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[str(source)][0]["lengths"]["right"] == 5.0
-
-
-def test_a_figure_has_a_row_for_each_run(tmp_path: Path) -> None:
-    curves = read_curves(metrics(tmp_path / "metrics.jsonl"), correct_at_least=1.0)
-    axes = draw_curves({"one": curves, "two": curves}).axes
-    assert [axis.get_title(loc="left") for axis in axes] == ["one", "Reward", "two", "Reward"]
-    assert [line.get_label() for line in axes[0].get_lines()] == ["all answers", "right answers"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``correction=auto`` on the command line: the choice, its reasons, and what it refuses."""
+"""``correction=auto`` and ``offpolicy.shadow`` on the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.support.launched import REFUSED, Launcher
 pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
 
 AUTO = ("correction=auto", "setup.model=dense", "actor_rollout_ref.rollout.name=vllm", *NEEDED)
-STALENESS = "trainer.v1.sampler.max_off_policy_threshold"
 
 
 MASK = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.99, upper: 1.01, when: any}"
@@ -26,21 +25,15 @@ MASK = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.99, upp
 @pytest.mark.parametrize(
     ("arguments", "option", "correction"),
     [
-        ([], "tis_token", spec(TIS)),
         # What the user says next to it wins.
         (
             ["correction.weight.upper=3.0", f"+correction.masks.gsm={MASK}"],
             "tis_token",
             spec(TIS | {"upper": 3.0}, gsm=GSM),
         ),
-        (["trainer.v1.trainer_mode=colocate_async"], "opsm", spec(opsm=opsm(0.1))),
-        (
-            ["trainer.v1.trainer_mode=colocate_async", "correction.masks.opsm.delta=0.3"],
-            "opsm",
-            spec(opsm=opsm(0.3)),
-        ),
+        (["trainer.v1.trainer_mode=colocate_async", "correction.masks.opsm.delta=0.3"], "opsm", spec(opsm=opsm(0.3))),
     ],
-    ids=["plain", "with overrides", "async", "async with a delta"],
+    ids=["with overrides", "async with a delta"],
 )
 def test_a_correction_is_chosen(
     arguments: list[str], option: str, correction: CorrectionSpec, launch: Launcher
@@ -53,45 +46,6 @@ def test_a_correction_is_chosen(
     assert f"fingerprint {correction.fingerprint()}" in result.printed
     (config,) = result.trained
     assert Composed(config).spec == correction
-
-
-@pytest.mark.slow
-def test_auto_may_choose_nothing(launch: Launcher) -> None:
-    own = ("correction=auto", "setup.model=dense", "setup.engine=same", "data.train_batch_size=256", *NEEDED)
-    result = launch(*own)
-    assert result.status == 0, result.status
-    assert "correction=auto selects correction=[none]:" in result.printed
-    (config,) = result.trained
-    assert Composed(config).spec.is_none
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["setup.model=null"], ["setup.model=null: correction=auto needs this value", "Set setup.model=dense"]),
-        pytest.param(
-            ["setup.minibatches=2"],
-            ["setup.minibatches=2: the configuration says 4: data.train_batch_size="],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["trainer.v1.trainer_mode=colocate_async", f"{STALENESS}=null"],
-            [f"{STALENESS}=null: ", f"Set {STALENESS}=9"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["correction.weight=null"], ["correction=[tis_token]: overrides have removed all"], marks=pytest.mark.slow
-        ),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_what_auto_refuses(arguments: list[str], parts: list[str], launch: Launcher) -> None:
-    result = launch(*AUTO, *arguments)
-    assert isinstance(result.status, str)
-    assert result.status.startswith(REFUSED)
-    for part in parts:
-        assert part in result.status
-    assert result.trained == []
 
 
 @pytest.mark.slow
@@ -116,3 +70,38 @@ def test_a_set_up_that_nothing_reads(launch: Launcher, folder: Path) -> None:
     status = launch("correction=gsm", "setup.model=moe", folder=folder).status
     assert isinstance(status, str)
     assert "setup.model=moe: only correction=auto reads it" in status
+
+
+@pytest.mark.slow
+def test_shadows_are_options_by_name(launch: Launcher) -> None:
+    result = launch("correction=tis_token", "offpolicy.shadow=[gsm,opsm]", "offpolicy.shadow_delta=0.2", *NEEDED)
+    assert result.status == 0, result.status
+    said = "offpolicy: shadow opsm: correction.masks.opsm.delta is not set; the report uses 0.2 nats per token"
+    assert said in result.printed
+    (config,) = result.trained
+    shadows = Composed(config).shadows
+    assert list(shadows) == ["gsm", "opsm"]
+    assert dict(shadows["opsm"].masks)["opsm"].delta == 0.2
+    assert dict(shadows["gsm"].masks)["gsm"].upper == 1.01
+    # What is on stays as it was chosen.
+    assert Composed(config).spec.weight is not None
+    assert not Composed(config).spec.masks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shadow", "parts"),
+    [
+        ("[gsm,gsm]", ["offpolicy.shadow", "offpolicy.shadow=gsm: named twice"]),
+        ("[none]", ["offpolicy.shadow=none", "no weight and no mask to report on"]),
+        ("[bypass]", ["offpolicy.shadow=bypass", "changes pi_old"]),
+        ("[1]", ["offpolicy.shadow", "offpolicy.shadow=1: not an option", "Set offpolicy.shadow=[]"]),
+    ],
+)
+def test_shadows_that_cannot_be_reported(shadow: str, parts: list[str], launch: Launcher, folder: Path) -> None:
+    result = launch("correction=tis_token", f"offpolicy.shadow={shadow}", folder=folder)
+    assert isinstance(result.status, str)
+    assert result.status.startswith(REFUSED)
+    for part in parts:
+        assert part in result.status
+    assert result.trained == []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import re
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import attribute
@@ -15,9 +13,7 @@ from recipe.offpolicy.analysis.whatif.candidates import build_overrides, compose
 from recipe.offpolicy.correction import CorrectionSpec, recommended
 from recipe.offpolicy.preflight.examination import examine
 from recipe.offpolicy.recording import Recording
-from recipe.offpolicy.report import main as report
 from tests.support.applications import NEEDED, application
-from tests.support.recordings import drawn_rows, record
 
 LAUNCH = (*NEEDED, "actor_rollout_ref.rollout.name=vllm")
 TIGHT = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.999, upper: 1.001, when: negative}"
@@ -42,10 +38,7 @@ def launched(*overrides: str) -> CorrectionSpec:
 @pytest.mark.parametrize(
     ("asked", "pasted"),
     [
-        (["correction=none"], ["correction=none"]),
-        (["correction=gsm", "correction.masks.gsm.upper=1.02"], ["correction=gsm", "correction.masks.gsm.upper=1.02"]),
         (["correction=[gsm,tis_token]"], ["correction=[tis_token,gsm]"]),
-        (["correction=mis_token"], ["correction=mis_token"]),
         (
             ["correction=[tis_token,opsm]", "correction.masks.opsm.delta=0.1", "correction.weight.upper=3.0"],
             ["correction=[tis_token,opsm]", "correction.weight.upper=3.0", "correction.masks.opsm.delta=0.1"],
@@ -66,8 +59,6 @@ def test_shipped_options_by_name(asked: list[str], pasted: list[str]) -> None:
     "asked",
     [
         ["correction=none", f"+correction.masks.tight={TIGHT}"],
-        ["correction=gsm", "correction.weight={level: sequence, kind: truncate, lower: null, upper: 2.2}"],
-        ["correction=paper/dppo_tv"],
         [
             "correction=none",
             "correction.weights.a={level: token, kind: truncate, lower: null, upper: 3.0, when: negative}",
@@ -77,7 +68,6 @@ def test_shipped_options_by_name(asked: list[str], pasted: list[str]) -> None:
             "+correction.weight.by_staleness=[1.5,2.0]",
             "+correction.masks.stale={aggregate: staleness, level: turn, upper: 3}",
         ],
-        ["correction=[tis_token,gsm]", "correction.masks.gsm.upper=1.02"],
     ],
     ids=lambda overrides: " ".join(overrides)[:50],
 )
@@ -101,22 +91,3 @@ def test_what_attribution_advises(directory: str, advised: tuple[str, ...]) -> N
     (pasted,) = [found[1] for fix in fixes if (found := re.search("correct for [^:]*: (.*)", fix))]
     assert tuple(shlex.split(pasted)) == advised
     assert not composed(list(advised)).is_none
-
-
-@pytest.fixture
-def uncorrected(tmp_path: Path) -> Path:
-    """One step of 160 rows in groups of 4."""
-    uid = np.array([f"1/{row // 4}" for row in range(160)], dtype=object)
-    return record(tmp_path / "run", drawn_rows(np.tile([6, 30, 200, 90], 40), backend=0.05, uid=uid))
-
-
-@pytest.mark.slow
-def test_what_a_report_of_an_uncorrected_run_prints(uncorrected: Path, tmp_path: Path) -> None:
-    pytest.importorskip("verl")
-    assert report([str(uncorrected), "--out", str(tmp_path / "report.html")]) == 0
-    page = html.unescape((tmp_path / "report.html").read_text())
-    (block,) = re.findall(r"<pre[^>]*>(?:<code>)?('?correction=.*?)<", page, flags=re.DOTALL)
-    spec = launched(*shlex.split(block.replace("\\\n", "")))
-    assert spec.weight is not None
-    assert spec.weight.level == "token"
-    assert {name for name, _ in spec.masks} == {"gsm"}  # without stale rows there is no opsm

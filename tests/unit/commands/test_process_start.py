@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from recipe.offpolicy.process_start import CHECK_FLAG, end_start, hasten_check, hasten_start
-from tests.support.applications import CONFIGS, NEEDED
+from recipe.offpolicy.process_start import CHECK_FLAG
+from tests.support.applications import NEEDED
 from tests.support.examples import each_nth_by_default
-from tests.support.fresh_python import ok, python
+from tests.support.fresh_python import python
 from tests.support.paths import ROOT
 
 pytest.importorskip("verl")
@@ -35,34 +32,6 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 DOCTOR = "recipe.offpolicy.doctor"
 VERL_PROGRAM = ("--module", "verl.trainer.main_ppo", "algorithm.rollout_correction.rollout_is=token", *NEEDED)
-
-
-def test_a_process_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(yaml, "SafeLoader", yaml.SafeLoader)
-    others = len(sys.meta_path)
-    try:
-        hasten_check()
-        assert not gc.isenabled()
-        end_start()
-        assert gc.isenabled()
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
-        gc.enable()
-    assert len(sys.meta_path) == others + 2
-    assert yaml.safe_load("a: 1") == {"a": 1}
-
-
-def test_a_launch_is_set_up_without_lazy_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yaml, "SafeLoader", yaml.SafeLoader)
-    finders = list(sys.meta_path)
-    try:
-        hasten_start()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-    assert sys.meta_path == finders
 
 
 @pytest.mark.parametrize(
@@ -113,19 +82,3 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
     done = python(code, bare=True)
     assert "imported:\ncollecting: True\n" in done.stdout, done.stderr[-2000:]
-
-
-def test_configurations_are_parsed_alike() -> None:
-    """Every file of verl's configuration and of ours, by YAML's parsers in Python and in C."""
-    code = f"""
-from pathlib import Path
-from omegaconf import OmegaConf
-import verl_patches.contract
-folders = [Path({str(CONFIGS)!r}), verl_patches.contract.location("verl") / "trainer" / "config"]
-files = [file for folder in folders for file in folder.rglob("*.yaml")]
-before = [OmegaConf.to_yaml(OmegaConf.load(file)) for file in files]
-from recipe.offpolicy.process_start import hasten_check
-hasten_check()
-print(before == [OmegaConf.to_yaml(OmegaConf.load(file)) for file in files], len(files) > 50)
-"""
-    assert ok(code, bare=True) == "True True\n"

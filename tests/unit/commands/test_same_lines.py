@@ -16,39 +16,24 @@ pytestmark = [pytest.mark.usefixtures("each_actor_is_probed_once"), pytest.mark.
 GSM = ("correction=gsm", *NEEDED)
 ACCEPTED: list[tuple[str, ...]] = [
     (*GSM, "--config-name=offpolicy_trainer"),
-    ("--config-name=offpolicy_trainer", *GSM),
     (*GSM, "--config-name", "offpolicy_megatron_trainer"),
-    (*GSM, "--run"),
-    (*GSM, "-cn=offpolicy_trainer"),
     (*GSM, "+trainer.of_mine=a", "trainer.of_mine=b"),
     (*GSM, "hydra.job.name=mine"),
-    (*GSM, "hydra.searchpath=[file:///tmp]"),
 ]
 REFUSED: list[tuple[str, ...]] = [
     ("correction=gsm", "--config-name=offpolicy_trainer", *NEEDED),
     (*GSM, "--multirun"),
-    (*GSM, "hydra.mode=MULTIRUN"),
     (*GSM, "--no-such-flag"),
     (*GSM, "--config-name=nowhere"),
-    (*GSM, "--config-dir=/nowhere"),
-    (*GSM, "--resolve"),
     (*GSM, "hydra.run.dir=/proc/nowhere"),
-    (*GSM, "trainer.default_local_dir=/proc/nowhere"),
     (*GSM, "trainer.resume_mode=sometimes"),
-    (*GSM, "correction.masks.gsm.upper=1e308"),
-    (*GSM, "gsm"),
-    (*GSM, "trainer.total_epochs=" + "9" * 5000),
     ("correction=[[gsm]]", *NEEDED),
-    (*GSM, "hydra.searchpath=[pkg://nope]"),
     ("+algorithm.rollout_corection.rollout_is=token", *NEEDED),
-    ("correction=tis_tokn", *NEEDED),
 ]
 
 
 @pytest.mark.parametrize(
-    "line",
-    each_nth_by_default(3, [(line,) for line in (*ACCEPTED, *REFUSED)]),
-    ids=lambda line: " ".join(line)[:80],
+    "line", each_nth_by_default(2, [(line,) for line in (*ACCEPTED, *REFUSED)]), ids=lambda line: " ".join(line)[:80]
 )
 def test_three_commands_say_the_same(
     line: tuple[str, ...], launch: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]

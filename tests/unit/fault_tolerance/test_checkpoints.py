@@ -14,15 +14,10 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.fault_tolerance.checkpoints import (
     RECORD,
     SAVING,
-    STATES,
     TRACKER,
     CheckpointError,
-    CheckpointFolder,
     check_before_loading,
-    extension_states,
     guard_save,
-    read_staleness,
-    write_json,
 )
 
 TIS = {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}}
@@ -71,15 +66,9 @@ def to_resume(folder: Path, **trainer: Any) -> str:
 def test_a_whole_checkpoint_is_recorded(tmp_path: Path) -> None:
     save(tmp_path, 4)
     record = json.loads((tmp_path / "global_step_4" / RECORD).read_text())
-    assert record == {
-        "step": 4,
-        "complete": True,
-        "fingerprint": SPEC.fingerprint(),
-        "correction": SPEC.to_mapping(),
-    }
+    assert record == {"step": 4, "complete": True, "fingerprint": SPEC.fingerprint(), "correction": SPEC.to_mapping()}
     assert not (tmp_path / SAVING).exists()
     assert to_resume(tmp_path) == "4"
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 @pytest.mark.parametrize("until", ["actor", "data", "tracker"])
@@ -128,21 +117,6 @@ def test_a_tracker_without_a_number_is_mended(tmp_path: Path, caplog: pytest.Log
     assert "holds no number; resuming step 10" in caplog.text
 
 
-def test_the_first_one_ended_in_the_midst(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tmp_path, 2, until="data")
-    with caplog.at_level(logging.WARNING):
-        check_before_loading(config(tmp_path), SPEC)
-    assert "training restarts" in caplog.text
-
-
-def test_the_same_correction_takes_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tmp_path, 2)
-    with caplog.at_level(logging.INFO):
-        to_resume(tmp_path)
-    assert [record.levelname for record in caplog.records] == ["INFO"]
-    assert f"fingerprint {SPEC.fingerprint()}" in caplog.text
-
-
 def test_a_changed_correction_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 2)
     masks = {"gsm": {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "lower": 0.99, "upper": 1.01}}
@@ -171,17 +145,6 @@ def test_a_checkpoint_of_another_run_cannot_be_known(tmp_path: Path, caplog: pyt
     assert "it is unknown" in caplog.text
 
 
-def test_what_is_saved_asynchronously_is_not_called_complete(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    asynchronous = config(tmp_path)
-    asynchronous.actor_rollout_ref = {"actor": {"checkpoint": {"async_save": True}}}
-    with guard_save(asynchronous, 4, SPEC):
-        (tmp_path / "global_step_4").mkdir()
-    assert (tmp_path / TRACKER).read_text() == "2"
-    (tmp_path / TRACKER).write_text("")
-    assert to_resume(tmp_path) == "2"
-
-
 @pytest.mark.parametrize(
     "keys",
     [
@@ -197,13 +160,6 @@ def test_the_previous_one_is_kept_while_the_next_is_written(
         assert run.trainer.max_actor_ckpt_to_keep == run.trainer.max_critic_ckpt_to_keep == 2
         assert not run.trainer.get("remove_previous_ckpt_in_save")
     assert "two checkpoints are kept" in caplog.text
-
-
-def test_more_than_one_to_keep_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = config(tmp_path, max_actor_ckpt_to_keep=3, max_critic_ckpt_to_keep=None)
-    with caplog.at_level(logging.WARNING), guard_save(run, 2, SPEC):
-        assert (run.trainer.max_actor_ckpt_to_keep, run.trainer.max_critic_ckpt_to_keep) == (3, None)
-    assert caplog.text == ""
 
 
 def test_what_is_saved_asynchronously_is_whole_once_verl_names_it(tmp_path: Path) -> None:
@@ -226,56 +182,3 @@ def test_a_checkpoint_whose_weights_verl_has_deleted_is_not_resumed(tmp_path: Pa
     for weights in (tmp_path / "global_step_4" / "actor").iterdir():
         weights.unlink()
     assert to_resume(tmp_path) == "2"
-
-
-def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
-    write_json(path, {"b": 1, "a": [None, "x"]}, mode=0o600)
-    assert json.loads(path.read_text()) == {"a": [None, "x"], "b": 1}
-    assert path.stat().st_mode & 0o777 == 0o600
-    before = path.read_bytes()
-    with pytest.raises(TypeError):
-        write_json(path, {"a": object()})
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_extensions_state_is_read_from_the_checkpoint_that_is_resumed(tmp_path: Path) -> None:
-    assert extension_states(config(tmp_path))[0] == {}
-    with guard_save(
-        config(tmp_path), 5, SPEC, extensions=lambda folder: {"nudge": {"settings": {}, "state": {"updates": 3}}}
-    ):
-        (tmp_path / "global_step_5").mkdir()
-    state, folder = extension_states(by_path(tmp_path, 5))
-    assert state == {"nudge": {"settings": {}, "state": {"updates": 3}}}
-    assert folder == tmp_path / "global_step_5" / STATES
-
-
-def test_a_new_run_reads_no_record_of_its_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path(RECORD).write_text("of another program")
-    assert extension_states(config(tmp_path / "checkpoints")) == ({}, Path(STATES))
-    assert read_staleness(config(tmp_path / "checkpoints")) is None
-
-
-def test_which_steps_are_complete(tmp_path: Path) -> None:
-    folder = CheckpointFolder.from_config(config(tmp_path))
-    assert (folder.read_tracked_step(), folder.read_unfinished(), folder.list_complete_steps()) == (None, None, [])
-    for step in (2, 10):
-        with guard_save(config(tmp_path), step, SPEC):
-            folder.step_path(step).mkdir()
-    assert folder.step_path(10) == tmp_path / "global_step_10"
-    assert (folder.read_tracked_step(), folder.read_unfinished(), folder.list_complete_steps()) == (10, None, [10, 2])
-    write_json(tmp_path / SAVING, {"step": 11, "tracked": 10})
-    folder.step_path(11).mkdir()
-    assert (folder.is_whole(10), folder.is_whole(11), folder.is_whole(12)) == (True, False, False)
-
-
-def test_the_state_of_a_rate_limit_is_kept_where_there_is_one(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    assert "staleness" not in json.loads((tmp_path / "global_step_1" / RECORD).read_text())
-    assert read_staleness(config(tmp_path)) is None
-    assert read_staleness(config(tmp_path / "nothing")) is None
-    with guard_save(config(tmp_path), 2, SPEC, staleness={"eta": "2", "account": 20}):
-        (tmp_path / "global_step_2").mkdir()
-    assert read_staleness(config(tmp_path)) == {"eta": "2", "account": 20}

@@ -16,9 +16,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from omegaconf import DictConfig, OmegaConf
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
-from recipe.offpolicy.fault_tolerance.watchdog import NAMES, Phases, Watchdog, WatchdogError, find_problems, watch
+from recipe.offpolicy.fault_tolerance.watchdog import (
+    NAMES,
+    LostWorkerDetector,
+    Phases,
+    Watchdog,
+    WatchdogError,
+    end_workers,
+    find_problems,
+    summarize_death,
+    watch,
+)
 from tests.support.paths import ROOT
 
 HANGS = 300.0
@@ -58,41 +70,6 @@ def test_a_phase_is_overdue_from_its_own_beginning() -> None:
     assert "rollout is stuck: it has taken 54 s, limit 50 s" in sentence
     assert "offpolicy.watchdog.phase_timeouts.rollout" in sentence
     assert phases.describe_overdue() is None
-
-
-def test_the_inner_phase_is_named_first() -> None:
-    clock = Clock()
-    phases = Phases({}, 20.0, clock)
-    with phases.enter("validation"), phases.enter("rollout"):
-        clock.now += 21.0
-        sentence = phases.describe_overdue()
-        assert phases.list_current() == [("validation", 21.0), ("rollout", 21.0)]
-    assert sentence is not None
-    assert "rollout is stuck: it has taken 21 s within validation" in sentence
-    assert "raise offpolicy.watchdog.step_timeout" in sentence
-
-
-def test_the_time_between_phases_counts() -> None:
-    clock = Clock()
-    phases = Phases({}, 20.0, clock)
-    clock.now += 15.0
-    with phases.enter("rollout"):
-        pass
-    clock.now += 15.0
-    assert phases.describe_overdue() is None
-    clock.now += 6.0
-    assert "between_phases is stuck" in str(phases.describe_overdue())
-
-
-def test_no_limit_is_any_time() -> None:
-    clock = Clock()
-    phases = Phases({"rollout": None}, 20.0, clock)
-    with phases.enter("rollout"):
-        clock.now += 1e6
-        assert phases.describe_overdue() is None
-    unlimited = Phases({"rollout": 5.0}, None, clock)
-    clock.now += 1e6
-    assert unlimited.describe_overdue() is None
 
 
 @pytest.fixture
@@ -141,19 +118,6 @@ def test_a_lost_worker_ends_the_run(started: Callable[..., Watchdog]) -> None:
     assert looks.count(True) == 1
 
 
-def test_a_look_that_fails_leaves_the_limits(started: Callable[..., Watchdog]) -> None:
-    clock, looked = Clock(), threading.Event()
-
-    def look() -> str | None:
-        looked.set()
-        raise OSError("no answer")
-
-    watchdog = started(Phases({}, 60.0, clock), lost=look)
-    assert looked.wait(HANGS)
-    with pytest.raises(WatchdogError, match="rollout is stuck"), watchdog.phase("rollout"):
-        clock.hang()
-
-
 def test_a_wait_that_no_signal_wakes_is_released(started: Callable[..., Watchdog]) -> None:
     """ray.get in an actor goes on waiting; it ends when the actor that it waits for is killed."""
     clock, answer = Clock(), threading.Event()
@@ -171,29 +135,6 @@ def test_a_wait_that_no_signal_wakes_is_released(started: Callable[..., Watchdog
     watchdog = started(Phases({}, 60.0, clock), patience=0.3, release=answer.set)
     with pytest.raises(WatchdogError, match="rollout is stuck"), watchdog.phase("rollout"):
         ray_get()
-
-
-def test_what_the_interrupted_call_makes_of_it_is_not_shown(started: Callable[..., Watchdog]) -> None:
-    """Some calls raise an error of their own instead of what the signal's handler raised."""
-
-    clock = Clock()
-
-    def ray_get() -> None:
-        try:
-            clock.hang()
-        except KeyboardInterrupt as error:
-            raise SystemError("returned a result with an exception set") from error
-
-    watchdog = started(Phases({}, 60.0, clock))
-    with pytest.raises(WatchdogError, match="rollout is stuck"), watchdog.phase("rollout"):
-        ray_get()
-
-
-def test_other_errors_are_left_alone(started: Callable[..., Watchdog]) -> None:
-    watchdog = started(Phases({}, 60.0, Clock()))
-    with pytest.raises(KeyError, match="mine"), watchdog.phase("rollout"):
-        raise KeyError("mine")
-    assert watchdog.phases.list_current()[0][0] == "between_phases"
 
 
 class Manager:
@@ -254,9 +195,8 @@ def test_parts_made_later_are_watched(kind: type[Trainer]) -> None:
         watchdog.stop()
 
 
-@pytest.mark.parametrize("kind", [Trainer, AwaitedTrainer])
-def test_a_healthy_run_is_left_alone(kind: type[Trainer]) -> None:
-    trainer = kind()
+def test_a_healthy_run_is_left_alone() -> None:
+    trainer = AwaitedTrainer()
     watchdog = watch(trainer, config(poll=None), Clock())
     assert watchdog is not None
     assert run(trainer) == "batch updated"
@@ -362,3 +302,108 @@ def test_problems_name_key_value_and_fix() -> None:
         (problem,) = find_problems(OmegaConf.create({"offpolicy": {"watchdog": settings}}))
         assert problem.overrides == ()
     assert "between_phases" in NAMES
+
+
+WORKER, SERVER = (SimpleNamespace(name=name, __ray_ready__=None) for name in ("worker", "server"))
+
+
+def holder() -> Any:
+    return SimpleNamespace(
+        actor_rollout_wg=SimpleNamespace(workers=[WORKER]),
+        critic_wg=None,
+        llm_server_manager=SimpleNamespace(server_handles=[SERVER, "no actor"]),
+    )
+
+
+def test_all_are_ended_also_after_one_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+
+    def kill(handle: Any) -> None:
+        ended.append(handle)
+        if handle is WORKER:
+            raise RuntimeError("it has died already")
+
+    monkeypatch.setattr(ray, "kill", kill)
+    end_workers(holder())
+    assert ended == [WORKER, SERVER]
+
+
+def test_a_death_is_told_by_what_was_raised_and_else_by_all_of_it() -> None:
+    # As Ray words an error of a constructor.
+    raised = """The actor died because of an error raised in its creation task, ray::Worker.__init__() (repr=<Worker>)
+  File "/somewhere/reward.py", line 29, in <module>
+    raise ValueError("text")
+AttributeError: 'NoneType' object has no attribute '__dict__'
+
+The above exception was the direct cause of the following exception:
+
+ray::Worker.__init__() (repr=<Worker>)
+  File "/somewhere/import_utils.py", line 191, in load_module
+RuntimeError: Error loading module"""
+    error = RayActorError(error_msg=raised)
+    assert (
+        summarize_death(error)
+        == "AttributeError: 'NoneType' object has no attribute '__dict__' -> RuntimeError: Error loading module"
+    )
+    assert summarize_death(RayActorError(error_msg="The actor\n\tdied: OOM.")) == "The actor died: OOM."
+
+
+# As Ray words what its memory monitor did, shortened.
+SHORT_OF_MEMORY = """4 worker(s) were killed due to the node running low on memory. Memory was 22.49GB of 23.54GB
+OOM kill reason: Memory usage 24064483328B exceeded threshold of 24012677120B
+RayError: not of the constructor
+Top 10 memory users: PID\tMEM(GB)\tCOMMAND
+18716\t14.16\tpython greedy.py --all
+20508\t1.79\tVLLM::Worker
+"""
+
+
+def test_a_death_for_want_of_memory_names_the_largest_process() -> None:
+    assert summarize_death(OutOfMemoryError(SHORT_OF_MEMORY)) == (
+        "4 worker(s) were killed due to the node running low on memory. Memory was 22.49GB of 23.54GB; "
+        "the largest process has 14.16 GB: python greedy.py --all"
+    )
+
+
+class Handle:
+    """A handle of an actor, whose pending answer is its name."""
+
+    def __init__(self, name: str) -> None:
+        self.__ray_ready__ = None
+        self.__ray_call__ = SimpleNamespace(remote=lambda *_: name)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OutOfMemoryError(SHORT_OF_MEMORY), "a worker of actor_rollout_wg has died: 4 worker(s) were killed"),
+        (RayActorError(error_msg="gone"), "a worker of actor_rollout_wg has died: gone"),
+        (ActorUnavailableError("away", b"0" * 16), None),
+    ],
+    ids=["memory", "death", "broken connection"],
+)
+def test_a_dead_worker_is_told_whatever_ended_it(
+    monkeypatch: pytest.MonkeyPatch, error: RayError, said: str | None
+) -> None:
+    """An actor that the memory monitor ended is dead like others; a broken connection may come back."""
+    holder = SimpleNamespace(
+        actor_rollout_wg=SimpleNamespace(workers=[Handle("dead")]),
+        reward_loop_manager=SimpleNamespace(reward_loop_workers=[Handle("busy")]),
+    )
+
+    def get(answer: str) -> None:
+        assert answer == "dead"
+        raise error
+
+    monkeypatch.setattr(ray, "wait", lambda waiting, **_: ([each for each in waiting if each == "dead"], []))
+    monkeypatch.setattr(ray, "get", get)
+    found = LostWorkerDetector(holder)()
+    assert found == said if said is None else found is not None and found.startswith(said)
+
+
+@pytest.mark.parametrize("failure", [None, "rollout server 0 could not run update_weights_from_ipc: RuntimeError: no"])
+def test_a_worker_that_lives_tells_its_failure(monkeypatch: pytest.MonkeyPatch, failure: str | None) -> None:
+    holder = SimpleNamespace(llm_server_manager=SimpleNamespace(server_handles=[Handle("alive")]))
+    monkeypatch.setattr(ray, "wait", lambda waiting, **_: (waiting, []))
+    monkeypatch.setattr(ray, "get", lambda answer: failure)
+    assert LostWorkerDetector(holder)() == (failure and f"a worker of llm_server_manager has failed: {failure}")

@@ -13,11 +13,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
-from recipe.offpolicy.correction.spec import WEIGHT
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
-from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences, list_dependents
+from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences
 from recipe.offpolicy.monitor.alarm_settings import DEFAULTS as ALARMS
-from recipe.offpolicy.monitor.bound_settings import read_noted_keys
 from tests.support import cap_cases
 from tests.support.cap_cases import CAPPED
 from tests.support.corrections import GSM, TIS, band, spec
@@ -83,12 +81,6 @@ def test_a_fallback_has_no_moving_bounds_and_they_are_kept_meanwhile() -> None:
     assert upper < (bounds["gsm"]["upper"] or 0.0)
 
 
-def test_what_goes_on_from_a_checkpoint() -> None:
-    assert list_dependents(config()) == ["offpolicy.calibrate", "offpolicy.alarms.ess.fallback"]
-    assert list_dependents(config(offpolicy__calibrate=None, offpolicy__alarms__ess={"action": "warn"})) == []
-    assert list_dependents(OmegaConf.create({"offpolicy": {}})) == []
-
-
 # Checkpoints ------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +138,6 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"offpolicy__calibrate__target_kept": 0.95},
         "offpolicy.calibrate.target_kept: 0.9 in the checkpoint, 0.95 now",
     ),
-    "another pace": ({"offpolicy__calibrate__rate": 0.5}, "offpolicy.calibrate.rate: 0.2 in the checkpoint, 0.5 now"),
 }
 
 
@@ -180,25 +171,6 @@ def test_what_was_measured_otherwise_is_forgotten(tmp_path: Path) -> None:
     assert len(resumed(config(tmp_path)).state()["calibration"]["window"]) == 1
 
 
-def test_another_fallback_is_taken_when_the_alarm_fires_again(tmp_path: Path) -> None:
-    made = active()
-    made.after_update(BAD, seen())
-    saved(tmp_path, made)
-    changes: dict[str, Any] = {"offpolicy__alarms__ess__fallback__correction": OTHER.to_mapping()}
-    again = resumed(config(tmp_path, offpolicy__resume_changed_correction=True, **changes))
-    assert again.spec == CONFIGURED
-    assert again.after_update(BAD, seen())
-    assert again.spec == OTHER
-
-
-def test_a_schedule_that_the_checkpoint_does_not_know(tmp_path: Path) -> None:
-    plain = config(tmp_path, offpolicy__calibrate={"target_kept": None})
-    saved(tmp_path, ActiveCorrection(CONFIGURED, plain))
-    assert resumed(plain).spec == CONFIGURED
-    with pytest.raises(CheckpointError, match=r"offpolicy\.calibrate\.target_kept: null in the checkpoint, 0\.9 now"):
-        resumed(config(tmp_path))
-
-
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_fallback_that_is_not_configured_any_more(
     gone: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -219,63 +191,7 @@ def test_a_fallback_that_is_not_configured_any_more(
     assert "the fallback of alarm ess was active; now the configured correction is active." in caplog.text
 
 
-def test_a_checkpoint_from_before_alarms(tmp_path: Path) -> None:
-    with guard_save(config(tmp_path), 4, CONFIGURED):
-        (tmp_path / "global_step_4").mkdir(parents=True)
-    plain = config(tmp_path, offpolicy__calibrate={"target_kept": None})
-    assert resumed(plain).spec == CONFIGURED
-    with pytest.raises(CheckpointError, match="target_kept"):
-        resumed(config(tmp_path))
-
-
 # A cap that moves ---------------------------------------------------------------------------------------------
-
-
-def run_config(folder: Path, **calibrate: Any) -> DictConfig:
-    alarms = {name: {"action": "off"} for name in ALARMS}
-    return config(folder, correction=CAPPED, offpolicy__alarms=alarms, offpolicy__calibrate=calibrate)
-
-
-def test_a_resume_goes_on_with_the_cap(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = run_config(tmp_path, target_ess=0.9, warmup=1)
-    active = ActiveCorrection(CAPPED, made)
-    assert active.moving == {WEIGHT: "upper"}
-    for _ in range(3):
-        assert not active.after_update({}, cap_cases.seen(cap_cases.EVEN))
-    saved(tmp_path, active, made)
-    with caplog.at_level(logging.INFO):
-        again = resumed(made, CAPPED)
-    assert "resuming with correction.weight at {'upper': 3.3" in caplog.text
-    assert (again.spec, again.bounds) == (active.spec, active.bounds)
-    assert again.bounds[WEIGHT]["upper"] == pytest.approx(2.0**1.728)
-    for one in (active, again):
-        one.after_update({}, cap_cases.seen(cap_cases.SPREAD))
-    assert again.state() == active.state()
-
-
-def test_another_target_stops_a_resume_unless_it_is_meant(tmp_path: Path) -> None:
-    made = run_config(tmp_path, target_ess=0.9, warmup=1)
-    active = ActiveCorrection(CAPPED, made)
-    active.after_update({}, cap_cases.seen(cap_cases.EVEN))
-    saved(tmp_path, active, made)
-    with pytest.raises(CheckpointError, match=r"target_ess: 0\.9 in the checkpoint, 0\.8 now"):
-        resumed(run_config(tmp_path, target_ess=0.8, warmup=1), CAPPED)
-    with pytest.raises(CheckpointError, match=r"target_ess: 0\.9 in the checkpoint, null now"):
-        resumed(run_config(tmp_path), CAPPED)
-    other = run_config(tmp_path, target_ess=0.8, warmup=1)
-    other.offpolicy.resume_changed_correction = True
-    again = resumed(other, CAPPED)
-    # What was measured does not depend on the target, but it goes the way of all keys: forgotten, and the cap kept.
-    assert (again.bounds, again.state()["calibration"]["window"]) == (active.bounds, [])
-
-
-def test_a_checkpoint_from_before_this_key_goes_on(tmp_path: Path) -> None:
-    """Its keys have no target_ess, as those of a run today that does not set it."""
-    masked = cap_cases.config(spec(gsm=GSM), target_kept=0.9, target_ess=None)
-    assert "target_ess" not in read_noted_keys(masked)
-    assert read_noted_keys(cap_cases.config(CAPPED))["target_ess"] == 0.9
-    state = {"calibrate": read_noted_keys(masked), "fallback": None, "alarms": {"in_force": "configured"}}
-    assert find_differences(masked, state) == []
 
 
 # Checkpoints that an earlier layout of this package wrote: the numbers are what that code computed next ----------

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.monitor.alarm_settings import DEFAULTS, OF_EXTENSIONS, Band, find_problems, read_settings
-from recipe.offpolicy.monitor.alarms import find_statistic, format_watched, list_watched, read_value
+from recipe.offpolicy.monitor.alarm_settings import DEFAULTS, OF_EXTENSIONS, find_problems, read_settings
+from recipe.offpolicy.monitor.alarms import find_statistic, read_value
 from recipe.offpolicy.preflight.composed import Composed
 from tests.support.applications import CONFIGS
-from tests.support.corrections import GSM, TIS, opsm, run, spec, values
-from tests.support.paths import ROOT
+from tests.support.corrections import GSM, TIS, opsm, run, values
 
 KEY = "offpolicy.alarms"
 CORRECTION = {"weight": TIS, "masks": {"gsm": GSM}}
@@ -40,15 +38,6 @@ def test_what_is_shipped_is_what_is_taken_by_default() -> None:
     assert shipped == dict(DEFAULTS)
     assert list(shipped) == list(DEFAULTS)
     assert found({}) == []
-
-
-def test_defaults_are_those_of_practice() -> None:
-    alarms = read_settings(config({"opd": {"mode": "loss"}}))
-    assert {name: alarm.action for name, alarm in alarms.items()} == dict.fromkeys(DEFAULTS, "warn")
-    assert alarms["opd_overlap"].band == Band(None, 0.5)
-    assert alarms["ess"].band == Band(0.3, None)
-    assert alarms["mean_weight"].band == Band(0.5, 2.0)
-    assert alarms["nonfinite"].band == Band(None, 0.0)
 
 
 @pytest.mark.parametrize("off", ["off", False])  # YAML reads a bare off as false
@@ -86,37 +75,18 @@ def test_each_mistake_is_found_with_its_fix(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bound", "value", "said"),
-    [
-        (
-            "kept_share",
-            "lower",
-            1.5,
-            "the statistic is in [0, 1], so the alarm would fire always or never.",
-        ),
-        ("kept_share", "lower", 0.0, "so the alarm would fire always or never."),
-        ("ess", "lower", -3, "so the alarm would fire always or never."),
-        ("ess", "upper", 1.0, "so the alarm would fire always or never."),
-        ("ess", "upper", -0.1, "so the alarm would fire always or never."),
-        ("mean_weight", "lower", 0, "so the alarm would fire always or never."),
-        ("nonfinite", "upper", -1, "so the alarm would fire always or never."),
-    ],
+    ("name", "bound", "value"), [("kept_share", "lower", 1.5), ("ess", "upper", 1.0), ("mean_weight", "lower", 0)]
 )
-def test_bounds_have_the_range_of_what_is_measured(name: str, bound: str, value: float, said: str) -> None:
+def test_bounds_have_the_range_of_what_is_measured(name: str, bound: str, value: float) -> None:
     only = {f"{KEY}.{name}.{key}": None for key in ("lower", "upper", "recovery_lower", "recovery_upper")}
     changes = only | {f"{KEY}.{name}.{bound}": value, f"{KEY}.{name}.recovery_{bound}": value}
     made = config(changes)
     (problem,) = find_problems(made, Composed(made).spec)
     assert problem.key == f"{KEY}.{name}.{bound}"
-    assert said in problem.reason
+    assert "so the alarm would fire always or never." in problem.reason
     mended = dict(override.split("=") for override in problem.overrides)
     shipped = {key: DEFAULTS[name][key.rpartition(".")[2]] for key in mended}
     assert found(changes | shipped) == []
-
-
-@pytest.mark.parametrize(("name", "bound", "value"), [("kept_share", "lower", 1.0), ("ess", "lower", 0.01)])
-def test_bounds_at_the_edge_of_the_range_can_act(name: str, bound: str, value: float) -> None:
-    assert found({f"{KEY}.{name}.{bound}": value, f"{KEY}.{name}.recovery_{bound}": value}) == []
 
 
 def test_an_alarm_that_can_never_fire_is_refused_where_something_hangs_on_it() -> None:
@@ -186,48 +156,3 @@ def test_the_stages_give_what_alarms_look_at(name: str) -> None:
     assert found["mean_weight"] == pytest.approx(1.17493, abs=1e-5)
     assert found["mismatch_growth"] == pytest.approx(0.41106 if name == "bypass" else 0.02493, abs=1e-5)
     assert found["nonfinite"] == 0.0
-
-
-def test_all_that_is_not_finite_is_counted_together() -> None:
-    spec = CorrectionSpec.from_mapping({"weight": TIS})
-    counted = {"nonfinite/rollout_log_prob": 2.0, "nonfinite/old_log_prob": 1.0, "nonfinite/log_prob": 0.0}
-    assert read_value("nonfinite", spec, counted) == 3.0
-    assert math.isnan(read_value("nonfinite", spec, {}))
-    assert math.isnan(read_value("ess", spec, {}))
-
-
-@pytest.mark.parametrize(
-    ("mapping", "moves"),
-    [
-        ({}, False),
-        ({"weight": TIS}, False),
-        ({"weight": TIS | {"kind": "reject", "lower": 0.5}}, True),
-        ({"masks": {"gsm": GSM}}, True),
-    ],
-)
-def test_without_anything_that_rejects_the_kept_share_stays(mapping: dict[str, Any], moves: bool) -> None:
-    assert (found({f"{KEY}.kept_share.action": "stop"}, mapping or {"weight": None, "masks": {}}) == []) is moves
-
-
-def test_an_extensions_metric_is_read_by_its_full_name() -> None:
-    spec = CorrectionSpec.from_mapping({"weight": TIS})
-    assert find_statistic("opd_overlap", spec) == "opd/gap/extreme_share"
-    assert read_value("opd_overlap", spec, {"opd/gap/extreme_share": 0.25}) == 0.25
-
-
-def test_the_page_begins_with_the_table_of_the_code() -> None:
-    page = (ROOT / "docs/metrics.md").read_text()
-    section = page[page.index("## Five to watch") : page.index("## All metrics")]
-    rows = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \|$", section, re.M)
-    assert rows == list(list_watched(spec(TIS)))
-    assert len(rows) == 5
-
-
-@pytest.mark.parametrize("correction", [spec(TIS), CorrectionSpec()], ids=["weight", "none"])
-def test_a_run_prints_its_own_bounds(correction: CorrectionSpec) -> None:
-    alarms = OmegaConf.merge(DEFAULTS, {"ess": {"lower": 0.7}, "mean_weight": {"upper": None}})
-    _title, *lines = format_watched(correction, OmegaConf.create({"offpolicy": {"alarms": alarms}}))
-    assert len(lines) == 5
-    ratio = "weight" if correction.all_weights else "rollout_ratio"
-    assert lines[1].startswith(f"  offpolicy/{ratio}/ess: >= 0.7; ")
-    assert lines[2].startswith(f"  offpolicy/{ratio}/mean: >= 0.5; ")

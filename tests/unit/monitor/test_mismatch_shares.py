@@ -11,16 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.analysis.attribution.decomposition import decompose, resample
 from recipe.offpolicy.correction.statistics import Statistic, fetch, merge_all
 from recipe.offpolicy.monitor.mismatch_shares import (
     COLUMNS,
     LEAST_TOKENS,
     RECENT,
-    SHAPE,
     RecentFloor,
     build_share_statistics,
-    choose_floor,
     compute_shares,
     compute_sums_by_row,
     defer_share_statistics,
@@ -42,15 +39,6 @@ def sums_of(
     base = torch.full_like(g, mu)
     age = None if staleness is None else torch.tensor(staleness)
     return compute_sums_by_row(base, base + g, base + g + d, torch.ones_like(g), age).numpy()
-
-
-def test_log_ratios_that_agree_within_rounding_have_no_variance_to_share() -> None:
-    """0.3 at each token, less two steps of float32 at one: 0.1 of backend and 0.2 of drift have no share."""
-    gap = [[0.1, 0.1, 0.1 - 2 * 2.0**-25]]
-    of_variance, of_kl = compute_shares(sums_of(gap, [[0.2, 0.2, 0.2]], [0]).sum(0))
-    assert of_variance.whole == 0.0
-    assert math.isnan(of_variance.drift)
-    assert of_kl.drift == pytest.approx(1 - k3(0.1) / k3(0.3))
 
 
 def test_fresh_rows_worked_by_hand() -> None:
@@ -95,16 +83,6 @@ def test_a_row_of_two_versions_is_fresh_and_stale_by_token() -> None:
     assert together == pytest.approx(apart)
 
 
-def test_a_mean_of_the_backend_moves_with_what_is_correlated_with_it() -> None:
-    """A constant backend of 0.1 has no variance of its own, in fresh or in stale rows."""
-    table = sums_of([[0.1] * LEAST_TOKENS, [0.1, 0.5] * (LEAST_TOKENS // 2)], [[0.0] * LEAST_TOKENS] * 2, [0, 1]).sum(0)
-    of_variance, _ = compute_shares(table)
-    # L is 0.1 in fresh rows, 0.1 and 0.5 in stale ones: mean 0.2, variance (3 x 0.01 + 0.09) / 4 = 0.03, all staleness.
-    assert of_variance.whole == pytest.approx(0.03)
-    assert of_variance.backend == pytest.approx(0.0, abs=1e-12)
-    assert of_variance.staleness == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize(
     ("staleness", "why"), [([1, 1], "no fresh row"), (None, "versions not told"), ([0, -1], "one row of unknown age")]
 )
@@ -136,29 +114,6 @@ def test_floor_by_probability() -> None:
     assert floor.known.tolist() == [False, False, True, False, False, True]
     # The bins between take the nearer one.
     assert floor.variance == pytest.approx([0.16, 0.16, 0.16, 0.16, 1e-4, 1e-4])
-
-
-def test_a_floor_that_is_none_is_from_nowhere() -> None:
-    """Rows of unknown age have no fresh token; two fresh tokens are too few for a floor, and show the backend alone."""
-    unknown = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], None)
-    assert choose_floor(unknown.sum(0), None) == (None, "")
-    assert decompose({"recorded": resample(unknown)}).floor_from == ""
-    few = sums_of([[0.1, -0.1]], [[0.2, 0.0]], [0])
-    assert choose_floor(few.sum(0), None) == (None, "")
-    assert decompose({"recorded": resample(few)}).floor_from == "own rows"
-    known = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0])
-    floor, source = choose_floor(known.sum(0), None)
-    assert floor is not None
-    assert source == "own rows"
-
-
-def test_nothing_to_share() -> None:
-    of_variance, of_kl = compute_shares(np.zeros(SHAPE))
-    assert math.isnan(of_variance.whole)
-    assert of_kl.backend is None
-    equal, _ = compute_shares(sums_of([[0.0, 0.0]], [[0.0, 0.0]], [0]).sum(0))
-    assert equal.whole == 0.0
-    assert math.isnan(equal.drift)
 
 
 def test_tokens_that_do_not_count() -> None:

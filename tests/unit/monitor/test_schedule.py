@@ -76,12 +76,6 @@ def test_a_share_that_no_bound_keeps_leaves_it_where_it_is() -> None:
     assert hindered(SYMMETRIC, rows, side="upper") == ""
 
 
-def test_bounds_that_are_differences_move_as_they_are() -> None:
-    mask = band(None, 0.01, aggregate="k3_mean")
-    assert after(mask, [0.02] * 10)["upper"] == pytest.approx(0.015)
-    assert compute_distances(mask_of(mask))["lower"] == math.inf
-
-
 def test_too_few_units_say_nothing() -> None:
     # One in ten is to be dropped: nine units hold no tenth.
     assert after(SYMMETRIC, [5.0] * 9) == pytest.approx({"lower": 0.1, "upper": 0.1})
@@ -93,7 +87,7 @@ def test_noise_lifts_a_bound_whatever_is_known_of_the_share(distances: list[floa
     assert after(opsm(0.02), distances, [0.08] * 10)["lower"] == pytest.approx(0.03)
 
 
-@pytest.mark.parametrize("noise", [3.0, 500.0, math.inf])
+@pytest.mark.parametrize("noise", [3.0, math.inf])
 def test_noise_lifts_no_bound_past_the_ceiling(noise: float) -> None:
     # Ten times 0.1 is the ceiling, six steps of 1.5 away.
     assert after(opsm(0.1), [0.05] * 10, [noise] * 10)["lower"] == pytest.approx(0.15)
@@ -151,32 +145,6 @@ def test_bounds_stay_in_order_in_range_and_near_the_last_ones(
             assert distance <= start[side] * schedule.ceiling * (1 + 1e-9)
             if noise is not None and distance < before[side]:
                 assert distance >= compute_quantile(noise, 0.9) * (1 - 1e-9)
-        current = following
-
-
-@examples
-@given(
-    draw.sampled_from(
-        [opsm(0.1), opsm(1e-3), band(0.9, 1.2, ratio="full"), band(0.9, 1.2, ratio="full", level="token")]
-    ),
-    draw.lists(draw.tuples(draw.floats(-8.0, 4.0), draw.floats(-8.0, 4.0) | draw.just(math.inf)), min_size=1),
-    draw.floats(0.05, 1.0),
-    draw.sampled_from(["both", "lower"]),
-)
-def test_no_noise_moves_a_bound_faster_than_the_rate_or_past_the_ceiling(
-    values: dict[str, Any], updates: list[tuple[float, float]], rate: float, side: Any
-) -> None:
-    schedule = replace(SCHEDULE, rate=rate, side=side)
-    configured = current = mask_of(values)
-    start = compute_distances(configured)
-    for goal, noise in updates:
-        evidence = (counts(*[10**goal] * 10), counts(*[10**noise] * 10))
-        following = moved(current, Evidence(schedule, configured, current, *evidence).compute_next_bounds())
-        before, now = compute_distances(current), compute_distances(following)
-        for name in ("lower", "upper"):
-            if math.isfinite(start[name]):
-                assert abs(math.log(now[name] / before[name])) <= math.log1p(rate) + 1e-9
-                assert now[name] <= start[name] * schedule.ceiling * (1 + 1e-9)
         current = following
 
 

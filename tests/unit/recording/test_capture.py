@@ -1,7 +1,8 @@
-"""Packing rows for the way to the host, against the same rows cut out by hand."""
+"""Ragged rows in memory, and how they are packed for the way to the host."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from recipe.offpolicy.recording import Rows
 from recipe.offpolicy.recording.writer import Seen, pack, unpack
 from tests.support.examples import at_most
+from tests.support.recordings import drawn_rows, same
 
 MASK = torch.tensor(
     [
@@ -46,27 +48,9 @@ def recorded(what: Seen, chosen: Tensor | None = None) -> Rows:
     return unpack(pack(what, chosen), step=7, rank=2, mini_batch=1)
 
 
-def test_rows_go_from_their_first_token_to_the_last_valid_one() -> None:
-    rows = recorded(seen())
-    assert rows.offsets.tolist() == [0, 5, 11, 16]
-    assert rows.response_ids.tolist() == [0, 10, 20, 30, 40, *range(200, 251, 10), 300, 310, 320, 330, 340]
-    assert rows.response_mask[:5].tolist() == [True, True, False, False, True]
-    assert rows.length.tolist() == [3, 6, 3]
-    for i, name in enumerate(("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight"), start=1):
-        assert getattr(rows, name).tolist() == [place + i for place in rows.response_ids.tolist()]
-
-
 def test_turns_are_runs_of_the_mask() -> None:
     rows = recorded(seen())
     assert rows.turn.tolist() == [0, 0, -1, -1, 1, *[0] * 6, -1, 0, -1, 1, 1]
-
-
-def test_what_is_not_known() -> None:
-    rows = recorded(seen())
-    assert rows.uid.tolist() == ["", "", ""]
-    assert np.isnan(rows.reward).all()
-    assert rows.oldest_version.tolist() == rows.newest_version.tolist() == [-1, -1, -1]
-    assert (rows.prompt_offsets.tolist(), len(rows.prompt_ids)) == ([0, 0, 0, 0], 0)
 
 
 def test_what_rows_have_besides() -> None:
@@ -97,12 +81,6 @@ def test_versions_by_token_and_by_row() -> None:
     assert by_row.dtype == by_token.dtype == np.int32
 
 
-def test_uids_as_a_tensor() -> None:
-    names = ["a", "b", "cä", "long"]
-    encoded = torch.tensor([list(name.encode().ljust(4, b"\0")) for name in names], dtype=torch.uint8)
-    assert recorded(seen(uids=encoded)).uid.tolist() == ["a", "cä", "long"]
-
-
 def test_the_thirty_second_reason_has_the_highest_bit() -> None:
     reasons = {f"masks.m{i}": torch.full((1, 1), i == 31) for i in range(32)}
     assert recorded(seen(torch.ones(1, 1).bool(), rejected=reasons)).rejected_by.tolist() == [2**31]
@@ -116,11 +94,6 @@ def test_buffers_that_are_used_again_do_not_change_what_was_packed() -> None:
     rows = unpack(packed, step=1, rank=0, mini_batch=0)
     assert rows.log_prob[0] == 3.0
     assert rows.length.tolist() == [3, 6, 3]
-
-
-def test_nothing_of_the_graph_is_kept() -> None:
-    log_prob = torch.zeros(4, 6, requires_grad=True)
-    assert not pack(seen(log_prob=log_prob * 2)).buffer.requires_grad
 
 
 @settings(max_examples=at_most(60))
@@ -145,3 +118,39 @@ def test_packing_is_cutting_out_by_hand(data: st.DataObject) -> None:
         start = sum(lengths[:row])
         of_prompt = found.prompt_ids[found.prompt_offsets[i] : found.prompt_offsets[i + 1]]
         assert of_prompt.tolist() == list(range(start, start + lengths[row]))
+
+
+def test_staleness_counts_from_the_weights_that_the_step_began_with() -> None:
+    """Step 5 begins with the weights of version 4: rows of versions 4, 2 and 5 are 0, 2 and 0 old; -1 is unknown."""
+    rows = drawn_rows([1, 1, 1, 1], step=5, oldest_version=np.array([4, 2, 5, -1]))
+    assert rows.staleness.tolist() == [0, 2, 0, -1]
+
+
+def test_staleness_by_token_falls_back_on_the_row() -> None:
+    """In step 5 rows of 3, 1 and 1 tokens: two versions and an unknown token; unknown but for the row; unknown."""
+    rows = drawn_rows(
+        [3, 1, 1],
+        step=5,
+        oldest_version=np.array([1, 2, -1]),
+        newest_version=np.array([4, 3, -1]),
+        version=np.array([2, 4, -1, -1, -1], dtype=np.int32),
+    )
+    assert rows.token_staleness.tolist() == [2, 0, 3, 2, -1]
+
+
+def test_padded_columns() -> None:
+    rows = drawn_rows([2, 0, 1], log_prob=np.array([-1.0, -2.0, -3.0], dtype=np.float32))
+    padded = rows.padded("log_prob", "rejected_by")
+    assert padded["log_prob"].tolist() == [[-1.0, -2.0], [0.0, 0.0], [-3.0, 0.0]]
+    assert padded["response_mask"].tolist() == [[True, True], [False, False], [True, False]]
+    assert padded["rejected_by"].dtype == torch.int64
+
+
+def test_rows_between_two_are_those_taken_without_a_copy() -> None:
+    rows = drawn_rows([2, 0, 3, 1])
+    rows = replace(rows, extensions={"offpolicy_x": np.arange(6, dtype=np.float32)})
+    middle = rows.between(1, 3)
+    assert same(middle, rows.take([1, 2]))
+    assert middle.extensions["offpolicy_x"].tolist() == [2, 3, 4]
+    assert np.shares_memory(middle.log_prob, rows.log_prob)
+    assert same(rows.between(0, 4), rows)

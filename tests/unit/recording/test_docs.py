@@ -8,18 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from recipe.offpolicy.recording.files import LARGEST
-from recipe.offpolicy.recording.recorder import FIRST, MOST_TIME, Counters
-from recipe.offpolicy.recording.schema import (
-    DIGEST_KEY,
-    PROMPT_COLUMN,
-    REASONS_KEY,
-    ROW_COLUMNS,
-    SCHEMA,
-    SPEC_KEY,
-    TOKEN_COLUMNS,
-    VERSION_KEY,
-)
+from recipe.offpolicy.recording.schema import PROMPT_COLUMN, ROW_COLUMNS, SCHEMA, TOKEN_COLUMNS
 from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows, record
 
@@ -35,22 +24,6 @@ def test_the_table_of_columns_is_the_schemas() -> None:
     rows = [f"| `{name}` | {kind} | {meanings[name]} |" for name, kind in kinds.items()]
     assert "\n".join(("| column | type | meaning |", "|---|---|---|", *rows)) in PAGE
     assert len(rows) == 19
-
-
-def test_metrics_and_metadata_are_named() -> None:
-    for name in (*vars(Counters()), "stopped"):
-        assert name in PAGE
-    for key in (VERSION_KEY, SPEC_KEY, REASONS_KEY, DIGEST_KEY):
-        assert f"`{key.decode()}`" in PAGE
-
-
-def test_limits_are_the_codes() -> None:
-    assert (MOST_TIME, FIRST, LARGEST) == (0.05, 1.0, 8 * 2**30)
-    for said in (
-        "5 % of the last step's time on recording, measured per step, and 1 s in the first",
-        "more than 8 GiB",
-    ):
-        assert said in " ".join(PAGE.split())
 
 
 @pytest.mark.parametrize("number", range(2))

@@ -8,12 +8,11 @@ from typing import Any
 
 import duckdb
 import numpy as np
-import pandas as pd
 import polars as pl
 import pytest
 
 from recipe.offpolicy.recording import Rows, concatenate
-from recipe.offpolicy.recording.schema import ROW_COLUMNS, SCHEMA, TOKEN_COLUMNS
+from recipe.offpolicy.recording.schema import ROW_COLUMNS, SCHEMA
 from tests.support.recordings import drawn_rows, record
 
 PARTS = (
@@ -22,7 +21,6 @@ PARTS = (
     drawn_rows([5], step=2, seed=2),
 )
 ALL = concatenate(PARTS)
-BY_TOKEN = (*TOKEN_COLUMNS, "prompt_ids")
 
 
 @pytest.fixture
@@ -39,15 +37,6 @@ def column_of(rows: Rows, name: str) -> list[Any]:
     return [values[start:end] for start, end in pairwise(ends)]
 
 
-def test_pandas(directory: Path) -> None:
-    frame = pd.concat([pd.read_parquet(path) for path in sorted(directory.glob("*.parquet"))])
-    assert list(frame.columns) == SCHEMA.names
-    for name in SCHEMA.names:
-        values = frame[name].tolist()
-        found = [list(value) for value in values] if name in BY_TOKEN else values
-        assert found == column_of(ALL, name), name
-
-
 def test_polars(directory: Path) -> None:
     frame = pl.scan_parquet(directory / "*.parquet").collect()
     assert frame.columns == SCHEMA.names
@@ -55,24 +44,8 @@ def test_polars(directory: Path) -> None:
         assert frame[name].to_list() == column_of(ALL, name), name
 
 
-def test_polars_finds_what_a_mask_rejected(directory: Path) -> None:
-    """Of the first file: three rows, tokens with bit 0 set are the second and third of the first row."""
-    frame = pl.read_parquet(directory / "step_00000001.rank_00000.parquet")
-    tokens = frame.select("uid", "rejected_by").explode("rejected_by")
-    assert tokens.filter(pl.col("rejected_by") & 1 == 1).height == 2
-
-
 def test_duckdb(directory: Path) -> None:
     relation = duckdb.connect().sql(f"select * from '{directory}/*.parquet' order by step, rank")
     assert relation.columns == SCHEMA.names
     for name, values in zip(SCHEMA.names, zip(*relation.fetchall(), strict=True), strict=True):
         assert list(values) == column_of(ALL, name), name
-
-
-def test_duckdb_reduces_lists(directory: Path) -> None:
-    found = duckdb.connect().sql(
-        f"select step, count(*), sum(len(response_ids)), max(list_max(log_prob)) from '{directory}/*.parquet' "
-        f"group by step order by step"
-    )
-    largest = [float(ALL.log_prob[:16].max()), float(ALL.log_prob[16:].max())]
-    assert found.fetchall() == [(1, 5, 16, pytest.approx(largest[0])), (2, 1, 5, pytest.approx(largest[1]))]

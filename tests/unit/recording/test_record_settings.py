@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.recording.files import MOST_REASONS
-from recipe.offpolicy.recording.run import (
-    FOREIGN,
-    RecordSettings,
-    find_problems,
-    find_too_many_parts,
-    resolve_dir,
-)
+from recipe.offpolicy.recording.run import FOREIGN, RecordSettings, find_problems, find_too_many_parts, resolve_dir
 from tests.support.corrections import GSM, TIS, spec
 from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows, record
@@ -39,13 +32,6 @@ def config(tmp_path: Path, *, mu: bool = True, resume: str = "auto", **values: A
     )
 
 
-def test_nothing_is_recorded_unless_a_directory_is_given(tmp_path: Path) -> None:
-    assert RecordSettings.from_config(config(tmp_path)) is None
-    assert RecordSettings.from_config(OmegaConf.create({})) is None
-    assert list(find_problems(config(tmp_path))) == []
-    assert list(find_problems(OmegaConf.create({"offpolicy": {}}))) == []
-
-
 def test_a_relative_directory_is_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = config(tmp_path, dir="rec")
@@ -59,11 +45,6 @@ def test_a_relative_directory_is_of_the_driver(tmp_path: Path, monkeypatch: pyte
 
 def test_every_so_many_steps_from_the_first() -> None:
     assert [step for step in range(1, 9) if RecordSettings.at("/r", every=3).records(step)] == [1, 4, 7]
-
-
-def test_settings_travel_by_value() -> None:
-    settings = RecordSettings.at("/r", share=0.5)
-    assert pickle.loads(pickle.dumps(settings)) == settings
 
 
 def test_without_the_engines_log_probs_there_is_nothing_to_record(tmp_path: Path) -> None:

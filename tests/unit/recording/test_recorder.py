@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recipe.offpolicy.batch.plan import UpdateRows
 from recipe.offpolicy.recording import Recording, files
 from recipe.offpolicy.recording import recorder as recorder_module
 from recipe.offpolicy.recording import writer as writer_module
-from recipe.offpolicy.recording.recorder import Recorder
+from recipe.offpolicy.recording.recorder import FIRST, MOST_TIME, Recorder, TimeBudget
 from recipe.offpolicy.recording.run import RecordSettings
 from recipe.offpolicy.recording.writer import Packed, Seen, pack
 from tests.support.recorder_clock import Clock
@@ -109,11 +111,6 @@ def test_later_epochs_are_not_recorded(recorder: Recorder) -> None:
     assert len(Recording(recorder.settings.dir).step(1).rows) == 4
     counters = recorder.take()
     assert (counters.rows, counters.dropped_rows) == (4, 0)
-
-
-def test_a_flush_without_a_row_ends_at_once(recorder: Recorder) -> None:
-    assert recorder.flush(HANGS)
-    assert written(recorder) == []
 
 
 def updated(recorder: Recorder, specs: list[dict[str, Any]], step: int = 1) -> list[str]:
@@ -217,16 +214,6 @@ def test_a_step_that_does_not_fit_is_recorded_in_part(
     ]
 
 
-def test_an_update_whose_last_rows_are_left_out_is_written(recorder: Recorder, clock: Clock) -> None:
-    """The first of two micro-batches has taken all of the first step's time."""
-    assert micro_batch(recorder) == 0
-    recorder.spent(1.5)
-    assert micro_batch(recorder, first=2) is None
-    assert settled(recorder) == ["step_00000001.rank_00000.parquet"]
-    assert Recording(recorder.settings.dir).step(1).rows.uid.tolist() == ["0", "1"]
-    assert recorder.take().dropped_rows == 2
-
-
 # What stops it --------------------------------------------------------------------------------------------------
 
 
@@ -254,16 +241,6 @@ def test_the_size_budget_stops_the_recording(tmp_path: Path, clock: Clock, warni
     )
 
 
-def test_a_process_has_one_recorder_for_a_directory(tmp_path: Path) -> None:
-    settings = RecordSettings.at(str(tmp_path / "rec"))
-    one = recorder_module.get_recorder(settings, rank=0, ranks=1)
-    assert recorder_module.get_recorder(RecordSettings.at(str(tmp_path / "rec")), rank=0, ranks=1) is one
-    micro_batch(one)
-    other = recorder_module.get_recorder(replace(settings, every=2), rank=0, ranks=1)
-    assert other is not one
-    assert written(one) == ["step_00000001.rank_00000.parquet"]  # what was open is closed
-
-
 def test_at_its_end_a_process_writes_what_all_recorders_hold(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,3 +250,65 @@ def test_at_its_end_a_process_writes_what_all_recorders_hold(
         micro_batch(each)
     recorder_module.flush_all(HANGS)
     assert [[name.partition(".")[0] for name in written(each)] for each in held] == [["step_00000001"]] * 2
+
+
+def recorded(
+    durations: Sequence[float], costs: Sequence[float], *, count: int = 8, updates: int = 1
+) -> tuple[list[float], list[list[int]]]:
+    """Seconds taken of each step, and the numbers of the micro-batches that were let in.
+
+    Args:
+        durations: of each step.
+        costs: of one micro-batch of 2 rows, by step.
+        count: micro-batches of an update.
+    """
+    budget, now = TimeBudget(), 100.0
+    taken, admitted = [], []
+    for step, (duration, cost) in enumerate(zip(durations, costs, strict=True), start=1):
+        inside = []
+        for update in range(updates):
+            budget.begin(step, now, rows=2 * count, updates=updates - update)
+            for place in range(count):
+                if budget.admits(2):
+                    inside.append(update * count + place)
+                    budget.spent(cost)
+        taken.append(len(inside) * cost)
+        admitted.append(inside)
+        now += duration
+    return taken, admitted
+
+
+@given(
+    durations=st.lists(st.floats(0.1, 1000.0), min_size=3, max_size=12),
+    cost=st.floats(1e-5, 2.0),
+    count=st.integers(1, 32),
+    updates=st.integers(1, 3),
+)
+def test_no_step_passes_its_share_once_the_cost_is_known(
+    durations: list[float], cost: float, count: int, updates: int
+) -> None:
+    """Of one cost throughout: two measurements, the first in a step of 1 s, and from then on not once."""
+    taken, admitted = recorded(durations, [cost] * len(durations), count=count, updates=updates)
+    known = 0
+    for step, (seconds, inside) in enumerate(zip(taken, admitted, strict=True)):
+        allowed = FIRST if step == 0 else MOST_TIME * durations[step - 1]
+        if known >= 2 or (known == 1 and step == 0):
+            assert seconds <= allowed * (1 + 1e-6)
+        else:  # at most the one that was tried stands beyond
+            assert seconds <= max(allowed, cost) * (1 + 1e-6)
+        known += len(inside)
+
+
+def test_each_update_of_a_step_has_its_part() -> None:
+    _, admitted = recorded([2.0] * 4, [0.025] * 4, updates=2)
+    for inside in admitted[1:]:
+        assert [sum(place // 8 == update for place in inside) for update in (0, 1)] == [2, 2]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_steps_in_between_count(every: int) -> None:
+    """Recorded every tenth step, the time between two recorded ones is that of ten."""
+    budget = TimeBudget()
+    for number in range(3):
+        budget.begin(1 + number * every, number * every * 4.0, rows=2, updates=1)
+    assert budget.allowed == pytest.approx(0.2)

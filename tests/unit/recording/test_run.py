@@ -15,8 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.offpolicy.batch.plan import BatchSplit, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.recording import Recording, RecordingError
-from recipe.offpolicy.recording.files import write
+from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.recording.run import POLL, RecordSettings, RunRecord, build_card
 from recipe.offpolicy.recording.writer import Item, StepWriter
@@ -89,22 +88,6 @@ def test_no_secret_is_on_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found["data"] == {"max_token_len": 4096, "train_files": "https://(hidden)@host/train.parquet"}
 
 
-def test_a_card_is_strict_json(tmp_path: Path) -> None:
-    given = config(tmp_path)
-    with open_dict(given):
-        given.extra = {"a": float("nan"), "b": float("inf"), 1: [True, None]}
-    card = build_card(given, SPEC, {})
-    assert card["config"]["extra"] == {"a": "nan", "b": "inf", "1": [True, None]}
-    json.dumps(card, allow_nan=False)
-
-
-def test_the_proof_is_noted(tmp_path: Path) -> None:
-    of = run(tmp_path)
-    record(tmp_path / "rec", drawn_rows([1]))
-    of.write_proof(3, "opsm LIVE", {"proved": 1.0})
-    assert Recording(tmp_path / "rec").proof == {"step": 3, "sentence": "opsm LIVE", "live": {"proved": 1.0}}
-
-
 def test_what_is_recorded_is_its_owners_alone(tmp_path: Path) -> None:
     """By a trainer or by a worker that comes first, whatever the umask; a directory that was there keeps its mode."""
     before = os.umask(0)
@@ -128,19 +111,6 @@ def test_what_is_recorded_is_its_owners_alone(tmp_path: Path) -> None:
     }
 
 
-def test_a_full_disk_costs_the_proof_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
-) -> None:
-    of = run(tmp_path)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("recipe.offpolicy.recording.run.write_json", full)
-    of.write_proof(1, "LIVE", {})
-    assert "the proof is not recorded (No space left on device)" in warnings.text
-
-
 def test_updates_of_a_step_are_counted_with_their_gradient_steps(tmp_path: Path) -> None:
     """3 mini-batches in 2 epochs are 6 gradient steps an update, also where the last mini-batch is smaller."""
     of = run(tmp_path, epochs=2)
@@ -148,12 +118,6 @@ def test_updates_of_a_step_are_counted_with_their_gradient_steps(tmp_path: Path)
     assert announce(of, step=1, updates=2) == UpdateRows(2, 12, 4, update=1, updates=2, gradient_steps=6)
     assert announce(of, step=2, rows=20, updates=2) == UpdateRows(2, 10, 4, update=0, updates=2)
     assert announce(of, step=2, updates=2) == UpdateRows(2, 12, 4, update=1, updates=2, gradient_steps=6)
-
-
-def test_the_directory_of_another_run_is_refused(tmp_path: Path) -> None:
-    record(tmp_path / "rec", drawn_rows([1]))
-    with pytest.raises(RecordingError, match=r"offpolicy\.record\.dir=.*another run.*Set another directory"):
-        run(tmp_path)
 
 
 def test_a_resumed_run_forgets_what_is_made_again(tmp_path: Path) -> None:
@@ -196,19 +160,6 @@ def test_the_end_waits_for_the_last_step_of_every_rank(tmp_path: Path) -> None:
     assert pauses(of) == 0
 
 
-def test_the_end_waits_for_the_last_of_several_updates(tmp_path: Path) -> None:
-    of = run(tmp_path)
-    for update in range(2):
-        announce(of, step=1, updates=2)
-        if update == 0:
-            for rank in range(2):
-                write(tmp_path / "rec" / file_name(1, rank, 0), drawn_rows([1], rank=rank), {}, ())
-    assert pauses(of) == 4
-    for rank in range(2):
-        write(tmp_path / "rec" / file_name(1, rank, 1), drawn_rows([1], rank=rank), {}, ())
-    assert pauses(of) == 0
-
-
 def test_a_directory_that_vanishes_does_not_end_a_run_that_is_complete(
     tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
@@ -238,8 +189,3 @@ def test_what_cannot_be_removed_ends_the_recording_and_not_the_run(
     assert entry.getMessage().endswith(
         "). Fix: move the recording elsewhere, or set another directory. Nothing is recorded; training continues."
     )
-
-
-def test_how_an_update_is_dealt(tmp_path: Path) -> None:
-    """24 rows over 2 ranks, mini-batches of 8 over both: 12 rows a rank in mini-batches of 4."""
-    assert announce(run(tmp_path), step=1) == UpdateRows(ranks=2, rows=12, mini_batch_rows=4)

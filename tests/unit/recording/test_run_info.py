@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.recording.recorder import Counters
 from recipe.offpolicy.recording.run import find_resumed_folder, read_sampling
-from recipe.offpolicy.recording.worker_hook import Place, take_statistics
 
 
 def config(folder: Path, **trainer: Any) -> DictConfig:
@@ -34,31 +31,3 @@ def test_which_checkpoints_a_run_resumes(tmp_path: Path) -> None:
         tracker.write_text(written)
         assert find_resumed_folder(config(tmp_path)) == str(tmp_path / "checkpoints")
     assert find_resumed_folder(config(tmp_path, resume_mode="disable")) is None
-
-
-class Idle:
-    """A recorder that has written three rows."""
-
-    stopped: str | None = None
-
-    def take(self) -> Counters:
-        return replace(Counters(), rows=3, bytes=100, seconds=0.5)
-
-
-def reported(recorder: Any, place: Place) -> dict[str, float]:
-    return {name: statistic.value() for name, statistic in take_statistics(recorder, place).items()}
-
-
-def test_sums_and_a_flag_of_the_rank_that_writes() -> None:
-    recorder = Idle()
-    found = reported(recorder, Place(rank=0, writes=True))
-    assert found == {
-        "record/rows": 3.0,
-        "record/dropped_rows": 0.0,
-        "record/bytes": 100.0,
-        "record/seconds": 0.5,
-        "record/stopped": 0.0,
-    }
-    recorder.stopped = "the disk is full"
-    assert reported(recorder, Place(rank=0, writes=True))["record/stopped"] == 1.0
-    assert reported(recorder, Place(rank=0, writes=False))["record/stopped"] == 0.0

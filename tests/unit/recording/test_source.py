@@ -1,7 +1,8 @@
-"""What of verl's micro-batch is recorded, in the layouts of its trainers."""
+"""What of verl's micro-batch is recorded, in the layouts of its trainers, and by which rank."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from recipe.offpolicy.batch.plan import REWARD, UID, SharedPlan, UpdateRows
+from recipe.offpolicy.batch.plan import UID, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import worker_hook
 from recipe.offpolicy.recording.run import RecordSettings
 from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
+from recipe.offpolicy.recording.worker_hook import Place, place
 
 ROWS, PROMPT, WIDTH = 3, 4, 2
 PROMPTS = [[7], [5, 6, 8], []]
@@ -54,10 +56,6 @@ def test_uids_as_verl_sends_them_and_as_we_do() -> None:
     assert worker_hook._uids(batch()) is None
 
 
-def test_one_uid_of_all_rows() -> None:
-    assert worker_hook._uids(batch(uid=NonTensorData("group-1", batch_size=ROWS))) == ["group-1"] * ROWS
-
-
 @pytest.mark.parametrize(
     "uid", [NonTensorStack("a", 1, "c"), NonTensorStack(["a"], ["b"], ["c"]), NonTensorData(None, batch_size=ROWS)]
 )
@@ -66,22 +64,14 @@ def test_uids_that_are_no_strings_are_an_error(uid: Any) -> None:
         worker_hook._uids(batch(uid=uid))
 
 
-@pytest.mark.parametrize("name", ["token_level_scores", "rm_scores"])
-def test_rewards_are_summed_over_the_row(name: str) -> None:
-    for scores in (
-        torch.tensor([[0.0, 1.0], [0.5, 0.25], [0.0, 0.0]]),
-        nested([[0.0, 1.0], [0.75], [0.0]], torch.float),
+def test_rewards_are_summed_over_the_row() -> None:
+    for name, scores in (
+        ("token_level_scores", torch.tensor([[0.0, 1.0], [0.5, 0.25], [0.0, 0.0]])),
+        ("rm_scores", nested([[0.0, 1.0], [0.75], [0.0]], torch.float)),
     ):
         reward = worker_hook._reward(batch(**{name: scores}))
         assert reward is not None
         assert reward.tolist() == [1.0, 0.75, 0.0]
-
-
-def test_our_own_column_of_rewards_comes_first() -> None:
-    reward = worker_hook._reward(batch(rm_scores=torch.ones(ROWS, 2), **{REWARD: torch.zeros(ROWS)}))
-    assert reward is not None
-    assert reward.tolist() == [0.0] * ROWS
-    assert worker_hook._reward(batch()) is None
 
 
 def test_prompts_are_chosen_by_their_uid_alone() -> None:
@@ -94,17 +84,7 @@ def test_prompts_are_chosen_by_their_uid_alone() -> None:
     assert all(worker_hook.is_chosen(uid, 1.0) for uid in uids)
 
 
-def test_uids_in_a_tensor_are_chosen_like_strings() -> None:
-    uids = [f"prompt-{i}" for i in range(100)]
-    encoded = torch.tensor([list(uid.encode().ljust(12, b"\0")) for uid in uids], dtype=torch.uint8)
-    one, other = worker_hook._chosen(0.5, uids), worker_hook._chosen(0.5, encoded)
-    assert one is not None
-    assert other is not None
-    assert torch.equal(one, other)
-    assert worker_hook._chosen(1.0, None) is None
-
-
-@pytest.mark.parametrize("part", ["_seen", "pack", "_chosen"])
+@pytest.mark.parametrize("part", ["_seen", "_chosen"])
 def test_what_fails_in_the_training_thread_stops_the_recording_alone(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
@@ -154,3 +134,26 @@ def test_log_probs_without_replay_are_recorded_where_they_are_asked_for(
     decided: Any = SimpleNamespace(rejected={})
     worker_hook.record(settings, CorrectionSpec(), batch_of, decided, ["offpolicy_teacher"])
     assert asked == [("offpolicy_teacher", WITHOUT_REPLAY) if without else ("offpolicy_teacher",)]
+
+
+@pytest.mark.parametrize("tensor", [0, 1])
+@pytest.mark.parametrize("context", [0, 1])
+def test_megatron_knows_its_ranks(monkeypatch: pytest.MonkeyPatch, tensor: int, context: int) -> None:
+    state = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_tensor_model_parallel_rank=lambda: tensor,
+        get_context_parallel_rank=lambda: context,
+        get_data_parallel_rank=lambda: 3,
+    )
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    monkeypatch.setattr(worker_hook.dist, "is_initialized", lambda: True)
+    assert place(4) == Place(3, tensor == context == 0)
+
+
+def test_megatron_that_is_only_imported_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(model_parallel_is_initialized=lambda: False)
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    monkeypatch.setattr(worker_hook.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(worker_hook.dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(worker_hook.dist, "get_world_size", lambda: 8)
+    assert place(4) == Place(2, False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,18 +45,6 @@ def test_a_row_is_the_same_correction(keys: str, overrides: str) -> None:
     assert [mask for _, mask in found.masks] == [mask for _, mask in wanted.masks]
     assert (found.proximal == "bypass") == (wanted.proximal == "bypass")
     assert ("loss_mode=gpg" in overrides) == wanted.weighs_full_ratio
-
-
-@pytest.mark.parametrize(
-    "file", sorted(Path(helper.__file__).parents[1].glob("config/_generated*.yaml")), ids=lambda file: file.name
-)
-def test_verls_own_whole_config_is_read(file: Path) -> None:
-    config = yaml.safe_load(file.read_text())
-    assert CorrectionSpec.from_verl(config) == CorrectionSpec()
-    config["algorithm"]["rollout_correction"] |= {"rollout_is": "token", "rollout_is_threshold": 3.0}
-    weight = CorrectionSpec.from_verl(config).weight
-    assert weight is not None
-    assert weight.upper == 3.0
 
 
 def test_the_metrics_that_are_called_equal_are() -> None:

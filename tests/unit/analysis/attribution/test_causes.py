@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from recipe.offpolicy.analysis.attribution.cause import NAMES, Cause
 from recipe.offpolicy.analysis.attribution.causes import find_causes, find_temperature
 from recipe.offpolicy.analysis.attribution.recorded_tokens import collect_tokens
 from recipe.offpolicy.recording import Rows, concatenate
 from tests.support.recordings import drawn_rows
-from tests.support.simulated_policies import Engine, Size, at_temperature, noisy, simulated, stale, top_k, top_p
+from tests.support.simulated_policies import Size, at_temperature, noisy, simulated, stale, top_k, top_p
 
 
 def present(causes: Sequence[Cause]) -> set[str]:
@@ -58,13 +60,7 @@ def test_temperature_is_estimated(temperature: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sampled_at", "fix"),
-    [
-        (0.7, "rollout.temperature=0.7 "),
-        (1, "rollout.temperature=1.0 "),
-        (0.0, "at which the engine samples"),
-        ("warm", "at which the engine samples"),
-    ],
+    ("sampled_at", "fix"), [(0.7, "rollout.temperature=0.7 "), ("warm", "at which the engine samples")]
 )
 def test_a_temperature_is_mended_without_another_sampling(cold: Rows, sampled_at: object, fix: str) -> None:
     """The run's own temperature is what both sides are to have."""
@@ -92,20 +88,11 @@ def test_a_replayed_support_cuts_nothing_off() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [8, 1])
-@pytest.mark.parametrize("deviation", [3.0, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize(("deviation", "group"), [(3.0, 8), (5.0, 1)])
 def test_noise_cuts_nothing_off(deviation: float, group: int) -> None:
     """Of mu's samples few have a large pi_old / mu: their mean falls short of 1, and pi_old lies above mu too."""
     causes = find_causes(simulated(noisy(deviation), size=Size(group=group, prompts=128 // group)), {})
     assert not present(causes) & {"truncated sampling", "extra vocabulary"}
-
-
-@pytest.mark.slow
-def test_noise_of_three_nats_is_told_from_what_is_cut_off() -> None:
-    cut = of(find_causes(simulated(noisy(3.0)), {}), "truncated sampling")
-    assert cut.evidence["missing_low"] > 0.002
-    assert cut.evidence["above"] > 1.0
-    assert "cutting off mass cannot cause" in cut.sentence
 
 
 @pytest.mark.slow
@@ -115,14 +102,6 @@ def test_truncated_sampling_amid_noise() -> None:
     assert "truncated sampling" in present(
         find_causes(simulated(lambda logits, step: cut(rough(logits, step), step)), {})
     )
-
-
-@pytest.mark.slow
-def test_extra_vocabulary_cuts_no_real_token() -> None:
-    """One id of logit 2 among logits of deviation 1 to 4."""
-    causes = find_causes(simulated(extra=2.0), {})
-    assert present(causes) == {"extra vocabulary"}
-    assert of(causes, "extra vocabulary").evidence["exhausted"] < 0.01
 
 
 @pytest.mark.slow
@@ -155,14 +134,6 @@ def test_log_probs_of_other_rows_are_misalignment() -> None:
     assert abs(misaligned.evidence["correlation_0"]) < 0.1
     assert "unrelated to log pi_old" in misaligned.sentence
     assert {cause.verdict for cause in causes if cause.name != "misalignment"} == {"not testable"}
-
-
-def test_rows_of_one_token_can_be_unrelated() -> None:
-    """Nothing stands next to them."""
-    rows = drawn_rows([1] * 1024)
-    assert of(find_causes(rows, {}), "misalignment").verdict == "not testable"
-    rolled = replace(rows, rollout_log_prob=np.roll(rows.rollout_log_prob, 777))
-    assert present(find_causes(rolled, {})) == {"misalignment"}
 
 
 def test_near_constant_log_probs_may_be_uncorrelated() -> None:
@@ -205,16 +176,11 @@ def test_stale_weights_grow_and_reset() -> None:
 def test_stale_rows_by_their_versions() -> None:
     """Where verl notes the versions, steps need not be compared."""
     fresh = simulated(size=Size(steps=1))
-    old = simulated(
-        noisy(0.3),
-        size=Size(steps=1),
-        seed=5,
-    )
+    old = simulated(noisy(0.3), size=Size(steps=1), seed=5)
     aged = Rows(**{**vars(old), "step": np.full(128, 3), "oldest_version": np.full(128, 0)})
     causes = find_causes(concatenate([fresh, aged]), {})
-    assert "stale weights" in present(causes)
     assert "2 steps" in of(causes, "stale weights").sentence
-    # What is left, fresh rows, has no fault.
+    # The fresh rows have no fault.
     assert present(causes) == {"stale weights"}
 
 
@@ -259,8 +225,96 @@ def test_nothing_to_judge_by() -> None:
     assert "proximal" in bypassed[0].sentence
 
 
-@pytest.mark.parametrize("engine", [top_p(0.9), at_temperature(0.7), noisy(0.15)])
-def test_the_order_of_rows_does_not_matter(engine: Engine) -> None:
-    rows = simulated(engine, size=Size(steps=2))
-    order = np.random.default_rng(0).permutation(len(rows))
-    assert present(find_causes(rows, {})) == present(find_causes(rows.take(order), {}))
+STEPS, PROMPTS, GROUP, TOKENS = 4, 16, 8, 6
+Error = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float64]]
+"""From the step and the number of each row's prompt to the deviation of the logits that sampled it; 0: healthy."""
+
+
+@functools.cache
+def sampled_with(deviation: float) -> Rows:
+    size = Size(steps=STEPS, prompts=PROMPTS, group=GROUP, tokens=TOKENS)
+    return simulated(noisy(deviation), size=size) if deviation else simulated(size=size)
+
+
+def asked(again: int, error: Error) -> Rows:
+    """Rows of ``STEPS`` steps, of whose prompts the first ``again`` are the same at each step."""
+    healthy = sampled_with(0.0)
+    prompt = np.arange(len(healthy)) // GROUP % PROMPTS
+    ids = np.where(prompt < again, prompt, 100 * healthy.step + prompt).astype(np.int32)
+    deviation = error(healthy.step, prompt)
+    parts = []
+    for value in np.unique(deviation):
+        rows = sampled_with(float(value))
+        told = replace(rows, prompt_ids=ids, prompt_offsets=np.arange(len(rows) + 1))
+        parts.append(told.take(np.flatnonzero(deviation == value)))
+    return concatenate(parts)
+
+
+def without_prompts(rows: Rows) -> Rows:
+    return replace(rows, prompt_ids=rows.prompt_ids[:0], prompt_offsets=0 * rows.prompt_offsets)
+
+
+def verdict(rows: Rows) -> Cause:
+    causes = find_causes(rows, {})
+    assert {cause.name for cause in causes if cause.verdict == "present"} <= {"stale weights"}
+    return next(cause for cause in causes if cause.name == "stale weights")
+
+
+@pytest.mark.slow
+def test_a_kept_cache_is_seen_where_steps_hardly_differ() -> None:
+    """4 of 16 prompts come again, so that no step as a whole is certain to be staler than another."""
+    rows = asked(4, lambda step, prompt: 0.04 * ((step > 1) & (prompt < 4)))
+    found = verdict(rows)
+    assert found.verdict == "present"
+    # Logits with an error of 0.04 next to one of 0.01: 1 + 16 times the variance, and the KL with it.
+    assert found.evidence["again"] == pytest.approx(17, rel=0.2)
+    assert found.evidence["again_low"] > 3
+    assert found.evidence["kl_again"] == pytest.approx(found.evidence["again"] * found.evidence["kl_new"], rel=1e-6)
+    assert "prefix cache" in found.sentence
+    assert "enable_prefix_caching=False" in found.fix
+    assert "max_off_policy_threshold" not in found.fix
+    assert verdict(without_prompts(rows)).verdict == "absent"
+
+
+@pytest.mark.slow
+def test_stale_weights_act_on_new_prompts_as_well() -> None:
+    found = verdict(asked(8, lambda step, prompt: 0.1 * (step > 2)))
+    assert found.verdict == "present"
+    assert found.evidence["again"] == pytest.approx(1, abs=0.4)
+    assert "so the weights are stale" in found.sentence
+    assert "enable_prefix_caching" not in found.fix
+
+
+def test_old_weights_are_not_taken_for_a_kept_cache() -> None:
+    """An update moves most what it was trained on: prompts that come again have more of the gap, and new ones too."""
+    found = verdict(asked(8, lambda step, prompt: np.where((step > 1) & (prompt < 8), 0.4, 0.1 * (step > 1))))
+    assert found.verdict == "present"
+    assert found.evidence["again_low"] > 3
+    assert "new prompts are affected too; the cache may be as well" in found.sentence
+    assert "clear the engine's cache" in found.fix
+    assert "max_off_policy_threshold" in found.fix
+
+
+OPEN: dict[str, tuple[int, Error, str]] = {
+    # 4 of 12 prompts that come again have a gap, in one step of four: the interval is wide.
+    "wide": (12, lambda step, prompt: (step > 3) & (prompt < 4), "does not show whether the weights or the cache are"),
+    # 4 of 16 prompts of a step are new: together enough to compare, and not step by step.
+    "few new": (12, lambda step, prompt: (step > 1) & (prompt < 12), "too few new prompts to tell whether the engine"),
+    "enough new": (8, lambda step, prompt: (step > 1) & (prompt < 8), "prefix cache holds keys and values computed"),
+    "none new": (PROMPTS, lambda step, prompt: step > 2, "new prompts are needed alongside repeated ones"),
+    "all new": (0, lambda step, prompt: step > 2, "every step has new prompts, so either the weights are stale"),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_prompts_do_not_tell_is_left_open(name: str) -> None:
+    again, gap, said = OPEN[name]
+    found = verdict(asked(again, lambda step, prompt: 0.1 * gap(step, prompt)))
+    assert found.verdict == "present"
+    assert said in found.sentence
+
+
+def test_prompts_that_are_not_recorded_are_asked_for() -> None:
+    found = verdict(without_prompts(asked(PROMPTS, lambda step, prompt: 0.1 * (step > 2))))
+    assert found.verdict == "present"
+    assert "record the prompts to find out" in found.sentence

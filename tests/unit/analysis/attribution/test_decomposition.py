@@ -1,33 +1,48 @@
-"""What of a decomposition is not identified, which rows it may rest on, and Poisson variables of mean 1."""
+"""A decomposition: its draws, the routing part, and where the mismatch sits, by hand and in sum."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from recipe.offpolicy.analysis.attribution.attribution import has_stale_tokens, has_unnoticed_staleness
-from recipe.offpolicy.analysis.attribution.cause import Cause
-from recipe.offpolicy.analysis.attribution.decomposition import BOUNDS, draw_poisson
-from tests.support.recordings import drawn_rows, sampled_by
-
-
-@pytest.mark.parametrize(
-    ("verdict", "ages", "unnoticed"),
-    [("present", [0, 0], True), ("present", [0, 1], False), ("absent", [0, 0], False), ("present", [-1, 0], True)],
+from recipe.offpolicy.analysis.attribution import decomposition
+from recipe.offpolicy.analysis.attribution.decomposition import (
+    BOUNDS,
+    PROFILES,
+    Bucket,
+    Decomposition,
+    build_profiles,
+    compute_routing_sums,
+    compute_row_sums,
+    decompose,
+    draw_poisson,
+    drop_shares,
+    merge,
+    place_cells,
+    resample,
+    sum_cells,
 )
-def test_staleness_is_unnoticed_where_no_row_is_recorded_as_stale(
-    verdict: str, ages: list[int], unnoticed: bool
-) -> None:
-    rows = drawn_rows([2, 2], step=5)
-    versions = np.where(np.array(ages) < 0, -1, 4 - np.array(ages))
-    rows = sampled_by(rows, versions)
-    cause = Cause("stale weights", verdict, {}, "Found.")  # type: ignore[arg-type]
-    stale = has_stale_tokens(rows)
-    assert has_unnoticed_staleness([cause], stale=stale) is unnoticed
-    assert not has_unnoticed_staleness([replace(cause, name="numerics")], stale=stale)
+from recipe.offpolicy.analysis.attribution.recorded_tokens import select_valid_tokens
+from recipe.offpolicy.analysis.attribution.worst_examples import (
+    TokenDecoder,
+    WorstRow,
+    WorstToken,
+    build_examples,
+    escape,
+    find_worst,
+    load_decoder,
+)
+from recipe.offpolicy.monitor.mismatch_shares import EDGES, compute_sums_by_row
+from recipe.offpolicy.recording import Rows, concatenate
+from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
+from tests.support.attributed import attribute_rows
+from tests.support.recordings import drawn_rows, sampled_by
 
 
 def test_each_value_has_its_probability() -> None:
@@ -48,3 +63,214 @@ def test_uniform_values_are_compared_with_the_bounds() -> None:
             return np.array([[0, BOUNDS[0] - 1, BOUNDS[0]], [BOUNDS[1] - 1, BOUNDS[1], 2**32 - 1]], dtype=np.uint32)
 
     assert draw_poisson(Uniform(), (2, 3)).tolist() == [[0.0, 0.0, 1.0], [1.0, 2.0, 12.0]]  # type: ignore[arg-type]
+
+
+def k3(log_ratio: float) -> float:
+    return math.exp(log_ratio) - 1 - log_ratio
+
+
+def split(rows: Rows) -> Decomposition:
+    sums = {"recorded": compute_row_sums(rows), **compute_routing_sums(rows)}
+    return decompose({name: resample(each) for name, each in sums.items()})
+
+
+def without_replay(rows: Rows, native: NDArray[np.float32]) -> Rows:
+    return replace(rows, extensions={WITHOUT_REPLAY: native.astype(np.float32)})
+
+
+def by_hand() -> Rows:
+    """One row of two tokens: backend 0.1 and -0.1, routing 0.2 and 0, drift 0.3 and 0.1."""
+    mu = np.array([-2.0, -2.0])
+    old = mu + np.array([0.1, -0.1])
+    rows = drawn_rows(
+        [2],
+        rollout_log_prob=mu.astype(np.float32),
+        old_log_prob=old.astype(np.float32),
+        log_prob=(old + np.array([0.3, 0.1])).astype(np.float32),
+    )
+    return without_replay(rows, old + np.array([0.2, 0.0]))
+
+
+def test_sums_of_ragged_rows_are_those_of_padded_ones() -> None:
+    """Rows of several lengths and ages, one of them empty, and a token without a finite log-prob."""
+    rows = drawn_rows([3, 50, 1, 0, 20], step=4, backend=0.1, drift=0.1, oldest_version=np.array([3, 1, 0, 3, -1]))
+    rows.log_prob[7] = np.nan
+    columns = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "token_staleness")
+    expected = compute_sums_by_row(staleness=columns.pop("token_staleness"), **columns).numpy()
+    assert compute_row_sums(rows) == pytest.approx(expected, rel=1e-13, abs=1e-16)
+    assert expected[1].sum() != 0
+
+
+def test_by_hand() -> None:
+    """The whole is 0.6 and 0, of variance 0.09, with which each part has the covariance 0.03."""
+    rows = by_hand()
+    found = split(rows)
+    of_variance = found.variance
+    assert of_variance.whole == pytest.approx(0.09, rel=1e-5)
+    assert [of_variance.backend, of_variance.routing, of_variance.drift] == pytest.approx([1 / 3] * 3, rel=1e-4)
+    assert of_variance.staleness == pytest.approx(0.0, abs=1e-9)
+    whole = k3(0.6)
+    backend, with_routing = k3(0.1) + k3(-0.1), k3(0.3) + k3(-0.1)
+    of_kl = found.kl
+    assert of_kl.whole == pytest.approx(whole / 2, rel=1e-5)
+    expected = [backend / whole, (with_routing - backend) / whole, (whole - with_routing) / whole]
+    assert [of_kl.backend, of_kl.routing, of_kl.drift] == pytest.approx(expected, rel=1e-4)
+    # As trained, with replay, log pi/mu is 0.4 and 0.
+    assert found.replayed_kl == pytest.approx(k3(0.4) / 2, rel=1e-5)
+
+
+def aged() -> Rows:
+    """Fresh and stale rows of two steps."""
+    steps = []
+    for step in (4, 5):
+        rows = sampled_by(
+            drawn_rows([40] * 32, seed=step, step=step, drift=0.05), [step - 1 - row % 2 for row in range(32)]
+        )
+        noise = np.random.default_rng(step).standard_normal(rows.tokens)
+        steps.append(without_replay(rows, rows.old_log_prob + 0.1 * noise))
+    return concatenate(steps)
+
+
+def test_parts_add_up_to_the_whole_by_step_and_in_all() -> None:
+    whole = attribute_rows(aged(), {})
+    assert list(whole.by_step) == [4, 5]
+    for found in (whole.whole, *whole.by_step.values()):
+        for of in (found.variance, found.kl):
+            assert None not in (of.backend, of.staleness, of.routing, of.drift)
+            assert of.rollout + of.routing + of.drift == pytest.approx(1.0, abs=1e-9)
+            assert of.backend + of.staleness + of.routing + of.drift == pytest.approx(1.0, abs=1e-9)
+        assert found.kl.routing > 0.5
+        low, high = found.intervals["kl.routing"]
+        assert low < found.kl.routing < high
+        merged = drop_shares(found, "backend", "staleness").kl
+        assert merged.rollout + merged.routing + merged.drift == pytest.approx(1.0, abs=1e-9)
+
+
+def test_a_token_of_which_one_is_not_known_counts_in_neither() -> None:
+    rows = by_hand()
+    native = rows.extensions[WITHOUT_REPLAY].copy()
+    native[1] = np.nan
+    found = split(without_replay(rows, native))
+    assert found.tokens == 1
+    assert found.kl.whole == pytest.approx(k3(0.6), rel=1e-5)
+
+
+def two_rows(**columns: Any) -> Rows:
+    """Rows of 2 and 3 tokens; the gap is 0.1 everywhere, and -1 at the last token, in another turn after a tool's."""
+    mu = np.log(np.array([0.3, 0.95, 0.3, 0.5, 0.0005])).astype(np.float32)
+    gap = np.array([0.1, 0.1, 0.1, 5.0, -1.0], dtype=np.float32)
+    values: dict[str, Any] = {
+        "rollout_log_prob": mu,
+        "old_log_prob": mu + gap,
+        "log_prob": mu + gap,
+        "response_mask": np.array([True, True, True, False, True]),
+        "length": np.array([2, 2], dtype=np.int32),
+        "turn": np.array([0, 0, 0, -1, 1], dtype=np.int16),
+        "response_ids": np.array([10, 11, 12, 13, 14], dtype=np.int32),
+        "prompt_ids": np.array([1, 2, 3, 4], dtype=np.int32),
+        "oldest_version": np.array([0, -1]),
+    }
+    return drawn_rows([2, 3], **(values | columns))
+
+
+def profile(rows: Rows) -> dict[str, list[Bucket]]:
+    return build_profiles(merge(sum_cells(rows)[0], *PROFILES))
+
+
+def find(rows: Rows, most: int, reader: TokenDecoder | None = None) -> tuple[list[WorstToken], list[WorstRow]]:
+    """The worst tokens and rows, with shares of the k3 of all tokens."""
+    cells, loss = sum_cells(rows)
+    tokens, worst = find_worst(rows, place_cells(cells, len(rows)), loss, most)
+    whole, reader = float(loss[loss > 0].sum()), reader or TokenDecoder()
+    return build_examples(WorstToken, tokens, whole, reader), build_examples(WorstRow, worst, whole, reader)
+
+
+def test_profiles_worked_by_hand() -> None:
+    """The tool's token, with a gap of 5, is in none of them."""
+    rows = two_rows()
+    found = profile(rows)
+    whole = 3 * k3(0.1) + k3(-1.0)
+    turns = {bucket.name: bucket for bucket in found["turn"]}
+    assert set(turns) == {"0", "1"}
+    assert (turns["0"].tokens, turns["1"].tokens) == (3, 1)
+    assert turns["0"].k3 == pytest.approx(k3(0.1), rel=1e-5)
+    assert turns["1"].share == pytest.approx(k3(-1.0) / whole, rel=1e-5)
+    assert turns["1"].mean == pytest.approx(-1.0, rel=1e-6)
+    assert {bucket.name: bucket.tokens for bucket in found["probability"]} == {"< 0.001": 1, "0.1-0.5": 2, "> 0.9": 1}
+    # Places from 1: the first tokens of both rows; places 2 and 3 of the second and third.
+    assert {bucket.name: bucket.tokens for bucket in found["position"]} == {"1": 2, "2-4": 2}
+    assert {bucket.name: bucket.tokens for bucket in found["length"]} == {"2-4": 4}
+    assert {bucket.name: bucket.tokens for bucket in found["staleness"]} == {"unknown": 2, "0": 2}
+    for buckets in found.values():
+        assert sum(bucket.share for bucket in buckets) == pytest.approx(1.0)
+
+
+def test_a_text_is_listed_once_with_its_rows() -> None:
+    """Four rows of one token 7: gaps of 0.4, 0.5 and 0.3 after prompt 1, and of 0.2 after prompt 2."""
+    mu = np.full(4, -1.0, dtype=np.float32)
+    pi = mu + np.array([0.4, 0.5, 0.3, 0.2], dtype=np.float32)
+    rows = drawn_rows(
+        [1, 1, 1, 1],
+        rollout_log_prob=mu,
+        old_log_prob=pi,
+        log_prob=pi,
+        response_ids=np.full(4, 7, dtype=np.int32),
+        prompt_offsets=np.arange(5),
+        prompt_ids=np.array([1, 1, 1, 2], dtype=np.int32),
+    )
+    first, second = find(rows, 3)[1]
+    assert (first.row, first.count, second.row, second.count) == (1, 3, 3, 1)
+    assert first.k3 == pytest.approx(k3(0.5), rel=1e-5)
+    whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
+    assert first.share == pytest.approx(1 - k3(0.2) / whole, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\nb\tc", "a\\nb\\tc"),
+        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
+        ("right\u202eto left\u2028", "right\\u202eto left\\u2028"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_what_would_act_on_a_terminal_is_escaped(text: str, shown: str) -> None:
+    assert escape(text) == shown
+
+
+def test_text_by_the_models_own_tokenizer(tmp_path: Path) -> None:
+    """Special tokens are shown, and bytes that are no text are escaped."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    tokenizer.save_pretrained(tmp_path)
+    reader, why = load_decoder({"model": str(tmp_path)})
+    assert why == ""
+    assert reader.decode(tokenizer.encode("a\nb<|end|>")) == "a\\nb<|end|>"
+    assert reader.decode([]) == ""
+    assert load_decoder({"tokenizer": str(tmp_path), "model": f"{tmp_path}/gone"})[1] == ""
+    # Of another model, or made up.
+    assert reader.decode([-1]) == "-1"
+
+
+@pytest.mark.parametrize("block", [decomposition.BLOCK, 20])
+def test_sums_of_buckets_are_those_of_their_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of a few rows as in one of all."""
+    monkeypatch.setattr(decomposition.iterate_bounds, "__defaults__", (block,))
+    rows = drawn_rows([3, 50, 7, 20], backend=0.3, drift=0.1)
+    tokens = select_valid_tokens(rows)
+    whole = (np.exp(tokens.gap) - 1 - tokens.gap).sum()
+    for name, key in (("turn", tokens.turn), ("probability", np.digitize(tokens.mu, EDGES))):
+        found = profile(rows)[name]
+        assert len(found) == len(np.unique(key))
+        for value, bucket in zip(np.unique(key), found, strict=True):
+            gap, drift = (of[key == value] for of in (tokens.gap, tokens.pi - tokens.old))
+            k3_sum = (np.exp(gap) - 1 - gap).sum()
+            assert bucket.tokens == len(gap)
+            assert [bucket.mean, bucket.std, bucket.drift_std] == pytest.approx([gap.mean(), gap.std(), drift.std()])
+            assert [bucket.k3, bucket.share] == pytest.approx([k3_sum / len(gap), k3_sum / whole])

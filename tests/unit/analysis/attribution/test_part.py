@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.attribution import attribution
-from recipe.offpolicy.analysis.attribution.attribution import (
-    Part,
-    attribute,
-    join_parts,
-    summarize_rows,
-)
-from recipe.offpolicy.analysis.attribution.decomposition import build_profiles, compute_row_sums, resample
-from recipe.offpolicy.analysis.attribution.recorded_tokens import RowSample, hash_ids, mix
-from recipe.offpolicy.recording import Recording, RecordingError, Rows, concatenate
+from recipe.offpolicy.analysis.attribution.attribution import Part, attribute, join_parts, summarize_rows
+from recipe.offpolicy.analysis.attribution.decomposition import build_profiles
+from recipe.offpolicy.analysis.attribution.recorded_tokens import RowSample
+from recipe.offpolicy.recording import Recording, Rows, concatenate
 from tests.support.attributed import attribute_rows
 from tests.support.recordings import drawn_rows, record, same
 
@@ -80,39 +75,6 @@ def test_pieces_of_a_step_add_up_to_the_step() -> None:
     assert same(sample.take(spare), sample.take(both))
 
 
-def test_a_large_step_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws of rows are of each piece, so that intervals alone differ."""
-    ranks = [replace(draw(5), rank=np.full(12, rank, dtype=np.int32)) for rank in range(3)]
-    recorded = Recording(record(tmp_path, *ranks))
-    whole = attribute(recorded)
-    monkeypatch.setattr(Recording.in_pieces, "__defaults__", (1,))
-    found = attribute(recorded)
-    assert found.whole.intervals != whole.whole.intervals
-    for name in ("variance", "kl"):
-        assert close(getattr(found.whole, name), getattr(whole.whole, name))
-    assert (found.rows, found.causes, found.mend_first) == (whole.rows, whole.causes, whole.mend_first)
-    assert all(map(close, found.tokens, whole.tokens))
-
-
-def test_ids_are_hashed_up_to_each_token() -> None:
-    """Rows 7 8, 7 8 9, none, and 8 7."""
-    found = hash_ids(np.array([7, 8, 7, 8, 9, 8, 7], dtype=np.int32), np.array([0, 2, 5, 5, 7]))
-    assert found[0] == mix(np.array([7 << 32], dtype=np.uint64))
-    assert found[:2].tolist() == found[2:4].tolist()
-    assert len(set(found.tolist())) == 5
-
-
-def test_draws_of_rows_have_the_spread_of_a_bootstrap() -> None:
-    """Each row is drawn once in the mean, with a variance of 1: sums of 400 rows of one token vary by 20."""
-    sums = np.zeros((400, *compute_row_sums(drawn_rows([1])).shape[1:]))
-    sums[:, 0, 0, 0] = 1.0
-    drawn = resample(sums, (0, 1))[1:, 0, 0, 0]
-    assert drawn.mean() == pytest.approx(400, abs=3)
-    assert drawn.std() == pytest.approx(20, abs=2)
-    assert np.array_equal(drawn, resample(sums, (0, 1))[1:, 0, 0, 0])
-    assert not np.array_equal(drawn, resample(sums, (0, 2))[1:, 0, 0, 0])
-
-
 def test_a_large_recording_is_searched_in_part_and_added_up_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,24 +87,3 @@ def test_a_large_recording_is_searched_in_part_and_added_up_whole(
     found = attribute(recording)
     assert 0 < found.searched < sum(each.tokens for each in rows) / 2
     assert (found.whole, found.by_step, found.profiles) == (whole.whole, whole.by_step, whole.profiles)
-
-
-def test_rows_of_a_sample_are_those_of_some_prompts() -> None:
-    rows = drawn_rows(
-        [3] * 8, step=4, group=2, prompt_offsets=np.zeros(9, dtype=np.int64), prompt_ids=np.zeros(0, np.int32)
-    )
-    assert RowSample().take(rows) is rows
-    chosen = RowSample.of_steps([4], 12).take(rows)
-    assert len(chosen) == 4
-    assert len(set(chosen.uid)) == 2
-    assert len(RowSample.of_steps([4], 1).take(rows)) == 2  # one prompt at least
-    assert len(RowSample.of_steps([5], 12).take(rows)) == 0
-
-
-def test_steps_are_chosen_by_their_numbers(tmp_path: Path) -> None:
-    recording = Recording(record(tmp_path, *(draw(step) for step in (2, 3, 4))))
-    assert recording.choose_steps(None) == [2, 3, 4]
-    assert recording.choose_steps((3, None)) == [3, 4]
-    with pytest.raises(RecordingError, match="no step from 7 to 9 is recorded; the recorded steps are 2 to 4"):
-        recording.choose_steps((7, 9))
-    assert recording.only(2, 4).steps == [2, 4]

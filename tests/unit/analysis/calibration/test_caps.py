@@ -83,11 +83,9 @@ def test_not_needed_and_not_reachable() -> None:
 
 
 WEIGHTS = {
-    "token": TIS,
     "lower bound": TIS | {"lower": 0.5, "upper": None},
     "clip": TIS | {"kind": "clip", "lower": 0.5},
     "reject": TIS | {"kind": "reject", "lower": 0.5},
-    "sequence": TIS | {"level": "sequence"},
     "turn": TIS | {"level": "turn"},
     "geometric": TIS | {"level": "sequence", "aggregate": "geometric"},
 }
@@ -135,32 +133,3 @@ def test_the_cap_of_one_sign_is_that_of_the_rows_it_weighs() -> None:
     (proposal,) = propose_bounds([Step(rows, NONE, ())], spec, request).proposals
     assert proposal.looked == pytest.approx(2 / 3)
     assert proposal.now == pytest.approx(0.9)
-
-
-def test_no_band_from_one_prompt() -> None:
-    _, part = part_of(TIS)
-    found = find_cap_for_ess(part, units([0.0, 0.1, math.log(4)], group=[0, 0, 0]), 0.9, 0.95)
-    assert found.values
-    assert math.isnan(found.interval[0])
-    assert "one prompt" in found.note
-
-
-@pytest.mark.slow
-def test_coverage_of_a_cap() -> None:
-    """Log-normal weights of spread 0.8 with like siblings, 80 prompts of 6: the cap of ESS 0.8 is covered.
-
-    The truth is the cap of a million independent draws, the same law. 300 draws of a share of 0.95 have a standard
-    error of 0.0126; a percentile bootstrap of 80 groups may fall a little short of its 0.95.
-    """
-    _, part = part_of(TIS)
-    rng = np.random.default_rng(11)
-    truth = find_cap_for_ess(
-        part, units(0.8 * rng.standard_normal(1_000_000), group=np.zeros(1_000_000, int)), 0.8, 0.95
-    ).radius
-    held = 0
-    for draw in range(300):
-        shared = rng.standard_normal(80).repeat(6)
-        value = 0.8 * (math.sqrt(0.5) * shared + math.sqrt(0.5) * rng.standard_normal(480))
-        low, high = find_cap_for_ess(part, units(value, group=np.arange(80).repeat(6)), 0.8, 0.95, seed=draw).interval
-        held += low <= truth <= high
-    assert 0.89 <= held / 300 <= 0.985

@@ -1,15 +1,125 @@
-"""Noise floor of OPSM's delta: from which rows it is read, and what is said where there are none."""
+"""Intervals for rows in prompt groups, the noise floor of a delta, and whether one bound suits all lengths."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.floor import NotIdentifiedError, estimate_noise_floor
+from recipe.offpolicy.analysis.calibration.floor import (
+    NotIdentifiedError,
+    compute_least_count,
+    compute_quantile_interval,
+    compute_share_interval,
+    estimate_noise_floor,
+    estimate_share,
+    resample_totals,
+)
 from recipe.offpolicy.analysis.calibration.parts import BoundedPart
+from recipe.offpolicy.analysis.calibration.propose import (
+    CalibrationRequest,
+    Proposal,
+    measure_length_dependence,
+    propose_bounds,
+)
 from recipe.offpolicy.analysis.calibration.scores import RowState, Scores
+from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.read_parts import read_mask
+from recipe.offpolicy.recording import Rows, Step
 from tests.support.corrections import opsm
+from tests.support.recordings import NONE, drawn_rows
+
+
+def test_design_effect_of_groups_that_agree() -> None:
+    """3 groups of 4 alike, kept 4, 4, 0: share 2/3; residuals 4 - 2/3 4 = 4/3, 4/3, -8/3, sum of squares 96/9.
+
+    Variance of the share = 3/2 (96/9) / 144 = 1/9; independent (2/3)(1/3)/12 = 1/54; effect 6, effective 12/6 = 2.
+    """
+    found = estimate_share(np.repeat([True, True, False], 4), np.repeat([0, 1, 2], 4))
+    assert (found.count, found.groups) == (12, 3)
+    assert found.share == pytest.approx(2 / 3)
+    assert found.effective == pytest.approx(2.0)
+
+
+def test_balanced_groups_count_as_independent_at_most() -> None:
+    """Each group keeps one of two: no variance between groups, which is chance and not knowledge."""
+    found = estimate_share(np.tile([True, False], 8), np.repeat(np.arange(8), 2))
+    assert found.effective == 16
+
+
+def test_nothing_rejected_takes_groups_as_units() -> None:
+    """No variance to measure: the worst is assumed, siblings alike, 4 groups of 3 say as much as 4 rows."""
+    found = estimate_share(np.ones(12, dtype=bool), np.repeat(np.arange(4), 3))
+    assert found.effective == pytest.approx(4.0)
+
+
+def test_one_group_says_nothing_of_others() -> None:
+    found = estimate_share(np.arange(6) < 3, np.zeros(6, dtype=np.int64))
+    assert math.isnan(found.effective)
+    assert all(math.isnan(end) for end in compute_share_interval(found, 0.95))
+
+
+def test_median_of_ten() -> None:
+    """Bin(10, 1/2): P(B < 2) = 11/1024 = 0.0107 <= 0.025 < P(B < 3) = 0.0547, so [x(2), x(9)], coverage 0.979."""
+    assert compute_quantile_interval(np.arange(1.0, 11), 0.5, 10, 0.95) == (2.0, 9.0)
+
+
+def test_too_few_for_an_upper_end() -> None:
+    """0.9^21 = 0.109 > 0.025: no order statistic of 21 bounds the 0.9-quantile; 0.9^36 = 0.0225 is the first."""
+    assert compute_quantile_interval(np.arange(21.0), 0.9, 21, 0.95)[1] == math.inf
+    assert compute_quantile_interval(np.arange(35.0), 0.9, 35, 0.95)[1] == math.inf
+    assert compute_quantile_interval(np.arange(36.0), 0.9, 36, 0.95)[1] == 35.0
+
+
+def test_one_sided_end() -> None:
+    """0.99^298 = 0.0500 > 0.05 >= 0.99^299: the 0.99-quantile takes 299 units."""
+    assert compute_least_count(0.99, 0.95) == 299
+    assert compute_quantile_interval(np.arange(298.0), 0.99, 298, 0.95, one_sided=True) == (-math.inf, math.inf)
+    assert compute_quantile_interval(np.arange(299.0), 0.99, 299, 0.95, one_sided=True) == (-math.inf, 298.0)
+
+
+def test_wilson() -> None:
+    """8 of 10 kept, independent up to 10/9: n = 9, z = 1.96, z^2/n = 0.42684.
+
+    Middle (0.8 + 0.21342) / 1.42684 = 0.71026, half sqrt(0.42684 (0.16 + 0.10671)) / 1.42684 = 0.23647.
+    """
+    low, high = compute_share_interval(estimate_share(np.arange(10) < 8, np.arange(10)), 0.95)
+    assert (low, high) == (pytest.approx(0.47379, abs=1e-4), pytest.approx(0.94673, abs=1e-4))
+
+
+def test_bootstrap_keeps_groups_whole() -> None:
+    """Groups with totals 0 and 10: two drawn, so that each sum is 0, 10 or 20, with shares 1/4, 1/2, 1/4."""
+    sums = resample_totals(np.array([[0.0], [10.0]]), draws=4000, seed=1)[:, 0]
+    values, counts = np.unique(sums, return_counts=True)
+    assert values.tolist() == [0.0, 10.0, 20.0]
+    assert counts / 4000 == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
+
+
+@pytest.mark.parametrize("within", [0.0, 0.7], ids=["independent siblings", "like siblings"])
+def test_coverage_of_a_quantile(within: float) -> None:
+    """True quantiles lie in 95 % intervals, of 60 groups of 8, in 92 to 99 % of 300 draws.
+
+    ``within`` is the correlation of siblings. Intervals that took siblings for independent would hold the truth in
+    about 70 % of the draws at 0.7: the second half of the test.
+    """
+    rng = np.random.default_rng(7)
+    share, truth = 0.9, 1.2815516  # of a standard normal
+    group = np.repeat(np.arange(60), 8)
+    held = naive = 0
+    for _ in range(300):
+        values = math.sqrt(within) * rng.standard_normal(60)[group] + math.sqrt(1 - within) * rng.standard_normal(480)
+        ordered = np.sort(values)
+        found = estimate_share(values <= ordered[math.ceil(share * 480) - 1], group)
+        low, high = compute_quantile_interval(ordered, share, found.effective, 0.95)
+        held += low <= truth <= high
+        low, high = compute_quantile_interval(ordered, share, 480, 0.95)
+        naive += low <= truth <= high
+    assert 0.92 <= held / 300 <= 0.99
+    assert (naive / 300 < 0.85) == (within > 0)
+
 
 ROWS = 400
 PART = BoundedPart("masks.opsm", read_mask(opsm(0.1), key="correction.masks.opsm"), "lower")
@@ -59,3 +169,105 @@ def test_a_share_that_is_too_high_for_the_rows_names_one_that_is_not() -> None:
     with pytest.raises(NotIdentifiedError, match="400 rows in 400 prompt groups") as caught:
         estimate_noise_floor(PART, scores(), state(), share=0.999, confidence=0.95)
     assert caught.value.reason.endswith("or pass --floor-quantile 0.95 to calibrate.")
+
+
+BAND = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "when": "any", "lower": 0.99, "upper": 1.01}
+OPSM = {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": 0.1, "when": "negative"}
+LENGTHS = (10, 40, 160, 640)
+
+
+def noisy(count: int = 60, seed: int = 0, noise: float = 0.03, drift: float = 0.0, **columns: Any) -> Rows:
+    """``count`` rows of each of four lengths, zero-mean noise a token, in groups of 4."""
+    lengths = np.repeat(LENGTHS, count)
+    uid = np.array([f"{columns.get('step', 1)}-{row // 4}" for row in range(len(lengths))], dtype=object)
+    return drawn_rows(lengths, seed=seed, backend=noise, drift=drift, uid=uid, **columns)
+
+
+def proposed(mask: dict[str, Any], *rows: Rows, **request: Any) -> Proposal:
+    spec = CorrectionSpec.from_mapping({"masks": {"it": mask}})
+    steps = [Step(each, NONE, ()) for each in rows]
+    return propose_bounds(steps, spec, CalibrationRequest(**({"target_kept": 0.9} | request))).proposals[0]
+
+
+def units(value: np.ndarray, length: np.ndarray) -> Scores:
+    count = len(value)
+    ones = np.ones(count, dtype=np.int64)
+    return Scores(value, value, np.ones(count, dtype=bool), ones, length, np.arange(count), np.arange(count) // 4)
+
+
+def test_an_offset_hides_no_spread() -> None:
+    """A constant offset of 1 with noise that shrinks: the size hardly varies, the spread about the median does."""
+    rng = np.random.default_rng(1)
+    length = np.repeat(LENGTHS, 60)
+    test = measure_length_dependence(units(1 + 0.03 * rng.standard_normal(240) / np.sqrt(length), length), 0.95)
+    assert test.depends
+    assert test.measure == "spread"
+
+
+def test_false_alarms_are_as_rare_as_asked() -> None:
+    """Statistics of one law at all lengths, like siblings: at most 5 % of 300 draws, with 3 standard errors, 8.8 %."""
+    rng = np.random.default_rng(5)
+    length = np.repeat(LENGTHS, 40)
+    alarms = sum(
+        measure_length_dependence(
+            units(rng.standard_normal(40)[np.arange(160) // 4] * rng.uniform(0.5, 1, 160), length), 0.95
+        ).depends
+        for _ in range(200)
+    )
+    assert 0 < alarms / 300 <= 0.088
+
+
+def test_bounds_by_length_follow_the_noise() -> None:
+    """Keeping 0.9 of rows takes 1.645 s / sqrt(T): half of it for four times the length."""
+    proposal = proposed(BAND, noisy(count=400), target_kept=0.9)
+    assert [entry.bucket for entry in proposal.lengths] == ["le16", "le64", "le256", "le1024"]
+    for entry, length in zip(proposal.lengths, LENGTHS, strict=True):
+        assert entry.threshold.radius == pytest.approx(1.645 * 0.03 / math.sqrt(length), rel=0.12)
+        low, high = entry.threshold.interval
+        assert low < 1.645 * 0.03 / math.sqrt(length) < high
+    reached = [entry.reached for entry in proposal.lengths]
+    assert reached[0] < 0.75, "the common bound rejects short rows"
+    assert reached[-1] == 1.0
+
+
+def test_a_bucket_of_few_rows_has_no_bound() -> None:
+    lengths = [10] * 60 + [100] * 60 + [300] * 5
+    entry = proposed(BAND, drawn_rows(lengths, backend=0.03)).lengths[-1]
+    assert entry.rows == 5
+    assert not entry.threshold.values
+    assert "5 rows" in entry.threshold.note
+
+
+def opsm(*rows: Rows, **request: Any) -> Proposal:
+    return proposed(OPSM, *rows, **({"floor_quantile": 0.95} | request))
+
+
+def test_delta_clears_the_noise_floor() -> None:
+    """The 0.95-quantile of s / sqrt(T) noise in rows of 40 tokens, 1.645 * 0.03 / sqrt(40) = 0.0078, is exceeded.
+
+    Asked to keep 0.75, a smaller delta would do: only rows of negative advantage can go.
+    """
+    rows = drawn_rows([40] * 800, backend=0.03, uid=np.array([f"{row}" for row in range(800)], dtype=object))
+    proposal = opsm(rows, target_kept=0.75)
+    floor = proposal.floor
+    assert floor is not None
+    assert floor.quantile == pytest.approx(0.0078, rel=0.15)
+    assert floor.quantile < floor.delta < 1.3 * floor.quantile
+    assert (floor.rows, floor.groups, floor.unknown_versions) == (800, 800, 0)
+    assert proposal.threshold.values["delta"] >= floor.delta
+    assert proposal.threshold.reached > 0.75
+    assert "backend-noise floor keeps" in proposal.threshold.note
+
+
+def test_a_pi_old_made_of_mu_does_not_choose_quiet_rows() -> None:
+    """240 rows of noise 0.03 and 240 of 0.0005: the recorded pi_old is near pi in quiet rows alone."""
+    engines, bypass = [noisy(seed=1), noisy(seed=2, noise=0.0005)], {"proximal": "bypass"}
+    acted = CorrectionSpec.from_mapping(bypass).to_mapping()
+    steps = [Step(replace(rows, old_log_prob=rows.rollout_log_prob), acted, ()) for rows in engines]
+    spec = CorrectionSpec.from_mapping({"masks": {"it": OPSM}} | bypass)
+    request = CalibrationRequest(target_kept=0.9, floor_quantile=0.95)
+    floor = propose_bounds(steps, spec, request).proposals[0].floor
+    known = opsm(*engines).floor
+    assert floor is not None
+    assert floor.rows == 480
+    assert floor == known

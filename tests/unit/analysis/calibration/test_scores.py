@@ -1,19 +1,23 @@
-"""The correction that acted at a recorded step, and the parts whose bounds are calibrated."""
+"""The units that each part decides on, of all rows and of a sample of the prompts."""
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.kept_bounds import check_radius, find_largest_radius
-from recipe.offpolicy.analysis.calibration.parts import BoundedPart, list_parts
-from recipe.offpolicy.analysis.calibration.scores import compute_scores
-from recipe.offpolicy.correction import MaskSpec, WeightSpec
-from recipe.offpolicy.correction.ratios import EXP_CLAMP
-from recipe.offpolicy.recording import Step
-from tests.support.corrections import band, spec
+from recipe.offpolicy.analysis.calibration.parts import list_parts
+from recipe.offpolicy.analysis.calibration.scores import (
+    PromptSample,
+    Scores,
+    compute_scores,
+    hash_prompts,
+    number_prompts,
+)
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.recording import RecordingError, Step
+from tests.support.corrections import GSM, band, spec
 from tests.support.recordings import NONE, drawn_rows
 
 
@@ -28,12 +32,8 @@ def test_a_mask_on_what_leads_away_looks_at_those_tokens() -> None:
     scores, _ = compute_scores([Step(rows, NONE, ())], correction, [part])
     assert (part.share_of, part.looks_at) == ("tokens", "tokens with A log r > 0")
     found = scores["masks.vaco"]
-    assert sorted(zip(found.row.tolist(), found.looked.tolist(), strict=True)) == [
-        (0, False),
-        (0, True),
-        (1, False),
-        (1, True),
-    ]
+    looked = sorted(zip(found.row.tolist(), found.looked.tolist(), strict=True))
+    assert looked == [(0, False), (0, True), (1, False), (1, True)]
     # Every token has its row's mean of |rho - 1| / 2, (0.6487 + 0.3935) / 4.
     assert found.high == pytest.approx([0.26055] * 4, rel=1e-4)
 
@@ -63,13 +63,42 @@ def test_a_prefix_is_scored_by_the_bound_of_its_first_token() -> None:
     assert sorted(scores["masks.ctpo"].high.tolist()) == pytest.approx([0.3, 0.6 / 2**0.5], rel=1e-5)
 
 
-GSM = MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any")
-CAP = WeightSpec("sequence", "truncate", None, 2.0)
+M2PO = {"ratio": "rollout", "level": "token", "aggregate": "second_moment", "budget": 0.01, "when": "any"}
+ICEPOP = {"ratio": "rollout", "level": "token", "aggregate": "product", "lower": 0.5, "upper": 2.0, "when": "any"}
+SPEC = CorrectionSpec.from_mapping({"masks": {"gsm": GSM, "icepop": ICEPOP, "m2po": M2PO}})
 
 
-def test_a_bound_beyond_what_related_policies_reach() -> None:
-    part = BoundedPart("masks.gsm", GSM, "both")
-    assert check_radius(part, math.log(1.01)) == ""
-    assert check_radius(part, 5.0).startswith("not identified: it would take a bound at 5 nats")
-    # A product over a row may grow as far as ratios are clamped.
-    assert find_largest_radius(BoundedPart("weight", CAP, "upper")) == EXP_CLAMP
+def steps_of(count: int, rows: int = 64) -> list[Step]:
+    """Steps of rows of 5 to 9 tokens, 4 of each prompt, whose names no other step has."""
+    found = []
+    for step in range(1, count + 1):
+        drawn = drawn_rows([5 + row % 5 for row in range(rows)], step=step, seed=step, backend=0.1, drift=0.05)
+        named = np.array([f"{step}-{uid}" for uid in drawn.uid], dtype=object)
+        found.append(Step(replace(drawn, uid=named), NONE, ()))
+    return found
+
+
+def test_a_sample_holds_the_units_that_its_prompts_have_among_all() -> None:
+    """Of a budget too, which each batch shares out among all of its rows."""
+    steps, parts, sample = steps_of(3), list_parts(SPEC), PromptSample(tokens=0.3, rows=0.6)
+    whole, states = compute_scores(steps, SPEC, parts)
+    some, state = compute_scores(steps, SPEC, parts, sample=sample)
+    prompts = np.concatenate([hash_prompts(step.rows) for step in steps])
+    kept = sample.find_rows(prompts)
+    assert 0 < kept.sum() < len(prompts)
+    assert state.apart.tolist() == states.apart[kept].tolist()
+    for part in parts:
+        share = 0.6 if part.key == "masks.gsm" else 0.3
+        expected: Scores = whole[part.key].select((prompts / 2.0**64 < share)[whole[part.key].row])
+        found = some[part.key]
+        assert len(found) > 0
+        for name in ("low", "high", "looked", "tokens", "length"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+        assert np.flatnonzero(kept)[found.row].tolist() == expected.row.tolist()
+        groups = (number_prompts(each.group.astype(np.uint64)).tolist() for each in (found, expected))
+        assert next(groups) == next(groups)
+
+
+def test_a_sample_without_a_prompt_is_refused() -> None:
+    with pytest.raises(RecordingError, match="in the sampled prompts, which are only a few"):
+        compute_scores(steps_of(1), SPEC, list_parts(SPEC), sample=PromptSample(tokens=0.5, rows=1e-9))

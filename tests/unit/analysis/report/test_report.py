@@ -1,9 +1,10 @@
-"""A report: what it says of a recording, for one step and for hundreds, with hostile content, and without a proof."""
+"""A report: what it says of a recording, also with hostile content, without a proof, and while the run goes on."""
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ import pytest
 from recipe.offpolicy.analysis import page as page_module
 from recipe.offpolicy.analysis.attribution import attribution
 from recipe.offpolicy.analysis.attribution.worst_examples import TokenDecoder
-from recipe.offpolicy.analysis.calibration import scores
 from recipe.offpolicy.analysis.calibration.propose import CalibrationResult
 from recipe.offpolicy.analysis.page import PANEL
-from recipe.offpolicy.analysis.plotting import draw_panels
-from recipe.offpolicy.analysis.report import report_page
+from recipe.offpolicy.analysis.report import report_page as module
+from recipe.offpolicy.analysis.report.report_page import follow
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.analysis.report.verdict import (
     COPIED,
+    Answer,
     Studies,
     answer_liveness,
     build_answers,
@@ -29,13 +30,14 @@ from recipe.offpolicy.analysis.report.verdict import (
 )
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.recording import Recording, Rows, concatenate
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.report import main
-from tests.support.corrections import GSM, TIS
+from tests.support.corrections import GSM
 from tests.support.recordings import drawn_rows, record
 from tests.support.report_page import Tags, made, report
+from tests.support.unscored import EVERY, MADE_OF_MU, recorded_under
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 MASKS = {"masks": {"gsm": GSM}}
@@ -81,9 +83,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tags]:
 
 def test_every_part_is_there(whole: tuple[str, Tags]) -> None:
     text, page = whole
-    for heading in (
+    for said in (
         "Verdict",
-        "Run and liveness proof",
         "Reward and mismatch over time",
         "Kept share by length",
         "Where the mismatch comes from",
@@ -91,10 +92,6 @@ def test_every_part_is_there(whole: tuple[str, Tags]) -> None:
         "Worst examples",
         "What other corrections would have done",
         "Configuration",
-    ):
-        assert heading in page.text
-    assert page.text.index("Verdict") < page.text.index("over time") < page.text.index("Configuration")
-    for said in (
         "weight LIVE in the gradient",
         "Read: all 4 recorded steps (1 to 4).",
         "correction.masks.gsm.upper=",
@@ -122,61 +119,6 @@ def test_hostile_content_stays_text(whole: tuple[str, Tags]) -> None:
     assert "onerror" not in [name for name, _ in page.attributes]
     assert "\x1b" not in text
     assert "\u202e" not in text
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
-def test_no_secret_of_anothers_recording_is_on_the_page(tmp_path: Path) -> None:
-    """run.json may have been written by whoever, and the page is made to be sent."""
-    config = {"trainer": {"wandb_token": "hunter22", "max_tokens": 77}, "headers": ["Bearer sk-live-hunter22"]}
-    card = {"model": "https://user:hunter22@host/model", "release": "0.9.1", "config": config}
-    text, _ = report(made(tmp_path, 1, card=card), tmp_path)
-    assert "hunter22" not in text
-    assert "https://(hidden)@host/model" in text
-    assert "&#34;max_tokens&#34;: 77" in text
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
-def test_one_step_without_cards_whose_record_is_not_its_replay(tmp_path: Path) -> None:
-    """Recorded as kept although the mask rejects them: the page says that record and replay disagree."""
-    rows = drawn_rows([4] * 8, backend=0.2)
-    directory = record(tmp_path / "run", rows, spec=SPEC.to_mapping(), reasons=["masks.gsm"])
-    _, page = report(directory, tmp_path, "--spec", "correction=product_mask")
-    for said in (
-        "Read: the one recorded step (1 to 1).",
-        "too few steps",
-        "run.json was not recorded",
-        "not shown",
-        "proof.json was not recorded",
-        "MISMATCH",
-        "Which bound for masks.product?",
-        "the recording does not name its model",
-    ):
-        assert said in page.text
-
-
-@pytest.mark.extended
-def test_hundreds_of_steps_are_all_read(tmp_path: Path) -> None:
-    """Every panel has the numbers of all steps."""
-    directory = tmp_path / "run"
-    for step in range(1, 302):
-        record(directory, drawn_rows([4, 4, 40, 40], seed=step, step=step, backend=0.03))
-    text, page = report(directory, tmp_path)
-    items = [json.loads(item) for item in re.findall(r'class="panel">(.*?)</script>', text)]
-    assert len(items) == PICTURES
-    assert all(item["doc"]["roots"] for item in items)
-    assert "Read: all 301 recorded steps (1 to 301)." in page.text
-    assert "sample" not in page.text.split("Run and liveness proof")[0]
-
-
-@pytest.mark.slow
-def test_a_large_recording_is_calibrated_by_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "TOKENS", 1000)
-    _, page = report(made(tmp_path, steps=7), tmp_path)
-    assert (
-        "Read: all 7 recorded steps (1 to 7). Bounds are based on a sample of the prompts: a share of 0." in page.text
-    )
 
 
 def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:
@@ -234,8 +176,9 @@ def test_engines_are_judged_by_fresh_rows(tmp_path: Path, ages: list[int], answe
     assert because in line.because
 
 
-@pytest.mark.parametrize("proximal", ["recompute", "bypass"])
-@pytest.mark.parametrize(("last", "copied"), [(0.0, True), (1e-6, False)])
+@pytest.mark.parametrize(
+    ("proximal", "last", "copied"), [("recompute", 0.0, True), ("bypass", 0.0, True), ("bypass", 1e-6, False)]
+)
 def test_mu_that_is_the_trainers_to_the_bit(tmp_path: Path, proximal: str, last: float, copied: bool) -> None:
     """Suspicious, unless pi_old was taken from mu on purpose: then pi shows whether mu is the engine's own."""
     mu = np.full(40, -1.0, dtype=np.float32)
@@ -246,42 +189,6 @@ def test_mu_that_is_the_trainers_to_the_bit(tmp_path: Path, proximal: str, last:
     recording = Recording(record(tmp_path / "run", rows, spec=spec.to_mapping()))
     found = build_answers(build_timeline(recording), spec, {}, Studies(frozenset(), "", "", ""))
     assert [line.answer for line in found].count(COPIED) == (2 if copied else 0)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
-def test_dashed_lines_are_spoken_of_beside_their_picture_alone(tmp_path: Path, whole: tuple[str, Tags]) -> None:
-    """Rows of one length are a table of one line, and no picture."""
-    record(tmp_path / "run", drawn_rows([9] * 24))
-    _, page = report(tmp_path / "run", tmp_path)
-    assert "a mask on a geometric mean therefore rejects short rows" in page.text
-
-
-def test_the_reward_has_a_label_and_equal_shares_are_one_line(tmp_path: Path) -> None:
-    """Uncorrected, everything is kept: three shares of 1."""
-    timeline = build_timeline(Recording(made(tmp_path)))
-    figure = draw_panels(report_page.build_step_panels(timeline), columns=2)
-    reward, _, kept, length = figure.axes
-    assert reward.get_ylabel() == "mean reward of a response"
-    assert [line.get_label() for line in kept.get_lines()] == ["tokens kept, rows kept, ESS of weight x keep"]
-    assert [line.get_label() for line in length.get_lines()] == ["all answers", "right answers", "wrong answers"]
-    shares, _ = draw_panels(report_page.build_length_panels(timeline), columns=2).axes
-    assert [line.get_label() for line in shares.get_lines()] == ["rows kept, tokens kept"]
-
-
-def test_the_page_has_to_have_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said before the recording is opened: there is none."""
-    assert main([str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"report: --out {tmp_path}: it is a directory. Name a file")
-    (tmp_path / "file").touch()
-    assert main([str(tmp_path / "none"), "--out", str(tmp_path / "file" / "a.html")]) == 2
-    assert "no file can be written under" in capsys.readouterr().err
-
-
-def test_whole_numbers_of_the_proof_are_whole(whole: tuple[str, Tags]) -> None:
-    _, page = whole
-    assert "1464144645" in page.text
-    assert "1.46e+09" not in page.text
 
 
 def test_what_acted_may_change(tmp_path: Path) -> None:
@@ -304,8 +211,7 @@ def test_answers_about_life() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((), "no recorded step"), (("--spec", "correction=gms"), "no such option")],
+    ("arguments", "message"), [((), "no recorded step"), (("--spec", "correction=gms"), "no such option")]
 )
 def test_bad_input_is_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
@@ -316,30 +222,12 @@ def test_bad_input_is_a_sentence(
     assert not (tmp_path / "no.html").exists()
 
 
-def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = made(tmp_path, steps=2)
-    damaged = sorted(directory.glob("*.parquet"))[1]
-    damaged.write_bytes(damaged.read_bytes()[:100])
-    assert main([str(directory), "--out", str(tmp_path / "no.html")]) == 2
-    assert damaged.name in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("recorded", "calibrated", "new"),
-    [
-        ({}, {"weight", "masks.gsm"}, {"weight", "masks.gsm"}),
-        ({"weight": TIS}, {"weight", "masks.gsm"}, {"masks.gsm"}),
-        (MASKS, {"weight", "masks.gsm"}, {"weight"}),
-        (MASKS | {"weight": TIS}, {"weight", "masks.gsm"}, set()),
-    ],
-)
-def test_what_was_not_on_is_calibrated_by_default(
-    tmp_path: Path, recorded: dict[str, Any], calibrated: set[str], new: set[str]
-) -> None:
+@pytest.mark.parametrize(("recorded", "new"), [({}, {"weight", "masks.gsm"}), (MASKS, {"weight"})])
+def test_what_was_not_on_is_calibrated_by_default(tmp_path: Path, recorded: dict[str, Any], new: set[str]) -> None:
     recording = Recording(made(tmp_path, steps=1))
     found = run_studies(recording, CorrectionSpec.from_mapping(recorded))
     assert isinstance(found.calibrated, CalibrationResult)
-    assert {proposal.part.key for proposal in found.calibrated.proposals} == calibrated
+    assert {proposal.part.key for proposal in found.calibrated.proposals} == {"weight", "masks.gsm"}
     assert found.new == new
 
 
@@ -368,23 +256,6 @@ def test_trend_of_the_mismatch(values: list[float], said: str) -> None:
     assert said in describe_trend(np.array(values), "nats")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("equal", "mu and pi agree exactly"),
-        ("not finite", "No response token with a finite mu and pi_old was recorded."),
-    ],
-)
-@pytest.mark.usefixtures("undrawn")
-def test_recordings_with_nothing_to_explain(tmp_path: Path, change: str, said: str) -> None:
-    mu = np.full(120, -1.0 if change == "equal" else np.nan, dtype=np.float32)
-    same = {"old_log_prob": mu, "log_prob": mu} if change == "equal" else {}
-    _, page = report(record(tmp_path / "run", drawn_rows([5] * 24, rollout_log_prob=mu, **same)), tmp_path)
-    assert said in page.text
-    assert "Not calibrated" in page.text or "no mismatch at all" in page.text
-
-
 def test_no_response_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
@@ -395,7 +266,85 @@ def test_no_response_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "no response is recorded" in capsys.readouterr().err
 
 
-def test_what_acted_must_be_a_correction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = record(tmp_path / "run", drawn_rows([5] * 4), spec={"weight": 3})
-    assert main([str(directory), "--out", str(tmp_path / "no.html")]) == 2
-    assert "step 1: its file's metadata holds no valid correction" in capsys.readouterr().err
+def grow(run: Path) -> Iterator[None]:
+    """Adds a step, another rank's rows of it, nothing, and a step, then interrupts."""
+    record(run, drawn_rows([20] * 8, step=1))
+    yield
+    record(run, drawn_rows([20] * 4, step=1, rank=1))
+    yield
+    yield
+    record(run, drawn_rows([20] * 8, step=2))
+    yield
+    raise KeyboardInterrupt
+
+
+def test_it_is_written_when_rows_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out, said = tmp_path / "run", tmp_path / "page.html", list[str]()
+    summarized = []
+    plain = module.summarize_steps
+    monkeypatch.setattr(module, "summarize_steps", lambda steps: summarized.append(steps.steps) or plain(steps))
+    growth = grow(run)
+    waits = []
+
+    def wait(seconds: float) -> None:
+        waits.append((seconds, out.exists()))
+        next(growth)
+
+    with pytest.raises(KeyboardInterrupt):
+        follow(run, out, 7, said.append, wait)
+    assert said[0].startswith("Waiting for the first step.")
+    assert [re.sub(r"[\d,]+ bytes", "N bytes", line) for line in said[1:]] == [
+        f"{out}: N bytes. Read: the one recorded step (1 to 1).",
+        f"{out}: N bytes. Read: the one recorded step (1 to 1).",
+        f"{out}: N bytes. Read: all 2 recorded steps (1 to 2).",
+    ]
+    assert summarized == [[1], [1], [2]]
+    assert waits == [(7, False), (7, True), (7, True), (7, True), (7, True)]
+    page = out.read_text()
+    assert '<meta http-equiv="refresh" content="7">' in page
+    assert "20 responses" in page
+    assert "Does the reward rise?" in page
+    assert "Where the mismatch comes from" not in page
+
+
+def test_other_numbers_of_seconds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--follow=0"])
+    assert "'0' is not a count of 1 or more" in capsys.readouterr().err
+
+
+LENGTHS = [20] * 64
+
+
+def later() -> Rows:
+    """Of the second gradient step, at which pi has moved by 0.5 nats per token."""
+    rows = drawn_rows(LENGTHS, seed=1, backend=0.1, drift=0.5)
+    return replace(rows, mini_batch=np.ones(64, dtype=np.int32))
+
+
+def said(recording: Recording, proximal: str) -> tuple[Answer, Answer]:
+    """On whether the engines agree, and on where the mismatch comes from."""
+    spec = CorrectionSpec.from_mapping(EVERY[proximal])
+    found = build_answers(build_timeline(recording), spec, {}, run_studies(recording, spec))
+    by_question = {answer.question: answer for answer in found}
+    return by_question["Do the engines agree?"], by_question["Where does the mismatch come from?"]
+
+
+@pytest.mark.parametrize("proximal", [*MADE_OF_MU, "reuse"])
+def test_engines_are_judged_by_the_trainers_own_weights(proximal: str, tmp_path: Path) -> None:
+    """Noise of 0.1 nats is a KL of 0.1^2 / 2 nats per token, whatever the correction takes for pi_old."""
+    engines, origin = said(recorded_under(proximal, tmp_path / "run", drawn_rows(LENGTHS, backend=0.1)), proximal)
+    assert engines.answer == "KL(mu, pi_old) 0.0051 nats per token"
+    assert "Backend 100%, staleness 0%, drift 0% of KL(mu, pi)." in origin.because
+
+
+@pytest.mark.slow
+def test_rows_of_later_gradient_steps_are_left_out(tmp_path: Path) -> None:
+    rows = drawn_rows(LENGTHS, backend=0.1)
+    recording = recorded_under("loglinear", tmp_path / "run", concatenate([rows, later()]))
+    engines, origin = said(recording, "loglinear")
+    assert engines.answer == "KL(mu, pi_old) 0.0051 nats per token"
+    assert "Mean over 1,280 response tokens" in engines.because
+    assert "64 rows of later gradient steps are left out" in engines.because
+    assert "Backend 100%, staleness 0% of KL(mu, pi_old)." in origin.because
+    assert "drift is not identified" in origin.because

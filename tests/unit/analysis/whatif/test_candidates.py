@@ -10,22 +10,16 @@ from hydra.core.global_hydra import GlobalHydra
 
 from recipe.offpolicy.analysis.whatif.candidates import MOST, build_candidates
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from tests.support.applications import CONFIGS, DELTAS, OPTIONS
+from tests.support.applications import CONFIGS, DELTAS
 from tests.support.corrections import GSM, TIS, spec
 
 RECORDED = spec(TIS, gsm=GSM).to_mapping()
 UPPER = "correction.masks.gsm.upper"
 
 
-QUICK = {"none", "gsm", "opsm", "tis_turn", "verl/bypass_pg_geo_rs_seq_tis"}
-"""No part, a mask, one with an open value, a weight, and both next to another pi_old: the others are composed alike."""
-
-
-@pytest.mark.parametrize(
-    "option",
-    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in OPTIONS if one != "auto"],
-)
-def test_every_option_is_what_its_file_says(option: str) -> None:
+@pytest.mark.parametrize("option", ["none", "gsm", "opsm", "tis_turn", "verl/bypass_pg_geo_rs_seq_tis"])
+def test_an_option_is_what_its_file_says(option: str) -> None:
+    """No part, a mask, one with an open value, a weight, and both next to another pi_old: others are composed alike."""
     (candidate,) = build_candidates([[f"correction={option}", *DELTAS.get(option, [])]], [], RECORDED)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS), version_base=None):
@@ -39,17 +33,6 @@ def test_every_option_is_what_its_file_says(option: str) -> None:
 
 def _plain(value: Any) -> Any:
     return {str(name): _plain(value[name]) for name in value} if hasattr(value, "keys") else value
-
-
-def test_what_goes_by_age_is_asked_as_at_a_launch() -> None:
-    stale = "+correction.masks.stale={aggregate: staleness, level: token, upper: 1}"
-    (candidate,) = build_candidates([["correction=tis_token", stale]], [], RECORDED)
-    assert candidate.spec == spec(TIS, stale={"aggregate": "staleness", "level": "token", "upper": 1})
-    grid = ["correction.masks.stale.upper=0,2", "correction.weight.by_staleness=[1.0],[1.0,1.5]"]
-    found = build_candidates([["correction=tis_token", stale]], grid, RECORDED)
-    assert [(each.spec.masks[0][1].upper, each.spec.weight.by_staleness) for each in found] == [  # type: ignore[union-attr]
-        (upper, factors) for upper in (0.0, 2.0) for factors in ((1.0,), (1.0, 1.5))
-    ]
 
 
 def test_what_was_recorded_changed_at_one_key() -> None:
@@ -75,18 +58,11 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
     [
         ([["correction=opsm"]], [], "delta=???: required and not set"),
         ([["correction=gsm"]], ["correction.masks.gsm.uper=1,2"], f"Nearest: '{UPPER}'"),
-        ([["correction=tis_token"]], [f"{UPPER}=1,2"], "no --spec has this key. There are: '"),
-        ([["recorded"]], ["correction.masks.opsm.delta=1"], "no --spec has this key"),
         ([["recorded"]], ["correction=gsm,icepop"], "--grid correction: no --spec has this key"),
-        ([["recorded"], ["correction=tis_token"]], [f"{UPPER}=1,2"], "no --spec has this key"),
         ([["correction=gsm"]], [UPPER], "not a Hydra override"),
         ([["correction=gsm"]], [f"~{UPPER}"], "deletes a key"),
         ([["correction=gsm"]], [f"{UPPER}=range(2,{MOST + 3})"], f"more than {MOST} corrections"),
         ([["correction=gsmm"]], [], "correction=gsmm: there is no such option. Nearest: 'gsm'."),
-        # The option none is no likely meaning: all are named.
-        ([["correction=nonsense"]], [], "correction=nonsense: there is no such option. There are: 'auto', '"),
-        ([["correction=none"]], ["correction.foo=1"], "no --spec has this key. There are: 'correction.a"),
-        ([["correction=[gsm,icepop"]], [], "not a Hydra override"),
         ([["correction=[tis_token,tis_sequence]"]], [], "both set correction.weight"),
         ([["correction=auto"]], [], "depends on a run's configuration"),
         ([["correction=null"]], [], "Set correction=none"),
@@ -102,14 +78,3 @@ def test_what_cannot_be_meant(specs: list[list[str]], grid: list[str], words: st
         build_candidates(specs, grid, RECORDED)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_hydra_is_left_as_it_was() -> None:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        before = GlobalHydra.instance().hydra
-        build_candidates([["correction=gsm"]], [], RECORDED)
-        assert GlobalHydra.instance().hydra is before
-        with pytest.raises(SpecError):
-            build_candidates([["correction=gsmm"]], [], RECORDED)
-        assert GlobalHydra.instance().hydra is before

@@ -53,7 +53,6 @@ def replayed(path: Path, of: dict[str, Any], rows: Rows = ROWS) -> Study:
     [
         ("token-mean", 5 / 3),  # N = 5 tokens, R = 2 of them rejected
         ("seq-mean-token-sum", 2.0),  # N = 2 rows, R = 1
-        ("seq-mean-token-sum-norm", 2.0),
         ("seq-mean-token-mean", 2.0),  # and no token of row 0 is rejected
     ],
 )
@@ -97,7 +96,6 @@ def test_rows_are_scaled_as_training_scales_them(tmp_path: Path, mode: str) -> N
 @pytest.mark.parametrize(
     ("of", "rows", "reason"),
     [
-        ({}, ROWS, "does not contain all of loss_agg_mode"),
         (card(None), ROWS, "does not contain all of loss_agg_mode"),
         (card("token-sum"), ROWS, "loss_agg_mode=token-sum divides by an unknown count"),
         (card(share=0.5), ROWS, "only a sample of the rows"),

@@ -1,24 +1,43 @@
-"""What is measured of a replayed correction, worked out by hand."""
+"""What is measured of a replayed correction, and the steps of its replay, worked out by hand."""
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from recipe.offpolicy.analysis.whatif import measures as module
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.measures import CorrectionMeasures
+from recipe.offpolicy.analysis.whatif.measures import (
+    Agreement,
+    CorrectionMeasures,
+    build_reference_block,
+    compare_pairs,
+    compute_agreement,
+    weigh_advantages,
+)
+from recipe.offpolicy.analysis.whatif.replay import (
+    Block,
+    RecordedLoss,
+    check_replayable,
+    compute_pi_old,
+    count_kept,
+    decide,
+    iterate_blocks,
+    pad_rows,
+)
 from recipe.offpolicy.analysis.whatif.study import CorrectionOutcome, Study, run_study
-from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, SpecError
+from recipe.offpolicy.correction.correction_parts import PenaltySpec
 from recipe.offpolicy.recording import Recording, Rows
 from tests.support.acted import by_hand, recorded
 from tests.support.corrections import TIS, band, spec
+from tests.support.recordings import sampled_by
 
 LOG2 = math.log(2.0)
 # pi_old / mu by token: row 0 (A = 1): 4, 1, 1/2; row 1 (A = -2): 2, 2. All powers of two.
@@ -119,35 +138,6 @@ def test_the_base_loss_brings_its_own_ratio(tmp_path: Path) -> None:
     assert gpg.overall.bias_token == pytest.approx(0, abs=1e-6)
 
 
-def test_a_token_that_ppo_clips_has_no_gradient(tmp_path: Path) -> None:
-    """The card says vanilla with a clip of 0.2: r = 2 at A > 0 has none, whatever weight it would get."""
-    log_prob = np.concatenate([np.asarray(row, dtype=np.float32) for row in OLD])
-    log_prob[0] += LOG2
-    rows = by_hand(OLD, MU, advantages=A, log_prob=log_prob)
-    actor = {"clip_ratio": 0.2, "policy_loss": {"loss_mode": "vanilla"}}
-    (tmp_path / "run.json").write_text(json.dumps({"config": {"actor_rollout_ref": {"actor": actor}}}))
-    result = replayed(tmp_path, rows, TOKEN_TIS)
-    # Uncorrected 0 + 1 + 1 + 4 + 4 = 10; corrected 0 + 1 + 1/4 + 16 + 16.
-    assert result.outcomes[1].overall.lr_scale == pytest.approx(math.sqrt(33.25 / 10))
-    assert not any("base loss" in note.lower() for note in result.notes)
-
-
-def test_bypass_is_the_ratio_to_mu(tmp_path: Path) -> None:
-    """pi_old := mu, so that PPO's own ratio is pi / mu, the reference by token."""
-    bypass = CorrectionSpec.from_mapping({"proximal": "bypass"})
-    outcome = replayed(tmp_path, by_hand(OLD, MU, advantages=A), bypass).outcomes[1]
-    assert outcome.overall.bias_token == pytest.approx(0, abs=1e-6)
-    assert outcome.overall.lr_scale == pytest.approx(math.sqrt(49.25 / 11))
-
-
-def test_two_rows_are_no_reference(tmp_path: Path) -> None:
-    result = replayed(tmp_path, by_hand(OLD, MU, advantages=A), TOKEN_TIS)
-    assert result.outcomes[1].overall.bias_sequence is None
-    assert result.outcomes[1].overall.bias_sequence_systematic is None
-    assert result.outcomes[1].overall.bias_token is not None
-    assert any("2 rows count as only 1.8" in note for note in result.notes)
-
-
 def test_a_token_that_is_not_finite_is_left_out_and_counted(tmp_path: Path) -> None:
     log_prob = np.concatenate([np.asarray(row, dtype=np.float32) for row in OLD])
     log_prob[1] = np.nan
@@ -163,17 +153,6 @@ def test_a_token_that_is_not_finite_is_left_out_and_counted(tmp_path: Path) -> N
     assert all(math.isfinite(value) for value in asdict(overall).values() if value is not None)
 
 
-def test_nothing_to_measure_by(tmp_path: Path) -> None:
-    rows = by_hand(
-        OLD, MU, advantages=A, response_mask=np.zeros(5, dtype=bool), length=np.zeros(2, dtype=np.int32),
-        turn=np.full(5, -1, dtype=np.int16),
-    )  # fmt: skip
-    overall = replayed(tmp_path, rows, TOKEN_TIS).outcomes[1].overall
-    assert (overall.tokens, overall.rows) == (0, 0)
-    measured = {overall.kept_tokens, overall.ess, overall.mismatch_left, overall.lr_scale, overall.bias_token}
-    assert measured == {None}
-
-
 def test_turns_and_staleness(tmp_path: Path) -> None:
     """Tokens of turns 0, 1, 1 | 2, 4; a mask by turn drops the first token alone, r = 4, and row 1's two of r = 2."""
     turns = np.array([0, 1, 1, 2, 4], dtype=np.int16)
@@ -186,3 +165,153 @@ def test_turns_and_staleness(tmp_path: Path) -> None:
     # Step 1 begins with version 0: row 0 is of staleness 0, that of row 1 is not known.
     assert outcome.groups["staleness/is0"].tokens == 3
     assert not {name for name in outcome.groups if name.startswith("staleness/")} - {"staleness/is0"}
+
+
+YES, NO = True, False
+# Two rows of four tokens; the last token of row 1 is not compared.
+COUNTED = torch.tensor([[YES, YES, YES, YES], [YES, YES, YES, NO]])
+ONE = torch.tensor([[NO, NO, YES, YES], [NO, NO, NO, NO]])  # rejects 2 + 3 of 7 tokens, and row 1
+OTHER = torch.tensor([[NO, YES, YES, NO], [NO, NO, NO, YES]])  # rejects 2 + 3, and row 1
+ALL = torch.ones(2, 4, dtype=torch.bool)
+
+
+def agreement_of(*keep: torch.Tensor, weighed: list[torch.Tensor] | None = None) -> Agreement:
+    return compute_agreement(compare_pairs(keep, weighed or [one.double() for one in keep], COUNTED))
+
+
+def test_jaccard() -> None:
+    agreement = agreement_of(ONE, OTHER, ALL)
+    # Both reject tokens 0 of row 0 and 0 to 2 of row 1: 4; either: tokens 0, 1, 3 of row 0 and those: 6.
+    assert agreement.jaccard_tokens[0, 1] == pytest.approx(4 / 6)
+    assert agreement.jaccard_rows[0, 1] == 1.0
+    # Against what rejects nothing: nothing in common.
+    assert agreement.jaccard_tokens[0, 2] == 0.0
+    assert math.isnan(agreement.jaccard_tokens[2, 2])
+    for matrix in (agreement.jaccard_tokens, agreement.cosine):
+        np.testing.assert_array_equal(matrix, matrix.T)
+
+
+def test_cosine() -> None:
+    """(1, 1) against (1, 0): 1 / sqrt 2; and what has no gradient has no direction."""
+    one = torch.tensor([[1.0, 1.0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
+    other = torch.tensor([[3.0, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
+    agreement = agreement_of(ALL, ALL, ALL, weighed=[one, other, one * 0])
+    assert agreement.cosine[0, 1] == pytest.approx(math.sqrt(0.5))
+    assert agreement.cosine[0, 0] == pytest.approx(1.0)
+    assert math.isnan(agreement.cosine[0, 2])
+
+
+def card(**actor: Any) -> dict[str, Any]:
+    return {"config": {"actor_rollout_ref": {"actor": actor}}}
+
+
+VANILLA = {"loss_mode": "vanilla"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, RecordedLoss()),
+        (card(clip_ratio=0.2), RecordedLoss()),
+        (
+            card(policy_loss=VANILLA, clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.28, clip_ratio_c=3),
+            RecordedLoss("vanilla", 0.2, 0.28, 3.0),
+        ),
+        (card(policy_loss={"loss_mode": "gspo"}, clip_ratio=0.2), RecordedLoss("gspo")),
+    ],
+)
+def test_what_a_card_says(given: dict[str, Any], expected: RecordedLoss) -> None:
+    assert RecordedLoss.from_card(given) == expected
+
+
+def test_the_clip_is_that_of_ppo() -> None:
+    """Against the gradient that autograd takes of PPO's dual-clip loss."""
+    log_ratio = torch.linspace(-2, 2, 41, dtype=torch.float64)
+    for sign in (1.0, -1.0):
+        advantages = torch.full_like(log_ratio, sign)
+        leaf = log_ratio.clone().requires_grad_()
+        ratio = leaf.exp()
+        loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.28))
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * 3.0), loss)
+        (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+        factor = RecordedLoss("vanilla", 0.2, 0.28, 3.0).compute_factor(log_ratio[None], advantages[None])[0]
+        torch.testing.assert_close(factor * -advantages, gradient)
+
+
+def test_losses_without_a_clip() -> None:
+    log_ratio, advantages = (torch.full((1, 1), value, dtype=torch.float64) for value in (math.log(5), 1.0))
+    assert float(RecordedLoss("gspo").compute_factor(log_ratio, advantages)) == pytest.approx(5.0)
+    assert float(RecordedLoss("gpg").compute_factor(log_ratio, advantages)) == 1.0
+
+
+ROWS = by_hand(OLD, MU, advantages=np.ones(5, dtype=np.float32))
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [("full", [2.0, 0.0, -1.0]), ("ppo", [0.0, 0.0, 0.0])])
+def test_a_penalty_pulls_by_twice_its_log_ratio(ratio: str, expected: list[float]) -> None:
+    """pi is pi_old here: log pi / mu of row 0 is 2, 0 and -1 in units of log 2, log pi / pi_old is 0."""
+    penalised = CorrectionSpec(penalty=PenaltySpec(ratio, 0.25))  # type: ignore[arg-type]
+    rows = replace(ROWS, log_prob=ROWS.old_log_prob)
+    block = next(block for block in iterate_blocks(rows) if 0 in block.rows)
+    of = build_reference_block(block, RecordedLoss("gpg"))
+    decision = decide(penalised, CorrectionSpec(), block, BatchConstants())
+    plain = replace(penalised, penalty=None)
+    pull = weigh_advantages(plain, decision, of) - weigh_advantages(penalised, decision, of)
+    first = pull[list(block.rows).index(0), :3]
+    torch.testing.assert_close(first, 2 * 0.25 * LOG2 * torch.tensor(expected, dtype=torch.float64))
+
+
+def test_excluded_counts_the_tokens_with_a_finite_mu() -> None:
+    """Row 0 loses the token whose mu is NaN, and none that a mask rejects."""
+    mu = ROWS.rollout_log_prob.copy()
+    mu[1] = math.nan
+    excluded = replace(spec(None, band=band(0.9, 1.1)), nonfinite="excluded")
+    kept = count_kept(excluded, CorrectionSpec(), replace(ROWS, rollout_log_prob=mu), BatchConstants())
+    assert kept.tolist() == [2.0, 2.0]
+
+
+# pi / pi_old: 2 on the first token, else 1.
+PI = np.array([-3.0 + 3 * LOG2, -2.0, -1.0 - LOG2, -2.0 + LOG2, -2.0 + LOG2], dtype=np.float32)
+NONE = spec()
+
+
+def rows() -> Rows:
+    return by_hand(OLD, MU, log_prob=PI, advantages=A)
+
+
+def whole(of: Rows) -> Block:
+    return pad_rows(of, np.arange(len(of)))
+
+
+def test_what_was_not_recorded_is_not_replayed() -> None:
+    bypassed = replace(NONE, proximal="bypass")
+    check_replayable(TOKEN_TIS, NONE, rows())
+    check_replayable(bypassed, bypassed, rows())
+    with pytest.raises(SpecError, match=r"correction\.proximal=recompute: the run used correction\.proximal=bypass"):
+        check_replayable(TOKEN_TIS, bypassed, rows())
+    by_version = spec(TIS | {"level": "version"})
+    check_replayable(by_version, NONE, sampled_by(rows(), [3, 4]))
+    with pytest.raises(SpecError, match="for 2 of 2 rows it is unknown which version of the weights sampled"):
+        check_replayable(by_version, NONE, sampled_by(rows(), [2, -1], [3, -1]))
+
+
+def test_mu_in_the_place_of_pi_old_is_replayed_where_the_run_would_have_gone_on() -> None:
+    """rho is 4, 1, 1/2 and twice more than 1: four of five tokens differ. Alike, both engines are one."""
+    one_engine = replace(NONE, proximal="same_engine")
+    with pytest.raises(SpecError, match=r"at 4 of 5 tokens mu differs from pi_old by more than 1e-06 nats, so the run"):
+        check_replayable(one_engine, NONE, rows())
+    alike = replace(rows(), old_log_prob=rows().rollout_log_prob)
+    check_replayable(one_engine, NONE, alike)
+    check_replayable(TOKEN_TIS, one_engine, alike)
+    assert torch.equal(compute_pi_old(one_engine, NONE, whole(alike)), whole(alike).rollout_log_prob)
+
+
+STALE = spec(stale={"aggregate": "staleness", "level": "token", "upper": 2})
+
+
+def test_a_token_of_an_unknown_version_is_as_old_as_its_row() -> None:
+    mixed = sampled_by(replace(rows(), step=np.full(2, 5)), [3, 1], [4, 3])
+    check_replayable(STALE, NONE, mixed)
+    assert decide(STALE, NONE, whole(mixed), BatchConstants()).keep.any(-1).tolist() == [True, False]
+    with pytest.raises(SpecError, match="depends on the age of the weights: for 1 of 2 rows"):
+        check_replayable(STALE, NONE, sampled_by(mixed, [3, -1], [4, -1]))

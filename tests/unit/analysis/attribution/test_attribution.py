@@ -1,0 +1,231 @@
+"""What an attribution says: of runs without a cause, of pi_old made of mu, and of faults to fix first."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recipe.offpolicy import attribute as command
+from recipe.offpolicy.analysis.attribution.attribution import attribute, describe_faults, describe_recorded_faults
+from recipe.offpolicy.analysis.attribution.attribution import attribute as attributed
+from recipe.offpolicy.analysis.attribution.attribution_page import build_shares_table, format_verdict, is_healthy
+from recipe.offpolicy.analysis.attribution.cause import Cause
+from recipe.offpolicy.analysis.attribution.causes import find_truncation
+from recipe.offpolicy.analysis.attribution.partial_causes import ROUNDED, UNDELIVERED, judge_delivery
+from recipe.offpolicy.analysis.attribution.recorded_tokens import collect_tokens
+from recipe.offpolicy.calibrate import main as calibrate
+from recipe.offpolicy.recording import Recording, RecordingError, Rows, concatenate
+from tests.support.attributed import attribute_rows
+from tests.support.paths import ROOT
+from tests.support.recordings import drawn_rows
+from tests.support.simulated_policies import Size, at_temperature, simulated
+from tests.support.unscored import MADE_OF_MU, recorded_under
+
+LENGTHS = [20] * 64
+
+
+def constant(apart: float) -> Rows:
+    """log mu about -1 within 0.01 nats, and log pi_old, drawn for itself, ``apart`` above."""
+    mu, old = np.random.default_rng(0).normal(-1.0, 0.01, (2, 1280)).astype(np.float32)
+    return drawn_rows(LENGTHS, rollout_log_prob=mu, old_log_prob=old + np.float32(apart), log_prob=old)
+
+
+def test_a_large_mismatch_without_a_cause_is_said_to_be_large() -> None:
+    """Noise of 0.3 nats, the same at every probability: no cause that is looked for makes it."""
+    found = attribute_rows(drawn_rows(LENGTHS, backend=0.3), {})
+    assert "present" not in {cause.verdict for cause in found.causes}
+    assert not is_healthy(found)
+    assert format_verdict(found).startswith("The mismatch is large and its cause unknown: KL(mu, pi_old) is 0.0")
+    assert "steps old" not in format_verdict(found)
+
+
+def test_where_no_row_is_fresh_age_may_be_why() -> None:
+    old = np.full(64, 1)
+    assert "weights up to 3 steps old" in format_verdict(
+        attribute_rows(drawn_rows(LENGTHS, backend=0.3, step=5, oldest_version=old), {})
+    )
+    assert "steps old" not in format_verdict(attribute_rows(drawn_rows(LENGTHS, step=5, oldest_version=old), {}))
+
+
+def test_what_cannot_be_looked_for_is_not_called_even() -> None:
+    rows = drawn_rows(LENGTHS)
+    copied = attribute_rows(replace(rows, old_log_prob=rows.rollout_log_prob), {})
+    assert "mu equals pi_old bit for bit: was one copied from the other?" in format_verdict(copied)
+    one_engine = {"correction": {"proximal": "same_engine"}}
+    alike = attribute_rows(replace(rows, old_log_prob=rows.rollout_log_prob), one_engine)
+    assert "there is nothing to explain, as with correction.proximal=same_engine" in format_verdict(alike)
+    assert "5 tokens are recorded" in format_verdict(attribute_rows(drawn_rows([5]), {}))
+
+
+def test_log_probs_that_are_too_alike() -> None:
+    """k3(0.01) is 0.00005 and the correlation 0: neither healthy nor a fault."""
+    said = format_verdict(attribute_rows(constant(0.0), {}))
+    assert "vary too little to identify" in said
+    # An offset of 0.5 is large, and tells no token from another.
+    assert format_verdict(attribute_rows(constant(0.5), {})).startswith("The mismatch is large and its cause unknown")
+
+
+def test_a_missing_mass_is_a_mass() -> None:
+    """Noise of 3 nats: pi_old/mu averages e^4.5 = 90 or so, and 1 - 90 is no probability."""
+    for cause in find_truncation(collect_tokens(drawn_rows(LENGTHS, backend=3.0)), {}):
+        assert cause.verdict == "absent"
+        assert "the mean of pi_old/mu" in cause.sentence
+        assert "missing" not in cause.evidence
+        assert cause.evidence["mean_ratio"] > 2
+    for cause in find_truncation(collect_tokens(drawn_rows(LENGTHS, backend=0.1)), {}):
+        assert "cut off" in cause.sentence
+        assert abs(cause.evidence["missing"]) < 0.05
+
+
+def at_gradient_step(rows: Rows, number: int) -> Rows:
+    return replace(rows, mini_batch=np.full(len(rows), number, dtype=np.int32))
+
+
+def of_two_gradient_steps() -> tuple[Rows, Rows]:
+    """The first with the engines' noise alone; in the second pi has moved by 0.5 nats a token."""
+    return drawn_rows(LENGTHS, backend=0.1), at_gradient_step(drawn_rows(LENGTHS, seed=1, backend=0.1, drift=0.5), 1)
+
+
+@pytest.mark.parametrize("proximal", [*MADE_OF_MU, "reuse"])
+def test_the_first_gradient_step_is_attributed_as_if_pi_old_were_recorded(proximal: str, tmp_path: Path) -> None:
+    """Fresh rows: all of it is the backend's, none of it drift."""
+    rows = drawn_rows(LENGTHS, backend=0.1)
+    found = attribute(recorded_under(proximal, tmp_path / "run", rows))
+    known = attribute(recorded_under("recompute", tmp_path / "known", rows))
+    assert found == known
+    assert found.whole.kl.backend == pytest.approx(1.0)
+    assert found.whole.kl.drift == pytest.approx(0.0)
+    assert found.left_out == 0
+
+
+def test_causes_are_looked_for_in_the_whole_gap(tmp_path: Path) -> None:
+    """Of a temperature of 0.7 the slope is 1 / 0.7, not that of a mixture."""
+    recording = recorded_under("loglinear", tmp_path / "run", simulated(at_temperature(0.7), size=Size(steps=1)))
+    causes = {cause.name: cause for cause in attribute(recording).causes}
+    assert causes["temperature"].verdict == "present"
+    assert causes["temperature"].evidence["slope"] == pytest.approx(1 / 0.7, abs=0.03)
+
+
+@pytest.mark.parametrize("proximal", ["bypass", "loglinear"])
+def test_drift_is_not_identified_beside_later_gradient_steps(proximal: str, tmp_path: Path) -> None:
+    """pi_old of their rows is not known: no share is claimed of them, and what is left out is said."""
+    first, later = of_two_gradient_steps()
+    found = attribute(recorded_under(proximal, tmp_path / "run", concatenate([first, later])))
+    alone = attribute(recorded_under("recompute", tmp_path / "known", first))
+    assert (found.rows, found.left_out) == (64, 64)
+    for part in (found.whole, *found.by_step.values()):
+        assert part.kl.drift is part.variance.drift is None
+        assert not any(key.endswith("drift") for key in part.intervals)
+    assert found.whole.kl.backend == alone.whole.kl.backend
+    assert found.causes == alone.causes
+    assert all(np.isnan(bucket.drift_std) for buckets in found.profiles.values() for bucket in buckets)
+    assert list(build_shares_table(found.whole).rows[2])[2:] == ["not identified", "", "not identified", ""]
+    assert "64 rows of later gradient steps are left out" in format_verdict(found)
+
+
+def test_nothing_is_claimed_without_a_first_gradient_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recording = recorded_under("bypass", tmp_path / "run", of_two_gradient_steps()[1])
+    assert command.main([str(recording.directory)]) == 2
+    assert "64 rows are recorded, but none during the first gradient step" in capsys.readouterr().err
+
+
+REAL = ROOT / "tests" / "data" / "faults" / "held_out"
+STALE, HEALTHY = REAL / "stale-2-7", REAL / "healthy-10"
+ASKED = ("--spec", "correction=[tis_token,gsm]", "--target-kept", "0.98")
+FIRST = "The mismatch has a cause that must be fixed first"
+
+
+@pytest.mark.slow
+def test_calibrate_says_it_above_its_proposals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert calibrate([str(STALE), *ASKED]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{FIRST}: stale weights (synchronise at every step")
+    assert printed.index(FIRST) < printed.index("Proposed bounds")
+    assert calibrate([str(HEALTHY), *ASKED, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mend_first"] is None
+
+
+@pytest.mark.slow
+def test_older_weights_that_no_version_tells_of_are_no_backend() -> None:
+    found = attributed(Recording(STALE))
+    rows = [row[0] for row in build_shares_table(found.whole).rows]
+    assert rows == ["backend and unnoticed staleness", "drift"]
+    assert {key.split(".")[1] for key in found.whole.intervals} == {"rollout", "drift"}
+    assert [version.backend for version in found.versions] == [None]
+
+
+def test_of_weights_whose_age_is_noted_nothing_is_to_be_mended() -> None:
+    """A run that is asynchronous on purpose: its staleness is what a correction is for."""
+    found = attributed(Recording(REAL / "colocate_async-14"))
+    assert [cause.name for cause in found.causes if cause.verdict == "present"] == ["stale weights"]
+    assert found.mend_first == ""
+    assert found.whole.kl.staleness is not None
+
+
+def test_faults_are_named_with_their_fix_and_numerics_are_none() -> None:
+    causes = [
+        Cause("temperature", "present", {}, "", "set it"),
+        Cause("stale weights", "present", {}, "", ""),
+        Cause("numerics", "present", {}, "", "any"),
+        Cause("misalignment", "absent", {}, ""),
+    ]
+    assert describe_faults(causes, stale=False).startswith(f"{FIRST}: temperature (set it); stale weights. A bound")
+    assert describe_faults(causes[2:], stale=False) == ""
+
+
+RECORDINGS = ROOT / "tests" / "data" / "faults" / "held_out"
+EQUAL = {"step": 1, "verdict": "equal", "along": 0.9, "square": 1.0}
+WRONG = {"step": 2, "verdict": "different", "sentence": "12 of 26 tensors differ."}
+
+
+@pytest.mark.parametrize(
+    ("lines", "verdicts"),
+    [
+        ([], []),
+        ([EQUAL, EQUAL], ["absent", "absent"]),
+        ([EQUAL, WRONG], ["present", "absent"]),
+        ([EQUAL | {"along": 0.016}], ["absent", "present"]),
+        ([EQUAL | {"along": 0.0, "square": 0.0}], ["absent", "not testable"]),
+    ],
+)
+def test_verdicts(lines: list[Any], verdicts: list[str]) -> None:
+    causes = judge_delivery(lines)
+    assert [cause.verdict for cause in causes] == verdicts
+    assert [cause.name for cause in causes] == [UNDELIVERED, ROUNDED][: len(verdicts)]
+
+
+def copy_recording(folder: Path, *lines: str, source: str = "colocate_async-14") -> Recording:
+    for path in (RECORDINGS / source).iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "delivery.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return Recording(folder)
+
+
+def test_updates_that_are_rounded_away_are_told_from_staleness(tmp_path: Path) -> None:
+    """In both the KL grows from step to step; rounding explains it only if all weights were delivered."""
+    lines = [(EQUAL | {"along": 0.13},), (EQUAL,), (EQUAL | {"along": 0.13}, WRONG)]
+    folders = [tmp_path / str(number) for number in range(len(lines))]
+    verdicts = []
+    for folder, delivered in zip(folders, lines, strict=True):
+        folder.mkdir()
+        recording = copy_recording(folder, *map(json.dumps, delivered), source="stale-2-7")
+        found = attribute(recording)
+        assert describe_recorded_faults(recording, recording.card) == found.mend_first
+        verdicts.append({cause.name: cause.verdict for cause in found.causes})
+        assert ("stale weights" in found.mend_first) == (delivered != lines[0])
+    assert [(each[ROUNDED], each["stale weights"]) for each in verdicts] == [
+        ("present", "not testable"),
+        ("absent", "present"),
+        ("present", "present"),
+    ]
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    recording = copy_recording(tmp_path, "{")
+    with pytest.raises(RecordingError, match=r"delivery\.jsonl"):
+        list(recording.delivery)
