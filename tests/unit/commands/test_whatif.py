@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -122,15 +120,3 @@ def test_without_a_valid_token_nothing_is_compared(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     assert "The replay was not compared" in said
     assert "No token has a finite mu and pi_old." in said
-
-
-@pytest.mark.slow
-def test_the_program_runs_without_verl_and_ray(tmp_path: Path) -> None:
-    record(tmp_path, drawn_rows([5, 9]))
-    code = (
-        "import sys; from recipe.offpolicy.whatif import main; "
-        f"code = main([{str(tmp_path)!r}, '--spec', 'correction=gsm', '--json']); "
-        "print({'verl', 'ray', 'matplotlib'} & set(sys.modules), code, file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.strip().splitlines()[-1] == "set() 0"

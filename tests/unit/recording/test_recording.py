@@ -42,6 +42,12 @@ def test_parts_of_one_correction_are_joined_where_it_asks_for_it(several: Path) 
     assert [len(part.rows) for part in join_alike(parts)] == [4, 2]
 
 
+def test_updates_under_one_correction_are_one_step(several: Path) -> None:
+    for rank in range(2):
+        (several / file_name(1, rank, 2)).unlink()
+    assert len(Recording(several).step(1).rows) == 4
+
+
 def test_a_step_in_one_file_and_in_files_of_updates(several: Path) -> None:
     record(several, FIRST)
     with pytest.raises(

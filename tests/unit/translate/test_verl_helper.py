@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba.core import config as numba_config
 from torch import Tensor
 
 from recipe.offpolicy.correction.row_layout import RowLayout, detect_layout
-from recipe.offpolicy.translate import batch_sums, loops
+from recipe.offpolicy.translate import batch_sums
 from recipe.offpolicy.translate.batch_sums import MEASURES, CompiledBatch, Quantity, QuantitySums, RowSums, TorchBatch
 from recipe.offpolicy.translate.rollout_correction import _batch, verl_rollout_correction
 from tests.support.examples import at_most
@@ -277,19 +275,3 @@ def test_who_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(_batch(whole(*tensors), *elsewhere), TorchBatch)
     monkeypatch.setattr("recipe.offpolicy.translate.rollout_correction._can_compile", lambda: False)
     assert isinstance(_batch(whole(*tensors), *tensors), TorchBatch)
-
-
-@pytest.mark.slow
-def test_compiled_loops_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """What one process compiled is read, not compiled again, by the next: here by a second function of one source."""
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setattr(numba_config, "CACHE_DIR", folder)
-        for expected in (f"cached in {folder}", ""):
-            loops._kept_on_disk(loops.spread_row_weights.__wrapped__)(  # type: ignore[attr-defined]
-                (*(np.zeros(4, np.float32),) * 2, np.ones(4, np.int64), np.array([0]), np.array([4])),
-                np.array([0.5]),
-                weights := np.zeros(4),
-            )
-            assert weights.tolist() == [0.5] * 4
-            assert (expected in caplog.text) if expected else not caplog.text
-            caplog.clear()

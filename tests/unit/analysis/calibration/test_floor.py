@@ -195,15 +195,6 @@ def units(value: np.ndarray, length: np.ndarray) -> Scores:
     return Scores(value, value, np.ones(count, dtype=bool), ones, length, np.arange(count), np.arange(count) // 4)
 
 
-def test_an_offset_hides_no_spread() -> None:
-    """A constant offset of 1 with noise that shrinks: the size hardly varies, the spread about the median does."""
-    rng = np.random.default_rng(1)
-    length = np.repeat(LENGTHS, 60)
-    test = measure_length_dependence(units(1 + 0.03 * rng.standard_normal(240) / np.sqrt(length), length), 0.95)
-    assert test.depends
-    assert test.measure == "spread"
-
-
 def test_false_alarms_are_as_rare_as_asked() -> None:
     """Statistics of one law at all lengths, like siblings: at most 5 % of 300 draws, with 3 standard errors, 8.8 %."""
     rng = np.random.default_rng(5)
