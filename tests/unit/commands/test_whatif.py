@@ -98,6 +98,11 @@ def test_bad_input_is_one_sentence(
     assert said.count("\n") == 1
 
 
+def test_no_valid_point_is_bad_input(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(directory), *GRID[:3], "correction.masks.gsm.upper=0.5,0.6"]) == 2
+    assert capsys.readouterr().out.count("nothing lies between") == 2
+
+
 def test_steps_without_rows_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = drawn_rows([2]).take(np.zeros(0, dtype=np.int64))
     write(tmp_path / file_name(1, 0), empty, NONE, ())

@@ -120,6 +120,13 @@ def test_packing_is_cutting_out_by_hand(data: st.DataObject) -> None:
         assert of_prompt.tolist() == list(range(start, start + lengths[row]))
 
 
+def test_tokens_know_their_row_and_place() -> None:
+    rows = drawn_rows([2, 0, 3])
+    assert (len(rows), rows.tokens) == (3, 5)
+    assert rows.row_of_token.tolist() == [0, 0, 2, 2, 2]
+    assert rows.position.tolist() == [0, 1, 0, 1, 2]
+
+
 def test_staleness_counts_from_the_weights_that_the_step_began_with() -> None:
     """Step 5 begins with the weights of version 4: rows of versions 4, 2 and 5 are 0, 2 and 0 old; -1 is unknown."""
     rows = drawn_rows([1, 1, 1, 1], step=5, oldest_version=np.array([4, 2, 5, -1]))

@@ -103,6 +103,7 @@ def test_replaying_the_cap_gives_the_target(name: str) -> None:
     found = find_cap_for_ess(part, scores["weight"], target, 0.95)
     ess = logged_ess(set_values(spec, "weight", found.values), *steps)
     assert found.reached == pytest.approx(ess, rel=1e-6)
+    assert found.interval[0] < found.radius < found.interval[1]
     assert target - 1e-6 <= ess <= target + 0.02 * (1 - target) + (0.002 if name == "reject" else 0)
 
 
