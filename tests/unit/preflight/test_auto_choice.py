@@ -132,7 +132,7 @@ def configuration(**changes: Any) -> DictConfig:
     return config
 
 
-ACTOR = "actor_rollout_ref__actor"
+ACTOR, ROLLOUT = "actor_rollout_ref__actor", "actor_rollout_ref__rollout"
 SYNC = Setup("different", "sync", "dense", "single", 1, "fsdp")
 
 
@@ -172,6 +172,12 @@ def test_malformed_values(words: str, part: str) -> None:
         assert part in str(caught.value)
 
 
+def test_what_nothing_would_read() -> None:
+    refuse_setup(Composed(configuration(setup__model=None)))
+    with pytest.raises(SpecError, match=r"setup\.model=dense: only correction=auto reads it\. Set correction=auto, or"):
+        refuse_setup(Composed(configuration()))
+
+
 # What is required -----------------------------------------------------------------------------------------------
 
 
@@ -189,6 +195,25 @@ def moe(n: int, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"trainer__v1__trainer_mode": "colocate_async"},
+        {"trainer__v1__trainer_mode": "colocate_async", STALENESS.replace(".", "__"): 9},
+        moe(1),
+        moe(2, **{MODE: "R2"}),
+        moe(4, **{MODE: "R3", f"{ROLLOUT}__enable_rollout_routing_replay": True}),
+        moe(4, **{f"{ACTOR}__policy_loss__loss_mode": "gspo"}),
+        moe(2, **{f"{ACTOR}__policy_loss__loss_mode": "gspo"}),
+        MOE | {f"{ACTOR}__strategy": "fsdp", f"{ACTOR}__ppo_mini_batch_size": 16, f"{ROLLOUT}__name": "sglang"},
+        MOE | {f"{ACTOR}__strategy": "fsdp"},
+    ],
+)
+def test_configurations_that_fit(changes: dict[str, Any]) -> None:
+    held(changes)
+
+
+@pytest.mark.parametrize(
     ("changes", "parts"),
     [
         (moe(2), [f"{REPLAY}=disabled: R2", f"Set {REPLAY}=R2, or {LOSS}=gspo"]),
@@ -198,6 +223,10 @@ def moe(n: int, **changes: Any) -> dict[str, Any]:
         (
             moe(2, **{MODE: "R2", "correction__proximal": "bypass"}),
             ["correction.proximal=bypass: R2 records routes", "Set correction.proximal=recompute"],
+        ),
+        (
+            {"trainer__v1__trainer_mode": "separate_async", STALENESS.replace(".", "__"): None},
+            [f"{STALENESS}=null: ", f"Set {STALENESS}=9"],
         ),
         (
             {"trainer__v1__trainer_mode": "separate_async", STALENESS.replace(".", "__"): 10},
