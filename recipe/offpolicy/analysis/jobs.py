@@ -21,11 +21,11 @@ from ..recording import Recording, Step
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 LARGE: Final = 64e6
-"""Total file size, in bytes, from which several processes save more time than it takes to start them."""
+"""Total file size, in bytes, above which several processes save more time than they take to start."""
 AHEAD: Final = 2
-"""Number of items in progress per process; their results wait in memory until their turn."""
+"""Number of items in progress per process. Their results stay in memory until they can be yielded in order."""
 TRIES: Final = 3
-"""Number of times that an item is tried before the death of its processes is attributed to the item itself."""
+"""Number of attempts for an item before the item itself is blamed for the death of its processes."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGEST_KEPT, _MOST_KEPT = 32 * 2**20, 256 * 2**20
 """Size in bytes of the largest allocation that glibc keeps after it is freed (glibc's own maximum), and the limit on
@@ -113,9 +113,9 @@ def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], cou
 
 
 def _prepare_forks(work: Callable[[Item], Result]) -> BaseContext:
-    """Return a context in which processes are forked from a server that only does the imports, once for all of them.
+    """Return a context that forks processes from a server, which does the imports once for all of them.
 
-    A fork of this process would copy torch's threads in the state in which they happen to be.
+    A fork of this process would copy the state of torch's threads at an arbitrary moment.
     """
     context = multiprocessing.get_context("forkserver")
     module = (work.func if isinstance(work, partial) else work).__module__
@@ -148,7 +148,8 @@ def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: 
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         except Exception as error:  # the type depends on what is wrong with the address
             raise JobsError(
-                f"--ray {address}: no cluster answers there ({error}). Fix: give the address that `ray start` printed."
+                f"--ray {address}: no cluster responds at this address ({error}). Fix: pass the address that `ray "
+                "start` printed."
             ) from error
     # Ray restarts the task of a worker that died, and counts the attempts.
     task = ray.remote(max_retries=TRIES - 1, num_cpus=1)(_run_alone)

@@ -1,4 +1,5 @@
-"""Answer lengths: by correctness over steps, and reward by length, early and late or for classes of prompts."""
+"""Answer lengths by correctness over steps, and reward by length, for early and late steps or for classes of
+prompts."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def read_curves(path: Path, *, correct_at_least: float) -> list[LengthStep]:
             step, data = int(line["step"]), dict(line["data"])
         except (KeyError, TypeError, ValueError) as error:
             raise CurveError(
-                f"{path}, line {number}: this is not a line of verl's file logger ({error!r}). {fix}"
+                f"{path}, line {number}: this line was not written by verl's file logger ({error!r}). {fix}"
             ) from error
         if LENGTH not in data:
             continue
@@ -189,7 +190,7 @@ def assign(early: Answers, *, samples: int, correct_at_least: float) -> dict[str
 
 
 def find_edges(of: Sequence[Answers]) -> Array:
-    """Find the ends of the bins, so that the bins contain equal shares of the answers as far as whole lengths allow."""
+    """Find the ends of bins that contain equal shares of the answers, as far as whole lengths allow."""
     tokens = np.concatenate([each.tokens for each in of])
     return np.unique(np.quantile(tokens, np.linspace(0, 1, BINS + 1))) if len(tokens) else np.zeros(0)
 

@@ -55,7 +55,7 @@ class Counts:
         n, c: number of samples, and of correct samples, of each prompt.
         prompts: identity of each prompt.
         run: the name of the dumps' folder, see ``validation_answers.name_runs``.
-        doubled: number of prompts that the data set contains more than once, as far as the dumps show this.
+        doubled: number of prompts that the data set contains more than once, if the dumps show it.
         named: whether the dumps identify prompts by uid.
     """
 
@@ -77,7 +77,7 @@ def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts
     """Read dumps, one ``Counts`` per folder and step; later rounds of dynamic validation add samples to prompts.
 
     Prompts are distinguished by input and ground truth, so a prompt that a data set contains twice counts as one. Dumps
-    of the V1 trainer also show whether this happens.
+    of the V1 trainer also show whether a prompt is repeated.
 
     Raises:
         DumpError: a line does not belong to a dump.
@@ -236,10 +236,11 @@ class Place:
     """One checkpoint of a ranking.
 
     Attributes:
-        number: 1 for the first place; checkpoints with equal statistics share a place.
+        number: rank of the checkpoint, from 1; checkpoints with equal statistics share a rank.
         value: the checkpoint's statistic (see ``Ranking.by``), with the 95 % interval of this statistic alone.
         behind: difference from the first place, with an interval that is valid for all pairs simultaneously.
-        may_be_best: whether no other checkpoint is better by a difference whose whole interval lies above 0.
+        may_be_best: whether no other checkpoint is significantly better, i.e. by a difference whose whole interval lies
+        above 0.
     """
 
     number: int
@@ -285,7 +286,7 @@ def rank_checkpoints(
         ValueError: the counts are impossible under the stopping rule.
     """
     if len(checkpoints) < 2:
-        raise RankingError("a ranking needs the dumps of two or more checkpoints.")
+        raise RankingError("a ranking needs the dumps of at least two checkpoints.")
     order = sorted(set.intersection(*(set(each.prompts) for each in checkpoints)))
     if not order:
         raise RankingError("the checkpoints have no prompt in common, so they cannot be compared.")
@@ -296,9 +297,9 @@ def rank_checkpoints(
     own, drawn = (_fit if by == "fit" else _average)(counts, k, weights, by, stopping)
     few = len(order) < LEAST_PROMPTS
     if dropped := max(len(each.prompts) for each in checkpoints) - len(order):
-        notes.append(f"{dropped} prompts that not all checkpoints answered are left out.")
+        notes.append(f"{dropped} prompts are left out, because some checkpoints did not answer them.")
     if few:
-        notes.append(f"{len(order)} prompts: too few to separate checkpoints; at least {LEAST_PROMPTS} are needed.")
+        notes.append(f"{len(order)} prompts are too few to separate checkpoints; at least {LEAST_PROMPTS} are needed.")
     differences, errors, width = _compare(own, drawn)
     margin = torch.full_like(errors, math.inf) if few else width * errors
     low, high = torch.quantile(drawn, torch.tensor([0.025, 0.975], dtype=torch.float64), dim=1)
@@ -332,17 +333,17 @@ def _choose(counts: Tensor, k: int, stopping: Stopping | None) -> tuple[str, lis
         return "unbiased", []
     if stopping is None and least == most:
         return "Bernoulli", [
-            f"k={k} is more than the {least} samples: 1 - (1 - c/n)^k ranks checkpoints, but does not estimate "
-            f"pass@{k}. The larger k is, the more the ranking depends on the share of prompts with a correct sample."
+            f"k={k} exceeds the {least} samples: 1 - (1 - c/n)^k ranks checkpoints, but does not estimate pass@{k}. "
+            "The larger k is, the more the ranking depends on the share of prompts with a correct sample."
         ]
     varied = (
         "" if stopping else f" Prompts have {least} to {most} samples, and 1 - (1 - c/n)^k depends on their number."
     )
-    return "fit", [f"k={k} is more than the samples: pass@k is extrapolated by a Beta-binomial fit.{varied}"]
+    return "fit", [f"k={k} exceeds the number of samples: pass@k is extrapolated by a Beta-binomial fit.{varied}"]
 
 
 def _draw(prompts: int, draws: int) -> Tensor:
-    """Draw the number of times that each prompt occurs in each resample, (D, P) float64."""
+    """Draw how often each prompt occurs in each resample, (D, P) float64."""
     chosen = torch.randint(prompts, (draws, prompts), generator=torch.Generator().manual_seed(0))
     weights = torch.zeros(draws, prompts, dtype=torch.float64)
     return weights.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float64))
@@ -369,14 +370,16 @@ def _fit(counts: Tensor, k: int, weights: Tensor, by: str, stopping: Stopping | 
         try:
             own.append(extrapolate(*fit(each[:, 0], each[:, 1]), k))
         except NotIdentified as error:
-            raise RankingError(f"k={k} is more than the samples, and the fit is not identified: {error}") from error
+            raise RankingError(
+                f"k={k} exceeds the number of samples, and the fit is not identified: {error}"
+            ) from error
         pairs, place = torch.unique(each, dim=0, return_inverse=True)
         of_pairs = torch.zeros(len(weights), len(pairs), dtype=torch.float64).index_add_(1, place, weights)
         a, b, identified = maximise_likelihood(pairs[:, 0], pairs[:, 1], of_pairs)
         found &= identified
         drawn.append(1 - (torch.lgamma(b + k) - torch.lgamma(b) - torch.lgamma(a + b + k) + torch.lgamma(a + b)).exp())
     if float(found.double().mean()) < LEVEL:
-        raise RankingError(f"k={k}: the fit is not identified in enough resamples of the prompts. Sample more.")
+        raise RankingError(f"k={k}: the fit is identified in too few resamples of the prompts. Draw more samples.")
     return torch.tensor(own, dtype=torch.float64), torch.stack(drawn)[:, found]
 
 
@@ -422,6 +425,6 @@ def list_notes(found: Ranking) -> list[str]:
         *found.notes,
         f"{len(found.places)} checkpoints, {found.pairs} pairs: the intervals of differences from the first "
         f"checkpoint are simultaneous over all pairs, at 95 % (+- {found.width:.2f} standard errors). The best "
-        "checkpoint is one of those that may be best, at 95 %. The value of the checkpoint in first place is too "
-        "high on average, because the same samples selected it.",
+        "checkpoint is one of those that may be best, at 95 %. The value of the first checkpoint is too high on "
+        "average, because it was selected by the same samples.",
     ]

@@ -1,4 +1,4 @@
-"""Panels as values: marks on one pair of axes, drawn into a picture by matplotlib or onto a page by Bokeh.
+"""Panels as plain values: marks on one pair of axes, which matplotlib draws into a picture or Bokeh onto a page.
 
 Pictures are drawn without pyplot's global state or open figures. Both libraries are imported where they are used.
 """
@@ -36,7 +36,7 @@ PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e
 black."""
 MARKERS: Final = "osD^vPX"
 PANEL_WIDTH: Final = 5.2
-"""Width in inches; if a page shows two panels side by side, the font size then matches the surrounding text."""
+"""Width in inches; with this width, the font size of two panels side by side matches the surrounding text of a page."""
 _PIXELS = 90
 """Pixels on a page per inch of a panel's height."""
 _LEGEND = 60
@@ -66,17 +66,17 @@ def check_target(option: str, path: Path, example: str) -> None:
         example: a possible file name; if it is the name of a picture, the path must also have a picture's suffix.
     """
     if path.is_dir():
-        raise PageError(f"{option} {path}: it is a directory. Name a file, such as {option} {path / example}.")
+        raise PageError(f"{option} {path}: this is a directory. Name a file, such as {option} {path / example}.")
     if Path(example).suffix in PICTURES and path.suffix.lower() not in PICTURES:
         kinds = " or ".join(PICTURES)
         raise PageError(f"{option} {path}: {path.suffix or 'no suffix'} is not a picture format. Name it {kinds}.")
     if path.exists() and not path.is_file():
         # Writing replaces whatever exists at the path, even a device.
-        raise PageError(f"{option} {path}: it is not a regular file. Name a file, such as {option} {example}.")
+        raise PageError(f"{option} {path}: this is not a regular file. Name a file, such as {option} {example}.")
     # Missing folders are created when the file is written, so the nearest existing folder must be writable.
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise PageError(f"{option} {path}: no file can be written under {above}. Name another place.")
+        raise PageError(f"{option} {path}: no file can be written under {above}. Name another path.")
 
 
 def check_outputs(options: argparse.Namespace, stem: str) -> None:
@@ -322,7 +322,7 @@ def style_line(index: int, *, marker: bool = True) -> dict[str, Any]:
 
 
 def limit_shares(axis: Axis, marks: Sequence[Mark | Rule]) -> Axis:
-    """Limit an axis of shares to the range from slightly below the smallest share to slightly above 1."""
+    """Limit an axis of shares to a range from slightly below the smallest share to slightly above 1."""
     shares = [np.asarray(mark.y, dtype=float) for mark in marks if isinstance(mark, Mark)]
     floor = max(0.0, np.floor((float(np.nanmin(np.concatenate([np.ones(1), *shares]))) - 0.02) * 20) / 20)
     return replace(axis, limits=(floor, 1 + 0.04 * (1 - floor)))
@@ -392,7 +392,7 @@ def add_legend(axes: Axes, columns: int = 2) -> None:
     if handles:
         # A legend wider than its panel would leave no room for the curves.
         names = [textwrap.fill(label, _LEGEND // columns) for label in labels]
-        below = 4.0 if axes.get_xlabel() else 2.4  # font sizes: room for the numbers and the axis's name
+        below = 4.0 if axes.get_xlabel() else 2.4  # in font sizes: space for the numbers and the axis's name
         axes.legend(
             handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=below, ncols=columns
         )  # fmt: skip

@@ -25,7 +25,7 @@ _LARGE = 1e6
 _READABLE = 24
 """Smallest column width, in characters, at which text that is broken between words is easy to read."""
 _BORDER = 3
-"""Number of characters that a terminal table adds per column; the table as a whole adds one more."""
+"""Number of characters that a terminal table adds per column; the table adds one more in total."""
 PIPE_WIDTH = 100
 """Width in characters of a table that is written to a file or a pipe."""
 
@@ -98,7 +98,7 @@ def format_rows(table: Table) -> list[list[str]]:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert values at any depth to what JSON supports; NaN and infinities become null, and keys become text."""
+    """Convert nested values to types that JSON supports; NaN and infinities become null, and keys become text."""
     if is_dataclass(value):
         return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
@@ -137,7 +137,7 @@ def fit_to_width(table: Table, width: int) -> list[RichTable]:
     cells = format_rows(table)
     longest = [max((len(row[at]) for row in cells), default=0) for at in range(len(table.columns))]
     headings = [column.heading for column in table.columns]
-    # Below its least width, a column would break a number, a heading's word, or text every few characters.
+    # Below this width, a column would break a number, a word of its heading, or its text every few characters.
     least = [
         max(*map(len, heading.split()), 0, most if table.get_alignment(at) == "right" else min(most, _READABLE))
         for at, (heading, most) in enumerate(zip(headings, longest, strict=True))

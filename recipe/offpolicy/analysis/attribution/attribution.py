@@ -60,11 +60,14 @@ def describe_faults(causes: Sequence[Cause], *, stale: bool) -> str:
     if not faults:
         return ""
     named = "; ".join(f"{cause.name} ({cause.fix})" if cause.fix else cause.name for cause in faults)
-    return f"The mismatch has a cause that must be fixed first: {named}. A bound set from this recording would fit it."
+    return (
+        f"The mismatch has a cause that must be fixed first: {named}. A bound calibrated on this recording would only "
+        "fit this cause."
+    )
 
 
 def _add_delivery(causes: Sequence[Cause], lines: Sequence[Mapping[str, Any]], *, stale: bool) -> list[Cause]:
-    """Add the verdicts on a run's synchronisations, with which the others must be consistent."""
+    """Add the verdicts on a run's synchronisations, and withdraw verdicts that contradict them."""
     delivery = judge_delivery(lines)
     return [*delivery, *withdraw_staleness(delivery, causes, stale=stale)]
 
@@ -263,7 +266,7 @@ def attribute_parts(
 
     Args:
         delivery: the run's synchronisation records, see ``judge_delivery``.
-        sampled: whether the samples do not contain all rows.
+        sampled: whether the samples contain only some of the rows.
     """
     by_step: dict[int, Decomposition] = {}
     total: Part | None = None

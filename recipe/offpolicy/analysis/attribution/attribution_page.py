@@ -60,7 +60,7 @@ def describe_unexplained(attribution: Attribution) -> str:
 _MEAN, _STD, _KL = Column("mean", "log pi_old/mu", digits=4), Column("std", digits=4), Column("KL", "nats", digits=6)
 _OF_KL, _INTERVAL = Column("of KL", align="right"), Column("90 %", align="right")
 OPEN, CLOSE = "«", "»"
-"""Marks around a token."""
+"""Marks that are put around a token."""
 PARTS: Final = {
     "backend": "other engine, equal weights",
     "staleness": "older weights sampled",
@@ -197,12 +197,13 @@ def build_causes_table(attribution: Attribution) -> Table:
 
 
 def list_fixes(attribution: Attribution) -> list[str]:
-    """List the fix of each present cause, one per line, so that no table cell breaks an override."""
+    """List the fix of each present cause, one per line and outside of tables, because a table cell could break an
+    override."""
     return [f"Fix for {cause.name}: {cause.fix}" for cause in attribution.causes if cause.fix]
 
 
 def format_verdict(attribution: Attribution) -> str:
-    """Format the causes found (or a finding if there are none), and the number of rows left out."""
+    """Format the causes found, or a sentence if none was found, and the number of rows left out."""
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
     sentences = [f"{cause.name}: {cause.sentence}." for cause in present] or [describe_unexplained(attribution)]
     if note := describe_left_out(attribution.left_out):
@@ -225,7 +226,7 @@ _SHOWN: Final = {
     "length": "length of the response, tokens",
     "turn": "turn",
 }
-"""Profile -> the quantity by whose ranges its buckets are formed."""
+"""Profile -> the quantity that its buckets divide into ranges."""
 _HEIGHT: Final = 3.4
 
 

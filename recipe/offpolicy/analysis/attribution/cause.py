@@ -1,7 +1,7 @@
 """Verdict on one possible cause of a mismatch, and the estimates and thresholds on which the verdict is based.
 
 The thresholds were chosen only on the recordings in tests/data/faults/tuning. The exception is ``above``, which was
-chosen on simulated noise, because in those recordings the mass that is cut off is far from this threshold.
+chosen on simulated noise, because no recording there comes close to this threshold.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Cause:
 
 
 def report_untestable(names: Iterable[str], sentence: str) -> list[Cause]:
-    """Build the verdict "not testable" for several causes; ``sentence`` states what is missing."""
+    """Build the verdict "not testable" for several causes; ``sentence`` says what is missing."""
     return [Cause(name, "not testable", {}, sentence) for name in names]
 
 
@@ -56,18 +56,19 @@ class Thresholds:
     Attributes:
         shift: required gain in the correlation of log mu with log pi_old if the adjacent token's log pi_old is used.
         related, part_related: ``related`` is the correlation of log mu with log pi_old over all tokens below which they
-            count as unrelated; ``part_related`` is the correlation within a single step or turn that contradicts this.
+            count as unrelated; ``part_related`` is the correlation within a single step or turn above which they do
+            not.
         healthy: largest KL(mu, pi_old), in nats per token, that needs no explanation.
         turn_factor: KL of a turn divided by the KL of the cleanest turn, at equal probability.
         growth: KL of a step divided by the KL of the freshest steps.
         slope: distance of the slope of log mu on log pi_old, within a context, from 1.
-        slope_explains: share of the variance of log pi_old - log mu within contexts that the slope has to explain.
+        slope_explains: share of the variance of log pi_old - log mu within contexts that the slope must explain.
         slope_fits: share of the variance of log mu within contexts that is a linear function of log pi_old.
         missing: total probability, under pi_old, of the tokens that mu excludes.
         one_sided: share of the sum of (log mu - log pi_old)^2 that comes from tokens where mu is larger.
         above: deviation, in nats, of log pi_old - log mu at tokens where pi_old is larger; beyond this deviation, the
             mean ratio does not show that mass was cut off.
-        exhausted: number of contexts whose sampled tokens are all that mu allows.
+        exhausted: number of contexts in which every token that mu allows was sampled.
         noise: standard deviation of log pi_old - log mu, in nats, over tokens with a probability of 0.1 to 0.9.
         tail: the standard deviation for probabilities below 0.1, divided by the standard deviation for probabilities
             above 0.5.
@@ -107,7 +108,7 @@ class Estimate:
     high: float
 
     def name(self, name: str, *ends: str) -> dict[str, float]:
-        """Return the value, and these ends of its interval, as evidence: ``name``, ``name_low``, ``name_high``."""
+        """Return the value and the given ends of its interval as evidence: ``name``, ``name_low``, ``name_high``."""
         return {name: self.value, **{f"{name}_{end}": getattr(self, end) for end in ends}}
 
 

@@ -48,7 +48,7 @@ def find_causes(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
     # Two engines never agree bit for bit on this many tokens.
     if np.array_equal(sampled.mu, sampled.old):
         correction = card.get("correction")
-        why = "was one copied from the other? Record with correction.proximal=recompute"
+        why = "one may be a copy of the other. Record with correction.proximal=recompute"
         if isinstance(correction, dict) and correction.get("proximal") == "same_engine":
             why = "there is nothing to explain, as with correction.proximal=same_engine"
         return report_untestable(NAMES, f"mu equals pi_old bit for bit: {why}")
@@ -88,7 +88,7 @@ def find_misalignment(sampled: SampledTokens) -> Cause:
 def _find_shift(sampled: SampledTokens, columns: Mapping[int, Array]) -> Cause:
     """Test whether the correlation is higher with a shift of one token than without a shift."""
     if min(of_lag[0].sum() for of_lag in columns.values()) < LEAST_TOKENS:
-        return Cause(MISALIGNMENT, "not testable", {}, f"fewer than {LEAST_TOKENS} tokens have a neighbour")
+        return Cause(MISALIGNMENT, "not testable", {}, f"fewer than {LEAST_TOKENS} tokens have an adjacent token")
     values = {lag: _correlate(of_lag.sum(-1)) for lag, of_lag in columns.items()}
     best = max((-1, 1), key=lambda lag: values[lag])
     evidence = {f"correlation_{lag}": value for lag, value in values.items()}
@@ -127,7 +127,7 @@ def _find_unrelated(sampled: SampledTokens, columns: Array, evidence: Mapping[st
         f"log mu is unrelated to log pi_old: their correlation is {here.value:.2f} [{here.low:.2f}, {here.high:.2f}], "
         f"and the KL is {sampled.k3.mean():.2g} nats per token"
     )
-    fix = "find where mu is joined to the wrong rows, or comes from entirely different weights"
+    fix = "find where mu is joined to the wrong rows, or where entirely different weights compute it"
     return Cause(MISALIGNMENT, "present", {**evidence, **here.name("correlation_0", "low", "high")}, sentence, fix)
 
 
@@ -192,8 +192,8 @@ def find_temperature(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cau
         else "actor_rollout_ref.rollout.temperature at the value at which the engine samples, and"
     )
     fix = (
-        f"use the same temperature for both engines, and log-probs computed after it is applied: {same} "
-        "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
+        "use the same temperature for both engines, and let the engine return log-probs after the temperature is "
+        f"applied: {same} actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
     )
     return Cause(TEMPERATURE, "present", evidence, sentence, fix)
 
@@ -215,7 +215,7 @@ def find_truncation(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tupl
     Truncated sampling and a padded vocabulary differ in what was cut off. Top-p, top-k and min-p leave few tokens.
     Sometimes a group's rows have sampled every one of these tokens. Their probabilities under mu then sum to 1, those
     under pi_old do not, and nothing else can cause this. A padded vocabulary leaves all real tokens. A top-k larger
-    than the number of rows in a group cannot be detected in this way, so the run's card decides.
+    than the number of rows in a group cannot be detected in this way, so the test then relies on the run's card.
 
     Args:
         sampling: sampling settings in the card, such as ``top_p``; empty if there are none.
@@ -260,7 +260,10 @@ def find_truncation(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tupl
     if above is not None:
         evidence |= above.name("above", "high")
         if above.high > THRESHOLDS.above:
-            why = f"where pi_old exceeds mu, it does so by {above.value:.2g} nats, which cutting off mass cannot cause"
+            why = (
+                f"where pi_old exceeds mu, the difference is {above.value:.2g} nats, which cutting off mass cannot "
+                "cause"
+            )
             return both("absent", why, **evidence)
     constant = (
         f"tokens at which mu is larger than pi_old make up {one_sided.value:.0%} of the squared gap, as if "
@@ -268,12 +271,18 @@ def find_truncation(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tupl
     )
     restricted = _format_restrictions(sampling)
     if contexts >= THRESHOLDS.exhausted:
-        by_what = f"in {contexts} contexts the sampled tokens are all that mu allows, but not all that pi_old allows"
+        by_what = (
+            f"in {contexts} contexts the sampled tokens are all the tokens that mu allows, but not all that pi_old "
+            "allows"
+        )
     elif restricted:
         by_what = f"the run's card says {restricted}"
     else:
-        not_all = f"the sampled tokens hold all of mu's mass in only {contexts} contexts"
-        sentence = f"{constant}, and no token that could be sampled is missing: the engine masks ids of pi_old"
+        not_all = f"only in {contexts} contexts do the sampled tokens have all of mu's mass"
+        sentence = (
+            f"{constant}, and every token that could be sampled was sampled: the engine masks some ids that pi_old "
+            "allows"
+        )
         fix = "cut the output layer to the tokenizer's size (config.vocab_size), or mask the same ids in the trainer"
         return Cause(TRUNCATED, "absent", evidence, not_all), Cause(EXTRA, "present", evidence, sentence, fix)
     fix = "actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1, and no min_p"
@@ -294,8 +303,8 @@ def _format_restrictions(sampling: Mapping[str, Any]) -> str:
 def find_numerics(sampled: SampledTokens, *, offset: bool) -> Cause:
     """Test whether two engines round differently.
 
-    The gap then has no preferred sign and is the same at every step. Its tail is heavy at low probability, where the
-    normaliser does not damp errors in the logits. The test uses the standard deviation of the gap at medium
+    The gap then has no preferred sign and is the same at every step. The gap has a heavy tail at low probability, where
+    the normaliser does not damp errors in the logits. The test uses the standard deviation of the gap at medium
     probabilities, and how much it grows towards low probability.
 
     Args:

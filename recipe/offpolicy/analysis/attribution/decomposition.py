@@ -129,7 +129,8 @@ def merge(frame: pl.DataFrame, *keys: str) -> pl.DataFrame:
 
 
 def count_by_age(cells: pl.DataFrame, rows: Rows) -> Counter[int]:
-    """Count the rows that have a token of each staleness; a row without a valid token is as old as its first token."""
+    """Count the rows that have a token of each staleness; a row without a valid token has the staleness of its first
+    token."""
     row = cells["row"].to_numpy()
     ages = cells.select("row", "staleness").unique()["staleness"]
     return Counter([*ages, *rows.staleness[np.bincount(row, minlength=len(rows)) == 0].tolist()])
@@ -250,7 +251,7 @@ def resample(sums: Array, seed: Sequence[int] = (0,)) -> Array:
     """
     counts = draw_poisson(np.random.default_rng(seed), (REPLICATES, len(sums)))
     flat = sums.reshape(len(sums), math.prod(sums.shape[1:]))
-    # Ages and bins without tokens have a count of 0, so their products need not be computed.
+    # Ages and bins without tokens have a count of 0, so their products are not computed.
     filled = np.flatnonzero(flat.any(0))
     found = np.zeros((1 + REPLICATES, flat.shape[1]))
     found[0] = flat.sum(0)

@@ -1,4 +1,4 @@
-"""Tests for causes that affect only a part of the tokens: re-tokenised turns, and weights that are not the trainer's.
+"""Tests for causes that affect only some of the tokens: re-tokenised turns, and weights that differ from the trainer's.
 
 Keys and values of older weights stay in an engine's prefix cache if the cache is not cleared when new weights arrive.
 The engine uses them for repeated prompts but not for new prompts. This difference alone does not distinguish a stale
@@ -73,7 +73,9 @@ def find_retokenisation(sampled: SampledTokens) -> tuple[Cause, Mask]:
         f"{worse[worst]:,.0f} times that of turn {cleanest + 1} at equal probability "
         f"({means[worst]:.2g} against {means[cleanest]:.2g} nats)"
     )
-    fix = "train on the token ids that the engine received and returned: never encode a conversation's text again"
+    fix = (
+        "train on the token ids that the engine received and returned: never tokenize the text of a conversation again"
+    )
     return Cause(RETOKENISATION, "present", evidence, sentence, fix), clean
 
 
@@ -116,7 +118,7 @@ def find_stale_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
         if kept.high < THRESHOLDS.growth:
             told_apart += ", so the weights are stale"
         elif of_new.verdict == "present":
-            told_apart += ": the weights are stale, because new prompts are affected too; the cache may be as well"
+            told_apart += ": the weights are stale, because new prompts are affected too; the cache may also be stale"
         else:
             told_apart += ", which does not show whether the weights or the cache are stale"
     if cause.verdict == "present":
@@ -171,7 +173,10 @@ def _explain_missing_comparison(sampled: SampledTokens, again: Mask) -> str:
     if (sampled.again < 0).any():
         return "; record the prompts to find out whether the weights or the cache are stale"
     if again.sum() < LEAST_TOKENS:
-        return "; every step has new prompts, so either the weights are stale, or the cache of a text that they share"
+        return (
+            "; every step has new prompts, so either the weights are stale, or the cache of a text that the prompts "
+            "share is stale"
+        )
     return "; to find out whether the weights or the cache are stale, new prompts are needed alongside repeated ones"
 
 
@@ -241,17 +246,17 @@ def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
     evidence = {"synchronisations": float(len(wrong))}
     if wrong:
         sentence = (
-            f"at {len(wrong)} of {len(lines)} synchronisations the engine did not hold the trainer's weights; "
+            f"at {len(wrong)} of {len(lines)} synchronisations the engine did not have the trainer's weights; "
             f"step {wrong[0]['step']}: {wrong[0]['sentence']}"
         )
     else:
-        sentence = f"the engine held the trainer's weights at each of {len(lines)} synchronisations"
+        sentence = f"the engine had the trainer's weights at each of {len(lines)} synchronisations"
     delivered = Cause(UNDELIVERED, "present" if wrong else "absent", evidence, sentence)
     along, square = (sum(float(line.get(name, 0.0)) for line in lines) for name in ("along", "square"))
     if not square > 0:
         return [delivered, Cause(ROUNDED, "not testable", {}, "no update between two synchronisations was recorded")]
     seen = along / square
-    sentence = f"the engine's dtype lets {seen:.2g} of the trainer's updates through"
+    sentence = f"the engine's dtype preserves {seen:.2g} of the trainer's updates"
     if seen >= LEAST_SEEN:
         return [delivered, Cause(ROUNDED, "absent", {"seen": seen}, sentence)]
     return [delivered, Cause(ROUNDED, "present", {"seen": seen}, f"{sentence}: its weights are older", FIX_ROUNDED)]

@@ -27,8 +27,7 @@ Integers = NDArray[np.int64]
 STEPS: Final = 64
 """Largest number of steps in a sample that does not contain all rows; these steps are evenly spread."""
 BYTES_A_TOKEN: Final = 12
-"""Compressed size of a token in a recorded file, in bytes; of the token's nine columns, the log-probs hardly
-compress."""
+"""Compressed size of a token in a recorded file, in bytes. Of its nine columns, the log-probs hardly compress."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class RowSample:
         """Take rows of one step: all rows of certain prompts, where the set of prompts is the same in every step.
 
         Args:
-            spare: whether to take one more prompt, so that taking again from the rows taken from the pieces of a step
-                yields the same rows as taking from the whole step.
+            spare: whether to take one more prompt. Then a second selection, from the rows selected in each piece of a
+                    step, yields the same rows as a selection from the whole step.
         """
         if self.steps is None or not len(rows):
             return rows
@@ -74,7 +73,7 @@ def select_scored_rows(parts: Iterable[Step]) -> tuple[Rows, int]:
 
     Returns:
         The rows, with this value as their ``old_log_prob``, and the number of other rows, which belong to later
-        gradient steps. If there are any, the effect of the updates is not identified.
+        gradient steps. If there are any such rows, the effect of the updates is not identified.
 
     Raises:
         ValueError: there is no part.
@@ -96,7 +95,7 @@ def describe_left_out(left_out: int) -> str:
 
 def describe_none_scored(left_out: int) -> str:
     """Explain why nothing can be attributed if all rows are left out, and suggest a fix, without a final full stop."""
-    reason = "none during the first gradient step of a training step. Record with correction.proximal=recompute"
+    reason = "no row belongs to the first gradient step of a training step. Record with correction.proximal=recompute"
     return f"{left_out} rows are recorded, but {reason}"
 
 

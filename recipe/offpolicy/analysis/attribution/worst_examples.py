@@ -74,7 +74,7 @@ EXCERPT: Final = 60
 """Number of tokens of a row to show."""
 _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log_prob"}
 _SEARCHED: Final = 8
-"""Number of largest values to examine first for each example wanted; more than one, because rows of a prompt share
+"""Number of largest values to examine first for each example wanted; greater than 1, because rows of a prompt share
 their first tokens."""
 _BLOCK: Final = 64
 """Number of values in a block; the search for the largest values first compares only the largest value of each
@@ -88,7 +88,7 @@ class WorstToken:
 
     Attributes:
         position: position in its response, from 0.
-        count: number of rows of the same step that sampled this token after the same ids; the token with the largest k3
+        count: number of rows of the same step that sampled this token after the same ids; the copy with the largest k3
             is shown.
         mu, old, pi: log-probs.
         share: share of these rows' tokens together in the sum of k3(log pi/mu) over all tokens.
@@ -147,8 +147,8 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
         loss: (M,), from ``sum_cells``.
 
     Returns:
-        Frames with the fields of the examples, with their text as lists of ids. Each example also has ``size``, by
-        which they are sorted, ``context``, and ``loss``, the sum of k3 over all its copies.
+        Frames with the fields of the examples, with their text as lists of ids. The examples are sorted by ``size``,
+        and also have ``context`` and ``loss``, the sum of k3 over all copies of an example.
     """
     # Hashes of all ids, from the prompt's first id up to each token's own id.
     contexts = hash_ids(rows.response_ids, rows.offsets) + np.repeat(hash_prompts(rows), np.diff(rows.offsets))

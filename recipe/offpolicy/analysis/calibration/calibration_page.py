@@ -87,7 +87,7 @@ def _sum_step(specs: Sequence[CorrectionSpec], steps: Iterable[Step]) -> NDArray
     return found
 
 
-BY_LENGTH = "advice only: the correction takes one bound; the table shows which lengths it would affect"
+BY_LENGTH = "advice only: the correction takes one bound, and the table shows which lengths it would affect"
 
 
 def build_overview_table(result: CalibrationResult) -> Table:
@@ -167,8 +167,8 @@ def format_remarks(result: CalibrationResult) -> list[str]:
     sentences += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]
     if result.nonfinite:
         sentences.append(
-            f"{result.nonfinite:,} response tokens have a log_prob that is not finite: bounds on pi leave "
-            "them out, and training stops at such a token."
+            f"{result.nonfinite:,} response tokens have a log_prob that is not finite: bounds on pi leave them out, "
+            "but training stops at such a token."
         )
     if result.grouped < 1:
         sentences.append(
@@ -188,9 +188,9 @@ def _describe_floor(proposal: Proposal, confidence: float) -> list[str]:
         else ""
     )
     return [
-        f"{proposal.part.key}: in {floor.rows} rows of {floor.groups} prompts at pi = pi_old, backend noise alone "
-        f"reaches {floor.quantile:.4g} nats at its {floor.share:g}-quantile, and at most {floor.delta:.4g} with "
-        f"{confidence:.0%} confidence: delta must be at least that large.{assumed}"
+        f"{proposal.part.key}: in {floor.rows} rows of {floor.groups} prompts at pi = pi_old, the "
+        f"{floor.share:g}-quantile of backend noise alone is {floor.quantile:.4g} nats, and at most {floor.delta:.4g} "
+        f"with {confidence:.0%} confidence: delta must be at least that large.{assumed}"
     ]
 
 
@@ -311,7 +311,7 @@ def _describe_threshold(part: BoundedPart, threshold: Threshold) -> dict[str, An
 _LEAST_SHARE = 0.5
 """Smallest kept share to show in a figure; bounds that keep less are not of interest."""
 _FAR = 30
-"""A bound is not drawn if it lies beyond this multiple of the last unit's position."""
+"""A bound is not drawn if it exceeds this multiple of the last unit's position."""
 _HEIGHT = 4.3
 """Height of a panel in inches; some panels have nine lines to label."""
 

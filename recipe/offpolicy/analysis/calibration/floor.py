@@ -63,7 +63,7 @@ def estimate_share(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> Cluster
     independent = share * (1 - share) / count
     if groups < 2:
         return ClusteredShare(share, count, groups, math.nan)
-    # The linearised ratio estimator is used, because groups differ both in size and in the share that they keep.
+    # The linearised ratio estimator is needed because groups differ both in size and in the share that they keep.
     residual = totals - share * sizes
     variance = groups / (groups - 1) * float(residual @ residual) / count**2
     # At a share of 0 or 1, the estimated variance is 0, so the design effect is computed as if units were fully
@@ -164,7 +164,7 @@ class NotIdentifiedError(ValueError):
     Attributes:
         key: name of the value, below ``correction``.
         reason: what is missing and how to get it.
-        share: order of the quantile of the noise that the recording can bound; None if it cannot bound any.
+        share: the highest order of a quantile of the noise that the recording can bound; None if it cannot bound any.
     """
 
     def __init__(self, key: str, reason: str, share: float | None = None) -> None:
@@ -200,7 +200,7 @@ def estimate_noise_floor(
 
     Every such row counts, regardless of the sign of its advantage, because noise does not depend on this sign. If the
     recorded pi_old is the trainer's, a row counts only if pi equals pi_old up to ``ROUNDING``. Under another
-    ``proximal``, pi is used as pi_old, so this condition always holds.
+    ``proximal``, pi is used as pi_old, so this condition is always met.
 
     Args:
         share: the quantile of the noise that delta must exceed.
@@ -250,7 +250,7 @@ def _describe_missing(state: RowState, first: NDArray[np.bool_], fresh: NDArray[
     else:
         apart = float(np.nanmin(state.apart[fresh]))
         why = f"at mini_batch 0 log_prob differs from old_log_prob by {apart:.2g} nats per token or more"
-        fix = "in which pi = pi_old holds there"
+        fix = "for which pi = pi_old at mini_batch 0"
     return f"{why}, so the backend noise is not identified. Record rows {fix}."
 
 

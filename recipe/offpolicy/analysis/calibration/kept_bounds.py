@@ -30,24 +30,24 @@ _FURTHEST_WEIGHT = math.log(1e3)
 """Largest radius of a weight worth proposing, in nats, for one token or for a mean over tokens; at a ratio of 1000, the
 two policies have nothing in common."""
 _COARSE = 0.02
-"""Largest fraction of its value by which a bound may be rounded outward if no unit lies in between."""
+"""Largest relative change when a bound is rounded outward and no unit lies in between."""
 _SLACK = 1e-4
-"""Fraction of the units that may be kept beyond the target so that the bound needs fewer digits; with fewer than 10,000
-units, this rounds down to none."""
+"""Fraction of the units that may be kept beyond the target if the bound then needs fewer digits. For fewer than 10,000
+units, it rounds down to no unit."""
 _PLACES = 48
 """Number of radii at which a kept share is drawn."""
 _CAPS = 96
 """Number of caps at which an ESS is computed; the interval is determined from this curve."""
 _EXACT = 50  # halvings, which reach the precision of float64
 _CLOSE = 0.02
-"""Fraction of 1 - target by which the ESS may exceed the target so that the cap needs fewer digits."""
+"""Fraction of 1 - target by which the ESS may exceed the target if the cap then needs fewer digits."""
 
 Outcome = Literal["found", "not needed", "not reachable", "not identified"]
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """A proposed position of a moving bound.
+    """The proposed position of the bound that a calibration moves.
 
     Attributes:
         values: the configuration's values, e.g. ``{"lower": 0.98, "upper": 1.02}``; empty if no bound was found.
@@ -60,7 +60,7 @@ class Threshold:
             which the part applies.
         note: limitation of the bound, or the reason why no bound was found; empty if there is nothing to note.
         outcome: whether values were found, or why not.
-        missing: if a floor could not be estimated and this is the reason, what the recording lacks.
+        missing: what the recording lacks, if no bound was found because the floor could not be estimated.
     """
 
     values: dict[str, float]
@@ -100,8 +100,8 @@ def check_radius(part: BoundedPart, radius: float) -> str:
         return ""
     unit = " nats" if part.on_ratio else ""
     return (
-        f"not identified: it would take a bound at {radius:.3g}{unit}, and beyond {most:.3g} no bound acts "
-        f"on related policies. Look for the fault first: python -m recipe.offpolicy.attribute"
+        f"not identified: the bound would be {radius:.3g}{unit}, and beyond {most:.3g} no bound affects related "
+        "policies. Look for the fault first: python -m recipe.offpolicy.attribute"
     )
 
 
@@ -129,7 +129,7 @@ def compute_kept_share(part: BoundedPart, scores: Scores, limits: tuple[float, f
 
 
 def compute_needed_radii(part: BoundedPart, scores: Scores) -> Floats:
-    """Compute, for each unit to which the part applies, the radius that keeps the unit: (L,)."""
+    """Compute the smallest radius that keeps each unit to which the part applies: (L,)."""
     return part.compute_radius(scores.low, scores.high)[scores.looked]
 
 
@@ -154,7 +154,7 @@ def find_bound_for_kept_share(
     radius = float(ordered[place - 1])
     # A bound of 0 would reject every unit that has any mismatch.
     if radius == 0 and floor <= 0:
-        return build_not_found(scores, "not identified: that share of the units shows no mismatch at all")
+        return build_not_found(scores, "not identified: that share of the units has no mismatch at all")
     notes = []
     # Only a single bound of a ratio may cross 1; the configuration accepts no other radius below 0.
     crosses = part.side != "both" and part.on_ratio and "delta" not in part.now
@@ -252,7 +252,7 @@ def find_cap_for_ess(
     """Find the widest bound of a weight for which the ESS is at least ``target``.
 
     The ESS of a weight that truncates or clips falls as its cap rises, because the weights become more unequal in the
-    Lorenz order. Exactly one cap therefore meets the target. For a weight that rejects, several bounds may meet the
+    Lorenz order. Therefore, exactly one cap meets the target. For a weight that rejects, several bounds may meet the
     target.
     """
 

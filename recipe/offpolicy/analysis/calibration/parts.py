@@ -1,4 +1,4 @@
-"""Bounds of a correction that can be calibrated from a recording; each is moved by one number, its radius."""
+"""Bounds of a correction that can be calibrated from a recording; one number, the radius, moves each bound."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class BoundedPart:
 
     @property
     def by_batch(self) -> bool:
-        """True if the bound is a budget, so that each batch has its own cut-off (M2PO)."""
+        """True if the bound is a budget, which gives each batch its own cut-off (M2PO)."""
         return isinstance(self.spec, MaskSpec) and self.spec.budget is not None
 
     @property
@@ -142,7 +142,7 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = ()) -> list[Bounde
     if spec.skyrl_compat:
         raise SpecError(
             "correction.skyrl_compat=true: the input of a sequence mask depends on the masks before it, so no bound "
-            "can be set on its own. Calibrate with correction.skyrl_compat=false."
+            "can be calibrated on its own. Calibrate with correction.skyrl_compat=false."
         )
     named: dict[str, MaskSpec | WeightSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
     named |= spec.all_weights
@@ -153,8 +153,8 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = ()) -> list[Bounde
     ]
     if not found:
         raise SpecError(
-            f"correction: no weight and no mask has a bound (its parts: {', '.join(named) or 'none'}). Name some "
-            "that have: --spec 'correction=[tis_token,gsm]'."
+            f"correction: none of its parts ({', '.join(named) or 'none'}) is a weight or mask with a bound. Name "
+            "parts that have one: --spec 'correction=[tis_token,gsm]'."
         )
     return found
 

@@ -167,7 +167,7 @@ class LengthBound:
         rows: number of rows of these lengths to which the part applies.
         reached: value that the bound for all lengths reaches on these rows; this is the proposed bound, if there is
             one, otherwise the current bound.
-        threshold: the bound that would reach the target on these rows alone.
+        threshold: the bound that would meet the target on these rows alone.
         curve: curve of a kept share.
     """
 
@@ -220,8 +220,7 @@ class CalibrationResult:
     """All proposals, and the correction with the proposed bounds.
 
     Attributes:
-        spec: the correction with the proposed bounds, without any masks for which there is neither a current nor a
-            proposed bound.
+        spec: the correction with the proposed bounds, without masks that have neither a current nor a proposed bound.
         confidence: confidence level of every interval.
         skipped: key -> why nothing was proposed for it.
         grouped: share of rows whose prompt is known; intervals treat the other rows as independent.
@@ -268,7 +267,7 @@ def propose_bounds(
         elif part.spec.by_staleness is not None:
             skipped[part.key] = "has a cap for each age (by_staleness), but an ESS target fits only a single cap"
         else:
-            skipped[part.key] = "takes --target-ess, because it keeps every token and caps its weight"
+            skipped[part.key] = "accepts only --target-ess, because it keeps every token and caps its weight"
     if not goals:
         reasons = "; ".join(f"{key} {why}" for key, why in skipped.items())
         raise SpecError(f"no part of the correction can use the given target: {reasons}.")

@@ -39,7 +39,7 @@ share of 0.98 then has a standard error of 0.0006, even if all eight rows are al
 
 @dataclass(frozen=True)
 class PromptSample:
-    """Fractions of the prompts to keep, each with all its units; the samples are nested.
+    """Fractions of the prompts to keep, each prompt with all its units; the smaller sample is part of the larger one.
 
     Attributes:
         tokens: share for parts that decide by token, turn or version.
@@ -65,8 +65,8 @@ class PromptSample:
         by_row = f"{self.rows:.2g}" if self.rows < 1 else "all"
         return (
             f"Bounds are based on a sample of the prompts: a share of {self.tokens:.2g} for parts that decide by "
-            f"token, and {by_row} for parts that decide by row. The total that a correction keeps is counted over all "
-            "tokens."
+            f"token, and {by_row} for parts that decide by row. The shares that the whole correction keeps are "
+            "computed over all tokens."
         )
 
     def find_rows(self, prompt: NDArray[np.uint64], share: float | None = None) -> NDArray[np.bool_]:
@@ -294,7 +294,9 @@ def read_recorded_spec(step: Step) -> CorrectionSpec:
         return CorrectionSpec.from_mapping(step.spec)
     except SpecError as error:
         number = int(step.rows.step[0]) if len(step.rows) else "?"
-        raise RecordingError(f"step {number}: its file's metadata holds no valid correction: {error}") from error
+        raise RecordingError(
+            f"step {number}: the metadata of its file contains no valid correction: {error}"
+        ) from error
 
 
 def _of_block(part: BoundedPart, block: Block, old: Tensor) -> Scores:
@@ -358,7 +360,7 @@ def _by_budget(tokens: Scores) -> Scores:
 
 
 def _flat(values: Tensor, there: NDArray[np.bool_], *, exact: bool) -> NDArray[np.float64]:
-    """Select the values of existing units, rounded to float32 as in masks, unless ``exact`` is set."""
+    """Select the values of existing units; they are rounded to float32, as in masks, unless ``exact`` is set."""
     return (values if exact else values.to(torch.float32)).numpy()[there].astype(np.float64)
 
 
@@ -372,7 +374,7 @@ def _state(step: Step) -> RowState:
     totals = np.bincount(at, weights=apart[valid], minlength=len(rows))
     mean = np.divide(totals, counts, out=np.full(len(rows), np.nan), where=counts > 0)
     grouped = np.array([bool(uid) for uid in rows.uid], dtype=bool)
-    # In training, such a pi stops the run; the count is reported because these units are left out here.
+    # Training would stop at such a pi. Here, these units are left out, so their number is reported.
     lost = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
     lost &= ~np.isfinite(rows.log_prob)
     nonfinite = np.bincount(rows.row_of_token[lost], minlength=len(rows))

@@ -133,7 +133,7 @@ def write_page(
 
 
 def _describe_spec(spec: CorrectionSpec) -> dict[str, str]:
-    """Describe a correction: its keys and what each part does."""
+    """Describe a correction by its keys and by the effect of each part."""
     parts: dict[str, WeightSpec | MaskSpec] = {
         **spec.all_weights,
         **{f"masks.{name}": mask for name, mask in spec.masks},
@@ -200,7 +200,7 @@ def _extensions(card: Mapping[str, Any], timeline: Timeline) -> list[Block]:
     facts |= {name.removeprefix("offpolicy_"): str(known[name]) for name in names if name in known}
     rows = [(step.step, *(step.extensions.get(name, math.nan) for name in names)) for step in _thin_out(timeline)]
     columns = (Column("step"), *(Column(name.removeprefix("offpolicy_"), digits=4) for name in names))
-    sentence = "Means over response tokens of the columns that extensions sent."
+    sentence = "Mean over response tokens of each column that an extension sent."
     return [{escape(name): escape(text) for name, text in facts.items()}, sentence, Table(columns, rows)]
 
 
@@ -211,8 +211,8 @@ def _by_length(timeline: Timeline) -> list[Block]:
     rows = [(format_bucket(entry.bucket), entry.rows, entry.kept_rows, entry.kept_tokens) for entry in timeline.lengths]
     reasons = (Column("rejected by"), Column("share of tokens", digits=4))
     return [
-        "Noise averages out in a geometric mean and adds up in a product: a mask on a geometric mean therefore rejects "
-        "short rows, and a mask on a product rejects long rows.",
+        "Noise averages out in a geometric mean and adds up in a product. A mask on a geometric mean therefore "
+        "rejects short rows, and a mask on a product rejects long rows.",
         build_length_panels(timeline) if len(timeline.lengths) > 1 else "",
         Table(columns, rows),
         Table(reasons, list(timeline.reasons.items())) if timeline.reasons else "",
@@ -224,7 +224,7 @@ def _attribution(attribution: Attribution | str) -> list[Block]:
         return [f"Not attributed: {attribution}"]
     if not attribution.whole.kl.whole > 0:
         note = describe_left_out(attribution.left_out)
-        return [f"mu and pi agree exactly on every token: there is no mismatch to attribute. {note}".rstrip()]
+        return [f"mu and pi agree exactly on every token, so there is no mismatch to attribute. {note}".rstrip()]
     return [
         attribution_page.format_verdict(attribution),
         attribution_page.format_replayed(attribution.whole),
@@ -245,8 +245,8 @@ def _calibration(studies: Studies) -> list[Block]:
     pasted = calibration_page.format_pasted(result)
     return [
         "" if isinstance(studies.attribution, str) else studies.attribution.mend_first,
-        f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight), "
-        f"with {result.confidence:.0%} intervals that treat rows of one prompt as dependent.{new}",
+        f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight). The "
+        f"{result.confidence:.0%} intervals treat rows of one prompt as dependent.{new}",
         calibration_page.build_panels(result),
         calibration_page.build_overview_table(result),
         Code(pasted) if pasted else "",

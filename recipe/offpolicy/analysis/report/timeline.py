@@ -89,7 +89,7 @@ class Timeline:
     """Statistics of a recording by step and by length.
 
     Attributes:
-        reasons: the parts that rejected tokens -> the share of all response tokens that each rejected on its own.
+        reasons: each part that rejected tokens -> the share of all response tokens that this part rejected on its own.
         correction: plain values of the correction that acted at the last step.
         changed: steps whose correction differs from that of the step read before them.
     """
@@ -125,7 +125,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a timeline that one step contributes, or the step's updates under one correction.
+    """The contribution to a timeline of one step, or of the step's updates under one correction.
 
     Attributes:
         lengths: (buckets, 4): rows, response tokens, tokens kept, rows kept.

@@ -51,13 +51,13 @@ COMPARED = (
     ("correction=[decoupled_ppo,opsm]", recommended.OVERRIDES[-1]),
 )
 PROPOSED = "bounds as calibrated above"
-COPIED = "mu equals pi_old bit for bit: was one copied from the other?"
+COPIED = "mu equals pi_old bit for bit, so one may be a copy of the other"
 _LEAST_STEPS = 3
 """Minimum number of steps for comparing the beginning of the run with its end."""
 _GREW = 2.0
 _SWINGS = 10.0
 _NEXT = {
-    "not reachable": "Next: remove the cause of the mismatch, because no bound can do so",
+    "not reachable": "Next: remove the cause of the mismatch, because no bound removes it",
     "not identified": "Next: record more steps (offpolicy.record.every=1, offpolicy.record.share=1)",
 }
 
@@ -217,7 +217,7 @@ def answer_liveness(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
     return Answer(
         question,
         "not shown",
-        "No liveness proof was recorded: the run ended before its first update was judged, or proof.json is missing.",
+        "No liveness proof was recorded: the run ended before its first update was checked, or proof.json is missing.",
     )
 
 
@@ -238,7 +238,9 @@ def _mismatch(timeline: Timeline) -> tuple[str, str]:
             f" {unscored:,} rows of later gradient steps are left out, because the trainer's pi_old was not recorded."
         )
     if _is_copied(timeline):
-        same = f"mu equals pi_old at all {int(tokens.sum()):,} tokens, which does not happen with two engines."
+        same = (
+            f"mu equals pi_old at all {int(tokens.sum()):,} tokens, which does not happen with two different engines."
+        )
         return COPIED, f"{same} Check where rollout_log_probs and old_log_probs come from.{end}"
     fresh, counts = timeline.get_column("kl_fresh"), timeline.get_column("fresh_tokens")
     if not counts.sum():
@@ -265,7 +267,7 @@ def _is_copied(timeline: Timeline) -> bool:
 
 def _origin(attribution: Attribution | str, timeline: Timeline) -> tuple[str, str]:
     if _is_copied(timeline):
-        return COPIED, "Without the engine's own mu there is nothing to attribute."
+        return COPIED, "Without the engine's own mu, nothing can be attributed."
     if isinstance(attribution, str):
         return "unknown", attribution
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
@@ -305,7 +307,7 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> tuple[str, str]:
 
 
 def _fit(studies: Studies) -> list[Answer]:
-    """Build an answer for each bound, and before them the faults to fix first."""
+    """Build an answer for each bound, preceded by the faults that must be fixed first."""
     faults = "" if isinstance(studies.attribution, str) else studies.attribution.mend_first
     first = [Answer("Can a bound be set?", "fix the cause first", faults)] if faults else []
     if isinstance(studies.calibrated, str):
@@ -334,8 +336,8 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
         sentences.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was requested")
         if proposal.floor is not None and proposal.floor.share < QUANTILE:
             sentences.append(
-                f"Only the {proposal.floor.share:g}-quantile of the engines' own noise is known from "
-                f"{proposal.floor.rows} rows: record more steps to bound its {QUANTILE:g}-quantile"
+                f"{proposal.floor.rows} rows determine only the {proposal.floor.share:g}-quantile of the engines' own "
+                f"noise: record more steps to bound its {QUANTILE:g}-quantile"
             )
     elif threshold.outcome == "not needed":
         answer = "no cap needed"
@@ -376,7 +378,7 @@ def describe_trend(values: Floats, unit: str) -> str:
     least, most = float(np.nanmin(values)), float(np.nanmax(values))
     # Swings are checked before the trend, because a single spike in one third would otherwise count as growth.
     if _GREW * max(first, last) < most and _SWINGS * least < most:
-        return f"from step to step it swings between {least:.2g} and {most:.2g} {unit}"
+        return f"it swings between {least:.2g} and {most:.2g} {unit} from step to step"
     if first > 0 and (last > _GREW * first or first > _GREW * last):
         return f"{'grew' if last > first else 'fell'} from {first:.2g} to {last:.2g} {unit} (first and last third)"
     return f"steady over the run ({first:.2g} and {last:.2g} {unit} in the first and last third)"
@@ -390,7 +392,7 @@ def _thirds(values: Floats) -> tuple[tuple[float, float], tuple[float, float]] |
     third = max(len(known) // 3, 1)
 
     def of(part: Floats) -> tuple[float, float]:
-        # A third of one step has no standard deviation, so the standard deviation over all steps is used.
+        # A third that consists of one step has no standard deviation, so the standard deviation over all steps is used.
         spread = float(part.std(ddof=1)) if len(part) > 1 else float(known.std(ddof=1))
         return float(part.mean()), spread / math.sqrt(len(part))
 

@@ -47,7 +47,7 @@ def initialize_composer() -> Iterator[None]:
     # Hydra is a process-wide singleton, and a caller, such as a launch, may already have initialised it.
     before, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
-    # These are the lines of offpolicy_trainer.yaml without verl's own configuration, which a correction does not read.
+    # These are the lines of offpolicy_trainer.yaml except verl's own configuration, which a correction does not read.
     defaults = ["offpolicy_base", "_self_", {GROUP: "none"}]
     ConfigStore.instance().store(name=_PRIMARY, node={"defaults": defaults}, provider=__name__)
     try:
@@ -67,7 +67,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
     """
     for override in overrides:
         if _parse(override).key_or_group.split(".")[0] != GROUP:
-            raise SpecError(f"{override}: this is not an override of the correction. {_EXAMPLE}")
+            raise SpecError(f"{override}: this override does not belong to the correction. {_EXAMPLE}")
     try:
         # The Hydra node lists the chosen options.
         config = compose(_PRIMARY, overrides=force_own_keys(overrides), return_hydra_config=True)
@@ -94,7 +94,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
 def suggest_keys(name: str, known: Iterable[str]) -> str:
     """Name the known key that is most similar, in a sentence; if none is similar, name all known keys."""
     near = find_closest(name, known) or find_closest(f"{GROUP}.{name}", known)
-    return f"Nearest: {near!r}." if near else f"There are: {', '.join(map(repr, sorted(known)))}."
+    return f"Nearest: {near!r}." if near else f"Known names: {', '.join(map(repr, sorted(known)))}."
 
 
 def parse_grid(grid: str) -> tuple[str, list[str]]:
@@ -105,7 +105,7 @@ def parse_grid(grid: str) -> tuple[str, list[str]]:
     """
     override = _parse(grid)
     if override.is_delete():
-        raise SpecError(f"{grid}: this deletes a key, so there is nothing to compare. Give key=value,value.")
+        raise SpecError(f"{grid}: this deletes a key, so there is nothing to compare. Pass key=value,value.")
     swept = override.is_sweep_override()
     return override.key_or_group, list(override.sweep_string_iterator()) if swept else [override.get_value_string()]
 
@@ -124,7 +124,7 @@ _OPEN = "???"
 def build_overrides(spec: CorrectionSpec) -> list[str]:
     """Build the overrides of a correction: names of shipped options that match its parts, then single keys.
 
-    If pi_old comes from the trainer's weights, the launch decides how it is computed; there are two ways.
+    If pi_old comes from the trainer's weights, the launch decides which of two ways computes it.
     """
     wanted = _plain(spec)
     compose_correction([f"{GROUP}=none"])  # the application in which options are looked up
@@ -192,9 +192,9 @@ def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
 
 
 RECORDED = "recorded"
-"""Stands for the correction that was active, which may change from step to step."""
+"""Name of the correction that was active during the run, which may change from step to step."""
 UNCORRECTED = "uncorrected"
-"""Stands for a correction with the recorded pi_old but without weights or masks."""
+"""Name of a correction with the recorded pi_old but without weights or masks."""
 MOST = 400
 """Largest number of corrections in one replay."""
 _OPTIONAL = ("sign", "normalize", "aggregate", "ratio", "by_staleness")
@@ -275,7 +275,7 @@ def build_candidates(
             # Two specs may yield the same correction, which is then replayed once.
             found.setdefault(candidate.label, candidate)
             if len(found) > MOST:
-                raise SpecError(f"--grid: the values yield more than {MOST} corrections. Give fewer values.")
+                raise SpecError(f"--grid: the values yield more than {MOST} corrections. Pass fewer values.")
     return tuple(found.values())
 
 

@@ -170,7 +170,7 @@ def compute_row_sums(by: Decision, of: ReferenceBlock, weighed: Tensor) -> Array
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """Sum a product over each row, without a temporary array of the same size; torch's einsum takes twice as long."""
+    """Sum a product over each row without a temporary array of the same size; torch's einsum takes twice as long."""
     return torch.from_numpy(np.einsum("bw,bw->b", one.numpy(), other.numpy()))
 
 
@@ -284,15 +284,15 @@ class CorrectionMeasures:
             this share: the further it is below ``kept_tokens``, the better the mask selects the tokens that deviate.
         lr_scale: norm of the corrected gradient weights relative to the uncorrected ones, sqrt(sum (f A)^2 / sum (r
             A)^2): the factor by which the correction would change the learning rate if the tokens' gradients had equal
-            size and were unrelated.
+            norms and were uncorrelated.
         reference_rows: effective number of rows that determine, by their pi / mu, the reference of ``bias_sequence``,
             (sum rho)^2 / sum rho^2.
         bias_token, bias_sequence: distance of the gradient weights from those of an unbiased estimator, relative to the
             latter's norm, sqrt(sum ((f - rho) A)^2 / sum (rho A)^2). The reference rho is the untruncated pi / mu of
             the token (unbiased for PPO's surrogate, which leaves the distribution of prefixes as it is) or of the whole
             row (unbiased for the policy gradient). By the Cauchy-Schwarz inequality, no gradient with unit second
-            moment can deviate by more. This is therefore an upper bound of the bias; it also includes noise that would
-            average out. ``bias_sequence`` is None if the reference is based on fewer than ``FEW`` rows.
+            moment can deviate by more. The distance is therefore an upper bound of the bias, and also includes noise
+            that would average out. ``bias_sequence`` is None if the reference is based on fewer than ``FEW`` rows.
         bias_token_systematic, bias_sequence_systematic: the part of this distance that cannot average out over these
             tokens. It is the shift of the mean in each cell of length bucket and sign of A, sqrt(sum_c n_c mean_c((f -
             rho) A)^2 / sum (rho A)^2). Variation within a cell is not included.
@@ -348,7 +348,7 @@ def compute_measures(sums: Array) -> CorrectionMeasures:
 
 @dataclass(frozen=True)
 class TurnShare:
-    """Kept share of a group that contains only parts of rows, such as a turn.
+    """Kept share of a group of parts of rows, such as a turn.
 
     Attributes:
         tokens: response tokens.

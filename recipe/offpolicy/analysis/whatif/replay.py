@@ -153,10 +153,10 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         if recorded.proximal not in OF_THE_TRAINER:
             raise SpecError(
                 f"correction.proximal=same_engine: the run used correction.proximal={recorded.proximal}, so pi_old was "
-                "not computed, and mu cannot be compared with it. Replay with correction.proximal=bypass."
+                "not computed and cannot be compared with mu. Replay with correction.proximal=bypass."
             )
         apart = np.abs(rows.rollout_log_prob.astype(np.float64) - rows.old_log_prob)[rows.response_mask]
-        # The condition is written so that NaN counts as a difference.
+        # With this form of the condition, NaN counts as a difference.
         if beyond := int((~(apart <= TOLERANCE)).sum()):
             raise SpecError(
                 f"correction.proximal=same_engine: at {beyond} of {len(apart)} tokens mu differs from pi_old by more "
@@ -166,7 +166,7 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         reason = f"for {unknown} of {len(rows)} rows it is unknown which version of the weights sampled each token"
         raise SpecError(f"level=version: {reason}. Set level=turn or level=sequence.")
     if spec.age_keys and (unknown := _count_rows(rows, rows.token_staleness < 0)):
-        reason = f"depends on the age of the weights: for {unknown} of {len(rows)} rows it is unknown"
+        reason = f"depends on the age of the weights, which is unknown for {unknown} of {len(rows)} rows"
         raise SpecError(f"correction.{spec.age_keys[0]} {reason}. Replay without this key.")
 
 
@@ -176,7 +176,7 @@ def _count_rows(rows: Rows, tokens: NDArray[np.bool_]) -> int:
 
 
 def needs_other_advantages(spec: CorrectionSpec, recorded: CorrectionSpec) -> bool:
-    """Check whether training with ``spec`` would have used advantages that differ from the recorded ones.
+    """Check whether training with ``spec`` would have computed advantages other than the recorded ones.
 
     ``baseline=exclude`` computes advantages from the rows that the correction keeps.
     """
@@ -277,7 +277,7 @@ class RecordedLoss:
 
     @classmethod
     def from_card(cls, card: Mapping[str, Any]) -> RecordedLoss:
-        """Read the loss from a recording's card; mini-batches are split as in ``batch.plan``."""
+        """Read the loss from a recording's card. Batches are split into mini-batches as in ``batch.plan``."""
         name, mode = (read_config(card, f"{_ACTOR}.{key}") for key in ("policy_loss.loss_mode", "loss_agg_mode"))
         if isinstance(mode, str) and isinstance(release := card.get("release"), str):
             mode = attributes_of(release).find_policy_aggregation(str(name), mode)
@@ -327,7 +327,7 @@ class RecordedLoss:
             return ""
         if not self.name:
             return "The recording does not name the base loss, so pi / pi_old is used without a clip."
-        return f"Base loss {self.name}: its own ratio and clip are not modelled; pi / pi_old is used without a clip."
+        return f"The own ratio and clip of base loss {self.name} are not modelled; pi / pi_old is used without a clip."
 
     def explain_unknown(self, rows: Rows) -> str:
         """Explain why N and R of the mini-batches of ``rows`` are unknown; empty if they are known.

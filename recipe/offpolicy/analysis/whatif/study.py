@@ -50,7 +50,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Comparison of the recorded correction's replay with the decisions in the recording.
+    """Comparison of a replay of the recorded correction with the recorded decisions.
 
     Attributes:
         tokens: number of compared response tokens, whose mu and pi_old are finite; a correction does not act on other
@@ -262,11 +262,11 @@ _NAMED = 5
 def _format_notes(totals: _Totals, measures: Sequence[CorrectionMeasures], *, sampled: bool) -> Iterator[str]:
     """Yield sentences about the limitations of the figures, one at a time."""
     if totals.uncounted:
-        yield f"{totals.uncounted} response tokens have a log-prob or advantage that is not finite: left out."
+        yield f"{totals.uncounted} response tokens are left out, because their log-prob or advantage is not finite."
     if sampled and totals.needs_batch:
-        yield "Only a sample of the rows was recorded: constants of the whole batch are computed from the sample."
+        yield "Only a sample of the rows was recorded, so constants of the whole batch are computed from the sample."
     for (asked, reason), steps in totals.unscaled.items():
-        yield f"{asked} is replayed as original in {len(steps)} step(s), because its factor is unknown: {reason}."
+        yield f"{asked} is replayed as original at {len(steps)} step(s), because its factor is unknown: {reason}."
     # A correction may fail after an earlier step has added a note about it.
     if labels := sorted(totals.other_advantages - totals.failures.keys()):
         more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
@@ -275,7 +275,7 @@ def _format_notes(totals: _Totals, measures: Sequence[CorrectionMeasures], *, sa
             f"{', '.join(labels[:_NAMED])}{more}, training would have used other advantages."
         )
     if totals.unchecked:
-        yield "The recorded correction was not compared with its replay, for the same reason."
+        yield "For the same reason, the recorded correction was not compared with its replay."
     elif not totals.fidelity.tokens:
         yield "No token has a finite mu and pi_old."
     # The reference is the same for all corrections.
@@ -315,7 +315,7 @@ def _replay(
     try:
         recorded = CorrectionSpec.from_mapping(part.spec)
     except SpecError as error:
-        why = f"its metadata holds no valid correction ({error})"
+        why = f"its metadata contains no valid correction ({error})"
         raise RecordingError(f"{files[0]}: {why}. Remove the file.") from error
     active: dict[int, CorrectionSpec] = {}
     for place, candidate in enumerate(candidates):

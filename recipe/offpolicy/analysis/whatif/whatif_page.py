@@ -103,15 +103,16 @@ def build_step_table(study: Study, field: str) -> Table:
 
 
 def describe_left_out(corrections: int) -> list[str]:
-    """Describe which tables are left out for this many corrections; empty if all tables are shown."""
+    """Describe which tables are left out because there are too many corrections; empty if all tables are shown."""
     if corrections <= MOST_COMPARED:
         return []
-    tables = "no tables of their agreement or by step are shown. --json contains both."
+    tables = "tables of their agreement and tables by step are not shown. --json contains both."
     return [f"{corrections} corrections are more than {MOST_COMPARED}: {tables}"]
 
 
 def build_agreement_tables(study: Study) -> Iterator[Table]:
-    """Yield agreement matrices of up to ``MOST_COMPARED`` corrections; on rejections, only for those that reject."""
+    """Yield agreement matrices of up to ``MOST_COMPARED`` corrections; those on rejections cover only corrections that
+    reject."""
     if len(study.outcomes) > MOST_COMPARED:
         return
     agreement = study.agreement
@@ -144,8 +145,8 @@ def describe_fidelity(fidelity: Fidelity) -> str:
         )
     return (
         f"MISMATCH: the replay of the recorded correction differs in {fidelity.rejections:,} decisions and "
-        f"{fidelity.weights:,} weights of {tokens}, so no figure here is credible. Fix: replay with the release that "
-        "made the recording."
+        f"{fidelity.weights:,} weights of {tokens}, so no figure on this page is reliable. Fix: replay with the "
+        "release that made the recording."
     )
 
 
@@ -326,17 +327,18 @@ MEANINGS = {
     "lr scale": (
         "norm of the corrected gradient weights f A = weight x keep x r x advantage relative to the norm of the "
         "uncorrected r A, where r is PPO's pi/pi_old, or 0 where PPO clips: the effect on the learning rate if token "
-        "gradients were equal in size and unrelated. denominator=kept multiplies f by its scale."
+        "gradients had equal norms and were uncorrelated. denominator=kept multiplies f by its scale."
     ),
     "bias by token": (
         "relative distance of the gradient weights from those with the untruncated pi/mu of each token: the largest "
         "possible error of a gradient (Cauchy-Schwarz), including noise that would average out."
     ),
     "bias by row": (
-        "the same distance from pi/mu of the whole row, which is unbiased; with long rows, it depends on few of them."
+        "the same distance from the pi/mu of the whole row, which is unbiased but, for long rows, depends on few of "
+        "them."
     ),
-    "in common (Jaccard)": "of the tokens or rows that either correction rejects, the share that both reject.",
-    "systematic part": "the part of that distance that cannot average out: shifts of the mean by length and sign of A.",
+    "in common (Jaccard)": "share of the tokens or rows rejected by either correction that both corrections reject.",
+    "systematic part": "the part of the distance that cannot average out: shifts of the mean by length and sign of A.",
 }
 
 
