@@ -1,4 +1,4 @@
-"""Off-policy corrections as pure functions of three log-probs, a mask and advantages.
+"""Off-policy corrections as pure functions of three log-probs, a mask and the advantages.
 
 The package needs only torch. The three log-probs are (B, T), or nested by row with layout ``torch.jagged``:
 

@@ -1,7 +1,7 @@
 """Score centering: removes the expected score under mu from the policy gradient (Marek and Ryabinin 2026).
 
 If the sampler q differs from the trained policy p, E_q[f(p/q) grad log p] is not 0, so even a constant advantage moves
-the policy, in the same direction at every step. This is called drift. Centering adds A C to each token's loss, with
+the policy in the same direction at every step, which is called drift. Centering adds A C to each token's loss, with
 
     C = sum over the head H of sg(m(v) - a p(v)) log p(v),   m(v) = q(v) f(p(v)/q(v)),   a = rho f(1/rho)
 

@@ -129,7 +129,7 @@ class CorrectionParts(Specification):
             "skyrl_compat": self.skyrl_compat,
             "allow_truncated_sampling": self.allow_truncated_sampling,
         }
-        # Unset keys are left out, so that the fingerprints of corrections that do not use them stay the same.
+        # Unset keys are left out, because the fingerprints of corrections that do not use them must stay the same.
         for name in ("penalty", "kl_weight"):
             if (term := getattr(self, name)) is not None:
                 mapping[name] = asdict(term)
@@ -256,13 +256,14 @@ def proximal_log_prob(
 
     * ``recompute``: the trainer computed it at the start of the step. There are three policies, as in decoupled PPO.
     * ``bypass``: mu itself, so PPO's ratio is pi / mu. There are two policies.
-    * ``reuse``: the current policy, detached. It is exact if there is only one gradient step per batch, because pi_old
-      then equals pi.
+    * ``reuse``: the current policy, detached. The result is exact if there is only one gradient step per batch, because
+      pi_old then equals pi.
     * ``loglinear``: (1 - alpha) log mu + alpha log pi, detached: an interpolation between the sampling and the current
       policy. It is an approximation that costs no forward pass. With ``alpha=by_age``, alpha is (a - 1) / a for a token
-      of age a, and 0 at age 0, as in AReaL's ``compute_prox_logp_approximations``. That function uses the newest
-      weights, a versions after the token's, as pi, and the weights one version earlier as pi_old. AReaL's documentation
-      describes pi_old as one step behind the trained policy; under that definition, alpha would be a / (a + 1).
+      of age a, and 0 at age 0, as in AReaL's ``compute_prox_logp_approximations``. That function takes pi from the
+      newest weights, a versions after the token's, and pi_old from the weights one version earlier. AReaL's
+      documentation describes pi_old as one step behind the trained policy; under that definition, alpha would be a / (a
+      + 1).
     * ``same_engine``: mu itself, for an engine whose log-probs equal the trainer's. The trainer computes pi_old in its
       first step and stops unless mu and pi_old agree, see ``proof.rollout_log_probs``.
 

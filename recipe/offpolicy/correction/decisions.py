@@ -4,7 +4,7 @@
 and ``count_kept_by_row`` read a whole batch block by block, so that temporaries fit in the CPU's caches.
 
 GRPO, RLOO and OPO compare a row with its siblings. A row that the correction rejects contributes nothing to training,
-yet its reward changes the advantages of its remaining siblings. ``baseline=exclude`` prevents this by moving each
+but its reward changes the advantages of the remaining siblings. ``baseline=exclude`` prevents this by moving each
 rejected row to a group of its own before verl's estimator runs.
 """
 
@@ -160,7 +160,7 @@ def decide_rollout(
     for key, part in _order(spec):
         seen, basis = log_rho, units[part.level]
         if spec.skyrl_compat and part.level != "token":
-            # SkyRL aggregates a sequence only over the tokens that SkyRL's token masks keep.
+            # In SkyRL, a sequence is aggregated only over the tokens that the token masks keep.
             seen = torch.where(keep, log_rho, 0.0)
             basis = partition_units(part.level, keep, ids[part.level], rows)
         drop: Tensor | None
@@ -173,7 +173,7 @@ def decide_rollout(
             mean = constants.weight_mean if part.normalize else 1.0
             if mean is None:
                 raise ValueError(
-                    "weight.normalize divides by the batch's mean: pass the constants that batch_constants returns."
+                    "weight.normalize divides by the batch's mean. Pass the constants that batch_constants returns."
                 )
             weighed = apply_weight(part, seen, basis, valid, mean, promote_weight_dtype(old, mu))
             drop = weighed.drop
@@ -263,7 +263,7 @@ HAS_DENOMINATOR = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 def compute_scale_of_counts(
     mode: str, *, tokens: Tensor, kept: Tensor, mini_batch: Tensor, mini_batch_rows: int
 ) -> Tensor:
-    """Compute each row's loss factor that replaces the original denominator with a count of kept tokens or rows.
+    """Compute each row's loss factor, which replaces the original denominator with a count of kept tokens or rows.
 
     If R of N counted tokens or rows are rejected, the factor is N / (N - R). Rejected tokens are removed from the
     mini-batch's token count, and rows without a kept token from its row count. For ``seq-mean-token-mean``, rejected

@@ -1,4 +1,4 @@
-"""Masks: the aggregate that each mask compares, its bounds, and the tokens that lie outside them.
+"""Masks: the aggregate that each mask compares with its bounds, and the tokens outside the bounds.
 
 An aggregate turns a unit's ratios into one number. Validation, start-up checks, and offline and online calibration all
 read ``AGGREGATES``. The liveness proof does not: ``proof/inverses.py`` states each aggregate independently. The
@@ -25,7 +25,7 @@ TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The number that a mask compares for each unit, computed from the ratios r_t or the ages of the unit's tokens.
+    """The number of each unit that a mask compares, computed from the ratios r_t or the ages of the unit's tokens.
 
     Attributes:
         name: value of ``masks.<name>.aggregate``.
@@ -39,7 +39,7 @@ class Aggregate:
         usual: commonly used bounds, lower and upper; None for an open side.
         at: returns the compared value of a unit whose log-ratios all equal the given number of nats.
         widest: greatest distance from agreement that a moving bound may reach.
-        single: name of the aggregate with the same value that single tokens use instead; empty for this one.
+        single: name of the aggregate with the same value that replaces this one for single tokens; empty for none.
     """
 
     name: str
@@ -190,7 +190,7 @@ def get_usual_bounds(aggregate: str) -> tuple[float | None, float | None]:
 
 @dataclass(frozen=True)
 class MaskSpec(Part):
-    """Bounds on an aggregate of a policy ratio, or on the weights' age; units outside the bounds lose their gradient.
+    """Bounds on an aggregate of a policy ratio, or on the age of the weights; units outside the bounds get no gradient.
 
     Attributes:
         ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old. A mask on age has no ratio; it is decided
@@ -237,7 +237,7 @@ class MaskSpec(Part):
         else:
             mapping |= {"lower": self.lower, "upper": self.upper}
         mapping |= {"when": self.when, "sign": self.sign}
-        # An unset key is left out, so that the fingerprints of corrections that do not use it stay the same.
+        # An unset key is left out, because the fingerprints of corrections that do not use it must stay the same.
         mapping |= {} if self.by_staleness is None else {"by_staleness": list(self.by_staleness)}
         return mapping | ({} if self.by_position is None else {"by_position": self.by_position})
 
@@ -262,7 +262,8 @@ class MaskSpec(Part):
 _TOKEN = math.log(1e5)
 """Largest commonly used bound on one token, in nats: outlier masks use ratios down to 1e-4."""
 _MEAN = math.log(10.0)
-"""Largest bound worth proposing on a unit's mean, in nats per token: policies diverge long before they reach it."""
+"""Largest bound worth proposing on a unit's mean, in nats per token; policies diverge long before the mean is this
+large."""
 
 
 def compute_arithmetic_limit(mask: MaskSpec) -> float:
@@ -328,7 +329,9 @@ def find_outside(
     lower, upper = choose_limits(spec, units)
     if aggregate.reduce == "batch":
         if cutoff is None:
-            raise ValueError(f"{aggregate.name} needs a batch cutoff: pass the constants that batch_constants returns.")
+            raise ValueError(
+                f"{aggregate.name} needs a cutoff for the whole batch. Pass the constants that batch_constants returns."
+            )
         return value > cutoff
     if aggregate.reduce != "each":
         outside = exceeds_bounds(_reduce(aggregate, units, value), lower, upper)
@@ -392,7 +395,8 @@ def _by_token(aggregate: Aggregate, units: Units, log_ratio: Tensor, numerator: 
 
 
 def choose_limits(spec: MaskSpec, units: Units) -> tuple[Tensor | float, Tensor | float]:
-    """Choose each unit's bounds by its age or length, in float32 as in the comparison, or return ``spec.limits``.
+    """Choose each unit's bounds by its age or length, in float32 as in the comparison; otherwise return
+    ``spec.limits``.
 
     Example:
         >>> from .units import partition_units

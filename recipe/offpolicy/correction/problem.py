@@ -18,9 +18,9 @@ Verdict = Literal["NOTE", "NO-OP", "ERROR"]
 correction has no effect. ERROR: the run would not train as configured, so the launch stops."""
 
 EVERYTHING = ("*",)
-"""The problem concerns every configured correction."""
+"""Marks a problem that concerns every configured correction."""
 MU = ("mu",)
-"""The problem concerns every correction that reads the rollout engine's log-probs."""
+"""Marks a problem that concerns every correction that reads the rollout engine's log-probs."""
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./:-]*")
 _BARE = re.compile(r"[^\s'\"]+")
@@ -39,7 +39,7 @@ class Problem:
         parts: names of these corrections, ``EVERYTHING`` or ``MU``.
         overrides: the fix in Hydra's grammar, to append to the overrides of the launch.
         alongside: other keys whose values make this value a problem, with these values.
-        translated: the overrides express what the value meant; otherwise they replace it.
+        translated: whether the overrides express the meaning of the value; otherwise they replace it.
     """
 
     key: str
@@ -146,14 +146,14 @@ class SpecError(ValueError):
 
 
 class CheckError(RuntimeError):
-    """The configuration would not train as intended; carries all of its problems."""
+    """The configuration would not train as intended; the exception lists all of its problems."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: Sequence[Problem] = tuple(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
     def __reduce__(self) -> tuple[type[CheckError], tuple[Sequence[Problem]]]:
-        return type(self), (self.problems,)  # Ray sends it from the task runner
+        return type(self), (self.problems,)  # Ray pickles the exception to send it from the task runner
 
 
 def set_to(key: str, value: object, *, add: bool = False) -> str:
@@ -260,7 +260,7 @@ class Requirement:
 
     Attributes:
         key: Hydra path.
-        wanted: values with which the feature works; the first is proposed. A null or missing key is fine.
+        wanted: values with which the feature works; the first is proposed. A key may also be null or missing.
         reason: why other values do not work.
         together: further keys to set with the proposed value, and their values.
     """

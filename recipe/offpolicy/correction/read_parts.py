@@ -30,12 +30,12 @@ from .validation import (
 from .weights import GAMMA, Kind, WeightAggregate, WeightRatio, WeightSpec
 
 _WITHOUT_AGE = {
-    "ratio": "an age compares no policies.",
-    "lower": "fresh tokens are never too young.",
+    "ratio": "an age does not compare policies.",
+    "lower": "the age of fresh tokens is 0, so a lower bound would reject them.",
     "delta": "delta bounds a mean of log ratios.",
     "budget": "budget bounds a mean of squares.",
-    "by_staleness": "it multiplies the log of a bound on a ratio.",
-    "by_position": "it multiplies the log of a bound on a ratio.",
+    "by_staleness": "the factor multiplies the log of a bound on a ratio.",
+    "by_position": "the factor multiplies the log of a bound on a ratio.",
 }
 """Key that is meaningless for an age -> reason."""
 
@@ -57,7 +57,7 @@ def read_mask(mapping: Mapping[str, Any], key: str) -> MaskSpec:
     aggregate = read_choice(mapping, "aggregate", tuple(AGGREGATES), key)
     if (AGGREGATES[aggregate].reduce == "batch") != ("budget" in mapping):
         raise SpecError(
-            "budget bounds second_moment, and no other aggregate.",
+            "budget bounds only the aggregate second_moment.",
             key=f"{key}.aggregate",
             value=aggregate,
             alongside={f"{key}.{name}": mapping[name] for name in sorted(bound_keys)},
@@ -91,7 +91,7 @@ def read_mask(mapping: Mapping[str, Any], key: str) -> MaskSpec:
 def _read_age_mask(mapping: Mapping[str, Any], key: str) -> MaskSpec:
     for name, why in ((name, why) for name, why in _WITHOUT_AGE.items() if name in mapping):
         raise SpecError(
-            f"{why} Only upper bounds an age.",
+            f"{why} An age has only the bound upper.",
             key=f"{key}.{name}",
             value=mapping[name],
             alongside={f"{key}.aggregate": "staleness"},
@@ -132,7 +132,7 @@ def _check_mask(mask: MaskSpec, key: str) -> None:
     if half_set and mask.level == "token" and mask.entry.of_log_ratios and mask.when == "any":
         side = "lower" if mask.lower is None else "upper"
         fix = f"Set {key}.{side}, or {key}.aggregate=any if one side is meant to stay open."
-        reason = "a band on single tokens needs two bounds."
+        reason = "bounds on single tokens need both sides."
         raise SpecError.under(key, side, None, reason, fix, proposed={"aggregate": "any"})
     if mask.entry.reduce == "batch" and (mask.level, mask.ratio, mask.when) != ("token", "rollout", "any"):
         raise SpecError.under(
@@ -156,7 +156,7 @@ def _check_selection(part: MaskSpec | WeightSpec, key: str, proposed: dict[str, 
     if part.when != "post_tool" or not (part.level == "prefix" or part.by_staleness is not None):
         return
     by_prefix = part.level == "prefix"
-    reason = "a prefix also holds the tokens before the result." if by_prefix else "this part depends on age."
+    reason = "a prefix also contains the tokens before the result." if by_prefix else "this part depends on age."
     raise SpecError.under(
         key,
         "when",
@@ -174,7 +174,7 @@ def _check_one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: s
             away = first if mapping[first] in (None, "???") else name
             raise SpecError(
                 "delta d means lower=exp(-d) and upper=null; budget means a cutoff for the whole batch.",
-                "Give delta, or budget, or the two bounds.",
+                "Set delta, or budget, or the two bounds.",
                 key=f"{key}.{name}",
                 value=mapping[name],
                 alongside={f"{key}.{first}": mapping[first]},
@@ -183,7 +183,7 @@ def _check_one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: s
 
 
 def _match_aggregate_and_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return, as arguments of SpecError, the fix that makes the aggregate and its kind of bound match."""
+    """Return the fix that makes the aggregate match its kind of bound, as arguments of SpecError."""
     if "budget" in mapping or "delta" in mapping:
         return {"proposed": {f"{key}.aggregate": "second_moment" if "budget" in mapping else "geometric"}}
     bounds = {f"{key}.{side}": mapping[side] for side in ("lower", "upper") if side in mapping}
@@ -195,14 +195,14 @@ def _read_delta(value: Any, aggregate: str, key: str) -> float:
     entry = AGGREGATES[aggregate]
     if not entry.of_log_ratios:
         reason, alongside = "delta bounds a mean or a sum of log ratios.", {"aggregate": aggregate}
-        fix = f"Set {key}.aggregate=geometric, or give lower and upper."
+        fix = f"Set {key}.aggregate=geometric, or set lower and upper."
         proposed = {"aggregate": "geometric"}
         raise SpecError.under(key, "delta", value, reason, fix, alongside=alongside, proposed=proposed)
     if delta is None or delta < 0:
-        reason = "a row is dropped when mean log(mu/pi) > delta, so delta must be a number >= 0, in nats per token."
+        reason = "a row is dropped if mean log(mu/pi) > delta, so delta must be a number >= 0, in nats per token."
         raise SpecError.under(key, "delta", value, reason, proposed={"delta": 0.1})
     if delta > EXP_CLAMP and entry.reduce == "mean":
-        reason = f"a mean never drifts by more than {EXP_CLAMP:g} nats, so the mask never acts."
+        reason = f"a mean never exceeds {EXP_CLAMP:g} nats, so the mask never acts."
         raise SpecError.under(key, "delta", delta, reason, proposed={"delta": 0.1})
     return delta
 
@@ -235,7 +235,7 @@ def _read_bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[
             raise SpecError.under(key, side, bound, reason, proposed={side: usual})
     outermost = lower is None or lower <= (1 if entry.on_ratio and entry.one_sided else entry.least)
     if outermost and (upper is None or upper >= entry.greatest):
-        reason = f"{aggregate} never lies outside, so the mask never acts."
+        reason = f"{aggregate} never lies outside these bounds, so the mask never acts."
         raise SpecError.under(key, "lower", lower, reason, alongside={"upper": upper}, proposed={"upper": usual_upper})
     return lower, upper
 
@@ -273,7 +273,7 @@ def read_weight(mapping: Mapping[str, Any], key: str = "correction.weight") -> W
     )
     _check_scaled_bounds(weight, key)
     if weight.aggregate == "minimum" and weight.level != "prefix":
-        reason, alongside = "minimum uses the least ratio in a token's prefix.", {"level": weight.level}
+        reason, alongside = "minimum uses the smallest ratio in a token's prefix.", {"level": weight.level}
         raise SpecError.under(key, "aggregate", "minimum", reason, alongside=alongside, proposed={"level": "prefix"})
     _check_selection(weight, key, {"sign": "row"})
     if weight.normalize and weight.needs_step:
@@ -295,9 +295,9 @@ def _check_bounds_of_kind(
     for side, bound in (("lower", lower), ("upper", upper)):
         if bound is not None and abs(math.log(bound)) > EXP_CLAMP:
             raise SpecError(
-                f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so a weight never leaves "
+                f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so a weight is always in "
                 f"[{math.exp(-EXP_CLAMP):.3g}, {math.exp(EXP_CLAMP):.3g}].",
-                "Set a bound inside, or null to leave that side open.",
+                "Set a bound inside this range, or null to leave that side open.",
                 key=f"{key}.{side}",
                 value=bound,
                 proposed=usual_bound(mapping, side, key),
@@ -307,7 +307,7 @@ def _check_bounds_of_kind(
         reason, fix = "kind 'truncate' bounds only one side.", f"Set {key}.kind=clip, or one of the bounds to null."
         raise SpecError.under(key, "lower", lower, reason, fix, alongside={"upper": upper}, proposed={"kind": "clip"})
     if kind == "clip" and number < 2:
-        reason, fix = "'clip' bounds both sides.", f"Give both bounds, or set {key}.kind=truncate."
+        reason, fix = "'clip' bounds both sides.", f"Set both bounds, or set {key}.kind=truncate."
         proposed: dict[str, Any] = {"kind": "truncate"} if number else {"lower": 0.5, "upper": 2.0}
         raise SpecError.under(key, "kind", kind, reason, fix, alongside=bounds, proposed=proposed)
     if kind == "gamma" and number:
@@ -318,7 +318,7 @@ def _check_bounds_of_kind(
             key, side, mapping[side], "'gamma' has no bounds.", alongside=alongside, proposed=proposed
         )
     if kind == "reject" and not number:
-        reason, fix = "nothing would be rejected.", f"Give a bound, or set {key}.kind=truncate."
+        reason, fix = "nothing would be rejected.", f"Set a bound, or set {key}.kind=truncate."
         raise SpecError.under(key, "kind", kind, reason, fix, alongside=bounds, proposed={"upper": 2.0})
 
 
@@ -355,7 +355,10 @@ def read_kl_weight(mapping: Mapping[str, Any], key: str = "correction.kl_weight"
     require_keys(mapping, {"ratio", "upper"}, key)
     _, upper = read_ratio_bounds({"lower": None, **mapping}, key)
     if upper is not None and upper <= 1:
-        reason, fix = "it would act even if the two policies agree.", f"Set {key}.upper=2.0 for example, or null."
+        reason, fix = (
+            "the KL weight would act even if both policies agree.",
+            f"Set {key}.upper=2.0 for example, or null.",
+        )
         raise SpecError.under(key, "upper", upper, reason, fix, proposed={"upper": 2.0})
     return KlWeightSpec(read_choice(mapping, "ratio", KlRatio, key), upper)
 

@@ -1,7 +1,7 @@
 """Recommended settings for asynchronous and stale data and for mismatched engines, with the supporting measurement.
 
 All code that recommends settings reads them from here: ``correction=auto``, the start-up checks, the attribution, the
-report and ``run_async.sh``. The README and docs repeat it.
+report and ``run_async.sh``. The README and docs repeat these settings.
 """
 
 from __future__ import annotations
@@ -33,4 +33,5 @@ BATCH_INVARIANT: Final = (
     "VLLM_BATCH_INVARIANT=1 in the launch's environment makes mu independent of the other requests in a batch; it "
     "works on CUDA devices, is slower, and leaves the trainer's kernels different"
 )
-"""vLLM's switch that reduces the mismatch at equal weights instead of correcting it; we have not run it."""
+"""vLLM's setting that reduces the mismatch at equal weights instead of correcting it; we have not tested the
+setting."""

@@ -1,4 +1,4 @@
-"""Layouts of a batch's tokens, padded to one width or packed end to end, and their division into blocks of rows."""
+"""Layouts of a batch's tokens, padded to one width or packed end to end, and how they are split into blocks of rows."""
 
 from __future__ import annotations
 
@@ -260,11 +260,11 @@ def _packed_rows(given: dict[str, Tensor]) -> PackedRows:
             continue
         alike = theirs.shape == offsets.shape and here == length
         if alike and (offsets.device.type != "cpu" or torch.compiler.is_compiling()):
-            # This is checked on the device, because the host would have to wait to read the result.
+            # This is checked on the device, because reading the result on the host would wait for the device.
             torch._assert_async((theirs == offsets).all(), f"rows of {name} and {first} differ in length")
         elif not alike or not torch.equal(theirs, offsets):
             raise ValueError(
-                f"rows of {name} ({len(theirs) - 1} of {here} tokens in all) are not as long as those of {first} "
+                f"rows of {name} ({len(theirs) - 1} of {here} tokens in all) differ in length from those of {first} "
                 f"({len(offsets) - 1} of {length}): expected nested tensors with equal offsets."
             )
     return PackedRows(offsets, length, given[first])
@@ -276,7 +276,7 @@ def _offsets(nested: Any) -> Tensor:
 
 
 def _is_narrowed(nested: Any) -> bool:
-    """Return True if some values of the tensor belong to no row."""
+    """Return True if the tensor has values that belong to no row."""
     return nested.lengths() is not None
 
 

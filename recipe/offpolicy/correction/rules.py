@@ -16,7 +16,7 @@ _error = partial(SpecError.under, "correction")
 
 
 def check_together(spec: CorrectionParts) -> None:
-    """Refuse combinations of parts that count something twice, that never act, or that depend on themselves.
+    """Reject combinations of parts that count a ratio twice, that never act, or that depend on themselves.
 
     Raises:
         SpecError: names the keys, their values and the fix.
@@ -25,7 +25,7 @@ def check_together(spec: CorrectionParts) -> None:
         >>> check_together(CorrectionParts(denominator="kept"))
         Traceback (most recent call last):
             ...
-        recipe.offpolicy.correction.problem.SpecError: correction.denominator=kept: there is no mask: ...
+        recipe.offpolicy.correction.problem.SpecError: correction.denominator=kept: there is no mask, ...
     """
     rules = (
         _check_weights,
@@ -44,7 +44,7 @@ def check_together(spec: CorrectionParts) -> None:
 
 
 def _check_weights(spec: CorrectionParts) -> None:
-    """Refuse weights if two of them would apply to the same token."""
+    """Reject weights if two of them would apply to the same token."""
     if spec.weight is not None and spec.weights:
         name, weight = spec.weights[0]
         raise _error(
@@ -61,7 +61,7 @@ def _check_weights(spec: CorrectionParts) -> None:
                 f"weights.{name}.when",
                 other.when,
                 f"a token can be weighted by both {first} and {name}, but a token can have only one weight.",
-                "Give one when=negative and the other when=positive, with the same sign, or remove one of them.",
+                "Set when=negative for one and when=positive for the other, with the same sign, or remove one of them.",
                 alongside=whens | {f"weights.{name}.sign": other.sign},
             )
 
@@ -86,13 +86,13 @@ def _check_kl(spec: CorrectionParts) -> None:
 
 
 def _check_support(spec: CorrectionParts) -> None:
-    """Refuse parts that need log-probs over the whole vocabulary, and permissions without effect."""
+    """Reject parts that need log-probs over the whole vocabulary, and permissions without effect."""
     if spec.support is None:
         return
     alongside: dict[str, Any] = {"support": spec.support}
     for name in ("kl_clip", "kl_weight"):
         if (value := spec.to_mapping().get(name)) is not None:
-            reason = "its ratio is over the support, and the KL term over the whole vocabulary."
+            reason = "its ratio covers the support, whereas the KL term covers the whole vocabulary."
             fix = f"Set correction.{name}=null, or correction.support=null."
             raise _error(name, value, reason, fix, alongside=alongside)
     if spec.needs_batch and spec.support_unknown == "mask":
@@ -105,7 +105,10 @@ def _check_support(spec: CorrectionParts) -> None:
             proposed={"support_unknown": "full"},
         )
     if spec.allow_truncated_sampling:
-        reason = "with the support replayed, pi_old and mu are over the same tokens, so there is nothing to allow."
+        reason = (
+            "if the support is replayed, pi_old and mu are normalised over the same tokens, so there is nothing to "
+            "allow."
+        )
         proposed = {"allow_truncated_sampling": False}
         raise _error("allow_truncated_sampling", True, reason, alongside=alongside, proposed=proposed)
 
@@ -133,7 +136,8 @@ def _check_proximal(spec: CorrectionParts) -> None:
                 raise _error(
                     f"{part}.ratio",
                     "rollout",
-                    "pi_old is mu, so PPO's own ratio pi / mu corrects already, and a weight would count it twice."
+                    "pi_old is mu, so PPO's own ratio pi / mu already corrects, and a weight would count the ratio "
+                    "twice."
                     if spec.proximal == "bypass"
                     else "mu is checked to equal pi_old, so the weight is 1.",
                     "Set correction.proximal=recompute, or "
@@ -154,7 +158,7 @@ def _check_proximal(spec: CorrectionParts) -> None:
             raise _error("kl_clip", clip, reason, alongside=alongside, proposed=recompute)
     if spec.proximal in ("reuse", "loglinear"):
         for key, value in _list_batch_keys(spec).items():
-            reason = "it is fixed for the batch from pi_old, which is not known before the gradient step."
+            reason = "the value is fixed for the batch from pi_old, which is unknown before the gradient step."
             fix = f"Set correction.proximal=recompute, or another correction.{key}."
             proposed = recompute if spec.proximal == "reuse" else None
             raise _error(key, value, reason, fix, alongside=alongside, proposed=proposed)
@@ -181,7 +185,7 @@ def _check_denominator(spec: CorrectionParts) -> None:
     if late := _find_step_rejection(spec):
         reason = f"correction.{late} is decided at each gradient step, so the count would change within a mini-batch."
     elif not spec.rollout_rejects:
-        reason = "there is no mask: nothing is rejected, so both counts are equal."
+        reason = "there is no mask, so nothing is rejected and both counts are equal."
         fix = "Set correction.denominator=original, or add a mask."
     if reason:
         raise _error("denominator", "kept", reason, fix, proposed={"denominator": "original"})
@@ -196,7 +200,7 @@ def _check_nonfinite(spec: CorrectionParts) -> None:
         alongside = {"denominator": "kept"}
     elif not spec.reads_mu:
         reason = (
-            "nothing in the correction reads mu, so tokens whose mu is not finite keep their gradient and are counted."
+            "no part of the correction reads mu, so tokens whose mu is not finite keep their gradient and are counted."
         )
     if reason:
         raise _error("nonfinite", "excluded", reason, alongside=alongside, proposed={"nonfinite": "counted"})
@@ -214,7 +218,7 @@ def _check_baseline(spec: CorrectionParts) -> None:
             "on the baseline."
         )
     elif not levels - {"token", "prefix"}:
-        reason = "nothing rejects rows, so no sibling would be left out."
+        reason = "no part rejects rows, so no sibling would be left out."
         fix = "Set correction.baseline=include, or add a mask by sequence."
     if reason:
         raise _error("baseline", "exclude", reason, fix, proposed={"baseline": "include"})
@@ -243,7 +247,7 @@ def _refuse_skyrl(key: str, value: Any, kind: str) -> None:
 
 
 def _check_factors(spec: CorrectionParts) -> None:
-    """Refuse age-dependent bounds if another bound always acts first and has the same width at every age."""
+    """Reject age-dependent bounds if another bound always acts first and has the same width at every age."""
     for name, part in spec.age_parts.items():
         if part.by_staleness is None:
             continue
@@ -254,8 +258,8 @@ def _check_factors(spec: CorrectionParts) -> None:
             raise _error(
                 key,
                 value,
-                "pi_old is mu, so the base loss clips pi / mu, including staleness, at the same width for every age, "
-                "and a bound that widens with age is never reached.",
+                "pi_old is mu, so the base loss clips pi / mu, including staleness, at the same bounds for every "
+                "age, and never reaches bounds that widen with age.",
                 f"Set correction.proximal=recompute, or correction.{key}=null.",
                 alongside={"proximal": spec.proximal},
                 proposed={"proximal": "recompute"},
@@ -263,7 +267,7 @@ def _check_factors(spec: CorrectionParts) -> None:
 
 
 def _check_centering(spec: CorrectionParts) -> None:
-    """Refuse parts whose effect on unsampled tokens is unknown, and a centering term that is always 0."""
+    """Reject parts whose effect on unsampled tokens is unknown, and a centering term that is always 0."""
     if spec.centering is None:
         return
     off = {"centering": None}

@@ -1,8 +1,8 @@
 """Specification of a correction: one weight, any number of named masks, and their options; validated once.
 
-At the end of the file: bounds as text, and bounds that move from update to update. Everything else in a spec is its
-structure. In the structure's fingerprint, a marker replaces each moving bound, so the fingerprint stays the same for a
-whole run. The bounds themselves are sent with each update.
+The functions at the end of this file format bounds as text, and handle bounds that move from update to update. The rest
+of a spec is its structure. In the structure's fingerprint, a marker replaces each moving bound, so the fingerprint
+stays the same for a whole run. The bounds themselves are sent with each update.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _drop_removed(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_outside_its_part(mapping: Mapping[str, Any]) -> None:
-    """Refuse a part's key outside the part, such as ``masks.upper`` or ``gsm.upper``; the error names the part."""
+    """Reject a part's key outside the part, such as ``masks.upper`` or ``gsm.upper``; the error names the part."""
     sections = {name: each for name in ("masks", "weights") if isinstance(each := mapping.get(name), Mapping)}
     named = {f"{section}.{name}": part for section, parts in sections.items() for name, part in parts.items()}
     parts = {"weight": mapping.get("weight")} | named
@@ -200,7 +200,7 @@ def _read_whole_weight(value: Any) -> WeightSpec | None:
         if name in given:
             raise SpecError(
                 "weight applies to every token.",
-                f"Give the weight as correction.weights.<name>, with {name}, or leave {name} out.",
+                f"Set the weight as correction.weights.<name>, with {name}, or remove {name}.",
                 key=f"{key}.{name}",
                 value=given[name],
                 meant={"correction.weights.signed": dict(given), key: None},
@@ -210,9 +210,9 @@ def _read_whole_weight(value: Any) -> WeightSpec | None:
 
 def _read_named_weight(mapping: Mapping[str, Any], key: str) -> WeightSpec:
     if mapping.get("when", "???") == "???":
-        fix = f"Set {key}.when=negative, positive or any: the advantages whose tokens it weighs."
+        fix = f"Set {key}.when=negative, positive or any: the advantages of the tokens that it weights."
         proposed = {"when": "negative"}
-        raise SpecError.under(key, "when", "???", "not set; it has no default.", fix, proposed=proposed)
+        raise SpecError.under(key, "when", "???", "this key is not set and has no default.", fix, proposed=proposed)
     return read_weight(mapping, key)
 
 
@@ -237,7 +237,7 @@ def _read_named(
 def _read_term(mapping: Mapping[str, Any], name: str, read: Callable[[Mapping[str, Any]], T], example: str) -> T | None:
     if (value := mapping.get(name)) is None:
         return None
-    fix = f"Choose an option that has it, such as {example}, in correction=[...]."
+    fix = f"Choose an option that sets it, such as {example}, in correction=[...]."
     return read(require_mapping(value, f"correction.{name}", fix, None))
 
 
@@ -281,9 +281,9 @@ def _format_number(value: float) -> str:
 Bounds = Mapping[str, float | None]
 """Maps each bound key of a part to its value: ``lower`` and ``upper``, or ``delta``; a weight has only ``upper``."""
 Side = Literal["both", "upper", "lower"]
-"""Which of a part's bounds move."""
+"""Selects the bounds of a part that move."""
 WEIGHT: Final = "correction.weight"
-"""Name that stands for the weight in a list of mask names, which never contain a dot."""
+"""Name of the weight in lists of mask names, which never contain a dot."""
 MOVES = "moves"
 """Placeholder for a moving bound in the structure; an open side stays null."""
 

@@ -1,8 +1,8 @@
-"""The two stages of a correction, and what inactive corrections would do.
+"""The two stages of a correction, and the statistics of inactive corrections.
 
 ``rollout_stage`` makes the decisions that depend only on mu and pi_old, once per rollout. ``step_stage`` adds those
 that need pi or the advantages, at every gradient step. log(pi/mu) is the sum of the first stage's log(pi_old/mu) and
-the second stage's log(pi/pi_old), so OPSM costs one new sum per step. Shadow corrections, which are inactive, go
+the second stage's log(pi/pi_old), so OPSM costs one additional sum per step. Shadow corrections, which are inactive, go
 through both stages too, without changing the gradient.
 
 Tensors are (B, T), or nested by row with layout ``torch.jagged``, all in the same layout. Nested tensors are processed
@@ -131,7 +131,7 @@ def rollout_stage(
         [[1.0, 2.0]]
     """
     if unknown := columns.keys() - Columns.__annotations__.keys():
-        raise TypeError(f"unknown columns {', '.join(sorted(unknown))}: see decisions.Columns for the known ones.")
+        raise TypeError(f"unknown columns {', '.join(sorted(unknown))}. decisions.Columns lists the known columns.")
     if constants is None:
         constants = batch_constants(spec, **columns)
     rows, tokens, by_row = _read_columns(columns)
@@ -290,8 +290,8 @@ def _check_advantages_unread(spec: CorrectionSpec) -> None:
     for key, part in spec.parts.items():
         if part.when not in ("any", "post_tool"):
             raise ValueError(
-                f"correction.{key}.when={part.when} without advantages: its rows are unknown. "
-                f"Pass advantages, (B, T), or set correction.{key}.when=any."
+                f"correction.{key}.when={part.when} needs advantages to find its rows. Pass advantages, (B, T), or set "
+                f"correction.{key}.when=any."
             )
 
 
@@ -330,7 +330,7 @@ def compute_shadow_statistics(
     statistics: dict[str, Statistic] = {}
     for name, spec in shadows.items():
         if constants is not None and spec.needs_constants and name not in constants:
-            raise ValueError(f"shadow {name} needs constants of the whole batch: constants has no {name!r}.")
+            raise ValueError(f"shadow {name} needs constants of the whole batch, but constants has no key {name}.")
         own = (constants or {}).get(name)
         try:
             first = rollout_stage(spec, constants=own, measure="decisions", alongside=stage, **stage.columns)

@@ -3,7 +3,7 @@
 A mean is sent as a sum and a count, and an effective sample size as two sums and a count. Nothing is averaged twice.
 
 A transfer of any size makes the host wait for all work queued on the device. Functions that measure something therefore
-return a ``DeferredValue``, and ``fetch`` copies any number of these values together. No other module of the package
+return a ``DeferredValue``, and ``fetch`` copies any number of these values together. No other module of this package
 copies results to the host.
 """
 
@@ -215,9 +215,8 @@ def defer_statistics(statistics: Mapping[str, Statistic]) -> DeferredValue[dict[
 class FlatStatistics(Mapping[str, Statistic]):
     """Statistics by name, stored in only two plain objects, whatever their number: a layout and the numbers.
 
-    They are sent in this form because separate objects for the statistics of all ranks would be so numerous that
-    garbage collection would take longer than the computation. A layout is read only once, because ranks and steps
-    usually share it.
+    They are sent in this form because with separate objects for the statistics of all ranks, garbage collection would
+    take longer than the computation. A layout is read only once, because ranks and steps usually share it.
 
     Attributes:
         layout: the pickled statistics without their parts, and the position of each part among the numbers.

@@ -1,4 +1,4 @@
-"""Units: the tokens of a row that share one weight or decision; and the tokens to which a part applies."""
+"""Units, which are the tokens of a row that share one weight or decision, and the tokens to which a part applies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MaskWhen = Literal["any", "negative", "positive", "outward", "post_tool"]
 
 
 class Specification:
-    """Base of specifications: computes all cached properties when it is built, as compiled code cannot compute one."""
+    """Base class of specifications; computes all cached properties at construction, because compiled code cannot."""
 
     def __post_init__(self) -> None:
         for cls in type(self).__mro__:
@@ -31,7 +31,7 @@ class Specification:
 
 
 class Part(Specification):
-    """What weights and masks share: the ratio and the tokens on which they decide."""
+    """Common base of weights and masks: the ratio and the tokens on which they decide."""
 
     ratio: str
     when: MaskWhen
@@ -56,7 +56,7 @@ class Units:
     """A partition of each row's tokens; at level ``prefix``, a unit is a token with all valid tokens before it.
 
     Values per unit are a column for level ``sequence`` (see ``RowLayout``), otherwise a tensor of tokens: a row of T
-    tokens has at most T units, and the host would have to wait for the device to read the exact number. Units without a
+    tokens has at most T units, and reading the exact number on the host would wait for the device. Units without a
     valid token sum to 0.
 
     Attributes:
@@ -143,7 +143,7 @@ class Units:
             ValueError: ages are not known.
         """
         if self.ages is None:
-            raise ValueError("the age of the weights is needed but unknown: pass staleness, (B,) or (B, T).")
+            raise ValueError("the age of the weights is needed but unknown. Pass staleness, (B,) or (B, T).")
         if "oldest" not in self._known:
             self._known["oldest"] = self.greatest(self.ages)
         return self._known["oldest"]
@@ -247,15 +247,13 @@ def find_applicable(
         return torch.ones_like(valid[..., :1])
     if part.when == "post_tool":
         if turns is None:
-            raise ValueError(
-                "when=post_tool without segment_ids: the turns are unknown. Pass segment_ids as (B, T) integers."
-            )
+            raise ValueError("when=post_tool needs segment_ids to know the turns. Pass segment_ids as (B, T) integers.")
         return turns > 0
     value = torch.where(valid, advantages.detach(), 0.0)
     if part.sign == "row":
         rows = detect_layout(valid=valid) if rows is None else rows
         value = rows.broadcast(rows.sum(value))
     if part.when == "outward":
-        assert log_ratio is not None, "which tokens lead away is told by their log-ratio"
+        assert log_ratio is not None, "when=outward needs the log-ratio of the mask"
         return value * log_ratio.sign() > 0
     return value < 0 if part.when == "negative" else value > 0

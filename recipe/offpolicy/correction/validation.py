@@ -104,18 +104,18 @@ def require_keys(mapping: Mapping[str, Any], required: Iterable[str], key: str, 
 
 
 def _refuse_without_level(mapping: Mapping[str, Any], left_open: list[str], key: str) -> None:
-    """Refuse a weight or mask without a level, because the level has no default."""
+    """Reject a weight or mask without a level, because the level has no default."""
     kind = "mask" if key.startswith("correction.masks.") else "weight"
     others = [name for name in left_open if name not in ("level", "lower", "upper")]
     given = ", ".join(f"{key}.{name}" for name in mapping if name not in left_open)
     if not others:
         *levels, last = get_args(Level)
         fix = f"Set {key}.level={', '.join(levels)} or {last}."
-        reason = "required and not set." if "level" in mapping else "not set; it has no default."
+        reason = "required and not set." if "level" in mapping else "this key is not set and has no default."
         raise SpecError(reason, fix, key=f"{key}.level", value=_MISSING)
     example = "tis_token or tis_sequence" if kind == "weight" else "gsm"
     raise SpecError(
-        f"no {kind} is chosen that {given or 'this'} could belong to: {', '.join(left_open)} are not set.",
+        f"{given or 'this'} belongs to no chosen {kind}: {', '.join(left_open)} are not set.",
         f"Choose an option that has this {kind}, such as {example}, in correction=[...]; or set all of its keys.",
         key=key,
         value=dict(mapping),

@@ -1,4 +1,4 @@
-"""Converters from other frameworks' configuration keys to our plain values and, for three of the frameworks, back.
+"""Converters from other frameworks' configuration keys to our plain values and, for three frameworks, back.
 
 A missing key takes the default of the newest release that the converter names. ``SpecError``, which names the
 framework's own key, is raised for options that the framework would silently ignore, for options without an equivalent

@@ -27,7 +27,7 @@ def _convert_areal(options: Options) -> dict[str, Any]:
     corrections = _list_corrections(options)
     if len(corrections) > 1:
         first, key = list(corrections)[:2]
-        raise options.refuse(key, f"it belongs to a different release than {first}.")
+        raise options.refuse(key, f"this key belongs to a different release than {first}.")
     if not decoupled:
         for key in (*corrections, "actor.m2_threshold"):
             if key in corrections or options[key] is not None:
@@ -44,7 +44,7 @@ def _convert_areal(options: Options) -> dict[str, Any]:
         options.check_weight_of_rows(plain.get("weight"), "AReaL", key)
     budget = options.number("actor.m2_threshold")
     if budget is not None:
-        reason = "AReaL computes M2PO's cutoff per micro-batch, and this package over the whole batch."
+        reason = "AReaL computes M2PO's cutoff per micro-batch, whereas this package computes it over the whole batch."
         fix = f"The nearest option is paper/m2po, with correction.masks.m2po.budget={budget:g}."
         raise options.refuse("actor.m2_threshold", reason, fix)
     return plain
@@ -90,7 +90,10 @@ def _convert_rejection(options: Options) -> dict[str, Any]:
     if agg == "mean":
         return {"weight": build_weight("sequence", lower, upper, reject=rejects, aggregate="geometric")}
     if action == "clamp":
-        reason = "it bounds a row's geometric mean by another aggregate of the row, which no weight here does."
+        reason = (
+            "this option bounds a row's geometric mean by another aggregate of the row, and no weight here supports "
+            "that."
+        )
         raise options.refuse(f"{_AREAL}.agg", reason, f"Set {_AREAL}.agg=mean.")
     if agg == "max" and lower is not None:
         raise options.refuse(f"{_AREAL}.lower", "no mask here bounds the greatest ratio from below.")
@@ -104,12 +107,12 @@ def _bound_divergence(options: Options, metric: str, level: str, agg: str) -> di
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
             raise options.refuse(f"{_AREAL}.{side}", "expected a number.")
     if metric == "kl_k3":
-        reason = "AReaL computes k3 of behave / prox, 1 / r - 1 + log r, and no aggregate here computes that."
+        reason = "AReaL computes k3 of behave / prox, 1 / r - 1 + log r, for which there is no aggregate here."
         raise options.refuse(f"{_AREAL}.metric", reason, f"Set {_AREAL}.metric=kl_k2.")
     how = "sum" if level == "token" else agg
     if metric == "binary_kl":
         if level == "sequence":
-            reason = "no aggregate here is the sum or the mean of the greater of two binary KLs over a row."
+            reason = "there is no aggregate here for the sum or the mean, over a row, of the greater of two binary KLs."
             raise options.refuse(f"{_AREAL}.level", reason, f"Set {_AREAL}.level=token.")
         return build_mask(level, metric, lower, upper)
     if metric == "kl_k2":
@@ -143,8 +146,8 @@ AREAL: Final = Peer(
     unsaid={
         "actor.use_sapo_loss": (
             (False, None),
-            "SAPO is not a correction here but a loss of verl: actor.policy_loss.loss_mode=sapo, with actor.tau_pos and"
-            " actor.tau_neg.",
+            "here, SAPO is not a correction but a loss of verl: actor.policy_loss.loss_mode=sapo, with actor.tau_pos "
+            "and actor.tau_neg.",
         ),
         "actor.use_m2po_loss": (
             (False, None),
@@ -201,7 +204,7 @@ def _convert_openrlhf(options: Options) -> dict[str, Any]:
     used = {release: min(keys & named) for release, keys in families.items() if keys & named}
     if len(used) > 1:
         (_, first), (release, second) = list(used.items())[:2]
-        raise options.refuse(second, f"it belongs to {release}, but {first} belongs to another release.")
+        raise options.refuse(second, f"this value belongs to {release}, but {first} belongs to another release.")
     threshold, oldest, older = f"{_IS}threshold", "0.9.1 to 0.10.1" in used, "0.10.2 to 0.11.1" in used
     if oldest or older:
         enable, kind = f"{_IS}enable", f"{_IS}type"
@@ -217,10 +220,7 @@ def _convert_openrlhf(options: Options) -> dict[str, Any]:
         rule = str(options[f"{_IS}level"]), options.choice(f"{_IS}mode", "mask", "clip"), gating
     # In OpenRLHF, unbiased KL is a straight-through estimate: its gradient treats w as a constant.
     if options.flag("algo.kl.unbiased_gradient") and options["algo.kl.use_loss"]:
-        reason = (
-            "its gradient equals the gradient of w k2 with w = pi / pi_old held constant, which no KL weight here "
-            "reproduces."
-        )
+        reason = "its gradient equals that of w k2 with constant w = pi / pi_old, which no KL weight here reproduces."
         raise options.refuse("algo.kl.unbiased_gradient", reason, "The nearest option is correction=kl_unbiased.")
     if not on:
         return {"proximal": "recompute"}
@@ -257,7 +257,7 @@ def _correct(rule: tuple[str, str, str], low: float, high: float, key: str) -> d
     elif gating == "binary_kl":
         mask = build_mask("token", "binary_kl_forward", None, high)
     elif level == "seq":
-        reason = "no aggregate here is the mean of |p_old - p_mu|: binary_tv_mean has signs."
+        reason = "there is no aggregate here for the mean of |p_old - p_mu|, because binary_tv_mean has signs."
         raise SpecError(reason, key=f"{_IS}gating", value=gating)
     else:
         mask = build_mask("token", "binary_tv", -high, high)
@@ -323,7 +323,7 @@ _RECOMPUTE: Final = "enable_old_logprobs_recompute"
 _FORCED: Final = "force_disable_old_logprobs_recompute"
 _VARIANTS: Final = ("actor_train.pg_variant", "pg_variant")
 _LEVELS: Final = ("importance_sampling", "ratio_type")
-"""Keys that set the ratio in PPO's clip to the ratio of a row (seq) or of a turn (segment)."""
+"""Values with which PPO clips the ratio of a row (seq) or of a turn (segment)."""
 
 
 def _convert_roll(options: Options) -> dict[str, Any]:
@@ -334,7 +334,7 @@ def _convert_roll(options: Options) -> dict[str, Any]:
         if (variant := options[key]) not in (None, "vanilla", "ppo", "cispo"):
             nearest = {"topr": "paper/topr", "kimi15": "log_ratio_penalty"}.get(str(variant))
             fix = f"The nearest option is correction={nearest}, on pi / mu." if nearest else ""
-            raise options.refuse(key, "it weighs by pi / pi_old, which no weight here does.", fix)
+            raise options.refuse(key, "this option weights by pi / pi_old, and no weight here uses that ratio.", fix)
     if options.flag(f"{_WEIGHT}.enabled"):
         if not options.flag(f"{_WEIGHT}.detach"):
             raise options.refuse(f"{_WEIGHT}.detach", "weights are detached here.", "Set it to true.")
@@ -376,7 +376,7 @@ def _convert_filter(source: Any, place: int, where: str) -> dict[str, Any]:
         bounds = options.number(f"{where}.diff_low"), options.number(f"{where}.diff_high")
         masks[f"diff_{place}"] = build_mask(level, of_difference, *bounds)
     if not masks:
-        reason = "it is enabled, but neither ratio_enabled nor diff_enabled is set, so it drops nothing."
+        reason = "the filter is enabled, but neither ratio_enabled nor diff_enabled is set, so it drops nothing."
         raise options.refuse(f"{where}.enabled", reason, f"Set {where}.ratio_enabled=true.")
     return masks
 
@@ -397,8 +397,11 @@ ROLL: Final = Peer(
     },
     convert=_convert_roll,
     unsaid={
-        "use_topr_loss": ((False, None), "it weighs by pi / pi_old, which no weight here does."),
-        "use_topr_neg_loss_coef": ((0.0, 0, None), "it weighs by pi / pi_old, which no weight here does."),
+        "use_topr_loss": ((False, None), "this option weights by pi / pi_old, and no weight here uses that ratio."),
+        "use_topr_neg_loss_coef": (
+            (0.0, 0, None),
+            "this option weights by pi / pi_old, and no weight here uses that ratio.",
+        ),
     },
     elsewhere=words(
         "difficulty_mask dirty_data_mask is_num_return_sequences_expand"

@@ -32,16 +32,20 @@ def _convert_ms_swift(options: Options) -> dict[str, Any]:
     if weight is None and not masks:
         return {"weight": None, "masks": {}}
     if options["loss_type"] in ("bnpo", ["bnpo"]) and "opsm" in masks:
-        reason = "it divides by the number of tokens in the rows that are kept, and weights leave that count unchanged."
+        reason = (
+            "this loss divides by the number of tokens in the rows that are kept, and weights do not change that "
+            "number."
+        )
         raise options.refuse("loss_type", reason)
     if options["loss_type"] in ("real", ["real"]):
-        raise options.refuse("loss_type", "ms-swift does not weight it.")
+        raise options.refuse("loss_type", "ms-swift does not apply weights to this loss.")
     in_reward = options["advantage_estimator"] in ("rloo", "reinforce_plus_plus")
     if options["kl_in_reward"] is not None:
         in_reward = options.flag("kl_in_reward")
     if (options["beta"] is None or options.number("beta")) and not in_reward:
         reason = (
-            "ms-swift also multiplies the KL term by weights and masks, which kl_weight cannot do; the default is 0.1."
+            "ms-swift also multiplies the KL term by weights and masks, which kl_weight cannot express; the default "
+            "is 0.1."
         )
         raise options.refuse("beta", reason)
     return {"weight": weight, "masks": masks}
@@ -87,8 +91,8 @@ def _convert_open_instruct(options: Options) -> dict[str, Any]:
         raise options.refuse(_OLD, reason, "Give the keys of one release.")
     if of_mu:
         if (corrects and "use_rho_correction" in options.given) or options[_OLD]:
-            reason = "pi_old is mu, and open-instruct then refuses a correction."
-            raise options.refuse("use_vllm_logprobs", reason, "Set it to false, or the correction off.")
+            reason = "pi_old is mu, and open-instruct then rejects a correction."
+            raise options.refuse("use_vllm_logprobs", reason, "Set it to false, or switch the correction off.")
         return {"proximal": "bypass"}
     plain: dict[str, Any] = {"proximal": "recompute", "masks": {}}
     if _OLD in options.given:
@@ -105,7 +109,7 @@ def _convert_open_instruct(options: Options) -> dict[str, Any]:
         mask = build_mask("sequence", "tv_mean", low, high) | {"when": "outward", "sign": "token"}
     else:
         low, high = (options.bound(key, zero_opens=True) for key in keys)
-        # A band on tokens with one open side bounds each token separately.
+        # Bounds on tokens with one open side apply to each token separately.
         mask = build_mask(level, "any" if level == "token" and None in (low, high) else aggregate, low, high)
     if low is not None or high is not None:
         plain["masks"]["vaco" if by_divergence else "rho"] = mask
@@ -207,7 +211,7 @@ def _convert_common(options: Options) -> dict[str, Any]:
         fix = "Set use_tis=true, and set custom_tis_function_path to its compute_mis_weights_with_cp."
         raise options.refuse(of_file[0], "only mis.py reads it, with use_tis.", fix)
     if bypass and tis:
-        reason = "pi_old is mu there, and a weight would count its ratio twice, or be 1."
+        reason = "in this framework, pi_old is then mu, and a weight would count its ratio twice or be 1."
         raise options.refuse("use_tis", reason, "Set use_rollout_logprobs=false.")
     if tis and (path is None or name.startswith("icepop")):
         bounds = options.bound("tis_clip_low", zero_opens=True), options.bound("tis_clip")
@@ -216,7 +220,7 @@ def _convert_common(options: Options) -> dict[str, Any]:
         plain |= _convert_mis(options)
     elif tis:
         reason = (
-            "it is not known what your own function does; the known functions are compute_mis_weights_with_cp and "
+            "the effect of a custom function is unknown; the known functions are compute_mis_weights_with_cp and "
             "icepop_function."
         )
         raise options.refuse("custom_tis_function_path", reason)
@@ -260,8 +264,8 @@ def _convert_mis(options: Options) -> dict[str, Any]:
     for key, acts in (("tis_level", mode == "mask"), ("rs_level", rejects)):
         if acts and options[key] == "token" and not options.flag("calculate_per_token_loss"):
             reason = (
-                "a row's loss is divided by its kept tokens there, and a row without kept tokens still counts; the "
-                "nearest is correction.denominator=kept."
+                "this framework divides a row's loss by its number of kept tokens, and still counts a row without "
+                "kept tokens; the nearest option is correction.denominator=kept."
             )
             raise options.refuse(key, reason)
     if rejects:
@@ -275,7 +279,7 @@ def _convert_mis(options: Options) -> dict[str, Any]:
 
 _STALE: Final = (
     (False, None),
-    "tokens that older weights sampled are removed from the loss mask there; the nearest is "
+    "this framework removes tokens that older weights sampled from the loss mask; the nearest option is "
     "correction.masks.stale={aggregate: staleness, level: token, upper: 0}.",
 )
 
@@ -287,8 +291,8 @@ SLIME: Final = Peer(
     convert=_convert_slime,
     unsaid={
         "mask_offpolicy_in_partial_rollout": _STALE,
-        "custom_config_path": ((None,), "its file sets arguments that are not read here: give them with the others."),
-        "custom_loss_function_path": ((None,), "it is not known what your own loss does."),
+        "custom_config_path": ((None,), "the file may set arguments, and is not read here: pass them with the others."),
+        "custom_loss_function_path": ((None,), "the effect of a custom loss is unknown."),
     },
     elsewhere=words(
         "custom_megatron_before_log_prob_hook_path kl_loss_type log_probs_chunk_size log_probs_max_tokens_per_gpu"
@@ -338,7 +342,10 @@ def _convert_trl(options: Options) -> dict[str, Any]:
     corrects = options.flag(f"{_STEM}_correction") and engine
     plain: dict[str, Any] = {"weight": _convert_trl_weight(options) if corrects else None, "masks": {}}
     if options.choice("loss_type", *_LOSSES) == "vespo":
-        reason = "it multiplies pi / pi_old by truncated ratios of tokens to mu; the nearest is correction=paper/vespo."
+        reason = (
+            "this loss multiplies pi / pi_old by truncated ratios of tokens to mu; the nearest option is "
+            "correction=paper/vespo."
+        )
         raise options.refuse("loss_type", reason)
     by_row = options.choice(_LEVEL, "token", "sequence") == "sequence"
     if by_row:
@@ -354,11 +361,11 @@ def _convert_trl(options: Options) -> dict[str, Any]:
     if options.number("beta"):
         key = "use_bias_correction_kl"
         if options[key] is None:
-            reason = "its default is false until 1.9.0 and true in 1.16.0, and beta adds a KL term."
+            reason = "the default is false until 1.9.0 and true in 1.16.0, and beta adds a KL term."
             raise options.refuse(key, reason, "Set it to true or false.")
         if options.flag(key):
             if by_row:
-                raise options.refuse(_LEVEL, "nothing here weights the KL of a token by the ratio of its row.")
+                raise options.refuse(_LEVEL, "no KL weight here uses the ratio of a token's row.")
             plain["kl_weight"] = {"ratio": "ppo", "upper": None}
     return plain
 

@@ -27,7 +27,7 @@ def _convert_nemo_rl(options: Options) -> dict[str, Any]:
     plain: dict[str, Any] = {"proximal": "reuse" if on_policy else "recompute"}
     for key in () if corrects else (_TYPE, _RATIO, f"{_RATIO}_min"):
         if options[key] is not None:
-            raise options.refuse(key, "NeMo-RL reads it only if it corrects.", f"Set {_CORRECTS}=true.")
+            raise options.refuse(key, "NeMo-RL reads this key only if a correction is on.", f"Set {_CORRECTS}=true.")
     if corrects:
         lower, upper = options.bound(f"{_RATIO}_min", zero_opens=True), options.bound(_RATIO)
         if kind is None and lower is not None:
@@ -52,8 +52,8 @@ def _convert_nemo_rl(options: Options) -> dict[str, Any]:
     if options.number(_THRESHOLD) is not None:
         if kind in ("icepop", "seq-mask-tis"):
             reason = (
-                f"rows that it drops are no longer counted, but what {kind} drops still is, and no denominator "
-                "here does both."
+                f"the rows that this key drops are not counted, whereas those that {kind} drops are counted, and no "
+                "denominator here combines both."
             )
             raise options.refuse(_THRESHOLD, reason, f"Set {_THRESHOLD}=null, or {_TYPE}=tis.")
         outlier = build_mask("sequence", "exp_abs_mean", None, options.bound(_THRESHOLD))
@@ -102,11 +102,11 @@ _LOSSES: Final[dict[str, dict[str, Any]]] = {
 def _convert_prime_rl(options: Options) -> dict[str, Any]:
     key = f"{_PRIME}.type"
     if options[key] == "custom":
-        raise options.refuse(key, "it is not known what your own loss does.")
+        raise options.refuse(key, "the effect of a custom loss is unknown.")
     kind = options.choice(key, *_LOSSES)
     for path in sorted(options.given - {key}):
         if path.rpartition(".")[2] not in _LOSSES[kind]:
-            raise options.refuse(path, f"no key of type {kind}.", f"Known: {', '.join(_LOSSES[kind])}.")
+            raise options.refuse(path, f"type {kind} has no such key.", f"Known: {', '.join(_LOSSES[kind])}.")
     numbers = {name: options.width(f"{_PRIME}.{name}") for name in _LOSSES[kind] if name != "sequence_regularizer"}
     if numbers["adv_tau"] != 1:
         raise options.refuse(f"{_PRIME}.adv_tau", "advantages are used unscaled.", "Set it to 1.0.")
@@ -114,13 +114,13 @@ def _convert_prime_rl(options: Options) -> dict[str, Any]:
     if kind == "kimi_k15":
         regularizer = f"{_PRIME}.sequence_regularizer"
         if options.flag(regularizer):
-            raise options.refuse(regularizer, "the squared sum of a row has no equivalent here.", "Set it to false.")
+            raise options.refuse(regularizer, "a row's squared sum has no equivalent here.", "Set it to false.")
         coefficient = numbers["tau"] / 2
     else:
         plain["weight"], coefficient = build_weight("token", None, None, ratio="full"), numbers["kl_tau"]
     if kind == "default":
         plain["masks"] = build_dppo_masks(numbers["dppo_mask_low"], numbers["dppo_mask_high"])
-    elif kind == "ipo" and (far := numbers["ipo_threshold"]) < 1:  # no difference of probabilities is greater
+    elif kind == "ipo" and (far := numbers["ipo_threshold"]) < 1:  # no difference of probabilities is larger
         plain["masks"]["ipo"] = build_mask("token", "binary_tv", -far, far, "full")
     elif kind == "kpop":
         plain["masks"]["kpop"] = build_mask("token", "binary_kl", None, numbers["kpop_threshold"], "full")
@@ -137,7 +137,7 @@ PRIME_RL: Final = Peer(
     },
     convert=_convert_prime_rl,
     unsaid={f"{_PRIME}.score_centering": SCORE_CENTERING},
-    # Keys of custom losses. Such losses are refused because of their type.
+    # Keys of custom losses, which are rejected because of their type.
     plain=words("import_path kwargs", _PRIME),
     elsewhere=words("enable_router_replay logprob_offset loss_mask max_off_policy_steps"),
 )
@@ -175,12 +175,15 @@ def _convert_skyrl(options: Options) -> dict[str, Any]:
     support = {"support": "engine"} if options.flag(f"{_SKYRL}.enable_sample_support_replay") else {}
     loss = options.choice(_LOSS, *_CORRECTED, *_UNCORRECTED)
     if corrects and loss in _UNCORRECTED:
-        raise options.refuse(_LOSS, f"SkyRL does not correct under it, and {_SECTION} is set.")
+        raise options.refuse(_LOSS, f"SkyRL does not correct with this loss, but {_SECTION} is set.")
     rollout = options.choice(f"{_SKYRL}.cispo.cispo_anchor", "old", "rollout") == "rollout"
     if loss not in ("rollout_is", "dppo") and not (loss == "cispo" and rollout):
         return plain | support
     if corrects:
-        reason = f"its ratio is pi / mu, which corrects already, and {_SECTION} would also correct pi_old / mu."
+        reason = (
+            f"the ratio of this loss is pi / mu, which is already a correction, and {_SECTION} would also correct "
+            "pi_old / mu."
+        )
         raise options.refuse(_LOSS, reason)
     if loss == "dppo":
         return {"proximal": "bypass", **_mask_divergence(options), **support}

@@ -17,16 +17,16 @@ from .loss_sections import SKYRL_DEFAULTS
 from .verl import VERL_DEFAULTS, VERL_REJECTIONS
 
 _AROUND: Final = {
-    "weights": "it has one weight, whatever the advantage",
+    "weights": "it has the same weight for every advantage",
     "alpha": "it does not interpolate between policies",
     "denominator": "it has its own denominator",
     "nonfinite": "it has its own denominator",
     "baseline": "its baselines are computed before the correction",
     "kl_clip": "its KL loss has no clip",
     "kl_weight": "its KL loss is set elsewhere, in TRL by beta and use_bias_correction_kl",
-    "penalty": "it has no term next to the policy term",
-    "centering": "the releases whose keys are known here have no key for score centering",
-    "support": "it does not keep the support of truncated sampling",
+    "penalty": "it has no additional term like the penalty",
+    "centering": "its known releases have no key for score centering",
+    "support": "it does not replay the support of truncated sampling",
 }
 """Maps each key that none of the three frameworks can express to the reason."""
 
@@ -92,7 +92,7 @@ def build_trl(spec: CorrectionParts) -> dict[str, Any]:
     """Build all correction fields of TRL's ``GRPOConfig`` for ``spec``; needs TRL 1.6.0 or later.
 
     ``use_bias_correction_kl`` is false, because here a KL term is weighted only if ``kl_weight`` is set. ``kl_weight``
-    itself is refused, because TRL weights only a KL term with coefficient ``beta``, and a correction has no such
+    itself is rejected, because TRL weights only a KL term with coefficient ``beta``, and a correction has no such
     coefficient.
 
     Raises:
@@ -153,7 +153,7 @@ def build_verl(spec: CorrectionParts) -> dict[str, Any]:
         _check_weight(weight, name, kinds=("truncate", "reject"), ratio=ratio)
         upper = _get_upper(weight, name)
         if (weight.kind == "truncate") != (weight.lower is None):
-            _fail("weight.lower", weight.lower, name, "caps a weight from above, or rejects outside two bounds")
+            _fail("weight.lower", weight.lower, name, "can only cap a weight from above, or reject outside two bounds")
         band = f"{weight.lower!r}_{upper!r}"
         values |= {"rollout_is": weight.level, "rollout_is_batch_normalize": weight.normalize}
         values["rollout_is_threshold"] = band if weight.kind == "reject" else _write_cap(upper)
@@ -181,7 +181,7 @@ def _write_cap(upper: float) -> float | str:
 def _write_threshold(option: str, key: str, mask: MaskSpec) -> str:
     if not option.endswith("k1"):
         if mask.lower is not None or mask.upper is None:
-            _fail(key, mask.to_mapping(), "verl", f"bounds {option} only from above")
+            _fail(key, mask.to_mapping(), "verl", f"can bound {option} only from above")
         return repr(mask.upper)
     if mask.lower is None or mask.upper is None:
         _fail(key, mask.to_mapping(), "verl", f"bounds {option} on both sides")
@@ -220,7 +220,7 @@ def _get_upper(weight: WeightSpec, name: str) -> float:
 
 
 def _list_masks(spec: CorrectionParts, name: str, *, ratio: str) -> list[tuple[str, MaskSpec]]:
-    """List, with their keys, the masks on this ratio that act for any advantage; raise an error for any other mask."""
+    """List the masks on this ratio that apply to any advantage, with their keys; raise an error for any other mask."""
     found = []
     for own, mask in spec.masks:
         key = f"masks.{own}"

@@ -26,7 +26,7 @@ SCORE_CENTERING: Final = (
     (False, None),
     "score centering needs the engine's K likeliest tokens; set correction.centering.",
 )
-"""Entry of ``unsaid``: values that switch the key off, and the reason."""
+"""Entry of ``unsaid``: the values that switch the key off, and the reason why there is no equivalent."""
 _MISSING: Final = "???"
 _LOOSELY: Final = re.compile(r"is_|tis")
 _NEAR: Final = 0.83
@@ -74,7 +74,8 @@ class Options:
         return below or (path in self.given and self.values[path] is not None)
 
     def refuse(self, key: str, reason: str, fix: str = "", also: str = "") -> SpecError:
-        """Build the error for an option that has no equivalent here; ``also`` is another key on which this depends."""
+        """Build the error for an option without an equivalent here; ``also`` is another key on which the option
+        depends."""
         alongside = {also: self.values[also]} if also else None
         return SpecError(reason, fix, key=key, value=self.values[key], alongside=alongside)
 
@@ -112,7 +113,8 @@ class Options:
         return None if zero_opens and self.number(key) == 0 else read_ratio_bound(self.values[key], key)
 
     def check_weight_of_rows(self, weight: Mapping[str, Any] | None, name: str, key: str) -> None:
-        """Refuse per-token or per-turn weights if the base loss has one ratio per row and differentiates its mean.
+        """Reject per-token or per-turn weights if the base loss has one ratio per row and differentiates the mean of
+        its tokens.
 
         The sum of a row's weights then scales the gradient of the whole row. verl's ``gspo`` multiplies the gradient of
         each token by the token's own weight.
@@ -163,11 +165,11 @@ class Peer:
         convert: converts the values of ``read`` to our plain values.
         unsaid: each key of a correction that has no equivalent here -> the values that switch it off, and the reason.
         plain: keys that correct nothing, including all keys under them.
-        elsewhere: final components of the paths of keys that correct nothing, in any section.
+        elsewhere: last components of keys that correct nothing in any section.
         switches: keys of ``read`` that mean "no correction" if they are switched off.
         context: keys of ``read`` that correct nothing on their own.
-        mixed: sections that also contain keys unrelated to loss and correction; unlisted keys in them pass unless their
-            names suggest a correction.
+        mixed: sections that also contain keys unrelated to loss and correction; their unlisted keys are accepted unless
+            the name suggests a correction.
     """
 
     name: str
@@ -200,8 +202,8 @@ class Peer:
         document = {path: value for path, value in flat.items() if self._find(ignore, path) is None}
         included = document.pop("defaults", None)
         if included not in (None, [], ["_self_"]):
-            reason = "the files that it names are not read, but may set a correction."
-            fix = "Give the configuration as composed, or pass --ignore defaults if they set none."
+            reason = "the files named by this key are not read here, but may set a correction."
+            fix = "Pass the composed configuration, or pass --ignore defaults if the files set no correction."
             raise SpecError(reason, fix, key="defaults", value=included)
         start = self._find_start(list(document))
         below = tuple(f"{section}." for section in self.sections)
@@ -210,11 +212,11 @@ class Peer:
         for path, value in document.items():
             full = start + path
             if value not in (None, {}) and self._is_section(full):
-                raise SpecError("expected a section of keys.", key=full, value=value)
+                raise SpecError("expected a section with keys.", key=full, value=value)
             if full in self.read:
                 given[full] = value
             elif self._find(self.read, full.rpartition(".")[0]) in given:
-                continue  # inside a list, which its converter reads
+                continue  # inside a list, which the converter reads
             elif (owner := self._find(self.unsaid, full)) is not None:
                 self._refuse(owner, full, value, document, start)
             elif (owner := self._find(self.plain, full)) is not None:
@@ -259,8 +261,8 @@ class Peer:
         if inside or names_a_correction(path) or meant:
             guess = f"Did you mean {meant}? " if meant not in ("", path) else ""
             raise SpecError(
-                f"unknown key; the releases of {self.name} that are known are {self.releases}.",
-                f"{guess}If it corrects nothing, leave it out, or pass --ignore {path}.",
+                f"unknown key; the known releases of {self.name} are {self.releases}.",
+                f"{guess}If this key corrects nothing, remove it, or pass --ignore {path}.",
                 key=full,
                 value=value,
             )
@@ -276,7 +278,7 @@ class Peer:
             raise SpecError(why, key=full, value=value)
 
     def _find_idle(self, options: Options, given: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-        """Find keys that have no effect; raise if there is no correction although nothing is switched off."""
+        """Find keys that have no effect; raise an error if there is no correction although nothing is switched off."""
         idle = {}
         for path, value in given.items():
             if path not in self.switches and not _is_same(value, self.read[path]):
@@ -294,8 +296,8 @@ class Peer:
         if unread and not off and plain == self.convert(Options(self.read)):
             path = unread[0]
             raise SpecError(
-                f"{self.name} does not read it, because none of the keys that are set switches a correction on.",
-                f"Set {' or '.join(sorted(self.switches - set(given)))}, or leave it out.",
+                f"{self.name} does not read this key, because no key that switches a correction on is set.",
+                f"Set {' or '.join(sorted(self.switches - set(given)))}, or remove this key.",
                 key=path,
                 value=idle[path],
             )

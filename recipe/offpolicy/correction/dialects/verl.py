@@ -47,14 +47,14 @@ def _convert(options: Options) -> dict[str, Any]:
     loss_type = options.choice(f"{_SECTION}.loss_type", "ppo_clip", "reinforce")
     level = options.choice_or_null(f"{_SECTION}.rollout_is", "token", "sequence")
     if loss_type == "reinforce" and not bypass:
-        fix = f"Set {_BYPASS}=true, or leave loss_type out."
+        fix = f"Set {_BYPASS}=true, or remove loss_type."
         raise options.refuse(f"{_SECTION}.loss_type", "verl reads loss_type only in bypass mode.", fix, _BYPASS)
     if normalize and level is None:
-        fix = f"Set {_SECTION}.rollout_is=token, or leave rollout_is_batch_normalize out."
+        fix = f"Set {_SECTION}.rollout_is=token, or remove rollout_is_batch_normalize."
         raise options.refuse(_NORMALIZE, "there is no weight to normalise.", fix, f"{_SECTION}.rollout_is")
     if options[_LOSS_MODE] == "bypass_mode" and not bypass:
-        fix = f"Set {_BYPASS}=true, and the correction there."
-        raise options.refuse(_LOSS_MODE, "this loss corrects with keys that are not read here.", fix)
+        fix = f"Set {_BYPASS}=true, and configure the correction with its keys."
+        raise options.refuse(_LOSS_MODE, "the keys with which this loss corrects are not read here.", fix)
     ratio, weight = "full" if bypass else "rollout", None
     if level is not None:
         key = f"{_SECTION}.rollout_is_threshold"
@@ -98,8 +98,8 @@ def read_verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, flo
     lower, upper = _pair(threshold, key)
     if lower is None and upper < 1 and not isinstance(threshold, str):
         raise SpecError(
-            f"a cap below 1 shrinks every on-policy token. {_YAML_UNDERSCORE}, {key}='0.5_2'.",
-            f"Set {key}=2.0, or the cap as a string if it is meant.",
+            f"a cap below 1 scales down every on-policy token. {_YAML_UNDERSCORE}, {key}='0.5_2'.",
+            f"Set {key}=2.0, or pass the cap as a string if you want it below 1.",
             key=key,
             value=threshold,
             proposed={key: 2.0},
@@ -131,7 +131,7 @@ def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[s
     if rollout_rs is None:
         if threshold is not None:
             raise SpecError(
-                "verl ignores it.", f"Set {rs}, or leave {ts} out.", key=ts, value=threshold, alongside={rs: None}
+                "verl ignores it.", f"Set {rs}, or remove {ts}.", key=ts, value=threshold, alongside={rs: None}
             )
         return {}
     names = rollout_rs.split(",") if isinstance(rollout_rs, str) else []
@@ -149,7 +149,7 @@ def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[s
         raise SpecError("nothing is rejected.", fix, key=ts, alongside={rs: rollout_rs})
     parts = [part for part in threshold.split(",") if part.strip()] if isinstance(threshold, str) else [threshold]
     if len(parts) not in (1, len(options)):
-        reason = f"{len(parts)} thresholds for the {len(options)} options."
+        reason = f"there are {len(parts)} thresholds for {len(options)} options."
         fix = "Set one for all, or one each, separated by commas."
         raise SpecError(reason, fix, key=ts, value=threshold, alongside={rs: rollout_rs})
     parts = parts * len(options) if len(parts) == 1 else parts
@@ -182,7 +182,7 @@ def _pair(threshold: Any, key: str) -> tuple[float | None, float]:
             raise SpecError("no number.", fix, key=key, value=threshold)
     else:
         number = read_number(threshold, key)
-        assert number is not None, "a missing threshold is refused before"
+        assert number is not None, "a missing threshold has already been rejected"
         bounds = [number]
     if any(bound <= 0 or math.isinf(1 / bound) for bound in bounds):
         raise SpecError("bounds are positive numbers.", "Set one above 0.", key=key, value=threshold)
