@@ -81,7 +81,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Rule:
-    """A contradiction between the values of two keys.
+    """A rule that the values of two keys must not contradict each other.
 
     Attributes:
         key: the key that is reported.
@@ -106,7 +106,7 @@ class Section:
         path: for example ``offpolicy.staleness``.
         shipped: the defaults, from the shipped YAML.
         keys: name -> declaration.
-        rules: contradictions that are checked for once every value is accepted.
+        rules: contradictions to look for once every value is accepted.
         hints: each key that is null by default -> a value to suggest for it.
     """
 
@@ -131,7 +131,7 @@ class Section:
             return
         if not isinstance(given, Mapping):
             fix = f"Set one of them, or {self.path}={{}} for the defaults."
-            yield self._build("", given, f"expected its keys: {', '.join(self.shipped)}.", fix)
+            yield self._build("", given, f"expected a section with the keys {', '.join(self.shipped)}.", fix)
             return
         default, values = flatten(self.shipped), flatten(given)
         yield from self._find_unknown(given, self.shipped, "")
@@ -148,7 +148,8 @@ class Section:
             yield from self._find_contradictions({**default, **known})
 
     def _replace(self, name: str, value: Any, default: Any) -> tuple[str, ...]:
-        """Build an override: the intended value, else the default, or the hint if null switches the key off."""
+        """Build an override with the intended value, else with the default, or with the hint if null switches the key
+        off."""
         meant = [number for number in read_numbers(value) if self.keys[name].fits(number)]
         near = find_closest(value, self.keys[name].options, 0.7) if isinstance(value, str) else None
         usual = default if default is not None else (self.hints or {}).get(name)
@@ -168,9 +169,9 @@ class Section:
                 if isinstance(value, Mapping):
                     yield from self._find_unknown(value, shipped[name], f"{full}.")
                 elif value is not None:
-                    yield self._build(full, value, f"expected its keys: {', '.join(shipped[name])}.", "")
+                    yield self._build(full, value, f"expected a section with the keys {', '.join(shipped[name])}.", "")
             elif isinstance(value, Mapping) and (key := self.keys.get(full)) and not key.fits(value):
-                yield self._build(full, value, f"expected {key.words}.", f"It has no keys, such as {full}.NAME.")
+                yield self._build(full, value, f"expected {key.words}.", f"There are no keys under {full}.")
 
     def _find_unread(self, values: Values, default: Values) -> Iterator[Problem]:
         for name, key in self.keys.items():

@@ -68,7 +68,7 @@ _NEEDED = ("responses", "response_mask", "old_log_probs", "advantages", ROLLOUT_
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch: its padded (B, T) tensors, and the engine's arguments, so that a loss can be computed again.
+    """A micro-batch: its padded (B, T) tensors, and the engine's arguments, from which a loss can be computed again.
 
     Gradients flow through ``log_prob``; ``responses`` are token ids.
 
@@ -77,13 +77,14 @@ class MicroBatch:
         versions: versions of the weights that sampled each row, or each token; None if verl does not record them.
         plan: the trainer's constants for the whole batch; None if the trainer sent none.
         scale: (B,) float64 factors of ``denominator=kept`` or ``nonfinite=excluded``; None if the trainer sent none.
-        counted: raises an exception, when it is fetched, if the scale was counted over mini-batches that differ from
+        counted: a deferred value that raises an exception if the scale was counted over mini-batches that differ from
             the engine's.
         withheld: (B, T) bool, tokens left out of the policy term, masks and statistics under any correction; None for
             none.
         last: True if verl reports that the rows belong to the update's last mini-batch.
         marks: the trainer's request for a proof, see ``PROVE``: 1 or 2 for each marked row.
-        layout: position of the responses in the model output; None if they have already been cut out and padded.
+        layout: position of the responses in the model output; None if the responses have already been extracted and
+            padded.
         model_output, data: arguments with which the engine calls its loss; empty for rows from ``detached``.
     """
 
@@ -173,7 +174,7 @@ class MicroBatch:
         return replace(self, model_output=output | {"log_probs": nest_like(changed, self.model_output["log_probs"])})
 
     def data_with(self, plan: SharedPlan | None = None, /, **tensors: Tensor | None) -> TensorDict:
-        """Copy verl's micro-batch with ``with_tensors``, and replace its plan if ``plan`` is given."""
+        """Copy verl's micro-batch with ``with_tensors``; ``plan``, if given, replaces the copy's plan."""
         changed = with_tensors(self.data, **tensors)
         if plan is not None:
             tu.assign_non_tensor(changed, **{PLAN: plan})
@@ -189,7 +190,7 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
     for key in _NEEDED:
         if key not in data.keys():
             of_mu = "set actor_rollout_ref.rollout.calculate_log_probs=true"
-            fix = of_mu if key == ROLLOUT_LOG_PROBS else "this path of verl does not send it to the loss"
+            fix = of_mu if key == ROLLOUT_LOG_PROBS else "this path of verl does not send the key to the loss"
             raise KeyError(f"{key} is not in the micro-batch that reached the loss: {fix}")
     # Legacy actors pad all rows, and omit the prompts.
     layout = None if _is_padded(model_output["log_probs"]) else Layout.of(data)
@@ -376,7 +377,10 @@ def read_bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mappi
     """
     sent = _plan(batch).bounds
     if set(sent) != set(names):
-        raise KeyError(f"{PLAN} brought bounds for {sorted(sent)} to the loss instead of bounds for {sorted(names)}.")
+        raise KeyError(
+            f"the {PLAN} that reached the loss contains bounds for {sorted(sent)} instead of bounds for "
+            f"{sorted(names)}."
+        )
     return sent
 
 
@@ -401,7 +405,7 @@ def _is_padded(log_probs: Tensor) -> bool:
 
 def _plan(batch: MicroBatch) -> SharedPlan:
     if batch.plan is None:
-        raise KeyError(f"{PLAN} is not in the micro-batch that reached the loss: batch-level constants are missing.")
+        raise KeyError(f"{PLAN} is not in the micro-batch that reached the loss, so batch-level constants are missing.")
     return batch.plan
 
 

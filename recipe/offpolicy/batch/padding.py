@@ -1,7 +1,7 @@
 """Columns of verl's batches: layouts, padding, splits into rows of similar length, and TransferQueue.
 
 verl's ``no_padding_2_padding`` slices row by row, reads the lengths from the device, and needs one torch pass per
-nested column. Here one index table serves every column, without a host transfer.
+nested column. This module uses one index table for every column, without a host transfer.
 
 verl's loss uses the denominators of the whole mini-batch, so the losses of the parts add up to the loss of the
 micro-batch. ``preflight.checks.base_loss`` checks this for the configured loss.
@@ -166,7 +166,7 @@ MicroBatchPart = tuple[Mapping[str, Any], TensorDict]
 def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list[MicroBatchPart]:
     """Split the micro-batch that the engine passes to its loss; gradients flow through the parts' outputs to the whole.
 
-    A micro-batch with few tokens is returned whole. For all other micro-batches, row lengths are read from the device.
+    A micro-batch with few tokens is not split. For all other micro-batches, row lengths are read from the device.
 
     Args:
         model_output: contains log-probs that are nested, or (B, T) from a legacy actor, whose rows do not include
@@ -264,6 +264,6 @@ def zero_rows(nested: Tensor, silent: Sequence[bool]) -> Tensor:
     """Copy a column that is nested by row, with zeros in the rows that ``silent`` flags."""
     loud = spread_over_tokens(~torch.tensor(silent, dtype=torch.bool), nested)
     zeroed = torch.empty_like(nested)
-    # Multiplication would not work, because a negative number times 0 is -0, and -0 and 0 differ in their bits.
+    # Multiplication by 0 would not work, because it turns a negative number into -0, whose bits differ from those of 0.
     zeroed.values().copy_(nested.values().where(loud.values(), nested.values().new_zeros(())))
     return zeroed

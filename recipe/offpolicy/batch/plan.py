@@ -47,7 +47,7 @@ MINI_BATCH_TOKENS = "offpolicy_mini_batch_tokens"
 """Key of the (B,) number of counted response tokens in each row's mini-batch, over all ranks."""
 PROVE = "offpolicy_prove"
 """Key of the (B,) int64 column with 1 for each row whose micro-batch must be proved, or 2 if trials also run in that
-micro-batch. It is read only if ``SharedPlan.prove`` is true."""
+micro-batch. The column is read only if ``SharedPlan.prove`` is true."""
 PROVE_EVERY = "offpolicy.prove_every"
 """Configuration key of the number of updates between two proofs."""
 UID = "offpolicy_uid"
@@ -153,7 +153,7 @@ def build_plan(
     if not (spec.recounts or any(each.needs_constants for each in (spec, *shadows.values()))):
         return SharedPlan(step, bounds=bounds or {}), {}
     batch = rows()
-    # Read once for all corrections, because each read lists verl's fields of all rows.
+    # The versions are read once for all corrections, because each read lists verl's fields of all rows.
     versions = cache(lambda: read_versions(batch, batch["response_mask"]))
     shadow_constants = {name: compute_constants(each, batch, step, versions) for name, each in shadows.items()}
     constants = compute_constants(spec, batch, step, versions)
@@ -178,12 +178,13 @@ def seal_batch(plan: SharedPlan, rows: TensorDict, columns: Mapping[str, Tensor]
 
 
 def columns_to_seal(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the columns that need no seal: ``PROVE``, whose numbers proofs return, and counts that the loss checks."""
+    """Remove the columns that need no seal: ``PROVE``, which the proofs report back, and counts, which the loss
+    checks."""
     return {name: column for name, column in columns.items() if name not in (PROVE, MINI_BATCH_TOKENS)}
 
 
 ReadVersions = Callable[[], RowVersions | None]
-"""Reads the versions of rows, if several corrections share them."""
+"""Reader of the rows' versions, which several corrections may share."""
 
 
 def compute_constants(
@@ -294,8 +295,8 @@ def _read_columns(
 
 
 Shares = dict[str, float]
-"""Maps each of verl's denominators to the share that some micro-batches contribute to it together. All micro-batches of
-an optimizer step, over all ranks, contribute a share of 1."""
+"""Maps each of verl's denominators to the total share that some micro-batches contribute to it. All micro-batches of an
+optimizer step, over all ranks, contribute a share of 1."""
 _TOKENS, _ROWS = "batch_num_tokens", "global_batch_size"
 
 
@@ -373,7 +374,7 @@ def check_shares(shares: Shares, steps: int) -> None:
     for name, share in shares.items():
         if not (math.isnan(share) or abs(share - steps) <= 1e-6 * max(steps, 1)):
             raise LivenessError(
-                f"{name}, by which verl divides the loss, does not match its mini-batches: they add up to {share:.6g} "
+                f"{name}, by which verl divides the loss, does not match its mini-batches, which add up to {share:.6g} "
                 f"times its value in {steps} optimizer steps. Code between trainer and loss changed it."
             )
 

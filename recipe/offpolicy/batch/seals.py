@@ -1,8 +1,9 @@
-"""Seals: per-row hashes of the columns that the loss reads, computed where a column is made, checked in the loss.
+"""Seals are per-row hashes of the columns that the loss reads. They are computed with the column and checked in the
+loss.
 
 The hash is the sum over a row's tokens of mix(mix(2^32 place + token) + seed + bits of the value), where place is the
-number of response tokens in the row up to this token, and the seed depends on the precision. ``mix`` is the finaliser
-of SplitMix64 (Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators), a bijection of 64 bits, in
+number of response tokens in the row up to this token, and the seed depends on the dtype. ``mix`` is the finaliser of
+SplitMix64 (Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators), a bijection of 64 bits, in
 wrapping int64. The hash protects against mistakes, not against deliberate collisions.
 
 A seal is sent as a column next to the column that it seals. It contains the hash and the mean of the row's values, so
@@ -116,7 +117,8 @@ INPUT = "model_input"
 
 
 class LivenessError(RuntimeError):
-    """No evidence shows that a configured correction acts; the message names it, and says what was found instead."""
+    """A configured correction has no proven effect; the message names the correction, and says what was found
+    instead."""
 
 
 class SealError(LivenessError):
@@ -188,7 +190,7 @@ def compare(
     by_row: Mapping[str, Tensor],
     plan: int,
 ) -> DeferredValue[None]:
-    """Compare the loss's columns with their seals; the value raises ``SealError`` when it is fetched.
+    """Compare the loss's columns with their seals; the returned value raises ``SealError`` when it is fetched.
 
     Rows without a response token are skipped, because the loss reads none of their values.
 
@@ -203,7 +205,7 @@ def compare(
         SealError: a sealed column is missing.
     """
     if absent := sorted(set(seals) - {*by_token, *by_row, PLAN_HASH}):
-        raise SealError(f"{', '.join(absent)} did not reach the loss, although sealed for these sequences.")
+        raise SealError(f"{', '.join(absent)} did not reach the loss, although they were sealed for these sequences.")
     values = [column.detach().float() for column in by_token.values()]
     found = dict(zip(by_token, hash_columns(tokens, mask, values).unbind(-1), strict=True))
     found |= {name: hash_numbers(values) for name, values in by_row.items()}
@@ -242,7 +244,7 @@ def compare(
 
 
 def compare_engine(tokens: Tensor, mask: Tensor, *, fed: Tensor | None, counted: Tensor | None) -> DeferredValue[None]:
-    """Compare the loss's tokens and mask with what the engine reads; the value raises ``SealError`` when it is fetched.
+    """Compare the loss's tokens and mask with the engine's; the returned value raises ``SealError`` when it is fetched.
 
     Args:
         tokens: (B, T).
@@ -255,13 +257,13 @@ def compare_engine(tokens: Tensor, mask: Tensor, *, fed: Tensor | None, counted:
         other, of_loss, engines = numbers
         if other:
             raise SealError(
-                f"input_ids and responses differ at {other} of {of_loss} response tokens of the micro-batch: log pi "
+                f"input_ids and responses differ at {other} of {of_loss} response tokens of the micro-batch, so log pi "
                 f"belongs to the wrong tokens. Code between trainer and engine changed one of them.{_END}"
             )
         if engines != of_loss:
             raise SealError(
-                f"loss_mask has {engines} tokens in a micro-batch, but response_mask has {of_loss}: the engine divides "
-                f"the loss by the sum of loss_mask. Code between trainer and engine changed loss_mask.{_END}"
+                f"loss_mask has {engines} tokens in a micro-batch, but response_mask has {of_loss}, and the engine "
+                f"divides the loss by the sum of loss_mask. Code between trainer and engine changed loss_mask.{_END}"
             )
 
     of_loss = mask.sum()
@@ -308,8 +310,8 @@ class SealedRows:
 def compute_row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Tensor) -> list[int]:
     """Compute a 64-bit checksum of each row's response tokens and their mu, bitwise; padding is ignored.
 
-    The checksum ties mu to its tokens: it changes with any shift, permutation of rows, cast or replacement. Rows
-    without a response token are skipped.
+    The checksum ties mu to its tokens, because it changes with any shift, permutation of rows, cast or replacement.
+    Rows without a response token are skipped.
 
     Args:
         responses: (B, T) token ids, or nested by row, like the other columns.
@@ -366,7 +368,7 @@ def find_difference(
         epochs: number of times that the loss receives each row.
 
     Returns:
-        The difference in words; None if there is none.
+        A description of the difference; None if there is none.
 
     Example:
         >>> find_difference({"a": 7, "b": 8}, [8, 7, 7, 8], epochs=2)
@@ -389,14 +391,14 @@ def find_difference(
         "had left": [key for key in gone if sent[key] not in expected and surplus[sent[key]] > 0],
     }
     parts = [f"{len(keys)} {what} ({', '.join(keys[:3])})" for what, keys in kinds.items() if keys]
-    parts += [f"{unknown} not sent with this content"] * bool(unknown)
+    parts += [f"{unknown} were not sent with this content"] * bool(unknown)
     reasons = f" ({len(gone)} left: {'; '.join(sorted({left[key] for key in gone}))})" if gone else ""
     times = f", {epochs} epochs" if epochs > 1 else ""
     return f"{len(wanted)} of {len(sent)} rows expected{reasons}{times}, {len(seen)} seen: {', '.join(parts)}"
 
 
 def are_same_rows(sent: Sequence[int], seen: Sequence[int], times: int = 1) -> bool:
-    """Return True if the loss received exactly the rows that were sent, each ``times`` times.
+    """Return True if the loss received exactly the rows that were sent, ``times`` times each.
 
     Example:
         >>> are_same_rows([7, 8], [8, 7, 7, 8], times=2)

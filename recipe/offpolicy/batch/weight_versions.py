@@ -132,10 +132,10 @@ def read_extra_fields(data: TensorDict) -> list[Mapping[str, Any]]:
 
 
 def check_ages_known(spec: CorrectionSpec, versions: RowVersions | None, step: int | None) -> None:
-    """Check that the ages needed by parts of ``spec`` are known; a spec that needs no ages passes.
+    """Check that the ages needed by parts of ``spec`` are known; pass if no part needs ages.
 
     Raises:
-        ValueError: verl does not record the versions, or does not record them per token although a part needs this; or
+        ValueError: verl does not record the versions, or does not record them per token although a part needs this, or
             the trainer's step is missing.
     """
     if not spec.age_keys:
@@ -168,7 +168,7 @@ CHUNK_SEALS = "offpolicy_chunk_seals"
 UNKNOWN = -1
 """Value for tokens of unknown version, and outside the response mask."""
 
-_TURN = 2**32  # larger than the number of tokens of a turn
+_TURN = 2**32  # must exceed the number of tokens of a turn
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class TokenVersions(RowVersions):
         return rows.to_given_layout((step - 1 - self._replace_unknown(rows, self.oldest)).clamp(min=0))
 
     def check_ages(self, spec: CorrectionSpec) -> None:
-        """Accept all parts: a row whose chunks do not fit has the age of its first token."""
+        """Accept all parts, because a row whose chunks do not fit has the age of its first token."""
 
     def find_unknown(self, response_mask: Tensor) -> Tensor:
         return (response_mask & (self.tokens == UNKNOWN)).any(-1)
@@ -222,7 +222,7 @@ def check_chunks(fields: Sequence[Mapping[str, Any]]) -> None:
             raise SealError(
                 f"the versions of the weights that sampled the tokens of sequence {row} changed between the client of "
                 f"the rollout servers and the trainer: the trainer received (version, tokens) {each.get(CHUNKS)} for "
-                f"the turns of this sequence. Some code changes {CHUNKS} in {EXTRA_FIELDS}."
+                f"the turns of this sequence. Fix: find the code that changes {CHUNKS} in {EXTRA_FIELDS}."
             )
 
 
