@@ -1,9 +1,9 @@
-"""Worker side of the liveness proof: evidence from one micro-batch.
+"""Worker side of the liveness proof, which collects evidence from one micro-batch.
 
 ``prove`` compares the gradient that arrives at the log-probs in the engine's own backward pass with weight * keep *
 verl's own gradient. Where mu equals pi_old, even a correction without effect passes this comparison. ``prove``
 therefore calls the installed loss again with log-probs just inside and just beyond each bound, where the expected
-gradient depends only on the bound. ``proof.verify`` judges the result.
+gradient depends only on the bound. ``proof.verify`` checks the result.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ MOST_TRIED = 8
 
 @dataclass
 class Proof:
-    """Evidence from one micro-batch, in plain Python.
+    """Evidence from one micro-batch, in plain Python values.
 
     Attributes:
         tokens: number of response tokens.
-        marked: sum of the marks by which the trainer requested the proof of this micro-batch.
+        marked: sum of the marks with which the trainer requested the proof of this micro-batch.
         tried: True if trials were run.
         identical_tokens: number of tokens whose mu equals pi_old bitwise.
-        tolerance: largest accepted value of every error here, by the dtype of the log-probs.
+        tolerance: largest accepted value of each of these errors, by the dtype of the log-probs.
         log_prob_bits: number of bits of the coarsest dtype among mu, pi_old and pi.
         distances: sums over tokens of |log pi_old - log mu|, in nats, with the mu of the previous, the same and the
             next token. These sums reveal a mu that is off by one token. If pi_old is not computed, pi replaces it.
@@ -62,8 +62,8 @@ class Proof:
             next row. These sums reveal whether the engine's log-probs belong to other rows. If pi_old is not computed,
             mu replaces it.
         shifts: correction name -> result on the shifted micro-batch.
-        gradient_tokens: number of tokens at which the uncorrected policy term has a gradient; if it is 0, the proof
-            shows nothing.
+        gradient_tokens: number of tokens at which the uncorrected policy term has a gradient; if it is 0, the proof is
+            inconclusive.
         gradient_error: relative error of the gradient in the engine's own backward pass; None before this pass has run,
             infinite if no part of the loss was differentiated.
     """
@@ -129,7 +129,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
 
 
 def _take_few(batch: mb.MicroBatch) -> mb.MicroBatch:
-    """Take the longest row and a few more; further rows would add no evidence, because trials set the policies."""
+    """Take the longest row and a few more; further rows would add no evidence, because trials set the log-probs."""
     tokens = batch.response_mask.sum(-1).tolist()
     rows = sorted((row for row, count in enumerate(tokens) if count), key=lambda row: -tokens[row])
     if len(tokens) <= MOST_TRIED:
@@ -237,7 +237,7 @@ def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
 
 
 def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare the gradients with only ``spec`` active: on trials where it must act, and on trials where it must not."""
+    """Compare the gradients with only ``spec`` active, on trials where it must act and on trials where it must not."""
     # A trial tests each bound on all tokens, even those whose support is not known.
     detached = replace(batch, log_prob=batch.log_prob.detach(), withheld=None)
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
@@ -304,7 +304,10 @@ def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
 def _share_by_age(batch: mb.MicroBatch) -> Tensor:
     """Compute (a - 1) / a for each token's age a in versions, or 0 at age 0: (B, T) float64."""
     if batch.versions is None or batch.plan is None:
-        raise ValueError("correction.alpha=by_age: the batch has no versions of the weights that sampled its tokens.")
+        raise ValueError(
+            "correction.alpha=by_age needs the versions of the weights that sampled each token, but the batch does "
+            "not contain them."
+        )
     age = batch.versions.compute_ages(batch.plan.step, batch.response_mask).double()
     age = age if age.dim() == 2 else age[:, None].expand(batch.response_mask.shape)
     return torch.where(age > 0, 1.0 - 1.0 / age, 0.0)

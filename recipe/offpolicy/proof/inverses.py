@@ -1,6 +1,6 @@
 """Inverses of aggregates: the log-ratio, or the two probabilities, at which an aggregate has a given value.
 
-They are written independently of ``correction.masks``, because the proof must not call the code that it checks.
+These functions do not use ``correction.masks``, because the proof must not call the code that it checks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 HIGH = 0.95
 """The higher of two different probabilities."""
 MOST_UPWARD = 2.5
-"""Largest KL(low, ``HIGH``), in nats, for any low probability; KL(``HIGH``, low) can reach 12.9."""
+"""Largest KL(low, ``HIGH``), in nats, for any low probability; KL(``HIGH``, low) can be as large as 12.9."""
 
 
 def invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tensor:
@@ -36,7 +36,8 @@ def invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) -
             return free * torch.log1p(value)
         case _:
             raise NotImplementedError(
-                f"aggregate {aggregate}: the liveness proof does not define it. Fix: add it to proof/inverses.py."
+                f"aggregate {aggregate}: the liveness proof does not define this aggregate. Fix: add it to "
+                "proof/inverses.py."
             )
 
 

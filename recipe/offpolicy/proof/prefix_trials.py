@@ -1,7 +1,7 @@
 """Trials of weights and masks at level ``prefix``, where the decision on a token depends on all tokens up to it.
 
-In each row, only one token has a nonzero log-ratio: the second token, if it exists. It determines the value of every
-later prefix.
+In each row, only one token has a nonzero log-ratio: the second token, if it exists. This token determines the value of
+every later prefix.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Checks of rewards: all finite, a spread that rounding does not explain, and an estimator that uses their positions.
+"""Checks that rewards are finite, that rounding does not explain their spread, and that the estimator uses their
+positions.
 
 An advantage estimator that sums per-token rewards into one outcome assigns every token the same credit. The guard tests
-the configured estimator itself, even if it is the user's own: it moves a reward within a sequence of a small batch and
-checks that the advantages change.
+the configured estimator, even a custom one. It moves a reward within a sequence of a small batch and checks that the
+advantages change.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class RewardError(ValueError):
 
 _BY_FUNCTION = "Return a finite number from the reward function."
 BY_KL = (
-    "Its score is finite, but the KL of algorithm.use_kl_in_reward is not: log-probs of the policy or the reference "
-    "are not finite. Check the reference model, or set algorithm.use_kl_in_reward=false."
+    "The score is finite, but the KL of algorithm.use_kl_in_reward is not, because log-probs of the policy or the "
+    "reference are not finite. Check the reference model, or set algorithm.use_kl_in_reward=false."
 )
 
 
@@ -163,7 +164,7 @@ class DenseRewardGuard:
         if not sees:
             row, token = found
             reason = (
-                f"this estimator sums the rewards of a sequence to one outcome, but sequence {row} has a reward of "
+                f"this estimator sums the rewards of a sequence into one outcome, but sequence {row} has a reward of "
                 f"{float(scores[found]):g} at token {token}, before its last token, so no token would receive its own "
                 f"credit."
             )

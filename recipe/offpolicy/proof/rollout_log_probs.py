@@ -1,7 +1,7 @@
-"""Checks at every update that the rollout's log-probs are present and finite, and belong to their tokens.
+"""Checks, at every update, that the rollout's log-probs are present and finite and belong to their tokens.
 
-``verify`` judges the first update; these checks judge every update, at the cost of one checksum per sequence and a few
-sign comparisons.
+``verify`` checks only the updates with a proof. The checks in this module run at every update, and cost one checksum
+per sequence and a few sign comparisons.
 
 The sum over the vocabulary of mu(v) * pi_old(v) / mu(v) is 1 for any pi_old, however different the weights are. An
 engine that samples from p but reports q yields the sum of p * pi_old / q instead. With pi_old = p, this sum is
@@ -45,7 +45,7 @@ class RolloutLogProbError(RuntimeError):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of log-probs that a server returned, and the texts of the errors that concern this column.
+    """A column of log-probs that a server returned, and the texts of errors about this column.
 
     Attributes:
         most_nonfinite: largest accepted share of non-finite values.
@@ -62,7 +62,7 @@ MU = Column()
 
 def build_missing_error(present: object) -> RolloutLogProbError:
     """Build the error for a batch without rollout log-probs; ``present`` names what the batch contains."""
-    return RolloutLogProbError(f"{MU.name} are missing: the batch came without them; it contains {present}. {MU.fix}")
+    return RolloutLogProbError(f"{MU.name} are missing: the batch contains only {present}. {MU.fix}")
 
 
 def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor, column: Column = MU) -> None:
@@ -93,7 +93,7 @@ def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor, column: Colum
         raise column.error(f"{name} are missing: {lost} of {tokens} are not finite. {fix}")
     # Rounding can put the log-prob of a near-certain token slightly above 0.
     if high > 1e-3:
-        raise column.error(f"{name} hold no log-probs: the maximum is {high:.3g}, above 0. {fix}")
+        raise column.error(f"{name} are not log-probs: the maximum is {high:.3g}, above 0. {fix}")
     # All zeros are valid for an engine that is certain of each token; check_zeros compares with the trainer's policy.
     if tokens >= LEAST_TOKENS and low == high != 0.0:
         raise column.error(f"{name} are missing: all {tokens} values are the placeholder {low:.3g}. {fix}")
@@ -198,15 +198,15 @@ def _judge_zeros(rows: int, numbers: list[int], column: Column = MU) -> None:
     together = tokens_of_zero >= max(LEAST_TOKENS, tokens // 2)
     if telling or together:
         raise column.error(
-            f"{column.name} are missing: {zero} of {rows} sequences hold only zeros, but the trainer's policy has a "
-            f"mean -log pi above {UNSURE:g} nats per token there. {column.fix}"
+            f"{column.name} are missing: {zero} of {rows} sequences contain only zeros, but the trainer's policy has a "
+            f"mean -log pi above {UNSURE:g} nats per token for these sequences. {column.fix}"
         )
 
 
 LEAST_ROWS, ENOUGH_ROWS = 32, 256
 """Minimum number of responses for a judgement, and the number of responses after which the check ends."""
 TOLERANCE, ERRORS = 0.02, 5.0
-"""Excess of the mean over 1 allowed for rounding, and the number of standard errors (per response) added to it."""
+"""Excess of the mean over 1 that rounding may cause, and the number of standard errors (per response) added to it."""
 _LARGEST = 20.0
 """Cap of a log-ratio before exp, in nats."""
 
@@ -361,7 +361,8 @@ _FIX = "Set correction.proximal=recompute: rollout and trainer are different eng
 
 
 class SameEngineError(RuntimeError):
-    """mu differs from pi_old although ``correction.proximal=same_engine``; the message names the place."""
+    """mu differs from pi_old although ``correction.proximal=same_engine``; the message names the step, sequence and
+    token."""
 
 
 def measure_difference(rollout_log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
@@ -377,19 +378,19 @@ def measure_difference(rollout_log_prob: Tensor, old_log_prob: Tensor, response_
 
 
 class SameEngineCheck:
-    """Check in the trainer's process that remains active until a batch has shown that mu equals pi_old.
+    """Check in the trainer's process, active until a batch has shown that mu equals pi_old.
 
     A resumed run is a new process and checks its first step again.
 
     Attributes:
-        largest: largest difference in the judged batch, in nats; None until a batch has been judged.
+        largest: largest difference in the checked batch, in nats; None until a batch has been checked.
     """
 
     def __init__(self) -> None:
         self.largest: float | None = None
 
     def judge(self, rows: TensorDict, uids: Sequence[str], step: int) -> None:
-        """Judge a batch after the trainer has computed pi_old.
+        """Check a batch after the trainer has computed pi_old.
 
         Args:
             rows: contains the columns in ``ALIGNED``, (B, T) each, nested or padded.
@@ -405,7 +406,7 @@ class SameEngineCheck:
             return
         largest, place = apart.flatten().max(0)
         row, token = divmod(int(place), apart.shape[1])
-        # The condition is written so that NaN also fails.
+        # With this form of the condition, NaN also fails.
         if not largest <= SAME_ENGINE_TOLERANCE:
             beyond = int((apart > SAME_ENGINE_TOLERANCE).sum())
             raise SameEngineError(
@@ -417,7 +418,7 @@ class SameEngineCheck:
         self.largest = float(largest)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``same_engine/largest_difference``; NaN until a batch has been judged."""
+        """Return ``same_engine/largest_difference``; NaN until a batch has been checked."""
         return {"same_engine/largest_difference": math.nan if self.largest is None else self.largest}
 
     @property

@@ -25,7 +25,7 @@ BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 class CorrectedLoss(Protocol):
-    """Interface of the loss under proof, see ``worker.loss.OffPolicyLoss``."""
+    """Interface of the loss that is proved, see ``worker.loss.OffPolicyLoss``."""
 
     spec: CorrectionSpec
     prove: bool
@@ -48,7 +48,7 @@ class ShiftResult:
     Attributes:
         error: largest difference between the observed and the expected gradient, relative to the larger of the expected
             and the uncorrected gradient.
-        vacuous: True if the uncorrected gradient is zero, so that the trial shows nothing.
+        vacuous: True if the uncorrected gradient is zero, which makes the trial inconclusive.
     """
 
     error: float
@@ -163,7 +163,7 @@ def _keeps(mask: MaskSpec, ratio: Tensor) -> Tensor:
 
 
 def place_masses(spec: CorrectionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Place p and q of the likeliest tokens beyond and inside each of the correction's bounds; return float32 logs.
+    """Choose p and q of the likeliest tokens beyond and inside each of the correction's bounds; return float32 logs.
 
     Args:
         like: (..., K), shape of the result.
@@ -244,7 +244,7 @@ def try_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroB
     share = -apart if of_k1 else (torch.expm1(apart) - apart) / -torch.expm1(apart)
     results = []
     for ratio in (0.7, 1.5) if upper is None else (0.7, math.sqrt(upper), 1.1 * upper):
-        # The other ratio is the inverse, so that use of the wrong ratio is detected.
+        # The other ratio is the inverse, so the comparison detects the use of the wrong ratio.
         shifted, other = log_prob - math.log(ratio), log_prob + math.log(ratio)
         old, mu = (other, shifted) if spec.kl_weight.ratio == "full" else (shifted, other)
         moved = replace_policies(batch, old=old, mu=mu, advantages=torch.zeros_like(log_prob))
@@ -258,7 +258,7 @@ def try_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroB
 
 
 def try_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare a penalty's gradient with 2 c log r, r being its own ratio, while the policy term has no gradient."""
+    """Compare a penalty's gradient with 2 c log r, where r is its own ratio and the policy term has no gradient."""
     assert spec.penalty is not None
     log_prob = batch.log_prob.double()
     # The shift in either direction is large enough that the penalty's gradient is as large as a policy term's.

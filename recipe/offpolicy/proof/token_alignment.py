@@ -1,10 +1,11 @@
-"""Token alignment of mu: uses the trainer's log-probs over whole batches to check that mu belongs to its tokens.
+"""Token alignment of mu: compares mu with the trainer's log-probs over whole batches to check that mu belongs to its
+tokens.
 
 If two rows differ at a position, the rollout engine and the trainer usually assign the higher log-prob to the same row.
 This holds whatever the mismatch, and even with stale weights, so the share of pairs on which they agree is near 1. If
 the log-probs belong to other rows, engine and trainer agree only by chance, on half of the pairs. If the log-probs are
 off by one token, the agreement is better with the neighbouring token. Only signs are counted, so neither a drift common
-to all tokens nor one extreme token matters.
+to all tokens nor one extreme token affects the result.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class PairCounts:
 
 @dataclass(frozen=True)
 class AlignmentTally:
-    """Counts of agreement between mu and the trainer's policy, in plain Python; add up over micro-batches and updates.
+    """Counts of agreement between mu and the trainer's policy, in plain Python values that add up over micro-batches
+    and updates.
 
     Attributes:
         rows: pairs of two rows at the same position.
@@ -198,7 +200,7 @@ class AlignmentChecker:
     _pending: AlignmentTally = AlignmentTally()
 
     def judge(self, tally: AlignmentTally) -> dict[str, float]:
-        """Add the tally of one update, and check those counts that are large enough.
+        """Add the tally of one update, and check the counts that are large enough.
 
         Returns:
             Metrics: the concordance of each kind of pair with enough pairs.
@@ -249,7 +251,7 @@ def find_shift(count: PairCounts) -> int:
 
 
 Side = tuple[Tensor, ...]
-"""(trainer, mu, usable), each (B, T)."""
+"""The columns trainer, mu and usable, (B, T) each."""
 
 
 def _count_pairs(

@@ -55,7 +55,8 @@ class Trial:
     """A changed micro-batch and the expected gradient factors.
 
     Attributes:
-        label: the bound under test. At least one trial with this label must be able to show the bound. Empty for none.
+        label: the bound under test. At least one trial with this label must be conclusive about the bound. Empty for
+            none.
         batch: micro-batch with the policy's ``log_prob``, detached.
         factor: (B, T) factor by which the uncorrected gradient of each token's policy term is multiplied.
         constants: batch-level constants, as the trainer would send them.
@@ -115,7 +116,7 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
     constants = BatchConstants(weight_mean=mean)
     units = _number_units(spec.level, batch)
     hit = _choose_units(units, spec.by_staleness is not None, spec)
-    # Each unit's value is placed on one token, because rounding errors of thousands of tokens would exceed the
+    # One token has the whole value of each unit, because rounding errors of thousands of tokens would exceed the
     # tolerance.
     first = hit & _find_unit_starts(units, batch.response_mask)
     size = (
@@ -174,7 +175,7 @@ def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator
             # Where the ratio may have either sign, the update reduces it.
             yield from (build(side, there, sign, beyond=True, inward=True) for sign in signs)
         if spec.when not in ("any", "post_tool"):
-            # The rows' mean advantage has the mask's sign, and their later tokens have the opposite sign.
+            # The mean advantage of the rows has the mask's sign, and later tokens have the opposite sign.
             advantages = mix_signs(mask, signs[0])
             moved, hit = _place_policies(spec, batch, there, side, advantages)
             by_row = spec.sign == "row" or spec.when == "outward"  # ``hit`` already includes when=outward
@@ -224,10 +225,11 @@ def mix_signs(mask: Tensor, sign: float) -> Tensor:
 def _place_policies(
     spec: MaskSpec, batch: MicroBatch, value: float, side: float, advantages: Tensor, *, inward: bool = False
 ) -> tuple[MicroBatch, Tensor]:
-    """Build policies whose aggregate is ``value`` on every other unit and neutral elsewhere, and the tokens hit.
+    """Build policies whose aggregate is ``value`` on every other unit and neutral elsewhere; also return the tokens
+    hit.
 
-    A unit's log-ratio is placed on its first token, so that PPO's clip keeps the gradient of the other tokens. In these
-    units, ``when=outward`` hits only the tokens whose log-ratio and advantage have the same sign.
+    The first token has the whole log-ratio of a unit, because PPO's clip then keeps the gradient of the other tokens.
+    In these units, ``when=outward`` hits only the tokens whose log-ratio and advantage have the same sign.
     """
     mask = batch.response_mask
     if spec.aggregate == "staleness":
@@ -301,7 +303,7 @@ def place_masses(
 
 def shift_mu(spec: WeightSpec, batch: MicroBatch, shift: Tensor, advantages: Tensor) -> MicroBatch:
     """Give the weight's ratio the logarithm ``shift``."""
-    # pi_old differs from pi, so that a mix-up of pi_old and pi is detected. The base loss never clips a ratio pi /
+    # pi_old differs from pi, so the trial detects a mix-up of the two. The base loss never clips a ratio pi /
     # pi_old below 1 with a positive advantage, or above 1 with a negative advantage, so every token has a gradient to
     # weigh.
     old = batch.log_prob.double() + advantages.sign() * BEYOND

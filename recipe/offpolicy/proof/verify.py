@@ -1,4 +1,4 @@
-"""Trainer side of the liveness proof: checks the workers' evidence and stops the run if anything is missing.
+"""Trainer side of the liveness proof, which checks the workers' evidence and stops the run if any is missing or wrong.
 
 Every micro-batch must send a report, use the trainer's spec and the sampled mu, and show that each configured
 correction acts in the gradient.
@@ -63,8 +63,7 @@ def verify(
         moving: parts whose bounds are sent with each update; the fingerprint excludes them.
         plan: fingerprint of the plan sent with this update; None: plans are not compared.
         marked: sum of the marks that request proofs; None: all micro-batches must be proved.
-        again: True if the correction was proved before. It is then not a failure if a few rows do not show all of the
-            correction's parts.
+        again: True if the correction was proved before. A few rows then need not show all of the correction's parts.
         steps: number of optimizer steps that the engine made; 0: unknown.
 
     Returns:
@@ -124,7 +123,7 @@ def verify_update(
     plan: int | None = None,
     steps: int = 0,
 ) -> None:
-    """Check the evidence that every update sends: adapter, spec, bounds, mu, the engine's factor, verl's denominators.
+    """Check the evidence sent with every update: adapter, spec, bounds, mu, the engine's factor, verl's denominators.
 
     Each micro-batch must come from the adapter, and must use the trainer's spec and bounds as well as the sampled mu.
     The engine must have multiplied its loss by the correct factor. The micro-batches of an optimizer step must add up
@@ -138,8 +137,8 @@ def verify_update(
         if plan is not None and (wrong := sum(packet.plan != plan for packet in packets)):
             absent = sum(not packet.plan for packet in packets)
             raise LivenessError(
-                f"{wrong} of {len(packets)} micro-batches had a plan other than the one that the trainer sent with "
-                f"this update ({absent} had no plan): step, bounds or constants came from another update."
+                f"{wrong} of {len(packets)} micro-batches did not use the plan that the trainer sent with this update "
+                f"({absent} had no plan), so their step, bounds or constants came from another update."
             )
         _verify_rows([row for packet in packets for row in packet.rows], sampled_rows, epochs)
         _verify_scales(packets)
@@ -149,7 +148,7 @@ def verify_update(
 
 def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec, moving: Collection[str]) -> None:
     if not packets:
-        raise LivenessError("no metrics arrived from the corrected loss: the worker ran another loss function.")
+        raise LivenessError("the corrected loss returned no metrics, so the worker ran another loss function.")
     expected = compute_fingerprint(spec, moving)
     if wrong := {packet.fingerprint for packet in packets} - {expected}:
         raise LivenessError(
@@ -159,7 +158,7 @@ def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec,
     for packet in packets:
         if packet.bounds != bounds:
             raise LivenessError(
-                f"a worker used bounds other than those that the trainer sent: {packet.bounds} instead of {bounds}."
+                f"a worker used other bounds than the trainer sent: {packet.bounds} instead of {bounds}."
             )
 
 
@@ -170,8 +169,9 @@ def _verify_rows(rows: Sequence[int], sampled_rows: Sequence[int], epochs: int) 
     if used and not used - sampled:
         raise LivenessError(
             f"the update used {used.total()} of the {sampled.total()} sequences that the rollout sampled, and none of "
-            f"these was changed. Fix: a program with its own fit must pass a whole batch to one call of update_actor, "
-            f"which verl splits into mini-batches, and drop sequences before compute_log_prob and compute_advantage."
+            "these was changed. Fix: a program with its own fit must drop sequences before compute_log_prob and "
+            "compute_advantage, and pass a whole batch to one call of update_actor, which verl splits into "
+            "mini-batches."
         )
     raise LivenessError(
         f"the loss did not use the mu that the rollout sampled: {(sampled - used).total()} of "
@@ -187,7 +187,7 @@ def _verify_scales(packets: Sequence[UpdateEvidence]) -> None:
         of_all = f"{count} of {sum(each for _, each in scales)} micro-batches"
         if scale == 0:
             raise LivenessError(f"{_BYPASSED}, in {of_all}.")
-        # The factor may arrive rounded to the dtype of the loss. The condition is written so that NaN also fails.
+        # The factor may arrive rounded to the dtype of the loss. With this form of the condition, NaN also fails.
         if not abs(scale - 1) <= 1e-3:
             raise LivenessError(
                 f"the engine multiplied the corrected loss of {of_all} by {scale:.6g} times the expected factor. Code "
@@ -199,10 +199,11 @@ def _verify_number(packets: Sequence[UpdateEvidence], marked: int | None) -> Non
     """Check that everything was proved: the marks of the proofs must add up, or every micro-batch must have a proof."""
     proofs = [packet.proof for packet in packets if packet.proof is not None]
     if marked is None and len(proofs) < len(packets):
-        raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
+        raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches have no proof.")
     if marked is not None and (seen := sum(proof.marked for proof in proofs)) != marked:
         raise LivenessError(
-            f"the marks of the proofs add up to {seen}, but {marked} were sent: some code changes the column {PROVE}."
+            f"the marks of the proofs add up to {seen} instead of {marked}. Fix: find the code that changes the column "
+            f"{PROVE}."
         )
 
 
@@ -221,21 +222,23 @@ def _verify_alignment(proofs: Sequence[Proof]) -> None:
     if own > FOREIGN * tokens and 2.0 * own > other:
         raise LivenessError(
             f"log pi of the training engine, or pi_old, belongs to other sequences: over {tokens} tokens log pi "
-            f"differs from pi_old by {own:.3g} nats, but from that of other sequences by {other:.3g}. Code permutes it."
+            f"differs from pi_old by {own:.3g} nats, but from pi_old of other sequences by {other:.3g}. Fix: find the "
+            "code that permutes one of the two."
         )
 
 
 def _verify_identity(spec: CorrectionSpec, tokens: int, identical: int, *, allowed: bool) -> None:
-    """Check that mu replaces pi_old where the correction says so, and that they are two policies otherwise."""
+    """Check that mu replaces pi_old if the correction requires it, and that mu and pi_old are different policies
+    otherwise."""
     if spec.proximal != "recompute" and identical != tokens:
         raise LivenessError(
-            f"correction.proximal={spec.proximal}: the batch must carry mu as old_log_probs up to the loss, but "
-            f"{tokens - identical} of {tokens} tokens arrived with another value. Some code computes old_log_probs."
+            f"correction.proximal={spec.proximal}: old_log_probs must be mu in the loss, but {tokens - identical} of "
+            f"{tokens} tokens have another value. Fix: find the code that computes old_log_probs."
         )
     if spec.proximal == "recompute" and identical == tokens and not allowed:
         raise LivenessError(
-            f"mu equals pi_old bitwise on all {tokens} tokens: one was copied from the other, so every rollout ratio "
-            f"is 1 and nothing is corrected. If rollouts come from the trainer's own engine, set "
+            f"mu equals pi_old bitwise on all {tokens} tokens, so one is a copy of the other, every rollout ratio is 1 "
+            "and nothing is corrected. If rollouts come from the trainer's own engine, set "
             "correction.proximal=same_engine; if this is intended for another reason, set "
             "offpolicy.allow_identical_log_probs=true."
         )
@@ -269,17 +272,17 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
         # This form also fails for NaN.
         if not shift.error <= proof.tolerance:
             raise LivenessError(
-                f"{name} does not act: on log-probs shifted beyond its bound, the relative error of the gradient is "
+                f"{name} has no effect: on log-probs shifted beyond its bound, the relative error of the gradient is "
                 f"{shift.error:.3g}, tolerance {proof.tolerance:.3g}."
             )
     if not _seen(proofs, name):
         why = (
-            "verl's loss has the same gradient whatever pi_old is."
+            "verl's loss has the same gradient for any pi_old."
             if name == "proximal"
-            else "just beyond its bound, verl's loss has no gradient left to remove. Either verl's own clip is "
-            "narrower and the correction changes nothing, or no sequence has two tokens."
+            else "just beyond its bound, verl's loss has no gradient. Either verl's own clip is narrower and the "
+            "correction changes nothing, or no sequence has two tokens."
         )
-        raise LivenessError(f"no evidence that {name} acts: {why}")
+        raise LivenessError(f"there is no evidence that {name} acts: {why}")
     return max(proof.shifts[name].error for proof in proofs)
 
 
@@ -316,7 +319,7 @@ def _find_missing(spec: CorrectionSpec, live: Mapping[str, float], sealed: Seque
         yield "advantages, old_log_probs and all other columns of the loss (correction=none)"
         return
     for name in _find_unread(spec, live):
-        yield f"{name} (verl's loss has the same gradient whatever pi_old is)"
+        yield f"{name} (verl's loss has the same gradient for any pi_old)"
     if spec.baseline == "exclude":
         yield "baseline=exclude (it changes advantages, before the loss)"
     if not sealed:
