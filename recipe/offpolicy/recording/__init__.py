@@ -1,4 +1,5 @@
-"""Recorder and reader of the inputs and decisions of a run's corrections; both need pyarrow and xxhash, not verl."""
+"""Recorder and reader of the inputs and decisions of a run's corrections; both need pyarrow and xxhash, but not
+verl."""
 
 from .files import RecordingError, Step
 from .recording import Recording

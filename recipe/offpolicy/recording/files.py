@@ -59,7 +59,7 @@ _NUMPY = {
 }
 
 
-ASIDE = "Move it out of the directory; the other files are read without it."
+ASIDE = "Move it out of the directory; the other files can be read without it."
 """Fix for a damaged file."""
 
 
@@ -111,7 +111,7 @@ def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.
 def compute_digest(rows: Rows, metadata: Mapping[bytes, bytes]) -> bytes:
     """Compute the hexadecimal checksum of all bits of the rows and of their metadata."""
     version = int(metadata.get(VERSION_KEY, VERSION))
-    # Both hashes detect damage but not forgery, because whoever can write a file can also write its digest.
+    # Both hashes detect damage but not forgery, because anyone who can write a file can also write its digest.
     state = xxhash.xxh3_128() if version >= FAST_DIGEST else hashlib.blake2b(digest_size=16)
     for key in (VERSION_KEY, SPEC_KEY, REASONS_KEY):
         state.update(metadata.get(key, b"") + b"\0")
@@ -129,7 +129,7 @@ def compute_digest(rows: Rows, metadata: Mapping[bytes, bytes]) -> bytes:
 
 
 def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str], *, limit: float = math.inf) -> int:
-    """Write a step's file; a reader never encounters a partial file.
+    """Write a step's file atomically, so that a reader never sees a partial file.
 
     Args:
         limit: largest size in bytes.
@@ -149,7 +149,7 @@ def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str
         pq.write_table(to_table(rows, spec, reasons), partial, compression=COMPRESSION, use_dictionary=_REPEATED)
         size = partial.stat().st_size
         if size > limit:
-            raise OverLimit(f"{path}: {size} bytes, but {limit:g} are left.")
+            raise OverLimit(f"{path}: the file has {size} bytes, but only {limit:g} are left.")
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -165,7 +165,7 @@ def read(path: Path) -> Step:
     """
     try:
         if not path.is_file():
-            raise RecordingError(f"{path}: not a regular file. {ASIDE}")
+            raise RecordingError(f"{path}: this is not a regular file. {ASIDE}")
         _check_size(path)
         # With pre_buffer, each column would be copied once more.
         with pq.ParquetFile(path, pre_buffer=False) as file:
@@ -180,11 +180,11 @@ def read(path: Path) -> Step:
     except RecordingError:
         raise
     except MemoryError as error:
-        raise RecordingError(f"{path}: does not fit into free memory. Read fewer steps.") from error
+        raise RecordingError(f"{path}: this file does not fit into free memory. Read fewer steps.") from error
     except Exception as error:  # Arrow raises different types, depending on where it detects a contradiction
         if isinstance(error, OSError) and error.errno is not None:  # Arrow's own errors have no errno
             raise build_unreadable_error(path, error) from error
-        raise RecordingError(f"{path}: not a readable Parquet file ({_first_line(error)}). {ASIDE}") from error
+        raise RecordingError(f"{path}: this is not a readable Parquet file ({_first_line(error)}). {ASIDE}") from error
     spec = _json(path, metadata, SPEC_KEY, dict)
     reasons = _json(path, metadata, REASONS_KEY, list)
     if not all(isinstance(reason, str) for reason in reasons) or len(reasons) > MOST_REASONS:
@@ -194,7 +194,7 @@ def read(path: Path) -> Step:
     if unknown:
         raise RecordingError(f"{path}: rejected_by has bits beyond its {len(reasons)} reasons. {ASIDE}")
     if metadata.get(DIGEST_KEY) != compute_digest(rows, metadata):
-        raise RecordingError(f"{path}: its content differs from what was recorded. {ASIDE}")
+        raise RecordingError(f"{path}: the content does not match its recorded digest. {ASIDE}")
     return Step(rows, spec, tuple(reasons))
 
 
@@ -207,15 +207,15 @@ def count_rows(path: Path) -> int:
     try:
         return read_declared_size(path).rows
     except DeclaredError as error:
-        raise RecordingError(f"{path}: not a readable Parquet file ({error}). {ASIDE}") from error
+        raise RecordingError(f"{path}: this is not a readable Parquet file ({error}). {ASIDE}") from error
     except OSError as error:
         raise build_unreadable_error(path, error) from error
 
 
 def build_unreadable_error(path: Path, error: OSError) -> RecordingError:
     """Build the error for a file or directory that the operating system refuses to read."""
-    proposed = "Fix its permissions" if isinstance(error, PermissionError) else "Fix that, or read a copy"
-    return RecordingError(f"{path}: not readable ({error.strerror or _first_line(error)}). {proposed}.")
+    proposed = "Fix its permissions" if isinstance(error, PermissionError) else "Fix the cause, or read a copy"
+    return RecordingError(f"{path} is not readable ({error.strerror or _first_line(error)}). {proposed}.")
 
 
 def _rows(path: Path, table: pa.Table) -> Rows:
@@ -235,7 +235,7 @@ def _rows(path: Path, table: pa.Table) -> Rows:
             raise RecordingError(f"{path}: {name} and response_ids have different row lengths. {ASIDE}")
     ends = np.cumsum(np.append(False, values["response_mask"]), dtype=np.int32)[values["offsets"]]
     if not np.array_equal(np.diff(ends), values["length"]):
-        raise RecordingError(f"{path}: length is not the count of response_mask. {ASIDE}")
+        raise RecordingError(f"{path}: length differs from the number of tokens in response_mask. {ASIDE}")
     if "version" not in values:
         span = (values["oldest_version"], values["newest_version"])
         values["version"] = spread_versions(*span, values["response_mask"], values["offsets"])
@@ -259,20 +259,21 @@ def _check_size(path: Path) -> None:
     size = max(size, _WIDEST * values, _WIDEST * rows)
     most = min(LARGEST, max(SMALL, UNPACKED * path.stat().st_size))
     if size > most:
-        raise RecordingError(f"{path}: declares an unpacked size of {size} bytes, more than {most}. {ASIDE}")
+        raise RecordingError(f"{path}: the file declares an unpacked size of {size} bytes, more than {most}. {ASIDE}")
 
 
 def _read_version(path: Path, metadata: Mapping[bytes, bytes]) -> int:
     version = metadata.get(VERSION_KEY)
     if version is None:
         raise RecordingError(
-            f"{path}: not a recording of offpolicy.record, {VERSION_KEY.decode()} is missing in its metadata."
+            f"{path}: this is not a recording of offpolicy.record, because {VERSION_KEY.decode()} is missing in its "
+            "metadata."
         )
     known = {str(each).encode(): each for each in range(1, VERSION + 1)}
     if version not in known:
         shown = version.decode(errors="replace")[:20]
         fix = "Read it with the release that wrote it."
-        raise RecordingError(f"{path}: schema {shown}, but this release reads 1 to {VERSION}. {fix}")
+        raise RecordingError(f"{path} has schema {shown}, but this release reads schemas 1 to {VERSION}. {fix}")
     return known[version]
 
 
@@ -375,7 +376,7 @@ def _read_pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
 
 def _count(fields: Fields, key: int) -> int:
     value = fields.get(key)
-    if type(value) is not int or value < 0:  # a bool is no count
+    if type(value) is not int or value < 0:  # a bool is not a count
         raise DeclaredError(f"a count is missing or negative ({value!r:.20})")
     return value
 

@@ -1,4 +1,4 @@
-"""Asynchronous recorder that does not block the training; instead, it drops rows, and after an error it stops."""
+"""Asynchronous recorder that never blocks training; it drops rows instead, and stops after an error."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Recorder:
         self.settings = settings
         self.stopped: str | None = None
         self.clock = clock
-        self._writer = StepWriter(settings, rank=rank, ranks=ranks)  # used only by its thread
+        self._writer = StepWriter(settings, rank=rank, ranks=ranks)  # used only by the writer's thread
         # Used only by the training thread.
         self._update: tuple[int, int] | None = None
         self._seen = 0
@@ -208,7 +208,7 @@ class Recorder:
         if first:
             # A disk error is logged without a traceback.
             trace = None if isinstance(error, OSError | OverLimit) else error
-            logger.warning("%s Recording stops; training continues.", self.stopped, exc_info=trace)
+            logger.warning("%s Recording stops, and training continues.", self.stopped, exc_info=trace)
 
     def spent(self, seconds: float) -> None:
         """Add the time that the training thread has spent on recording."""
@@ -233,14 +233,14 @@ class Recorder:
             return self._condition.wait_for(lambda: not self._items and not self._busy, timeout)
 
     def _leave_out(self, rows: int, *, ends: bool) -> None:
-        """Drop rows that exceed the step's time budget; ``ends``: these rows are the last of their update."""
+        """Drop rows that exceed the step's time budget; ``ends``: whether these rows are the last of their update."""
         if not self._warned:
             self._warned = True
             share = self.settings.share
             logger.warning(
                 "%s.share=%g: recording would take more than %.2g s of this step (limit: %g of the last step's "
-                "duration, or %g s in the first step). Rows are dropped evenly over the step; training continues. "
-                "Set %s.share=%.2g or %s.prompts=false.",
+                "duration, or %g s in the first step). Rows are dropped evenly over the step, and training "
+                "continues. Set %s.share=%.2g or %s.prompts=false.",
                 *(SECTION, share, self._budget.allowed, MOST_TIME, FIRST, SECTION, share / 2, SECTION),
             )
         with self._condition:
@@ -268,7 +268,7 @@ class Recorder:
                     self._writer.add(item)
                 else:
                     self._writer.drop(item)
-            except Exception as error:  # any failure: training continues
+            except Exception as error:  # training continues after any failure
                 self.stop(error)
             outcome, self._writer.outcome = self._writer.outcome, Outcome()
             with self._condition:
@@ -281,14 +281,14 @@ _RECORDERS: dict[tuple[str, int], Recorder] = {}
 
 
 def get_recorder(settings: RecordSettings, *, rank: int, ranks: int) -> Recorder:
-    """Get or create this process's recorder for the directory; it outlives the losses that use it."""
+    """Get or create this process's recorder for the directory. The recorder outlives the losses that use it."""
     key = (settings.dir, rank)
     recorder = _RECORDERS.get(key)
     if recorder is None or recorder.settings != settings:
         if recorder is not None:
             recorder.flush()
         elif not _RECORDERS:
-            # When a process exits normally, it still writes its queued rows.
+            # A process that exits normally still writes its queued rows.
             atexit.register(flush_all)
         recorder = _RECORDERS[key] = Recorder(settings, rank=rank, ranks=ranks)
     return recorder

@@ -1,9 +1,9 @@
-"""A recorded run: a directory with one file per update and rank, and with a card that describes the run.
+"""A recorded run is a directory with one file per update and rank, and with a card that describes the run.
 
 Under ``proximal=bypass``, the recorded column of pi_old is mu; under ``loglinear``, it is a mixture of mu and pi. Its
 distance from mu is therefore no evidence about the engines. At the first gradient step of a step, pi is still computed
-with the weights from the step's start, so pi is read instead. At later gradient steps, this is not possible because pi
-has changed.
+with the weights from the step's start, so pi is read instead of pi_old. At later gradient steps, pi has changed and
+cannot replace pi_old.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parse_name(name: str) -> FileName | None:
 
 
 Correction = tuple[Mapping[str, Any], tuple[str, ...]]
-"""The ``spec`` and the ``reasons`` of a step."""
+"""Key of a correction: the ``spec`` and the ``reasons`` of a step."""
 
 
 class Recording:
@@ -79,7 +79,9 @@ class Recording:
         self.largest = math.inf
         self.files: dict[int, list[Path]] = {}
         if not self.directory.is_dir():
-            raise RecordingError(f"{self.directory}: no such directory. Give the directory of offpolicy.record.dir.")
+            raise RecordingError(
+                f"{self.directory}: there is no such directory. Pass the directory that offpolicy.record.dir names."
+            )
         try:
             paths = sorted(self.directory.iterdir())
         except OSError as error:
@@ -88,7 +90,7 @@ class Recording:
             if found := parse_name(path.name):
                 self.files.setdefault(found.step, []).append(path)
         if not self.files:
-            fix = "Give the directory of offpolicy.record.dir."
+            fix = "Pass the directory that offpolicy.record.dir names."
             raise RecordingError(f"{self.directory}: there is no recorded step in this directory. {fix}")
 
     @property
@@ -132,7 +134,9 @@ class Recording:
         part = read(path)
         name = parse_name(path.name)
         if name is None or (part.rows.step != name.step).any() or (part.rows.rank != name.rank).any():
-            raise RecordingError(f"{path}: its rows belong to another step or rank than the file's name says. {ASIDE}")
+            raise RecordingError(
+                f"{path}: the rows belong to a different step or rank from the one in the file's name. {ASIDE}"
+            )
         return part
 
     def parts(self, step: int) -> list[Step]:
@@ -153,14 +157,17 @@ class Recording:
         updates = [name.update for path in files if (name := parse_name(path.name)) is not None]
         if None in updates and set(updates) != {None}:
             raise RecordingError(
-                f"{files[0]}: this file of a whole step is mixed with files of single updates. Move one kind elsewhere."
+                f"{files[0]}: this file of a whole step is mixed with files of single updates. Move the files of one "
+                "kind out of the directory."
             )
         first: dict[int | None, tuple[Path, Correction]] = {}
         for place, (path, update) in enumerate(zip(files, updates, strict=True)):
             part = self.part(step, place)
             alongside, of = first.setdefault(update, (path, _correction(part)))
             if _correction(part) != of:
-                raise RecordingError(f"{path}: it was recorded under a different correction from {alongside.name}.")
+                raise RecordingError(
+                    f"{path}: this file was recorded under a different correction from {alongside.name}."
+                )
             yield part
 
     def pieces(self, step: int) -> Iterator[list[Step]]:
@@ -302,7 +309,7 @@ def join_alike(parts: Iterable[Step], when: Callable[[Step], bool] = lambda part
 
 
 def _join(group: list[Step]) -> Step:
-    """Join parts that have the same correction, and empty ``group``, because its rows are needed only once."""
+    """Join parts that have the same correction, and empty ``group`` to free the memory of its rows."""
     correction = _correction(group[0])
     return Step(concatenate([part.rows for part in _drain(group)]), *correction)
 
@@ -322,7 +329,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
         if not path.exists():
             return {}
         if not path.is_file() or path.stat().st_size > _LARGEST_JSON:
-            raise RecordingError(f"{path}: not a file, or larger than {_LARGEST_JSON} bytes. {ASIDE}")
+            raise RecordingError(f"{path}: this is not a file, or it is larger than {_LARGEST_JSON} bytes. {ASIDE}")
         value = json.loads(path.read_text(encoding="utf-8"))
     except RecordingError:
         raise
@@ -330,7 +337,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
         raise build_unreadable_error(path, error) from error
     except (ValueError, RecursionError) as error:
         fix = "Repair the file, or move it out of the directory."
-        raise RecordingError(f"{path}: not readable as JSON ({error}). {fix}") from error
+        raise RecordingError(f"{path} is not readable as JSON ({error}). {fix}") from error
     if not isinstance(value, dict):
         raise RecordingError(f"{path}: expected a JSON object. {ASIDE}")
     return value

@@ -1,4 +1,5 @@
-"""A run's recording: the keys ``offpolicy.record``, and what the trainer does: the directory, the card, each update."""
+"""The trainer's part of a recording: the keys ``offpolicy.record``, the directory, the card, and the plan of each
+update."""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
 
 
 def find_too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find out whether ``spec`` has more rejecting parts than a file has bits for; no problem without a recording."""
+    """Check whether ``spec`` has more rejecting parts than a file has bits; there is no problem without a recording."""
     values = KEYS.read(config)
     if not isinstance(values, Mapping) or values.get("dir") is None:
         return
@@ -164,7 +165,7 @@ def find_resumed_folder(config: DictConfig) -> str | None:
     try:
         return str(folder.path) if mode == "auto" and folder.read_tracked_step() is not None else None
     except ValueError:
-        # A tracker that cannot be read still belongs to an earlier run.
+        # Even an unreadable tracker file shows that there was an earlier run.
         return str(folder.path)
 
 
@@ -180,7 +181,7 @@ def explain_foreign(directory: str, config: DictConfig) -> str | None:
     card = read_json(path / CARD)
     if _goes_on(card, config) if card else not any(parse_name(each.name) for each in path.iterdir()):
         return None
-    return "the directory holds the recording of another run, and this run resumes no checkpoint of that run."
+    return "the directory contains the recording of another run, and this run does not resume a checkpoint of that run."
 
 
 def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
@@ -197,7 +198,7 @@ def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
 PATIENCE = 5.0
 """Seconds that a run waits at its end until the workers have written the last step."""
 AFTER_FAILURE = 2.0
-"""Seconds that a failing run waits at its end; its last update may never be complete."""
+"""Seconds that a failing run waits at its end, where its last update may never be complete."""
 POLL = 0.05
 """Seconds between two checks during the wait."""
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -348,7 +349,7 @@ class RunRecord:
                 sink.write(f"{json.dumps(line)}\n")
 
     def finish(self, patience: float = PATIENCE, pause: Callable[[float], object] = time.sleep) -> None:
-        """Wait until the last step's files are visible on this machine, because workers are ended without notice.
+        """Wait until the last step's files are visible on this machine, because workers are killed without notice.
 
         Args:
             patience: total number of seconds to pause, not counting the time that the checks take.
@@ -384,8 +385,10 @@ class RunRecord:
 
     def _forget(self, first: int) -> bool:
         """Remove the files that were recorded after the checkpoint of a resumed run; return True if they are gone."""
-        # Otherwise, rows that are recorded again would be counted twice.
-        fix = "Fix: move the recording elsewhere, or set another directory. Nothing is recorded; training continues."
+        # Otherwise, rows that the resumed run records again would be counted twice.
+        fix = (
+            "Fix: move the recording elsewhere, or set another directory. Nothing is recorded, and training continues."
+        )
         gone = None
         with self._warning(f"the recording of step {first} and later cannot be removed", fix):
             files = self._list_files(first)

@@ -1,4 +1,4 @@
-"""Recorded rows: their numpy arrays in memory, and the only definition of their columns' names and types.
+"""Recorded rows as numpy arrays, and the only definition of the names and types of their columns.
 
 A file contains one step of one rank, or one update if a step consists of several. Token columns are lists over the
 response, from its first token to its last valid token; tool outputs in between are included, with ``response_mask``
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 VERSION = 3
-"""This number increases whenever a column is added or removed, the meaning of a column changes, or the digest
-changes."""
+"""Version of the schema, which increases whenever a column is added or removed, the meaning of a column changes, or the
+digest changes."""
 ADDED = {"version": 2}
 """Columns that are missing in older files -> the version that added them."""
 
@@ -170,8 +170,7 @@ class Rows:
     def token_staleness(self) -> NDArray[np.int64]:
         """(M,) steps from the weights that sampled a token to the weights at the start of the token's step.
 
-        A token of unknown version is treated as if it were as old as the first token of its row; -1 if that age is
-        unknown too.
+        A token of unknown version has the age of the first token of its row, or -1 if that age is unknown too.
         """
         lengths = np.diff(self.offsets)
         age = np.repeat(self.step - 1, lengths)
@@ -240,7 +239,7 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
     }
     for name in ("offsets", "prompt_offsets"):
         values[name] = compute_offsets(np.concatenate([np.diff(getattr(part, name)) for part in parts]))
-    # NaN stands in the rows for which an extension was off.
+    # The rows for which an extension was off contain NaN.
     values["extensions"] = {
         name: np.concatenate(
             [part.extensions.get(name, np.full(part.tokens, np.nan, dtype=np.float32)) for part in parts]

@@ -71,7 +71,7 @@ def record(
     step: StepStage,
     extensions: Collection[str] = (),
 ) -> dict[str, Statistic]:
-    """Record a micro-batch as the loss reads it, provided that it must be recorded.
+    """Record a micro-batch as the loss reads it, if the plan asks for a recording.
 
     Args:
         extensions: columns of extensions to record.
@@ -98,7 +98,7 @@ def record(
                 seen = _seen(settings, spec, batch, step, columns)
                 packed = pack(seen, _chosen(settings.share, seen.uids))
                 recorder.put(plan.step, plan.update, mini_batch, packed, spec.to_mapping(), tuple(step.rejected))
-            except Exception as error:  # any failure: training continues
+            except Exception as error:  # training continues after any failure
                 recorder.stop(error, rows)
         recorder.spent(recorder.clock() - started)
     return take_statistics(recorder, here)
@@ -191,7 +191,7 @@ def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
     if share >= 1:
         return None
     if uids is None:
-        raise KeyError(f"uid is not in the micro-batch that reached the loss: set {SECTION}.share=1.")
+        raise KeyError(f"uid is not in the micro-batch that reached the loss. Set {SECTION}.share=1.")
     if isinstance(uids, Tensor):
         uids = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in uids.cpu().numpy()]
     return torch.tensor([is_chosen(uid, share) for uid in uids])

@@ -1,4 +1,4 @@
-"""Rows of micro-batches, packed on their device, and the writer that stores one rank's rows within the size budget."""
+"""Rows of micro-batches, packed on their device, and the writer of one rank's rows, which observes the size budget."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
     """Unpack the rows on the host, after they have arrived."""
     if packed.ready is not None:
         packed.ready.synchronize()
-    # The buffer is copied, because pinned memory is scarce and rows may have to wait.
+    # The buffer is copied, because pinned memory is scarce and rows may wait for a long time.
     flat = packed.buffer.numpy().copy()
     columns: dict[str, NDArray[Any]] = {}
     start = 0
@@ -262,7 +262,7 @@ class StepWriter:
         ranks: number of ranks that share the directory.
 
     Attributes:
-        outcome: accumulated results; whoever reads this attribute replaces it with an empty ``Outcome``.
+        outcome: accumulated results; the reader of this attribute must replace it with an empty ``Outcome``.
     """
 
     def __init__(self, settings: RecordSettings, *, rank: int, ranks: int) -> None:
@@ -316,7 +316,7 @@ class StepWriter:
         settings = self._settings
         if isinstance(error, OverLimit):
             return (
-                f"{SECTION}.max_bytes={settings.max_bytes:g}: rank {self._rank} has filled its part of "
+                f"{SECTION}.max_bytes={settings.max_bytes:g}: rank {self._rank} has used up its share of "
                 f"{self._limit:g} bytes. Fix: raise the limit, or record less by setting "
                 f"{SECTION}.every={10 * settings.every} or {SECTION}.share={settings.share / 10:g}."
             )
