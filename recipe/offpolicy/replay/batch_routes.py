@@ -1,7 +1,8 @@
-"""Routes of one row, as recorded by a client, routes of a micro-batch for one forward, and the settings of replay.
+"""The routes of one row as a client records them, the routes of a micro-batch for one forward, and the settings of
+replay.
 
-A note is ``[tokens, checksum]``: how many of the row's first tokens the rollout engine forwarded, and a checksum of
-their routes. The last token of a response was sampled but never forwarded, so it has no routes.
+A note is ``[tokens, checksum]``: the number of the row's first tokens that the rollout engine forwarded, and a checksum
+of their routes. The last token of a response was sampled but never forwarded, so it has no routes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 
 
 class RouteNote(list[int]):
-    """The note of one row, with its tokens and routes, which stay in the client's process."""
+    """The note of one row, with its tokens and routes, which are not sent with the note."""
 
     def __init__(self) -> None:
         super().__init__([0, 0])
@@ -195,8 +196,8 @@ def read_routes(data: TensorDict, layout: TokenLayout, mode: Mode, step: int, ol
         ages = _read_ages(data, step, layout)
     if oldest is not None and ages is None:
         raise ReplayError(
-            f"offpolicy.replay.oldest={oldest} needs the age of the weights, but a sequence does not name the version "
-            f"that sampled it. Fix: pass on the server's extra_fields in its agent loop, or set {OLDEST}=null."
+            f"offpolicy.replay.oldest={oldest} needs the age of the weights, but one sequence lacks the version that "
+            f"sampled it. Fix: pass on the server's extra_fields in the agent loop, or set {OLDEST}=null."
         )
     routed = layout.within < counts[layout.rows]
     replayed = routed if oldest is None or ages is None else routed & (ages <= oldest)
@@ -221,7 +222,7 @@ def read_counts(data: TensorDict) -> list[int]:
         row for row, there in enumerate(trained) if there and (row >= len(fields) or NOTE not in fields[row])
     ]:
         raise ReplayError(
-            f"{len(missing)} sequences have no note of the routes that they were sampled with ({NOTE}). Fix: pass on "
+            f"{len(missing)} sequences have no note of the routes with which they were sampled ({NOTE}). Fix: pass on "
             f"the server's extra_fields in the agent loop, or set router_replay.mode=disabled."
         )
     return [int(fields[row][NOTE][0]) if there else 0 for row, there in enumerate(trained)]
@@ -262,8 +263,8 @@ def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
     compared = [row for row, count in enumerate(counts) if 0 < count <= lengths[row]]
     if wrong := [row for row in compared if found[row] != noted[row]]:
         raise ReplayError(
-            f"{len(wrong)} of {len(compared)} sequences arrived with routes other than those they were sampled with; "
-            f"the first is at position {wrong[0]} of its micro-batch. Their checksums differ. Fix: find the code that "
+            f"the checksums of {len(wrong)} of {len(compared)} sequences differ, so their routes are not those with "
+            f"which they were sampled; the first is at position {wrong[0]} of its micro-batch. Fix: find the code that "
             f"changes the column {ROUTES} between rollout and trainer."
         )
     return len(compared)
@@ -271,16 +272,19 @@ def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
 
 def _read_column(data: TensorDict, layout: TokenLayout, mode: Mode) -> Tensor:
     if ROUTES not in data.keys():
-        source = "the rollout engine returned none" if mode == "R3" else "the forward pass of pi_old recorded none"
+        source = (
+            "the rollout engine returned no routes" if mode == "R3" else "the forward pass of pi_old recorded no routes"
+        )
         raise ReplayError(
-            f"the micro-batch has no {ROUTES}: {source}. Fix: set router_replay.mode=disabled to train without replay."
+            f"the micro-batch has no {ROUTES}: {source} no routes. Fix: set router_replay.mode=disabled to train "
+            "without replay."
         )
     column = data[ROUTES]
     routes: Tensor = column.values()
     if not torch.equal(column.offsets(), layout.offsets):
         raise ReplayError(
             f"{ROUTES} cover {column.offsets().diff().tolist()} tokens per sequence, but the sequences have "
-            f"{layout.lengths.tolist()}. Fix: give routes for each token, zeros for tokens without routes."
+            f"{layout.lengths.tolist()}. Fix: pass routes for each token, and zeros for tokens without routes."
         )
     return routes
 
@@ -307,7 +311,7 @@ def _find_oldest(fields: Mapping[str, Any]) -> int | None:
 
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-_REFERENCE = "the reference is the same engine without its adapter, and would replay too."
+_REFERENCE = "the reference is the same engine without its adapter, and would also replay routes."
 _SPLIT = "routes are not split over sequence-parallel ranks."
 _OF_ANY_MODE = (
     Requirement(f"{_MODEL}.use_fused_kernels", (False,), "fused kernels replace the model's forward."),

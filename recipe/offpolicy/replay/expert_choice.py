@@ -1,4 +1,4 @@
-"""Replacement of a router's choice of experts with recorded ids, and checks of these ids against the model.
+"""Replaces a router's choice of experts with recorded ids, and checks these ids against the model.
 
 A router of transformers chooses with a single ``topk`` over its experts' scores, (tokens, experts). Replay replaces the
 result of ``topk`` with the scores at the given ids. The model still decides how to use these scores (softmax before or
@@ -83,7 +83,7 @@ class RouterSlot:
         self.armed = self.ids = self._rows = None
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the forward of the choosing module.
+        """Run the forward of the module that chooses the experts.
 
         Raises:
             ReplayError: the module made no choice or several choices, or is recomputed for a backward while armed with
@@ -97,8 +97,8 @@ class RouterSlot:
         if replacement.count != 1:
             raise ReplayError(
                 f"the router of layer {self.layer} made {replacement.count} choices of {self.top_k} among "
-                f"{self.experts} experts in one forward, but must make 1. Fix: do not let a kernel or compiler replace "
-                f"this block's forward, or turn routing replay off."
+                f"{self.experts} experts in one forward instead of 1. Fix: prevent kernels and compilers from "
+                "replacing this block's forward, or turn routing replay off."
             )
         return result
 
@@ -126,8 +126,8 @@ class RouterSlot:
             return own
         if len(self.ids) != len(scores):
             raise ReplayError(
-                f"layer {self.layer} routes {len(scores)} tokens, but routes of {len(self.ids)} tokens were given. "
-                f"Fix: give a row of ids for each token of this forward, padding included, in their order."
+                f"layer {self.layer} routes {len(scores)} tokens, but was armed with routes of {len(self.ids)} tokens. "
+                "Fix: pass a row of ids for each token of this forward, including padding, in order."
             )
         ids = self.ids.to(scores.device, torch.int64)
         rows = torch.ones_like(chosen[:, 0], dtype=torch.bool) if self._rows is None else self._rows.to(scores.device)
@@ -141,13 +141,13 @@ class RouterSlot:
             self._ran_under = self.armed
         elif self._ran_under is not self.armed:
             raise ReplayError(
-                f"layer {self.layer} is recomputed for its backward with routes other than those of its forward. Fix: "
-                "disarm, or arm with the next routes, after the backward."
+                f"layer {self.layer} is recomputed for its backward with different routes from its forward. Fix: "
+                "disarm, or arm with the next routes, only after the backward."
             )
 
 
 class _Replacement(TorchFunctionMode):
-    """Mode that passes the choice of a slot's router to the slot."""
+    """Torch function mode that passes the choice of a slot's router to the slot."""
 
     def __init__(self, slot: RouterSlot) -> None:
         super().__init__()
@@ -254,16 +254,19 @@ def check_shape(routes: Tensor, to: RoutedLayers) -> None:
         ReplayError: names the given and the expected value.
     """
     if routes.dtype not in _DTYPES:
-        raise ReplayError(f"routes are {routes.dtype}. Fix: give ids of experts as uint8, int16, int32 or int64.")
+        raise ReplayError(
+            f"routes have dtype {routes.dtype}. Fix: pass ids of experts as uint8, int16, int32 or int64."
+        )
     if routes.dim() != 3 or routes.shape[1:] != (to.depth, to.top_k):
         raise ReplayError(
-            f"routes have the shape {tuple(routes.shape)}, but {to.model} has {to.depth} decoder layers and "
-            f"{to.top_k} experts per token. Fix: give (tokens, {to.depth}, {to.top_k}); count dense layers too."
+            f"routes have the shape {tuple(routes.shape)}, but {to.model} has {to.depth} decoder layers and {to.top_k} "
+            f"experts per token. Fix: pass routes of shape (tokens, {to.depth}, {to.top_k}), where dense layers count "
+            "too."
         )
 
 
 def check_ids(routes: Tensor, rows: Tensor, to: RoutedLayers) -> None:
-    """Check that rows with routes name distinct experts in each layer with experts, and no experts in other layers.
+    """Check that rows with routes have distinct experts in each layer with experts, and zeros in all other layers.
 
     Args:
         routes: (tokens, depth, k) integers.
@@ -277,7 +280,7 @@ def check_ids(routes: Tensor, rows: Tensor, to: RoutedLayers) -> None:
     _refuse(ids, outside.any(-1), rows, to.layers, f"but {to.model} has experts 0 to {to.experts - 1}")
     ordered = ids.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-    _refuse(ids, twice, rows, to.layers, "an expert twice, which no router chooses")
+    _refuse(ids, twice, rows, to.layers, "which contain an expert twice, and no router chooses that")
     if to.dense:
         stray = routes[:, list(to.dense)]
         wrong = f"but layer(s) {list(to.dense)} of {to.model} have no experts"

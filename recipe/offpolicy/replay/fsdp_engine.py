@@ -1,4 +1,4 @@
-"""Routing replay in verl's FSDP engine, by wrapping three methods of the engine's instance; no code is copied.
+"""Routing replay in verl's FSDP engine, which wraps three methods of the engine's instance and copies no code.
 
 With equal inputs, a router usually chooses the same experts for a token as another engine did (98 % of choices at equal
 weights). If the router agrees better with the routes of another row or layer, the routes are misplaced.
@@ -74,8 +74,8 @@ def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
             rows = int(records[layers[place]].count_replayed())
             raise ReplayError(
                 f"layer {layers[place]} chooses the experts that were shipped for layer {layers[other]} in "
-                f"{counts[other]} of {rows} rows, and those shipped for itself in {counts[place]}: the layers of the "
-                f"routes are not in the model's order. Fix: give routes by absolute layer number."
+                f"{counts[other]} of {rows} rows, and those shipped for itself in {counts[place]}: so the layers of "
+                "the routes are not in the model's order. Fix: order routes by absolute layer number."
             )
 
 
@@ -95,8 +95,8 @@ def check_row_order(records: Mapping[int, ChoiceRecord]) -> None:
             rows = sum(int(record.count_replayed()) for record in records.values())
             raise ReplayError(
                 f"routers choose the experts that were shipped for the row {where} in {shifted} of {rows} choices, and "
-                f"those of their own row in {own}: the routes are off by one row. Fix: give each row the routes of the "
-                f"token that enters the model there, not of the token that it predicts."
+                f"those of their own row in {own}, so the routes are off by one row. Fix: give each row the routes of "
+                "its input token, not of the token that it predicts."
             )
 
 
@@ -135,7 +135,7 @@ class FirstLook:
 
 @dataclass(frozen=True)
 class RoutingReport:
-    """Report of one rank on the routes of one mini-batch, in plain Python.
+    """Report of one rank on the routes of one mini-batch, in plain Python values.
 
     Attributes:
         layers: absolute numbers of the layers with experts.
@@ -202,9 +202,9 @@ class RoutingTally:
         for layer, wanted, found in zip(self.layers, replayed, entered, strict=True):
             if found != wanted:
                 raise ReplayError(
-                    f"the experts of layer {layer} were called with ids other than the shipped ones for "
-                    f"{wanted - found} of {wanted} tokens. Fix: find the code that changes the router's choice "
-                    "between its forward and its experts, or turn routing replay off."
+                    f"for {wanted - found} of {wanted} tokens, the experts of layer {layer} were not called with the "
+                    "shipped ids. Fix: find the code that changes the router's choice between its forward and its "
+                    "experts, or turn routing replay off."
                 )
         ages = sums[3 * width : -1]
         pairs = tuple(zip(ages[::2], ages[1::2], strict=True))
@@ -231,7 +231,7 @@ _FLAG = "enable_routing_replay"
 
 
 class ReplayingEngine:
-    """Routing replay wrapped around one engine.
+    """Routing replay for one engine, whose methods it wraps.
 
     Args:
         engine: verl's engine, initialised.
@@ -295,7 +295,7 @@ class ReplayingEngine:
         return inputs, arguments
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
-        """Run verl's method, and count what the routers chose."""
+        """Run verl's method, and count the routers' choices."""
         first, native = self._first, None
         if self._compares and ROLLOUT_LOG_PROBS in micro_batch.keys():
             self._compares = False

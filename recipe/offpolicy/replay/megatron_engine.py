@@ -164,15 +164,15 @@ class WatchedEngine:
         for layer, (_, replayed, sent, placed, recomputed) in sums.items():
             if sent != replayed:
                 raise ReplayError(
-                    f"the router of layer {layer} sent {replayed - sent} of {replayed} tokens to experts other than "
-                    "those that its RouterReplay names. Fix: find the code that overrides verl's replay in "
-                    "Megatron's router, or set router_replay.mode=disabled."
+                    f"the router of layer {layer} did not send {replayed - sent} of {replayed} tokens to the experts "
+                    "that its RouterReplay names. Fix: find the code that overrides verl's replay in Megatron's "
+                    "router, or set router_replay.mode=disabled."
                 )
             if placed != replayed:
                 raise ReplayError(
-                    f"the RouterReplay of layer {layer} names experts other than the ones that were shipped for "
-                    f"{replayed - placed} of {replayed} tokens. Fix: check how verl maps layers and tokens of "
-                    f"{ROUTES}, or set router_replay.mode=disabled."
+                    f"for {replayed - placed} of {replayed} tokens, the RouterReplay of layer {layer} does not name "
+                    f"the shipped experts. Fix: check how verl maps layers and tokens of {ROUTES}, or set "
+                    "router_replay.mode=disabled."
                 )
             if recomputed:
                 raise ReplayError(
@@ -210,14 +210,15 @@ def count_replayed(
     """
     if len(target) != len(sent):
         raise ReplayError(
-            f"the router of layer {layer} forwarded {len(sent)} tokens, padding included, but has routes of "
-            f"{len(target)}: the routes were assigned to the wrong tokens. Fix: set "
-            f"actor_rollout_ref.actor.megatron.use_remove_padding=true, with which verl packs tokens and routes alike."
+            f"the router of layer {layer} forwarded {len(sent)} tokens, including padding, but has routes of "
+            f"{len(target)} tokens, so the routes were assigned to the wrong tokens. Fix: set "
+            "actor_rollout_ref.actor.megatron.use_remove_padding=true, which makes verl pack tokens and routes in the "
+            "same way."
         )
     if shipped is not None and len(shipped) != len(target):
         raise ReplayError(
             f"the router of layer {layer} has routes of {len(target)} tokens, but routes of {len(shipped)} were "
-            f"shipped. Fix: give routes of each token, zeros for tokens without routes."
+            "shipped. Fix: pass routes of each token, and zeros for tokens without routes."
         )
     rows = torch.ones_like(sent[:, 0]) if mask is None else mask.flatten().to(sent.device, torch.bool)
     wanted = torch.zeros_like(sent).scatter(1, target.to(sent.device), True)
@@ -247,7 +248,7 @@ def watch_actor(worker: Any, mode: Mode) -> WatchedEngine:
 
 
 def judge_megatron(reports: Sequence[MegatronReport], mode: Mode) -> str:
-    """Judge the reports of one update, one per mini-batch from every rank of the last pipeline stage.
+    """Check the reports of one update, one per mini-batch from every rank of the last pipeline stage.
 
     If replay failed on any stage, the worker has already stopped the run.
 
@@ -260,14 +261,14 @@ def judge_megatron(reports: Sequence[MegatronReport], mode: Mode) -> str:
     layers = sorted({layer for report in reports for layer in report.layers})
     replayed, forwarded = (sum(getattr(report, name) for report in reports) for name in ("tokens", "forwarded"))
     if not replayed:
-        seen = f"{len(layers)} layers replayed no token" if layers else "no router of the last stage replays"
+        seen = f"{len(layers)} layers replayed no token" if layers else "no router of the last stage replays routes"
         raise LivenessError(
             f"routing replay: actor_rollout_ref.actor.megatron.router_replay.mode={mode}, but {seen}. Fix: train a "
             f"mixture of experts with verl's own Megatron engine, or set the key to disabled."
         )
     compared = "equal the shipped routes"
     if not all(report.placed for report in reports):
-        compared = "were not compared with the shipped routes, because verl splits these"
+        compared = "were not compared with the shipped routes, because verl splits them"
     return (
         f"routing replay {mode} LIVE on Megatron, in layers {layers} of the last stage: {replayed / forwarded:.1%} of "
         f"tokens sent to the experts that verl's RouterReplay names, which {compared}."
@@ -278,7 +279,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 class MegatronReplay(AddOn):
-    """The add-on that proves verl's own replay.
+    """Add-on that proves verl's own replay.
 
     Args:
         mode: verl's replay mode.

@@ -1,4 +1,4 @@
-"""Replay of recorded routes in a whole model, whose routers are found by a forward pass, not by name."""
+"""Replay of recorded routes in a whole model, whose routers are found by a forward pass instead of by name."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def find_routers(
             name, f"layer {layout.layers[-1]} chooses experts, but the model has num_hidden_layers={layout.depth}"
         )
     if search.met_masked and _search(model, experts, top_k, inputs, poison=True).reached_output:
-        raise _refuse(name, "it weights experts by masked scores, which belong to groups that it did not choose")
+        raise _refuse(name, "the model weights experts by masked scores, which belong to groups that it did not choose")
     return layout, {layer: found[layer] for layer in layout.layers}
 
 
@@ -99,7 +99,7 @@ def _read_size(name: str, config: Any, keys: tuple[str, ...]) -> int:
             raise _refuse(name, f"{key}={value} differs by layer")
         if isinstance(size := sizes.pop(), int):
             return size
-    raise _refuse(name, f"its config has none of {', '.join(keys)}")
+    raise _refuse(name, f"the model's config has none of {', '.join(keys)}")
 
 
 def _read_layer(name: str, path: str) -> int:
@@ -256,7 +256,7 @@ class RoutedModel:
             slot.disarm()
 
     def get_records(self) -> dict[int, ChoiceRecord]:
-        """Return each layer's choice in the last forward since arming, by absolute layer number.
+        """Return each layer's choice in the last forward since the model was armed, by absolute layer number.
 
         Raises:
             ReplayError: a layer made no choice since the arming.

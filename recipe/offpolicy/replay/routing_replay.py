@@ -1,4 +1,4 @@
-"""Routing replay in a V1 run on FSDP: workers that replay routes, a client that records routes, and the proof.
+"""Routing replay in a V1 run on FSDP: the workers that replay routes, the client that records routes, and the proof.
 
 verl's tool agent uses the routes of its last turn for all tokens; this client keeps the routes of each turn.
 
@@ -32,7 +32,7 @@ from .expert_choice import ReplayError
 from .fsdp_engine import AGES, REPORT, FirstLook, RoutingReport, install_in_worker
 
 _rows: RowNotes[RouteNote] = RowNotes(RouteNote)
-"""Global because the client is pickled."""
+"""This class is global because the client is pickled."""
 
 
 class RoutedClient(LLMServerClient):
@@ -129,7 +129,7 @@ def merge_reports(reports: Sequence[RoutingReport]) -> RoutingReport:
 
 
 def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
-    """Judge the reports of one update, one per mini-batch and rank.
+    """Check the reports of one update, one per mini-batch and rank.
 
     Args:
         tokens: number of tokens of the update, without padding, over all ranks and epochs.
@@ -142,18 +142,18 @@ def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
     """
     if not reports:
         raise LivenessError(
-            "routing replay: the update returned no report, so no route was replayed. The run uses a worker or "
-            "engine other than the one that replays."
+            "routing replay: the update returned no report, so no route was replayed. The run uses a different worker "
+            "or engine from the one that replays routes."
         )
     update = merge_reports(reports)
     look = update.first or FirstLook()
     if update.tokens != tokens:
         raise LivenessError(
-            f"routing replay: {update.tokens} tokens were forwarded with routes, but the update has {tokens}."
+            f"routing replay: {update.tokens} tokens were forwarded with routes, but the update has {tokens} tokens."
         )
     if len(set(update.replayed)) > 1 or not (update.replayed[0] or update.withheld):
         counts = dict(zip(update.layers, update.replayed, strict=True))
-        raise LivenessError(f"routing replay: the numbers of tokens replayed by layer are {counts}, but must be equal.")
+        raise LivenessError(f"routing replay: the layers replayed different numbers of tokens, {counts}.")
     metrics = measure_routes([update])
     seen = _judge_gradients(update)
     if mode == "R3" and look.tokens and look.k3 > WORSE * look.k3_without + _ROUNDING * look.tokens:
@@ -196,8 +196,8 @@ def _judge_gradients(update: RoutingReport) -> bool:
     # With one expert per token, the expert's weight may be 1 for any score.
     if silent and len(silent) < len(named) and update.top_k > 1:
         raise LivenessError(
-            f"routing replay: the gates of layer(s) {silent} have no gradient, although the gates of other layers do, "
-            "so the scores of the former do not reach the loss."
+            f"routing replay: the gates of layer(s) {silent} have no gradient, although the gates of other layers have "
+            f"one, so the scores of layer(s) {silent} do not reach the loss."
         )
     return len(silent) < len(named)
 
@@ -219,7 +219,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 class RoutingReplay(AddOn):
-    """Replay of routes by the actor's engine.
+    """Feature that makes the actor's engine replay routes.
 
     Args:
         run: a run of a V1 trainer.
