@@ -1,1 +1,1 @@
-"""Replay of truncated sampling: the policies are renormalised over the tokens that the rollout engine allowed."""
+"""Replay of truncated sampling, which renormalises the policies over the tokens that the rollout engine allowed."""

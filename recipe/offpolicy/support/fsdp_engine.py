@@ -1,4 +1,4 @@
-"""Support replay in verl's FSDP engine: wrappers of two methods of the engine's instance, which count replays.
+"""Support replay in verl's FSDP engine, which wraps two methods of the engine's instance and counts replays.
 
 Patched functions in verl 0.9.1, see ``verl_patches.rollout_seams``: ``prepare_model_outputs(self, output,
 output_args, micro_batch, logits_processor_func)`` turns logits into log-probs, and ``forward_backward_batch(self, data,
@@ -36,7 +36,7 @@ _FIX = "Fix: find the code that changes them between rollout server and trainer,
 
 @dataclass(frozen=True)
 class SupportReport:
-    """Report of one rank on the supports of one mini-batch, in plain Python.
+    """Report of one rank on the supports of one mini-batch, in plain Python values.
 
     Attributes:
         tokens: number of response tokens in the loss.
@@ -144,23 +144,23 @@ class SupportTally:
         found = dict(zip(_COUNTS, counts, strict=True))
         if found["lacking"]:
             raise SupportError(
-                f"{found['lacking']} of {found['tokens']} tokens in the loss arrived without a support. {_FIX}"
+                f"{found['lacking']} of {found['tokens']} tokens reached the loss without a support. {_FIX}"
             )
         if found["other"]:
             raise SupportError(
-                f"{found['other']} of {found['compared']} sequences arrived with supports or tokens other than those "
-                f"that the rollout servers' client recorded: their checksums differ. {_FIX}"
+                f"the supports or tokens of {found['other']} of {found['compared']} sequences differ from what the "
+                f"rollout servers' client recorded: their checksums differ. {_FIX}"
             )
         if found["outside"]:
             nearest = min("after", "before", key=found.__getitem__)
             whose = (
-                f"they fit the token {nearest} in all but {found[nearest]} cases, so the supports are off by one token"
+                f"the supports fit the token {nearest} in all but {found[nearest]} cases, so they are off by one token"
                 if found[nearest] < found["outside"] / 2
-                else "they belong to another sequence, or come from another engine"
+                else "the supports belong to another sequence, or come from another engine"
             )
             raise SupportError(
-                f"{found['outside']} of {found['known']} tokens are not in the support that came with them: {whose}. "
-                f"Fix: give each token the support that it was sampled from, or set correction.support=null."
+                f"{found['outside']} of {found['known']} tokens are not in their own support: {whose}. Fix: give each "
+                "token the support from which it was sampled, or set correction.support=null."
             )
         if max(1.0 - self.least_mass, self.greatest_mass - 1.0) > MASS:
             raise SupportError(
@@ -189,7 +189,7 @@ updates."""
 
 
 class SupportEngine:
-    """Support replay wrapped around one engine.
+    """Support replay for one engine, whose methods it wraps.
 
     Args:
         engine: verl's engine, initialised.
@@ -238,8 +238,8 @@ class SupportEngine:
         logits, full = output.logits, found["log_probs"]
         if isinstance(logits, DTensor):
             raise SupportError(
-                "correction.support=engine: logits are split over ranks. Fix: train without tensor parallelism, or set "
-                "correction.support=null."
+                "correction.support=engine: the logits are split over ranks. Fix: train without tensor parallelism, "
+                "or set correction.support=null."
             )
         layout = TokenLayout.of(micro_batch["input_ids"], logits[..., 0])
         supports = lay_out_supports(micro_batch, layout, logits.shape[-1])

@@ -1,4 +1,4 @@
-"""Support replay of truncated sampling in a run: vLLM servers and clients that record supports, and the proof.
+"""Support replay of truncated sampling in a run: the vLLM servers and the clients that record supports, and the proof.
 
 The servers return, and the clients record, the ids that could have been sampled for each token. Patched in verl 0.9.1:
 ``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of ``vLLMReplica``,
@@ -37,7 +37,7 @@ from .token_supports import NOTE, SupportError, SupportNote, TokenSupports, read
 ANSWER = "offpolicy_support_answer"
 """Key in a server's extra fields of the ``TokenSupports`` of the tokens that the server sampled."""
 _rows: RowNotes[SupportNote] = RowNotes(SupportNote)
-"""Global because the client is pickled."""
+"""This class is global because the client is pickled."""
 
 
 class SupportAttempts(LLMServerClient):
@@ -67,7 +67,7 @@ class SupportResumingClient(FullyAsyncLLMServerClient, SupportAttempts):
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         """Generate as verl's client does, and add the row's note; verl's client drops its attempts' extra fields."""
-        # This reference keeps the note alive over all attempts, because the table has only a weak reference.
+        # This reference keeps the note alive during all attempts, because the table has only a weak reference.
         note = _rows.find(request_id, shared=self.shares_ids)
         output = await super().generate(request_id, **kwargs)
         output.extra_fields[NOTE] = note
@@ -203,7 +203,7 @@ _ROUNDING = 1e-6
 
 
 def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first: bool) -> tuple[dict[str, float], str]:
-    """Judge the reports of one update, one per mini-batch and rank.
+    """Check the reports of one update, one per mini-batch and rank.
 
     Args:
         first: True for the first update of the run, in which the support must not increase k3(mu, pi).
@@ -217,7 +217,7 @@ def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first:
     if not reports:
         raise LivenessError(
             "correction.support=engine: the update returned no report, so no support was replayed. The run uses a "
-            "worker or engine other than the one that replays."
+            "different worker or engine from the one that replays supports."
         )
     tokens, known = (sum(getattr(each, name) for each in reports) for name in ("tokens", "known"))
     if tokens and not known:
@@ -259,7 +259,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 class SupportReplay(AddOn):
-    """Replay of the support by the actor's engine, for both trainers.
+    """Feature for both trainers that makes the actor's engine replay supports.
 
     Args:
         settings: settings of the replay.

@@ -1,4 +1,4 @@
-"""The keys of support replay, under ``correction``, and settings that are incompatible with support replay."""
+"""The keys of support replay under ``correction``, and the settings with which support replay is incompatible."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REFERENCE = "the reference is the same engine without its adapter."
 _SPLIT = "likeliest tokens are not split over sequence-parallel ranks."
-_SERVER = "it uses its own servers or workers, which were not tested with those that return the likeliest tokens."
-_FULL = "it reads log-probs over the whole vocabulary, but the worker's are over the support."
+_SERVER = (
+    "this feature uses its own servers or workers, which were not tested with those that return the likeliest tokens."
+)
+_FULL = "this feature reads log-probs over the whole vocabulary, but the worker computes them over the support."
 _OF_BOTH = (
     Requirement(f"{_ROLLOUT}.name", ("vllm",), "only verl's vLLM servers return the likeliest tokens."),
     Requirement(f"{_ROLLOUT}.mtp.enable_rollout", (False,), "a draft model proposes tokens first."),
-    Requirement(f"{_ROLLOUT}.disaggregation.enabled", (False,), "a request passes through two servers."),
+    Requirement(f"{_ROLLOUT}.disaggregation.enabled", (False,), "each request then passes through two servers."),
     Requirement(f"{_MODEL}.use_fused_kernels", (False,), "fused kernels hide the logits."),
     Requirement(f"{_MODEL}.mtp.enable", (False,), "the engine itself predicts further tokens."),
     Requirement(f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), _SPLIT),

@@ -1,4 +1,5 @@
-"""Supports of sampled tokens: read from vLLM's log-probs, sent as notes, and assigned to the tokens of a forward pass.
+"""Supports of sampled tokens, which are read from vLLM's log-probs, sent as notes, and assigned to the tokens of a
+forward pass.
 
 vLLM's processed log-probs are -inf outside the support. vLLM returns the K largest log-probs per token. The ids with
 finite log-probs are the support if any of the other log-probs is not finite, or if the probabilities of these ids sum
@@ -153,7 +154,7 @@ def read_supports(
     if not count:
         return TokenSupports.empty()
     if len(ids) % count or len(ids) != len(log_probs):
-        raise ValueError(f"{len(ids)} ids and {len(log_probs)} log-probs do not fit {count} tokens.")
+        raise ValueError(f"{len(ids)} ids and {len(log_probs)} log-probs do not match {count} tokens.")
     rows = np.asarray(ids, np.int64).reshape(count, -1)
     found = np.asarray(log_probs, np.float64).reshape(count, -1)
     finite = found > _LEAST
@@ -183,7 +184,7 @@ NOTE = "offpolicy_support"
 
 @dataclass(frozen=True)
 class RowSupports:
-    """The note of one row, as it was read.
+    """The note of one row, as received.
 
     Attributes:
         spans: (first position, tokens) of each run of sampled tokens; positions count from the row's first token.
