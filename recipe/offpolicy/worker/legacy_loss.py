@@ -1,6 +1,6 @@
-"""The engine's loss for verl's legacy actors, which compute their loss from three functions of ``core_algos``.
+"""The engine path's loss for verl's legacy actors, which compute their loss with three functions of ``core_algos``.
 
-A ``Handover`` brings the correction to the actor. A legacy actor obtains a policy loss from ``core_algos``, aggregates
+A ``Handover`` sends the correction to the actor. A legacy actor obtains a policy loss from ``core_algos``, aggregates
 entropy and KL itself, and multiplies the sum by the micro-batch's share of the mini-batch. Its denominators are
 therefore those of the micro-batch. A ``LegacyUpdate`` replaces these three functions during one update. The policy term
 then comes from the code of the engine path, and every denominator is that of the mini-batch over all ranks. The actor's
@@ -40,7 +40,7 @@ from .terms import BoundLoss, choose_surrogate
 
 @dataclass(frozen=True)
 class Handover:
-    """The correction, and the constants of the batch with whose ``meta_info`` it is sent to a legacy actor.
+    """The correction, and the constants of one batch; sent to a legacy actor in the ``meta_info`` of this batch.
 
     Implements ``verl_patches.legacy.handover.LegacyHandover``.
 
@@ -121,7 +121,7 @@ class LegacyLoss(OffPolicyLoss):
     rollout_log_prob: Tensor
 
     def __init__(self, settings: Handover, actor_config: Any) -> None:
-        # verl's loss stores a mini-batch's numbers in its config. The actor must not find these numbers there later.
+        # verl's loss stores a mini-batch's numbers in its config, where the actor must not find them later.
         config = replace(actor_config, global_batch_info={})
         super().__init__(
             replace_bounds(settings.spec, settings.plan.bounds),

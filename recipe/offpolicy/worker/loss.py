@@ -1,4 +1,4 @@
-"""The loss that runs in the worker: it passes weight * keep to verl's policy loss and reports statistics and the proof.
+"""The loss that runs in the worker, passes weight * keep to verl's policy loss, and reports statistics and the proof.
 
 verl's ``TrainingWorker.set_loss_fn(self, loss_fn)``, unchanged from 0.7.1 to 0.9.1, sets the function that the engine
 calls on each micro-batch. The loss is sent by value, so its spec never depends on a config that workers copied earlier.
@@ -62,8 +62,8 @@ def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
         data: the micro-batch as the engine passes it to the loss, which calls this function.
 
     Returns:
-        The factor, as a tensor on the device if reading it would make the host wait; None if it is unknown, for example
-        with Megatron's dynamic context parallelism.
+        The factor, as a tensor on the device if reading the factor would make the host wait; None if the factor is
+        unknown, for example with Megatron's dynamic context parallelism.
     """
     # The engine does not pass itself to its loss, so it is found among the calling frames.
     frame: FrameType | None = sys._getframe(1)
@@ -114,7 +114,7 @@ class OffPolicyLoss:
         verl_loss: the base loss as verl runs it.
         base_loss: the base loss with the KL term that the correction configures.
         extensions: as given.
-        ledger: this process's unsent packets; if None, packets report nothing.
+        ledger: this process's unsent packets; if None, packets contain no reports.
         takes_padded: True if the base loss accepts the result of ``MicroBatch.padded_output``.
     """
 
@@ -240,8 +240,8 @@ class OffPolicyLoss:
         """
         if mb.WEIGHTS in batch.data.keys():
             raise ValueError(
-                f"the micro-batch already has {mb.WEIGHTS}: verl's algorithm.rollout_correction is on together with "
-                f"correction. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
+                f"the micro-batch already contains {mb.WEIGHTS}, because verl's algorithm.rollout_correction is on "
+                "together with correction. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
             )
         step = mb.decide(self.spec, batch, measure="nothing")
         # This is a micro-batch's only device-to-host transfer; it fetches the checks that must pass before the backward
@@ -273,7 +273,7 @@ class OffPolicyLoss:
 
         Args:
             random_state: state of the CPU's random generator before the proved loss ran; needed because clip_cov
-                randomly chooses the tokens that it clips.
+                chooses at random which tokens to clip.
         """
         # Without a ledger, a trial reports nothing.
         trial = copy.copy(self)

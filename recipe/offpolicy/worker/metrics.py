@@ -1,12 +1,12 @@
 """Statistics of mu, pi_old and pi, measured on the device, and the metrics that the worker's loss sends.
 
 On a small micro-batch, the cost of measuring depends on the number of operations, not on the number of tokens.
-Measuring the rows of many micro-batches together therefore takes little longer than measuring a single micro-batch.
-Everything here adds up over rows, except the agreement of mu and pi, which compares rows with each other and is more
+Measuring the rows of many micro-batches together therefore takes hardly longer than measuring one micro-batch.
+All of these values add up over rows, except the agreement of mu and pi, which compares rows with each other and is more
 reliable with more rows.
 
 verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet is
-one opaque object per micro-batch in these lists, and is removed before that reduction.
+one opaque object per micro-batch in these lists, and the trainer removes it before the reduction.
 
 Until a packet leaves the worker, it keeps the rows that it reports on, as tensors on their device. All packets of one
 loss share a ``Ledger``. verl gathers metrics after every mini-batch, and ``verl_patches.worker_seams`` first calls each
@@ -60,7 +60,7 @@ class Observation:
         spec: the correction that was applied to the rows, with its bounds at that time.
         shadows: corrections, by name, that are reported without being applied.
         moving: parts whose bounds are sent with each update, and the sides that move.
-        trained: True if the rows produced a gradient with this correction, so that its liveness and bounds are judged
+        trained: True if the rows produced a gradient with this correction, whose liveness and bounds are then checked
             on these rows.
     """
 
@@ -178,7 +178,7 @@ early, block by block, and their numbers are queued."""
 
 @dataclass
 class Packet:
-    """Metrics packet of one micro-batch; plain Python once it is settled.
+    """Metrics packet of one micro-batch; contains only plain Python values once it is settled.
 
     Attributes:
         fingerprint: fingerprint of the worker's spec.
@@ -244,7 +244,8 @@ class Packet:
     def __getstate__(self) -> dict[str, Any]:
         if self._ledger is not None and not self._ledger.keeps(self):
             raise RuntimeError(
-                "a packet of metrics is pickled while its numbers are on the device. Fix: call before_sending() first."
+                "a packet of metrics was pickled while its numbers were on the device. Fix: call before_sending() "
+                "first."
             )
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         state["rows"] = array("q", self.rows).tobytes()
@@ -274,12 +275,12 @@ class Packet:
 class Ledger:
     """Unsettled packets of one loss. A ledger never leaves its process.
 
-    It keeps alive only packets that were sent before the last mini-batch of their update.
+    A ledger keeps alive only packets that were sent before the last mini-batch of their update.
     """
 
     def __init__(self) -> None:
         # The references are weak, because the rows of packets that verl has dropped must not stay in memory. The keys
-        # are identities, because packets with the same content are equal. The references stay in insertion order.
+        # are ids, because packets with the same content are equal. The references stay in insertion order.
         self._packets: WeakValueDictionary[int, Packet] = WeakValueDictionary()
         self._waiting: WeakValueDictionary[int, Packet] = WeakValueDictionary()
         self._waiting_rows = self._waiting_width = 0

@@ -1,4 +1,4 @@
-"""Terms of the loss outside the policy term: the KL loss with its own ratio, the penalty and score centering.
+"""Terms of the loss other than the policy term: the KL loss with its own ratio, the penalty and score centering.
 
 verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. In fact, they come from
 pi_old, so each term's gradient needs a clipped ratio pi / pi_old, like PPO's policy term (Liu et al. 2025, Rethinking
@@ -47,7 +47,7 @@ def compute_clipped_kl(
 ) -> Tensor:
     """Compute each token's KL surrogate, max(r k', clip(r, lower, upper) k') with r = pi / pi_old.
 
-    k' = dk / dlog pi is the slope by which this kind of KL loss lowers a log-prob. At r = 1, the gradient therefore
+    k' = dk / dlog pi is the slope with which this kind of KL loss lowers a log-prob. At r = 1, the gradient therefore
     equals that of k. The slope plays the role of PPO's negative advantage. Because the term is minimised, the maximum
     is the pessimistic choice.
 
@@ -203,7 +203,7 @@ class LikeliestTokens:
         )
 
     def coefficients(self, spec: CorrectionSpec) -> Tensor:
-        """Compute m(v) - a p(v), only once per correction: (B, T, K) float64, see ``correction.centering``."""
+        """Compute m(v) - a p(v) once per correction: (B, T, K) float64, see ``correction.centering``."""
         if spec not in self._known:
             shape = self.log_prob.shape
             flat = (each.reshape(-1, shape[-1]) for each in (self.log_prob, self.rollout_log_prob))
@@ -214,8 +214,8 @@ class LikeliestTokens:
 def _read(output: Mapping[str, Any], key: str, batch: mb.MicroBatch) -> Tensor:
     if key not in output or batch.layout is None:
         raise KeyError(
-            f"{key} is not in the model's output: this worker does not compute the log-probs of the K likeliest tokens "
-            f"that score centering needs. Set correction.centering=null."
+            f"{key} is not in the model's output, because this worker does not compute the log-probs of the K "
+            "likeliest tokens that score centering needs. Set correction.centering=null."
         )
     return batch.layout.responses_of(flatten(output[key]))
 

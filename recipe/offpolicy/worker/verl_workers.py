@@ -1,12 +1,12 @@
-"""Additions to verl's workers and worker groups: a guard of ``update_actor``, a method for add-ons, and seals.
+"""Additions to verl's workers and worker groups: a guard for ``update_actor``, a method for add-ons, and seals.
 
 The driver makes all gradient updates through ``update_actor`` of a worker group. A group that no corrected trainer has
-adopted refuses to update, because it would train without the correction and without its proof.
+adopted rejects updates, because they would train without the correction and its proof.
 
 Patched in verl: ``WorkerGroup._bind_worker_method``; ``ActorRolloutRefWorker``, whose ``actor`` is the inner worker
 with the ``engine``, gets a method that worker groups find through ``register``; and, in verl 0.8.0 to 0.9.1,
 ``TrainingWorker.infer_batch(self, data: TensorDict)``, which ``ActorRolloutRefWorker`` calls on its ``actor`` and
-``ref``. It returns "log_probs" over each row's prompt and response.
+``ref``. ``infer_batch`` returns "log_probs" over each row's prompt and response.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GuardedUpdate:
         from ..proof.verify import LivenessError
 
         raise LivenessError(
-            "update_actor was called on workers that belong to no corrected trainer, so this update would be "
+            "update_actor was called on workers that do not belong to a corrected trainer, so this update would be "
             "uncorrected. The trainer of this program derives neither from verl's RayPPOTrainer nor from its V1 "
             "PPOTrainer, or creates its workers in an unsupported way."
         )
@@ -58,7 +58,7 @@ def adopt(workers: Any, update: Callable[..., Any]) -> None:
 
 
 def guard_groups() -> None:
-    """Make every worker group of this process refuse updates until it is adopted. Idempotent."""
+    """Make every worker group of this process reject updates until it is adopted. Idempotent."""
     from verl.single_controller.base.worker_group import WorkerGroup
 
     bind = WorkerGroup._bind_worker_method
@@ -125,7 +125,7 @@ def seal_scores() -> None:
 
 
 def _seal(data: TensorDict, log_probs: Any) -> Any:
-    # The rows on the host are used, because verl puts the result there.
+    # The rows on the host are used, because verl moves the result to the host.
     rows = data.select(*_READ, "attention_mask", strict=False).cpu()
     layout = Layout.of(rows)
     tokens, mask = (pad_column(rows[name], layout, name) for name in _READ[1:])
