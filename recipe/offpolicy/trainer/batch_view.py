@@ -33,7 +33,7 @@ Pair = tuple[list[int], list[int]]
 
 
 class MediaError(RuntimeError):
-    """A row has images, videos or audio, but would be scored without these inputs or with those of another row."""
+    """A row has images, videos or audio, but would be scored without them or with those of another row."""
 
 
 def demand_text(inputs: Iterable[Mapping[str, Any] | None]) -> None:
@@ -45,8 +45,9 @@ def demand_text(inputs: Iterable[Mapping[str, Any] | None]) -> None:
     for row, given in enumerate(inputs):
         if names := sorted((given or {}).keys()):
             raise MediaError(
-                f"sequence {row} has {', '.join(names)}: an extra forward pass scores token ids only, without images, "
-                f"videos and audio. Set offpolicy.late_weights.snapshots=null and process_reward=null, which need it."
+                f"sequence {row} has {', '.join(names)}, but an extra forward pass scores only token ids, without "
+                "images, videos and audio. Set offpolicy.late_weights.snapshots=null and process_reward=null, which "
+                "need this pass."
             )
 
 
@@ -153,7 +154,7 @@ class HeldBatch:
         raise NotImplementedError
 
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
-        """Replace the groups that extensions read, for all rows, and mark the rows whose advantage is 0."""
+        """Replace the groups of all rows that extensions read, and mark the rows whose advantage is 0."""
         self._groups = list(self._of_real(groups))
         self.silent = self._of_real(torch.tensor(silent))
 
@@ -168,7 +169,7 @@ class HeldBatch:
 
 
 _SCORES = ("token_level_scores", "rm_scores")
-"""The column that exists once advantages have been computed, and the column that exists after the rollout."""
+"""The column that exists after the advantages are computed, and the column that exists after the rollout."""
 _REWARDS = "token_level_rewards"
 """Input of the estimator: the scores, minus the KL penalty if the reward includes it."""
 

@@ -1,4 +1,4 @@
-"""One corrected run, whose methods replace those of verl's trainer and call the originals.
+"""One corrected run, whose methods replace methods of verl's trainer and call the originals.
 
 The methods are set on the trainer's instance, so any subclass of verl's trainers works without changes.
 """
@@ -215,7 +215,7 @@ class CorrectedRun:
         return groups.metrics
 
     def _judge_update(self, metrics: dict[str, Any], batch: Any) -> None:
-        """Remove the packets from the workers' metrics of one update, and judge them."""
+        """Remove the packets from the workers' metrics of one update, and check them."""
         self.add_ons.on_update(metrics, batch)
         if self.supervision.collect(metrics):
             self._hand_over_loss()
@@ -253,8 +253,8 @@ class CorrectedRun:
     def _close(self, what: str, end: Callable[[], None]) -> None:
         try:
             end()
-        except Exception:  # must not replace the error that ended the run
-            logger.warning("%s failed while it was closed.", what, exc_info=True)
+        except Exception:  # an error here must not replace the error that ended the run
+            logger.warning("%s failed to close.", what, exc_info=True)
 
     @cached_property
     def _dense_rewards(self) -> DenseRewardGuard:

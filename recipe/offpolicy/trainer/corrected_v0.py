@@ -1,4 +1,4 @@
-"""A run with verl's V0 trainer, ``RayPPOTrainer`` of verl 0.7.1 to 0.9.1, with engines or legacy actors.
+"""A run with verl's V0 trainer (``RayPPOTrainer`` of verl 0.7.1 to 0.9.1), on engines or legacy actors.
 
 Patched functions: ``METHODS``, the module's ``compute_advantage``, which ``fit`` calls, and ``update_actor``,
 ``compute_log_prob`` and ``set_loss_fn`` of the actor's worker group. A trainer with its own ``fit`` may call the worker
@@ -108,7 +108,8 @@ class CorrectedV0(CorrectedRun):
         return made
 
     def _init_models(self) -> None:
-        """Initialise models where Ray may call ``init_workers`` on the class, as in trainers that sample elsewhere."""
+        """Initialise models in trainers for which Ray calls ``init_workers`` on the class, because they sample
+        elsewhere."""
         self.verls._init_models()
         if hasattr(self.trainer, "actor_rollout_wg"):  # in a fork, a method with this name may create other models
             self._adopt_workers()
@@ -217,7 +218,7 @@ class CorrectedV0(CorrectedRun):
         return [found[row, : len(response)].tolist() for row, (_, response) in enumerate(rows)]
 
     def _look(self, batch: Any) -> None:
-        """Check a rollout as soon as the trainer receives the rollout's log-probs."""
+        """Check a rollout as soon as the trainer receives its log-probs."""
         if self.supervision.wants_sampled:
             rows = _tensors(batch)
             self.supervision.sampled(rows)
@@ -323,7 +324,7 @@ class CorrectedV0(CorrectedRun):
 
     def _with_plan(self, batch: Any) -> Any:
         """Add the plan to a batch of the worker group, and the loss for a legacy actor."""
-        self._read_rows(batch)  # the loss needs the columns that this adds, even if the plan does not
+        self._read_rows(batch)  # the loss needs the columns that this call adds, even if the plan does not
         tensors = _tensors(batch)
         versions = tensors[VERSIONS]
         plan, columns = self._plan_update(batch, len(batch))
@@ -379,7 +380,7 @@ class CorrectedV0(CorrectedRun):
             super()._hand_over_loss()
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
-        """Call the workers' ``update_actor`` with the plan, and judge the packets in its metrics.
+        """Call the workers' ``update_actor`` with the plan, and check the packets in its metrics.
 
         If the caller bypasses ``_update_actor``, this package's metrics are added to the workers' metrics.
         """

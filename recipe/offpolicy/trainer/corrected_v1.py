@@ -1,4 +1,4 @@
-"""A run with verl's V1 trainer; it sends the loss to the workers, and stops unless the loss is proved live.
+"""A run with verl's V1 trainer, which sends the loss to the workers and stops unless the loss is proved live.
 
 Patched functions in verl 0.9.1: ``METHODS`` of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and
 ``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``.update_actor(batch)`` / ``.compute_log_prob(batch)`` of the actor's worker
@@ -96,7 +96,7 @@ class CorrectedV1(CorrectedRun):
     def get_llm_client(self) -> Any:
         client = self.verls.get_llm_client()
         if Composed(self.config).notes_token_versions:
-            # Imported on use, because its dependencies may be missing with other releases.
+            # This module is imported on use, because its dependencies may be missing with other releases.
             from ..staleness.client import note_versions
 
             client = note_versions(client)
@@ -190,7 +190,7 @@ class CorrectedV1(CorrectedRun):
 
     def _score(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self.supervision.wants_sampled:
-            # The trainer first reads these rows here, before other code can change them.
+            # At this point, the trainer first reads these rows, and no other code has been able to change them.
             versions = (EXTRA_FIELDS,) if self.correction.reads_token_versions else ()
             with name_missing_column():
                 rows = read_columns(batch, *SAMPLED, *INPUT_COLUMNS, *versions)
@@ -294,7 +294,7 @@ class CorrectedV1(CorrectedRun):
         return view.batch
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
-        """Call the workers' ``update_actor``, remove the packets from its metrics and judge them."""
+        """Call the workers' ``update_actor``, remove the packets from its metrics and check them."""
         output = update(batch)
         self._judge_update(output["metrics"], batch)
         return output

@@ -1,7 +1,7 @@
-"""Hooks on verl's trainers, in every process of a corrected run; the launch makes verl import this module.
+"""Hooks on verl's trainers in every process of a corrected run. The launch makes verl import this module.
 
 The trainer of every supported program derives from ``RayPPOTrainer`` (V0: main_ppo, one_step_off_policy,
-fully_async_policy, recipes) or from the V1 ``PPOTrainer``. The hook is on instance creation, so it also works for
+fully_async_policy, recipes) or from the V1 ``PPOTrainer``. The hook runs at instance creation, so it also works for
 trainers that do not call ``super().__init__``. A ``CorrectedRun`` sets its methods on the instance. This module imports
 nothing from verl; in a process without a trainer, only the import hooks cost time.
 """
@@ -38,7 +38,7 @@ LEVEL = "VERL_LOGGING_LEVEL"
 
 
 def mark(config: Any) -> None:
-    """Add to the configuration a value that fails to resolve in a process without the hooks."""
+    """Add a value to the configuration that cannot be resolved in a process without the hooks."""
     from omegaconf import OmegaConf
 
     OmegaConf.update(config, HOOKED, f"${{{_RESOLVER}:}}", force_add=True)

@@ -1,6 +1,6 @@
-"""Supervision of a trainer's updates: the proof of the correction, and the metrics of the last update.
+"""Supervision of a trainer's updates, with the proof of the correction and the metrics of the last update.
 
-It is the same for every trainer; the trainer provides the batches and metrics.
+The supervision is the same for every trainer, which only provides the batches and metrics.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ logger = logging.getLogger("verl.offpolicy")
 AFTER_MOVED = 10
 """Number of updates between two proofs if bounds have moved since the last proof; bounds can move at each update."""
 _COARSE = (
-    "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats per token looks like mismatch, and makes "
-    "narrow bands reject tokens. Compute log-probs in float32 in the trainer."
+    "log-probs reach the loss in 16 bits. Rounding of up to 0.03 nats per token looks like mismatch, and makes masks "
+    "with narrow bounds reject tokens. Compute log-probs in float32 in the trainer."
 )
 
 
 class Supervision:
-    """Supervisor that judges each update from the packets that the workers' loss sent.
+    """Supervisor that checks each update by the packets that the workers' loss sent.
 
     Args:
         spec: the configured correction.
         config: the composed configuration of the run.
-        add_ons: add-ons, which judge their own reports of each update.
+        add_ons: add-ons, which check their own reports of each update.
 
     Attributes:
         proving: True if the active correction has not been proved yet; the next update must prove it.
-        proof: a sentence, and the evidence; set if the last update proved the correction.
+        proof: a sentence and the evidence; set if the last update proved the correction.
         active_correction: the active correction and its bounds.
     """
 
@@ -125,8 +125,8 @@ class Supervision:
         self._same_engine.judge(rows, uids, step)
         if self._same_engine.largest is not None:
             logger.info(
-                "correction.proximal=same_engine: |mu - pi_old| is at most %.3g nats on every token of step %d, within "
-                "%g; from the next step on mu is used as pi_old, without a forward pass.",
+                "correction.proximal=same_engine: |mu - pi_old| is at most %.3g nats on every token of step %d, "
+                "within %g; from the next step on, mu is used as pi_old, without a forward pass.",
                 self._same_engine.largest,
                 step,
                 TOLERANCE,
@@ -170,13 +170,13 @@ class Supervision:
         return replace(plan, prove=True), {PROVE: drawn}
 
     def collect(self, metrics: dict[str, Any]) -> bool:
-        """Remove the packets of one update from the workers' ``metrics`` and judge them.
+        """Remove the packets of one update from the workers' ``metrics`` and check them.
 
         Returns:
             Whether the workers need another loss for the next update, because another correction is active.
 
         Raises:
-            LivenessError: no evidence shows that the configured correction acts.
+            LivenessError: there is no evidence that the configured correction acts.
             AlarmError: an alarm ends the run.
         """
         packets = take_packets(metrics)
@@ -249,7 +249,7 @@ class Supervision:
         return values | self._samples.metrics() | self.active_correction.metrics()
 
     def begin(self) -> None:
-        """Reset the values of the last update, so that an update that bypasses the correction is noticed."""
+        """Reset the values of the last update; an update that bypasses the correction is then detected."""
         self._statistics = {}
 
     def metrics(self) -> dict[str, float]:
@@ -259,12 +259,12 @@ class Supervision:
             LivenessError: nothing was collected.
         """
         if not self._statistics:
-            raise LivenessError("the update bypassed the correction: the workers returned none of its metrics.")
+            raise LivenessError("the update bypassed the correction, because the workers returned none of its metrics.")
         return {f"offpolicy/{name}": value for name, value in self._statistics.items()}
 
     def _say(self, proved: bool) -> None:
         if not proved:
-            logger.warning("the correction is not proved yet: no token of this update had a gradient.")
+            logger.warning("the correction is not proved yet, because no token of this update had a gradient.")
             return
         logger.info(describe_proof(self.spec, self._live))
         if moving := ", ".join(map(format_part_path, self.active_correction.moving)):
