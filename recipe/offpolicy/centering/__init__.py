@@ -1,1 +1,1 @@
-"""Score centering with the likeliest tokens that vLLM returns: their request, transport, log-probs and proof."""
+"""Score centering with the likeliest tokens that vLLM returns: requests, transport, log-probs and the proof."""

@@ -1,4 +1,5 @@
-"""Score centering in a run: servers, client, workers that compute the likeliest tokens' log-probs, and the proof.
+"""Score centering in a run: the servers, the client, the workers that compute the likeliest tokens' log-probs, and the
+proof.
 
 The patched functions of verl's FSDP engine are those of ``support.fsdp_engine``; ``verl_patches.rollout_seams``
 lists the others.
@@ -47,7 +48,7 @@ class CenteringError(RuntimeError):
 
 @dataclass(frozen=True)
 class CenteringReport:
-    """Report of one rank on one mini-batch, in plain Python.
+    """Report of one rank on one mini-batch, in plain Python values.
 
     Attributes:
         tokens: number of response tokens in the loss.
@@ -129,7 +130,7 @@ class CenteringTally:
         masses = torch.stack(self._masses) if self._masses else torch.zeros(1, 3, dtype=torch.float64)
         if found["lacking"]:
             raise CenteringError(
-                f"{found['lacking']} of {found['tokens']} tokens in the loss arrived without the likeliest tokens of "
+                f"{found['lacking']} of {found['tokens']} tokens reached the loss without the likeliest tokens of "
                 f"their position. {_FIX}"
             )
         if found["other"]:
@@ -145,13 +146,13 @@ class CenteringTally:
         of_mu, of_pi = masses[:, 1:].amax(0).tolist()
         if of_mu > 1 + MASS:
             raise CenteringError(
-                f"mu sums to {of_mu:.4f} over the likeliest tokens of a position: these are not log-probs of a "
-                f"distribution. Fix: set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, or "
-                f"correction.centering=null."
+                f"mu sums to {of_mu:.4f} over the likeliest tokens of a position, so these are not log-probs of a "
+                "distribution. Fix: set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, or "
+                "correction.centering=null."
             )
         if of_pi > 1 + MASS:
             raise CenteringError(
-                f"pi sums to {of_pi:.4f} over the likeliest tokens of a position: the model's logits do not match "
+                f"pi sums to {of_pi:.4f} over the likeliest tokens of a position, so the model's logits do not match "
                 "its log-probs. Fix: find the code that changes either of them, or set correction.centering=null."
             )
         shown = {name: found[name] for name in ("tokens", "members", "compared", "checked")}
@@ -165,7 +166,7 @@ FLAG = "offpolicy_centered"
 
 
 class CenteringEngine:
-    """Score centering wrapped around one engine.
+    """Score centering for one engine, whose methods it wraps.
 
     Args:
         engine: verl's engine, initialised.
@@ -206,7 +207,7 @@ class CenteringEngine:
         logits, log_probs = output.logits, found["log_probs"]
         if isinstance(logits, DTensor):
             raise CenteringError(
-                "correction.centering: logits are split over ranks. Fix: train without tensor parallelism, or set "
+                "correction.centering: the logits are split over ranks. Fix: train without tensor parallelism, or set "
                 "correction.centering=null."
             )
         layout = TokenLayout.of(micro_batch["input_ids"], logits[..., 0])
@@ -285,7 +286,7 @@ def install_centering(worker: Any) -> None:
 
 
 class ScoreCentering(AddOn):
-    """Feature that requests and transports the likeliest tokens, for both trainers.
+    """Feature for both trainers that requests and transports the likeliest tokens.
 
     Args:
         settings: settings of the request.
@@ -313,8 +314,8 @@ class ScoreCentering(AddOn):
         reports: list[CenteringReport] = take_reports(metrics, REPORT)
         if not reports:
             raise LivenessError(
-                "correction.centering: the update returned no report, so no score was centred. The run uses a worker "
-                "or engine other than the one that computes log-probs of the likeliest tokens."
+                "correction.centering: the update returned no report, so no score was centred. The run uses a "
+                "different worker or engine from the one that computes log-probs of the likeliest tokens."
             )
         tokens, checked, rows = (
             sum(getattr(each, name) for each in reports) for name in ("tokens", "checked", "compared")
