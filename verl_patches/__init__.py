@@ -1,4 +1,4 @@
-"""Adapters for versions and platforms: the only package that changes the internals of verl and its engines.
+"""Adapters for versions and platforms. Only this package changes the internals of verl and its engines.
 
 Importing this package changes nothing. `install()` installs the groups of patches that this process can need, given the
 installed verl and the platform; `install(group)` installs a single group; `status()` reports which patches are in
@@ -31,7 +31,7 @@ class Group:
 
     Attributes:
         name: name of the sub-package, which has `install()`, `status()` and the names of its patches in `PATCHES`.
-        when: the capability, in words, that decides whether the group is needed.
+        when: description of the condition under which the group is needed.
         needed: whether this process can need the group; reads only the environment and the files of the installed
             verl, and imports nothing.
     """
@@ -103,12 +103,13 @@ def install(group: str | None = None) -> dict[str, Any]:
         The group's status; if ``group`` is None, the status of each installed group.
 
     Raises:
-        PatchError: the group is unknown, or a target is not what the patch was written for; the message names the fix.
+        PatchError: the group is unknown, or a target differs from the one for which the patch was written; the message
+            names the fix.
     """
     if group is None:
         return {name: _install(GROUPS[name]) for name in needed()}
     if group not in GROUPS:
-        raise PatchError(f"unknown group of patches {group!r}. Fix: one of {', '.join(GROUPS)}.")
+        raise PatchError(f"unknown group of patches {group!r}. Fix: use one of {', '.join(GROUPS)}.")
     return _install(GROUPS[group])
 
 

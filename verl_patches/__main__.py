@@ -1,7 +1,7 @@
 """Import verl, and show the state of every contract in a process of this environment.
 
-Prints one line per contract: patch, target, releases, state in this process, and whether the contract holds here. Exits
-with 1 if a contract that matters here is broken, or if a requested patch is not in force.
+Prints one line per contract: patch, target, releases, state in this process, and whether the contract is met here.
+Exits with 1 if a contract that matters here is broken, or if a requested patch is not in force.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Row:
         state: state of the patch in this process; "calls" for functions that are called and not patched; the missing
             module if the patch cannot be imported without it.
         verdict: "ok", why the contract does not matter here, or why it is broken.
-        broken: whether the contract matters here and does not hold. A contract that belongs to an option does not
-            matter in an untested release, because the option is rejected there.
+        broken: whether the contract matters here and is not met. A contract that belongs to an option does not matter
+            in an untested release, because the option is rejected there.
     """
 
     patch: str
@@ -103,7 +103,7 @@ def _row(patch: str, contract: Contract, state: str, may_be_of_others: bool) -> 
     elsewhere = release is not None and not contract.covers(release)
     verdict, broken = (NOT_HERE, False) if may_be_of_others and elsewhere else _verdict(contract)
     if broken and contract.option and elsewhere:
-        verdict, broken = f"{contract.option} is refused here: {verdict}", False
+        verdict, broken = f"{contract.option} is rejected here: {verdict}", False
     return Row(patch, contract.target, contract.tested, state, verdict, broken)
 
 

@@ -2,8 +2,8 @@
 
 A patch states the target, the signature quoted from the source that the patch was written against, the keys that the
 target's code reads or passes on, and the releases on which the patch was tested. All of these are checked when the
-patch is installed. A difference raises `PatchError` with the fix, because a patch that logs and continues is worse than
-no patch. Targets are only wrapped, so upstream's code is never copied here.
+patch is installed. A difference raises a `PatchError` that names the fix, because a patch that logs and continues is
+worse than no patch. Targets are only wrapped, so upstream's code is never copied here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _AND_MORE = ", ...)"
 
 
 class PatchError(RuntimeError):
-    """A patch cannot be installed: its target, release or environment is not the one that it was written for."""
+    """A patch cannot be installed, because its target, release or environment differs from the expected one."""
 
 
 class NotInstalledError(PatchError):
@@ -47,7 +47,7 @@ Key = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Contract:
-    """What a patch expects of its target.
+    """The properties that a patch expects of its target.
 
     Attributes:
         name: short, unique name of the patch, which is shown in logs and by `verl_patches.status()`.
@@ -138,9 +138,9 @@ class Contract:
             _warn_untested(self.distribution, release)
             return
         raise PatchError(
-            f"patch {self.name!r} was tested with {self.tested}, found {release}. "
-            f"Fix: install a tested release, or set {ALLOW_UNTESTED}=1 to try this release; the target's "
-            f"signature is checked either way."
+            f"patch {self.name!r} was tested with {self.tested}, but the installed release is {release}. Fix: install "
+            f"a tested release, or set {ALLOW_UNTESTED}=1 to try this release; the target's signature is checked in "
+            "any case."
         )
 
     def moved(self, found: str, expected: str | None = None) -> str:
@@ -196,7 +196,7 @@ def check_all(contracts: Iterable[Contract]) -> None:
 
 @functools.cache
 def _warn_untested(distribution: str, release: str) -> None:
-    logger.warning("%s %s is untested: every function in use is checked against its contract", distribution, release)
+    logger.warning("%s %s is untested, so every function in use is checked against its contract", distribution, release)
 
 
 def of_installed(*contracts: Contract) -> Contract:
@@ -239,7 +239,7 @@ def demand_release() -> str:
     release = installed_release("verl")
     supported = f"Supported: {', '.join(TESTED)}."
     if release is None:
-        raise PatchError(f"no verl is found. {supported} Fix: pip install verl=={TESTED[-1]}.")
+        raise PatchError(f"verl is not installed. {supported} Fix: pip install verl=={TESTED[-1]}.")
     if release in TESTED or (os.environ.get(ALLOW_UNTESTED) == "1" and not is_too_old(release)):
         return release
     fix = f"pip install verl=={attributes_of(release).name}"
@@ -370,7 +370,7 @@ def _held(target: Any) -> str:
 
 
 def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
-    """Put `wrapper(original, *args, **kwargs)` in front of the target, once.
+    """Wrap the target in `wrapper(original, *args, **kwargs)`, once.
 
     A coroutine function stays a coroutine function for inspection; its wrapper returns an awaitable. A static method
     stays static.
@@ -379,7 +379,7 @@ def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
         True if the target was wrapped now; False if this patch was already in force.
 
     Raises:
-        PatchError: the contract does not hold, or the target is a class method, whose class would be lost in a wrapper.
+        PatchError: the contract is not met, or the target is a class method, whose class would be lost in a wrapper.
     """
     original = contract.check()
     if is_wrapped(original, contract.name):

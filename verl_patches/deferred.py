@@ -1,7 +1,7 @@
 """Patches that wrap their targets at once, or right after the module that they target has been imported.
 
-Some targets, such as vLLM's layers, are expensive to import and needed in only a few processes. If they are patched
-when they are imported, the order of imports is irrelevant, and other processes are not affected.
+Some targets, such as vLLM's layers, are expensive to import and needed in only a few processes. If such a target is
+patched when it is imported, the order of imports does not matter, and other processes are not affected.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Loader(importlib.abc.Loader):
 
 @dataclass(frozen=True)
 class ReleasePatch:
-    """Wrappers that are installed together.
+    """A patch: wrappers that are installed together.
 
     Attributes:
         wrappers: the contract with each target and its wrapper, for every release that needs the patch.
@@ -151,7 +151,8 @@ class ReleasePatch:
 
 @dataclass(frozen=True)
 class Addition(ReleasePatch):
-    """A patch that adds something instead of wrapping; its wrappers are functions without arguments that do so.
+    """A patch that adds something instead of wrapping; its wrappers are functions without arguments that make the
+    additions.
 
     Attributes:
         added: function that returns whether the addition is present.

@@ -46,7 +46,7 @@ class LivePath:
 
     @property
     def attributes(self) -> Release:
-        """The attributes that distinguish the release."""
+        """The attributes in which this release differs from others."""
         return attributes_of(self.release)
 
     @property
@@ -63,7 +63,7 @@ def live_path(config: DictConfig, release: str | None = None) -> LivePath:
     """Find the path of a composed configuration; ``release`` is by default the release of verl that an import finds.
 
     Raises:
-        PatchError: no verl is found.
+        PatchError: verl is not installed.
     """
     release = release or installed_release("verl") or demand_release()
     row = attributes_of(release)

@@ -1,4 +1,4 @@
-"""Adds this package's sections to the configuration of any Hydra program that selects one of the package's options.
+"""Adds this package's sections to the configuration of any Hydra program that selects one of this package's options.
 
 An option such as ``+correction@correction=gsm`` needs the sections that ``offpolicy_base.yaml`` declares. Hydra
 composes a defaults list in order. A group on the command line is composed last, so its sections would overwrite values
@@ -58,7 +58,7 @@ def find_folder() -> Path:
     folders = list(spec.submodule_search_locations or ()) if spec else []
     if not folders:
         raise PatchError(
-            "the package recipe.offpolicy, which holds the configuration groups, is not found. Fix: install it again."
+            "the package recipe.offpolicy, which contains the configuration groups, was not found. Fix: reinstall it."
         )
     return Path(folders[0]) / "config"
 
@@ -103,7 +103,7 @@ def _compose(original: Callable[..., Any], loader: Any, defaults: Sequence[Any],
     others = [each for each in defaults if each not in of_hydra]
     names = [SECTIONS, *([_OF_FSDP] if any(each.config_path == "actor/dp_actor" for each in others) else [])]
     ours = [ResultDefault(config_path=name, parent="<root>", package=_package_of(name)) for name in names]
-    # The place is before the primary file's own values, and after the defaults that it lists.
+    # The sections belong before the primary file's own values, and after the defaults that this file lists.
     own = next((at for at, each in enumerate(others) if each.primary), len(others))
     rollout = ResultDefault(config_path=_ROLLOUT, parent="<root>", package="")
     config = original(loader, [*of_hydra, *ours, *others[:own], rollout, *others[own:]], repo)
@@ -142,7 +142,7 @@ def explain_missing_flash_attention() -> str:
 
 
 def settle_flash_attention(config: Any) -> list[str]:
-    """Replace the interpolations of a launch with their values, in place; return a line that shows the values."""
+    """Replace the interpolations of a launch with their values, in place; return a line that lists the values."""
     from omegaconf import DictConfig, OmegaConf
 
     def asks(key: str) -> bool:

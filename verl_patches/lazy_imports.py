@@ -2,8 +2,8 @@
 
 At their top, verl's modules import packages that only a run needs, such as Ray, transformers and datasets, which takes
 seconds. In a process that called `install()`, such an import runs when a name that it binds is first looked up, as in
-Python's `lazy import` (PEP 810). The code that runs is verl's, with the same objects; modules that are not used are
-never imported.
+Python's `lazy import` (PEP 810). The process runs verl's own code with the same objects, but never imports unused
+modules.
 
 The following are still imported at once: the standard library, `from x import *`, imports within `with`, and a `try`
 that does more than import. Annotations of functions are not evaluated. Annotations of fields are, because dataclasses
@@ -71,7 +71,7 @@ def _build_finder(package: str) -> _SourceFinder:
 
 
 class _WithoutCompiler(importlib.machinery.SourceFileLoader):
-    """Loader that puts stand-ins for the compiler's decorators in place while its module is imported."""
+    """Loader that replaces the compiler's decorators with stand-ins while its module is imported."""
 
     def exec_module(self, module: ModuleType) -> None:
         marks = ModuleType(_COMPILER)
@@ -117,7 +117,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Names(dict[str, Any]):
-    """A module's builtins, the last place where Python looks up a name; the lookup runs the import that binds the name.
+    """A module's builtins, where Python looks up a name last; this lookup runs the import that binds the name.
 
     Attributes:
         statements: the module's lazy imports.
@@ -228,7 +228,7 @@ def _list_bound_names(node: ast.AST) -> Iterator[str]:
 
 
 def _leave_annotations_out(scope: ast.Module | ast.stmt) -> None:
-    """Remove annotations that serve only readers but that Python would evaluate on import."""
+    """Remove annotations that only serve readers but that Python would evaluate on import."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None

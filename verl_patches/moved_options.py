@@ -29,7 +29,7 @@ _NAME = re.compile(r"(?<![\w/.])\w+(?![\w/.])")
 
 
 def rename(value: str) -> str:
-    """In the value of an override, replace former names with current names.
+    """Replace former names with current names in the value of an override.
 
     Example:
         >>> rename("[yao2025_tis,gsm]")
@@ -44,7 +44,7 @@ def _list_moved(value: str) -> list[str]:
 
 
 def explain_moved(config: str | None, overrides: Sequence[str]) -> str | None:
-    """Explain that Hydra does not find a configuration because it was renamed; None for any other name.
+    """Explain that Hydra cannot find a configuration because it was renamed; None for any other name.
 
     Args:
         config: the configuration that Hydra looked for, such as "correction/yao2025_tis".

@@ -1,7 +1,7 @@
 """Entry point of the group `verl.plugins`, which verl 0.9 and later import in every process.
 
-Does nothing unless OFFPOLICY_PATCHES names groups, as in `OFFPOLICY_PATCHES=cpu,legacy`, or is `auto`. verl logs a
-failing plugin at DEBUG and continues; the failure is recorded, and `verl_patches.status()` raises it.
+The plugin does nothing unless OFFPOLICY_PATCHES names groups, as in `OFFPOLICY_PATCHES=cpu,legacy`, or is `auto`. verl
+logs a failing plugin at DEBUG and continues; the failure is recorded, and `verl_patches.status()` raises it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def load() -> None:
     """Install the groups that the environment names.
 
     Raises:
-        PatchError: a group is unknown, or a target is not the one for which its patch was written.
+        PatchError: a group is unknown, or a target differs from the one for which its patch was written.
     """
     for name in named(os.environ):
         try:

@@ -1,7 +1,7 @@
-"""The supported releases of verl, and the attributes in which they differ. This module does not import other packages.
+"""The supported releases of verl and the attributes in which they differ. This module imports no other package.
 
-To support another release, add it to `RELEASES` and its file to requirements/, and run the tests. Each release is
-listed by its differences from the next one.
+To support another release, add it to `RELEASES` and its file to requirements/, and run the tests. The table lists each
+release by its differences from the next one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 V1_MODES = ("sync", "colocate_async", "separate_async")
-"""Trainers of verl's V1 that are supported."""
+"""The supported modes of verl's V1 trainer."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ TESTED = tuple(release.name for release in RELEASES)
 VLLM = ("0.24.0", "0.28.0", "0.31.0")
 """Releases of vLLM with a file in requirements/; 0.24.0, which verl 0.9.1 requires, was checked only by contracts."""
 FLASH_ATTN = "2.8.3"
-"""Release of flash-attn that verl 0.9.1 pins; it has not been used in any run yet."""
+"""Release of flash-attn that verl 0.9.1 pins; no run has used it yet."""
 _CALLED_OTHERWISE = {"0.8.0.dev": "0.8.0", "0.8.0.dev0": "0.8.0"}
 """Versions that verl's tag v0.8.0 has: in its version file, and in pip."""
 

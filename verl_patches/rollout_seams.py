@@ -1,7 +1,8 @@
-"""verl's rollouts: contracts on servers, clients, agent loops and weight synchronisation, and the wrappers around them.
+"""Contracts on the servers, clients, agent loops and weight synchronisation of verl's rollouts, and the wrappers around
+them.
 
-Log-probs of a prompt come from ``vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, ...)`` of this
-package's server classes, which verl starts through its registry of replicas. verl's key
+This package's server classes, which verl starts through its registry of replicas, return the log-probs of a prompt from
+``vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, ...)``. verl's key
 ``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` selects this package's manager of agent loops.
 """
 

@@ -27,14 +27,14 @@ VARIABLES = ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_USE_EXTERNAL_PLUGINS",
 PREFIX = "OFFPOLICY_"
 PYTHONPATH = "PYTHONPATH"
 VARIABLES_OF_WORKERS = (EXTERNAL_MODULES, PYTHONPATH)
-"""Workers' variables whose values the launch extends."""
+"""Variables of workers whose values the launch extends."""
 _SEPARATORS = {EXTERNAL_MODULES: ",", PYTHONPATH: os.pathsep}
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # in which Ray passes a submitted job its own runtime environment
 _OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
 
 
 class ContradictionError(PatchError):
-    """A variable has another value elsewhere than in this process.
+    """A variable has a different value in the configuration or the submitted job than in this process.
 
     Attributes:
         key: key of the configuration that sets the variable; "" if the submitted job sets it.
@@ -140,7 +140,7 @@ def merged(
         elif key not in job or may_override:
             result[key] = joined(key, job.get(key, ""), value) if key in _SEPARATORS else value
         elif key != PYTHONPATH and joined(key, job[key], value) != joined(key, job[key]):
-            # Only the job knows where its files are; if a package is not found there, the import of verl fails.
+            # Only the job knows where its files are; if they lack a package, the import of verl fails.
             fix = f"Submit the job with {key}={joined(key, job[key], value)}, or set {_OVERRIDE}=1."
             there = f"{key}={job[key]} of the submitted job"
             raise ContradictionError(there, "", job[key], _needed(key, value), fix)
@@ -166,7 +166,8 @@ def _needed(key: str, value: str) -> str:
 
 
 def joined(key: str, *values: str) -> str:
-    """Join values of an environment variable: for lists, each part once, in order; otherwise the last value."""
+    """Join values of an environment variable: lists contain each part once, in order; otherwise, the last value is
+    used."""
     separator = _SEPARATORS.get(key)
     if separator is None:
         return values[-1]

@@ -1,4 +1,4 @@
-"""verl's trainers: contracts on the methods that a corrected trainer overrides, and the wrappers around them.
+"""Contracts on the methods of verl's trainers that a corrected trainer overrides, and the wrappers around them.
 
 V0 is ``RayPPOTrainer``. Its ``fit`` is one long method that calls the module's ``compute_advantage``. Hooks around the
 advantages therefore wrap that function, both in its own module and wherever another module has imported it by name.

@@ -1,8 +1,9 @@
-"""verl's workers and engines: contracts on the functions that compute the loss, and the two patches of these functions.
+"""Contracts on the functions of verl's workers and engines that compute the loss, and the two patches of these
+functions.
 
-The trainer sends a loss to the workers by ``set_loss_fn``, and the engine calls this loss on each micro-batch. The loss
-calls verl's ``ppo_loss``, which multiplies the policy term by ``rollout_is_weights``. The signatures are quoted from
-the named releases, in all of which they are the same. They are checked before a run starts.
+The trainer sends a loss to the workers with ``set_loss_fn``, and the engine calls this loss on each micro-batch. The
+loss calls verl's ``ppo_loss``, which multiplies the policy term by ``rollout_is_weights``. The signatures are quoted
+from the named releases, in all of which they are the same. They are checked before a run starts.
 """
 
 from __future__ import annotations

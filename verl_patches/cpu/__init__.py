@@ -86,9 +86,9 @@ def install() -> None:
     if wrong:
         found = ", ".join(f"{key}={os.environ.get(key)!r}" for key in wrong)
         raise PatchError(
-            f"verl_patches.cpu makes verl run on the CPU and needs "
-            f"{' '.join(f'{key}={value}' for key, value in wrong.items())}, found {found}. Fix: export "
-            f"it before the run, or remove verl_patches.cpu from VERL_USE_EXTERNAL_MODULES."
+            "verl_patches.cpu makes verl run on the CPU and needs "
+            f"{' '.join(f'{key}={value}' for key, value in wrong.items())}, but found {found}. Fix: export these "
+            "variables before the run, or remove verl_patches.cpu from VERL_USE_EXTERNAL_MODULES."
         )
     for name in PATCHES:
         find_patch(name).install()

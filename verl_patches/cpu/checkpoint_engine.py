@@ -7,7 +7,7 @@ each process that sends or receives weights, verl itself imports this module:
     actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_files
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_patches.cpu.checkpoint_engine
 
-verl supports the registration of engines under new names, so this is an extension and changes nothing in verl.
+verl lets modules register engines under new names, so this module extends verl without changing it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class WeightSyncError(RuntimeError):
 
 
 class FileCheckpointEngine(CheckpointEngine):
-    """One process's end of the transport; verl creates one in each worker and drives it through a synchronisation.
+    """One process's end of the transport; verl creates one in each worker and calls it during a synchronisation.
 
     Args:
         bucket_size: number of bytes of weights that are gathered before they are written.
@@ -92,7 +92,7 @@ class FileCheckpointEngine(CheckpointEngine):
         self, bucket_size: int, is_master: bool = False, timeout: float = TIMEOUT, folder: str | None = None
     ) -> None:
         if not timeout > 0:
-            raise ValueError(f"{_KEY}.engine_kwargs.{NAME}.timeout={timeout}: give a number of seconds above 0.")
+            raise ValueError(f"{_KEY}.engine_kwargs.{NAME}.timeout={timeout}: expected a number of seconds above 0.")
         self._bucket_size = bucket_size
         self._is_master = is_master
         self._timeout = float(timeout)
@@ -110,7 +110,7 @@ class FileCheckpointEngine(CheckpointEngine):
         self._owned = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=self._parent)
         folder = Path(self._owned.name)
         self._lock = (folder / _LOCK).open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held for the life of this process, however it ends
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held as long as this process lives, however it ends
         return {"folder": str(folder), "sender": f"process {os.getpid()} on {socket.gethostname()}"}
 
     @classmethod
@@ -120,7 +120,9 @@ class FileCheckpointEngine(CheckpointEngine):
         """Build the arguments of `init_process_group` for each of the trainer's and the rollouts' workers."""
         masters = [entry for entry in metadata if entry["folder"]]
         if len(masters) != 1:
-            raise WeightSyncError(f"{NAME}: one process of the trainer must write the weights, found {len(masters)}.")
+            raise WeightSyncError(
+                f"{NAME}: exactly one process of the trainer must write the weights, but there are {len(masters)}."
+            )
 
         def each(world_size: int) -> dict[str, list[Any]]:
             return {key: [value] * world_size for key, value in masters[0].items()}
@@ -168,7 +170,7 @@ class FileCheckpointEngine(CheckpointEngine):
                 raise WeightSyncError(f"{NAME}: the trainer's model has no weights to send.")
             self._publish(_END, {"buckets": count})
         except BaseException as error:
-            with suppress(OSError):  # the disk may be the cause; the released lock also alerts receivers
+            with suppress(OSError):  # the disk may be the cause, and the released lock also alerts receivers
                 self._publish(_ERROR, {"error": f"{type(error).__name__}: {error}"})
             raise
 
@@ -205,7 +207,7 @@ class FileCheckpointEngine(CheckpointEngine):
             if error is not None:
                 raise WeightSyncError(f"{failed}, the sender, failed with {error['error']}")
             if end is None and not self._sender_lives():
-                raise WeightSyncError(f"{failed}, the sender, has ended after {index} buckets. See the trainer's log.")
+                raise WeightSyncError(f"{failed}, the sender, exited after {index} buckets. See the trainer's log.")
             if self.clock() > deadline:
                 raise WeightSyncError(
                     f"{failed}, the sender, is alive but wrote nothing for {self._timeout:g} s after {index} "

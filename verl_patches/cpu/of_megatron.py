@@ -1,4 +1,5 @@
-"""Patches of Megatron and mbridge, which expect CUDA and Transformer Engine; installed when they are imported."""
+"""Patches of Megatron and mbridge, which expect CUDA and Transformer Engine. They are installed when the targets are
+imported."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _RANDOM, _OPTIMIZER = "megatron.core.tensor_parallel.random", "megatron.core.opt
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing: a stand-in for calls that have no meaning on the CPU."""
+    """Do nothing; replaces calls that have no meaning on the CPU."""
 
 
 STAND_INS: dict[str, Callable[..., Any]] = {
@@ -111,7 +112,7 @@ def _attend(
         if bool((~attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).any()):
             raise ValueError(
                 "the padding mask that reached Megatron's attention has padding before a token. Without Transformer "
-                "Engine, sequences must be padded on the right only."
+                "Engine, pad sequences only on the right."
             )
         attention_mask = None
     return original(self, query, key, value, attention_mask, *args, **kwargs)
@@ -158,7 +159,7 @@ MODULES = (
     "megatron.core.transformer.utils",
     "megatron.core.utils",
 )
-"""Modules that can run on gloo but name the device in their code."""
+"""Modules that can run on gloo but hard-code the device."""
 
 FACTORIES = ("empty", "ones", "tensor", "zeros")
 """PyTorch functions to which these modules pass the device as an argument."""

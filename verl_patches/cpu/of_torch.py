@@ -23,7 +23,7 @@ _added: set[str] = set()
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing: a stand-in for calls that have no meaning on the CPU."""
+    """Do nothing; replaces calls that have no meaning on the CPU."""
 
 
 def _resident(*_: Any, **__: Any) -> int:

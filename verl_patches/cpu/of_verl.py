@@ -277,7 +277,7 @@ _forward = _build(
 
 
 def slot_name(environment: Mapping[str, str]) -> str:
-    """Build a name from the slot of Ray's resource "GPU" in a process's environment.
+    """Build a socket name from the slot of Ray's resource "GPU" in a process's environment.
 
     This is the name of the socket through which verl sends weights to vLLM. In 0.7.1, the trainer and vLLM's worker
     each read the UUID of their own GPU, and therefore agree on a name. On the CPU, both processes know the worker's
@@ -290,8 +290,9 @@ def slot_name(environment: Mapping[str, str]) -> str:
     slots = environment.get("CUDA_VISIBLE_DEVICES", "")
     if not slots or "," in slots:
         raise PatchError(
-            f"patch 'weight_socket': CUDA_VISIBLE_DEVICES={slots!r}, expected one slot of Ray's resource GPU. "
-            f"Fix: on the CPU verl before 0.9 needs actor_rollout_ref.rollout.tensor_model_parallel_size=1."
+            f"patch 'weight_socket': CUDA_VISIBLE_DEVICES={slots!r}, but exactly one slot of Ray's resource GPU is "
+            "needed. Fix: set actor_rollout_ref.rollout.tensor_model_parallel_size=1, which verl before 0.9 needs on "
+            "the CPU."
         )
     return f"CPU-{environment.get('RAY_RAYLET_PID', '0')}-{slots}"
 

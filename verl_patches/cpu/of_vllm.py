@@ -53,8 +53,8 @@ def _capture(original: Callable[..., Any], experts: Any, *args: Any, **kwargs: A
     """Let vLLM's CPU expert kernel return the routes of tokens, as its GPU kernels do.
 
     vLLM rejects `enable_return_routed_experts` with a kernel that routes internally without returning the routes. The
-    CPU kernel routes in Python, where the ids can be passed to vLLM's own capture. In vLLM 0.31, a router passes the
-    ids on.
+    CPU kernel routes in Python, where the ids can be passed to vLLM's own capture. In vLLM 0.31, a router passes on the
+    ids.
     """
     weights, ids = original(experts, *args, **kwargs)
     if experts.routing_replay_capture_fn is not None:
@@ -81,8 +81,9 @@ def _pack_again(original: Callable[..., None], method: Any, layer: Any, w13: Any
     # vLLM pads before it packs, but a sync writes weights without padding.
     if experts._padded_intermediate_size(method.moe) != width:
         raise PatchError(
-            f"vLLM pads experts of intermediate size {width} for the CPU, and cannot load their weights again. Fix: "
-            f"train a model whose moe_intermediate_size is a multiple of {experts._intermediate_alignment()}."
+            f"vLLM pads experts of intermediate size {width} for the CPU, and cannot load the weights of padded "
+            "experts again. Fix: train a model whose moe_intermediate_size is a multiple of "
+            f"{experts._intermediate_alignment()}."
         )
     experts.process_weights_after_loading(layer)
 

@@ -2,7 +2,7 @@
 
     VERL_USE_EXTERNAL_MODULES=verl_patches.legacy
 
-An update is changed only if its batch carries a ``LegacyHandover``. A patch is the ``PATCH`` of a module, which is
+An update is changed only if its batch contains a ``LegacyHandover``. A patch is the ``PATCH`` of a module, which is
 imported after the actor that it patches; most processes never import an actor.
 """
 
@@ -32,9 +32,9 @@ def install() -> None:
     """
     if not has_legacy_actors():
         raise PatchError(
-            f"verl_patches.legacy is for verl releases with legacy actors, 0.7.1, found "
+            "verl_patches.legacy needs a verl release with legacy actors, 0.7.1, but found "
             f"{installed_release('verl') or 'no verl'}. Fix: remove it from VERL_USE_EXTERNAL_MODULES and "
-            f"OFFPOLICY_PATCHES; the engine's workers need no patch."
+            "OFFPOLICY_PATCHES, because the engine's workers need no patch."
         )
     for name, actor in PATCHES.items():
         if not is_awaited(actor):

@@ -1,6 +1,6 @@
 """Wrappers for what verl's legacy actors call: ``core_algos``, the selected batch columns, and logged methods.
 
-Outside of such an update, and in every other module, verl's own functions are used.
+The wrappers act only in an update whose batch contains a handover; otherwise, verl's own functions are used.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def handover_of(data: DataProto) -> LegacyHandover | None:
         return None
     if handover.reads_rollout_log_probs and ROLLOUT_LOG_PROBS not in data.batch.keys():
         raise KeyError(
-            f"{ROLLOUT_LOG_PROBS} is not in the batch that reached the actor, which holds "
-            f"{', '.join(sorted(data.batch.keys()))}: set actor_rollout_ref.rollout.calculate_log_probs=true."
+            f"{ROLLOUT_LOG_PROBS} is not in the batch that reached the actor, which contains "
+            f"{', '.join(sorted(data.batch.keys()))}. Set actor_rollout_ref.rollout.calculate_log_probs=true."
         )
     return handover
 

@@ -1,4 +1,4 @@
-"""Patch of verl's legacy FSDP actor, which uses the engine path's loss in an update that comes with a handover.
+"""Patch that makes verl's legacy FSDP actor use the engine path's loss in an update with a handover.
 
 ``update_policy`` selects only the columns in its own list, computes every mean over a micro-batch, and with one
 mini-batch and one epoch uses the current log-probs as pi_old. With this patch, the batch keeps this package's columns,

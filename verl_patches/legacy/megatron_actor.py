@@ -1,4 +1,4 @@
-"""Patch of verl's legacy Megatron actor, which uses the engine path's loss in an update that comes with a handover.
+"""Patch that makes verl's legacy Megatron actor use the engine path's loss in an update with a handover.
 
 ``make_minibatch_iterator`` selects only the columns in its own list, and the closure that computes the loss on the last
 pipeline stage passes neither mu nor its micro-batch to a policy loss. With this patch, the batch keeps this package's
@@ -69,7 +69,7 @@ def _upstream(grad_scale: Callable[[Tensor], Tensor] | None) -> float:
 
 
 def _refuse(actor: Any) -> None:
-    """Reject schedules in which a loss need not belong to the micro-batch that was taken last."""
+    """Reject schedules in which a loss may belong to a micro-batch other than the last one taken."""
     key = "actor_rollout_ref.actor.megatron.override_transformer_config"
     if actor.tf_config.overlap_moe_expert_parallel_comm:
         raise ValueError(
@@ -108,7 +108,7 @@ def _make_batch_generator(original: Callable[..., Any], batches: Sequence[Any], 
 def _noted(micro_batches: Iterator[Any], current: Update, scale: float) -> Iterator[Any]:
     """Yield the micro-batches; each one is started in the update when it is requested."""
     for micro_batch in micro_batches:
-        # verl next moves the micro-batch to the device, which then has no effect.
+        # verl moves the micro-batch to the device next, which then has no effect.
         rows = micro_batch.to(get_device_id())
         current.begin(rows, scale=scale)
         yield rows
