@@ -161,7 +161,7 @@ def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any, movin
     rows = rollout(engine, 0.2 if moving is CAP else 0.05)
     data = with_bounds(rows.to_tensordict(), moving.moved)
     metrics, _ = tw.gradients(engine, moving.loss(acting_by(moving.spec), prove=True), data)
-    with pytest.raises(LivenessError, match=r"gradient|does not act"):
+    with pytest.raises(LivenessError, match=r"gradient|has no effect"):
         moving.verify(take_packets(metrics), rows)
 
 
@@ -181,7 +181,7 @@ def test_a_rank_with_other_bounds_stops_the_run(engine: Any, moving: Moving) -> 
         return packets
 
     verify_update(of_ranks(moving.moved, moving.moved), spec, sampled_rows=sampled, moving=moving.sides)
-    with pytest.raises(LivenessError, match=r"bounds other than those that the trainer sent.*instead of"):
+    with pytest.raises(LivenessError, match=r"other bounds than the trainer sent.*instead of"):
         verify_update(of_ranks(moving.moved, moving.late), spec, sampled_rows=sampled, moving=moving.sides)
 
 
@@ -189,7 +189,7 @@ def test_a_plan_that_did_not_arrive_stops_before_the_gradient(engine: Any) -> No
     data = rollout(engine).to_tensordict()
     with pytest.raises(KeyError, match="offpolicy_plan is not in the micro-batch"):
         tw.gradients(engine, BANDS.loss(), data)
-    with pytest.raises(KeyError, match="brought bounds for"):
+    with pytest.raises(KeyError, match="contains bounds for"):
         tw.gradients(engine, BANDS.loss(), with_bounds(data, {"gsm": MOVED["gsm"]}))
 
 

@@ -233,7 +233,7 @@ def test_the_stages_decide_something_else(engine: Any, monkeypatch: pytest.Monke
 
     decide, (mapping, change) = micro_batch.decide, DECISIONS[name]
     monkeypatch.setattr(micro_batch, "decide", lambda spec, batch, **options: decide(*change(spec, batch), **options))
-    stops("does not act|no evidence that", engine, mapping=mapping, micro_batch_size=None)
+    stops("has no effect|no evidence that", engine, mapping=mapping, micro_batch_size=None)
 
 
 PENALTY: dict[str, Any] = {"masks": {"gsm": GSM}, "penalty": {"ratio": "full", "coefficient": 0.01}}
@@ -252,7 +252,7 @@ def test_a_penalty_that_is_another(engine: Any, monkeypatch: pytest.MonkeyPatch,
 
     true = terms.compute_penalty
     monkeypatch.setattr(loss, "compute_penalty", lambda spec, batch, whole: tamper(true(spec, batch, whole), batch))
-    stops("penalty does not act|gradient", engine, mapping=PENALTY)
+    stops("penalty has no effect|gradient", engine, mapping=PENALTY)
 
 
 def corrupted_installation(kind: str) -> Any:
@@ -289,8 +289,8 @@ def corrupted_installation(kind: str) -> Any:
     [
         ("loss times zero", "scaled it by zero", MISMATCH),
         ("verl's loss instead", "did not go through", 1e-3),
-        ("only while proving", "does not act", MISMATCH),
-        ("another spec in the call", "gradient|does not act", 1e-3),
+        ("only while proving", "has no effect", MISMATCH),
+        ("another spec in the call", "gradient|has no effect", 1e-3),
     ],
 )
 def test_the_installed_call_is_corrupted(engine: Any, kind: str, match: str, mismatch: float) -> None:

@@ -329,10 +329,10 @@ def of_raw_log_probs(rows: tw.Rollout, supports: Supports) -> list[Any]:
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (shifted, "they fit the token after in all but .* off by one token"),
-        (swapped, "they belong to another sequence"),
-        (dropped, "tokens in the loss arrived without a support"),
-        (altered, "1 of 8 sequences arrived with supports or tokens other than"),
+        (shifted, "the supports fit the token after in all but .* off by one token"),
+        (swapped, "the supports belong to another sequence"),
+        (dropped, "tokens reached the loss without a support"),
+        (altered, "the supports or tokens of 1 of 8 sequences differ from"),
         (of_raw_log_probs, r"mu sums to 0\.9300 to 1\.0000 over the supports"),
     ],
 )

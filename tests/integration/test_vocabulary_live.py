@@ -220,7 +220,7 @@ def test_another_correction_in_its_place(engine: Any, swap: str) -> None:
     said, runs = SWAPS[swap]
     loss = acting_by(CorrectionSpec.from_mapping(runs))
     loss = loss(CorrectionSpec.from_mapping(said), tw.actor_config(), prove=True)
-    stops(r"not weight \* keep|does not act", engine, said, loss=loss, mismatch=1e-6)
+    stops(r"not weight \* keep|has no effect", engine, said, loss=loss, mismatch=1e-6)
 
 
 @pytest.mark.parametrize("proximal", [{"proximal": "bypass"}, {"proximal": "loglinear", "alpha": 0.5}])
@@ -234,7 +234,7 @@ def test_a_proximal_policy_that_is_not_used(engine: Any, proximal: dict[str, Any
         return changed
 
     loss.hand_over = forgets
-    stops(r"not weight \* keep|does not act", engine, proximal, loss=loss)
+    stops(r"not weight \* keep|has no effect", engine, proximal, loss=loss)
 
 
 @pytest.mark.parametrize("mapping", [{"proximal": "bypass"}, {"proximal": "loglinear", "alpha": 0.5}])
@@ -279,7 +279,7 @@ def test_kl_without_its_clip(engine: Any) -> None:
     loss = adapter(mapping, **config)
     loss.base_loss = loss.verl_loss
     stops(
-        "kl_clip does not act",
+        "kl_clip has no effect",
         engine,
         mapping,
         loss=loss,

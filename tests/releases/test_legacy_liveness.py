@@ -167,7 +167,7 @@ def test_without_the_patch_the_trainer_hears_nothing() -> None:
     from recipe.offpolicy.worker.metrics import take_packets
 
     _, metrics = la.moved(la.actor(), la.handed(la.rollout(), STACK), patched=False)
-    with pytest.raises(LivenessError, match="no metrics arrived from the corrected loss"):
+    with pytest.raises(LivenessError, match="the corrected loss returned no metrics"):
         verify(take_packets(metrics), CorrectionSpec.from_mapping(STACK), sampled_rows=[])
 
 
@@ -177,7 +177,7 @@ def test_a_name_that_verls_module_binds_anew_is_noticed(monkeypatch: pytest.Monk
     from verl.workers.actor import dp_actor
 
     monkeypatch.setattr(dp_actor, "get_policy_loss_fn", core_algos.get_policy_loss_fn)
-    with pytest.raises(LivenessError, match="no metrics arrived from the corrected loss"):
+    with pytest.raises(LivenessError, match="the corrected loss returned no metrics"):
         verdict(STACK)
 
 

@@ -129,7 +129,7 @@ def test_empty_blocks_and_sections_are_left_out() -> None:
     ("name", "example", "said"),
     [
         ("a.txt", "out.png", "not a picture format"),
-        (".", "out.png", "it is a directory"),
+        (".", "out.png", "this is a directory"),
         ("file/below.html", "out.html", "no file can be written under"),
     ],
 )

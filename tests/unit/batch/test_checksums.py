@@ -80,7 +80,8 @@ def test_exactly_the_rows_that_have_not_left(seen: list[int], left: dict[str, st
         (
             [4, 5, 5],
             1,
-            "3 of 4 rows expected (1 left: too old), 3 seen: 1 missing or changed (a), 1 not sent with this content",
+            "3 of 4 rows expected (1 left: too old), 3 seen: 1 missing or changed (a), 1 were not sent with this "
+            "content",
         ),
     ],
 )

@@ -39,7 +39,7 @@ def found(**changes: Any) -> list[tuple[str, str, tuple[str, ...]]]:
         ({"limit": 1, "way": "stop"}, "way", "expected one of [wait,drop].", ("a.b.way=wait",)),
         ({"inner": {"share": 2}}, "inner.share", "expected a share.", ("a.b.inner.share=0.5",)),
         ({"limit": 10**400}, "limit", "expected a number above 0, or null.", ("a.b.limit=3",)),
-        ({"inner": 2}, "inner", "expected its keys: share, times.", ()),
+        ({"inner": 2}, "inner", "expected a section with the keys share, times.", ()),
         ({"way": {"wait": 1}}, "way", "expected one of [wait,drop].", ()),
         ({"inner": {"share": {}}}, "inner.share", "expected a share.", ()),
         # A key that is like one of ours is moved; another stays for the user to correct.
@@ -62,4 +62,4 @@ def test_what_fits_passes() -> None:
     assert found() == found(limit=2, way="drop", inner={"share": 1, "times": 3}) == []
     assert list(SECTION.find_problems(OmegaConf.create({}))) == []
     (problem,) = SECTION.find_problems(OmegaConf.create({"a": {"b": 3}}))
-    assert problem.reason == "expected its keys: limit, on, way, inner."
+    assert problem.reason == "expected a section with the keys limit, on, way, inner."

@@ -68,7 +68,7 @@ def test_pictures_of_policies_that_agree(tmp_path: Path) -> None:
         (["{dir}", "--steps", "7:9"], "no step from 7 to 9"),
         # Before the recording is read, which may take minutes.
         (["{tmp}/nowhere", "--png", "{tmp}/a.nonsense"], ".nonsense is not a picture format. Name it .png or .svg"),
-        (["{tmp}/nowhere", "--html", "{tmp}"], "it is a directory. Name a file"),
+        (["{tmp}/nowhere", "--html", "{tmp}"], "this is a directory. Name a file"),
     ],
 )
 def test_bad_input_is_one_sentence(

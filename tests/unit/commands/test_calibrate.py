@@ -74,7 +74,9 @@ def test_json_holds_what_the_tables_hold(recording: Path, capsys: pytest.Capture
     assert low < proposal["proposed"]["values"]["upper"] < high
     assert proposal["length"]["depends"] is True
     assert set(proposal["by_length"]) == {"le16", "le64", "le256"}
-    assert result["skipped"] == {"weight": "takes --target-ess, because it keeps every token and caps its weight"}
+    assert result["skipped"] == {
+        "weight": "accepts only --target-ess, because it keeps every token and caps its weight"
+    }
     assert result["together"]["then"]["rows"] == pytest.approx(0.9)
 
 
@@ -111,7 +113,7 @@ def test_bounds_that_cannot_act_are_refused(tmp_path: Path, capsys: pytest.Captu
     directory = record(tmp_path / "far", drawn_rows([1] * 400, backend=2.0))
     status, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
     assert status == 1
-    assert "masks.gsm: not identified: it would take a bound at " in out
+    assert "masks.gsm: not identified: the bound would be " in out
     assert "correction.masks.gsm.upper" not in out
     directory = record(tmp_path / "near", drawn_rows([1] * 400, backend=1.0))
     status, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)

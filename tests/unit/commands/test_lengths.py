@@ -162,7 +162,7 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{}", "line 1: this is not a line"), ("x", "line 1"), ("", "no step records response_")]
+    ("text", "said"), [("{}", "line 1: this line was not written"), ("x", "line 1"), ("", "no step records response_")]
 )
 def test_other_files_are_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.jsonl"

@@ -103,15 +103,15 @@ def test_beyond_equal_samples_the_bernoulli_formula_ranks_and_unequal_ones_are_f
 
 def test_what_cannot_be_compared_is_refused_and_few_prompts_separate_nothing() -> None:
     one = counts(1, [4] * 3, [4] * 3)
-    with pytest.raises(RankingError, match="two or more"):
+    with pytest.raises(RankingError, match="at least two"):
         rank_checkpoints([one], 1)
     with pytest.raises(RankingError, match="no prompt in common"):
         rank_checkpoints([one, counts(2, [4], [1], first=9)], 1)
     found = rank_checkpoints([one, counts(2, [4] * 4, [0] * 4)], 1)
     assert [each.may_be_best for each in found.places] == [True, True]
     assert found.notes == (
-        "1 prompts that not all checkpoints answered are left out.",
-        "3 prompts: too few to separate checkpoints; at least 10 are needed.",
+        "1 prompts are left out, because some checkpoints did not answer them.",
+        "3 prompts are too few to separate checkpoints; at least 10 are needed.",
     )
 
 

@@ -84,7 +84,7 @@ def test_a_recording_that_the_code_disagrees_with(tmp_path: Path, capsys: pytest
     [
         (["--spec", "correction=gsmm"], "no such option. Nearest: 'gsm'"),
         ([*GRID[:2], "--grid", "correction.masks.gsm.uper=1"], "Nearest: 'correction.masks.gsm.upper'"),
-        (["--html", "."], "--html .: it is a directory. Name a file, such as --html whatif.html"),
+        (["--html", "."], "--html .: this is a directory. Name a file, such as --html whatif.html"),
         (["--png", "a.nonsense"], "a.nonsense: .nonsense is not a picture format"),
     ],
 )

@@ -113,7 +113,7 @@ def test_losses_around_mu() -> None:
     assert (mask.ratio, mask.aggregate, mask.upper, mask.when) == ("full", "binary_kl_forward", 0.05, "outward")
     with pytest.raises(SpecError, match=r"delta_low=0\.2: .* delta_high=0\.05"):
         read({"policy_loss_type": "dppo", "dppo": by_kl | {"delta_low": 0.2}})
-    with pytest.raises(SpecError, match="corrects already"):
+    with pytest.raises(SpecError, match="already a correction"):
         read({"policy_loss_type": "rollout_is", "off_policy_correction": {"tis_ratio_type": "token"}})
 
 
@@ -121,7 +121,7 @@ def test_weights_of_the_kl_term() -> None:
     trl = CorrectionSpec.from_trl({"beta": 0.04, "use_bias_correction_kl": True, "use_vllm": False})
     assert trl.kl_weight is not None
     assert (trl.kl_weight.ratio, trl.kl_weight.upper, trl.weight) == ("ppo", None, None)
-    with pytest.raises(SpecError, match="use_bias_correction_kl=null: its default"):
+    with pytest.raises(SpecError, match="use_bias_correction_kl=null: the default"):
         CorrectionSpec.from_trl({"beta": 0.04})
     nemo = CorrectionSpec.from_peer("nemo_rl", {"use_on_policy_kl_approximation": True})
     assert nemo.kl_weight is not None

@@ -56,7 +56,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         (IS | {TYPE: "icepop", RATIO: 2.0}, f"loss_fn.{RATIO}_min=null"),
         (
             {"loss_fn": IS | {TYPE: "icepop", RATIO: 2.0, f"{RATIO}_min": 0.5}, ROW_LIMIT: 2.0},
-            "grpo.seq_logprob_error_threshold=2.0: rows that it drops are no longer counted",
+            "grpo.seq_logprob_error_threshold=2.0: the rows that this key drops are not counted",
         ),
         (IS | {f"{RATIO}_max": 2.0}, f"loss_fn.{RATIO}_max=2.0: unknown key"),
     ],
@@ -72,27 +72,38 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     "slime": [
         (
             {"use_tis": True, "custom_tis_function_path": "my.own"},
-            "my.own: it is not known what your own function does",
+            "my.own: the effect of a custom function is unknown",
         ),
         ({"use_tis": True, "use_rollout_logprobs": True}, "use_tis=true"),
         (MIS | {"tis_mode": "mask", "tis_batch_normalize": True}, "tis_batch_normalize"),
         # A row of the means is divided by its kept tokens.
-        (MIS | {"use_rs": True, "calculate_per_token_loss": False}, "rs_level=token: a row's loss is divided by"),
+        (
+            MIS | {"use_rs": True, "calculate_per_token_loss": False},
+            "rs_level=token: this framework divides a row's loss",
+        ),
         # One ratio per row, which no token's weight divides among its tokens.
         ({"use_tis": True, "advantage_estimator": "gspo"}, "advantage_estimator=gspo: slime multiplies the gradient"),
         ({"use_tis": True, "tis_cap": 2.0}, "tis_cap=2.0: unknown key"),
     ],
-    "miles": [(MIS | {"tis_mode": "mask", "calculate_per_token_loss": False}, "tis_level=token: a row's loss")],
+    "miles": [
+        (
+            MIS | {"tis_mode": "mask", "calculate_per_token_loss": False},
+            "tis_level=token: this framework divides a row's loss",
+        )
+    ],
     "ms_swift": [
         ({"rollout_importance_sampling_mode": "token_mask"}, "beta=null: ms-swift also multiplies the KL term"),
-        ({"off_policy_sequence_mask_delta": 0.1, "loss_type": "bnpo", "beta": 0.0}, "loss_type=bnpo: it divides by"),
+        (
+            {"off_policy_sequence_mask_delta": 0.1, "loss_type": "bnpo", "beta": 0.0},
+            "loss_type=bnpo: this loss divides by",
+        ),
     ],
     "openrlhf": [
         ({"is_correction_type": "mis"}, "algo.advantage.is_correction_type=mis"),
         ({"is_correction_enable": True, "is_correction_threshold": 2.0}, "algo.advantage.is_correction_threshold=2.0"),
     ],
     "open_instruct": [
-        ({"rho_divergence_algo": "vaco"}, "rho_divergence_algo=vaco: unknown key; the releases of open-instruct"),
+        ({"rho_divergence_algo": "vaco"}, "rho_divergence_algo=vaco: unknown key; the known releases of open-instruct"),
         ({"use_rho_correction": 1}, "use_rho_correction=1"),
     ],
     "prime_rl": [
@@ -154,7 +165,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         (reject(["token_k1"], 2), VE + "rollout_rs=[token_k1]"),
         (reject("token_k1", 0.52), "which is empty below 1. YAML"),
         (reject("token_k2", "0.1_2"), "token_k2 has only an upper bound"),
-        (reject("token_k2", "1,2"), "2 thresholds for the 1 options"),
+        (reject("token_k2", "1,2"), "there are 2 thresholds for 1 options"),
         (reject("token_k2", [1.0]), VE + "rollout_rs_threshold=[1.0]"),
         ({"loss_type": "reinforce"}, VE + "loss_type=reinforce with"),
         ({"loss_type": "ppo"}, VE + "loss_type=ppo: no such choice. Set one of ppo_clip, reinforce"),

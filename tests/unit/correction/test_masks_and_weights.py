@@ -126,7 +126,7 @@ def test_a_weight_after_a_tools_result_alone() -> None:
     masks = CorrectionSpec.from_mapping({"masks": {"m": band | {"when": "post_tool"}}})
     step = run(masks, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2, mask=mask, turns=turns)
     assert step.keep.tolist() == [[True, False, False, False], [True] * 4]
-    with pytest.raises(ValueError, match=r"when=post_tool without segment_ids"):
+    with pytest.raises(ValueError, match=r"when=post_tool needs segment_ids"):
         run(masks, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2)
 
 
@@ -144,7 +144,7 @@ def test_advantages_have_to_be_known() -> None:
     zeros = torch.zeros(1, 2)
     correction = by_sign(a=NEGATIVE)
     stage = rollout_stage(correction, old_log_prob=zeros, rollout_log_prob=zeros, response_mask=torch.ones(1, 2))
-    with pytest.raises(ValueError, match=r"correction\.weights\.a\.when=negative without advantages"):
+    with pytest.raises(ValueError, match=r"correction\.weights\.a\.when=negative needs advantages"):
         step_stage(correction, stage, log_prob=zeros)
 
 

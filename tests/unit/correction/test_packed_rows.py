@@ -115,10 +115,10 @@ ROWS = torch.ones(3, 2)
     ("wrong", "message"),
     [
         (ROWS, "rollout_log_prob, response_mask are nested, old_log_prob are not.*torch.jagged"),
-        (packed(ROWS, [1, 2, 2]), r"rows of \w+ \(3 of 4 tokens in all\) are not as long as those of \w+ \(3 of 5\)|"
+        (packed(ROWS, [1, 2, 2]), r"rows of \w+ \(3 of 4 tokens in all\) differ in length from those of \w+ \(3 of 5\)|"
          r"rows of \w+ \(3 of 5"),
-        (packed(ROWS, [1, 2, 1]), "are not as long as"),
-        (packed(ROWS[:2], [2, 2]), "are not as long as"),
+        (packed(ROWS, [1, 2, 1]), "differ in length from"),
+        (packed(ROWS[:2], [2, 2]), "differ in length from"),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.strided), "old_log_prob.*strided"),
         (torch.nested.nested_tensor([torch.ones(2, 2)] * 3, layout=torch.jagged), "old_log_prob.*3 dimensions"),
         (

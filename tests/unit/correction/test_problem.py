@@ -78,7 +78,7 @@ def test_what_is_refused_names_the_override_that_fixes_it(mapping: dict[str, Any
     "asked", [{"kl_clip": {"lower": 0.8, "upper": 1.2}}, {"kl_weight": {"ratio": "full", "upper": None}}]
 )
 def test_no_fix_gives_up_the_other_half_of_what_was_asked_for(asked: dict[str, Any]) -> None:
-    refused(ON | asked, "over the support")
+    refused(ON | asked, "covers the support")
     with pytest.raises(SpecError) as caught:
         CorrectionSpec.from_mapping(ON | asked)
     assert caught.value.problem.overrides == ()

@@ -119,7 +119,7 @@ NUMBERS: list[Row] = [
     (named(**M2PO | {"aggregate": "geometric"}), f"{M}aggregate=geometric", "budget"),
     (named(**without(M2PO, "budget"), lower=None, upper=0.04), f"{M}aggregate=second_moment", "m.upper=0.04"),
     (named(**opsm(0.1, aggregate="second_moment")), f"{M}aggregate=second_moment", "delta"),
-    *((named(**M2PO, **{key: 0.5}), f"{key}=0.5", "Give delta, or budget, or") for key in ("lower", "delta")),
+    *((named(**M2PO, **{key: 0.5}), f"{key}=0.5", "Set delta, or budget, or") for key in ("lower", "delta")),
     (named(**M2PO | {"level": "turn"}), f"{M}aggregate=second_moment", "level=turn"),
     (named(**M2PO | {"when": "negative"}), f"{M}aggregate=second_moment", "when=negative"),
 ]
@@ -132,7 +132,7 @@ PREFIXES_AND_AGES: list[Row] = [
     (of_rows("k3_mean", None, 0.1, level="prefix", by_position=0.5), f"{M}by_position=0.5", "no log to multiply"),
     (of_rows("binary_tv_sum", None, 2.0, level="prefix"), f"{M}upper=2.0", "first token"),
     *(
-        (named(**STALE | {key: value}), f"{M}{key}=", "Only upper bounds an age")
+        (named(**STALE | {key: value}), f"{M}{key}=", "An age has only the bound upper")
         for key, value in {
             "ratio": "rollout",
             "lower": None,
@@ -167,16 +167,16 @@ WEIGHTS: list[Row] = [
         )
     ),
     ({"weight": TIS, "weights": {"a": NEGATIVE}}, "correction.weight=", "weighted twice"),
-    ({"weights": {"a": TIS}}, "correction.weights.a.when", "it has no default"),
+    ({"weights": {"a": TIS}}, "correction.weights.a.when", "has no default"),
     ({"weights": [TIS]}, "correction.weights=", "mapping"),
     ({"weights": {"min": NEGATIVE}}, "correction.weights.min", "'min'"),
     ({"weights": {"a": NEGATIVE | {"normalize": True}}}, "correction.weights.a.normalize", "each gradient step"),
     ({"weights": {"a": TIS | {"when": "any", "sign": "token"}}}, "correction.weights.a.sign", "sign=row"),
     ({"weights": {"a": AFTER_TOOL | {"sign": "token"}}}, "correction.weights.a.sign", "sign=row"),
     ({"weights": {"a": AFTER_TOOL | {"by_staleness": WIDTHS}}}, "weights.a.when=post_tool", "depends on age"),
-    ({"weights": {"a": AFTER_TOOL | {"level": "prefix"}}}, "weights.a.when=post_tool", "a prefix also holds"),
-    (mask(when="post_tool", level="prefix"), "when=post_tool", "a prefix also holds"),
-    ({"weights": {"a": NEGATIVE}, "proximal": "bypass"}, "correction.weights.a.ratio", "count it twice"),
+    ({"weights": {"a": AFTER_TOOL | {"level": "prefix"}}}, "weights.a.when=post_tool", "a prefix also contains"),
+    (mask(when="post_tool", level="prefix"), "when=post_tool", "a prefix also contains"),
+    ({"weights": {"a": NEGATIVE}, "proximal": "bypass"}, "correction.weights.a.ratio", "count the ratio twice"),
     (
         {"weights": {"a": NEGATIVE | {"kind": "reject"}}} | KEPT | mask(),
         "correction.denominator",
@@ -252,7 +252,7 @@ TOGETHER: list[Row] = [
     ({"penalty": {"ratio": "full", "coefficient": "1"}}, "correction.penalty.coefficient=", "expected a number"),
     ({"penalty": {"ratio": "rollout", "coefficient": 0.1}}, "correction.penalty.ratio=rollout", "Set one of full, ppo"),
     ({"penalty": 0.1}, "correction.penalty=0.1", "such as log_ratio_penalty"),
-    ({"nonfinite": "excluded"}, "correction.nonfinite=excluded", "nothing in the correction reads mu"),
+    ({"nonfinite": "excluded"}, "correction.nonfinite=excluded", "no part of the correction reads mu"),
     (
         mask(ratio="ppo") | {"nonfinite": "excluded"},
         "correction.nonfinite=excluded",

@@ -80,7 +80,7 @@ def test_masks_by_advantage_need_advantages() -> None:
     old = torch.zeros(1, 2)
     rows: dict[str, Any] = dict(old_log_prob=old, rollout_log_prob=old, response_mask=torch.ones(1, 2))
     looking = spec(opsm=opsm(0.1))
-    with pytest.raises(ValueError, match=r"correction\.masks\.opsm\.when=negative without advantages.*Pass advantages"):
+    with pytest.raises(ValueError, match=r"correction\.masks\.opsm\.when=negative needs advantages.*Pass advantages"):
         step_stage(looking, rollout_stage(looking, **rows), log_prob=old)
     blind = spec(gsm=band(0.9, 1.1))
     assert step_stage(blind, rollout_stage(blind, **rows), log_prob=old).keep.all()
@@ -91,7 +91,7 @@ def test_constants_of_another_correction_are_no_constants() -> None:
         old_log_prob=torch.zeros(1, 2), rollout_log_prob=torch.zeros(1, 2), response_mask=torch.ones(1, 2)
     )
     for needy in (spec(TIS | {"normalize": True}), spec(m2po=M2PO)):
-        with pytest.raises(ValueError, match="pass the constants that batch_constants returns"):
+        with pytest.raises(ValueError, match="Pass the constants that batch_constants returns"):
             rollout_stage(needy, constants=BatchConstants(), **rows)
 
 

@@ -77,4 +77,6 @@ def test_what_an_override_takes_away_comes_back_only_without_it(key: str, value:
     """An empty mapping in its place would switch off in silence what is shipped."""
     (problem,) = check_own_keys(Composed(changed(base, {key: value}), Composed(base).spec))
     assert problem.overrides == ()
-    assert problem.fix.startswith("Remove this override") or problem.reason.startswith("expected its keys")
+    assert problem.fix.startswith("Remove this override") or problem.reason.startswith(
+        "expected a section with the keys"
+    )

@@ -129,7 +129,7 @@ class Dead(OffPolicyLoss):
 
 def test_a_term_does_not_hide_a_dead_correction() -> None:
     extensions = {"one": NudgeWorker(COLUMN, 0.125)}
-    with pytest.raises(LivenessError, match=r"not weight \* keep|does not act"):
+    with pytest.raises(LivenessError, match=r"not weight \* keep|has no effect"):
         verdict(Dead(CORRECTIONS["tis"], tw.actor_config(), prove=True, extensions=extensions))
     _, packet = run(Dead(CORRECTIONS["tis"], tw.actor_config(), prove=True, extensions=extensions))
     assert packet.proof is not None

@@ -98,7 +98,7 @@ def test_zeros(nested: bool) -> None:
     rows["rollout_log_probs"] = rows["rollout_log_probs"] * 0
     watch = RolloutChecker()
     watch.check_sampled(rows)
-    with pytest.raises(RolloutLogProbError, match="64 of 64 sequences hold only zeros"):
+    with pytest.raises(RolloutLogProbError, match="64 of 64 sequences contain only zeros"):
         watch.check_aligned(rows)
 
 

@@ -74,11 +74,11 @@ def _nothing_left() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        (changed(lambda own: [0.0] * len(own)), RolloutLogProbError, "128 of 128 sequences hold only zeros"),
+        (changed(lambda own: [0.0] * len(own)), RolloutLogProbError, "128 of 128 sequences contain only zeros"),
         (changed(lambda own: [-1.25] * len(own)), RolloutLogProbError, r"all \d+ values are the placeholder -1.25"),
         (changed(lambda own: own[-1:] + own[:-1]), AlignmentError, "off by one token"),
         (of_the_answer_before(), AlignmentError, "belong to other sequences"),
-        (lambda answer: None, RolloutLogProbError, "came without them"),
+        (lambda answer: None, RolloutLogProbError, "the batch contains only"),
     ],
     ids=["zeros", "constant", "shifted", "other answers", "lost"],
 )
@@ -92,7 +92,7 @@ def test_wrong_log_probs_stop_the_first_update(
 
 def test_log_probs_that_were_not_asked_for_are_missing() -> None:
     rows = sampled(Engine(LOGITS), logprobs=False)
-    with pytest.raises(RolloutLogProbError, match="came without them"):
+    with pytest.raises(RolloutLogProbError, match="the batch contains only"):
         supervise(rows)
 
 

@@ -71,8 +71,8 @@ def test_an_update_without_a_gradient_is_not_judged_proved() -> None:
         ({"distances": (5.0, 3.0, 1.0)}, "but mu of the token after differs by 2"),
         ({"distances": (1.0, 3.0, 5.0)}, "but mu of the token before differs by 2"),
         ({"shifts": {"weight": ALIVE}}, "masks.gsm was not tried"),
-        ({"shifts": PROOF.shifts | {"weight": ShiftResult(0.5, vacuous=False)}}, "weight does not act"),
-        ({"shifts": PROOF.shifts | {"weight": ShiftResult(math.nan, vacuous=False)}}, "weight does not act"),
+        ({"shifts": PROOF.shifts | {"weight": ShiftResult(0.5, vacuous=False)}}, "weight has no effect"),
+        ({"shifts": PROOF.shifts | {"weight": ShiftResult(math.nan, vacuous=False)}}, "weight has no effect"),
         ({"shifts": PROOF.shifts | {"masks.gsm": ShiftResult(0.0, vacuous=True)}}, "no evidence that masks.gsm acts"),
     ],
 )
@@ -99,11 +99,11 @@ def test_few_tokens_are_not_judged_off_by_one(tokens: int) -> None:
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (lambda found: [], "no metrics arrived from the corrected loss"),
+        (lambda found: [], "the corrected loss returned no metrics"),
         (lambda found: [replace(found[0], fingerprint=5), found[1]], "fingerprint 5 instead of the trainer's"),
         (
             lambda found: [replace(found[0], bounds={"gsm": {"upper": 9.0}}), found[1]],
-            "bounds other than those that the trainer",
+            "other bounds than the trainer sent",
         ),
         (lambda found: found[:1], "used 2 of the 3 sequences"),
         (lambda found: [replace(found[0], rows=[1, 4]), found[1]], "1 of 3 sequences were not found .* and 1 were not"),
@@ -119,7 +119,7 @@ def test_every_update_is_held_against_what_was_sent(
 
 def test_a_micro_batch_without_a_proof() -> None:
     first, second = packets()
-    with pytest.raises(LivenessError, match="1 of 2 micro-batches came without a proof"):
+    with pytest.raises(LivenessError, match="1 of 2 micro-batches have no proof"):
         verify([first, replace(second, proof=None)], BOTH, sampled_rows=[1, 2, 3])
 
 

@@ -65,5 +65,5 @@ def test_a_full_disk_stops_the_recording_and_nothing_else(small_disk: Path, capl
     (record,) = caplog.records
     assert record.getMessage() == (
         f"offpolicy.record.dir={small_disk / 'rec'}: {os.strerror(28)}. Fix: free space there, or set another "
-        f"directory. Recording stops; training continues."
+        f"directory. Recording stops, and training continues."
     )

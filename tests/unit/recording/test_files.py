@@ -121,7 +121,7 @@ def test_a_file_of_version_2_is_read_and_its_damage_found(tmp_path: Path) -> Non
     pq.write_table(table.replace_schema_metadata(metadata | {DIGEST_KEY: digest}), path)
     assert same(read(path).rows, rows)
     pq.write_table(table.replace_schema_metadata(metadata), path)  # with the digest of version 3
-    with pytest.raises(RecordingError, match="its content differs from what was recorded"):
+    with pytest.raises(RecordingError, match="the content does not match its recorded digest"):
         read(path)
 
 
@@ -149,7 +149,7 @@ def test_a_changed_value_is_noticed(tmp_path: Path) -> None:
     place = table.schema.get_field_index(COLUMN)
     other = table.set_column(place, table.schema.field(place), table.column("weight"))
     pq.write_table(other, tmp_path / "b.parquet")
-    with pytest.raises(RecordingError, match="differs from what was recorded"):
+    with pytest.raises(RecordingError, match="does not match its recorded digest"):
         read(tmp_path / "b.parquet")
 
 

@@ -69,7 +69,9 @@ def test_rows_repeated_without_end_are_refused_before_they_are_unpacked(path: Pa
     pq.write_table(table, path, compression="zstd")
     assert path.stat().st_size * files_module.UNPACKED < 2**26
     before = pa.total_allocated_bytes()
-    with pytest.raises(RecordingError, match=rf"{NAME}: declares an unpacked size of \d+ bytes, more than 67108864"):
+    with pytest.raises(
+        RecordingError, match=rf"{NAME}: the file declares an unpacked size of \d+ bytes, more than 67108864"
+    ):
         read(path)
     assert pa.total_allocated_bytes() == before
 
@@ -118,7 +120,7 @@ def test_reasons_that_are_no_names(path: Path, reasons: bytes) -> None:
 
 @pytest.mark.parametrize("version", [b"4", b"", b"\xff" * 1000], ids=range(3))
 def test_other_versions_of_the_schema(path: Path, version: bytes) -> None:
-    with pytest.raises(RecordingError, match=f"{NAME}: schema .*, but this release reads 1 to 3") as caught:
+    with pytest.raises(RecordingError, match=f"{NAME} has schema .*, but this release reads schemas 1 to 3") as caught:
         read(rewritten(path, unchanged, schema=version))
     assert len(str(caught.value)) < len(str(path)) + 200
 
@@ -135,7 +137,7 @@ def test_a_run_of_a_billion_values_is_not_unpacked(path: Path) -> None:
     content = path.read_bytes()
     place = content.rindex(bytes([0x2C, 0x15, 36]))  # of the last column, behind which the footer is
     path.write_bytes(content[: place + 2] + bytes.fromhex("feffffff0f") + content[place + 3 :])
-    with pytest.raises(RecordingError, match=f"{NAME}: declares an unpacked size of"):
+    with pytest.raises(RecordingError, match=f"{NAME}: the file declares an unpacked size of"):
         read(path)
 
 
@@ -185,7 +187,7 @@ def test_nothing_is_unpickled(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_card_that_is_a_pipe_or_too_large(path: Path) -> None:
     card = path.parent / "run.json"
     os.mkfifo(card)
-    with pytest.raises(RecordingError, match=r"run\.json: not a file"):
+    with pytest.raises(RecordingError, match=r"run\.json: this is not a file"):
         _ = Recording(path.parent).card
     card.unlink()
     with card.open("wb") as sink:

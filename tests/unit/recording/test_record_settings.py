@@ -87,7 +87,10 @@ def recording(tmp_path: Path, checkpoints: str = "checkpoints") -> str:
     return str(folder)
 
 
-REFUSED = ("the directory holds the recording of another run, and this run resumes no checkpoint of that run.", FOREIGN)
+REFUSED = (
+    "the directory contains the recording of another run, and this run does not resume a checkpoint of that run.",
+    FOREIGN,
+)
 
 
 def test_a_new_run_leaves_a_recording_alone(tmp_path: Path) -> None:

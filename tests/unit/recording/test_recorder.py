@@ -209,8 +209,8 @@ def test_a_step_that_does_not_fit_is_recorded_in_part(
     assert recorder.take().dropped_rows == 6
     assert [record.getMessage() for record in warnings.records] == [
         "offpolicy.record.share=1: recording would take more than 0.4 s of this step (limit: 0.05 of the last "
-        "step's duration, or 1 s in the first step). Rows are dropped evenly over the step; training continues. Set "
-        "offpolicy.record.share=0.5 or offpolicy.record.prompts=false."
+        "step's duration, or 1 s in the first step). Rows are dropped evenly over the step, and training continues. "
+        "Set offpolicy.record.share=0.5 or offpolicy.record.prompts=false."
     ]
 
 
@@ -235,9 +235,9 @@ def test_the_size_budget_stops_the_recording(tmp_path: Path, clock: Clock, warni
     assert counters.dropped_rows == 20
     (record,) = warnings.records
     assert record.getMessage() == (
-        f"offpolicy.record.max_bytes={5 * size:g}: rank 0 has filled its part of {2.5 * size:g} bytes. Fix: raise the "
-        f"limit, or record less by setting offpolicy.record.every=10 or offpolicy.record.share=0.1. Recording stops; "
-        f"training continues."
+        f"offpolicy.record.max_bytes={5 * size:g}: rank 0 has used up its share of {2.5 * size:g} bytes. Fix: raise "
+        f"the limit, or record less by setting offpolicy.record.every=10 or offpolicy.record.share=0.1. Recording "
+        f"stops, and training continues."
     )
 
 

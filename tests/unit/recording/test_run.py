@@ -171,5 +171,5 @@ def test_what_cannot_be_removed_ends_the_recording_and_not_the_run(
         f"offpolicy.record.dir={tmp_path / 'rec'}: the recording of step 4 and later cannot be removed ("
     )
     assert entry.getMessage().endswith(
-        "). Fix: move the recording elsewhere, or set another directory. Nothing is recorded; training continues."
+        "). Fix: move the recording elsewhere, or set another directory. Nothing is recorded, and training continues."
     )

@@ -110,7 +110,7 @@ def test_what_fails_in_the_training_thread_stops_the_recording_alone(
     (entry,) = warnings.records
     assert entry.getMessage() == (
         f"offpolicy.record.dir={tmp_path / 'rec'}: rank 0 cannot record (RuntimeError: CUDA error: out of pinned "
-        f"memory). Fix: set offpolicy.record.dir=null to turn recording off. Recording stops; training continues."
+        f"memory). Fix: set offpolicy.record.dir=null to turn recording off. Recording stops, and training continues."
     )
     assert entry.exc_info is not None
     assert entry.exc_info[2] is not None

@@ -47,7 +47,7 @@ def test_a_router_without_its_choice_is_refused() -> None:
 def test_routes_of_another_number_of_tokens_are_refused() -> None:
     slot = new_slot()
     slot.arm(torch.tensor([[3, 0]]))
-    with pytest.raises(ReplayError, match="layer 5 routes 3 tokens, but routes of 1 tokens were given"):
+    with pytest.raises(ReplayError, match="layer 5 routes 3 tokens, but was armed with routes of 1 tokens"):
         run(slot)
 
 
@@ -96,9 +96,9 @@ def test_a_row_that_is_zero_in_all_layers_has_no_routes() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (routes().float(), "routes are torch.float32"),
+        (routes().float(), "routes have dtype torch.float32"),
         (routes()[0], r"shape \(4, 2\), but Tiny has 4 decoder layers and 2 experts"),
-        (routes()[:, 1:], r"shape \(3, 3, 2\).*count dense layers too"),
+        (routes()[:, 1:], r"shape \(3, 3, 2\).*dense layers count too"),
         (routes().transpose(0, 1), r"shape \(4, 3, 2\)"),
     ],
 )
@@ -111,9 +111,12 @@ def test_other_shapes_and_dtypes_are_refused(given: Tensor, reason: str) -> None
     ("given", "reason"),
     [
         (with_ids(1, 2, [0, 4]), r"layer 2 name experts \[0, 4\] in row 1, but Tiny has experts 0 to 3"),
-        (with_ids(1, 1, [2, 2]), r"layer 1 name experts \[2, 2\] in row 1, an expert twice"),
-        (with_ids(2, 1, [2, 1]), r"layer 2 name experts \[0, 0\] in row 2, an expert twice.*2 \(row, layer\) pairs"),
-        (routes()[:, [1, 0, 2, 3]], r"layer 1 name experts \[0, 0\] in row 0, an expert twice"),
+        (with_ids(1, 1, [2, 2]), r"layer 1 name experts \[2, 2\] in row 1, which contain an expert"),
+        (
+            with_ids(2, 1, [2, 1]),
+            r"layer 2 name experts \[0, 0\] in row 2, which contain an expert.*2 \(row, layer\) pairs",
+        ),
+        (routes()[:, [1, 0, 2, 3]], r"layer 1 name experts \[0, 0\] in row 0, which contain an expert"),
         (with_ids(0, 0, [2, 1]), r"layer 0 name experts \[2, 1\] in row 0, but layer\(s\) \[0\] of Tiny have no exp"),
     ],
 )

@@ -50,7 +50,9 @@ def test_what_a_router_did_by_hand(sent: Tensor, given: dict[str, Any], counts: 
 def test_routes_of_another_number_of_tokens_are_refused() -> None:
     from recipe.offpolicy.replay.megatron_engine import count_replayed
 
-    with pytest.raises(ReplayError, match=r"layer 5 forwarded 4 tokens, .* routes of 3: .*use_remove_padding=true"):
+    with pytest.raises(
+        ReplayError, match=r"layer 5 forwarded 4 tokens, .* routes of 3 tokens.*use_remove_padding=true"
+    ):
         count_replayed(5, torch.zeros(4, 4, dtype=torch.bool), TARGET)
     with pytest.raises(ReplayError, match="layer 5 has routes of 3 tokens, but routes of 2 were shipped"):
         count_replayed(5, send([0], [1], [2]), TARGET, shipped=TARGET[:2])
@@ -106,7 +108,7 @@ def test_the_sentence_says_what_was_compared() -> None:
     )
     split = MegatronReport(layers=(1,), tokens=4, forwarded=4, placed=False)
     assert judge_megatron([REPORT, split], "R2").endswith(
-        "which were not compared with the shipped routes, because verl splits these."
+        "which were not compared with the shipped routes, because verl splits them."
     )
 
 

@@ -39,7 +39,7 @@ def test_ids_have_the_narrowest_type(largest: int, dtype: type) -> None:
 
 
 def test_tokens_with_unlike_numbers_of_log_probs_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 ids and 3 log-probs do not fit 2 tokens"):
+    with pytest.raises(ValueError, match="3 ids and 3 log-probs do not match 2 tokens"):
         read_supports([1, 2, 3], [0.0, 0.0, 0.0], 2)
 
 

@@ -89,7 +89,7 @@ def test_a_kl_in_the_reward_that_is_not_finite_names_the_sequence(
 ) -> None:
     """Its score is finite, but log-probs of the reference are not."""
     rewards = torch.tensor([[0.5, 0.0, 1.0], [0.0, torch.nan, 0.0]])
-    with pytest.raises(RewardError, match=r"sequence 1 \(prompt a, step 1\) is nan\. Its score is finite.*reference"):
+    with pytest.raises(RewardError, match=r"sequence 1 \(prompt a, step 1\) is nan\. The score is finite.*reference"):
         advantage(version, monkeypatch, "reinforce_plus_plus", rewards)
     assert advantage(version, monkeypatch, "reinforce_plus_plus", SCORES) == 1
 

@@ -70,7 +70,7 @@ def verls(batch: int) -> int:
 
 def test_an_update_is_refused_until_it_is_adopted_and_in_every_copy() -> None:
     group = SimpleNamespace(update_actor=GuardedUpdate(verls))
-    with pytest.raises(LivenessError, match="belong to no corrected trainer"):
+    with pytest.raises(LivenessError, match="do not belong to a corrected trainer"):
         group.update_actor(3)
     adopt(group, lambda original, batch: original(batch) + 1)
     assert group.update_actor(3) == 31

@@ -260,7 +260,7 @@ def test_tensors_that_do_not_lie_alike_are_refused() -> None:
     old, mu, mask = packed_batch([3, 2], seed=0, scale=0.1, holes=0.0)
     with pytest.raises(ValueError, match=r"rollout_log_prob are nested, response_mask are not\. Pass all of them"):
         verl_rollout_correction(old, mu, torch.nested.to_padded_tensor(mask, 0))
-    with pytest.raises(ValueError, match=r"rows of response_mask .* are not as long as those of old_log_prob"):
+    with pytest.raises(ValueError, match=r"rows of response_mask .* differ in length from those of old_log_prob"):
         verl_rollout_correction(old, mu, packed_batch([2, 3], seed=0, scale=0.1, holes=0.0)[2])
     strided = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)], layout=torch.strided)
     with pytest.raises(ValueError, match=r"old_log_prob is nested with layout torch.strided .* layout=torch.jagged"):

@@ -27,7 +27,7 @@ def test_a_seam_of_an_option_ends_with_1_in_tested_releases_alone(
     row = _row("buffer", moved, "calls", may_be_of_others=False)
     assert row.broken is broken
     assert "has moved" in row.verdict
-    assert ("staleness.eta is refused here" in row.verdict) is not broken
+    assert ("staleness.eta is rejected here" in row.verdict) is not broken
     if option:
         with pytest.raises(PatchError, match=r"which staleness\.eta needs"):
             moved.check()

@@ -56,7 +56,7 @@ def test_a_supported_release_is_returned_and_no_verl_is_an_error(monkeypatch: py
         install(release, monkeypatch)
         assert demand_release() == release
     install(None, monkeypatch)
-    with pytest.raises(PatchError, match=r"no verl is found\. Supported: .* Fix: pip install verl==0\.9\.1\."):
+    with pytest.raises(PatchError, match=r"verl is not installed\. Supported: .* Fix: pip install verl==0\.9\.1\."):
         demand_release()
 
 

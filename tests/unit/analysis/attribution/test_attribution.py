@@ -55,7 +55,7 @@ def test_where_no_row_is_fresh_age_may_be_why() -> None:
 def test_what_cannot_be_looked_for_is_not_called_even() -> None:
     rows = drawn_rows(LENGTHS)
     copied = attribute_rows(replace(rows, old_log_prob=rows.rollout_log_prob), {})
-    assert "mu equals pi_old bit for bit: was one copied from the other?" in format_verdict(copied)
+    assert "mu equals pi_old bit for bit: one may be a copy of the other" in format_verdict(copied)
     one_engine = {"correction": {"proximal": "same_engine"}}
     alike = attribute_rows(replace(rows, old_log_prob=rows.rollout_log_prob), one_engine)
     assert "there is nothing to explain, as with correction.proximal=same_engine" in format_verdict(alike)
@@ -131,7 +131,7 @@ def test_drift_is_not_identified_beside_later_gradient_steps(proximal: str, tmp_
 def test_nothing_is_claimed_without_a_first_gradient_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recording = recorded_under("bypass", tmp_path / "run", of_two_gradient_steps()[1])
     assert command.main([str(recording.directory)]) == 2
-    assert "64 rows are recorded, but none during the first gradient step" in capsys.readouterr().err
+    assert "64 rows are recorded, but no row belongs to the first gradient step" in capsys.readouterr().err
 
 
 REAL = ROOT / "tests" / "data" / "faults" / "held_out"

@@ -290,7 +290,7 @@ def test_old_weights_are_not_taken_for_a_kept_cache() -> None:
     found = verdict(asked(8, lambda step, prompt: np.where((step > 1) & (prompt < 8), 0.4, 0.1 * (step > 1))))
     assert found.verdict == "present"
     assert found.evidence["again_low"] > 3
-    assert "new prompts are affected too; the cache may be as well" in found.sentence
+    assert "new prompts are affected too; the cache may also be stale" in found.sentence
     assert "clear the engine's cache" in found.fix
     assert "max_off_policy_threshold" in found.fix
 

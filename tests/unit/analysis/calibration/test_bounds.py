@@ -265,8 +265,8 @@ def test_no_finite_pi_at_all() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (spec_of(), "no weight and no mask"),
-        (spec_of(weight=TIS | {"upper": None}), "its parts: weight"),
+        (spec_of(), "none of its parts"),
+        (spec_of(weight=TIS | {"upper": None}), r"its parts \(weight\)"),
         (replace(spec_of(BAND), skyrl_compat=True), "skyrl_compat"),
     ],
 )

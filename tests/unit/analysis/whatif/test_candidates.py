@@ -68,7 +68,11 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
         ([["correction=null"]], [], "Set correction=none"),
         ([["correction=gsm", "correction=icepop"]], [], "given 2 times"),
         ([["correction=gsm", "correction.masks.gsm.uper=2"]], [], "correction.masks.gsm.uper=2: unknown key"),
-        ([["correction=gsm", "trainer.nnodes=2"]], [], "trainer.nnodes=2: this is not an override of the correction"),
+        (
+            [["correction=gsm", "trainer.nnodes=2"]],
+            [],
+            "trainer.nnodes=2: this override does not belong to the correction",
+        ),
         ([["recorded", f"{UPPER}=2"]], [], "recorded takes no overrides. Use --grid"),
         ([["correction=gsm", f"{UPPER}=${{nothing}}"]], [], "nothing"),
     ],

@@ -149,7 +149,7 @@ def test_a_token_that_is_not_finite_is_left_out_and_counted(tmp_path: Path) -> N
     close(overall, tokens=5, kept_tokens=4 / 5)
     # A pi that is not finite is kept by the stages; its gradient weight is left out. f A = 2, -, 1/2 | -4, -.
     assert overall.lr_scale == pytest.approx(math.sqrt((4 + 0.25 + 16) / (1 + 1 + 4)))
-    assert any(note.startswith("2 response tokens have") for note in result.notes)
+    assert any(note.startswith("2 response tokens are left out") for note in result.notes)
     assert all(math.isfinite(value) for value in asdict(overall).values() if value is not None)
 
 
@@ -313,5 +313,5 @@ def test_a_token_of_an_unknown_version_is_as_old_as_its_row() -> None:
     mixed = sampled_by(replace(rows(), step=np.full(2, 5)), [3, 1], [4, 3])
     check_replayable(STALE, NONE, mixed)
     assert decide(STALE, NONE, whole(mixed), BatchConstants()).keep.any(-1).tolist() == [True, False]
-    with pytest.raises(SpecError, match="depends on the age of the weights: for 1 of 2 rows"):
+    with pytest.raises(SpecError, match="depends on the age of the weights, which is unknown for 1 of 2 rows"):
         check_replayable(STALE, NONE, sampled_by(mixed, [3, -1], [4, -1]))

@@ -212,5 +212,5 @@ def test_a_run_with_centred_scores_is_replayed_without_its_term_only(tmp_path: P
 
 def test_a_recorded_correction_that_is_none(tmp_path: Path) -> None:
     record(tmp_path, varied_rows(), spec={"unheard": 1})
-    with pytest.raises(RecordingError, match=r"step_00000005.*its metadata holds no valid correction"):
+    with pytest.raises(RecordingError, match=r"step_00000005.*its metadata contains no valid correction"):
         run(tmp_path)

@@ -134,10 +134,10 @@ def student_and_teacher(noise: float = 0.5, rows: int = 64, seed: int = 1) -> tu
 
 
 FAULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
-    "zeros": (lambda s, t: torch.zeros_like(t), "64 of 64 sequences hold only zeros"),
+    "zeros": (lambda s, t: torch.zeros_like(t), "64 of 64 sequences contain only zeros"),
     "one value": (lambda s, t: torch.full_like(t, -1.5), "all [0-9]+ values are the placeholder -1.5"),
     "not a number": (lambda s, t: torch.full_like(t, math.nan), "are not finite"),
-    "above 0": (lambda s, t: t + 0.3, "hold no log-probs: the maximum is"),
+    "above 0": (lambda s, t: t + 0.3, "are not log-probs: the maximum is"),
     "the student, sent as text": (lambda s, t: s * (1 + 1e-7), "equal log pi_old, so the teacher"),
 }
 

@@ -245,7 +245,7 @@ def test_values_that_stand_in_for_log_probs_stop_at_once() -> None:
 def test_older_weights_have_to_rank_prefixes_as_the_trainers_do() -> None:
     generator = torch.Generator().manual_seed(5)
     checker, other = AlignmentChecker(), AlignmentChecker()
-    with pytest.raises(LivenessError, match="8 of 8 sequences hold only zeros"):
+    with pytest.raises(LivenessError, match="8 of 8 sequences contain only zeros"):
         check_related([0.0] * 8, [-1.0] * 8, checker)
     for _ in range(40):
         own = -4 * torch.rand(8, generator=generator)
