@@ -194,5 +194,5 @@ def test_a_sender_that_was_killed_is_noticed_at_once(
         process.join()
         await asyncio.wait_for(receiving, HANGS)
 
-    with pytest.raises(WeightSyncError, match="has ended after 1 buckets"):
+    with pytest.raises(WeightSyncError, match="exited after 1 buckets"):
         asyncio.run(killed_while_receiving())

@@ -142,5 +142,5 @@ def test_a_place_that_cannot_be_written_is_named(name: str, example: str, said: 
 def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(PageError, match=r"pipe: it is not a regular file\. Name a file, such as --out report.html"):
+    with pytest.raises(PageError, match=r"pipe: this is not a regular file\. Name a file, such as --out report.html"):
         check_target("--out", pipe, "report.html")

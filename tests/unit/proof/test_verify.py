@@ -190,5 +190,5 @@ def test_with_bypass_mu_has_to_stand_in_pi_olds_place() -> None:
     bypass = replace(BOTH, proximal="bypass")
     proof = replace(PROOF, identical_tokens=10, shifts=PROOF.shifts | {"proximal": ALIVE})
     assert verify(packets(bypass, proof), bypass, sampled_rows=[1, 2, 3])["parts"] == 3.0
-    with pytest.raises(LivenessError, match="16 of 20 tokens arrived with another value"):
+    with pytest.raises(LivenessError, match="16 of 20 tokens have another value"):
         verify(packets(bypass, replace(proof, identical_tokens=2)), bypass, sampled_rows=[1, 2, 3])

@@ -61,7 +61,7 @@ def test_a_step_in_one_file_and_in_files_of_updates(several: Path) -> None:
     ("name", "error", "said"),
     [
         (file_name(1, 0), PermissionError(13, "Permission denied"), r"not readable \(Perm.*\)\. Fix its permissions\."),
-        ("run.json", OSError(5, "Input/output error"), r"not readable \(Input/.*\)\. Fix that, or read a copy\."),
+        ("run.json", OSError(5, "Input/output error"), r"not readable \(Input/.*\)\. Fix the cause, or read a copy\."),
     ],
 )
 def test_what_the_system_does_not_let_be_read_is_never_to_be_removed(
@@ -77,7 +77,7 @@ def test_what_the_system_does_not_let_be_read_is_never_to_be_removed(
 
     monkeypatch.setattr(Path, "open", denied)
     recording = Recording(recorded)
-    with pytest.raises(RecordingError, match=f"{name}: {said}$"):
+    with pytest.raises(RecordingError, match=f"{name} is {said}$"):
         _ = recording.card if name == "run.json" else recording.step(1)
 
 
