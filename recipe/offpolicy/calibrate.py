@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         request.check()
         check_outputs(options, "calibration")
         recording = Recording(options.directory)
-        card = recording.card  # read first, so that a damaged card fails before the work
+        card = recording.card  # Read the card first, so that a damaged card fails before the slow work.
         spec, unset = _build_spec(recording, options.spec)
         jobs = read_arguments(options, recording, recording.steps)
         sample = PromptSample.of_recording(recording)
@@ -128,8 +128,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=name_program("calibrate"), description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("directory", metavar="DIR", type=Path, help="the recording: the directory named by offpolicy.record.dir")
-    add("--spec", nargs="+", default=[], metavar="OVERRIDE", help="Hydra overrides; default: what was recorded")
-    add("--target-kept", type=float, metavar="P", help="share of its units that each mask must keep")
+    add("--spec", nargs="+", default=[], metavar="OVERRIDE", help="Hydra overrides (default: the recorded correction)")
+    add("--target-kept", type=float, metavar="P", help="share of units that each mask must keep")
     add("--target-ess", type=float, metavar="P", help="effective sample size of the weight, as a share of tokens")
     add("--confidence", type=float, default=0.95, metavar="P", help="confidence of the intervals, default %(default)s")
     noise = "quantile of the backend noise that delta must exceed"

@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 BAD_INPUT, CLOSED = 2, 141
-"""Exit status if a package is missing, and if the reader closed the pipe (128 + SIGPIPE)."""
+"""Exit statuses for a missing package and for a pipe that its reader closed (128 + SIGPIPE)."""
 TOKENIZER = "folder of the tokenizer that converts token ids to text (default: the tokenizer of the recorded model)"
 PROGRAM = "OFFPOLICY_PROGRAM"
 """Environment variable that contains the command that started a tool, such as ``offpolicy doctor``; if unset, ``python
@@ -41,7 +41,7 @@ def list_output_modules(options: argparse.Namespace) -> list[str]:
 
 
 def refuse(tool: str, error: object) -> int:
-    """Print why a tool cannot do what was asked; return its exit status."""
+    """Print why a tool failed; return its exit status."""
     sys.stderr.write(f"{tool}: {error}\n")
     return BAD_INPUT
 
@@ -73,7 +73,7 @@ def parse_count(text: str, least: int = 1) -> int:
 
 
 def parse_score(text: str) -> float:
-    """Parse a finite number; if NaN were allowed, no answer would be correct."""
+    """Parse a finite number; NaN is rejected, because with NaN as threshold no answer would count as correct."""
     try:
         found = float(text)
     except ValueError:

@@ -40,7 +40,7 @@ def prepare(config: DictConfig, program: str = OURS) -> tuple[CorrectionSpec, Pr
         The correction to train with, and the result of the start-up checks.
 
     Raises:
-        CheckError: problems stop the launch; all of them are reported at once.
+        CheckError: the launch has problems; all of them are reported at once.
     """
     found = examine(config, read_task_overrides(), say=say, own_main=is_own(program))
     if found.spec is None or found.stopping:
@@ -64,7 +64,7 @@ def check(config: DictConfig, program: str = OURS) -> list[str]:
         Lines that describe what would be trained.
 
     Raises:
-        CheckError, PatchError: a problem stops the launch.
+        CheckError, PatchError: the launch has a problem.
     """
     attention = settle_flash_attention(config)
     spec, found = prepare(config, program)

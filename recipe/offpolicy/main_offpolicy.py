@@ -5,10 +5,10 @@
 correction=NAME   one option, or several: 'correction=[tis_token,gsm]'; none trains with verl's own loss.
                   docs/corrections.md lists them
 KEY=VALUE         every override that verl.trainer.main_ppo takes
---check           run all start-up checks and exit: 0 they passed, 1 the launch would be stopped
+--check           run all start-up checks and exit with 0 if they pass, or with 1 if they would stop the launch
 --cfg job         show the whole configuration and exit; --hydra-help lists Hydra's other flags
 
-  python -m recipe.offpolicy.doctor KEY=VALUE ...     the verdict on each correction, with what fixes it
+  python -m recipe.offpolicy.doctor KEY=VALUE ...     which corrections would be live, with fixes
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
     except (LaunchError, SpecError, CheckError, PatchError, OmegaConfBaseException) as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
     if given == arguments:
-        GlobalHydra.instance().clear()  # Hydra still holds the checked configuration
+        GlobalHydra.instance().clear()  # Hydra still has the checked configuration
         run()
     else:
         for line in passed:

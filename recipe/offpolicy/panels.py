@@ -129,7 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument("--tensorboard", metavar="LOGDIR", type=Path, help="add a layout to this log directory")
     project = "save a workspace in this project"
     target.add_argument("--wandb", metavar="ENTITY/PROJECT", type=_read_project, help=project)
-    parser.add_argument("--out", metavar="FILE", type=Path, help="with --wandb: write its definition, offline")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="with --wandb: write the workspace to a file, offline")
     return parser
 
 

@@ -15,14 +15,14 @@ def hasten_start() -> None:
     """Disable garbage collection until ``end_start``, and parse YAML in C; call it before verl is imported."""
     import yaml
 
-    # Imported objects are never freed, and garbage collection among them takes a quarter of the time.
+    # Imported objects are never freed, and scanning them for garbage takes a quarter of the time.
     gc.disable()
     # OmegaConf derives its loader from this class whenever it reads a file.
     yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def hasten_check() -> None:
-    """Do what ``hasten_start`` does, import verl lazily, and compile nothing; this halves the time of a check.
+    """In addition to ``hasten_start``, import verl lazily and compile nothing; this halves the time of a check.
 
     A training process must not call this, because it needs verl's imports and PyTorch's compiler.
     """

@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("directory", metavar="DIR", type=Path, help="the recording: the directory named by offpolicy.record.dir")
     add("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
-    spec = "correction to calibrate; default: what was recorded"
+    spec = "correction to calibrate (default: the recorded correction)"
     add("--spec", nargs="+", default=[], metavar="OVERRIDE", help=spec)
     refresh = (
         "rewrite the page after each step of a run in progress, without attribution, calibration and what-if; a "

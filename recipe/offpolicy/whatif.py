@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .analysis.whatif.study import Study
 
 MISMATCH, BAD_INPUT = 1, 2
-"""Exit status if the replay differs from the recording, and if nothing could be replayed."""
+"""Exit statuses if the replay differs from the recording, and if nothing could be replayed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("directory", metavar="DIR", type=Path, help="the recording: the directory named by offpolicy.record.dir")
     spec = "Hydra overrides of one correction, as for a launch, or 'recorded'; may be repeated"
     add("--spec", action="append", nargs="+", default=[], metavar="OVERRIDE", help=spec)
-    grid = "values of a key to try; several grids are crossed, on every --spec that has the key"
+    grid = "values of a key to try on every --spec that has the key; several grids are combined"
     add("--grid", action="extend", nargs="+", default=[], metavar="KEY=VALUE,VALUE", help=grid)
     steps = "steps to replay, both ends included; default: all"
     add("--steps", type=read_steps, metavar="FIRST:LAST", help=steps)

@@ -1,1 +1,1 @@
-"""Proof that the rollout engine holds the trainer's weights: checksums of every parameter and a fixed probe."""
+"""Proof, by checksums of every parameter and by a fixed probe, that the rollout engine has the trainer's weights."""

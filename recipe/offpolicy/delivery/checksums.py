@@ -222,7 +222,7 @@ def compare_adapter(
 
 
 def _name_fused(sources: Sequence[str]) -> tuple[str, ...]:
-    """Build Hugging Face's names of a layer's fused expert parameters from the tensors that verl sends for them."""
+    """Build the Hugging Face names of a layer's fused expert parameters from the tensors that verl sends for them."""
     layers = {source.partition(".experts.")[0] for source in sources if ".experts." in source}
     kinds = {source.rpartition(".")[0].rpartition(".")[2] for source in sources}
     if len(layers) != 1 or not kinds <= {"gate_proj", "up_proj", "down_proj"}:

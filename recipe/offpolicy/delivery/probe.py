@@ -130,8 +130,8 @@ SEQUENCES, BEFORE, TOKENS = 32, 8, 16
 """Number of sequences in the probe; for each sequence, number of prompt tokens at its start, and maximum number of
 tokens."""
 CACHED = 600
-"""Largest number of tokens in the request that shows whether the prefix cache was cleared; none of them may be in
-it."""
+"""Largest number of tokens in the request that shows whether the prefix cache was cleared; none of these tokens may be
+in the cache."""
 PATIENCE = 60.0
 """Seconds to wait for missing answers once the trainer is about to update."""
 KEPT_IN_A_ROW = 2

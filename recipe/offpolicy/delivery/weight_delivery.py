@@ -1,4 +1,4 @@
-"""Proof at each synchronisation that the rollout engine holds the trainer's weights.
+"""Prove at each synchronisation that the rollout engine has the trainer's weights.
 
 ``verl_patches.rollout_seams`` lists the patched functions.
 """
@@ -44,9 +44,10 @@ logger = logging.getLogger("verl.offpolicy")
 NAMED = 6
 """Maximum number of tensors that an error names."""
 FEWEST = 64
-"""Number of updates without a synchronisation after which a run stops, as long as its own interval is not known."""
+"""Number of updates without a synchronisation after which a run stops, while the run's usual interval is unknown."""
 SEEN_OVER = 3
-"""Number of most recent updates of whose total at least the share ``LEAST_SEEN`` must survive the engine's rounding."""
+"""Number of most recent updates; at least the share ``LEAST_SEEN`` of their total must survive the engine's
+rounding."""
 KEPT = 4
 """Number of past synchronisations whose checksums are kept, so that late weights are recognised."""
 
@@ -209,7 +210,7 @@ class WeightDelivery(AddOn):
                 )
 
     def _explain(self, comparison: Comparison, engine: Engine) -> str:
-        """Describe the earlier synchronisation at which the values that the engine now holds were sent."""
+        """Describe the earlier synchronisation that sent the values that the engine has now."""
         for back, past in enumerate(reversed(self._past), start=1):
             if not set(comparison.different) & set(engine.compare(past, judge=False).different):
                 return f"It holds the weights from {back} synchronisation{'s' if back > 1 else ''} earlier."
@@ -269,7 +270,7 @@ def _advise(key: str) -> str:
 
 
 class Engine:
-    """State of one rollout server: the latest answers of its workers, and what was learned from all of them."""
+    """State of one rollout server: the latest answers of its workers, and the results of all earlier answers."""
 
     def __init__(self) -> None:
         self.dtypes: dict[str, str] = {}

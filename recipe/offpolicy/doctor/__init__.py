@@ -1,4 +1,4 @@
-"""Check of a launch, without a GPU and without Ray, that the launch's correction takes effect.
+"""Check, without a GPU and without Ray, that the correction of a launch takes effect.
 
     python -m recipe.offpolicy.doctor 'correction=[tis_token,gsm]' data.train_files=...
     python -m recipe.offpolicy.doctor --module verl.trainer.main_ppo algorithm.rollout_correction.rollout_is=token ...
@@ -7,17 +7,18 @@
 
 Composes the configuration that the launch would train with, runs all start-up checks, and reports for each correction
 OK, NO-OP because ..., or ERROR because ..., with the override that fixes it. verl's own validation runs too, except for
-the critic and LoRA's rank, which are left to the launch.
+the critic and LoRA's rank, which only the launch validates.
 
 The last form shows what your script would do with that override appended; the script must pass its arguments on, with
 "$@" at the end of the launch.
 
-A script is read, not run, and code in its folder or named by it is not imported; checks skipped for that reason are
-reported. (`python -P -m ...` also keeps Python's own start away from the current folder.) Each launch in a loop or a
-function is judged, and the worst verdict counts. Only programs that print and change nothing are run: basename, cat,
-cut, date, dirname, expr, grep, head, hostname, nproc, readlink, realpath, seq, tail, tr, uname, wc, whoami, and Python
-code that only looks up releases of packages and locations of modules, in an isolated interpreter. Each has 5 seconds,
-512 MiB of memory and 1 MiB of output; the whole script has 20 seconds.
+The doctor reads a script without running it, and imports no code that is in the script's folder or that the script
+names. Checks skipped for this reason are reported. (With `python -P -m ...`, Python's own start-up does not import from
+the current folder either.) Each launch in a loop or a function is judged, and the worst verdict counts. Only programs
+that print and change nothing are run: basename, cat, cut, date, dirname, expr, grep, head, hostname, nproc, readlink,
+realpath, seq, tail, tr, uname, wc, whoami, and Python code that only looks up releases of packages and locations of
+modules, in an isolated interpreter. Each has 5 seconds, 512 MiB of memory and 1 MiB of output; the whole script has 20
+seconds.
 
 Exit status: 0 if everything configured is OK, or nothing is configured; 1 if something is NO-OP: it would have no
 effect; 2 if something is ERROR: it would not do what its name says, or would end the run; also 2 if there is no

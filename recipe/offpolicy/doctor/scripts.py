@@ -123,7 +123,7 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
         if taken := _find_taken(arguments, launch):
             argument, key = taken
             fix = f"give the script's own arguments first: --script {script} VALUE {shlex.join([argument])}"
-            if argument in launch.arguments:  # VALUE would be passed on as well, and Hydra refuses it
+            if argument in launch.arguments:  # VALUE would be passed on as well, and Hydra rejects it
                 fix = f"add {shlex.join([argument])} to the launch in the script, because its $@ passes on VALUE too"
             raise ScriptError(f"{where}: the script uses its argument {argument} as the value of {key}. Fix: {fix}.")
         lost = [argument for argument in arguments if _is_lost(argument, launch, read.looked_at)]

@@ -229,6 +229,6 @@ def _format_conclusion(diagnosis: Diagnosis) -> str:
     said = f"{diagnosis.verdict}: exit status {diagnosis.status}."
     if len(diagnosis.problems) < 2 or not fixes:
         return said
-    # All other problems have a fix in words only.
+    # The fixes of all other problems are described only in words.
     what = "All fixes" if all(problem.overrides for problem in diagnosis.problems) else "Fixes that can be pasted"
     return f"{said} {what} in one line: {shlex.join(fixes)}"

@@ -262,7 +262,7 @@ class Extension(AddOn):
 
     @property
     def replay_note(self) -> str:
-        """A sentence on what a replay of the recorded run omits or keeps unchanged; empty if there is nothing."""
+        """A sentence that describes what a replay of the recorded run omits or keeps unchanged; empty if nothing."""
         return ""
 
     @property
@@ -370,7 +370,7 @@ def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
     """Create the enabled extensions, in the order of their hooks.
 
     Raises:
-        CheckError: a class cannot be imported, or settings are malformed; all problems at once.
+        CheckError: a class cannot be imported, or settings are malformed; the message lists all problems.
     """
     made: list[Extension] = []
     problems: list[Problem] = []
@@ -402,7 +402,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
         key, node = f"{KEY}.{section}", run.get(section)
         if node is not None and not isinstance(node, DictConfig):
             fix = f"Set {section}.KEY=VALUE, or {section}=null."
-            yield run.problem(section, "the section must hold keys.", fix, parts=())
+            yield run.problem(section, "the section must contain keys.", fix, parts=())
         elif node is None and section not in SHIPPED:
             reason, fix = "its section is missing, so it is off.", f"Set +{section}.KEY=VALUE, or remove this entry."
             yield run.problem(key, reason, fix, parts=(), verdict="NO-OP")

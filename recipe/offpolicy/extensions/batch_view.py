@@ -339,7 +339,7 @@ class V1Run(Protocol):
     def view(self, batch: Any) -> BatchView: ...
 
     def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
-        """Seal the current columns of all rows, so that the loss stops the run if the values it reads differ."""
+        """Hash the current columns of all rows, so that the loss stops the run if it reads other values."""
 
     def split_batch(self) -> BatchSplit: ...
 

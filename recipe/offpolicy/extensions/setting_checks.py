@@ -53,7 +53,8 @@ class SectionSettings:
         """Return the values of a section, with the values of ``option`` for missing keys.
 
         Raises:
-            CheckError: unknown keys, invalid values, unused keys and contradictions, all at once.
+            CheckError: there are unknown keys, invalid values, unused keys or contradictions; the message lists them
+                all.
             SpecError: the needed key is missing.
         """
         shipped = _read_option(cls.option)
@@ -146,7 +147,7 @@ def list_train_files(run: Configured) -> list[str]:
 def read_train_column(run: Configured, column: str, rows: int | None = None) -> Iterator[tuple[str, list[Any]]]:
     """Read a column from each training data file that is a local Parquet file.
 
-    Files that cannot be read are left to verl's loader.
+    Unreadable files are skipped; verl's loader reports them.
 
     Args:
         rows: number of rows to read from the start; None: all rows.

@@ -149,7 +149,7 @@ _RULES = (
     Rule(
         "episode",
         lambda values: not values["episode"] and values["turn_rewards"] is None,
-        "without turn rewards there is no reward at all.",
+        "without turn rewards, the run has no reward.",
         lambda values: True,
         "turn_rewards",
     ),

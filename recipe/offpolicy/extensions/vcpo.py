@@ -197,7 +197,7 @@ class LrReport:
 
 
 class ScaledSteps:
-    """Scaling of one engine's learning rate; outside a step, optimizer and scheduler are as verl left them."""
+    """Scaling of one engine's learning rate; outside a step, the optimizer and the scheduler are unchanged."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

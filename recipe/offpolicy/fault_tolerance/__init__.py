@@ -1,1 +1,1 @@
-"""Limits on hangs, detection of lost workers, and checkpoints that stay loadable."""
+"""Time limits for hanging runs, detection of lost workers, and checkpoints that stay loadable."""

@@ -40,7 +40,7 @@ _STEP = "global_step_"
 _STALENESS = "staleness"
 ACTIVE = "steering"
 """Key of the state of alarms and moved bounds in a record; existing checkpoints use this name."""
-_CUT_SHORT = "its writing was cut short"
+_CUT_SHORT = "writing it was interrupted"
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def check_before_loading(
         fix = f"Set these keys back, or allow the change with {CHANGED}=true."
         raise CheckpointError(f"{path} was trained with another correction:{lines}\n{fix}")
     if of_correction and active is not None:
-        logger.warning("alarms and moved bounds of %s belong to the other correction, so they start again.", path.name)
+        logger.warning("alarms and moved bounds of %s belong to the other correction, so they are reset.", path.name)
         return None
     return active
 

@@ -1,6 +1,6 @@
 """A watchdog thread that ends a run within a bounded time if the run hangs or has lost a worker, and names the phase.
 
-verl waits for its workers without a limit, so a hanging weight sync or rollout engine keeps a run alive that makes no
+verl waits for its workers without a limit, so a hanging weight sync or rollout engine leaves the run alive without any
 progress. A thread in the trainer's process tracks the current phase of the step through wrapped methods.
 """
 
@@ -150,7 +150,7 @@ def list_actor_handles(trainer: Any) -> Iterator[tuple[str, Any]]:
 
 
 class WatchdogError(RuntimeError):
-    """The run hangs or has lost a worker; the message names the phase."""
+    """The run hangs, or a worker has died; the message names the phase."""
 
 
 class _Interrupt(KeyboardInterrupt):
@@ -358,7 +358,7 @@ def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterato
         return
     shipped = read_shipped_defaults("watchdog")
     limits = {**dict.fromkeys((*NAMES, *extensions)), **shipped["phase_timeouts"]}
-    seconds = number("a number of seconds above 0, or null for any time", above=0, null=True)
+    seconds = number("a number of seconds above 0, or null for no limit", above=0, null=True)
     keys = ["step_timeout", "poll", *(f"phase_timeouts.{name}" for name in limits)]
     section = Section(
         SECTION,

@@ -1,4 +1,4 @@
-"""Decision on the correction and bounds of the next update, by alarms and calibration, between updates.
+"""Decide between updates, from alarms and calibration, the correction and the bounds of the next update.
 
 The active correction is the configured one or an alarm's fallback, with the configured bounds or with bounds that a
 schedule has moved. One trainer process decides for all ranks.
@@ -45,7 +45,7 @@ _UNITS = {
 
 
 class Calibration:
-    """The current bounds, and the statistics of the most recent updates; it does nothing if no bounds move.
+    """The current bounds and the statistics of the most recent updates; does nothing if no bounds move.
 
     Args:
         config: composed configuration of the run.
@@ -136,7 +136,7 @@ class Calibration:
                     fits = distance == start[side]
                 if not fits:
                     bounds = format_bounds(self.bounds[name])
-                    raise ValueError(f"calibration.bounds.{name}={bounds} is out of its range")
+                    raise ValueError(f"calibration.bounds.{name}={bounds} is out of range")
 
     def pause(self, merged: Mapping[str, Statistic]) -> None:
         """Keep the bounds but discard the window, because another correction becomes active.
@@ -181,7 +181,7 @@ class Calibration:
         return f"{kept}, in {updates}; offpolicy.calibrate.target_kept={target}."
 
     def _warn(self, name: str, found: Mapping[str, str]) -> None:
-        """Warn if something keeps a part's bounds from being updated; do not repeat the warning while this lasts."""
+        """Warn if a part's bounds cannot be updated; do not repeat the warning while the cause persists."""
         for kind in sorted(set(found) - self._hindered.get(name, set())):
             logger.warning("correction.%s: %s", format_part_path(name), found[kind])
         self._hindered[name] = set(found)
@@ -249,7 +249,7 @@ def _from_plain(seen: Mapping[str, Any]) -> dict[str, Statistic]:
         # Statistics that are summed as differences from 1, such as those of an ESS, may be negative.
         least = -_MOST if reduction is Reduction.ESS else 0.0
         if _PARTS.get(reduction, len(parts)) != len(parts) or not all(least <= part <= _MOST for part in parts):
-            raise ValueError(f"calibration.window.{name} holds no sums and counts of an update")
+            raise ValueError(f"calibration.window.{name} does not contain the sums and counts of an update")
         found[name] = Statistic(reduction, tuple(parts))
     return found
 

@@ -287,7 +287,7 @@ class Alarms:
         """Log which correction is active next, if any alarm ``fired`` or if the correction has changed."""
         if before not in (CONFIGURED, self.in_force):
             follows = (
-                "the configured correction is active again from the next update, which must prove it"
+                "the configured correction is active again from the next update, which must prove it live"
                 if self.in_force == CONFIGURED
                 else f"but alarm {self.in_force} fires"
             )
@@ -296,7 +296,8 @@ class Alarms:
             alarm = self._alarms[self.in_force]
             forever = alarm.return_after is None
             logger.warning(
-                "alarm %s: fallback [%s] is active from the next update, which must prove it, and remains active %s.",
+                "alarm %s: fallback [%s] is active from the next update, which must prove it live, and "
+                "remains active %s.",
                 alarm.name,
                 ",".join(alarm.options),
                 "for the rest of the run" if forever else f"until {alarm.return_after} quiet updates",

@@ -25,7 +25,7 @@ _TARGETS: Final = {"target_kept": 0.98, "target_ess": 0.9}
 
 @dataclass(frozen=True)
 class Settings:
-    """Calibrated parts, their targets, and how often and how fast bounds are changed.
+    """Calibrated parts, their targets, and how often and how fast bounds change.
 
     Attributes:
         schedules: schedules by name of a mask, or ``WEIGHT``, for the parts whose bounds move.

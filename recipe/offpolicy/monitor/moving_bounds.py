@@ -134,7 +134,7 @@ def find_widest_cap(histogram: Histogram, target: float) -> float:
     """
     if not sum(histogram.counts):
         return math.nan
-    # The margin covers rounding, so an ESS equal to the target reaches it.
+    # The margin covers rounding, so that an ESS equal to the target meets the target.
     by_cap = zip((*histogram.edges, math.inf), compute_ess_by_cap(histogram), strict=True)
     return max((cap for cap, ess in by_cap if ess >= target * (1 - 1e-12)), default=0.0)
 
@@ -199,7 +199,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the next bounds of a part are computed from.
+    """The inputs from which the next bounds of a part are computed.
 
     Attributes:
         configured, current: the part with its configured and with its current bounds.
@@ -255,7 +255,7 @@ class Evidence:
             if goal is not None and goal < max((cap for cap in CAPS if cap <= least), default=0.0):
                 found["floor"] = (
                     f"even a cap of {math.exp(least):.4g}, the lowest in range, leaves an ESS below "
-                    f"{schedule.target:g}: so the cap is clamped there. Set a lower offpolicy.calibrate.floor, a lower "
+                    f"{schedule.target:g}, so the cap is clamped there. Set a lower offpolicy.calibrate.floor, a lower "
                     "target_ess, or a lower bound in addition to the cap, correction.weight.kind=clip, because no cap "
                     "raises small weights."
                 )
@@ -317,7 +317,7 @@ def compute_distances(part: MaskSpec | WeightSpec) -> dict[str, float]:
 
 
 def build_bounds(part: MaskSpec | WeightSpec, distances: Mapping[str, float]) -> dict[str, float | None]:
-    """Build a part's bounds, by key, from distances; a bound that has not moved keeps exactly the same bits."""
+    """Build a part's bounds, by key, from distances; a bound that has not moved stays bitwise identical."""
     before = compute_distances(part)
     if isinstance(part, WeightSpec):
         return {"upper": part.upper if distances["upper"] == before["upper"] else math.exp(distances["upper"])}

@@ -1,1 +1,1 @@
-"""Everything that can stop a launch before Ray starts: composition, resolution and start-up checks."""
+"""Composition, resolution and start-up checks: everything that can stop a launch before Ray starts."""

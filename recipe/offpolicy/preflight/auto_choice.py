@@ -86,7 +86,7 @@ def read_setup(run: Composed) -> Setup:
             raise SpecError(f"correction=auto needs this value, but {reason}", fix, key=key)
         if value is not None and seen is not None and seen.firm and seen.value != value:
             fix = f"Set {key}=null to use the value of the configuration, or change the configuration."
-            raise SpecError(f"the configuration says {seen.value}: {seen.source}.", fix, key=key, value=value)
+            raise SpecError(f"the configuration implies {seen.value}: {seen.source}.", fix, key=key, value=value)
         values[name] = seen.value if value is None and seen is not None else value
     unmet = find_unmet(list_requirements("R3"), run.get, "", ())
     return Setup(
@@ -102,7 +102,7 @@ def read_setup(run: Composed) -> Setup:
 
 
 def refuse_setup(run: Composed) -> None:
-    """Refuse keys under ``setup`` if corrections are chosen by name, because nothing reads ``setup`` in that case.
+    """Reject keys under ``setup`` if corrections are chosen by name, because nothing reads ``setup`` in that case.
 
     Raises:
         CheckError: unknown keys or values.

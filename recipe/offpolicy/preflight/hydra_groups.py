@@ -1,4 +1,4 @@
-"""The Hydra group ``correction``: looks up options, refuses conflicting or deleted options, restores their values."""
+"""The Hydra group ``correction``: looks up options, rejects conflicting or deleted options, restores their values."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def list_options() -> list[str]:
 
 
 def refuse_moved(key: str, options: Sequence[Any]) -> None:
-    """Refuse former option names in the list given for a key, unless the user's own options have these names.
+    """Reject former option names in the list given for a key, unless the user's own options have these names.
 
     Raises:
         SpecError: a former name was used; the message gives the current name.

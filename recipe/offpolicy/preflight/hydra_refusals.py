@@ -1,4 +1,4 @@
-"""Refuses command lines that Hydra would misread, and explains those that Hydra rejects, with what to write instead."""
+"""Rejects command lines that Hydra would misread, and explains those that Hydra rejects, with what to write instead."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ _NEEDED = "pkg://verl.trainer.config"
 
 
 def check_primary(flags: argparse.Namespace) -> None:
-    """Refuse a primary configuration that is not found, or that is verl's own.
+    """Reject a primary configuration that is not found, or that is verl's own.
 
     Args:
         flags: the arguments of our program, as Hydra parses them.
 
     Raises:
-        SpecError: the configuration is refused; the message names our configuration to use instead.
+        SpecError: the configuration is rejected; the message names our configuration to use instead.
     """
     given, path = flags.config_name, flags.config_path
     if given is None or any(map(_BRINGS.match, flags.overrides)) or (path and "://" in path):
@@ -132,7 +132,7 @@ def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) ->
         elif group == GROUP or len(names) == 1:
             said = "options are given as one list of names."
             options = f"[{','.join(map(str, names))}]" if len(names) > 1 else names[0]
-            fix = f"Quote it so: '{key}={options}'."
+            fix = f"Quote it: '{key}={options}'."
         else:
             said = f"options of {group} do not stack, and Hydra would use only the last."
             fix = f"Choose one of them: {' or '.join(f'{key}={name}' for name in names)}."
@@ -204,7 +204,7 @@ def _explain_composed(parsed: Override, error: str, get_options: GetOptions) -> 
     if "/" in key and f"Could not override '{key}'" in error:
         return f"there is no group {key}. A key is written with dots: {key.replace('/', '.')}."
     if NO_DEFAULT in error and f"'{key}'" in error:
-        if key == PROVIDER:  # also a section; its group has a single option, which no one replaces
+        if key == PROVIDER:  # This is also a section; its group has a single option, so there is nothing to replace.
             return f"wrong type. To set individual keys, use {key}.KEY=VALUE."
         package = f"@{key}" if key in GROUPS else ""  # it also adds the sections to a primary configuration
         near = find_closest(str(value), get_options(key), 0.6)
@@ -223,7 +223,7 @@ def _explain_missing(group: str, name: str, options: Sequence[str], overrides: S
     """Explain that a group has no option of this name."""
     words = _WORD.findall(name)
     if group == GROUP and len(words) > 1 and set(words) <= set(options):
-        return f"{group}={_shorten(name)}: several options are a list. Quote it so: '{group}=[{','.join(words)}]'."
+        return f"{group}={_shorten(name)}: several options are a list. Quote it: '{group}=[{','.join(words)}]'."
     given = next((each for each in overrides if name in each and each.lstrip("+").startswith(group)), f"{group}={name}")
     if group in ENGINES:
         near = next(iter(difflib.get_close_matches(name, options, 1, 0.85)), None)
@@ -249,18 +249,18 @@ def _explain_unparsed(override: str, later: Sequence[str]) -> str:
         # A key contains no spaces, and the equals sign needs none around it.
         whole += word if word.startswith("=") or whole.endswith("=") else f" {word}"
         if "=" in whole and parse(whole) is not None:
-            return f"the shell has split it. Quote it so: '{_shorten(whole)}'."
+            return f"the shell has split it. Quote it: '{_shorten(whole)}'."
     key, equals, value = override.partition("=")
     if not equals or not _KEY.fullmatch(key):
         return "not an override. Write KEY=VALUE."
     closed = all(value.count(left) == value.count(right) for left, right in ("[]", "{}", "()"))
     closed = closed and not any(value.count(quote) % 2 for quote in "'\"")
     if key.strip("+") == GROUP and len(words := _WORD.findall(value)) > 1 and closed:
-        return f"several options are a list. Quote it so: '{key}=[{','.join(words)}]'."
+        return f"several options are a list. Quote it: '{key}=[{','.join(words)}]'."
     if not closed:
         return "a bracket or a quote is not closed. Close it, and quote the whole override."
     quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-    fix = f""" Quote it so: '{key}="{_shorten(quoted)}"'.""" if parse(f'{key}="{quoted}"') is not None else ""
+    fix = f""" Quote it: '{key}="{_shorten(quoted)}"'.""" if parse(f'{key}="{quoted}"') is not None else ""
     return f"Hydra cannot read this value.{fix}"
 
 

@@ -124,7 +124,7 @@ def _read_values(path: str) -> dict[str, Any] | None:
     from transformers import AutoConfig
 
     try:
-        # Whether remote code is trusted is not asked here, because the question would wait for an answer.
+        # Whether remote code is trusted is not asked here, because the prompt would block until it is answered.
         found = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         return None

@@ -237,7 +237,7 @@ def list_fields(section: Any) -> frozenset[str] | None:
 
 
 def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[Problem]:
-    """Find an added key that verl refuses or that it does not have."""
+    """Find an added key that verl rejects or that it does not have."""
     names = key.split(".")
     if find_verls_meant(names) is not None or key.startswith(f"{VERL}."):
         return  # a check of the whole configuration reports it
@@ -255,7 +255,7 @@ def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[
         if names[depth] in fields:
             return
         near = find_closest(names[depth], fields)
-        reason = f"verl refuses it: {section[TARGET].rpartition('.')[2]} has no field {names[depth]}."
+        reason = f"verl rejects it: {section[TARGET].rpartition('.')[2]} has no field {names[depth]}."
     elif depth and names[depth] in {*list_verls_names(), *(fields or ())}:
         return
     else:

@@ -2,7 +2,7 @@
 
 If the source does not show that a contract on a verl function holds, because the source differs or the target is
 created when its module runs, the contract is checked by importing the module. The training process imports all targets
-in any case, so the final decision is always made by import.
+in any case, so the import always makes the final decision.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _parse(file: Path) -> ast.Module:
 
 @dataclass(frozen=True)
 class LogProbEvidence:
-    """Evidence in an agent loop's source on whether the loop returns log-probs.
+    """Evidence, from an agent loop's source, of whether the loop returns log-probs.
 
     Attributes:
         log_probs: ``unknown`` if the source does not show whether log-probs are returned.
@@ -232,7 +232,7 @@ def is_own(module: str) -> bool:
 
 
 def check_program_trains(module: str) -> Iterator[Problem]:
-    """Refuse verl's programs that only sample or evaluate."""
+    """Reject verl's programs that only sample or evaluate."""
     from ..correction.problem import Problem  # imported late: it imports torch
 
     if module in SAMPLERS:

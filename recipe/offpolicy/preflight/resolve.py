@@ -32,7 +32,7 @@ from .hydra_groups import (
 )
 
 Say = Callable[[str], None]
-"""Takes a line that says what was chosen and why."""
+"""Receives a line that describes a choice and the reason for it."""
 SHIPPED_DELTA = 0.1
 """Default of ``offpolicy.shadow_delta``, in nats per token."""
 _DELTA, _MISSING = f"{SHADOW}_delta", "???"  # the latter is OmegaConf's placeholder for a mandatory value
@@ -85,7 +85,7 @@ def resolve(run: Composed, say: Say) -> list[str]:
 
 
 def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
-    """Refuse a chosen correction if overrides have removed all of its parts.
+    """Reject a chosen correction if overrides have removed all of its parts.
 
     Raises:
         SpecError: nothing is left of the correction; the message names the options.

@@ -34,7 +34,7 @@ class RateLimit:
         batch: number of prompts per batch.
 
     Attributes:
-        account: number of prompts issued, not counting those that left without being trained on.
+        account: number of prompts issued, without those that were dropped before training.
     """
 
     def __init__(self, eta: float, batch: int) -> None:

@@ -65,8 +65,8 @@ class Tally:
         waited: seconds for which the trainer waited for rows.
         tokens, masked_tokens: number of tokens in the rows taken for training, and in those of these rows that were
             masked.
-        in_flight, in_queue: for rows in the loss, number of versions made while the row was being sampled, and after it
-            was finished.
+        in_flight, in_queue: for rows in the loss, number of versions of the weights created while the row was being
+            sampled, and after it was finished.
         spans: for rows with per-token versions, number of versions that sampled the row.
         updates: age of a token, in updates.
         too_old, trained: lengths of rows that were too old, regardless of how they were treated, and of all other rows.
@@ -144,7 +144,7 @@ logger = logging.getLogger("verl.offpolicy")
 TRAIN = "train"
 """Partition of TransferQueue that contains the training rows."""
 _ANEW = "."
-"""Separator, in a uid, before the number of times that the prompt was sampled again."""
+"""Separator in a uid; the number of times that the prompt was sampled again follows it."""
 
 
 class BoundedReplayBuffer(ReplayBufferAsync):

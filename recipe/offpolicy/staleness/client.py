@@ -21,7 +21,7 @@ Note = TypeVar("Note")
 
 
 class RowNotes(WeakValueDictionary[str, Note], Generic[Note]):
-    """Notes of rows, by request id, for as long as a row's agent loop holds the client's result.
+    """Notes of rows, by request id; a note is kept as long as the row's agent loop references the client's result.
 
     With verl's ``full_determinism``, different rows have the same request id. An agent loop awaits all turns of its row
     in one asyncio task, so in that case notes are kept per task.

@@ -71,8 +71,8 @@ class StalenessLimit(AddOn):
     def replay_buffer(self, build: Callable[[], Any]) -> BoundedReplayBuffer:
         settings, trainer = self.settings, self._run.trainer
         logger.info(
-            "%s=%s, too_old=%s: this limit governs the issue of prompts; sequences are trained at an age of at most %d "
-            "versions.",
+            "%s=%s, too_old=%s: this limit controls how many prompts are issued; sequences are "
+            "trained at an age of at most %d versions.",
             *(ETA, self._eta, settings.too_old, self.age_limit.oldest),
         )
         v1 = self._run.config.trainer.v1
@@ -122,7 +122,7 @@ class StalenessLimit(AddOn):
         return send(batch)
 
     def _sample_anew(self, prompts: TensorDict) -> None:
-        """Issue prompts again that are already counted in the account."""
+        """Issue prompts again; the account already counts them."""
         tu.assign_non_tensor_data(prompts, "global_steps", self._step)
         self._run.verls._submit_batch_to_rollout(prompts)
 

@@ -147,7 +147,7 @@ class StalenessSettings:
         eta: number of batches by which sampling may run ahead of training; the initial value if ``adapt`` is set.
         too_old: what to do with prompts whose rows would become older than eta allows.
         refresh_limit: largest number of times that a prompt is sampled again.
-        adapt: how eta moves; None if it is fixed.
+        adapt: how eta adapts; None if eta is fixed.
     """
 
     eta: float
@@ -157,7 +157,7 @@ class StalenessSettings:
 
     @classmethod
     def at(cls, eta: float, **changes: Any) -> StalenessSettings:
-        """Build the shipped settings with this eta and these changes."""
+        """Build the default settings with this eta and these changes."""
         shipped = read_shipped_defaults("staleness")
         adapt = {**shipped["adapt"], **changes.pop("adapt", {})}
         settings = None if adapt["ess"] is None else AdaptSettings(**adapt)

@@ -134,7 +134,7 @@ def test_a_check_asks_verl_and_the_workers_environment(launch: Launcher, monkeyp
     monkeypatch.setenv("OFFPOLICY_X", "1")
     variable = "ray_kwargs.ray_init.runtime_env.env_vars.OFFPOLICY_X"
     for change, part in (
-        ("actor_rollout_ref.actor.ppo_mini_batch_size=2048", "verl's own validation refuses it: train_batch_size"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=2048", "verl's own validation rejects it: train_batch_size"),
         (f"++{variable}=2", f"{variable}='2': workers need OFFPOLICY_X=1"),
         ("actor_rollout_ref.actor.policy_loss=null", "actor_rollout_ref.actor.policy_loss=null: this section"),
     ):

@@ -45,7 +45,7 @@ VERL_PROGRAM = ("--module", "verl.trainer.main_ppo", "algorithm.rollout_correcti
                 "masks.gsm",
             ),
             ((DOCTOR, "correction=gsm", *NEEDED, "actor_rollout_ref.rollout.top_p=0.9"), "ERROR: exit status 2"),
-            ((DOCTOR, "correction=gsm", *NEEDED, "data.train_batch_size=1"), "verl's own validation refuses it"),
+            ((DOCTOR, "correction=gsm", *NEEDED, "data.train_batch_size=1"), "verl's own validation rejects it"),
             ((DOCTOR, *VERL_PROGRAM), "rollout_correction.rollout_is"),
             ((DOCTOR, "--script", str(ROOT / "recipe/offpolicy/run_dense_fsdp.sh")), "OK: every check passes"),
             (("recipe.offpolicy.main_offpolicy", CHECK_FLAG, "correction=gsm", *NEEDED), "all checks passed"),

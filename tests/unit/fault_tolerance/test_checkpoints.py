@@ -86,7 +86,7 @@ def test_ended_in_the_midst_the_previous_one_is_resumed(
 def test_what_was_cut_short_cannot_be_asked_for_by_path(tmp_path: Path) -> None:
     save(tmp_path, 2)
     save(tmp_path, 4, until="data")
-    with pytest.raises(CheckpointError, match=r"global_step_4: its writing was cut short.*global_step_2 is complete"):
+    with pytest.raises(CheckpointError, match=r"global_step_4: writing it was interrupted.*global_step_2 is complete"):
         check_before_loading(by_path(tmp_path, 4), SPEC)
 
 
@@ -97,7 +97,7 @@ def test_a_step_that_was_being_written_over_is_not_resumed(tmp_path: Path, caplo
     save(tmp_path, 4, until="data")
     with caplog.at_level(logging.WARNING):
         assert to_resume(tmp_path) == "2"
-    assert "global_step_4: its writing was cut short; resuming step 2" in caplog.text
+    assert "global_step_4: writing it was interrupted; resuming step 2" in caplog.text
 
 
 def test_written_over_with_nothing_else_left(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_what_is_saved_asynchronously_is_whole_once_verl_names_it(tmp_path: Path
     asynchronous.actor_rollout_ref = {"actor": {"checkpoint": {"async_save": True}}}
     with guard_save(asynchronous, 4, SPEC):
         (tmp_path / "global_step_4").mkdir()
-    with pytest.raises(CheckpointError, match="cut short"):
+    with pytest.raises(CheckpointError, match="writing it was interrupted"):
         check_before_loading(by_path(tmp_path, 4), SPEC)
     (tmp_path / TRACKER).write_text("4")
     check_before_loading(by_path(tmp_path, 4), SPEC)

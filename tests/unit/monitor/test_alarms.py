@@ -96,7 +96,7 @@ def test_a_fallback_is_in_force_from_the_next_update_on(caplog: pytest.LogCaptur
         assert judged(made, 0.2, 0.2) == [False, True]
     assert (made.in_force, made.fallback) == ("ess", SAFER)
     assert (
-        "fallback [gsm] is active from the next update, which must prove it, and remains active for the rest"
+        "fallback [gsm] is active from the next update, which must prove it live, and remains active for the rest"
         in caplog.text
     )
     assert made.metrics() == {"alarm/ess": 1.0, "alarm/active_correction": 0.0}

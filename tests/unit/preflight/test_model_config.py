@@ -72,13 +72,13 @@ def test_a_contradiction_stops_correction_auto(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         read_setup(Composed(config(mixture, "dense")))
     assert str(caught.value) == (
-        f"setup.model=dense: the configuration says moe: {mixture}/config.json has num_experts=64. "
+        f"setup.model=dense: the configuration implies moe: {mixture}/config.json has num_experts=64. "
         f"Set setup.model=null to use the value of the configuration, or change the configuration."
     )
     assert caught.value.problem.overrides == ()
     assert read_setup(Composed(config(mixture))).model == "moe"
     assert read_setup(Composed(config(mixture, "moe"))).model == "moe"
-    with pytest.raises(SpecError, match="the configuration says dense"):
+    with pytest.raises(SpecError, match="the configuration implies dense"):
         read_setup(Composed(config(saved(tmp_path, {"num_hidden_layers": 2}), "moe")))
 
 

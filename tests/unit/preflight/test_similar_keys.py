@@ -146,7 +146,7 @@ def test_fields_of_verls_dataclasses_are_taken_and_others_are_not(base: DictConf
     assert found(f"+{rollout}.agent.agent_loop_manager_class=a.B", base) == []
     (problem,) = found(f"+{rollout}.max_turns=2", base)
     assert problem.verdict == "ERROR"
-    assert problem.reason == "verl refuses it: RolloutConfig has no field max_turns."
+    assert problem.reason == "verl rejects it: RolloutConfig has no field max_turns."
 
 
 def keys_of(node: Any, path: str = "") -> list[str]:

@@ -171,7 +171,7 @@ class Branches:
         return True
 
     def _run_while(self, command: Loop) -> Truth:
-        """Run a loop until its condition fails; an endless loop may end for a reason that only a run shows."""
+        """Run a loop until its condition fails; an endless loop may end for a reason that is known only at run time."""
         outside, self._broken = self._broken, []
         why = Unknown("the end of the loop cannot be determined", command.line)
         try:
@@ -207,7 +207,7 @@ class Branches:
             self.state = outside
 
     def _run_either(self, first: Callable[[], object], second: Callable[[], object] | None, why: Unknown) -> Unknown:
-        """Process commands of which only one may run, or none: whatever they change is unknown afterwards.
+        """Process commands of which at most one runs; everything that they change is unknown afterwards.
 
         A branch that ends the script changes nothing.
         """

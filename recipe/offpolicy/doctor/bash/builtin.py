@@ -94,7 +94,7 @@ def _do_unset(shell: Shell, name: str, arguments: list[Field], line: int) -> Tru
 
 
 def _do_cd(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Change the directory; if the new directory is unknown, reading of the script ends."""
+    """Change the directory; if the new directory is unknown, stop reading the script."""
     target = next((each for each in arguments if each != "--"), str(shell.state.variables.get("HOME", "")))
     if isinstance(target, Unknown):
         raise ScriptError(f"line {target.line}: {target.why}, but the script changes to this directory")

@@ -31,7 +31,7 @@ _NODES = (
     # Operators that can create large values, such as "a" * 10**10, are not allowed in a look-up.
     *(ast.BinOp, ast.Add, ast.Div),
 )
-"""All that code which only looks up modules or releases may consist of."""
+"""Names and syntax allowed in code that only looks up modules or releases."""
 # The standard library takes precedence over modules with the same names; a process that is killed gives no answer.
 _ISOLATED = """import importlib.metadata, importlib.util, os, pathlib, sys, sysconfig
 library = sysconfig.get_paths()

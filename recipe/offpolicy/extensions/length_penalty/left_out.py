@@ -1,4 +1,4 @@
-"""A verl data set of training prompts, without the prompts that an early checkpoint could hardly solve.
+"""A verl data set of training prompts, without the prompts that an early checkpoint rarely solved.
 
 Patched in verl 0.7.1 to 0.9.1: ``data.custom_cls``, and ``_read_files_and_tokenize`` of ``RLHFDataset``, which also
 reads the files again when a run is resumed. verl uses the same class for the validation set.

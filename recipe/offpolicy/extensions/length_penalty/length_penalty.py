@@ -259,7 +259,7 @@ class LengthPenalty(AdvantageExtension):
     # Validation and metrics ---------------------------------------------------------------------------------
 
     def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Fix easy and hard prompts at the first validation at or after a given step, and track them from then on."""
+        """Determine easy and hard prompts at the first validation at or after a given step, then track them."""
         classes, step = self.length.classes, int(trainer.global_steps)
         if classes.from_step is None:
             return run()

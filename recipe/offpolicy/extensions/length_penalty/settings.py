@@ -51,7 +51,8 @@ _FIXED = ("classes.from_step", ...)
 
 @dataclass(frozen=True)
 class ClassSettings:
-    """Settings of fixed classes; the first validation at or after ``from_step`` fixes the classes, if it is set."""
+    """Settings of fixed classes; if ``from_step`` is set, the first validation at or after it determines the
+    classes."""
 
     from_step: Annotated[int | None, count("a step, 0 or more, or null", 0, null=True)]
     samples: Annotated[int, count("a number of answers, 1 or more", read_with=_FIXED)]
@@ -281,4 +282,4 @@ def _check_classes(section: str, settings: ClassSettings, from_step: int, run: C
     steps, key = run.get(_STEPS), f"{section}.from_step"
     if (steps and from_step > steps) or int(run.get("trainer.test_freq") or 0) <= 0:
         fix = f"Set trainer.test_freq above 0, a smaller {key}, or {key}=null."
-        yield run.problem(key, "no validation will fix or follow the classes.", fix, verdict="NO-OP", value=from_step)
+        yield run.problem(key, "no validation will fix or track the classes.", fix, verdict="NO-OP", value=from_step)

@@ -48,8 +48,8 @@ from .teacher_client import Row, Scoring, TeacherClient
 logger = logging.getLogger("verl.offpolicy")
 
 DOMINATES, UPDATES = 0.9, 3
-"""Share of the total pull on the loss above which the teacher counts as dominating the rewards, and number of
-consecutive updates with such a share before the warning."""
+"""Share of the loss's gradient above which the teacher counts as dominating the rewards, and number of consecutive
+updates with such a share before the warning."""
 IDLE = 20
 """Number of consecutive updates without an eligible row before the warning."""
 PROBES = 2
@@ -140,7 +140,7 @@ class Teacher:
     again: list[tuple[Scoring, list[float] | None, str]] = field(default_factory=list)
 
     def start(self, rows: Sequence[Row], step: int) -> None:
-        """Request log-probs, and again for two rows of the batch, each on its own, and for the first row of the run."""
+        """Request log-probs, then again for two rows of the batch, each alone, and for the first row of the run."""
         self.scoring, self.again = self.client.start(rows), []
         due = self.probed is None or (self.every is not None and step >= self.probed + self.every)
         if self.every is None or not rows or not due:
@@ -417,7 +417,7 @@ class OnPolicyDistillation(Extension):
         self._dominated = self._dominated + 1 if share > DOMINATES else 0
         if self._dominated == UPDATES:
             logger.warning(
-                "opd: the teacher's share of the loss's pull was %.0f %% for %d updates. With opd.coef=%.2g the "
+                "opd: the teacher's share of the loss's gradient was %.0f %% for %d updates. With opd.coef=%.2g the "
                 "share would be one half.",
                 *(100 * share, UPDATES, self.opd.coef * (1 - share) / share),
             )

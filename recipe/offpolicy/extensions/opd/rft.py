@@ -32,7 +32,7 @@ DATASET = "pkg://recipe.offpolicy.extensions.opd.rft_dataset"
 
 
 class RftError(RuntimeError):
-    """No data set can be made; the message says what is wrong, and what to do."""
+    """The data set cannot be built; the message says what is wrong, and what to do."""
 
 
 @dataclass(frozen=True)

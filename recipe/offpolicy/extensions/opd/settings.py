@@ -90,7 +90,7 @@ class OpdSettings(SectionSettings):
         teachers: the teacher of each data source; the key "" stands for all other sources.
         mode: ``advantage`` replaces the advantages of eligible tokens with K1; ``loss`` adds K2.
         coef: factor of the signal.
-        horizon: number of response tokens that take part, counted from the first; None: all.
+        horizon: number of response tokens to distil, counted from the first; None: all.
         max_gap: bound of |s - t|, in nats.
         schedule: how ``coef`` changes during training.
         scale: divisor of the advantages: ``std``, the root mean square of the bounded gaps; ``mean_std``, their

@@ -42,7 +42,7 @@ POSITION, LARGEST = 512, 2**20
 BUSY = (408, 425, 429)
 """HTTP statuses below 500 after which the same request may succeed when it is repeated."""
 REFUSED = (401, 403)
-"""HTTP statuses with which a server refuses a key."""
+"""HTTP statuses with which a server rejects a key."""
 
 
 class TeacherError(RuntimeError):
@@ -277,7 +277,7 @@ def open_session(settings: TeacherSettings) -> requests.Session:
 
 
 def explain_key(settings: TeacherSettings) -> str:
-    """Explain what to do about a server that refuses the key."""
+    """Explain what to do about a server that rejects the key."""
     if given := [*([settings.api_key] if settings.api_key else ()), *settings.headers.values()]:
         return f"set these environment variables to values that this server accepts: {', '.join(given)}."
     return (

@@ -142,7 +142,7 @@ second number, each prompt's samples are all correct or all wrong."""
 
 
 class NotIdentified(ValueError):
-    """The counts do not determine a and b, for the reason given."""
+    """The counts do not determine a and b; the message gives the reason."""
 
 
 def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, float]:

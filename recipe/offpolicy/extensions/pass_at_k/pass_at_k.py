@@ -73,7 +73,7 @@ class PassAtK(AdvantageExtension):
         parts = (
             self._trains and f"{settings.objective}, k={settings.k}{f', then {steps}' if steps else ''}",
             self._deals and f"groups of {budget.least} to {budget.most}",
-            self._draws and "prompts drawn according to what their groups teach",
+            self._draws and "prompts drawn in proportion to the learning signal of their groups",
             dynamic.successes and f"validation until {dynamic.successes} of {dynamic.max_samples} are correct",
         )
         return "; ".join(part for part in parts if part) or "validation"
@@ -228,7 +228,7 @@ class PassAtK(AdvantageExtension):
             idle = "all prompts are drawn with the same probability"
         elif self._deals and not self._dealt_proved:
             idle = "all groups have the same size"
-        return f"{idle}, because their answers were correct equally often ({key})." if idle else None
+        return f"{idle}, because all prompts have the same success rate ({key})." if idle else None
 
     def _note(self, right: Tensor, groups: Mapping[str, Sequence[int]], k: int) -> None:
         counts = [(len(members), int(right[torch.tensor(members)].sum())) for members in groups.values()]

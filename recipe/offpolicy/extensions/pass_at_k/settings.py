@@ -32,7 +32,7 @@ def _is_schedule(value: Any) -> bool:
 
 
 Count = Annotated[int, count("a count of 1 or more")]
-Counts = Annotated[Sequence[int], Key(_are_counts, "counts of 1 or more, in rising order")]
+Counts = Annotated[Sequence[int], Key(_are_counts, "counts of 1 or more, in increasing order")]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class PassAtKSettings(SectionSettings):
     objective: Literal["none", "loo", "loo_minus_one", "analytic", "groups"]
     k: Count
     correct_at_least: Annotated[float, number("a score")]
-    schedule: Annotated[Sequence[Sequence[int]] | None, Key(_is_schedule, "pairs [STEP, K] in rising steps, or null")]
+    schedule: Annotated[Sequence[Sequence[int]] | None, Key(_is_schedule, "pairs [STEP, K], steps increasing, or null")]
     seed: Annotated[int, count("a whole number, 0 or more", 0)]
     metric: MetricSettings
     dynamic: DynamicSettings

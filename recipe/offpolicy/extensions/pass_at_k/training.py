@@ -1,4 +1,5 @@
-"""What trains pass@k: advantages of one group whose gradient is that of pass@k, and the choice of prompts and sizes.
+"""Training for pass@k: advantages of one group whose gradient is that of pass@k, and the choice of prompts and group
+sizes.
 
 A prompt has N samples, c of which are correct; rho(n, c, k) = 1 - C(n - c, k) / C(n, k). A second implementation of the
 advantages and of the draws, for the proof, shares no code with the first; its functions are named ``state_...``.

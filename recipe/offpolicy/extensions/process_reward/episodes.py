@@ -44,9 +44,9 @@ def read_answers(row: Any, most: int) -> list[str]:
     given = list(truth) if isinstance(truth, list | tuple | np.ndarray) else [truth]
     answers = [_write(each) for each in given if each is not None and not isinstance(each, dict)]
     if not answers or not all(answers):
-        raise AnswerError(f"the column {COLUMN} holds no answer: {truth!r}.")
+        raise AnswerError(f"the column {COLUMN} contains no answer: {truth!r}.")
     if len(answers) > most:
-        raise AnswerError(f"the column {COLUMN} holds {len(answers)} answers, more than max_answers={most}.")
+        raise AnswerError(f"the column {COLUMN} contains {len(answers)} answers, more than max_answers={most}.")
     return answers
 
 
@@ -58,7 +58,7 @@ def _write(answer: Any) -> str:
     """
     if isinstance(answer, float | np.floating | Decimal):
         if not math.isfinite(answer):
-            raise AnswerError(f"the column {COLUMN} holds {answer}, which is not an answer.")
+            raise AnswerError(f"the column {COLUMN} contains {answer}, which is not an answer.")
         if isinstance(answer, Decimal):
             return f"{answer.normalize():f}"
         # A float32 of 0.1 is written "0.1"; converted to a Python float, it would have more digits.

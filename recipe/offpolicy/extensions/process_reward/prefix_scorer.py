@@ -125,7 +125,7 @@ async def _score(
             return
         scored = output.extra_fields.get(PROMPT)
         if scored is None:
-            scores.error = "the rollout server's answer holds no prompt_logprobs."
+            scores.error = "the rollout server's answer contains no prompt_logprobs."
             return
         scores.cached += scored.cached or 0
         scores.forward += len(prompt) - (scored.cached or 0)

@@ -108,7 +108,7 @@ def _find_unknown_keys(run: Composed, section: str, parts: tuple[str, ...]) -> P
 
 
 def _build_refusal(run: Composed, said: str, parts: tuple[str, ...]) -> Problem:
-    """Build the problem for an actor that verl's dataclasses refuse, under the key that the message names, if any."""
+    """Build the problem for an actor that verl's dataclasses reject, under the key that the message names, if any."""
     reason = f"verl rejects it: {' '.join(said.split()).rstrip('.?')}."
     named = [key for key, choice in CHOICES.items() if key.startswith(ACTOR) and choice.rejects(run.get(key, ...))]
     named += [key for word in re.findall(r"\w+_\w+", said) for key in itertools.islice(_find_keys(run, word), 1)]

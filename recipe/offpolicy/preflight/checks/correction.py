@@ -120,7 +120,7 @@ def _get_usual(mask: MaskSpec, bound: str) -> float | None:
 
 
 def check_parts(run: Composed) -> Iterator[Problem]:
-    """Refuse aggregates over a single token, weights that are always 1, and ratios that are counted twice."""
+    """Reject aggregates over a single token, weights that are always 1, and ratios that are counted twice."""
     single = "level=token acts on single tokens, so there is nothing to aggregate."
     mode = run.actor.policy_loss.loss_mode
     for name, weight in list_weights(run):
@@ -258,7 +258,7 @@ def check_baseline(run: Composed) -> Iterator[Problem]:
     """If ``baseline=exclude`` is set, check that the estimator uses groups."""
     if run.spec.baseline == "include":
         return
-    why, off = "baseline=exclude takes rejected siblings out of a group, but", f"or {_BASELINE}=include."
+    why, off = "baseline=exclude removes rejected siblings from a group, but", f"or {_BASELINE}=include."
     key, reason, fix = ESTIMATOR, "this estimator has no groups or mixes them.", f"one of {', '.join(GROUP_ESTIMATORS)}"
     if run.get(ESTIMATOR) in GROUP_ESTIMATORS:
         if run.get(key := f"{ROLLOUT}.n") != 1:
@@ -269,7 +269,7 @@ def check_baseline(run: Composed) -> Iterator[Problem]:
 
 
 def check_distillation(run: Composed) -> Iterator[Problem]:
-    """Refuse verl's distillation loss, which this package's loss would overwrite."""
+    """Reject verl's distillation loss, which this package's loss would overwrite."""
     if run.get(key := "distillation.enabled"):
         reason = "verl's worker accepts one loss, so the correction's loss would replace the distillation loss."
         yield run.problem(key, reason, "No override keeps both: distil without a correction, or correct without it.")

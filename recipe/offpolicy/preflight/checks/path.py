@@ -190,7 +190,7 @@ def _find_aliased_snapshot(run: Composed) -> str | None:
 
 
 def check_program(run: Composed) -> Iterator[Problem]:
-    """Refuse keys for which our code would have to run in the other processes of an asynchronous program."""
+    """Reject keys for which our code would have to run in the other processes of an asynchronous program."""
     if run.path.mode == _SEPARATE and run.get(BACKEND) == "naive":
         reason = "trainer_mode=separate_async has its own servers, and verl refuses to send weights to them this way."
         yield run.problem(BACKEND, reason, "", {BACKEND: "nccl"})
@@ -230,7 +230,7 @@ def check_lora(run: Composed) -> Iterator[Problem]:
     if merged and not merges:
         reason = f"verl {path.release} sends the base weights without the adapter, so rollouts never use an update."
         if legacy_fsdp:
-            reason = "the legacy actor does not merge, and the rollout engine would refuse its adapters."
+            reason = "the legacy actor does not merge, and the rollout engine would reject its adapters."
         sets = {_MERGE: False} if adapters else {}
     elif apart and backend == "delta_sharded":
         reason, alongside = "this checkpoint engine does not support LoRA.", {BACKEND: backend}
@@ -337,7 +337,7 @@ def _find_not_shown(run: Composed) -> Iterator[tuple[str, str]]:
     for key in _DTYPES:
         if "fp8" in str(value := run.get(key)) or "int8" in str(value):
             yield key, f"rollouts in {value}"
-    # LoRA on FSDP was tested on V1, and if merged also on V0 and in one_step_off_policy (docs/paths.md).
+    # LoRA on FSDP was tested on V1 and, if merged, also on V0 and in one_step_off_policy (docs/paths.md).
     merged = run.path.worker == "engine" and run.get(_MERGE) and run.program != FULLY_ASYNC
     tested = {_LORA_RANK} if run.path.trainer == "v1" or merged else set()
     for key, what in _NOT_TESTED.items():

@@ -67,7 +67,7 @@ def find_null_sections(config: DictConfig) -> Iterator[Problem]:
         owner, _, name = key.rpartition(".")
         node = _select(config, owner) if owner else config
         if isinstance(node, DictConfig) and name in node and not isinstance(_select(node, name), DictConfig):
-            reason = "this section of verl's configuration holds keys that every launch reads."
+            reason = "this section of verl's configuration contains keys that every launch reads."
             yield Problem(key, node._get_node(name)._value(), reason, "Remove this override.")  # type: ignore[union-attr]
 
 

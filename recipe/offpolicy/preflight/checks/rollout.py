@@ -108,7 +108,7 @@ def _find_replay_key(run: Composed) -> str | None:
 
 
 def check_routing_replay(run: Composed) -> Iterator[Problem]:
-    """Refuse settings that hide a model's routers or prevent replay from taking effect."""
+    """Reject settings that hide a model's routers or prevent replay from taking effect."""
     if (settings := run.replay) is None:
         return
     mode, off = settings.mode, set_to(_MODE, "disabled")
@@ -213,7 +213,7 @@ def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
 
 
 def check_logprobs_mode(run: Composed) -> Iterator[Problem]:
-    """Refuse log-probs of raw logits, before temperature."""
+    """Reject log-probs of raw logits, before temperature."""
     if not (run.needs_mu or run.active):
         return
     reason = "raw log-probs leave out the temperature, so mu is not the distribution that was sampled from."
@@ -237,7 +237,7 @@ def check_logprobs_mode(run: Composed) -> Iterator[Problem]:
 
 
 def check_sampling(run: Composed) -> Iterator[Problem]:
-    """Refuse top-p, top-k, min-p and penalties that no ratio of full policies can correct."""
+    """Reject top-p, top-k, min-p and penalties that no ratio of full policies can correct."""
     if not (run.needs_mu or run.active):
         return
     temperature, samples = run.rollout["temperature"], f"{ROLLOUT}.do_sample"
@@ -248,7 +248,7 @@ def check_sampling(run: Composed) -> Iterator[Problem]:
     key = f"{_GENERATION}.temperature"
     of_engine = run.get(key)
     if of_engine is not None and of_engine != temperature:
-        reason = f"requests without a temperature are sampled at it, but the trainer uses {_TEMPERATURE}={temperature}."
+        reason = f"requests without a temperature use this value, but the trainer uses {_TEMPERATURE}={temperature}."
         fix, override = f"Set {_TEMPERATURE}={of_engine}, and remove this key.", set_to(_TEMPERATURE, of_engine)
         yield run.problem(key, reason, fix, (override, f"~{key}"), MU)
     if not run.spec.allow_truncated_sampling:
@@ -298,7 +298,7 @@ def check_bucket(run: Composed) -> Iterator[Problem]:
 
 
 def check_support(run: Composed) -> Iterator[Problem]:
-    """Refuse settings that hide logits or the likeliest tokens, or that prevent support replay from taking effect."""
+    """Reject settings that hide logits or the likeliest tokens, or that prevent support replay from taking effect."""
     if run.spec.support is not None:
         yield from _check_likeliest(run, SUPPORT, run.spec.support, SUPPORT_PART, REQUIREMENTS)
         top_p, top_k = run.get(f"{ROLLOUT}.top_p"), run.get(f"{ROLLOUT}.top_k")

@@ -199,7 +199,7 @@ def _check_forward_passes(run: Composed, mini_batch: int, ranks: int) -> Iterato
 
 def _check_divides(run: Composed, key: str, rows: int, said: str) -> Iterator[Problem]:
     size = run.get(key)
-    # verl itself refuses values of other types.
+    # verl itself rejects values of other types.
     if isinstance(size, int) and size > 0 and rows % size:
         fits = max(each for each in range(1, min(size, rows) + 1) if rows % each == 0)
         reason = f"{said}, which is not a multiple of it: verl would stop at its first update."
@@ -225,7 +225,7 @@ def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
 
 
 def check_by_verl(run: Composed) -> Iterator[Problem]:
-    """Run verl's ``validate_config`` on a copy and report what verl refuses.
+    """Run verl's ``validate_config`` on a copy and report what verl rejects.
 
     Two checks are left to the launch: the check of the critic, for which verl loads the model, and the check of LoRA's
     rank, for which verl imports vLLM.
@@ -251,8 +251,8 @@ def check_by_verl(run: Composed) -> Iterator[Problem]:
 
 
 def _build_refusal(run: Composed, said: str) -> Problem:
-    """Build the problem for a value that verl refuses, under the key that the message is about, if known."""
-    reason, value = f"verl's own validation refuses it: {said.rstrip('.')}.", None
+    """Build the problem for a value that verl rejects, under the key that the message is about, if known."""
+    reason, value = f"verl's own validation rejects it: {said.rstrip('.')}.", None
     if found := _INDIVISIBLE.search(said):
         key, divisor, rows, batch = BATCH, int(found[1]), int(run.get(f"{ROLLOUT}.n")), int(run.get(BATCH))
         value = next(size for size in range(batch, batch + divisor + 1) if size * rows % divisor == 0)

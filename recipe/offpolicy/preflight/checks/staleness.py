@@ -65,7 +65,7 @@ OWN_KEYS: dict[str, Validator] = {
 
 
 def check_own_keys(run: Composed) -> Iterator[Problem]:
-    """Refuse unknown keys under ``offpolicy``, and invalid values."""
+    """Reject unknown keys under ``offpolicy``, and invalid values."""
     section = run.config.get("offpolicy")
     if section is None:
         fix = "Remove this override, or add the section with an option such as +correction@correction=NAME."
@@ -90,7 +90,7 @@ def _build_unknown(name: str, values: dict[str, Any]) -> Problem:
     if meant is None:
         return build_unknown(key, value, f"Known under offpolicy: {', '.join(OWN_KEYS)}.")
     path, plain = ".".join(meant), not isinstance(value, dict)
-    if plain and meant[0] in list_groups():  # a second option of a group would be refused
+    if plain and meant[0] in list_groups():  # a second option of a group would be rejected
         return build_unknown(key, value, f"Write {path}={format_value(value)} instead.")
     fits = plain and value is not None and not isinstance(values.get(meant[-1]), dict)
     moved = (*remove(key, value), set_to(path, value)) if fits else ()

@@ -62,7 +62,7 @@ _READ = (f"{VERL}.", f"{ACTOR}.{_LOSS}.")
 
 
 def check_not_both(run: Composed) -> Iterator[Problem]:
-    """Refuse to combine verl's own correction with this package's."""
+    """Reject a combination of verl's own correction with this package's correction."""
     if run.spec.is_none:
         return
     reason = "only verl's own correction reads this key, and that correction is off."
@@ -96,14 +96,14 @@ def check_trainer_mode(run: Composed) -> Iterator[Problem]:
 
 
 def check_former_names(run: Composed) -> Iterator[Problem]:
-    """Check for former and unknown key names; no other key implies one, so each is a correction of its own."""
+    """Check for former and unknown key names; each one counts as a separate correction."""
     reason = "verl no longer reads a key of this name."
     for key, value in run.verls.items() if run.spec.is_none else ():
         if key not in DEFAULTS and key != "_target_":
             name, instead, near = f"{VERL}.{key}", OBSOLETE.get(key), find_closest(key, DEFAULTS)
             fix, overrides = f"verl reads {', '.join(DEFAULTS)}.", remove(name, value)
             if instead:
-                fix = f"In its place, use {instead}."
+                fix = f"Use {instead} instead."
             elif near:
                 meant = set_to(f"{VERL}.{near}", value)
                 fix, overrides = f"Did you mean {meant}?", (f"~{name}", meant)

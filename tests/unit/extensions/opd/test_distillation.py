@@ -185,7 +185,7 @@ def test_a_dominant_teacher_is_said_with_the_factor_that_halves_it(
     run = Run(teacher.url, "loss", coef=1.0)
     for share in (0.95, 0.5, 0.95, 0.95, 0.95, 0.95):
         run.opd._watch(share)
-    assert caplog.text.count("the teacher's share of the loss's pull was 95 % for 3 updates") == 1
+    assert caplog.text.count("the teacher's share of the loss's gradient was 95 % for 3 updates") == 1
     assert "opd.coef=0.053" in caplog.text
 
 

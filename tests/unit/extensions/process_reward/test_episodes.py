@@ -158,5 +158,5 @@ def test_a_number_that_is_not_finite_is_no_answer(truth: Any) -> None:
 
 @pytest.mark.parametrize("row", [None, {"ground_truth": ""}, {"ground_truth": []}])
 def test_a_missing_answer_names_the_column(row: Any) -> None:
-    with pytest.raises(AnswerError, match=r"reward_model\.ground_truth holds no answer"):
+    with pytest.raises(AnswerError, match=r"reward_model\.ground_truth contains no answer"):
         read_answers(row, 4)
