@@ -55,7 +55,7 @@ find_problems = KEYS.find_problems
 
 
 CHUNK = 1 << 22
-"""Number of elements that are converted to a wider type at once."""
+"""Number of elements to convert to a wider type per block."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WRAPPERS = re.compile(
     r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_layer|modules_to_save|default)(?=\.|$)"
@@ -256,7 +256,7 @@ def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str,
 
     Args:
         worker: verl's actor worker.
-        default: torch's name of the dtype in which the engine holds most tensors.
+        default: torch's name of the dtype of most of the engine's tensors.
         others: plain name -> dtype of each of the other tensors, or ``AS_SENT``.
 
     Returns:

@@ -148,7 +148,7 @@ _PIPED_COLUMNS = 100
 
 
 def show_lost(launch: Launch, file: IO[str]) -> None:
-    """Before the launch is judged, print which arguments a script does not pass on."""
+    """Print which arguments a script does not pass on, before checking the launch."""
     if launch.lost:
         _print_line(_open_console(file), "ERROR", *launch.explain_lost(), style="ERROR")
         file.flush()

@@ -47,7 +47,8 @@ class Named:
 
 @dataclass(frozen=True)
 class Items:
-    """A list of values of one kind, at least ``least`` of them. A tuple of kinds stands for a list of one of each."""
+    """A list of values of one kind, at least ``least`` of them. A tuple of kinds means a list with one value of each
+    kind."""
 
     of: Any
     least: int = 0

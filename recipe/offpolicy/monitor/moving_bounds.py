@@ -176,7 +176,7 @@ def _build_edges(edges: tuple[float, ...], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rule by which the bounds of a mask, or the cap of the weight, are moved.
+    """Rule that moves the bounds of a mask, or the cap of the weight.
 
     Attributes:
         find_goal: returns the distance that meets the target, from a histogram; None if no moving bound meets it.

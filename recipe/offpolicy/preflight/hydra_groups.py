@@ -43,7 +43,7 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
 
     ``correction.masks.gsm.low=1`` becomes ``++correction.masks.gsm.low=1``, so that the message lists the known keys
     instead of suggesting how to append an unknown one. The plus is removed from our groups, as in ``+opd=loss``: Hydra
-    has the group in its defaults list and refuses to append it.
+    already has the group in its defaults list, and therefore rejects the plus.
 
     Raises:
         SpecError: ``correction=null``, on which Hydra fails without naming the key; or two ``correction=`` overrides or

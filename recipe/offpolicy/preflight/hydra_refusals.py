@@ -1,4 +1,4 @@
-"""Rejects command lines that Hydra would misread, and explains those that Hydra rejects, with what to write instead."""
+"""Rejects command lines that Hydra would misread, explains those that Hydra rejects, and suggests replacements."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_primary(flags: argparse.Namespace) -> None:
     """
     given, path = flags.config_name, flags.config_path
     if given is None or any(map(_BRINGS.match, flags.overrides)) or (path and "://" in path):
-        return  # a configuration that Hydra finds but that lacks our sections is reported when Hydra composes it
+        return  # A configuration without our sections is reported when Hydra composes it.
     name = given.removesuffix(".yaml")
     folders = [Path(flags.config_dir)] if flags.config_dir else []
     folders.append(CONFIG_DIR.parent / path if path else CONFIG_DIR)

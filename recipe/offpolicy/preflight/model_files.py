@@ -18,7 +18,7 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _MODEL = "actor_rollout_ref.model"
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\..*")
 _NOISE = ("dropout", "pdrop", "drop_path", "drop_rate", "layerdrop", "jitter", "noise")
-_HEADS = ("classifier", "summary")  # heads of models that verl's actor does not train
+_HEADS = ("classifier", "summary")  # model heads that verl's actor does not train
 
 
 def find_experts(config: DictConfig) -> tuple[bool, str] | None:

@@ -143,7 +143,7 @@ def check_contracts(contracts: Iterable[Contract]) -> None:
     """Check contracts in the source; if the source does not show that they hold, check by import.
 
     Raises:
-        PatchError: a contract does not hold.
+        PatchError: a contract is violated.
     """
     for contract in contracts:
         if not holds_in_source(contract):

@@ -260,7 +260,7 @@ class TorchBatch:
 
 
 _BLOCK = 2**18
-"""Number of tokens that are converted at once if a tensor cannot be read in place."""
+"""Number of tokens to convert per block if a tensor cannot be read in place."""
 
 
 class CompiledBatch:

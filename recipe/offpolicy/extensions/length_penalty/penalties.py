@@ -279,7 +279,7 @@ class Measured:
 def measure(
     section: str, settings: LengthSettings, anchors: Anchors, batch: BatchView, most_tokens: int | None
 ) -> Measured:
-    """Measure a batch, after adding its answers to the anchors.
+    """Add a batch's answers to the anchors, then measure the batch.
 
     Raises:
         ValueError: a row has no reference length.

@@ -228,7 +228,7 @@ TEACHER = "offpolicy_opd_teacher"
 ROW = "offpolicy_opd_row"
 """int8 per row: 1 for an eligible rollout."""
 FACTOR = "offpolicy_opd_factor"
-"""float32 per row: the schedule's factor / the divisor of the advantages, the same for the whole batch."""
+"""float32 per row: the schedule's factor divided by the advantages' divisor, the same for the whole batch."""
 CENTRE = "offpolicy_opd_centre"
 """float32 per row: the value subtracted from the gaps, the same for the whole batch."""
 SENT = (TEACHER, ROW, FACTOR, CENTRE)

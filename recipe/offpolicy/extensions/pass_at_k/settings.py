@@ -37,7 +37,7 @@ Counts = Annotated[Sequence[int], Key(_are_counts, "counts of 1 or more, in incr
 
 @dataclass(frozen=True)
 class MetricSettings:
-    """Values of k to report: ``k`` up to the number of samples drawn, and ``extrapolate`` beyond it, by the fit."""
+    """Values of k to report: ``k`` up to the number of samples, and ``extrapolate`` beyond it, from the fit."""
 
     k: Counts
     extrapolate: Counts

@@ -41,7 +41,7 @@ from ..python_source import check_contracts
 from .correction import list_masks, list_weights
 
 Hold = Callable[[Iterable[Contract]], None]
-"""Checks contracts against the installed verl; raises PatchError if a contract does not hold."""
+"""Checks contracts against the installed verl; raises PatchError if a contract is violated."""
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 """Training engines that are covered, and engines that a legacy actor can have."""
 _SEPARATE, _SYNC_STEP = "separate_async", "trainer.v1.separate_async.parameter_sync_step"
@@ -60,7 +60,7 @@ def demand_seams(config: DictConfig) -> None:
     """Import and check every patched function of the active path; the training process imports them anyway.
 
     Raises:
-        CheckError: a contract does not hold, e.g. because a plugin has replaced a function that verl's source shows.
+        CheckError: a contract is violated, e.g. because a plugin has replaced a function that verl's source shows.
     """
     if problems := list(check_seams_by(check_all, Composed(config))):
         raise CheckError(problems)

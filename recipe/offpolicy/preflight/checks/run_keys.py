@@ -227,8 +227,8 @@ def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
 def check_by_verl(run: Composed) -> Iterator[Problem]:
     """Run verl's ``validate_config`` on a copy and report what verl rejects.
 
-    Two checks are left to the launch: the check of the critic, for which verl loads the model, and the check of LoRA's
-    rank, for which verl imports vLLM.
+    Only the launch itself checks the critic, because verl loads the model for this check, and LoRA's rank, because verl
+    imports vLLM for it.
     """
     if run.program == FULLY_ASYNC:
         return  # this program does not call validate_config
