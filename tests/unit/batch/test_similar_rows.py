@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from recipe.offpolicy.batch import padding
 from recipe.offpolicy.batch.padding import AT_ONCE, FEW, group_rows, split_micro_batch
 from scripts.benchmark.simulated_parts import CORRECTION, build_actor_config, build_micro_batch
+from tests.support.legacy_rows import build_legacy_losses
 from tests.support.padded_rows import pad_columns
 
 LENGTHS = [3, 40, 5, 1, 33, 2, 9, 17]
@@ -78,3 +79,24 @@ def test_the_loss_of_the_parts_is_the_loss_of_all(padded: bool, monkeypatch: pyt
     loss, of_parts = (metrics["actor/pg_loss"] for metrics in (whole[5], parts[5]))
     assert len(of_parts.values) == len(loss.values) == 1
     assert of_parts.aggregate() == pytest.approx(loss.aggregate(), rel=1e-5)
+
+
+def test_the_loss_of_a_legacy_actor_is_that_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.worker.metrics import take_packets
+
+    found = []
+    for at_once in (AT_ONCE, 64):
+        monkeypatch.setattr(padding, "AT_ONCE", at_once)
+        monkeypatch.setattr(padding, "FEW", 16)
+        log_prob, _, corrected = build_legacy_losses(LENGTHS, prove=True)
+        loss, metrics = corrected()
+        loss.backward()
+        packets = take_packets(metrics)
+        errors = [packet.proof.gradient_error for packet in packets if packet.proof is not None]
+        found.append((loss.item(), log_prob.grad, sorted(row for packet in packets for row in packet.rows), errors))
+    (whole, gradient, rows, one), (parts, of_parts, rows_of_parts, five) = found
+    assert (len(one), len(five)) == (1, 5)
+    assert max(one + five) < 1e-5
+    assert parts == pytest.approx(whole, rel=1e-5)
+    assert torch.equal(of_parts, gradient)
+    assert rows_of_parts == rows
