@@ -294,7 +294,7 @@ class Engine:
         self.received_names = sorted({name for rank in answer for name in rank["names"]} | self.adapter.keys())
 
     def compare(self, own: Mapping[str, Checksum], judge: bool = True) -> Comparison:
-        """Compare with the trainer's checksums; with ``judge=False``, the result is not remembered."""
+        """Compare with the trainer's checksums; with ``judge=False``, the result is not stored."""
         found = (self._comparer if judge else HeldComparer()).compare(self._ranks, own, self._first if judge else None)
         return compare_adapter(found, self.adapter, own, loaded=self._has_adapter)
 

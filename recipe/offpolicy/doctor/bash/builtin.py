@@ -135,7 +135,7 @@ def _do_source(shell: Shell, name: str, arguments: list[Field], line: int) -> Tr
         commands = shell.parse(read_text(path))
     except (OSError, ValueError) as error:
         if _ENVIRONMENT.search(shown) and not path.is_file():
-            shell.state.assumed.append(f"line {line}: {shown} is not here, and is assumed to set no variable")
+            shell.state.assumed.append(f"line {line}: {shown} does not exist here, and is assumed to set no variable")
         else:
             _forget_variables(shell, Unknown(f"line {line} sources {shown}, which cannot be read ({error})", line))
         return True

@@ -201,7 +201,7 @@ class WordExpander:
             state.looked_at.update(argument)
             return argument or None
         if not name.isidentifier():
-            return [Unknown("$? is the status of a program" if name == "?" else f"${name} exists only in a run", line)]
+            return [Unknown("$? is the status of a program" if name == "?" else f"${name} is set only in a run", line)]
         value = state.variables.get(name)
         if value is None:
             return [Unknown(f"${name} differs in each run", line)] if name in _CHANGING else None

@@ -66,7 +66,7 @@ def _check(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iter
     try:
         wrong = probe(actor_config, split=split)
     except Exception as error:
-        wrong = f"it fails on a small batch: {error}"
+        wrong = f"the loss fails on a small batch: {error}"
     if not wrong:
         return
     fix = f"No override corrects {actor.policy_loss.loss_mode}; vanilla, gspo or cispo trains another objective."
@@ -158,7 +158,7 @@ def probe(actor_config: Any, *, split: bool = True) -> str | None:
         # The contribution of terms that weights must not change, such as KL.
         _, rest = _run(actor_config, batch, torch.zeros_like(factor))
         if _is_close(plain, rest):
-            return "it ignores the weights that it is given"
+            return "the loss ignores the weights that it is given"
         if not _is_close(weighted - rest, factor * (plain - rest)):
             return "its gradient under weights w is not w times its gradient without weights"
         if split:

@@ -167,7 +167,9 @@ def _check_mode(run: Composed) -> Iterator[Problem]:
             fix = f"Set {MODE}={proposed}, or install verl {newest}."
         yield run.problem(MODE, reason, fix, {MODE: proposed})
     elif mode == _SEPARATE and (key := _find_aliased_snapshot(run)):
-        reason = "verl keeps references, not copies, of offloaded weights, so restoring pi_old's undoes updates."
+        reason = (
+            "verl keeps references, not copies, of offloaded weights, so restoring pi_old's weights undoes updates."
+        )
         yield run.problem(key, reason, f"Set it to false, or {_SYNC_STEP}=1.", {key: False}, value=True)
 
 
@@ -205,7 +207,7 @@ def check_program(run: Composed) -> Iterator[Problem]:
         reason = f"fully_async_policy runs {VERLS_LOOPS[0]} instead unless {enabled} is true: no tool would be called."
         yield run.problem(f"{ROLLOUT}.agent.default_agent_loop", reason, "", {enabled: True}, value=loop)
     for extension in run.extensions:
-        reason = f"{FULLY_ASYNC}_policy samples and validates in a process that the extension does not reach."
+        reason = f"{FULLY_ASYNC}_policy samples and validates in a process without the extension."
         for key, fix in extension.needs_rollouter.items():
             value = "on" if key == extension.section else run.get(key)
             yield run.problem(key, reason, fix, (), (extension.section,), value=value)

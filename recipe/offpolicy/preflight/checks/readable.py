@@ -86,7 +86,7 @@ def find_former_actor(config: DictConfig) -> Iterator[Problem]:
     if isinstance(section, DictConfig) and "_target_" not in section:
         reason = (
             "the section names no _target_, although verl's own has had one since 0.5, and this verl's workers "
-            "refuse a section without it."
+            "reject a section without it."
         )
         fix = "Install the verl release that the program was written for, or let its configuration inherit ppo_trainer."
         yield Problem(ACTOR, None, reason, fix, parts=())
