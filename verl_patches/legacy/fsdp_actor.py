@@ -34,7 +34,7 @@ def _update_policy(original: Callable[..., Any], actor: Any, data: Any) -> Any:
     handover = handover_of(data)
     if handover is None:
         return original(actor, data)
-    # Ranks that share a sequence hold the same rows.
+    # Ranks that share a sequence have the same rows.
     copies = actor.ulysses_sequence_parallel_size
     columns = mini_batch_columns(
         data.batch["response_mask"], actor.config.ppo_mini_batch_size, partial(_over_ranks, copies)

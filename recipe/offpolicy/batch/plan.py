@@ -1,7 +1,7 @@
 """The plan that the trainer sends with each update, and the mini-batch whose denominators verl's loss uses.
 
-The plan holds batch-level constants, computed before the first gradient step. It is sent with the batch: values common
-to all rows as a non-tensor, values per row as a column.
+The plan contains batch-level constants, which are computed before the first gradient step. It is sent with the batch:
+values common to all rows as a non-tensor, values per row as a column.
 
 verl adds up the losses of micro-batches and ranks. ``agg_loss`` divides each loss by ``batch_num_tokens`` or by
 ``global_batch_size``, and multiplies it by ``dp_size``, because the engine averages gradients over the ranks.

@@ -31,7 +31,7 @@ class Aggregate:
         name: value of ``masks.<name>.aggregate``.
         reduce: how the tokens' values are reduced to the unit's value. ``each``: all tokens must lie within the bounds.
             ``batch``: one cutoff for the whole batch, see ``compute_second_moment_cutoff``. ``oldest``: the age of the
-            oldest token, in versions of the weights, whatever its ratio.
+            oldest token, in versions of the weights, regardless of its ratio.
         token: computes a token's value; if None, the value is the token's log-ratio.
         finish: converts the unit's reduced value to the value that is compared.
         on_ratio: True if bounds are given as ratios and compared in log space; otherwise they are compared as given.
@@ -124,7 +124,7 @@ def _family(measure: str, mean: float, other: float, at: Callable[[float], float
 def _of_probabilities(
     name: str, reduce: Literal["each", "mean"], usual: float, token: TokenValue, single: str = ""
 ) -> Aggregate:
-    """Build the entry of an aggregate that is bounded by its range, whatever the log-ratio."""
+    """Build the entry of an aggregate that is bounded by its range, regardless of the log-ratio."""
     signed = token is _probability_gap
     greatest = 1.0 if signed else (1 - 2 * BINARY_EPS) * math.log((1 - BINARY_EPS) / BINARY_EPS)
     return Aggregate(
@@ -201,7 +201,7 @@ class MaskSpec(Part):
         lower, upper: inclusive bounds on the aggregate; None leaves a side open.
         when: tokens to which the mask applies: those with negative or with positive advantage, or any; ``outward``:
             those with A log r > 0, whose update moves the two policies further apart (VACO); ``post_tool``: those after
-            the first tool result in their row, whatever the advantage.
+            the first tool result in their row, regardless of the advantage.
         sign: the advantage that ``when`` reads: ``row`` is the mean over the row's valid tokens, ``token`` is each
             token's own advantage.
         delta: the bound in OPSM's notation, in nats: lower = exp(-delta); None if lower and upper were given.

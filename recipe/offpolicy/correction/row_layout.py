@@ -18,8 +18,8 @@ _ONE_LAYOUT = "Pass all of them padded, or all of them as torch.nested tensors o
 class PaddedRows:
     """Row-wise operations on tokens as (B, T), with all rows padded to the same width.
 
-    A tensor of tokens is (B, T) if padded and (N,) if packed. A column holds one value per row, (B, 1) if padded and
-    (B,) if packed. None of these operations waits for the device.
+    A tensor of tokens is (B, T) if padded and (N,) if packed. A column has one value per row, (B, 1) if padded and (B,)
+    if packed. None of these operations waits for the device.
     """
 
     shape: torch.Size

@@ -213,7 +213,7 @@ def defer_statistics(statistics: Mapping[str, Statistic]) -> DeferredValue[dict[
 
 
 class FlatStatistics(Mapping[str, Statistic]):
-    """Statistics by name, stored in only two plain objects, whatever their number: a layout and the numbers.
+    """Statistics by name, stored in only two plain objects regardless of their number: a layout and the numbers.
 
     They are sent in this form because with separate objects for the statistics of all ranks, garbage collection would
     take longer than the computation. A layout is read only once, because ranks and steps usually share it.

@@ -50,7 +50,7 @@ class Mismatch:
 def measure_rollout(
     sample: TokenSample, log_rho: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor
 ) -> tuple[dict[str, Statistic], Mismatch]:
-    """Measure the mismatch pi_old / mu; each tensor holds one value per token.
+    """Measure the mismatch pi_old / mu; each tensor has one value per token.
 
     Example:
         >>> from .row_layout import detect_layout

@@ -2,10 +2,10 @@
 tokens.
 
 If two rows differ at a position, the rollout engine and the trainer usually assign the higher log-prob to the same row.
-This holds whatever the mismatch, and even with stale weights, so the share of pairs on which they agree is near 1. If
-the log-probs belong to other rows, engine and trainer agree only by chance, on half of the pairs. If the log-probs are
-off by one token, the agreement is better with the neighbouring token. Only signs are counted, so neither a drift common
-to all tokens nor one extreme token affects the result.
+This is true for any mismatch, even with stale weights, so the share of pairs on which they agree is near 1. If the
+log-probs belong to other rows, engine and trainer agree only by chance, on half of the pairs. If the log-probs are off
+by one token, the agreement is better with the neighbouring token. Only signs are counted, so neither a drift common to
+all tokens nor one extreme token affects the result.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def estimate_anew(data: TensorDict) -> None:
     [
         ("advantage", drop, "offpolicy_opd_teacher did not reach the loss"),
         ("advantage", round_off, "as float32 .it is torch.bfloat16. did not reach"),
-        ("advantage", permute, "2 of 2 rows expected, 2 seen: 1 missing or changed .b., 1 not sent"),
+        ("advantage", permute, "2 of 2 rows expected, 2 seen: 1 missing or changed .b., 1 were not sent"),
         ("loss", forget, "2 of 2 rows expected, 0 seen"),
         ("advantage", estimate_anew, "the advantages in the loss are not coef"),
     ],
