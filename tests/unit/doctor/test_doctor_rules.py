@@ -120,7 +120,7 @@ def test_an_untested_release_is_wrong_for_ours(bases: dict[str, DictConfig], mon
         monkeypatch.setattr(f"{module}.installed_release", lambda name: "0.10.0")
     diagnosis = diagnosed(OURS, bases[OURS])
     assert diagnosis.status == 2
-    assert "found 0.10.0" in str(diagnosis.problems[0])
+    assert "installed release is 0.10.0" in str(diagnosis.problems[0])
     assert {row.verdict for row in diagnosis.rows} == {"ERROR"}
 
 
