@@ -138,7 +138,7 @@ def test_an_untested_release_needs_an_opt_in(module: ModuleType, monkeypatch: py
     monkeypatch.delenv(ALLOW_UNTESTED, raising=False)
     release = importlib.metadata.version("packaging")
     untested = contract(releases="<1")
-    with pytest.raises(PatchError, match=rf"packaging<1, found {release}.*{ALLOW_UNTESTED}=1"):
+    with pytest.raises(PatchError, match=rf"packaging<1, but the installed release is {release}.*{ALLOW_UNTESTED}=1"):
         untested.check()
     monkeypatch.setenv(ALLOW_UNTESTED, "1")
     assert untested.check() is module.Owner.double
