@@ -206,7 +206,7 @@ def slope(mismatches: Table, estimator: Estimator) -> float:
 
 
 def token_is_is_first_order(mismatches: Table) -> str:
-    """Assert that the error of token IS is of first order in the mismatch, as it is without a weight."""
+    """Assert that the error of token IS is first-order in the mismatch, like the error without a weight."""
     token, none = slope(mismatches, TOKEN_IS), slope(mismatches, NONE)
     require(0.9 < token < 1.1, f"token IS: the bias grows as mismatch^{token:.3f}, expected an exponent of 1")
     return f"Token IS has a gradient error of first order: bias ~ mismatch^{token:.3f} (no correction: {none:.3f})."

@@ -154,7 +154,7 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 
 
 def page(scores: ArrayLike) -> float:
-    """Compute p of a falling trend: Page's L (Page 1963) is compared with ``DRAWS`` permutations within seeds.
+    """Compute the p value of a falling trend by Page's L (Page 1963), from ``DRAWS`` permutations within seeds.
 
     Args:
         scores: (seeds, levels), outcomes that are expected to fall with the level.

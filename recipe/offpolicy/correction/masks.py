@@ -248,7 +248,7 @@ class MaskSpec(Part):
 
     @cached_property
     def limits(self) -> tuple[float, float]:
-        """Inclusive bounds on the compared value: bounds on a ratio are in nats of log-ratio.
+        """Inclusive bounds on the compared value; bounds on a ratio are given as log-ratios, in nats.
 
         An open side is infinite. Both sides of ``second_moment`` are open, because its cutoff depends on the batch.
         """

@@ -183,7 +183,7 @@ def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:
 
 
 def _find_taken(arguments: list[str], launch: Launch) -> tuple[str, str] | None:
-    """Find the override, among the script's arguments, that the launch uses as the value of a key; return both."""
+    """Find a script argument that is an override but becomes the value of a key in the launch; return both."""
     for argument in filter(_LIKE_AN_OVERRIDE.fullmatch, arguments):
         for word in launch.arguments:
             if word.endswith(f"={argument}") and (found := KEY.match(word)):

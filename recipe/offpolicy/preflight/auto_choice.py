@@ -250,9 +250,9 @@ def select(setup: Setup) -> Selection:
     _choose_correction(setup, chosen)
     if setup.mode == "async":
         _choose_rate_limit(setup, chosen)
-    why = "one gradient step per batch, so nothing drifts within it."
+    why = "each batch gets one gradient step, so the policy does not drift within a batch."
     if setup.minibatches > 1:
-        why = "the base loss's clip handles drift within a batch."
+        why = "the clip of the base loss handles drift within a batch."
     chosen.reasons.append(f"setup.minibatches={setup.minibatches}: {why}")
     _choose_routing(setup, chosen)
     why = "only the model's own tokens."

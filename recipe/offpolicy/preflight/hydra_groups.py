@@ -278,7 +278,7 @@ def _build_repository() -> ConfigRepository:
 def restore_defaults(problem: Problem) -> Problem:
     """Return a problem whose overrides set its key to the value in the selected options.
 
-    A translation of the user's value stays unchanged, and so do all fixes of keys that the options do not set.
+    A problem that translates the user's value is returned unchanged, as is a fix of a key that no option sets.
     """
     if problem.translated or not problem.key.startswith(f"{GROUP}."):
         return problem

@@ -139,7 +139,7 @@ def _take_few(batch: mb.MicroBatch) -> mb.MicroBatch:
 
 
 def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[tuple[float, float, float], int]:
-    """Sum |log trainer's policy - log mu| over inner tokens of rows, with mu of the previous, same and next token.
+    """Sum |trainer - log mu| over the inner tokens of all rows, with mu of the previous, the same and the next token.
 
     Returns:
         The three sums, and the number of inner tokens.

@@ -224,7 +224,7 @@ def _compare_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
             "the trainer's weights"
         )
     else:
-        sentence = f"the KL of steps differs by a factor of {factor.value:.1f} at most, without resets"
+        sentence = f"the KL per step varies by a factor of at most {factor.value:.1f} and never resets"
     if not present:
         return Cause(STALE, "absent", evidence, sentence), everything
     return Cause(STALE, "present", evidence, sentence, FIX_WEIGHTS), fresh

@@ -214,7 +214,7 @@ def warn_asynchronous(run: Composed) -> Iterator[Problem]:
         return
     key, mode = describe_mode(run.config)
     if run.spec.is_none and not run.active:
-        reason = "rows train weights newer than those that sampled them, and no correction is configured."
+        reason = "sequences are sampled with older weights than those they train, and no correction is configured."
         fix = f"Add a correction, {recommended.LINE} for example: {recommended.WHY}."
         yield run.problem(key, reason, fix, (), (), "NOTE", value=mode)
     if run.get(ETA) == 0:
