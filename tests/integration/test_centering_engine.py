@@ -227,7 +227,7 @@ def swap(values: Any) -> Any:
 FAULTS = {
     "missing": (lambda notes: [None, *notes[1:]], "reached the loss without"),
     "missing in a whole micro-batch": (lambda notes: [None, None, *notes[2:]], "reached the loss without"),
-    "of another row": (lambda notes: [notes[1], notes[0], *notes[2:]], "arrived"),
+    "of another row": (lambda notes: [notes[1], notes[0], *notes[2:]], "without the likeliest"),
     "two ids swapped": (alter(2, ids=swap), "checksums differ"),
     "log-probs rounded to half precision": (
         alter(2, log_probs=lambda each: each.astype(np.float16).astype(np.float32)),

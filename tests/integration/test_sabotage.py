@@ -99,7 +99,7 @@ def test_adapter_switched_off(engine: Any) -> None:
 def test_proof_switched_off(engine: Any) -> None:
     loss = adapter()
     loss.prove = False
-    stops("without a proof", engine, loss=loss)
+    stops("have no proof", engine, loss=loss)
 
 
 @pytest.mark.parametrize("change", [{"masks": {}}, {"weight": TIS_TOKEN | {"upper": 1.3}}])

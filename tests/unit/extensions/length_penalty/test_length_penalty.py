@@ -155,7 +155,7 @@ def lose_a_row(data: TensorDict) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (estimate_anew, "12 missing or changed .* 12 not sent with this content"),
+        (estimate_anew, "12 missing or changed .* 12 were not sent with this content"),
         (lose_a_row, r"12 of 12 rows expected, 11 seen: 1 missing or changed \(0\)"),
     ],
 )
