@@ -34,7 +34,7 @@ _OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
 
 
 class ContradictionError(PatchError):
-    """A variable has a different value in the configuration or the submitted job than in this process.
+    """A variable has one value in the configuration or the submitted job, and another in this process.
 
     Attributes:
         key: key of the configuration that sets the variable; "" if the submitted job sets it.

@@ -361,8 +361,7 @@ _FIX = "Set correction.proximal=recompute: rollout and trainer are different eng
 
 
 class SameEngineError(RuntimeError):
-    """mu differs from pi_old although ``correction.proximal=same_engine``; the message names the step, sequence and
-    token."""
+    """mu differs from pi_old with ``correction.proximal=same_engine``; the message names step, sequence and token."""
 
 
 def measure_difference(rollout_log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ def _find_aliased_snapshot(run: Composed) -> str | None:
 
 
 def check_program(run: Composed) -> Iterator[Problem]:
-    """Reject keys for which our code would have to run in the other processes of an asynchronous program."""
+    """Reject keys that need this package's code in the other processes of an asynchronous program."""
     if run.path.mode == _SEPARATE and run.get(BACKEND) == "naive":
         reason = "trainer_mode=separate_async has its own servers, and verl refuses to send weights to them this way."
         yield run.problem(BACKEND, reason, "", {BACKEND: "nccl"})
