@@ -262,8 +262,7 @@ class MaskSpec(Part):
 _TOKEN = math.log(1e5)
 """Largest commonly used bound on one token, in nats: outlier masks use ratios down to 1e-4."""
 _MEAN = math.log(10.0)
-"""Largest bound worth proposing on a unit's mean, in nats per token; policies diverge long before the mean is this
-large."""
+"""Largest bound worth proposing on a unit's mean, in nats per token: policies diverge long before it is reached."""
 
 
 def compute_arithmetic_limit(mask: MaskSpec) -> float:
@@ -329,9 +328,7 @@ def find_outside(
     lower, upper = choose_limits(spec, units)
     if aggregate.reduce == "batch":
         if cutoff is None:
-            raise ValueError(
-                f"{aggregate.name} needs a cutoff for the whole batch. Pass the constants that batch_constants returns."
-            )
+            raise ValueError(f"{aggregate.name} needs the cutoff of the batch. Pass the result of batch_constants.")
         return value > cutoff
     if aggregate.reduce != "each":
         outside = exceeds_bounds(_reduce(aggregate, units, value), lower, upper)
@@ -395,8 +392,7 @@ def _by_token(aggregate: Aggregate, units: Units, log_ratio: Tensor, numerator: 
 
 
 def choose_limits(spec: MaskSpec, units: Units) -> tuple[Tensor | float, Tensor | float]:
-    """Choose each unit's bounds by its age or length, in float32 as in the comparison; otherwise return
-    ``spec.limits``.
+    """Choose each unit's bounds by its age or length, in float32 as in the comparison, or return ``spec.limits``.
 
     Example:
         >>> from .units import partition_units

@@ -355,10 +355,7 @@ def read_kl_weight(mapping: Mapping[str, Any], key: str = "correction.kl_weight"
     require_keys(mapping, {"ratio", "upper"}, key)
     _, upper = read_ratio_bounds({"lower": None, **mapping}, key)
     if upper is not None and upper <= 1:
-        reason, fix = (
-            "the KL weight would act even if both policies agree.",
-            f"Set {key}.upper=2.0 for example, or null.",
-        )
+        reason, fix = "it would act even if both policies agree.", f"Set {key}.upper=2.0 for example, or null."
         raise SpecError.under(key, "upper", upper, reason, fix, proposed={"upper": 2.0})
     return KlWeightSpec(read_choice(mapping, "ratio", KlRatio, key), upper)
 

@@ -266,8 +266,7 @@ def _read_version(path: Path, metadata: Mapping[bytes, bytes]) -> int:
     version = metadata.get(VERSION_KEY)
     if version is None:
         raise RecordingError(
-            f"{path}: this is not a recording of offpolicy.record, because {VERSION_KEY.decode()} is missing in its "
-            "metadata."
+            f"{path}: this is not a recording of offpolicy.record: its metadata lacks {VERSION_KEY.decode()}."
         )
     known = {str(each).encode(): each for each in range(1, VERSION + 1)}
     if version not in known:

@@ -70,8 +70,8 @@ def test_what_is_refused_names_the_override_that_fixes_it(mapping: dict[str, Any
         CorrectionSpec.from_mapping(mapping)
     assert caught.value.problem.overrides == (proposed,)
     key, _, value = proposed.partition("=")
-    mended: Any = {"null": None, "false": False, "0.1": 0.1}.get(value, value)
-    CorrectionSpec.from_mapping(mapping | {key.removeprefix("correction."): mended})
+    fixed: Any = {"null": None, "false": False, "0.1": 0.1}.get(value, value)
+    CorrectionSpec.from_mapping(mapping | {key.removeprefix("correction."): fixed})
 
 
 @pytest.mark.parametrize(

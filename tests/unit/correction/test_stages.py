@@ -91,7 +91,7 @@ def test_constants_of_another_correction_are_no_constants() -> None:
         old_log_prob=torch.zeros(1, 2), rollout_log_prob=torch.zeros(1, 2), response_mask=torch.ones(1, 2)
     )
     for needy in (spec(TIS | {"normalize": True}), spec(m2po=M2PO)):
-        with pytest.raises(ValueError, match="Pass the constants that batch_constants returns"):
+        with pytest.raises(ValueError, match="Pass the result of batch_constants"):
             rollout_stage(needy, constants=BatchConstants(), **rows)
 
 

@@ -18,7 +18,7 @@ from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import GSM, opsm
 from tests.support.doctor_cases import CASES, ROLLOUT, TIS_OF_VERL, VERLS, Case
 from tests.support.examples import each_nth_by_default
-from tests.support.mended import with_overrides
+from tests.support.overridden import with_overrides
 
 pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.usefixtures("each_actor_is_probed_once")]
 

@@ -15,7 +15,7 @@ from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.preflight.python_source import OURS
 from tests.support.applications import NEEDED, application, changed
 from tests.support.doctor_cases import ROLLOUT
-from tests.support.mended import with_overrides
+from tests.support.overridden import with_overrides
 
 pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.slow]
 
@@ -75,8 +75,8 @@ def follow(config: DictConfig, key: str) -> None:
             continue
         lost = [each for each in problem.overrides if each.startswith("~") or each.endswith(("=null", "=none"))]
         assert len(lost) < len(problem.overrides), f"{problem}: {problem.pasted} removes what was asked for"
-        mended = with_overrides(config, problem.overrides)
-        assert problem.reason not in [left.reason for left in told(mended, key)], problem
+        fixed = with_overrides(config, problem.overrides)
+        assert problem.reason not in [left.reason for left in told(fixed, key)], problem
 
 
 @pytest.mark.parametrize(("changes", "key"), BESIDE.values(), ids=BESIDE)

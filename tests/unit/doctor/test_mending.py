@@ -18,7 +18,7 @@ from recipe.offpolicy.correction.weights import WeightSpec
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from tests.support.corrections import GSM, TIS, opsm
 from tests.support.examples import at_most
-from tests.support.mended import with_overrides
+from tests.support.overridden import with_overrides
 
 MOST_PASTES = 12
 VALUES = st.sampled_from([None, "???", "x", True, -1.0, 0, 0.3, 0.99, 1, 1.01, 2.0, 50.0, 1e30, float("inf"), "0.5"])

@@ -12,7 +12,7 @@ from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from tests.support.applications import application, changed, without_verl
 from tests.support.corrections import GSM
-from tests.support.mended import with_overrides
+from tests.support.overridden import with_overrides
 
 pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.usefixtures("each_actor_is_probed_once")]
 

@@ -11,7 +11,7 @@ from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.preflight.checks.readable import find_pairs, find_unreadable_values
 from recipe.offpolicy.preflight.resolve import refuse_emptied
 from tests.support.corrections import TIS, spec
-from tests.support.mended import with_overrides
+from tests.support.overridden import with_overrides
 
 VERL = "algorithm.rollout_correction"
 UPPER, LOWER = "correction.masks.gsm.upper", "correction.masks.gsm.lower"

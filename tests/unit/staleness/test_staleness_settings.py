@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.batch.declared_keys import read_shipped_defaults
 from recipe.offpolicy.staleness.staleness_settings import AdaptSettings, EtaController, StalenessSettings, find_problems
-from tests.support.mended import with_overrides
+from tests.support.overridden import with_overrides
 
 
 def config(**changes: Any) -> DictConfig:
