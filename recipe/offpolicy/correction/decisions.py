@@ -172,9 +172,7 @@ def decide_rollout(
         else:
             mean = constants.weight_mean if part.normalize else 1.0
             if mean is None:
-                raise ValueError(
-                    "weight.normalize divides by the batch's mean. Pass the result of batch_constants."
-                )
+                raise ValueError("weight.normalize divides by the batch's mean. Pass the result of batch_constants.")
             weighed = apply_weight(part, seen, basis, valid, mean, promote_weight_dtype(old, mu))
             drop = weighed.drop
         if drop is not None:
