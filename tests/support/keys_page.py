@@ -55,8 +55,9 @@ TABLES: dict[str, tuple[str, Mapping[str, Key]]] = {
     )
 }
 """Section -> the file that ships it, and its table."""
-_ALARM = "offpolicy.alarms.ess"
-"""The alarm whose keys explain those of the others."""
+_ALARMS = "offpolicy.alarms."
+_ALARM = f"{_ALARMS}ess"
+"""The alarm whose comments in the YAML explain the keys that all alarms have."""
 HEAD = """# Keys
 
 Every key of `offpolicy` and of the extensions, with default, values and effect. The keys of `correction` are
@@ -81,32 +82,59 @@ def read_comments(file: Path) -> dict[str, str]:
     return found
 
 
-def list_rows(section: str, file: str, keys: Mapping[str, Key]) -> Iterator[str]:
-    """List the rows of a section's table."""
-    shipped, comments = OmegaConf.load(ROOT / "configs" / file), read_comments(ROOT / "configs" / file)
-    for name, key in keys.items():
-        full = f"{section}.{name}" if file == BASE else name
-        needed = "" if key.read_with is None else f"; read with `{key.read_with[0]}`"
-        if needed and key.read_with and key.read_with[1] is not ...:
-            needed = f"{needed[:-1]}={key.read_with[1]}`"
-        default: Any = OmegaConf.select(shipped, full)
-        plain = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
-        cells = [
-            f"`{name}`",
-            f"`{quote_value(plain)}`",
-            f"{key.words}{needed}",
-            comments[full] or comments[f"{_ALARM}.{name}"],
-        ]
-        escaped = [cell.replace("|", "\\|").replace("\n", "\\n") for cell in cells]
-        yield f"| {' | '.join(escaped)} |"
+def read_default(section: str, name: str) -> str:
+    """Read the shipped value of a key."""
+    file, _ = TABLES[section]
+    found: Any = OmegaConf.select(
+        OmegaConf.load(ROOT / "configs" / file), f"{section}.{name}" if file == BASE else name
+    )
+    return f"`{quote_value(OmegaConf.to_container(found) if OmegaConf.is_config(found) else found)}`"
+
+
+def describe(section: str, name: str) -> tuple[str, str]:
+    """Describe the values that a key accepts, and its effect."""
+    file, keys = TABLES[section]
+    key, words = keys[name], keys[name].words
+    if key.read_with is not None:
+        other, value = key.read_with
+        words += f"; read with `{other}`" if value is ... else f"; read with `{other}={value}`"
+    return words, read_comments(ROOT / "configs" / file)[f"{section}.{name}" if file == BASE else name]
+
+
+def build_table(title: str, *rows: tuple[str, ...]) -> list[str]:
+    """Build a section with a table, from its rows; the first row is the heading."""
+    cells = [[cell.replace("|", "\\|").replace("\n", "\\n") for cell in row] for row in rows]
+    head, *rest = (f"| {' | '.join(row)} |" for row in cells)
+    return [f"## {title}", "", head, "|---" * len(rows[0]) + "|", *rest, ""]
+
+
+def build_alarms() -> Iterator[str]:
+    """Build the table of the keys that all alarms have, and the table of their defaults."""
+    alarms = {
+        section.removeprefix(_ALARMS): keys for section, (_, keys) in TABLES.items() if section.startswith(_ALARMS)
+    }
+    owners = {name: alarm for alarm, keys in reversed(alarms.items()) for name in keys}
+    shared = list(TABLES[_ALARM][1])
+    names = shared + [name for name in owners if name not in shared]
+    labels = {name: f"{name} ({owners[name]} only)" if name not in shared else name for name in names}
+    rows = [(f"`{labels[name]}`", *describe(f"{_ALARMS}{owners[name]}", name)) for name in names]
+    yield from build_table(f"{_ALARMS}ALARM", ("key", "values", "effect"), *rows)
+    values = [
+        (f"`{alarm}`", *(read_default(f"{_ALARMS}{alarm}", name) if name in keys else "" for name in names))
+        for alarm, keys in alarms.items()
+    ]
+    yield from build_table("Defaults of the alarms", ("ALARM", *(f"`{name}`" for name in names)), *values)
 
 
 def build_page() -> str:
     """Build the whole page."""
     lines = [HEAD]
-    for section, (file, keys) in TABLES.items():
-        lines += [f"## {section}", "", "| key | default | values | effect |", "|---|---|---|---|"]
-        lines += [*list_rows(section, file, keys), ""]
+    for section, (_, keys) in TABLES.items():
+        if section == _ALARM:
+            lines += build_alarms()
+        if not section.startswith(_ALARMS):
+            rows = [(f"`{name}`", read_default(section, name), *describe(section, name)) for name in keys]
+            lines += build_table(section, ("key", "default", "values", "effect"), *rows)
     return "\n".join(lines).rstrip() + "\n"
 
 
