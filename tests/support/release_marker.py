@@ -11,6 +11,7 @@ release that it names the test must run: being skipped there is a failure, excep
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class State:
 STATE = pytest.StashKey[State]()
 
 
+@functools.cache
 def admits(arguments: tuple[object, ...], installed: Version | None, where: str) -> bool:
     """Whether the arguments of a mark admit the installed release; with none installed they never do.
 
@@ -113,7 +115,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str:
 
 
 def _for(item: pytest.Item, installed: Version | None) -> bool:
-    return all(admits(mark.args, installed, item.nodeid) for mark in item.iter_markers(MARK))
+    return all(admits(mark.args, installed, item.location[0]) for mark in item.iter_markers(MARK))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -125,7 +127,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _for(item, state.installed) and (state.elsewhere is None or not _for(item, state.elsewhere))
     ]
     if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        chosen = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = kept
 
 

@@ -17,13 +17,10 @@ pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "evidence" / "collapse.md"
 
 
-@pytest.mark.parametrize(
-    "table",
-    analyse.build_tables(results.read(), results.read(results.IN_PROCESS)),
-    ids=lambda table: table[0].split("|")[1].strip(),
-)
-def test_the_page_shows_the_committed_outcomes(table: list[str]) -> None:
-    assert "\n".join(table) in PAGE.read_text()
+def test_the_page_shows_the_committed_outcomes() -> None:
+    page = PAGE.read_text()
+    for table in analyse.build_tables(results.read(), results.read(results.IN_PROCESS)):
+        assert "\n".join(table) in page
 
 
 def pair(names: str, etas: Sequence[int], rate: str) -> list[tuple[str, str]]:
