@@ -116,7 +116,7 @@ OF_SUPPORT = {"prepare_model_outputs", "forward_backward_batch"}
         ),
         ("replay.fsdp_engine:ReplayingEngine", ENGINE, OF_REPLAY, (*worker_seams.ROUTER_REPLAY, *trainer_seams.V1)),
         ("replay.routing_replay:RoutedClient", CLIENT, {"generate"}, rollout_seams.VERSIONS),
-        ("support.fsdp_engine:SupportEngine", ENGINE, OF_SUPPORT, rollout_seams.SUPPORT),
+        ("support.fsdp_engine:LikeliestEngine", ENGINE, OF_SUPPORT, rollout_seams.SUPPORT),
         ("support.support_replay:SupportAttempts", CLIENT, {"generate"}, rollout_seams.VERSIONS),
     ],
 )

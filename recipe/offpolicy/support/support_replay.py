@@ -258,12 +258,16 @@ def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first:
 logger = logging.getLogger("verl.offpolicy")
 
 
-class SupportReplay(AddOn):
-    """Feature for both trainers that makes the actor's engine replay supports.
+class LikeliestTokens(AddOn):
+    """Feature for both trainers that requests the likeliest tokens of each position, and transports them.
 
     Args:
-        settings: settings of the replay.
+        settings: settings of the request.
     """
+
+    key: ClassVar[str] = SUPPORT
+    flag: ClassVar[str] = FLAG
+    prefix: ClassVar[str] = "offpolicy/support"
 
     def __init__(self, settings: SupportSettings) -> None:
         self._settings = settings
@@ -274,21 +278,25 @@ class SupportReplay(AddOn):
         check_all(rollout_seams.SUPPORT)
         serve_supports(self._settings)
 
-    def engine_part(self) -> Callable[[Any], object]:
-        return partial(install_support, unknown=self._settings.unknown)
-
     def rollout_client(self, client: Any) -> Any:
-        return note_supports(client)
+        return note_supports(client, self.key)
 
     def batch_flags(self) -> dict[str, Any]:
-        # Rows from an extension were not sampled, so they have no support.
-        return {FLAG: True}
+        # Rows from an extension were not sampled, so they have no likeliest tokens.
+        return {self.flag: True}
+
+    def metrics(self) -> dict[str, float]:
+        return {f"{self.prefix}/{name}": value for name, value in self._metrics.items()}
+
+
+class SupportReplay(LikeliestTokens):
+    """Feature for both trainers that makes the actor's engine replay supports."""
+
+    def engine_part(self) -> Callable[[Any], object]:
+        return partial(install_support, unknown=self._settings.unknown)
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
         self._metrics, proof = judge(take_reports(metrics, REPORT), self._settings, first=not self._proved)
         if not self._proved:
             logger.info(proof)
         self._proved = True
-
-    def metrics(self) -> dict[str, float]:
-        return {f"offpolicy/support/{name}": value for name, value in self._metrics.items()}

@@ -353,8 +353,7 @@ class BatchSupports:
         checksums: (B,) int64, checksums of the notes.
         compared: (B,) bool, rows with a note for all of their tokens.
         bytes: bytes of sizes and ids, as received.
-        masses: (minimum, maximum) of mu's sum over known supports.
-        unknown_mass: sum of mu over the ids returned for tokens of unknown support.
+        masses: of each row with a note, see ``RowSupports``.
     """
 
     places: Tensor
@@ -369,8 +368,7 @@ class BatchSupports:
     checksums: Tensor
     compared: Tensor
     bytes: int
-    masses: tuple[float, float]
-    unknown_mass: float
+    masses: list[tuple[float, float, float]]
 
     def hash_rows(self, tokens: Tensor) -> Tensor:
         """Compute the checksum of each row, (B,) int64, from these supports and their (n,) tokens."""
@@ -403,7 +401,6 @@ def lay_out_supports(data: TensorDict, layout: TokenLayout, vocabulary: int) -> 
         compared[row], checksums[row] = there == len(own), note.checksum
         kept.append((row, own[:there], note.supports.cut(0, there)))
     joined = TokenSupports.concatenate([supports for _, _, supports in kept])
-    masses = [note.masses for note in notes if note is not None]
     has = joined.sizes > 0
     device = layout.offsets.device
 
@@ -424,6 +421,5 @@ def lay_out_supports(data: TensorDict, layout: TokenLayout, vocabulary: int) -> 
         checksums=put(torch.tensor(checksums, dtype=torch.int64)),
         compared=put(torch.tensor(compared)),
         bytes=joined.bytes,
-        masses=(min((each[0] for each in masses), default=1.0), max((each[1] for each in masses), default=1.0)),
-        unknown_mass=sum(each[2] for each in masses),
+        masses=[note.masses for note in notes if note is not None],
     )

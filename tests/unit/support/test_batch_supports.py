@@ -54,7 +54,7 @@ def test_supports_are_laid_out_as_the_tokens_are() -> None:
     assert found.within.tolist() == [2, 3, 4, 1, 2]
     assert found.ids.tolist() == [[5, 4, -1], [-1, -1, -1], [7, -1, -1], [8, 1, 2], [9, -1, -1]]
     assert (found.known.tolist(), found.unknown.tolist()) == ([0, 2, 3, 4], [1])
-    assert (found.masses, found.unknown_mass) == ((1.0, 1.0), pytest.approx(0.6))
+    assert found.masses == [pytest.approx((1.0, 1.0, 0.6)), (1.0, 1.0, 0.0)]
     assert found.bytes == 5 + 7
     assert lay_out_supports(data, layout(data), 3).truncated.tolist() == [0, 2, 4]
 
