@@ -8,9 +8,7 @@ that ends sampling early, so counts of dynamic rounds need no adjustment.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,13 +22,13 @@ def unbiased(n: int, c: int, k: int) -> float:
     n must be fixed before sampling. If sampling may end early because of the results, use ``unbiased_dynamic``.
 
     Raises:
-        ValueError: k > n, c > n, n < 1, or a number that is not a count.
+        ValueError: k > n, c > n or n < 1.
 
     Example:
         >>> unbiased(4, 1, 4), unbiased(4, 1, 2)
         (1.0, 0.5)
     """
-    n, c, k = _read_counts(n, c, k)
+    _check_counts(n, c, k)
     if k > n:
         raise ValueError(f"pass@{k} of {n} samples: k must be at most n.")
     return rho(n, c, k)
@@ -62,10 +60,8 @@ def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes:
         >>> round(unbiased_dynamic([8, 16], 8, 1, 8, successes=1), 3), unbiased_dynamic([8, 16], 16, 0, 8, successes=1)
         (1.0, 0.0)
     """
-    n, c, k = _read_counts(n, c, k)
-    at, successes = tuple(read_count(look, "a look") for look in looks), read_count(successes, "successes")
-    if not at or at[0] < 1 or any(later <= sooner for sooner, later in itertools.pairwise(at)) or successes < 1:
-        raise ValueError(f"looks={list(at)}, successes={successes}: expected increasing counts, from 1 on.")
+    _check_counts(n, c, k)
+    at = tuple(looks)
     if k > at[-1]:
         raise ValueError(f"pass@{k} with a last look at {at[-1]} samples: k must be at most the last look.")
     if n not in at:
@@ -113,26 +109,13 @@ def rank(n: int, c: int, k: int) -> RankingOnly:
     Raises:
         ValueError: as in ``unbiased``, but k may be larger than n.
     """
-    n, c, k = _read_counts(n, c, k)
+    _check_counts(n, c, k)
     return RankingOnly(1.0 - (1.0 - c / n) ** k)
 
 
-def read_count(value: int, name: str) -> int:
-    """Read a whole number of any integer type.
-
-    Raises:
-        ValueError: the value is not a whole number; the message contains its name.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name}={value}: not a count.")
-    return operator.index(value)
-
-
-def _read_counts(n: int, c: int, k: int) -> tuple[int, int, int]:
-    n, c, k = read_count(n, "n"), read_count(c, "c"), read_count(k, "k")
+def _check_counts(n: int, c: int, k: int) -> None:
     if n < 1 or k < 1 or not 0 <= c <= n:
         raise ValueError(f"pass@{k} of {n} samples with {c} correct: expected n >= 1, k >= 1 and 0 <= c <= n.")
-    return n, c, k
 
 
 ITERATIONS = 200
@@ -158,9 +141,8 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
     Raises:
         NotIdentified: there is only one prompt, or one sample per prompt; or each prompt's samples are all correct or
             all wrong; or the counts scatter no more than they would with one rate for all prompts.
-        ValueError: invalid counts.
     """
-    n, c = _check_counts(n, c)
+    n, c = (torch.as_tensor(values).double() for values in (n, c))
     if len(n) < 2:
         raise NotIdentified(f"{len(n)} prompt: a distribution over prompts needs at least two.")
     if bool((c == 0).all()) or bool((c == n).all()):
@@ -183,8 +165,6 @@ def extrapolate(a: float, b: float, k: int) -> float:
         >>> round(extrapolate(1.0, 1.0, 3), 12)
         0.75
     """
-    if not (a > 0 and b > 0 and k >= 1):
-        raise ValueError(f"a={a}, b={b}, k={k}: expected a, b > 0 and k >= 1.")
     log_none = math.lgamma(b + k) - math.lgamma(b) - math.lgamma(a + b + k) + math.lgamma(a + b)
     return -math.expm1(log_none)
 
@@ -209,9 +189,9 @@ def extrapolate_with_intervals(
     """Fit Beta(a, b) and extrapolate, with bootstrap intervals over prompts.
 
     Raises:
-        NotIdentified, ValueError: as ``fit``.
+        NotIdentified: as ``fit``.
     """
-    n, c = _check_counts(n, c)
+    n, c = (torch.as_tensor(values).double() for values in (n, c))
     a, b = fit(n, c)
     pairs, weights = _compress(n, c)
     generator = torch.Generator().manual_seed(seed)
@@ -298,18 +278,6 @@ def _derivatives(x: Tensor, n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tens
     return gradient, hessian
 
 
-def _check_counts(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
-    n, c = (torch.as_tensor(values, device="cpu").double() for values in (n, c))
-    if n.dim() != 1 or n.shape != c.shape:
-        raise ValueError(
-            f"n and c have the shapes {tuple(n.shape)} and {tuple(c.shape)}: expected one value of each per prompt."
-        )
-    for number, (samples, right) in enumerate(zip(n.tolist(), c.tolist(), strict=True)):
-        if not (samples >= 1 and 0 <= right <= samples and samples % 1 == right % 1 == 0):
-            raise ValueError(f"prompt {number}: {right:g} right of {samples:g} samples: expected 0 <= c <= n, n >= 1.")
-    return n, c
-
-
 def _compress(n: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """Collect equal counts: (U, 2) distinct pairs, and (U,) the number of prompts with each pair."""
     pairs, times = torch.unique(torch.stack([n, c], -1), dim=0, return_counts=True)
@@ -367,8 +335,6 @@ def summarize(
         extrapolate: values of k for the Beta-binomial fit.
         stopping: the rule by which sampling ended early; None if n was fixed beforehand.
     """
-    if not n or len(n) != len(c):
-        raise ValueError(f"{len(n)} and {len(c)} counts: expected one of each per prompt, and at least one prompt.")
     most = stopping.looks[-1] if stopping else min(n)
     fitting = [k for k in ks if k <= most]
 

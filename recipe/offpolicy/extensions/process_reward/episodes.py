@@ -132,17 +132,10 @@ def episode_ends(
         max_tokens: limit of an episode, before episodes are joined.
         max_episodes: limit above which neighbouring episodes are joined evenly, keeping the first end; None: no limit.
 
-    Raises:
-        ValueError: a limit is below 1, or a marker is empty.
-
     Example:
         >>> episode_ends(["3", "+", "3", ".", " So", " 1", "."], markers=["So "], max_tokens=4)
         [4, 7]
     """
-    if max_tokens < 1 or (max_episodes is not None and max_episodes < 1):
-        raise ValueError(f"max_tokens={max_tokens}, max_episodes={max_episodes}: expected 1 or more.")
-    if not all(markers):
-        raise ValueError("an empty marker would begin an episode at every token.")
     if not pieces:
         return []
     text = "".join(pieces)

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +30,10 @@ this scale."""
 def token_advantages(
     utilities: Tensor,
     positions: Tensor,
-    groups: Sequence[Hashable] | Tensor,
+    groups: Sequence[Hashable],
     response_mask: Tensor,
     *,
-    normalize: str,
+    normalize: Normalize,
     penalty: Tensor | float = 0.0,
 ) -> Tensor:
     """Compute all tokens' process advantages, (B, T): normalised utilities, summed from the token to the row's end.
@@ -66,7 +66,7 @@ def token_advantages(
 
 
 def normalize_utilities(
-    utilities: Tensor, positions: Tensor, groups: Sequence[Hashable] | Tensor, *, normalize: str
+    utilities: Tensor, positions: Tensor, groups: Sequence[Hashable], *, normalize: Normalize
 ) -> Tensor:
     """Normalise utilities by the statistics of their group over its n positions, (B, T) float64, 0 elsewhere.
 
@@ -75,14 +75,8 @@ def normalize_utilities(
     is at most sqrt(n), and 0 if all utilities are rounding errors. ``none`` leaves utilities unchanged.
 
     Raises:
-        ValueError: shapes differ, a utility at a position is not finite, or ``normalize`` is unknown.
+        ValueError: a utility at a position is not finite.
     """
-    names = groups.tolist() if isinstance(groups, Tensor) else list(groups)
-    if utilities.shape != positions.shape or len(names) != len(utilities):
-        shapes = f"utilities of {tuple(utilities.shape)}, positions of {tuple(positions.shape)}, {len(names)} groups"
-        raise ValueError(f"{shapes}: expected (B, T), (B, T) and B.")
-    if normalize not in get_args(Normalize):
-        raise ValueError(f"normalize={normalize}: not one of {', '.join(get_args(Normalize))}.")
     there = positions.bool()
     if (lost := there & ~torch.isfinite(utilities)).any():
         row, place = (int(index) for index in lost.nonzero()[0])
@@ -91,7 +85,7 @@ def normalize_utilities(
     if normalize == "none":
         return dealt
     rows_of: dict[Hashable, list[int]] = {}
-    for row, name in enumerate(names):
+    for row, name in enumerate(groups):
         rows_of.setdefault(name, []).append(row)
     for rows in rows_of.values():
         found = dealt[rows][there[rows]]

@@ -69,6 +69,8 @@ def test_a_token_that_the_teacher_excludes_counts_as_the_bound() -> None:
 def test_k2_by_hand_with_a_bound_that_is_linear_beyond() -> None:
     """Gaps of 1 and -2.5 at a bound of 2: 1/2, and 2 (2.5 - 1)."""
     assert k2_loss(STUDENT, TEACHER, ON, max_gap=2.0).tolist() == [[0.0, 0.5, 3.0], [0.0] * 3]
+    with pytest.raises(ValueError, match="token 0 of row 0 is not a number"):
+        k2_loss(STUDENT, TEACHER, ~ON, max_gap=2.0)
 
 
 # Which rollouts are distilled

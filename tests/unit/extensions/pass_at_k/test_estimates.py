@@ -52,6 +52,12 @@ def test_unbiased_is_the_share_of_subsets_with_a_right_one(n: int) -> None:
         assert unbiased(7, 2, 3) == pytest.approx(sum(map(max, subsets)) / len(subsets), abs=1e-15)
 
 
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 2), (4, -1, 2), (4, 2, 0), (4, 2, 5)])
+def test_impossible_counts_are_refused(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k} of {n} samples"):
+        unbiased(n, c, k)
+
+
 @pytest.mark.parametrize(("looks", "successes"), SCHEDULES)
 @pytest.mark.parametrize("p", [0.01, 0.2, 0.9])
 def test_under_stopping_the_mean_estimate_is_pass_at_k(looks: list[int], successes: int, p: float) -> None:

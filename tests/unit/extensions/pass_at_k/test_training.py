@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from itertools import product
 from typing import Any
@@ -87,8 +86,6 @@ def test_hard_prompts_get_more() -> None:
     rates = PassRates(1.0, {"unsolved": (16.0, 0.0), "solved": (16.0, 16.0)}, (1.0, 3.0))
     assert allocate([rates.estimate(name) for name in rates.counts], 16, least=2, most=14, k=1024) == [14, 2]
     assert allocate([1 - 1e-12, 1e-12, 1.0, 0.0], 16, least=1, most=10, k=512) == [4, 10, 1, 1]
-    with pytest.raises(ValueError, match="the rate of prompt 1 is nan"):
-        allocate([0.5, math.nan], 8, least=2, most=6)
 
 
 def test_a_rate_is_the_prompts_own_over_all_prompts_as_a_prior() -> None:

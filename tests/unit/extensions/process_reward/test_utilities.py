@@ -118,11 +118,9 @@ def test_tokens_off_the_mask_pass_credit_on_and_get_none() -> None:
     assert found.tolist() == [[1.0, 0.0, 0.0, 1.0]]
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    nan = torch.where(AT, math.nan, U)
-    for u, groups, how in ((U, ["a"], "scale"), (U, ["a", "a"], "mean"), (nan, ["a", "a"], "scale")):
-        with pytest.raises(ValueError, match=r"expected \(B, T\)|normalize=mean|token 1 of row 0"):
-            token_advantages(u, AT, groups, TELESCOPE_MASK, normalize=how)
+def test_a_utility_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match="token 1 of row 0"):
+        token_advantages(torch.where(AT, math.nan, U), AT, ["a", "a"], TELESCOPE_MASK, normalize="scale")
 
 
 # Metrics of values, cost and advantages by hand
