@@ -178,7 +178,7 @@ parts_of() {
     for suite in $(tests_of "$1"); do
         file=${suite%%::*}
         [[ -e $file ]] || continue
-        for file in $(grep -lrE 'run_program|"alone"|\balone:' --include='test_*.py' "$file" | sort); do
+        for file in $(grep -lr run_program --include='test_*.py' "$file" | sort); do
             [[ $suite != *::* ]] || file=$suite
             echo "programs-$1-$(basename "$file" .py) programs $file"
         done

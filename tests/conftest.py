@@ -24,6 +24,7 @@ pytest_plugins = [
     "tests.support.captured_loggers",
     "tests.support.parsed_once",
     "tests.support.probed_once",
+    "tests.support.programs",
     "tests.support.recorder_clock",
     "tests.support.release_marker",
 ]
@@ -35,8 +36,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_patches.cpu")
 
 
-PROGRAMS = {"run_program", "alone"}  # scripts/test.sh finds test files by these names
-"""Fixtures of tests that run a program which takes all cores, one at a time."""
+PROGRAM = "run_program"  # scripts/test.sh finds test files by this name
+"""Fixture of tests that run a program which takes all cores, one at a time."""
 HANGS = 3600
 """Seconds after which such a test hangs: its programs have limits of their own, which are shorter."""
 
@@ -44,7 +45,7 @@ HANGS = 3600
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks tests that run such a program."""
-    if PROGRAMS.intersection(getattr(item, "fixturenames", ())):
+    if PROGRAM in getattr(item, "fixturenames", ()):
         item.add_marker("program")
         # Without the fixtures: the wait for the programs of other checkouts is none of the test's.
         item.add_marker(pytest.mark.timeout(HANGS, func_only=True))

@@ -1,7 +1,6 @@
 """Whole runs in pairs, corrected and with verl's own programs: ratio of step times, and additional start-up time.
 
     python scripts/benchmark/paired_runs.py --out pairs.jsonl [--pairs 10] [--steps 20] [--preset forward] [overrides]
-    python scripts/benchmark/run_share.py --pairs 10 --out pairs.jsonl        # the same
     python scripts/benchmark/paired_runs.py --out pairs.jsonl --against offpolicy.delivery.probe=null
 
 Both runs of a pair are the quickstart's training, with the same seeds, keys and model: one is started as this package's
@@ -17,13 +16,12 @@ The step time of a run is its median ``timing_s/step``, without the first step; 
 the pairs' ratios. The start time is the number of seconds from the command to the end of the first step; the output
 shows the mean of the pairs' differences. Phases that verl times, such as ``gen`` and ``update_actor``, are compared as
 differences of medians. All intervals are 95 % intervals by Student's t over the pairs. Each run that has ended adds a
-line to --out, and a further call continues from there. A run that takes longer than --limit seconds is ended with all
-its processes, and the call stops.
+line to --out. A run that fails, or takes longer than --limit seconds, is ended with all its processes, and the call
+stops.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -33,7 +31,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +40,7 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before import
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.harness import UPDATED, build_parser, format_markdown
+from scripts.harness import UPDATED, add_counts, build_parser, format_markdown
 from scripts.quickstart import options
 from scripts.quickstart import prepare as cache
 from scripts.quickstart.processes import Child, SharedMemoryWatch, StageFailed, Tail, become_subreaper, clean_up
@@ -98,23 +95,16 @@ PRESETS = {
 }
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A run that has finished.
 
     Attributes:
-        settings: preset, steps and overrides.
-        pair: number of the pair to which the run belongs.
-        side: one of ``SIDES``.
         start: seconds from the command to the end of the first step.
         seconds: ``timing_s/step`` of each step.
         phases: medians of the other ``timing_s/...`` metrics that verl logs, by the name after the slash, without the
             first step.
     """
 
-    settings: list[Any]
-    pair: int
-    side: str
     start: float
     seconds: list[float]
     phases: dict[str, float]
@@ -151,12 +141,11 @@ def build_command(
     ]
 
 
-def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, list[dict[str, float]]]:
-    """Run a command until it ends; return the seconds up to the end of its first step, and each step's metrics.
+def follow(command: Sequence[str], scratch: Path, limit: float) -> Run:
+    """Run a command until it ends.
 
     Raises:
-        RuntimeError: the command failed, or took longer than ``limit`` seconds; the message contains the end of its
-            log.
+        SystemExit: the command failed, or took longer than ``limit`` seconds; the message contains the end of its log.
     """
     metrics = scratch / "metrics.jsonl"
     env = options.build_child_environment(os.environ, "cpu", ROOT)
@@ -171,18 +160,19 @@ def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, 
         steps.extend((now, data) for data in logged if UPDATED in data)
         memory.observe(every=2.0)
         if now > limit and child.process.poll() is None:
-            raise RuntimeError(f"took longer than {limit:.0f} s:\n{child.end_of_log(30)}")
+            sys.exit(f"a run took longer than {limit:.0f} s:\n{child.end_of_log(30)}")
 
     try:
         for _ in child.lines(look, LOOK):
             pass
-    except StageFailed as error:
-        raise RuntimeError(f"ended with {child.process.returncode}:\n{child.end_of_log(30)}") from error
+    except StageFailed:
+        sys.exit(f"a run ended with {child.process.returncode}:\n{child.end_of_log(30)}")
     finally:
-        survivors, _ = clean_up(memory)
-    if survivors:
-        raise RuntimeError(f"processes {survivors} of the run could not be ended")
-    return steps[0][0] if steps else math.nan, [data for _, data in steps]
+        clean_up(memory)
+    (start, _), *later = steps
+    names = [name for name in later[-1][1] if name.startswith(TIMED) and name != STEP]
+    phases = {name: statistics.median(step.get(name, 0.0) for _, step in later) for name in names}
+    return Run(start, [step[STEP] for _, step in steps], {k.removeprefix(TIMED): v for k, v in phases.items()})
 
 
 def prepare(preset: Preset) -> list[str]:
@@ -206,44 +196,6 @@ def prepare(preset: Preset) -> list[str]:
     return [options.quote(*each) for each in (files | {options.MODEL_PATH: model}).items()]
 
 
-def run_pairs(given: argparse.Namespace) -> list[Run]:
-    """Make the missing runs of the pairs, and append each to ``out``; return all runs of these settings."""
-    settings = [given.preset, given.steps, [*given.overrides, *(f"against {word}" for word in given.against)]]
-    preset, runs, pairs = PRESETS[given.preset], read_runs(given.out, settings), range(1, given.pairs + 1)
-    ended = {(run.pair, run.side) for run in runs}
-    # The side that runs first alternates from pair to pair.
-    order = [(pair, side) for pair in pairs for side in SIDES[:: 1 if pair % 2 else -1]]
-    missing = [each for each in order if each not in ended]
-    files = prepare(preset) if missing else []
-    overrides = [*given.overrides, f"trainer.total_training_steps={given.steps}"]
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    for pair, side in missing:
-        print(f"pair {pair} of {given.pairs}, {side}", file=sys.stderr, flush=True)
-        # Ray's sockets are deep below this folder, and the path of a socket must be shorter than 108 characters.
-        with tempfile.TemporaryDirectory(prefix="pr", dir="/tmp", ignore_cleanup_errors=True) as scratch:
-            command = build_command(side, preset, pair, Path(scratch), overrides, given.against)
-            start, logged = follow([*command, *files], Path(scratch), given.limit)
-        if len(logged) != given.steps:
-            asked = f"{given.steps} were asked for"
-            raise RuntimeError(f"pair {pair}, {side}: {len(logged)} steps have metrics, but {asked}.")
-        phases = {
-            name.removeprefix(TIMED): statistics.median(step.get(name, 0.0) for step in logged[1:])
-            for name in logged[-1]
-            if name.startswith(TIMED) and name != STEP
-        }
-        runs.append(Run(settings, pair, side, start, [step[STEP] for step in logged], phases))
-        with given.out.open("a") as file:
-            file.write(json.dumps(asdict(runs[-1])) + "\n")
-    return [run for run in runs if run.pair in pairs]
-
-
-def read_runs(out: Path, settings: Sequence[Any]) -> list[Run]:
-    """Read the finished runs with these settings; there are none if the file does not exist."""
-    lines = out.read_text().splitlines() if out.exists() else []
-    runs = [Run(**json.loads(line)) for line in lines]
-    return [run for run in runs if run.settings == list(settings)]
-
-
 def compute_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Compute the mean of independent values and its 95 % interval by Student's t, NaN for a single value.
 
@@ -258,19 +210,16 @@ def compute_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def format_result(runs: Sequence[Run]) -> str:
-    """Format a row for each pair and the comparison of all pairs, with the phases that take at least 1 % of a step.
+def format_result(pairs: Sequence[tuple[Run, Run]]) -> str:
+    """Format a row for each pair (verl's run, corrected run), and the comparison of all pairs.
 
-    Step times are compared by the geometric mean of their ratios, others by their mean difference. A phase that one
-    side lacks counts as 0.
+    Step times are compared by the geometric mean of their ratios, others by their mean difference. Phases are shown if
+    they take at least 1 % of a step; a phase that one side lacks counts as 0.
     """
-    by_side = ({run.pair: run for run in runs if run.side == side} for side in SIDES)
-    verls, ours = ([found[pair] for pair in sorted(found)] for found in by_side)
-    pairs = list(zip(verls, ours, strict=True))
     steps = [[statistics.median(run.seconds[1:]) for run in pair] for pair in pairs]
     rows = [
-        (a.pair, f"{one:.3f}", f"{other:.3f}", f"{other / one:.3f}", f"{a.start:.1f}", f"{b.start:.1f}")
-        for (a, b), (one, other) in zip(pairs, steps, strict=True)
+        (number, f"{one:.3f}", f"{other:.3f}", f"{other / one:.3f}", f"{a.start:.1f}", f"{b.start:.1f}")
+        for number, ((a, b), (one, other)) in enumerate(zip(pairs, steps, strict=True), 1)
     ]
     ratio = map(math.exp, compute_interval([math.log(other / one) for one, other in steps]))
     start = compute_interval([b.start - a.start for a, b in pairs])
@@ -280,7 +229,7 @@ def format_result(runs: Sequence[Run]) -> str:
         "start to the end of the first step: {:+.1f} s ({:+.1f} to {:+.1f})".format(*start),
     ]
     least = 0.01 * statistics.fmean(one for one, _ in steps)
-    for name in sorted({name for run in runs for name in run.phases}):
+    for name in sorted({name for pair in pairs for run in pair for name in run.phases}):
         seconds = [[run.phases.get(name, 0.0) for run in pair] for pair in pairs]
         verl, more = statistics.fmean(one for one, _ in seconds), compute_interval([b - a for a, b in seconds])
         if max(verl, verl + more[0]) >= least:
@@ -288,33 +237,37 @@ def format_result(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     parser = build_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON, a line a run")
-    parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=20)
+    add_counts(parser, pairs=10, steps=20)
     parser.add_argument("--preset", choices=PRESETS, default="forward")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds of a run")
     parser.add_argument("--against", action="append", default=[], metavar="OVERRIDE", help="of the other run")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of both runs")
     given = parser.parse_args(arguments)
-    if given.pairs < 1 or given.steps < 2:
-        parser.error("--pairs takes 1 or more, --steps 2 or more: the first step is left out.")
     become_subreaper()
     # The signal is converted to an exception, so that the processes that a run has started are ended.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    try:
-        runs = run_pairs(given)
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 1
+    preset, pairs = PRESETS[given.preset], []
+    overrides = [*given.overrides, f"trainer.total_training_steps={given.steps}", *prepare(preset)]
+    for pair in range(1, given.pairs + 1):
+        runs = {}
+        for side in SIDES[:: 1 if pair % 2 else -1]:  # the side that runs first alternates
+            print(f"pair {pair} of {given.pairs}, {side}", file=sys.stderr, flush=True)
+            # Ray's sockets are deep below this folder, and the path of a socket must be shorter than 108 characters.
+            with tempfile.TemporaryDirectory(prefix="pr", dir="/tmp", ignore_cleanup_errors=True) as scratch:
+                command = build_command(side, preset, pair, Path(scratch), overrides, given.against)
+                runs[side] = follow(command, Path(scratch), given.limit)
+            with given.out.open("a") as file:
+                file.write(json.dumps({"pair": pair, "side": side, **runs[side]._asdict()}) + "\n")
+        pairs.append((runs["verl"], runs["corrected"]))
     other = f"corrected with {' '.join(given.against)}" if given.against else "own main_ppo"
     print(f"preset {given.preset}, {given.steps} steps a run; verl's is {other}")
-    print(format_result(runs))
-    return 0
+    print(format_result(pairs))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,6 @@
 """Share of a step that statistics and the recorder take in a real run: the quickstart with Ray, FSDP2 and vLLM.
 
     python scripts/benchmark/run_share.py [--steps 8] [--json FILE] [hydra overrides]
-    python scripts/benchmark/run_share.py --pairs 10 --out FILE [--preset no_forward]     # see paired_runs.py
 
 The statistics' share is the wall time that the worker's training thread takes to measure and fetch them, and that the
 driver takes to merge them, including the checks that each batch has arrived. The recorder's share is the time that it
@@ -138,16 +137,11 @@ def format_figures(found: Mapping[str, float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if any(word.partition("=")[0] == "--pairs" for word in words):
-        from scripts.benchmark.paired_runs import main as run_pairs
-
-        sys.exit(run_pairs(words))
     parser = build_parser(__doc__)
     parser.add_argument("--steps", type=int, default=8, help="2 or more")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides")
-    given = parser.parse_args(words)
+    given = parser.parse_args(arguments)
     if given.steps < 2:
         parser.error(f"--steps: {given.steps}: give 2 or more, the first is left out")
     with tempfile.TemporaryDirectory() as folder:

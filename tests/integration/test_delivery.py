@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.verl("==0.9.1"
 
 TENSORS = 26
 EACH = "offpolicy.delivery.probe=1"
-BEFORE = "It holds the weights of 1 synchronisation before."
+BEFORE = "It holds the weights from 1 synchronisation earlier."
 FAULTS = {
     "nothing_sent": (f"{TENSORS} of {TENSORS} tensors differ", BEFORE),
     "late_weights": (f"{TENSORS} of {TENSORS} tensors differ", BEFORE),

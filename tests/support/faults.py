@@ -10,10 +10,11 @@ checkpoint or sends other weights; in rollout servers it keeps the prefix cache.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from verl_patches.deferred import after_import
@@ -21,108 +22,108 @@ from verl_patches.deferred import after_import
 NAME, _, _STEP = os.environ.get("OFFPOLICY_FAULT", "none:0").partition(":")
 STEP = int(_STEP)
 FOR_EVER = 3600.0
+_told: list[str] = []
+_calls: list[None] = []
 
 
-def pid_of(actor: Any) -> int:
-    """The process of a Ray actor."""
-    import ray
+def _say(text: str = NAME) -> None:
+    """Say once what happens, and when."""
+    if not _told:
+        _told.append(text)
+        print(f"fault: {text} at {time.time():.1f}", flush=True)
 
-    return int(ray.get(actor.__ray_call__.remote(_own_pid)))
+
+def _is_due() -> bool:
+    """Count a call; whether it is the STEP-th or a later one."""
+    _calls.append(None)
+    return len(_calls) >= STEP
+
+
+def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method; the replacement gets the original first. Start-up checks compare signatures through wraps."""
+    original = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        return await replacement(original, *args, **kwargs)
+
+    is_coroutine = inspect.iscoroutinefunction(replacement)
+    setattr(owner, name, functools.wraps(original)(awaited if is_coroutine else called))
+
+
+# In the trainer ---------------------------------------------------------------------------------------------
 
 
 def _own_pid(actor: Any) -> int:
     return os.getpid()
 
 
-def _say(text: str) -> None:
-    print(f"fault: {text} at {time.time():.1f}", flush=True)
+def find_pid(actor: Any) -> int:
+    """The process of a Ray actor."""
+    import ray
+
+    return int(ray.get(actor.__ray_call__.remote(_own_pid)))
 
 
-def _end(trainer: Any, what: str, pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        _say(f"{number.name} to {what} {pid}")
-        os.kill(pid, number)
+def _find_server(trainer: Any) -> int:
+    return find_pid(trainer.llm_server_manager.server_handles[0])
 
 
-def _server(trainer: Any) -> int:
-    return pid_of(trainer.llm_server_manager.server_handles[0])
-
-
-def _engines(trainer: Any) -> list[int]:
+def _find_engines(trainer: Any) -> list[int]:
     import psutil
 
-    return [child.pid for child in psutil.Process(_server(trainer)).children(recursive=True)]
+    return [child.pid for child in psutil.Process(_find_server(trainer)).children(recursive=True)]
 
 
-def kill_actor_worker(trainer: Any) -> None:
-    _end(trainer, "the actor's worker", [pid_of(trainer.actor_rollout_wg.workers[0])], signal.SIGKILL)
-
-
-def kill_rollout_server(trainer: Any) -> None:
-    _end(trainer, "the rollout server", [_server(trainer)], signal.SIGKILL)
-
-
-def kill_rollout_engine(trainer: Any) -> None:
-    _end(trainer, "the rollout engine", _engines(trainer), signal.SIGKILL)
-
-
-def kill_agent_loop(trainer: Any) -> None:
-    workers = trainer.agent_loop_manager.agent_loop_workers
-    _end(trainer, "an agent loop", [pid_of(workers[0])], signal.SIGKILL)
-
-
-def stop_rollout_engine(trainer: Any) -> None:
-    _end(trainer, "the rollout engine", _engines(trainer), signal.SIGSTOP)
-
-
-BEFORE_SAMPLING: dict[str, Callable[[Any], None]] = {
-    "kill_rollout_server": kill_rollout_server,
-    "kill_rollout_engine": kill_rollout_engine,
-    "kill_agent_loop": kill_agent_loop,
+Find = Callable[[Any], list[int]]
+SIGNALS: dict[str, tuple[str, bool, signal.Signals, Find]] = {
+    "kill_rollout_server": ("_step_once", True, signal.SIGKILL, lambda trainer: [_find_server(trainer)]),
+    "kill_rollout_engine": ("_step_once", True, signal.SIGKILL, _find_engines),
+    "kill_agent_loop": (
+        "_step_once",
+        True,
+        signal.SIGKILL,
+        lambda trainer: [find_pid(trainer.agent_loop_manager.agent_loop_workers[0])],
+    ),
+    "kill_actor_worker": (
+        "_update_actor",
+        True,
+        signal.SIGKILL,
+        lambda trainer: [find_pid(trainer.actor_rollout_wg.workers[0])],
+    ),
+    "stop_rollout_engine": ("_update_actor", False, signal.SIGSTOP, _find_engines),
 }
-BEFORE_UPDATE: dict[str, Callable[[Any], None]] = {"kill_actor_worker": kill_actor_worker}
-AFTER_UPDATE: dict[str, Callable[[Any], None]] = {"stop_rollout_engine": stop_rollout_engine}
+"""Name -> method of the trainer, whether the signal comes before it, the signal, and who gets it."""
 
 
-def _in_trainer() -> None:
+def _signal_processes() -> None:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    step_once, update_actor = PPOTrainer._step_once, PPOTrainer._update_actor
+    method, before, number, find = SIGNALS[NAME]
 
-    def at(faults: dict[str, Callable[[Any], None]], trainer: Any) -> None:
-        if trainer.global_steps == STEP and NAME in faults:
-            faults[NAME](trainer)
+    def strike(trainer: Any) -> None:
+        if trainer.global_steps == STEP:
+            pids = find(trainer)
+            _say(f"{number.name} to {pids}")
+            for pid in pids:
+                os.kill(pid, number)
 
-    # Start-up checks compare signatures, and look through wraps.
-    @functools.wraps(step_once)
-    def _step_once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        at(BEFORE_SAMPLING, self)
-        return step_once(self, *args, **kwargs)
-
-    @functools.wraps(update_actor)
-    def _update_actor(self: Any, *args: Any, **kwargs: Any) -> Any:
-        at(BEFORE_UPDATE, self)
-        result = update_actor(self, *args, **kwargs)
-        at(AFTER_UPDATE, self)
+    def act(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if before:
+            strike(self)
+        result = original(self, *args, **kwargs)
+        if not before:
+            strike(self)
         return result
 
-    PPOTrainer._step_once, PPOTrainer._update_actor = _step_once, _update_actor
+    _wrap(PPOTrainer, method, act)
 
+
+# In the agent loop and its client ---------------------------------------------------------------------------
 
 _previous: list[float] = []
-_told: list[str] = []
-
-
-def _lose(log_probs: list[float]) -> list[float] | None:
-    return None
-
-
-def _zeros(log_probs: list[float]) -> list[float]:
-    return [0.0] * len(log_probs)
-
-
-def _shift(log_probs: list[float]) -> list[float]:
-    return [log_probs[-1], *log_probs[:-1]]
 
 
 def _of_another_row(log_probs: list[float]) -> list[float]:
@@ -133,194 +134,140 @@ def _of_another_row(log_probs: list[float]) -> list[float]:
 
 
 SPOIL: dict[str, Callable[[list[float]], list[float] | None]] = {
-    "lose_log_probs": _lose,
-    "zero_log_probs": _zeros,
-    "shift_log_probs": _shift,
+    "lose_log_probs": lambda log_probs: None,
+    "zero_log_probs": lambda log_probs: [0.0] * len(log_probs),
+    "shift_log_probs": lambda log_probs: [log_probs[-1], *log_probs[:-1]],
     "log_probs_of_other_rows": _of_another_row,
 }
 
 
-def _in_agent_loop() -> None:
+def _spoil_log_probs() -> None:
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-    # Ray wraps a class into an actor class; the class itself is kept in its metadata.
-    plain: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class
-    original = plain._agent_loop_postprocess
-
-    @functools.wraps(original)
-    async def _agent_loop_postprocess(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
+    async def postprocess(original: Any, self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
         if not validate and kwargs["global_steps"] >= STEP:
-            if not _told:
-                _told.append(NAME)
-                _say(NAME)
+            _say()
             for one in output if isinstance(output, list) else [output]:
                 one.response_logprobs = SPOIL[NAME](one.response_logprobs)
         await original(self, output, validate, **kwargs)
 
-    plain._agent_loop_postprocess = _agent_loop_postprocess
+    # Ray wraps a class into an actor class; the class itself is kept in its metadata.
+    _wrap(AgentLoopWorkerTQ.__ray_metadata__.modified_class, "_agent_loop_postprocess", postprocess)
 
 
-AHEAD = "version_ahead"
-"""A rollout server tells of the version after the one that it samples by."""
-
-
-def _in_client() -> None:
+def _tell_the_next_version() -> None:
+    """A rollout server tells of the version after the one that it samples by."""
     from verl.workers.rollout.llm_server import LLMServerClient
 
-    original = LLMServerClient.generate
-
-    @functools.wraps(original)
-    async def generate(self: Any, request_id: str, **kwargs: Any) -> Any:
+    async def generate(original: Any, self: Any, request_id: str, **kwargs: Any) -> Any:
         output = await original(self, request_id, **kwargs)
         if (version := output.extra_fields.get("global_steps")) is not None and version >= STEP:
-            if not _told:
-                _told.append(NAME)
-                _say(NAME)
+            _say()
             output.extra_fields["global_steps"] = version + 1
         return output
 
-    LLMServerClient.generate = generate
+    _wrap(LLMServerClient, "generate", generate)
 
 
-_first: list[tuple[str, Any]] = []
-_sent: list[int] = []
+# Between trainer and engine ---------------------------------------------------------------------------------
+
 Weights = list[tuple[str, Any]]
+_first: Weights = []
+_before: Weights = []
 
-
-def _stale(given: Weights, before: Weights) -> Weights:
-    return _first
-
-
-def _late(given: Weights, before: Weights) -> Weights:
-    return before
-
-
-def _without_a_layer(given: Weights, before: Weights) -> Weights:
-    return [(name, tensor) for name, tensor in given if "layers.1." not in name]
-
-
-def _of_another_model(given: Weights, before: Weights) -> Weights:
-    return [(name, tensor * 1.01) for name, tensor in given]
-
-
-UNSENT = "nothing_sent"
-SEND: dict[str, Callable[[Weights, Weights], Weights]] = {
-    "stale_weights": _stale,
-    "late_weights": _late,
-    "layer_left_out": _without_a_layer,
-    "other_weights": _of_another_model,
+SEND: dict[str, Callable[[Weights], Weights]] = {
+    "stale_weights": lambda given: _first,
+    "late_weights": lambda given: list(_before),
+    "late_parameters": lambda given: list(_before),
+    "layer_left_out": lambda given: [(name, tensor) for name, tensor in given if "layers.1." not in name],
+    "other_weights": lambda given: [(name, tensor * 1.01) for name, tensor in given],
+    "nothing_sent": lambda given: [],
 }
-"""What is sent to the engine for the weights of a synchronisation and of the one before."""
+"""What is sent to the engine for the weights of a synchronisation."""
 
 
-def _copy(weights: Iterable[tuple[str, Any]]) -> Weights:
-    return [(name, tensor.clone()) for name, tensor in weights]
+def _choose(given: Weights) -> Weights:
+    """What is sent; from the STEP-th synchronisation on other weights, under the new ones' version."""
+    if not _first:
+        _first.extend(given)
+    due = _is_due()
+    chosen = SEND[NAME](given) if due else given
+    _before[:] = given
+    if due:
+        _say()
+    return [(name, tensor.clone()) for name, tensor in chosen]
 
 
 async def _one_by_one(weights: Weights) -> AsyncIterator[tuple[str, Any]]:
-    for name, tensor in weights:
-        yield name, tensor.clone()
+    for pair in weights:
+        yield pair
 
 
-def _in_rollout() -> None:
-    """From the STEP-th synchronisation on the engine gets other weights, under the new ones' version."""
+def _send_other_weights() -> None:
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-    original = ServerAdapter.update_weights
-    before: Weights = []
-
-    @functools.wraps(original)
-    async def update_weights(self: Any, weights: Any, *args: Any, **kwargs: Any) -> None:
-        _sent.append(1)
+    async def update_weights(original: Any, self: Any, weights: Any, *args: Any, **kwargs: Any) -> None:
         apart = hasattr(weights, "__aiter__")  # from a trainer in processes of its own
-        given = [(name, tensor.clone()) async for name, tensor in weights] if apart else _copy(weights)
-        if not _first:
-            _first.extend(given)
-        if len(_sent) == STEP:
-            _say(NAME)
-        if len(_sent) >= STEP and NAME == UNSENT:
-            return
-        chosen = SEND[NAME](given, list(before)) if len(_sent) >= STEP else given
-        before[:] = given
-        await original(self, _one_by_one(chosen) if apart else iter(_copy(chosen)), *args, **kwargs)
+        pairs = [pair async for pair in weights] if apart else weights
+        if chosen := _choose([(name, tensor.clone()) for name, tensor in pairs]):
+            await original(self, _one_by_one(chosen) if apart else iter(chosen), *args, **kwargs)
 
-    ServerAdapter.update_weights = update_weights
+    _wrap(ServerAdapter, "update_weights", update_weights)
 
 
-def _in_trainer_engine() -> None:
-    """From the STEP-th synchronisation on the trainer's engine gives the weights of the one before."""
+def _give_other_weights() -> None:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-    original = FSDPEngine.get_per_tensor_param
-    before: Weights = []
-
-    @functools.wraps(original)
-    def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _sent.append(1)
+    def get_per_tensor_param(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         weights, config = original(self, *args, **kwargs)
-        given = [(name, tensor.clone()) for name, tensor in weights]
-        chosen = list(before) if len(_sent) >= STEP else given
-        before[:] = given
-        return iter(chosen), config
+        return iter(_choose([(name, tensor.clone()) for name, tensor in weights])), config
 
-    FSDPEngine.get_per_tensor_param = get_per_tensor_param
+    _wrap(FSDPEngine, "get_per_tensor_param", get_per_tensor_param)
 
 
-def _in_weight_load() -> None:
+def _fail_to_load() -> None:
     """The STEP-th update of an engine's weights raises, counted over buckets."""
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-    original = vLLMColocateWorkerExtension._update_weights
-
-    @functools.wraps(original)
-    def _update_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _sent.append(1)
-        if len(_sent) == STEP:
-            _say(NAME)
+    def update_weights(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_due() and not _told:
+            _say()
             raise KeyError("layers.7.unknown")
         return original(self, *args, **kwargs)
 
-    vLLMColocateWorkerExtension._update_weights = _update_weights
+    _wrap(vLLMColocateWorkerExtension, "_update_weights", update_weights)
 
 
-def _in_engine() -> None:
+def _keep_cache() -> None:
     """From the STEP-th synchronisation on the prefix cache is kept over it."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    original = AsyncLLM.reset_prefix_cache
-
-    @functools.wraps(original)
-    async def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _sent.append(1)
-        if len(_sent) < STEP:
+    async def reset_prefix_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_due():
             return await original(self, *args, **kwargs)
-        if not _told:
-            _told.append(NAME)
-            _say(NAME)
+        _say()
         return True
 
-    AsyncLLM.reset_prefix_cache = reset_prefix_cache
+    _wrap(AsyncLLM, "reset_prefix_cache", reset_prefix_cache)
 
 
-def _in_scoring_loop() -> None:
+# Elsewhere --------------------------------------------------------------------------------------------------
+
+
+def _lose_values() -> None:
     """Rows come without the values that they were scored by."""
-    from recipe.offpolicy.extensions.process_reward import manager
+    from recipe.offpolicy.extensions.process_reward.manager import ScoringWorker
 
-    async def score(self: Any, output: Any, truth: Any) -> None:
-        if not _told:
-            _told.append(NAME)
-            _say(NAME)
+    async def score(original: Any, *given: Any) -> None:
+        _say()
 
-    manager.ScoringWorker._score = score  # type: ignore[assignment]
+    _wrap(ScoringWorker, "_score", score)
 
 
-def _in_checkpoint() -> None:
+def _hang_in_checkpoint() -> None:
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-    original = FSDPCheckpointManager.save_checkpoint
-
-    @functools.wraps(original)
-    def save_checkpoint(self: Any, local_path: str, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(original: Any, self: Any, local_path: str, *args: Any, **kwargs: Any) -> None:
         if f"global_step_{STEP}" not in local_path:
             return original(self, local_path, *args, **kwargs)
         _say(f"hangs in the midst of {local_path}")
@@ -330,26 +277,21 @@ def _in_checkpoint() -> None:
             sink.write(b"PK\x03\x04 half a file")
         time.sleep(FOR_EVER)
 
-    FSDPCheckpointManager.save_checkpoint = save_checkpoint
+    _wrap(FSDPCheckpointManager, "save_checkpoint", save_checkpoint)
 
 
-if NAME in {**BEFORE_SAMPLING, **BEFORE_UPDATE, **AFTER_UPDATE}:
-    after_import("verl.trainer.ppo.v1.trainer_base", _in_trainer)
-elif NAME in SPOIL:
-    after_import("verl.trainer.ppo.v1.agent_loop_tq", _in_agent_loop)
-elif NAME == AHEAD:
-    after_import("verl.workers.rollout.llm_server", _in_client)
-elif NAME == UNSENT or NAME in SEND:
-    after_import("verl.workers.rollout.vllm_rollout.vllm_rollout", _in_rollout)
-elif NAME == "late_parameters":
-    after_import("verl.workers.engine.fsdp.transformer_impl", _in_trainer_engine)
-elif NAME == "failing_load":
-    after_import("verl.workers.rollout.vllm_rollout.utils", _in_weight_load)
-elif NAME == "kept_cache":
-    after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _in_engine)
-elif NAME == "lost_values":
-    after_import("recipe.offpolicy.extensions.process_reward.manager", _in_scoring_loop)
-elif NAME == "hang_in_checkpoint":
-    after_import("verl.utils.checkpoint.fsdp_checkpoint_manager", _in_checkpoint)
-elif NAME != "none":
-    raise ValueError(f"OFFPOLICY_FAULT={NAME}: unknown fault")
+FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
+    **dict.fromkeys(SIGNALS, ("verl.trainer.ppo.v1.trainer_base", _signal_processes)),
+    **dict.fromkeys(SPOIL, ("verl.trainer.ppo.v1.agent_loop_tq", _spoil_log_probs)),
+    **dict.fromkeys(SEND, ("verl.workers.rollout.vllm_rollout.vllm_rollout", _send_other_weights)),
+    "version_ahead": ("verl.workers.rollout.llm_server", _tell_the_next_version),
+    "late_parameters": ("verl.workers.engine.fsdp.transformer_impl", _give_other_weights),
+    "failing_load": ("verl.workers.rollout.vllm_rollout.utils", _fail_to_load),
+    "kept_cache": ("verl.workers.rollout.vllm_rollout.vllm_async_server", _keep_cache),
+    "lost_values": ("recipe.offpolicy.extensions.process_reward.manager", _lose_values),
+    "hang_in_checkpoint": ("verl.utils.checkpoint.fsdp_checkpoint_manager", _hang_in_checkpoint),
+}
+"""Name -> the module that the fault waits for, and what it then does."""
+
+if NAME != "none":
+    after_import(*FAULTS[NAME])

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import pytest
-import torch
-from torch import Tensor
-
 from tests.support import legacy_actor as la
-from tests.support.specs import TIS_TOKEN
 
 Settings = dict[str, Any]
 EXACT = 1e-10
@@ -20,8 +13,6 @@ KL: Settings = dict(use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="low_var_kl
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 TWO_STEPS: Settings = dict(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2)
 DYNAMIC: Settings = dict(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=17)
-MAPPINGS: dict[str, Settings] = {"none": {}, "tis": {"weight": TIS_TOKEN}}
-"""For what is trained with a correction and without."""
 
 
 def corrected(mapping: Settings, batch: Any = None, *, prove: bool = False, **config: Any) -> la.Parameters:
@@ -37,25 +28,6 @@ def update(
     mode, rows = actor.config.loss_agg_mode, actor.config.ppo_mini_batch_size
     data = la.handed(batch, mapping, prove=prove, mode=mode, mini_rows=rows, **(sent or {}))
     return la.moved(actor, data)
-
-
-def plain_with_term(mapping: Settings, batch: Mapping[str, Tensor], term: Callable[[Tensor], Tensor]) -> la.Parameters:
-    """The plain update, whose loss has a term of each token's log pi in it, times its weight."""
-    module, mask = copy.deepcopy(la.model()), batch["response_mask"].bool()
-    what, forward = la.Plain(mapping or None), la.forward(module, batch)
-    log_prob = forward[0]
-    weight = torch.ones_like(log_prob)
-    if mapping:
-        weight = la.weight_and_keep(mapping, batch, log_prob.detach(), batch["old_log_probs"])
-    added = (term(log_prob) * weight)[mask].sum() / mask.sum()
-    with pytest.MonkeyPatch.context() as patch:
-        # One backward pass, as the actor's: the model's norms round to float32 in each.
-        patch.setattr(la, "forward", lambda *_: forward)
-        (la.plain_loss(module, batch, what) + added).backward()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter -= what.learning_rate * parameter.grad
-    return la.parameters(module)
 
 
 def verdict(mapping: Settings, batch: Any = None, **config: Any) -> Settings:

@@ -4,7 +4,7 @@
 
 COMMANDS is a list of {"words": [...], "env": {...}, "limit": seconds}; "{dashboard}" and "{gcs}" in values of env
 become the cluster's addresses. RESULTS is a list of {"returncode", "output"}. The caller limits the time and
-collects what is left; see tests/integration/conftest.py.
+collects what is left; see tests/support/programs.py.
 """
 
 from __future__ import annotations

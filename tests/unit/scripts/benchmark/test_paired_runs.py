@@ -11,8 +11,8 @@ from scripts.benchmark.paired_runs import Run, compute_interval, format_result
 pytest.importorskip("verl")
 
 
-def ended(pair: int, side: str, start: float, *seconds: float) -> Run:
-    return Run(["forward", 3, []], pair, side, start, [99.0, *seconds], {})
+def ended(start: float, *seconds: float) -> Run:
+    return Run(start, [99.0, *seconds], {})
 
 
 def test_an_interval_by_hand() -> None:
@@ -28,13 +28,11 @@ def test_an_interval_by_hand() -> None:
 
 def test_pairs_are_compared_by_hand() -> None:
     """Ratios 1/2 and 2, whose geometric mean is 1; starts 4 and 2 s apart; first steps do not count."""
-    runs = [
-        ended(1, "verl", 30.0, 2.0, 2.0),
-        ended(1, "corrected", 34.0, 1.0, 1.0),
-        ended(2, "corrected", 32.0, 4.0, 2.0, 9.0),
-        ended(2, "verl", 30.0, 2.0, 2.0),
+    pairs = [
+        (ended(30.0, 2.0, 2.0), ended(34.0, 1.0, 1.0)),
+        (ended(30.0, 2.0, 2.0), ended(32.0, 4.0, 2.0, 9.0)),
     ]
-    first, _, *rows, ratio, start = format_result(runs).splitlines()
+    first, _, *rows, ratio, start = format_result(pairs).splitlines()
     assert first.startswith("| pair |")
     assert rows == ["| 1 | 2.000 | 1.000 | 0.500 | 30.0 | 34.0 |", "| 2 | 2.000 | 4.000 | 2.000 | 30.0 | 32.0 |"]
     # Two logs, +-log 2: a standard error of log 2, and 12.706 of them.
