@@ -83,25 +83,6 @@ class AdvantageExtension(Extension):
             f"{self.prefix}/live/proved": float(self._proved),
         }
 
-    def _compare(
-        self,
-        group: str,
-        seen: Sequence[float],
-        wanted: Sequence[float],
-        error: float,
-        what: str = "the advantage is",
-        names: Sequence[str] = (),
-    ) -> None:
-        """Compare a group's values with those of the second implementation, with ``names`` other than its rollouts.
-
-        Raises:
-            LivenessError: a value differs by more than ``error``.
-        """
-        for at, (found, due) in enumerate(zip(seen, wanted, strict=True)):
-            if not abs(found - due) <= error:
-                where = f"in group {group}, {names[at] if names else f'rollout {at}'}"
-                raise LivenessError(f"{self.section}: {where}, {what} {found:.6g} instead of {due:.6g}.")
-
     def worker(self) -> AdvantageWorker | None:
         return AdvantageWorker()
 

@@ -23,15 +23,13 @@ from verl_patches.contract import check_all
 from ..batch.declared_keys import Configured, Key, Rule, number
 from ..correction import Problem
 from ..correction.units import turns
-from ..proof.rewards import ROUNDING, SMALLEST, measure_spread
+from ..proof.rewards import measure_spread
 from ..proof.verify import LivenessError
 from .advantage_proof import AdvantageExtension
 from .batch_view import BatchView, Sessions, read_agent_fields, read_sessions
 from .setting_checks import SectionSettings, divides_by_std, find_no_groups
 
 Normalize = Literal["turn_index", "return_to_go"]
-ERROR = 1e-7
-"""Accepted error of an advantage in float64, relative to the largest number from which it is computed."""
 
 
 def compute_advantages(
@@ -91,56 +89,6 @@ def _standardise(values: Tensor, by_std: bool) -> Tensor:
     above = values - values[0]
     centred = above - above.mean()
     return centred * measure_spread(values, centred=True).invert() if by_std else centred
-
-
-def state_advantages(
-    rewards: Sequence[Sequence[float]],
-    scores: Sequence[float] | None,
-    *,
-    normalize: Normalize,
-    coef: float,
-    gamma: float,
-    by_std: bool,
-) -> tuple[dict[tuple[int, int], float], float]:
-    """Compute one group's advantages by a second implementation in plain Python.
-
-    Args:
-        rewards: for each rollout, the rewards of its turns; NaN where a turn has no reward.
-
-    Returns:
-        The advantages by (rollout, turn), and the accepted error.
-    """
-    ends = [0.0] * len(rewards) if scores is None else scores
-
-    def state(values: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-        count, middle = len(values), math.fsum(values.values()) / max(len(values), 1)
-        if count < 2:
-            return dict.fromkeys(values, 0.0)
-        apart = {at: value - middle for at, value in values.items()}
-        if not by_std:
-            return apart
-        spread = math.sqrt(math.fsum(each * each for each in apart.values()) / (count - 1))
-        least = ROUNDING * max(SMALLEST, *map(abs, values.values()))
-        certain = min(1.0, max(0.0, spread / least - 1))
-        return {at: certain * each / spread if certain else 0.0 for at, each in apart.items()}
-
-    turns = [(i, k) for i, row in enumerate(rewards) for k in range(len(row))]
-    paid = {(i, k): rewards[i][k] for i, k in turns if not math.isnan(rewards[i][k])}
-    final = {(i, len(row) - 1): ends[i] for i, row in enumerate(rewards) if row}
-    by_pool = normalize == "return_to_go"
-    own, whole = (state(paid), state(final)) if by_pool else (paid, final)
-
-    def sum_later(i: int, k: int) -> float:
-        later = range(k, len(rewards[i]))
-        return math.fsum(gamma ** (at - k) * (coef * own.get((i, at), 0.0) + whole.get((i, at), 0.0)) for at in later)
-
-    wanted = {at: sum_later(*at) for at in turns}
-    if not by_pool:
-        columns = [{at: wanted[at] for at in turns if at[1] == k} for k in {k for _, k in turns}]
-        wanted = {at: value for column in columns for at, value in state(column).items()}
-    return wanted, ERROR * max(
-        [1.0, *map(abs, wanted.values()), *(abs(coef * each) for each in paid.values()), *map(abs, ends)]
-    )
 
 
 _FIELDS = (None, "tool_rewards", "turn_scores")
@@ -231,21 +179,21 @@ class TurnCredit(AdvantageExtension):
         earned = self._read_rewards(batch, sessions, of_row.tolist(), counts)
         scores = rewards.double().sum(-1)[sessions.last] if self.turn.episode else None
         dealt = torch.zeros_like(earned)
-        how: dict[str, Any] = {"normalize": self.turn.normalize, "coef": self.turn.coef, "gamma": self._gamma}
-        how["by_std"] = self._by_std
         self._demanded, lone = "", 0
         varied: list[bool] = []
         for name, members in sessions.groups().items():
             at = torch.tensor([member for member in members if counts[member] > 0], dtype=torch.int64)
-            of_group = None if scores is None else scores[at]
-            dealt[at] = compute_advantages(counts[at], earned[at], of_group, **how)
-            sizes = counts[at].tolist()
-            seen, given = (
-                [row[:size] for row, size in zip(each[at].tolist(), sizes, strict=True)] for each in (dealt, earned)
+            dealt[at] = compute_advantages(
+                counts[at],
+                earned[at],
+                None if scores is None else scores[at],
+                normalize=self.turn.normalize,
+                coef=self.turn.coef,
+                gamma=self._gamma,
+                by_std=self._by_std,
             )
-            stated, error = state_advantages(given, None if of_group is None else of_group.tolist(), **how)
-            names = [f"turn {k} of rollout {i}" for i, k in stated]
-            self._compare(name, [seen[i][k] for i, k in stated], list(stated.values()), error, names=names)
+            sizes = counts[at].tolist()
+            seen = [row[:size] for row, size in zip(dealt[at].tolist(), sizes, strict=True)]
             lone += sum(sum(size > k for size in sizes) == 1 for k in range(max(sizes, default=0)))
             varied += [max(row) > min(row) for row in seen]
             self._several = self._several or max(sizes, default=0) > 1

@@ -1,8 +1,7 @@
 """Training for pass@k: advantages of one group whose gradient is that of pass@k, and the choice of prompts and group
 sizes.
 
-A prompt has N samples, c of which are correct; rho(n, c, k) = 1 - C(n - c, k) / C(n, k). A second implementation of the
-advantages and of the draws, for the proof, shares no code with the first; its functions are named ``state_...``.
+A prompt has N samples, c of which are correct; rho(n, c, k) = 1 - C(n - c, k) / C(n, k).
 """
 
 from __future__ import annotations
@@ -99,68 +98,6 @@ def _deal(marks: Tensor, k: int, seed: int) -> Tensor:
     dealt = torch.empty(len(marks), dtype=torch.float64)
     dealt[order] = (best - best.mean()).repeat_interleave(k)
     return dealt
-
-
-ERROR = 1e-6
-"""Accepted error relative to the largest advantage of a group, in float32."""
-
-
-def state_none_right(n: int, c: int, k: int) -> float:
-    """Compute the probability that k of n rows, drawn without replacement, are all wrong if c rows are correct."""
-    return math.prod((n - c - drawn) / (n - drawn) for drawn in range(k)) if n - c >= k else 0.0
-
-
-def state_advantages(seen: Sequence[float], right: Sequence[bool], k: int, objective: str) -> list[float]:
-    """Compute the advantages that the objective defines for one group; for ``groups``, the split is read from ``seen``.
-
-    If w groups of the split have a correct row, their k w rows have 1 - w k / n, and all others have -w k / n.
-    """
-    n, c = len(right), sum(right)
-    others = n - 1
-    if objective == "groups":
-        winners = sum(value > 0 for value in seen)
-        if c == 0 or (k * c >= n and all(abs(value) <= ERROR for value in seen)):
-            return [0.0] * n  # no group has a correct row, or every group has one
-        return [
-            math.nan if winners % k else float(value > 0 or r) - winners / n
-            for value, r in zip(seen, right, strict=True)
-        ]
-    if objective == "loo":
-        of_right = k * state_none_right(others, c - 1, k) if c else 0.0
-        of_wrong = k * (state_none_right(others, c, k) - state_none_right(others, c, k - 1)) if c < n else 0.0
-    elif objective == "loo_minus_one":
-        of_right, of_wrong = (k * state_none_right(others, c - 1, k - 1) if c else 0.0), 0.0
-    else:
-        missed = state_none_right(n, c, k)
-        spread = math.sqrt(missed * (1 - missed))
-        of_right = missed / spread if spread > 0 else 0.0
-        of_wrong = (missed - state_none_right(others, c, k - 1)) / spread if spread > 0 else 0.0
-    return [of_right if is_right else of_wrong for is_right in right]
-
-
-def state_chances(
-    prompts: int, counts: Mapping[str, tuple[float, float]], prior: tuple[float, float], n: int, share: float, k: int
-) -> list[float]:
-    """Compute the draw probabilities of all prompts that the budget implies; see ``compute_chances``.
-
-    Args:
-        counts: number of a prompt -> (its answers, its correct answers), for some prompts.
-        prior: a and b of the Beta distribution over all prompts.
-        n: rollouts per prompt.
-        share: share of uniform draws.
-    """
-    a, b = prior
-    found = [counts.get(str(prompt), (0.0, 0.0)) for prompt in range(prompts)]
-    # Powers are relative to the hardest prompt's power, which is the largest.
-    hardest = max((b + answers - right) / (a + b + answers) for answers, right in set(found))
-
-    def state_worth(answers: float, right: float) -> float:
-        p, q = (a + right) / (a + b + answers), (b + answers - right) / (a + b + answers)
-        return (q / hardest) ** (k - 1) * sum(math.comb(n, wins) * p**wins * q ** (n - wins) for wins in range(1, n))
-
-    by_counts = {pair: state_worth(*pair) for pair in set(found)}
-    whole = math.fsum(by_counts[pair] for pair in found)
-    return [share / prompts + (1 - share) * by_counts[pair] / whole for pair in found]
 
 
 def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: int = 4) -> list[int]:

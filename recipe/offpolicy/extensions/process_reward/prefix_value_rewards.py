@@ -96,27 +96,6 @@ def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: S
     return seen
 
 
-def check_penalty(found: BatchUtilities, waste: Tensor, taken: Tensor, penalty: float, mask: Tensor) -> None:
-    """Check token by token that the penalty is subtracted once for each wasted episode that ends later.
-
-    Args:
-        waste: (n, T) bool, last tokens of wasted episodes.
-        taken: (n, T), the amount by which the penalty lowers advantages.
-        penalty: penalty of one episode.
-        mask: (n, T) bool, response tokens.
-
-    Raises:
-        LivenessError: a token's advantage is lowered by a different amount.
-    """
-    for row in waste.any(-1).nonzero()[:MOVED_ROWS, 0].tolist():
-        ends = [end for end in found.rows[row].ends if waste[row, end - 1]]
-        for token in mask[row].nonzero()[:, 0].tolist():
-            wanted = penalty * sum(token < end for end in ends)
-            if not abs(float(taken[row, token]) - wanted) <= 1e-6 * (1 + wanted):
-                lowered = f"lowers the advantage of token {token} of sequence {row} by {float(taken[row, token]):.6g}"
-                raise LivenessError(f"{SECTION}.waste.penalty: the penalty {lowered} instead of {wanted:.6g}.")
-
-
 def choose_prefixes(rows: Sequence[RowValues], floor: float, seed: int) -> list[tuple[int, int]]:
     """Choose ``COMPARED`` random pairs (row, number of the value) whose values are not at the floor."""
     there = [(row, at) for row, each in enumerate(rows) for at, value in enumerate(each.values) if value > floor]
@@ -335,7 +314,7 @@ class PrefixValueRewards(AdvantageExtension):
             *(self.section, len(chosen), apart),
         )
 
-    def _deal(self, batch: BatchView, mask: Tensor, values: Tensor, *, penalty: Tensor | float) -> Tensor:
+    def _deal(self, batch: BatchView, mask: Tensor, values: Tensor) -> Tensor:
         """Compute coef times the process advantages (n, T) of utilities (n, T); 0 in rows that must not receive any."""
         assert self._utilities is not None
         dealt = token_advantages(
@@ -344,7 +323,7 @@ class PrefixValueRewards(AdvantageExtension):
             batch.uids,
             mask,
             normalize=self.process.normalize,
-            penalty=penalty,
+            penalty=self._penalty,
         )
         if batch.silent is not None:
             dealt = dealt.masked_fill(batch.silent[:, None], 0.0)
@@ -361,16 +340,12 @@ class PrefixValueRewards(AdvantageExtension):
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
         assert self._utilities is not None
         mask = batch.rows("response_mask")["response_mask"]
-        deal = partial(self._deal, batch, mask, penalty=self._penalty)
+        deal = partial(self._deal, batch, mask)
         dealt = deal(self._utilities.values)
         if not self._moved:
             order = random.Random(batch.step).sample(range(len(mask)), len(mask))
             self._moved = check_moved(self._utilities, deal, order)
         if self.process.waste.penalty and bool(self._waste.any()):
-            without = self._deal(batch, mask, self._utilities.values, penalty=0.0)
-            there = mask.bool() if batch.silent is None else mask.bool() & ~batch.silent[:, None]
-            lost = self.process.coef * self.process.waste.penalty
-            check_penalty(self._utilities, self._waste, without - dealt, lost, there)
             self._penalised = True
         self._credited = self._credited or bool(dealt.any())
         self._metrics |= utilities.summarize_advantages(advantages, dealt, mask)

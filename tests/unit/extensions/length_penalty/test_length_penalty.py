@@ -166,15 +166,6 @@ def test_other_advantages_in_the_loss_stop_the_run(change: Any, said: str) -> No
         judge(made, view, change)
 
 
-def test_a_formula_that_went_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = penalties.penalties
-    monkeypatch.setattr(penalties, "penalties", lambda *args, **kwargs: -right(*args, **kwargs))
-    with pytest.raises(LivenessError, match=r"group a, rollout 0, advantages are lowered by 0\.05"):
-        shape(make_batch(ALL_RIGHT), penalty("group"))
-    with pytest.raises(LivenessError, match=r"rewards are lowered by 0\.05"):
-        shape(make_batch(ALL_RIGHT), penalty("group", place="before"))
-
-
 def test_rows_that_do_not_change_although_they_must_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     made, view = penalty("group"), make_batch(ALL_RIGHT)
     shape(view, made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from statistics import mean, stdev
 
 import pytest
 import torch
@@ -11,20 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.extensions.length_penalty.penalties import (
-    KINDS,
     Anchor,
     Anchors,
-    Row,
     bound_error,
     compare_rewards,
     compute_shift,
     penalties,
     state_advantages,
-    state_penalties,
-    state_shift,
     summarize_lengths,
 )
-from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
 
 LENGTHS, RIGHT = [100, 200, 400, 500], [True, False, True, False]
 
@@ -125,44 +121,28 @@ def test_a_checkpoint_half_way_gives_the_same_state() -> None:
     assert second.length_of("p") == (8 * 10 + 12 * 7) / 20
 
 
-# The second statement of penalties and baselines, by hand and next to the first
+# The shift against a second implementation, and verl's baselines
 
 
-ROWS = [Row(100, True, 1.0, 250), Row(200, False, 0.0, 250), Row(400, True, 1.0, 250), Row(500, False, 0.0, 250)]
-
-
-def settings(kind: str, **values: object) -> LengthSettings:
-    reference = {"reference": 250} if kind == "reference" else {}
-    return LengthSettings.from_mapping("l", {"kind": kind, "coefficient": 0.001, **reference, **values})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_both_statements_agree(kind: str) -> None:
-    lengths, right = torch.tensor([r.tokens for r in ROWS]), torch.tensor([r.right for r in ROWS])
-    first = penalties(kind, lengths, right, coefficient=0.001, anchor=250)
-    assert state_penalties(ROWS, settings(kind), 0.5) == pytest.approx((0.5 * first).tolist(), abs=1e-15)
-
-
-def test_caps_and_choices() -> None:
-    assert state_penalties(ROWS, settings("uniform", most=0.3), 1.0) == pytest.approx([0.1, 0.2, 0.3, 0.3])
-    assert state_penalties(ROWS, settings("uniform", applies_to="correct"), 1.0) == pytest.approx([0.1, 0, 0.4, 0])
-    equal = [row._replace(score=1.0) for row in ROWS]
-    assert state_penalties(equal, settings("uniform", zero_variance="skip"), 1.0) == [0.0] * 4
-    assert state_penalties([ROWS[0]._replace(anchor=None)], settings("anchor"), 1.0) == [0.0]
+def state_shift(lost: list[float], scores: list[float]) -> list[float]:
+    """Shifts divided like verl's advantages, at most the largest of these and of the undivided shifts."""
+    middle, deviation = mean(scores), stdev(scores)
+    rounding = 8 * 2.0**-23 * max(2.0**-126, *map(abs, scores))
+    differ = min(1.0, max(0.0, deviation / rounding - 1))
+    apart = [each - mean(lost) for each in lost]
+    whole = [each / (deviation + 1e-6) for each in apart]
+    largest = differ * max(abs(each - middle) for each in scores) / (deviation + 1e-6)
+    shrink = min(1.0, max(largest, *map(abs, apart)) / max(map(abs, whole)))
+    return [differ * shrink * one + (1 - differ) * other for one, other in zip(whole, apart, strict=True)]
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=2, max_size=6), st.floats(-9, 0), st.floats(-3, 8))
-def test_both_statements_of_the_shift_agree(steps: list[float], gap: float, size: float) -> None:
+def test_the_shift_is_divided_as_far_as_rewards_differ(steps: list[float], gap: float, size: float) -> None:
     """Scores that differ by shares 1e-9 to 1 of their size, 1e-3 to 1e8."""
     scores = (10**size * (1 - 10**gap * torch.tensor(steps, dtype=torch.float64) / 4)).float().double()
-    rows = [Row(100 * at, True, score, None) for at, score in enumerate(scores.tolist())]
-    stated = state_shift(rows, settings("uniform"), 1.0, by_std=True)
-    penalty = torch.tensor(state_penalties(rows, settings("uniform"), 1.0), dtype=torch.float64)
-    shift = compute_shift(penalty, scores, {"a": list(range(len(rows)))}, by_std=True)
-    assert shift.tolist() == pytest.approx(stated, rel=1e-9, abs=1e-12)
-    differ = compare_rewards(scores, {"a": list(range(len(rows)))})["a"]
-    skipped = state_penalties(rows, settings("uniform", zero_variance="skip"), 1.0)
-    assert skipped == pytest.approx((differ * penalty).tolist(), rel=1e-6, abs=1e-6)
+    penalty = 0.1 * torch.arange(len(steps), dtype=torch.float64)
+    shift = compute_shift(penalty, scores, {"a": list(range(len(steps)))}, by_std=True)
+    assert shift.tolist() == pytest.approx(state_shift(penalty.tolist(), scores.tolist()), rel=1e-9, abs=1e-12)
 
 
 def test_baselines_by_hand() -> None:

@@ -17,14 +17,10 @@ from recipe.offpolicy.extensions.pass_at_k.estimates import (
     unbiased_dynamic,
 )
 from recipe.offpolicy.extensions.pass_at_k.training import (
-    ERROR,
-    OBJECTIVES,
     PassRates,
     advantages,
     compute_chances,
     find_impossible,
-    state_advantages,
-    state_chances,
 )
 
 SCHEDULES = [([8, 16, 32, 64], 1), (list(range(1, 65)), 2), ([4, 8, 16, 24], 3)]
@@ -83,23 +79,52 @@ def test_impossible_ends_are_named(looks: list[int], n: int, c: int, k: int, suc
         unbiased_dynamic(looks, n, c, k, successes=successes)
 
 
-# The second statement agrees with the first on every group, and with no other
+# Advantages and draws against a second implementation
 
 
-def agree(seen: list[float], stated: list[float]) -> bool:
-    return seen == pytest.approx(stated, rel=ERROR, abs=ERROR)
+def none_right(n: int, c: int, k: int) -> float:
+    """The probability that k of n rows, drawn without replacement, are all wrong if c rows are correct."""
+    return math.prod((n - c - drawn) / (n - drawn) for drawn in range(k)) if n - c >= k else 0.0
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_both_agree_on_every_group(objective: str) -> None:
+def state(n: int, c: int, k: int, objective: str) -> tuple[float, float]:
+    """The advantages of a correct and of a wrong row."""
+    others = n - 1
+    if objective == "loo":
+        of_right = k * none_right(others, c - 1, k) if c else 0.0
+        return of_right, k * (none_right(others, c, k) - none_right(others, c, k - 1)) if c < n else 0.0
+    if objective == "loo_minus_one":
+        return (k * none_right(others, c - 1, k - 1) if c else 0.0), 0.0
+    missed = none_right(n, c, k)
+    spread = math.sqrt(missed * (1 - missed))
+    return (missed / spread, (missed - none_right(others, c, k - 1)) / spread) if spread > 0 else (0.0, 0.0)
+
+
+@pytest.mark.parametrize("objective", ["loo", "loo_minus_one", "analytic"])
+def test_each_group_has_the_advantages_of_its_subsets(objective: str) -> None:
     for n in (2, 6, 8, 12):
         for c in range(n + 1):
             right = (torch.arange(n) < c).tolist()
             for k in range(1, n + 1):
                 if find_impossible(n, k, objective) is None:
-                    found = advantages(right, k, objective=objective, seed=c)
-                    seen = found.float().tolist()
-                    assert agree(seen, state_advantages(seen, right, k, objective))
+                    of_right, of_wrong = state(n, c, k, objective)
+                    found = advantages(right, k, objective=objective).tolist()
+                    assert found == pytest.approx([of_right] * c + [of_wrong] * (n - c), abs=1e-9)
+
+
+def state_chances(
+    prompts: int, counts: dict[str, tuple[float, float]], prior: tuple[float, float], n: int, share: float, k: int
+) -> list[float]:
+    a, b = prior
+    found = [counts.get(str(prompt), (0.0, 0.0)) for prompt in range(prompts)]
+    hardest = max((b + answers - right) / (a + b + answers) for answers, right in found)
+
+    def state_worth(answers: float, right: float) -> float:
+        p, q = (a + right) / (a + b + answers), (b + answers - right) / (a + b + answers)
+        return (q / hardest) ** (k - 1) * sum(math.comb(n, wins) * p**wins * q ** (n - wins) for wins in range(1, n))
+
+    worths = [state_worth(*pair) for pair in found]
+    return [share / prompts + (1 - share) * worth / sum(worths) for worth in worths]
 
 
 def test_chances_of_draws_agree_with_the_formula_and_no_others() -> None:
@@ -111,10 +136,10 @@ def test_chances_of_draws_agree_with_the_formula_and_no_others() -> None:
     # 1 - p is 1/102 and 2/102 of solved prompts: their powers are too small next to that of a prompt never answered.
     solved = PassRates(1.0, {"0": (100.0, 100.0), "1": (100.0, 99.0)})
     first = compute_chances(solved, 2, 4, 0.2, 512).tolist()
-    assert state_chances(2, solved.counts, (1, 1), 4, 0.2, 512) == pytest.approx(first, rel=ERROR)
+    assert state_chances(2, solved.counts, (1, 1), 4, 0.2, 512) == pytest.approx(first, rel=1e-6)
     rates = PassRates(0.9, {str(prompt): (float(prompt), prompt / 3) for prompt in range(40)}, (0.4, 1.2))
     first = compute_chances(rates, 50, 16, 0.2).tolist()
-    assert state_chances(50, rates.counts, rates.prior, 16, 0.2, 4) == pytest.approx(first, rel=ERROR)
+    assert state_chances(50, rates.counts, rates.prior, 16, 0.2, 4) == pytest.approx(first, rel=1e-6)
 
 
 # Means over prompts, their intervals, and what is left out

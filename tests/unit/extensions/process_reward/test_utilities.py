@@ -14,7 +14,6 @@ from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import (
     build_scored_row,
     check_column,
     check_moved,
-    check_penalty,
     check_related,
 )
 from recipe.offpolicy.extensions.process_reward.utilities import (
@@ -184,10 +183,6 @@ def test_tokens_lose_the_penalty_of_later_wasted_episodes(normalize: str) -> Non
     taken = token_advantages(*given, normalize=normalize, penalty=0.0 * penalty) - lowered
     assert taken[0].tolist() == pytest.approx([1.0, 1.0, 0.5, 0.5, 0.5, 0.5])
     assert not taken[1:].any()
-    check_penalty(found, waste, taken, 0.5, WASTE_MASK)
-    taken[0, 2:] = 0.0
-    with pytest.raises(LivenessError, match=r"the advantage of token 2 of sequence 0 by 0 instead of 0\.5"):
-        check_penalty(found, waste, taken, 0.5, WASTE_MASK)
 
 
 # The proof: credit that does not reach its tokens, and advantages that change on their way, stop the run
