@@ -7,7 +7,6 @@ sampled from a server, the correct answers are kept, and verl's SFT trainer trai
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import random
 import shlex
@@ -22,12 +21,10 @@ from typing import Any
 import requests
 
 from .settings import TeacherSettings
-from .teacher_client import LARGEST, TeacherError, open_session, parse_object, post
+from .teacher_client import Server, TeacherError, parse_object
 
 Score = Callable[..., Any]
 """verl's reward function: (data_source, solution_str, ground_truth, extra_info) -> a score, or a mapping with one."""
-BYTES = 64
-"""Largest size of a server's answer, in bytes per requested token."""
 DATASET = "pkg://recipe.offpolicy.extensions.opd.rft_dataset"
 
 
@@ -84,7 +81,7 @@ def sample(
     Raises:
         TeacherError: the server does not answer, or its answer is malformed.
     """
-    session = open_session(settings)
+    server = Server(settings)
 
     def ask(number: int) -> list[str | None]:
         body = {
@@ -96,9 +93,8 @@ def sample(
             "seed": how.seed + number,
             **({"stop": list(how.stop)} if how.stop else {}),
         }
-        limit, deadline = LARGEST + BYTES * how.n * how.max_tokens, time.monotonic() + settings.timeout
         try:
-            url, text = post(session, settings, itertools.repeat(number), body, limit, deadline, f"prompt {number}")
+            url, text = server.post(body, time.monotonic() + settings.timeout, f"prompt {number}")
         except requests.Timeout as error:
             raise TeacherError(
                 str(error), "check whether the server is overloaded, or sample fewer answers (-n)."
@@ -109,7 +105,7 @@ def sample(
         with ThreadPoolExecutor(settings.concurrency, thread_name_prefix="student") as threads:
             return list(threads.map(ask, range(len(prompts))))
     finally:
-        session.close()
+        server.close()
 
 
 def _read_answers(text: bytes, url: str, count: int) -> list[str | None]:

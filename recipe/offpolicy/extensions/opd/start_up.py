@@ -19,8 +19,6 @@ from .teacher_client import REFUSED, Row, TeacherClient, TeacherError, explain_k
 
 PATIENCE = 10.0
 """Seconds to wait for an answer during the start-up checks."""
-LARGEST = 2**24
-"""Largest size of an answer during the start-up checks, in bytes."""
 REPEATS = {"float32": 1e-3, "bfloat16": 0.05}
 """Nats by which a log-prob may differ between two requests; a 16-bit teacher is reported but accepted."""
 PROBES = (
@@ -50,12 +48,12 @@ def _ask(settings: TeacherSettings, url: str, path: str, body: Mapping[str, Any]
     """
     with open_session(settings) as session:
         try:
-            status, _, text = request(session, f"{url}{path}", body, LARGEST, time.monotonic() + PATIENCE)
+            answer = request(session, f"{url}{path}", body, time.monotonic() + PATIENCE)
         except requests.RequestException as error:
             raise TeacherError(f"{url}{path}: {type(error).__name__}") from None
-    if status != 200:
+    if (status := answer.status_code) != 200:
         raise TeacherError(f"{url}{path}: HTTP {status}.", explain_key(settings) if status in REFUSED else "")
-    return parse_object(text, f"{url}{path}")
+    return parse_object(answer.content, f"{url}{path}")
 
 
 def _tokenize(settings: TeacherSettings, body: Mapping[str, Any]) -> object:

@@ -12,16 +12,17 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from threading import Lock
 from typing import Any
 
 import requests
+from urllib3 import Retry
+from urllib3.exceptions import InvalidHeader
 
 from ...fault_tolerance.redaction import hide, redact_text, show_variable
 from .settings import TeacherSettings
@@ -36,9 +37,6 @@ PAUSE = 0.5
 EXCLUDED = -9999.0
 """vLLM's replacement for -inf, which JSON cannot represent."""
 
-
-POSITION, LARGEST = 512, 2**20
-"""The largest size of an answer, in bytes, is the first number for each position sent, plus the second number."""
 BUSY = (408, 425, 429)
 """HTTP statuses below 500 after which the same request may succeed when it is repeated."""
 REFUSED = (401, 403)
@@ -94,6 +92,69 @@ class Scoring:
         return self.ended - self.started
 
 
+class Server:
+    """A server of completions at several addresses, which all serve the same model.
+
+    Args:
+        settings: addresses and limits.
+    """
+
+    def __init__(self, settings: TeacherSettings) -> None:
+        self.settings = settings
+        self._session = open_session(settings)
+        self._turn = itertools.count()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._session.close()
+
+    def post(
+        self, body: dict[str, Any], deadline: float, what: str, note_retry: Callable[[], None] = lambda: None
+    ) -> tuple[str, bytes]:
+        """Post a request for completions until there is an answer, trying one address after another.
+
+        Args:
+            deadline: in seconds of ``time.monotonic``.
+            what: description of the request's content, for errors.
+            note_retry: called before the request is sent again.
+
+        Returns:
+            The address and the answer.
+
+        Raises:
+            TeacherError: every attempt failed, or the request was rejected.
+            requests.Timeout: the deadline has passed before an attempt.
+        """
+        settings, failure, pause = self.settings, "", PAUSE
+        for attempt in range(settings.retries + 1):
+            if attempt:
+                note_retry()
+                time.sleep(max(min(pause, deadline - time.monotonic()), 0.0))
+            url = settings.urls[next(self._turn) % len(settings.urls)]
+            if time.monotonic() >= deadline:
+                raise requests.Timeout(f"{url} did not answer within {settings.timeout:g} s.")
+            pause = PAUSE * 2**attempt
+            try:
+                answer = request(self._session, f"{url}/v1/completions", body, deadline)
+            except requests.RequestException as error:
+                failure = f"{url}: {type(error).__name__}"
+                continue
+            status = answer.status_code
+            if status == 200:
+                return url, answer.content
+            if status < 500 and status not in BUSY:
+                fix = f"serve the model {body['model']} with a max_model_len large enough for prompt and response."
+                raise TeacherError(
+                    f"the server at {url} rejected {what}: HTTP {status}: {shorten(answer.content)}",
+                    explain_key(settings) if status in REFUSED else fix,
+                )
+            failure, pause = f"{url}: HTTP {status}", _read_pause(answer, pause)
+        raise TeacherError(
+            f"the server did not answer in {settings.retries + 1} attempts for {what} ({failure}).",
+            "check whether it still runs; a run that has stopped resumes from its checkpoint.",
+        )
+
+
 class TeacherClient:
     """Client that sends a batch's requests after sampling, and awaits the teacher's answers when advantages are due.
 
@@ -104,11 +165,9 @@ class TeacherClient:
     """
 
     def __init__(self, settings: TeacherSettings, model: str, names: Collection[str] = ()) -> None:
-        self._settings = settings
+        self._settings, self._server = settings, Server(settings)
         self._model, self._names = model, {model, *names}
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="teacher")
-        self._session = open_session(settings)
-        self._turn = itertools.count()
         self._lock = Lock()
 
     def start(self, rows: Sequence[Row]) -> Scoring:
@@ -129,32 +188,30 @@ class TeacherClient:
         for answer in scoring.answers:
             try:
                 found += answer.result(max(scoring.deadline - time.monotonic(), 0.0))
-            except FutureTimeout:
-                raise TeacherError(self._late(scoring)) from None
+            except (FutureTimeout, requests.Timeout):
+                missing = sum(not each.done() or each.exception() is not None for each in scoring.answers)
+                raise TeacherError(
+                    f"the teacher at {', '.join(self._settings.shown)} has not scored {len(scoring.rows)} sequences "
+                    f"within {self._settings.timeout:g} s; {missing} of {len(scoring.answers)} requests are "
+                    "unanswered.",
+                    "add replicas to opd.teacher.url, or set a larger opd.teacher.timeout.",
+                ) from None
         return found
 
     def close(self) -> None:
         """Cancel pending requests."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._session.close()
-
-    def _late(self, scoring: Scoring) -> str:
-        missing = sum(not answer.done() for answer in scoring.answers)
-        return (
-            f"the teacher at {', '.join(self._settings.shown)} has not scored {len(scoring.rows)} sequences within "
-            f"{self._settings.timeout:g} s; {missing} of {len(scoring.answers)} requests are unanswered. Fix: add "
-            "replicas to opd.teacher.url, or set a larger opd.teacher.timeout."
-        )
+        self._server.close()
 
     def _ask(self, rows: Sequence[Row], scoring: Scoring) -> list[list[float]]:
-        body = {
-            "model": self._model,
-            "prompt": [[*row.prompt, *row.response] for row in rows],
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-        }
-        url, answer = self._post(body, rows, scoring)
+        def note_retry() -> None:
+            with self._lock:
+                scoring.retried += 1
+
+        prompts = [[*row.prompt, *row.response] for row in rows]
+        how = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        body = {"model": self._model, "prompt": prompts, **how}
+        url, answer = self._server.post(body, scoring.deadline, _name(rows), note_retry)
         found = [
             read_log_probs(choice.get("prompt_logprobs"), row, url)
             for choice, row in zip(self._list_choices(answer, url, rows), rows, strict=True)
@@ -169,84 +226,16 @@ class TeacherClient:
         choices, model = answer.get("choices"), answer.get("model", self._model)
         if model not in self._names:
             raise TeacherError(
-                f"{where}: the answer comes from the model {shorten(repr(model))}, but {self._model} was requested. "
-                f"Fix: set opd.teacher.model to the intended model, and opd.teacher.url to its server."
+                f"{where}: the answer comes from the model {shorten(repr(model))}, but {self._model} was requested.",
+                "set opd.teacher.model to the intended model, and opd.teacher.url to its server.",
             )
         if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
             raise TeacherError(f"{where} sent no completion: {shorten(text)}")
-        indices = [each.get("index") for each in choices]
-        if sorted(map(repr, indices)) != sorted(map(repr, range(len(rows)))):
-            shown = f"{len(choices)} answers with the indices {shorten(repr(indices))}"
+        by_index = {each.get("index"): each for each in choices}
+        if len(choices) != len(rows) or by_index.keys() != set(range(len(rows))):
+            shown = f"{len(choices)} answers with the indices {shorten(repr(list(by_index)))}"
             raise TeacherError(f"{where} sent {shown}, expected one answer per sequence.")
-        return sorted(choices, key=lambda each: int(each["index"]))
-
-    def _post(self, body: dict[str, Any], rows: Sequence[Row], scoring: Scoring) -> tuple[str, bytes]:
-        """Post until there is an answer, trying one address after another; return the address and the answer."""
-
-        def note_retry() -> None:
-            with self._lock:
-                scoring.retried += 1
-
-        limit = LARGEST + POSITION * sum(len(row.prompt) + len(row.response) for row in rows)
-        try:
-            of_run = self._session, self._settings, self._turn
-            return post(*of_run, body, limit, scoring.deadline, _name(rows), note_retry)
-        except requests.Timeout:
-            raise TeacherError(self._late(scoring)) from None
-
-
-def post(
-    session: requests.Session,
-    settings: TeacherSettings,
-    turn: Iterator[int],
-    body: dict[str, Any],
-    limit: int,
-    deadline: float,
-    what: str,
-    note_retry: Callable[[], None] = lambda: None,
-) -> tuple[str, bytes]:
-    """Post a request for completions until there is an answer, trying one address after another.
-
-    Args:
-        turn: numbers of the addresses to try.
-        limit: largest size of an answer, in bytes.
-        deadline: in seconds of ``time.monotonic``.
-        what: description of the request's content, for errors.
-        note_retry: called before the request is sent again.
-
-    Returns:
-        The address and the answer.
-
-    Raises:
-        TeacherError: every attempt failed, or the request was rejected.
-        requests.Timeout: the deadline has passed before an attempt.
-    """
-    failure, pause = "", PAUSE
-    for attempt in range(settings.retries + 1):
-        if attempt:
-            note_retry()
-            time.sleep(max(min(pause, deadline - time.monotonic()), 0.0))
-        url = settings.urls[next(turn) % len(settings.urls)]
-        if time.monotonic() >= deadline:
-            raise requests.Timeout(f"{url} did not answer within {settings.timeout:g} s.")
-        try:
-            status, after, text = request(session, f"{url}/v1/completions", body, limit, deadline)
-        except requests.RequestException as error:
-            failure, pause = f"{url}: {type(error).__name__}", PAUSE * 2**attempt
-            continue
-        if status == 200:
-            return url, text
-        if status < 500 and status not in BUSY:
-            fix = f"serve the model {body['model']} with a max_model_len that is large enough for prompt and response."
-            raise TeacherError(
-                f"the server at {url} rejected {what}: HTTP {status}: {shorten(text)}",
-                explain_key(settings) if status in REFUSED else fix,
-            )
-        failure, pause = f"{url}: HTTP {status}", PAUSE * 2**attempt if after is None else after
-    raise TeacherError(
-        f"the server did not answer in {settings.retries + 1} attempts for {what} ({failure}).",
-        "check whether it still runs; a run that has stopped resumes from its checkpoint.",
-    )
+        return [by_index[number] for number in range(len(rows))]
 
 
 def open_session(settings: TeacherSettings) -> requests.Session:
@@ -285,42 +274,22 @@ def explain_key(settings: TeacherSettings) -> str:
     )
 
 
-def request(
-    session: requests.Session, url: str, body: Mapping[str, Any] | None, limit: int, deadline: float
-) -> tuple[int, float | None, bytes]:
-    """Get, or post a body as JSON, and read an answer of at most ``limit`` bytes.
-
-    Args:
-        deadline: in seconds of ``time.monotonic``.
-
-    Returns:
-        The status, the seconds until the server wants the next attempt, and the answer.
+def request(session: requests.Session, url: str, body: Mapping[str, Any] | None, deadline: float) -> requests.Response:
+    """Get, or post a body as JSON, until a deadline in seconds of ``time.monotonic``.
 
     Raises:
         requests.RequestException: the server is not reachable, or the answer is truncated or late.
-        TeacherError: the answer is longer than ``limit``.
     """
     left = max(deadline - time.monotonic(), 0.01)
     method, timeout = "GET" if body is None else "POST", (min(CONNECT, left), left)
-    text = bytearray()
-    with session.request(method, url, json=body, timeout=timeout, stream=True, allow_redirects=False) as answer:
-        for part in answer.iter_content(2**16):
-            text += part
-            if len(text) > limit:
-                raise TeacherError(f"{url} sent an answer of more than {limit} bytes.")
-            if time.monotonic() > deadline:
-                raise requests.Timeout
-        return answer.status_code, _read_pause(answer.headers.get("Retry-After", "")), bytes(text)
+    return session.request(method, url, json=body, timeout=timeout, allow_redirects=False)
 
 
-def _read_pause(given: str) -> float | None:
-    """Read a Retry-After header: seconds, or a date."""
-    if given.strip().isdigit():
-        return float(given)
-    try:
-        return max((parsedate_to_datetime(given) - datetime.now(UTC)).total_seconds(), 0.0)
-    except (TypeError, ValueError):
-        return None
+def _read_pause(answer: requests.Response, usual: float) -> float:
+    """Read the seconds until the server wants the next attempt, given as a number or a date."""
+    with suppress(InvalidHeader):
+        return float(Retry().parse_retry_after(answer.headers.get("Retry-After", "")))
+    return usual
 
 
 def parse_object(text: bytes, url: str) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def test_a_key_that_is_not_exported_is_said_with_its_fix_alone(teacher: FakeTeac
     assert problem.fix == "Export it where the trainer runs, on a cluster before `ray start`."
 
 
-@pytest.mark.parametrize("raw", [b"<html>", {"data": [None]}, b" " * 2**25])
+@pytest.mark.parametrize("raw", [b"<html>", {"data": [None]}])
 def test_a_server_of_something_else_is_named(raw: object) -> None:
     with serving(FakeTeacher(described=raw)) as teacher:
         settings = TeacherSettings((teacher.url,))
