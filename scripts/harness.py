@@ -202,9 +202,3 @@ def _read_count(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give a number of 1 or more")
     return number
-
-
-def write_json(path: Path | None, found: Any) -> None:
-    """Write figures to a file, if one is given."""
-    if path is not None:
-        path.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """Cost of routing replay: forward and backward passes of a mixture of experts, routed natively and by recorded routes.
 
     python scripts/benchmark/routing_replay.py [--hidden 128] [--experts 8] [--top-k 2] [--layers 4] [--tokens 2048]
-        [--pairs 12] [--json FILE]
+        [--pairs 12]
 
 Weights are random, in float32 on a CPU with one thread. With replay, the pass arms the routers, which includes a check
 of the ids, and copies the counts of tokens that entered the experts to the host, as an update does for each
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from recipe.offpolicy.replay.routed_model import RoutedModel, install_replay
-from scripts.harness import add_counts, build_parser, find_median_ratio, take_turns, time_call, write_json
+from scripts.harness import add_counts, build_parser, find_median_ratio, take_turns, time_call
 
 WORDS, ROWS = 512, 16
 
@@ -57,18 +57,9 @@ def run_replayed(model: Any, ids: Tensor, routed: RoutedModel, routes: Tensor) -
     routed.disarm()
 
 
-def measure(native: Callable[[], None], replayed: Callable[[], None], pairs: int) -> dict[str, float]:
-    """Measure the median CPU seconds of both passes, and the median of the pairs' ratios of replayed to native."""
-    sides = {"native": partial(time_call, native), "replayed": partial(time_call, replayed)}
-    spent = {name: [one.cpu for one in each] for name, each in take_turns(sides, pairs).items()}
-    medians = {name: statistics.median(each) for name, each in spent.items()}
-    return medians | {"ratio": find_median_ratio(spent["replayed"], spent["native"]), "pairs": pairs}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = build_parser(__doc__)
     add_counts(parser, hidden=128, experts=8, top_k=2, layers=4, tokens=2048, pairs=12)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     model = build_mixture(given.hidden, given.experts, given.top_k, given.layers)
@@ -78,13 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run_pass(model, ids)
     routes = routed.stack_ids().to(torch.int16)
     routed.disarm()
-    cost = measure(lambda: run_pass(model, ids), lambda: run_replayed(model, ids, routed, routes), given.pairs)
+    passes = {"native": partial(run_pass, model, ids), "replayed": partial(run_replayed, model, ids, routed, routes)}
+    taken = take_turns({name: partial(time_call, each) for name, each in passes.items()}, given.pairs)
+    native, replayed = ([one.cpu for one in taken[name]] for name in passes)
     print(
         f"{given.experts} experts, {given.top_k} a token, {given.layers} layers, hidden {given.hidden}, {ids.numel()} "
-        f"tokens: {cost['native']:.3f} s native, {cost['replayed']:.3f} s replayed, {cost['ratio'] - 1:+.1%} in the "
-        f"median of {given.pairs} pairs"
+        f"tokens: {statistics.median(native):.3f} s native, {statistics.median(replayed):.3f} s replayed, "
+        f"{find_median_ratio(replayed, native) - 1:+.1%} in the median of {given.pairs} pairs"
     )
-    write_json(given.json, cost)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Share of a step that statistics and the recorder take in a real run: the quickstart with Ray, FSDP2 and vLLM.
 
-    python scripts/benchmark/run_share.py [--steps 8] [--json FILE] [hydra overrides]
+    python scripts/benchmark/run_share.py [--steps 8] [hydra overrides]
 
 The statistics' share is the wall time that the worker's training thread takes to measure and fetch them, and that the
 driver takes to merge them, including the checks that each batch has arrived. The recorder's share is the time that it
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.harness import build_parser, list_updates, run_quickstart, write_json
+from scripts.harness import build_parser, list_updates, run_quickstart
 from verl_patches.deferred import after_import
 
 PROOF = "proof.first"
@@ -139,16 +139,13 @@ def format_figures(found: Mapping[str, float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = build_parser(__doc__)
     parser.add_argument("--steps", type=int, default=8, help="2 or more")
-    parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides")
     given = parser.parse_args(arguments)
     if given.steps < 2:
         parser.error(f"--steps: {given.steps}: give 2 or more, the first is left out")
     with tempfile.TemporaryDirectory() as folder:
         metrics = run(given.steps, given.overrides, Path(folder))
-        found = compute_shares(metrics, read_calls(Path(folder)))
-    print(format_figures(found))
-    write_json(given.json, found)
+        print(format_figures(compute_shares(metrics, read_calls(Path(folder)))))
 
 
 # --- code that runs in a process of the run

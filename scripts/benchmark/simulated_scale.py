@@ -1,8 +1,7 @@
 """Measures time and memory of stages, loss, proof, plan and packets by size, on drawn inputs, without Ray or a model.
 
-    python scripts/benchmark/simulated_scale.py [--largest 27] [--memory 20] [--json FILE]
+    python scripts/benchmark/simulated_scale.py [--largest 27] [--memory 20]
     python scripts/benchmark/simulated_scale.py --parts packets plan
-    python scripts/benchmark/simulated_scale.py --quick                              # small sizes, to see that it runs
 
 The number of tokens, including padding, ranges from 2^18 to 2^27, that of rows from 1 000 to 100 000, and that of ranks
 from 8 to 512. Times are the CPU seconds of one thread in a call. User time, which is spent on the computation, is
@@ -28,7 +27,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # also in the processes that measure
 
-from scripts.harness import build_parser, format_markdown, format_row, measure_growth, run_in_fresh_process, write_json
+from scripts.harness import build_parser, format_markdown, format_row, measure_growth, run_in_fresh_process
 
 LEAST_SECONDS = 0.5
 """Minimum total of CPU seconds in a measurement, because the system counts in clock ticks."""
@@ -37,18 +36,12 @@ STEP = 60.0
 SIZES = {"row": (1_000, 10_000, 100_000), "rank": (8, 64, 512)}
 EXPONENTS = (18, 20, 22, 24, 25, 26, 27)
 """Exponents of 2 for the sizes in tokens."""
-QUICK = {"token": (2**13, 2**14), "row": (64, 128), "rank": (2, 4)}
+SMALL = {"token": 2**13, "row": 64, "rank": 2}
+"""Sizes at which a part runs once before it is measured."""
 LEAST_BYTES = 4 << 20
 """Growth in bytes below which only the allocator's own increments are visible."""
 PRELOAD = ("torch", "verl.workers.utils.losses", "recipe.offpolicy.trainer.supervision")
 COLUMNS = ("part", "size", "user, ms", "ns a unit", "system, ns a unit", "MiB", "bytes a unit")
-
-
-def list_sizes(unit: str, largest: int, *, quick: bool) -> tuple[int, ...]:
-    """List the sizes of a part; sizes in tokens go up to 2^largest."""
-    if quick:
-        return QUICK[unit]
-    return SIZES.get(unit) or tuple(2**exponent for exponent in EXPONENTS if exponent <= largest)
 
 
 def measure_part(name: str, size: int) -> dict[str, float]:
@@ -59,7 +52,7 @@ def measure_part(name: str, size: int) -> dict[str, float]:
 
     torch.set_num_threads(1)
     part = PARTS[name]
-    part.build(min(QUICK[part.unit]))()  # imports
+    part.build(SMALL[part.unit])()  # imports
     call = part.build(size)
     grown = measure_growth(call)
     calls, began = 0, resource.getrusage(resource.RUSAGE_SELF)
@@ -85,34 +78,14 @@ def fit_exponent(points: Sequence[tuple[float, float]]) -> float:
     return float(np.polyfit(x, y, 1)[0])
 
 
-def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Fit the exponents of each part over its larger sizes: name -> exponents of its time and its memory."""
-    found = {}
-    for name in dict.fromkeys(row["part"] for row in rows):
-        own = sorted((row for row in rows if row["part"] == name), key=lambda row: row["size"])
-        own = own[(len(own) - 1) // 2 :]
-        grown = [row for row in own if row["bytes"] >= LEAST_BYTES]
-        found[name] = {
-            "time": fit_exponent([(row["size"], row["seconds"]) for row in own]),
-            "memory": fit_exponent([(row["size"], row["bytes"]) for row in grown]),
-        }
-    return found
-
-
-def add_up_driver(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Add up the CPU seconds of the driver's parts, each at its largest size."""
-    largest = {row["part"]: row for row in sorted(rows, key=lambda row: row["size"]) if row["of_driver"]}
-    return sum(row["seconds"] + row["system"] for row in largest.values())
-
-
-def measure(names: Sequence[str], largest: int, memory: float, *, quick: bool) -> list[dict[str, Any]]:
+def measure(names: Sequence[str], largest: int, memory: float) -> list[dict[str, Any]]:
     """Measure the parts at all of their sizes, printing each result at once."""
     from scripts.benchmark.simulated_parts import PARTS
 
     rows = []
     for name in names:
         part = PARTS[name]
-        for size in list_sizes(part.unit, largest, quick=quick):
+        for size in SIZES.get(part.unit) or [2**exponent for exponent in EXPONENTS if exponent <= largest]:
             needed = part.bytes * size / 2**30
             if size > part.largest or needed > memory:
                 why = "a call would take minutes" if size > part.largest else f"about {needed:.0f} GiB"
@@ -150,35 +123,32 @@ def format_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def format_summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format the exponents and the driver's work in a step."""
-    found = summarise(rows).items()
-    cells = [[name, *("-" if math.isnan(x) else f"{x:.2f}" for x in each.values())] for name, each in found]
+    """Format the exponents of each part over the larger half of its sizes, and the driver's work in a step."""
+    cells, driver = [], 0.0
+    for name in dict.fromkeys(row["part"] for row in rows):
+        own = sorted((row for row in rows if row["part"] == name), key=lambda row: row["size"])
+        if own[-1]["of_driver"]:
+            driver += own[-1]["seconds"] + own[-1]["system"]
+        own = own[(len(own) - 1) // 2 :]
+        time = fit_exponent([(row["size"], row["seconds"]) for row in own])
+        memory = fit_exponent([(row["size"], row["bytes"]) for row in own if row["bytes"] >= LEAST_BYTES])
+        cells.append([name, *("-" if math.isnan(x) else f"{x:.2f}" for x in (time, memory))])
     lines = ["", *format_markdown(("part", "exponent of time", "of memory"), cells)]
-    if any(row["of_driver"] for row in rows):
-        seconds = add_up_driver(rows)
-        lines += ["", f"driver: {seconds:.2f} s of CPU time a step, {100 * seconds / STEP:.2f} % of {STEP:.0f} s"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"driver: {driver:.2f} s of CPU time a step, {driver / STEP:.2%} of {STEP:.0f} s"])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     from scripts.benchmark.simulated_parts import PARTS
 
     parser = build_parser(__doc__)
     parser.add_argument("--largest", type=int, default=25, metavar="K", help="tokens up to 2^K")
     parser.add_argument("--memory", type=float, default=6.0, metavar="GIB")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     given = parser.parse_args(arguments)
-    if given.largest < EXPONENTS[0]:
-        parser.error(f"--largest takes {EXPONENTS[0]} or more.")
     print("\n".join(format_markdown(COLUMNS, [])))
-    rows = measure(given.parts, given.largest, given.memory, quick=given.quick)
-    print(format_summary(rows))
-    write_json(given.json, {"rows": rows, "exponents": summarise(rows)})
-    return 0
+    print(format_summary(measure(given.parts, given.largest, given.memory)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,15 +1,14 @@
 """Measures a correction's cost in the worker: forward and backward passes of an update with verl's loss, and with ours.
 
-    python scripts/benchmark/worker_stage.py [--model quickstart] [--mini-batches 2] [--micro-batches 1] [--json FILE]
-        [--rows 64] [--prompt 13] [--response 10] [--pairs 25] [--device cpu] [--shadow]
-        [--centering K] [--vocabulary V]
+    python scripts/benchmark/worker_stage.py [--model quickstart] [--mini-batches 2] [--micro-batches 1] [--rows 64]
+        [--prompt 13] [--response 10] [--pairs 25] [--device cpu] [--centering K] [--vocabulary V]
 
 Each micro-batch consists of the model's forward pass, verl's ``ppo_loss`` (A) or the same loss with a correction (B),
 and the backward pass. The packets are pickled after each mini-batch, as verl gathers metrics, so B's statistics are
 measured and fetched after the last mini-batch. Optimizer steps, and the work of verl's engine around a forward pass,
-are left out. The quickstart's correction is on, with statistics and attribution; ``--shadow`` also reports on a second
-correction; the proof of the first update is off. A and B take turns, and the side that runs first alternates. Figures
-are medians: of one thread's CPU seconds on a CPU, and of wall seconds between synchronisations on a GPU.
+are left out. The quickstart's correction is on, with statistics and attribution; the proof of the first update is off.
+A and B take turns, and the side that runs first alternates. Figures are medians: of one thread's CPU seconds on a CPU,
+and of wall seconds between synchronisations on a GPU.
 
 With ``--centering K``, A is the correction alone, and B is the same correction with score centering over K tokens,
 including the notes and checks of each micro-batch. On a CPU, the growth of the resident set in an update is also
@@ -38,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 
 from recipe.offpolicy.batch.weight_versions import EXTRA_FIELDS
 from recipe.offpolicy.support.token_supports import NOTE, SupportNote, read_supports
-from scripts.benchmark.simulated_parts import CORRECTION, build_batch
-from scripts.harness import add_counts, build_parser, find_median_ratio, measure_growth, take_turns, write_json
+from scripts.benchmark.simulated_parts import CORRECTION, build_actor_config, build_batch
+from scripts.harness import add_counts, build_parser, find_median_ratio, measure_growth, take_turns
 
 SHAPE = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -51,7 +50,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": dict(zip(SHAPE, (16, 16, 1, 2, 1, 32), strict=True)) | {"pad_token_id": 0},
 }
 """Model -> how it differs from the quickstart's model."""
-SHADOW = {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0}}
 OBJECTS = 18
 """Number of columns of a row that are not tensors, in the batches that verl's V1 trainer sends in the quickstart."""
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
@@ -77,7 +75,7 @@ class Sizes:
 
 
 class Spent(NamedTuple):
-    """Seconds of one update: in total, in calls of the loss, and in packing its metrics."""
+    """Seconds of one update: in total, and in calls of the loss and in packing its metrics."""
 
     whole: float
     loss: float
@@ -228,72 +226,55 @@ def update(engine: Engine, mini_batches: Sequence[Sequence[TensorDict]], loss: L
 
 
 def compare(
-    name: str,
-    sizes: Sizes,
-    pairs: int,
-    device: str,
-    *,
-    shadow: bool = False,
-    centering: int | None = None,
-    vocabulary: int | None = None,
+    name: str, sizes: Sizes, pairs: int, device: str, *, centering: int | None = None, vocabulary: int | None = None
 ) -> dict[str, Any]:
-    """Measure the figures, whose names contain their units."""
+    """Measure the figures, whose names contain their units; those of side B have no prefix."""
     from recipe.offpolicy.centering.score_centering import FLAG, CenteringEngine
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from verl.utils import tensordict_utils as tu
-    from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
     torch.set_num_threads(1)
-    rows = sizes.rows * sizes.micro_batches
-    minis = {"ppo_mini_batch_size": rows, "ppo_micro_batch_size_per_gpu": sizes.rows}
-    config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, **minis)
+    config = build_actor_config(sizes.rows)
     model = build_model(name, device, vocabulary)
     batches: list[list[TensorDict]] = [[] for _ in range(sizes.mini_batches)]
     for seed in range(sizes.mini_batches * sizes.micro_batches):
         batch = batches[seed // sizes.micro_batches]
         batch.append(build_micro_batch(model, sizes, seed, last=batch is batches[-1], centering=centering))
-    shadows = {"tis_sequence": CorrectionSpec.from_mapping(SHADOW)} if shadow else {}
-    ours = OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), config, shadows=shadows)
-    sides: dict[str, Callable[[], Spent]] = {}
+    corrected = OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), config)
     if centering is None:
-        sides["verl"] = partial(update, Engine(model), batches, partial(ppo_loss, config))
-        sides["ours"] = partial(update, Engine(model), batches, ours)
+        a = partial(update, Engine(model), batches, partial(ppo_loss, config))
+        b = partial(update, Engine(model), batches, corrected)
     else:
-        sides["uncentred"] = partial(update, Engine(model), batches, ours)
-        spec = CorrectionSpec.from_mapping(CORRECTION | {"centering": centering})
+        a = partial(update, Engine(model), batches, corrected)
         flagged = [[data.copy() for data in micro_batches] for micro_batches in batches]
         for data in (data for micro_batches in flagged for data in micro_batches):
             tu.assign_non_tensor(data, **{FLAG: True})
         centred = Engine(model)
         CenteringEngine(centred)
-        sides["ours"] = partial(update, centred, flagged, OffPolicyLoss(spec, config, shadows=shadows))
-    found = measure(sides, sizes, pairs)
-    if centering is not None:
-        found |= {"centering": centering, "vocabulary": model.config.vocab_size}
-        if device == "cpu":
-            found |= {f"{who}_growth_bytes": measure_growth(side) for who, side in sides.items()}
-    where = device if device == "cpu" else torch.cuda.get_device_name()
-    return {"model": name, "device": where, **asdict(sizes), "pairs": pairs, "shadow": shadow, **found}
-
-
-def measure(sides: dict[str, Callable[[], Spent]], sizes: Sizes, pairs: int) -> dict[str, float]:
-    """Measure two sides in turn, in seconds per micro-batch; names of the second side's figures have no prefix."""
-    spent = take_turns(sides, pairs)
+        spec = CorrectionSpec.from_mapping(CORRECTION | {"centering": centering})
+        b = partial(update, centred, flagged, OffPolicyLoss(spec, config))
+    other = "verl" if centering is None else "uncentred"
+    spent = take_turns({other: a, "ours": b}, pairs)
     each = sizes.micro_batches * sizes.mini_batches
     (base, in_base), (whole, in_loss) = (
-        (statistics.median(seconds) / each for seconds in zip(*spent[who], strict=True)) for who in sides
+        (statistics.median(seconds) / each for seconds in zip(*spent[who], strict=True)) for who in spent
     )
-    other, ours = sides
-    return {
+    found = {
         f"{other}_seconds": base,
         "seconds": whole,
         f"{other}_loss_seconds": in_base,
         "loss_seconds": in_loss,
-        "time_ratio": find_median_ratio(*([one.whole for one in spent[who]] for who in (ours, other))),
+        "time_ratio": find_median_ratio(*([one.whole for one in spent[who]] for who in ("ours", other))),
         "share_in_loss": (in_loss - in_base) / base,
     }
+    if centering is not None:
+        found |= {"centering": centering, "vocabulary": model.config.vocab_size}
+        if device == "cpu":
+            found |= {"uncentred_growth_bytes": measure_growth(a), "ours_growth_bytes": measure_growth(b)}
+    where = device if device == "cpu" else torch.cuda.get_device_name()
+    return {"model": name, "device": where, **asdict(sizes), "pairs": pairs, **found}
 
 
 def format_figures(found: dict[str, Any]) -> str:
@@ -301,9 +282,7 @@ def format_figures(found: dict[str, Any]) -> str:
     centred = "centering" in found
     other, ours = ("without centering", "with it") if centred else ("with verl's loss", "with a correction")
     base, in_base = (found[f"{'uncentred' if centred else 'verl'}_{name}"] for name in ("seconds", "loss_seconds"))
-    more = ""
-    if centred:
-        more = f"\n{found['centering']} of {found['vocabulary']} tokens"
+    more = f"\n{found['centering']} of {found['vocabulary']} tokens" if centred else ""
     if "ours_growth_bytes" in found:
         grown = [found[f"{who}_growth_bytes"] / 2**20 for who in ("uncentred", "ours")]
         more += f"; memory of an update {other}: {grown[0]:.0f} MiB, {ours}: {grown[1]:.0f} MiB"
@@ -329,22 +308,16 @@ def _clock(device: torch.device) -> Callable[[], float]:
     return synchronised
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = build_parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="quickstart")
     add_counts(parser, **asdict(Sizes()), pairs=25)
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device")
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--shadow", action="store_true", help="report on sequence weights next to the correction")
     parser.add_argument("--centering", type=int, metavar="K", help="compare with and without score centering")
     parser.add_argument("--vocabulary", type=int, metavar="V", help="tokens of the model instead of its own")
-    given = parser.parse_args(arguments)
-    sizes = Sizes(**{name: getattr(given, name) for name in asdict(Sizes())})
-    options = {name: getattr(given, name) for name in ("shadow", "centering", "vocabulary")}
-    found = compare(given.model, sizes, given.pairs, given.device, **options)
-    print(format_figures(found))
-    write_json(given.json, found)
-    return found
+    given = vars(parser.parse_args(arguments))
+    sizes = Sizes(**{name: given.pop(name) for name in asdict(Sizes())})
+    print(format_figures(compare(given.pop("model"), sizes, **given)))
 
 
 if __name__ == "__main__":

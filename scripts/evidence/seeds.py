@@ -14,10 +14,11 @@ import numpy as np
 import pandas
 from numpy.typing import ArrayLike
 
+from scripts import harness
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROOT = Path(__file__).resolve().parents[2]
 DRAWS = 10_000
 Run = TypeVar("Run", bound="Planned")
 
@@ -57,7 +58,7 @@ class Planned:
 
 def build_parser(about: str | None) -> argparse.ArgumentParser:
     """Build the options of a command that makes the runs of a plan."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.build_parser(about)
     parser.add_argument("names", nargs="*", help="of runs, or of what several have in common")
     parser.add_argument("--list", action="store_true", help="every run, whether it has finished, and its time")
     parser.add_argument("--hours", type=float, default=float("inf"), help="start no run that would end later")

@@ -229,16 +229,21 @@ class Spelling:
 
 @torch.no_grad()
 def sample(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, greedy: bool = False
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    greedy: bool = False,
+    most: int = arms.MAX_TOKENS,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Sample an answer to each prompt at temperature 1.
+    """Sample an answer of at most ``most`` tokens to each prompt at temperature 1.
 
     Returns:
         Per row: (T,) token ids including the end of sequence, their log mu, (T,), and log mu of the whole vocabulary,
         (T, V).
     """
     padded, attention = pad_left([list(each) for each in prompts], tokenizer.pad_token_id)
-    sampling = {"do_sample": not greedy, "top_k": 0, "max_new_tokens": arms.MAX_TOKENS}
+    sampling = {"do_sample": not greedy, "top_k": 0, "max_new_tokens": most}
     given = {"input_ids": padded, "attention_mask": attention, "pad_token_id": tokenizer.pad_token_id}
     found = model.generate(**given, **sampling, output_logits=True, return_dict_in_generate=True)
     ids = found.sequences[:, padded.shape[1] :]
@@ -354,7 +359,7 @@ def make(run: Planned, train_from: Callable[[Path], Records], out: Path) -> str:
     records = train_from(model)
     seconds = time.time() - began
     card = {"arm": run.setting, "seed": run.seed, "outcome": "finished", "wall_seconds": seconds}
-    results.append(results.build_rows(card, records), out)
+    results.append(card, records, out)
     return f"exact match {records[-1][1][results.COLUMNS['exact']]:.3f}, {seconds:.0f} s"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,6 @@ IN_PROCESS = DATA.with_name("results_in_process.parquet")
 OTHER_START = DATA.with_name("results_in_process_other_start.parquet")
 """In-process results that start from the weights of another warm start; no verdict uses them."""
 START_WEIGHTS = DATA.with_name("start_weights.safetensors")
-MACHINE_FAILURES = DATA.with_name("machine_failures.csv")
-"""Runs that the machine ended and that were therefore repeated once, one per line."""
 
 COLUMNS = {
     "exact": "val-aux/reasoning_gym/spell_backward/exact/mean@1",
@@ -38,41 +35,28 @@ COLUMNS = {
 """Column -> verl's metric; NaN in steps that did not log the metric."""
 
 
-def build_rows(
-    run: Mapping[str, Any],
-    records: Sequence[tuple[int, Mapping[str, Any]]],
-    columns: Mapping[str, str] = COLUMNS,
-) -> list[dict[str, Any]]:
-    """Build a run's rows from its metrics, which are pairs of a step and the line that verl's file logger wrote.
-
-    Args:
-        run: columns that are equal in all rows: ``arm``, ``seed``, ``outcome`` ("finished", or how it died), ...
-        columns: column of the results -> verl's metric.
-    """
-    return [
-        {**run, "step": step, **{name: _number(data.get(key)) for name, key in columns.items()}}
-        for step, data in records
-    ]
-
-
-def _number(value: float | None) -> float:
-    """Convert a metric to a number; verl's file logger writes NaN as null."""
-    return math.nan if value is None else float(value)
-
-
-def read(path: Path | None = None) -> pandas.DataFrame:
-    """Read the results, by default those of the whole runs; the table is empty if nothing has been run."""
-    path = path or DATA
+def read(path: Path = DATA) -> pandas.DataFrame:
+    """Read results; the table is empty if nothing has been run."""
     if path.exists():
         return pandas.read_parquet(path)
-    return pandas.DataFrame({name: [] for name in ("arm", "seed", "outcome", "step", *COLUMNS)})
+    return pandas.DataFrame(columns=["arm", "seed", "outcome", "wall_seconds", "step", *COLUMNS])
 
 
-def append(rows: Sequence[Mapping[str, Any]], path: Path | None = None) -> None:
-    """Add the rows of one run; the file is replaced atomically, so that a killed process loses at most that run."""
-    path = path or DATA
-    whole = pandas.DataFrame(list(rows))
-    whole = whole.astype(dict.fromkeys(whole.select_dtypes("float").columns, "float32"))
+def append(
+    run: Mapping[str, Any],
+    records: Sequence[tuple[int, Mapping[str, Any]]],
+    path: Path,
+    columns: Mapping[str, str] = COLUMNS,
+) -> None:
+    """Add one run; the file is replaced atomically, so that a killed process loses at most that run.
+
+    Args:
+        run: values that are equal in all rows: ``arm``, ``seed``, ``outcome`` ("finished", or how it died), ...
+        records: pairs of a step and the line that verl's file logger wrote; that logger writes NaN as null.
+        columns: column of the results -> verl's metric.
+    """
+    rows = [{**run, "step": step, **{name: data.get(key) for name, key in columns.items()}} for step, data in records]
+    whole = pandas.DataFrame(rows).astype(dict.fromkeys(("wall_seconds", *columns), "float32"))
     if path.exists():
         whole = pandas.concat([read(path), whole], ignore_index=True)
     partly = path.with_suffix(".partly")
@@ -80,25 +64,7 @@ def append(rows: Sequence[Mapping[str, Any]], path: Path | None = None) -> None:
     os.replace(partly, path)
 
 
-def note_machine_failure(run: Mapping[str, Any], path: Path | None = None) -> bool:
-    """Record a run that the machine ended; return True if it may be repeated once, False if it was recorded before."""
-    path = path or MACHINE_FAILURES
-    line = pandas.DataFrame([dict(run)])
-    if path.exists():
-        noted = pandas.read_csv(path)
-        if ((noted["arm"] == run["arm"]) & (noted["seed"] == run["seed"])).any():
-            return False
-        line = pandas.concat([noted, line], ignore_index=True)
-    line.to_csv(path, index=False)
-    return True
-
-
-def describe_finished(path: Path | None = None) -> dict[tuple[str, int], str]:
+def describe_finished(path: Path = DATA) -> dict[tuple[str, int], str]:
     """Describe, by arm and seed, how each run that need not be repeated ended, and how long it took."""
-    found = read(path)
-    if found.empty:
-        return {}
-    first = found.groupby(["arm", "seed"])[["outcome", "wall_seconds"]].first()
-    return {
-        (str(arm), int(seed)): f"{outcome} in {seconds:.0f} s" for (arm, seed), outcome, seconds in first.itertuples()
-    }
+    runs = read(path).drop_duplicates(["arm", "seed"])[["arm", "seed", "outcome", "wall_seconds"]]
+    return {(str(arm), int(seed)): f"{outcome} in {seconds:.0f} s" for arm, seed, outcome, seconds in runs.to_numpy()}

@@ -59,12 +59,6 @@ def find_start_model(path: Path = START_MODEL) -> Path:
     return path
 
 
-def build_run(run: Run) -> tuple[list[str], dict[str, str]]:
-    """Build the overrides of a run, and the environment variables that cause its fault."""
-    overrides = [*run.arm.overrides, quote("actor_rollout_ref.model.path", find_start_model()), f"data.seed={run.seed}"]
-    return add_lag(run.arm.lag, overrides)
-
-
 def add_lag(lag: int, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Add overrides and environment variables so that the engine samples with weights from ``lag`` syncs ago."""
     if not lag:
@@ -85,40 +79,31 @@ def describe_code() -> dict[str, str | None]:
 
 def make(run: Run) -> str:
     """Make one run and store its steps; return how the run ended."""
-    overrides, environment = build_run(run)
-    return make_quickstart(run, overrides, environment, LOGS, results.DATA, results.COLUMNS)
+    overrides = [*run.arm.overrides, quote("actor_rollout_ref.model.path", find_start_model()), f"data.seed={run.seed}"]
+    return make_quickstart(run, *add_lag(run.arm.lag, overrides), LOGS, results.DATA, results.COLUMNS)
 
 
 def make_quickstart(
     run: Run, overrides: list[str], environment: Mapping[str, str], logs: Path, data: Path, columns: Mapping[str, str]
 ) -> str:
-    """Make one run of the quickstart and store its steps; return how the run ended.
+    """Make one run of the quickstart and store its steps, unless the machine ended it; return how the run ended.
 
     Args:
         logs: folder for the run's log.
-        data: Parquet file to which the run's steps are added; runs that the machine ended are recorded next to this
-            file.
+        data: Parquet file to which the run's steps are added.
         columns: column of ``data`` -> verl's metric.
     """
     logs.mkdir(parents=True, exist_ok=True)
     began = time.time()
     ended = run_quickstart(overrides, logs / f"{run.name}.log", limit=LIMIT * run.seconds, environment=environment)
-    trained = len(list_updates(ended.records))
-    outcome = "time limit" if ended.code is None else f"ended with {ended.code}"
-    if trained >= run.arm.steps:
-        outcome = "finished"
-    elif SHORT_OF_MEMORY in ended.log:
-        outcome = "out of memory"
-    seconds = time.time() - began
+    trained, seconds = len(list_updates(ended.records)), time.time() - began
+    outcome = "finished" if trained >= run.arm.steps else f"ended with {ended.code}"
+    if outcome != "finished" and (ended.code is None or SHORT_OF_MEMORY in ended.log):
+        return f"ended by its time limit or for lack of memory, {trained} steps; the next call repeats it"
     card = {"arm": run.setting, "seed": run.seed, "outcome": outcome, "wall_seconds": round(seconds, 1)}
-    said = f"{outcome}, {trained} steps, {seconds:.0f} s"
-    failures = data.with_name(results.MACHINE_FAILURES.name)
-    by_machine = outcome in ("out of memory", "time limit")
-    if by_machine and results.note_machine_failure({**card, "steps": trained}, failures):
-        return f"{said}; it is made once more at the next call"
     if ended.records:
-        results.append(results.build_rows({**card, **describe_code()}, ended.records, columns), data)
-    return said
+        results.append({**card, **describe_code()}, ended.records, data, columns)
+    return f"{outcome}, {trained} steps, {seconds:.0f} s"
 
 
 def unwind_when_terminated() -> None:

@@ -1,15 +1,14 @@
 """Measures length over steps, without and with each kind of penalty, before and after normalisation.
 
-    python scripts/evidence/free_length/free_length.py run MODEL [--seeds 8] [--steps 30] [--out OUT] [--seconds S]
+    python scripts/evidence/free_length/free_length.py run MODEL [--seeds 8] [--steps 30] [--out OUT]
     python scripts/evidence/free_length/free_length.py show MEASURED.csv [--png FILE]
     python scripts/evidence/free_length/free_length.py collect FOLDER [--out measured_verl.csv]
 
 `python -m scripts.quickstart.prepare --cache DIR free_length_model` makes MODEL. `run` skips the runs that OUT
-(default: outputs/free_length) already contains, and does not start another run after S seconds; a second call
-continues. It writes the figures of all runs to OUT/measured.csv. `show` prints them as a table and checks whether they
-meet the expectations fixed beforehand; docs/evidence/length.md presents the measured.csv in this script's folder.
-`collect` does the same with metrics.jsonl of full runs on verl, `TASK=free_length bash scripts/quickstart.sh`, copied
-to FOLDER as none-1.jsonl and uniform-after-1.jsonl.
+(default: outputs/free_length) already contains, and writes the figures of all runs to OUT/measured.csv. `show` prints
+them as a table and checks whether they meet the expectations fixed beforehand; docs/evidence/length.md presents the
+measured.csv in this script's folder. `collect` does the same with metrics.jsonl of full runs on verl,
+`TASK=free_length bash scripts/quickstart.sh`, copied to FOLDER as none-1.jsonl and uniform-after-1.jsonl.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +26,22 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before import
     sys.exit(print(__doc__))
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 import numpy as np
 import pandas
 import torch
+from collapse.in_process import sample
 from omegaconf import OmegaConf
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from recipe.offpolicy.analysis.plotting import apply_style, create_axes, save
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.trainer.batch_view import DataProtoBatch
-from scripts.harness import read_records
+from scripts.harness import build_parser, format_markdown, read_records
 from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS
 from scripts.quickstart.reward import score_last_word
 from scripts.quickstart.task import Entry, TaskSettings, splits
@@ -69,16 +67,6 @@ PROMPTS, ROWS, RATE = 8, 8, 3e-4
 """Number of prompts per in-process training step, number of answers per prompt, and learning rate."""
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """One batch of answers, right-padded (B, T)."""
-
-    prompts: list[list[int]]
-    tokens: Tensor
-    log_probs: Tensor
-    mask: Tensor
-
-
 def build_penalty(arm: str) -> LengthPenalty:
     """Build the extension of an arm; anchors are kept by source, because no prompt is repeated here."""
     kind, _, place = arm.partition("/")
@@ -89,48 +77,24 @@ def build_penalty(arm: str) -> LengthPenalty:
     return penalty
 
 
-@torch.no_grad()
-def sample(model: Qwen2ForCausalLM, prompts: Sequence[list[int]], pad: int, end: int, rng: torch.Generator) -> Sampled:
-    """Sample an answer to each prompt at temperature 1."""
-    ids, there = pad_left(prompts, pad)
+def score_tokens(
+    model: Qwen2ForCausalLM, prompts: Sequence[list[int]], tokens: Tensor, mask: Tensor, pad: int
+) -> Tensor:
+    """Compute log pi of sampled tokens, (B, T), right-padded, with their gradient."""
+    padded, given = pad_left(list(prompts), pad)
+    ids, there = torch.cat([padded, tokens], -1), torch.cat([given, mask.long()], -1)
     places = (there.cumsum(-1) - 1).clamp(min=0)
-    out = model(input_ids=ids, attention_mask=there, position_ids=places, use_cache=True)
-    place, alive = places[:, -1:], torch.ones(len(prompts), dtype=torch.bool)
-    tokens, log_probs, masks = [], [], []
-    for _ in range(MOST_TOKENS):
-        scores = out.logits[:, -1].log_softmax(-1)
-        chosen = torch.multinomial(scores.exp(), 1, generator=rng)
-        tokens.append(chosen[:, 0])
-        log_probs.append(scores.gather(1, chosen)[:, 0])
-        masks.append(alive.clone())
-        alive &= chosen[:, 0] != end
-        if not alive.any():
-            break
-        place = place + 1
-        there = torch.cat([there, torch.ones_like(place)], -1)
-        past = out.past_key_values
-        out = model(input_ids=chosen, attention_mask=there, position_ids=place, past_key_values=past, use_cache=True)
-    return Sampled(list(prompts), torch.stack(tokens, 1), torch.stack(log_probs, 1), torch.stack(masks, 1))
+    logits = model(input_ids=ids, attention_mask=there, position_ids=places).logits[:, padded.shape[1] - 1 : -1]
+    return logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0] * mask
 
 
-def score_tokens(model: Qwen2ForCausalLM, found: Sampled, rows: Sequence[int], pad: int) -> Tensor:
-    """Compute log pi of the sampled tokens of some rows, (b, T), with their gradient."""
-    prompts, given = pad_left([found.prompts[row] for row in rows], pad)
-    mask = found.mask[rows]
-    answers = torch.where(mask, found.tokens[rows], pad)
-    ids, there = torch.cat([prompts, answers], -1), torch.cat([given, mask.long()], -1)
-    places = (there.cumsum(-1) - 1).clamp(min=0)
-    logits = model(input_ids=ids, attention_mask=there, position_ids=places).logits[:, prompts.shape[1] - 1 : -1]
-    return logits.log_softmax(-1).gather(2, answers[..., None])[..., 0] * mask
-
-
-def estimate(found: Sampled, scores: Tensor, penalty: LengthPenalty, step: int) -> Tensor:
-    """Compute verl's GRPO advantages with the penalty applied around it, (B, T)."""
-    mask, count = found.mask, len(scores)
+def estimate(tokens: Tensor, mask: Tensor, scores: Tensor, penalty: LengthPenalty, step: int) -> Tensor:
+    """Compute verl's GRPO advantages of right-padded answers, with the penalty applied around it, (B, T)."""
+    count = len(scores)
     rewards = torch.zeros(mask.shape)
     rewards[torch.arange(count), mask.sum(-1) - 1] = scores
     ones = torch.ones(count, 1, dtype=torch.int64)
-    columns = {"prompts": ones, "responses": found.tokens, "response_mask": mask.long(), "token_level_scores": rewards}
+    columns = {"prompts": ones, "responses": tokens, "response_mask": mask.long(), "token_level_scores": rewards}
     batch = DataProto.from_dict(columns | {"attention_mask": torch.cat([ones, mask.long()], -1)})
     batch.batch["token_level_rewards"] = rewards
     uids = np.array([str(row // ROWS) for row in range(count)], dtype=object)
@@ -148,9 +112,8 @@ def estimate(found: Sampled, scores: Tensor, penalty: LengthPenalty, step: int) 
 def train(arm: str, seed: int, folder: Path, entries: Sequence[Entry], steps: int) -> list[dict[str, Any]]:
     """Train from the warm start in ``folder``; return lengths, penalties and share of correct answers at each step."""
     torch.manual_seed(seed)
-    rng, order = torch.Generator().manual_seed(seed), random.Random(seed)
+    order = random.Random(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
     config = FSDPActorConfig(
@@ -160,25 +123,28 @@ def train(arm: str, seed: int, folder: Path, entries: Sequence[Entry], steps: in
     penalty, history = build_penalty(arm), []
     for step in range(1, steps + 1):
         chosen = [entry for entry in order.sample(list(entries), PROMPTS) for _ in range(ROWS)]
-        found = sample(model, tokenize_prompts(tokenizer, [entry["question"] for entry in chosen]), pad, end, rng)
-        texts = [
-            tokenizer.decode(t[m].tolist(), skip_special_tokens=True)
-            for t, m in zip(found.tokens, found.mask, strict=True)
-        ]
+        prompts = tokenize_prompts(tokenizer, [entry["question"] for entry in chosen])
+        answers, log_mu, _ = sample(model, tokenizer, prompts, most=MOST_TOKENS)
+        texts = tokenizer.batch_decode([answer.tolist() for answer in answers], skip_special_tokens=True)
         scores = torch.tensor([score_last_word("", text, e["answer"]) for text, e in zip(texts, chosen, strict=True)])
-        advantages = estimate(found, scores, penalty, step)
+        tokens = pad_sequence(answers, batch_first=True, padding_value=tokenizer.pad_token_id)
+        mask = pad_sequence([torch.ones(len(answer)) for answer in answers], batch_first=True)
+        old = pad_sequence(log_mu, batch_first=True)
+        advantages = estimate(tokens, mask.bool(), scores, penalty, step)
         # There are two gradient steps on each batch, as in the quickstart.
         for rows in torch.arange(len(chosen)).tensor_split(2):
-            log_prob = score_tokens(model, found, rows.tolist(), pad)
-            old, mask = found.log_probs[rows] * found.mask[rows], found.mask[rows].float()
-            loss, _ = compute_policy_loss_vanilla(old, log_prob, advantages[rows], mask, "token-mean", config)
+            of_rows = [prompts[row] for row in rows.tolist()]
+            log_prob = score_tokens(model, of_rows, tokens[rows], mask[rows], tokenizer.pad_token_id)
+            loss, _ = compute_policy_loss_vanilla(
+                old[rows], log_prob, advantages[rows], mask[rows], "token-mean", config
+            )
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         data = {name: value for name, value in penalty.metrics().items() if name.startswith("length/")}
-        data["response_length/mean"] = float(found.mask.sum(-1).float().mean())
-        history.append({"step": step, "data": data | {"critic/score/mean": float(scores.mean())}})
+        data |= {"response_length/mean": float(mask.sum(-1).mean()), "critic/score/mean": float(scores.mean())}
+        history.append({"step": step, "data": data})
     return history
 
 
@@ -245,24 +211,18 @@ def judge(ends: pandas.DataFrame) -> list[tuple[str, bool, str]]:
     return found
 
 
-def format_arms(ends: pandas.DataFrame) -> dict[str, list[str]]:
-    """Format the seeds of each arm, their means, and the range of the last length."""
-    found = {}
+def print_table(ends: pandas.DataFrame) -> None:
+    """Print the seeds of each arm, their means, and the range of the last length."""
+    rows = []
     for arm in ends.index.unique("arm"):
         each = ends.loc[arm]
         first, right_first, last, right_last = each.mean()
         least_to_most = f"{each['tokens_last'].min():.1f} to {each['tokens_last'].max():.1f}"
-        lengths = f"{first:.1f}", f"{last:.1f}", least_to_most
-        found[arm] = [str(len(each)), *lengths, f"{right_first:.3f}", f"{right_last:.3f}"]
-    return found
-
-
-def print_table(ends: pandas.DataFrame) -> None:
-    """Print the table of all runs."""
-    table = Table("arm", "seeds", "tokens, first", "tokens, last", "least to most", "right, first", "right, last")
-    for arm, cells in format_arms(ends).items():
-        table.add_row(arm, *cells)
-    Console(width=120).print(table)
+        rows.append(
+            (arm, len(each), f"{first:.1f}", f"{last:.1f}", least_to_most, f"{right_first:.3f}", f"{right_last:.3f}")
+        )
+    headings = ("arm", "seeds", "tokens, first", "tokens, last", "least to most", "right, first", "right, last")
+    print("\n".join(format_markdown(headings, rows)))
 
 
 def draw(measured: pandas.DataFrame, path: Path) -> None:
@@ -292,13 +252,10 @@ def run(options: argparse.Namespace) -> None:
     for seed in range(options.seeds):
         for arm in ARMS:
             path = options.out / f"{arm.replace('/', '-')}-{seed}.jsonl"
-            if not path.exists() and time.monotonic() - start < options.seconds:
+            if not path.exists():
                 history = train(arm, seed, options.model, entries, options.steps)
-                draft = path.with_suffix(".draft")
-                draft.write_text("".join(json.dumps(each) + "\n" for each in history))
-                draft.rename(path)
-                seconds = f"{time.monotonic() - start:.0f} s, {time.process_time():.0f} s of a core"
-                print(f"{path.name}: {seconds}", flush=True)
+                path.write_text("".join(json.dumps(each) + "\n" for each in history))
+                print(f"{path.name}: {time.monotonic() - start:.0f} s", flush=True)
     write_measured(read_runs(options.out), options.out / "measured.csv")
 
 
@@ -322,14 +279,13 @@ def collect(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run, show or collect."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     commands = parser.add_subparsers(required=True)
     running, showing, collecting = (commands.add_parser(each.__name__) for each in (run, show, collect))
     running.add_argument("model", type=Path)
     running.add_argument("--seeds", type=int, default=8)
     running.add_argument("--steps", type=int, default=30)
     running.add_argument("--out", type=Path, default=ROOT / "outputs" / "free_length")
-    running.add_argument("--seconds", type=float, default=float("inf"))
     running.set_defaults(command=run)
     showing.add_argument("measured", type=Path)
     showing.add_argument("--png", type=Path)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 Part = Literal["tuning", "held_out"]
+DATA: Final = Path(__file__).resolve().parents[3] / "tests" / "data" / "faults"
+"""Folder of the recordings: PART/NAME-SEED."""
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _TRUNCATED: Final = "correction.allow_truncated_sampling=true"

@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
-from injected_faults.cases import CASES, FaultCase
+from injected_faults.cases import CASES, DATA, FaultCase
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from recipe.offpolicy.recording import Recording
@@ -41,7 +41,6 @@ from scripts.quickstart.prepare import prepare
 from scripts.quickstart.task import TaskSettings, get_instruction, splits, write_parquet
 from scripts.quickstart.warm_start import warm_start
 
-DATA = ROOT / "tests" / "data" / "faults"
 ROWS = 128
 TOKENS = 1000
 """Number of valid tokens per step that is sufficient; if rows are longer, fewer prompts are kept."""
@@ -154,25 +153,21 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
         f"data.seed={case.seed}",
         *(override.format(models=work / "models", here=HERE) for override in case.overrides),
     ]
+    cache_log = recording.with_name(f"{recording.name}.cache.jsonl")
+    cache_log.unlink(missing_ok=True)
     environment = {
         "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,inject",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
-        "OFFPOLICY_INJECT_CACHE": str(cache_log(recording)),
+        "OFFPOLICY_INJECT_CACHE": str(cache_log),
         **case.environment,
     }
-    cache_log(recording).unlink(missing_ok=True)
-    log = recording.with_suffix(".log")
+    log = recording.with_name(f"{recording.name}.log")
     print(f"{recording.name}: {' '.join(overrides)}", flush=True)
     # The quickstart's verdict depends on the held-out score, which is not measured in these short runs.
     run_quickstart(overrides, log, limit=LIMIT, environment=environment)
     made = Recording(recording).steps if recording.is_dir() else []
     if len(made) < case.steps:
         raise RuntimeError(f"{recording.name}: {len(made)} of {case.steps} steps were recorded, see {log}")
-
-
-def cache_log(recording: Path) -> Path:
-    """Return the path to which ``inject`` logs what came from the engine's prefix cache."""
-    return recording.with_name(f"{recording.name}.cache.jsonl")
 
 
 def keep(recording: Path, target: Path, case: FaultCase) -> None:
@@ -198,8 +193,8 @@ def keep(recording: Path, target: Path, case: FaultCase) -> None:
         "overrides": list(case.overrides),
         "environment": dict(case.environment),
     }
-    if cache_log(recording).exists():
-        served = [json.loads(line) for line in cache_log(recording).read_text().splitlines()]
+    if (cache_log := recording.with_name(f"{recording.name}.cache.jsonl")).exists():
+        served = [json.loads(line) for line in cache_log.read_text().splitlines()]
         injected["served"] = [line for line in served if line["requests"]]
     card = {"release": source.card.get("release"), "path": source.card.get("path"), "injected": injected}
     (target / "run.json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")

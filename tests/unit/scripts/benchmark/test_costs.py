@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from scripts.benchmark import routing_replay, run_share, teacher_cost
+from scripts.benchmark import routing_replay, run_share, teacher_cost, worker_stage
 from scripts.harness import find_median_ratio, take_turns
 from tests.support.fake_teacher import FakeTeacher, serving
-from tests.support.paths import ROOT
-
-FOLDER = ROOT / "scripts" / "benchmark"
-SIZES = {"rows": 3, "prompt": 2, "response": 4, "micro_batches": 2, "mini_batches": 3, "pairs": 2}
 
 
 def test_sides_take_turns_after_a_round_that_does_not_count() -> None:
@@ -44,31 +36,17 @@ def test_each_repeat_asks_about_all_rows(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.verl("==0.9.1")
-def test_the_worker_stage_is_timed_with_and_without_centering(tmp_path: Path) -> None:
-    found, said = time_the_worker_stage(tmp_path, "--centering", "4", "--vocabulary", "64")
-    assert (found["centering"], found["vocabulary"]) == (4, 64)
+def test_the_worker_stage_is_timed_with_centering() -> None:
+    sizes = worker_stage.Sizes(rows=3, prompt=2, response=4, micro_batches=2, mini_batches=3)
+    found = worker_stage.compare("tiny", sizes, 2, "cpu", centering=4, vocabulary=64)
+    assert (found["centering"], found["vocabulary"], found["rows"]) == (4, 64, 3)
     assert {"uncentred_seconds", "uncentred_growth_bytes", "ours_growth_bytes"} < set(found)
-    assert "4 of 64 tokens" in said
+    assert "4 of 64 tokens" in worker_stage.format_figures(found)
 
 
-def time_the_worker_stage(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
-    """The figures without those that were given, and what the command said."""
-    sizes = [argument for name, value in SIZES.items() for argument in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, str(FOLDER / "worker_stage.py"), "--model", "tiny", *sizes, *options, "--json"]
-    result = subprocess.run([*command, str(folder / "figures.json")], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads((folder / "figures.json").read_text())
-    assert {name: found.pop(name) for name in SIZES} == SIZES
-    assert (found.pop("model"), found.pop("device")) == ("tiny", "cpu")
-    return found, result.stdout
-
-
-def test_a_small_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    routing_replay.main(
-        ["--hidden", "32", "--layers", "2", "--tokens", "64", "--pairs", "1", "--json", str(tmp_path / "cost.json")]
-    )
+def test_a_small_model_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    routing_replay.main(["--hidden", "32", "--layers", "2", "--tokens", "64", "--pairs", "1"])
     assert "8 experts, 2 a token, 2 layers, hidden 32, 64 tokens" in capsys.readouterr().out
-    assert json.loads((tmp_path / "cost.json").read_text())["pairs"] == 1
 
 
 # What statistics and the recorder take of a real run's steps: the sums, and the notes of calls that they are of
@@ -95,9 +73,8 @@ def test_the_command_reads_a_run(
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "quickstart.sh").write_text(QUICKSTART)
     monkeypatch.setattr("scripts.harness.ROOT", tmp_path)
-    run_share.main(["--steps", "3", "--json", str(tmp_path / "figures.json"), "correction=gsm"])
-    assert json.loads((tmp_path / "figures.json").read_text())["statistics_share"] == pytest.approx(0.1)
-    assert "200.0 ms in the worker" in capsys.readouterr().out
+    run_share.main(["--steps", "3", "correction=gsm"])
+    assert "200.0 ms in the worker and 0.0 ms in the driver, 10.00 % of a step" in capsys.readouterr().out
     steps, recording, own = (tmp_path / "run" / "arguments").read_text().splitlines()
     assert (steps, own) == ("trainer.total_training_steps=3", "correction=gsm")
     assert recording.startswith("offpolicy.record.dir=")

@@ -16,8 +16,7 @@ from tests.support.paths import ROOT
 SCRIPTS = ROOT / "scripts" / "evidence"
 sys.path.insert(0, str(SCRIPTS))
 
-from injected_faults.cases import CASES, FaultCase  # noqa: E402
-from injected_faults.evaluate import DATA  # noqa: E402
+from injected_faults.cases import CASES, DATA, FaultCase  # noqa: E402
 
 from recipe.offpolicy.analysis.attribution.recorded_tokens import compute_k3  # noqa: E402
 from recipe.offpolicy.recording import Recording  # noqa: E402
