@@ -107,7 +107,7 @@ OF_SUPPORT = {"prepare_model_outputs", "forward_backward_batch"}
     ("ours", "theirs", "wrapped", "seams"),
     [
         ("staleness.client:Attempts", CLIENT, {"generate"}, rollout_seams.VERSIONS),
-        ("staleness.client:VersionedClient", FULLY_ASYNC, {"generate"}, rollout_seams.VERSIONS),
+        ("staleness.client:Requests", FULLY_ASYNC, {"generate"}, rollout_seams.VERSIONS),
         (
             "staleness.buffer:BoundedReplayBuffer",
             "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync",
@@ -115,9 +115,7 @@ OF_SUPPORT = {"prepare_model_outputs", "forward_backward_batch"}
             (*trainer_seams.V1, *trainer_seams.STALENESS),
         ),
         ("replay.fsdp_engine:ReplayingEngine", ENGINE, OF_REPLAY, (*worker_seams.ROUTER_REPLAY, *trainer_seams.V1)),
-        ("replay.routing_replay:RoutedClient", CLIENT, {"generate"}, rollout_seams.VERSIONS),
         ("support.fsdp_engine:LikeliestEngine", ENGINE, OF_SUPPORT, rollout_seams.SUPPORT),
-        ("support.support_replay:SupportAttempts", CLIENT, {"generate"}, rollout_seams.VERSIONS),
     ],
 )
 def test_whatever_a_part_overrides_is_a_seam(ours: str, theirs: str, wrapped: set[str], seams: Any) -> None:
@@ -129,12 +127,10 @@ def test_whatever_a_part_overrides_is_a_seam(ours: str, theirs: str, wrapped: se
 
 @NEWEST
 def test_each_attempt_of_a_resumed_request_goes_by_the_client_that_notes() -> None:
-    from recipe.offpolicy.staleness.client import VersionedClient
-    from recipe.offpolicy.support.support_replay import SupportVersionedClient
+    from recipe.offpolicy.staleness.client import NotingResumingClient
 
-    names = [each.__name__ for each in SupportVersionedClient.__mro__]
-    assert names[1:6] == ["SupportResumingClient", "VersionedClient", CLIENTS[1], "SupportAttempts", "Attempts"]
-    assert [each.__name__ for each in VersionedClient.__mro__[1:4]] == [CLIENTS[1], "Attempts", CLIENTS[0]]
+    names = [each.__name__ for each in NotingResumingClient.__mro__]
+    assert names[1:5] == ["Requests", CLIENTS[1], "Attempts", CLIENTS[0]]
 
 
 def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:

@@ -118,12 +118,11 @@ class AddOns:
 
     def on_resumed(self) -> None:
         """Let add-ons continue after verl has loaded a checkpoint."""
-        for add_on in self._all:
-            add_on.on_resumed()
+        self._each("on_resumed")
 
     def batch_flags(self) -> dict[str, Any]:
         """Collect the flags sent to the workers with a batch."""
-        return {name: value for add_on in self._all for name, value in add_on.batch_flags().items()}
+        return _merge(self._each("batch_flags"))
 
     def before_update(self) -> None:
         """Let add-ons finish any work that an update would disturb."""
@@ -131,8 +130,7 @@ class AddOns:
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
         """Let add-ons remove their reports from the workers' metrics."""
-        for add_on in self._all:
-            add_on.on_update(metrics, batch)
+        self._each("on_update", metrics, batch)
 
     def _each(self, hook: str, *args: Any) -> list[Any]:
         """Call ``hook`` of each add-on, in the add-on's own watchdog phase."""
@@ -301,7 +299,7 @@ class AddOns:
 
     def metrics(self) -> dict[str, float]:
         """Collect the metrics of the last update, by full name."""
-        return self._judged | {name: value for each in self._each("metrics") for name, value in each.items()}
+        return self._judged | _merge(self._each("metrics"))
 
     # Validation and checkpoints ------------------------------------------------------------------------------
 
@@ -315,8 +313,7 @@ class AddOns:
         self, sources: Sequence[Any], uids: Sequence[Any], values: Mapping[str, Sequence[Any]]
     ) -> dict[str, float]:
         """Compute all extensions' metrics of one validation."""
-        found = self._each("validation_metrics", sources, uids, values)
-        return {name: value for each in found for name, value in each.items()}
+        return _merge(self._each("validation_metrics", sources, uids, values))
 
     @property
     def rate_limit_state(self) -> Mapping[str, Any] | None:
@@ -369,6 +366,10 @@ class AddOns:
 
 def _call(hook: Callable[..., Any], run: Callable[..., Any], more: Sequence[Any], *given: Any) -> Any:
     return hook(run, *given, *more)
+
+
+def _merge(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for each in found for name, value in each.items()}
 
 
 def _section(add_on: AddOn) -> str:

@@ -1,4 +1,4 @@
-"""The views of a batch that add-ons read, and the parts of a V1 trainer's run that they call outside their hooks.
+"""The views of a batch that add-ons read.
 
 ``BatchView`` and ``PromptView`` are identical on verl's V1 (TransferQueue) and V0 (DataProto) trainers. ``Sessions``
 has one entry per rollout. ``LossRows`` is a micro-batch in the worker's loss, of engines or of legacy
@@ -8,14 +8,13 @@ actors.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -26,11 +25,6 @@ from ..batch.padding import Layout, pad_column
 from ..batch.plan import mini_batch_mean
 from ..correction import Statistic
 from ..proof.rewards import check_rewards
-
-if TYPE_CHECKING:
-    from ..batch.plan import BatchSplit
-    from ..monitor.step_cost import StepCost
-    from ..recording.run import RunRecord
 
 
 class BatchView(Protocol):
@@ -307,41 +301,3 @@ class LossRows:
     def _dense(self, name: str) -> Tensor:
         values: Tensor = self._data[name]
         return values if self._layout is None else pad_column(values, self._layout, name)
-
-
-class V1Run(Protocol):
-    """Interface of a V1 trainer's run.
-
-    Attributes:
-        trainer: verl's trainer.
-        verls: the trainer's own methods, bound, by name.
-        supervision: supervision of the updates; see ``trainer.supervision``.
-    """
-
-    trainer: Any
-    verls: Any
-    supervision: Any
-    recording: RunRecord
-
-    @property
-    def config(self) -> DictConfig: ...
-
-    @property
-    def global_steps(self) -> int: ...
-
-    @property
-    def workers(self) -> Any:
-        """The worker group of the actor."""
-
-    @property
-    def cost(self) -> StepCost: ...
-
-    def view(self, batch: Any) -> BatchView: ...
-
-    def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
-        """Hash the current columns of all rows, so that the loss stops the run if it reads other values."""
-
-    def split_batch(self) -> BatchSplit: ...
-
-    def take_out(self, batch: Any, why: str, *, masked: Collection[str], silenced: Collection[str]) -> Any:
-        """Tell extensions which rows leave the update, see ``AddOns.take_out``; return the batch to continue with."""

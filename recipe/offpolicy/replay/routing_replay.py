@@ -17,81 +17,45 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.utils.padding import response_from_nested
 
 from ..batch.padding import FORWARD, put_columns, read_columns
 from ..batch.plan import take_reports
 from ..extensions.add_on import AddOn
-from ..extensions.batch_view import V1Run
 from ..proof.verify import LivenessError
 from ..recording.schema import WITHOUT_REPLAY
-from ..staleness.client import RowNotes, VersionedClient, convert
+from ..staleness.client import Request, RowNotes, note_rows
 from .batch_routes import NOTE, REPLAY_STEP, Mode, ReplaySettings, RouteNote
 from .expert_choice import ReplayError
 from .fsdp_engine import AGES, REPORT, FirstLook, RoutingReport, install_in_worker
 
 _rows: RowNotes[RouteNote] = RowNotes(RouteNote)
-"""This class is global because the client is pickled."""
 
 
-class RoutedClient(LLMServerClient):
-    """A version of verl's client that also adds ``NOTE`` to ``extra_fields``.
+def _add_routes(request: Request) -> None:
+    """Add ``NOTE``, and the routes with which the row's tokens were sampled.
 
-    A tool agent keeps the extra fields of its first turn, so this client updates the row's note in those fields.
+    Raises:
+        ReplayError: the server returned no routes.
     """
-
-    shares_ids: bool
-    """True if different rows can have the same request id."""
-
-    async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
-        """Generate as verl's client does, and add the row's note and the routes with which its tokens were sampled.
-
-        Raises:
-            ReplayError: the server returned no routes.
-        """
-        output = await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
-        if output.routed_experts is None:
-            if not output.token_ids:
-                return output
-            raise ReplayError(
-                "the rollout server returned tokens without their routes. Fix: set enable_return_routed_experts in the "
-                "rollout server, or router_replay.mode=disabled."
-            )
-        note = _rows.find(request_id, shared=self.shares_ids)
-        routes = torch.as_tensor(output.routed_experts)
-        output.routed_experts = note.keep_sampled([*prompt_ids, *output.token_ids], routes).numpy()
-        output.extra_fields[NOTE] = note
-        return output
-
-
-class RoutedResumingClient(RoutedClient, FullyAsyncLLMServerClient):
-    """``RoutedClient`` for verl's client that resumes requests aborted by a synchronisation."""
-
-
-class RoutedVersionedClient(RoutedClient, VersionedClient):  # type: ignore[misc]
-    """``RoutedClient`` for the client that records versions per token."""
-
-
-_ROUTED: dict[type, type[RoutedClient]] = {
-    LLMServerClient: RoutedClient,
-    FullyAsyncLLMServerClient: RoutedResumingClient,
-    VersionedClient: RoutedVersionedClient,
-}
+    output = request.output
+    if output.routed_experts is None:
+        if not output.token_ids:
+            return
+        raise ReplayError(
+            "the rollout server returned tokens without their routes. Fix: set enable_return_routed_experts in the "
+            "rollout server, or router_replay.mode=disabled."
+        )
+    note = request.find_note(_rows)
+    routes = torch.as_tensor(output.routed_experts)
+    output.routed_experts = note.keep_sampled([*request.prompt, *output.token_ids], routes).numpy()
+    output.extra_fields[NOTE] = note
 
 
 def note_routes(client: LLMServerClient) -> LLMServerClient:
-    """Replace a client with a client that records routes.
-
-    Raises:
-        ReplayError: the given client is not one of verl's.
-    """
-    if (kind := _ROUTED.get(type(client))) is None:
-        raise ReplayError(
-            f"the client of the rollout servers is {type(client).__name__}, but routes are recorded only for verl's "
-            f"own clients. Fix: use verl's client, or set router_replay.mode=disabled."
-        )
-    return convert(client, kind)
+    """Replace a client with a client that records routes."""
+    return note_rows(client, _add_routes, "routes", "router_replay.mode=disabled", ReplayError)
 
 
 WORSE = 1.1
@@ -226,7 +190,7 @@ class RoutingReplay(AddOn):
         settings: settings of the replay.
     """
 
-    def __init__(self, run: V1Run, settings: ReplaySettings) -> None:
+    def __init__(self, run: Any, settings: ReplaySettings) -> None:
         self._run, self._settings = run, settings
         self._reports: Sequence[RoutingReport] = ()  # of the updates of the current step
 

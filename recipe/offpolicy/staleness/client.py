@@ -1,4 +1,4 @@
-"""A client of verl's rollout servers that records how many tokens each version of the weights sampled.
+"""Clients of verl's rollout servers that note, for each row, what the servers report with its tokens.
 
 A synchronisation of the weights aborts every request; verl's client then resends the prompt and the tokens sampled so
 far. All tokens of an attempt are therefore sampled by one version, which the server reports with the tokens. verl's
@@ -8,9 +8,9 @@ client passes on only the first and the last version.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -44,6 +44,104 @@ class RowNotes(WeakValueDictionary[str, Note], Generic[Note]):
         return own.setdefault(request_id, self._make())
 
 
+class Attempt(NamedTuple):
+    """One attempt of a request: the ids sent, the ids sampled, and the extra fields of the server's answer."""
+
+    prompt: list[int]
+    sampled: list[int]
+    fields: dict[str, Any]
+
+
+class Request(NamedTuple):
+    """One request of a row, with all of its attempts; ``output`` is what verl's client returns."""
+
+    request_id: str
+    shares_ids: bool
+    prompt: list[int]
+    attempts: Sequence[Attempt]
+    output: Any
+
+    def find_note(self, rows: RowNotes[Note]) -> Note:
+        """Find the note of this request's row."""
+        return rows.find(self.request_id, shared=self.shares_ids)
+
+
+Noter = Callable[[Request], None]
+"""Adds a note to the extra fields of a request's output. A tool agent keeps the extra fields of its first turn, so a
+noter updates the row's note in those fields. Clients are pickled, so a noter is a module's function, and notes are kept
+in a global ``RowNotes``."""
+
+_attempts: ContextVar[list[Attempt] | None] = ContextVar("offpolicy_attempts", default=None)
+"""Attempts of the current request."""
+
+
+class Attempts(LLMServerClient):
+    """Client that records each attempt."""
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
+        """Generate in the same way as verl's client."""
+        output = await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
+        if (attempts := _attempts.get()) is not None:
+            attempts.append(Attempt(list(prompt_ids), list(output.token_ids), dict(output.extra_fields)))
+        return output
+
+
+class Requests:
+    """Mixin of a client whose attempts all pass through ``Attempts``: calls its noters after each request."""
+
+    noters: tuple[Noter, ...]
+    shares_ids: bool
+    """True if different rows can have the same request id."""
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
+        """Generate in the same way as verl's client, and add the notes of the row so far to the output."""
+        attempts: list[Attempt] = []
+        token = _attempts.set(attempts)
+        try:
+            output = await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)  # type: ignore[misc]
+        finally:
+            _attempts.reset(token)
+        for noter in self.noters:
+            noter(Request(request_id, self.shares_ids, prompt_ids, attempts, output))
+        return output
+
+
+class NotingClient(Requests, Attempts):
+    """verl's client, with noters."""
+
+
+class NotingResumingClient(Requests, FullyAsyncLLMServerClient, Attempts):
+    """verl's client that resumes requests aborted by a synchronisation, with noters."""
+
+
+_NOTING: dict[type, type[LLMServerClient]] = {
+    LLMServerClient: NotingClient,
+    FullyAsyncLLMServerClient: NotingResumingClient,
+    NotingClient: NotingClient,
+    NotingResumingClient: NotingResumingClient,
+}
+
+
+def note_rows(client: LLMServerClient, noter: Noter, what: str, off: str, error: type[Exception]) -> LLMServerClient:
+    """Replace a client of verl with one that also calls ``noter``, and has the same state.
+
+    Args:
+        what: what is noted, for errors.
+        off: the override that makes the notes unnecessary.
+        error: class of the error if the given client is not one of verl's.
+    """
+    if (kind := _NOTING.get(type(client))) is None:
+        raise error(
+            f"the client of the rollout servers is {type(client).__name__}, but {what} are recorded only for verl's "
+            f"own clients. Fix: use verl's client, or set {off}."
+        )
+    made: Any = object.__new__(kind)
+    # The key is read here rather than in each agent loop's process, where the first access to a configuration is slow.
+    shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
+    made.__dict__.update(vars(client), noters=(*getattr(client, "noters", ()), noter), shares_ids=shares_ids)
+    return made
+
+
 logger = logging.getLogger("verl.offpolicy")
 
 
@@ -59,53 +157,24 @@ class Turns(list[list[Chunk]]):
         self.seals: list[int] = []
 
 
-_attempts: ContextVar[list[Chunk] | None] = ContextVar("offpolicy_attempts", default=None)
-"""Chunks of the current request."""
 _rows: RowNotes[Turns] = RowNotes(Turns)
-"""This is global because the client is pickled."""
 
 
-class Attempts(LLMServerClient):
-    """Client that records (version, number of tokens) for each attempt that sampled a token."""
-
-    async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate in the same way as verl's client."""
-        output = await super().generate(*args, **kwargs)
-        chunks = _attempts.get()
-        if chunks is not None and output.token_ids:
-            chunks.append((output.extra_fields.get("global_steps"), len(output.token_ids)))
-        return output
-
-
-class VersionedClient(FullyAsyncLLMServerClient, Attempts):
-    """verl's resuming client, whose attempts all pass through ``Attempts``; adds ``CHUNKS`` to ``extra_fields``.
-
-    ``CHUNK_SEALS`` lets the trainer check the chunks. A tool agent keeps the extra fields of its first turn, so later
-    turns are added to the lists in those fields.
-    """
-
-    shares_ids: bool
-    """True if different rows can have the same request id."""
-
-    async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        """Generate in the same way as verl's client, and add the chunks of the row so far to the output."""
-        chunks: list[Chunk] = []
-        token = _attempts.set(chunks)
-        try:
-            output = await super().generate(request_id, **kwargs)
-        finally:
-            _attempts.reset(token)
-        if any(version is None for version, _ in chunks):
-            return output
-        if (lost := len(output.token_ids) - sum(tokens for _, tokens in chunks)) > 0:
-            # These tokens come from an attempt that bypassed Attempts; in a run with a limit, they stop the run.
-            chunks.append((UNKNOWN, lost))
-        turns = _rows.find(request_id, shared=self.shares_ids)
-        if chunks:
-            turns.append(chunks)
-            turns.seals.append(hash_turn(chunks))
-        output.extra_fields |= {CHUNKS: turns, CHUNK_SEALS: turns.seals}
-        return output
+def _add_versions(request: Request) -> None:
+    """Add ``CHUNKS``, the (version, number of tokens) of each attempt that sampled a token, and ``CHUNK_SEALS``, which
+    lets the trainer check the chunks."""
+    sampled = [each for each in request.attempts if each.sampled]
+    chunks: list[Any] = [(each.fields.get("global_steps"), len(each.sampled)) for each in sampled]
+    if any(version is None for version, _ in chunks):
+        return
+    if (lost := len(request.output.token_ids) - sum(tokens for _, tokens in chunks)) > 0:
+        # These tokens come from an attempt that bypassed Attempts; in a run with a limit, they stop the run.
+        chunks.append((UNKNOWN, lost))
+    turns = request.find_note(_rows)
+    if chunks:
+        turns.append(chunks)
+        turns.seals.append(hash_turn(chunks))
+    request.output.extra_fields |= {CHUNKS: turns, CHUNK_SEALS: turns.seals}
 
 
 def note_versions(client: LLMServerClient) -> LLMServerClient:
@@ -116,13 +185,4 @@ def note_versions(client: LLMServerClient) -> LLMServerClient:
             type(client).__name__,
         )
         return client
-    return convert(client, VersionedClient)
-
-
-def convert(client: LLMServerClient, kind: type[LLMServerClient]) -> LLMServerClient:
-    """Make a client of another class that has the same state, and set ``shares_ids``."""
-    made: Any = object.__new__(kind)
-    made.__dict__.update(vars(client))
-    # The key is read here rather than in each agent loop's process, where the first access to a configuration is slow.
-    made.shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
-    return made
+    return note_rows(client, _add_versions, "versions", "offpolicy.staleness.eta=null", TypeError)

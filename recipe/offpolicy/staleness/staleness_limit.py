@@ -24,7 +24,6 @@ from ..batch.padding import put_columns, read_columns, zero_rows
 from ..batch.weight_versions import EXTRA_FIELDS
 from ..correction.decisions import assign_mini_batches
 from ..extensions.add_on import AddOn
-from ..extensions.batch_view import V1Run
 from ..fault_tolerance.checkpoints import find_changes, find_record, read_staleness
 from ..fault_tolerance.state_schema import restoring
 from ..proof.rollout_log_probs import SAMPLED, name_missing_column
@@ -56,7 +55,7 @@ class StalenessLimit(AddOn):
 
     clock = staticmethod(time.monotonic)
 
-    def __init__(self, run: V1Run, settings: StalenessSettings) -> None:
+    def __init__(self, run: Any, settings: StalenessSettings) -> None:
         self._run, self.settings = run, settings
         self.rate_limit = RateLimit(settings.eta, run.config.data.train_batch_size)
         self.age_limit = AgeLimit(self.rate_limit.eta)

@@ -26,7 +26,7 @@ from ..correction.problem import Requirement, find_unmet, set_to
 from ..extensions.add_on import AddOn
 
 if TYPE_CHECKING:
-    from ..extensions.batch_view import BatchView, V1Run
+    from ..extensions.batch_view import BatchView
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -123,7 +123,7 @@ class WeightSnapshots(AddOn):
         settings: settings of the snapshots.
     """
 
-    def __init__(self, run: V1Run, settings: SnapshotSettings) -> None:
+    def __init__(self, run: Any, settings: SnapshotSettings) -> None:
         self._run, self._settings = run, settings
         self._kept: deque[str] = deque()  # names of the kept weights, the current ones last
         self._told: list[int] = []  # lags that were logged

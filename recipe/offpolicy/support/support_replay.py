@@ -20,7 +20,7 @@ import ray
 from omegaconf import DictConfig
 from vllm.logprobs import FlatLogprobs, Logprob
 
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout import vllm_async_server
 from verl_patches import rollout_seams
@@ -29,7 +29,7 @@ from verl_patches.contract import check_all
 from ..batch.plan import take_reports
 from ..extensions.add_on import AddOn
 from ..proof.verify import LivenessError
-from ..staleness.client import RowNotes, VersionedClient, convert
+from ..staleness.client import Request, RowNotes, note_rows
 from .fsdp_engine import FLAG, REPORT, SupportReport, install_support
 from .support_settings import SUPPORT, SupportSettings
 from .token_supports import NOTE, SupportError, SupportNote, TokenSupports, read_supports
@@ -37,69 +37,26 @@ from .token_supports import NOTE, SupportError, SupportNote, TokenSupports, read
 ANSWER = "offpolicy_support_answer"
 """Key in a server's extra fields of the ``TokenSupports`` of the tokens that the server sampled."""
 _rows: RowNotes[SupportNote] = RowNotes(SupportNote)
-"""This class is global because the client is pickled."""
 
 
-class SupportAttempts(LLMServerClient):
-    """A version of verl's client that also adds ``NOTE`` to ``extra_fields``.
+def _add_supports(request: Request) -> None:
+    """Add ``NOTE``.
 
-    A tool agent keeps the extra fields of its first turn, so this client updates the row's note in those fields. Tokens
-    that the server returns without a support have no entry, and the worker then stops the run. An error raised here
-    would not stop the run, because verl would count the row as failed and continue.
+    Tokens that the server returns without a support have no entry, and the worker then stops the run. An error raised
+    here would not stop the run, because verl would count the row as failed and continue.
     """
-
-    shares_ids: bool
-    """True if different rows can have the same request id."""
-
-    async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
-        """Generate as verl's client does, and add the row's note."""
-        output = await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
-        supports = output.extra_fields.pop(ANSWER, None)
-        note = _rows.find(request_id, shared=self.shares_ids)
-        if isinstance(supports, TokenSupports) and len(supports.sizes) == len(output.token_ids):
-            note.add(prompt_ids, output.token_ids, supports)
-        output.extra_fields[NOTE] = note
-        return output
-
-
-class SupportResumingClient(FullyAsyncLLMServerClient, SupportAttempts):
-    """``SupportAttempts`` for verl's client that resumes requests aborted by a synchronisation."""
-
-    async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        """Generate as verl's client does, and add the row's note; verl's client drops its attempts' extra fields."""
-        # This reference keeps the note alive during all attempts, because the table has only a weak reference.
-        note = _rows.find(request_id, shared=self.shares_ids)
-        output = await super().generate(request_id, **kwargs)
-        output.extra_fields[NOTE] = note
-        return output
-
-
-class SupportVersionedClient(SupportResumingClient, VersionedClient):
-    """``SupportAttempts`` for the client that records versions per token."""
-
-
-_NOTING: dict[type, type[SupportAttempts]] = {
-    LLMServerClient: SupportAttempts,
-    FullyAsyncLLMServerClient: SupportResumingClient,
-    VersionedClient: SupportVersionedClient,
-}
+    note = request.find_note(_rows)
+    for attempt in request.attempts:
+        supports = attempt.fields.get(ANSWER)
+        if isinstance(supports, TokenSupports) and len(supports.sizes) == len(attempt.sampled):
+            note.add(attempt.prompt, attempt.sampled, supports)
+    request.output.extra_fields.pop(ANSWER, None)
+    request.output.extra_fields[NOTE] = note
 
 
 def note_supports(client: LLMServerClient, key: str = SUPPORT) -> LLMServerClient:
-    """Replace a client with a client that records supports.
-
-    Args:
-        key: the configuration key that requires supports, for errors.
-
-    Raises:
-        SupportError: the given client is not one of verl's.
-    """
-    if (kind := _NOTING.get(type(client))) is None:
-        raise SupportError(
-            f"the client of the rollout servers is {type(client).__name__}, but supports are recorded only for verl's "
-            f"own clients. Fix: use verl's client, or set {key}=null."
-        )
-    return convert(client, kind)
+    """Replace a client with a client that records supports; ``key`` is the key that requires them."""
+    return note_rows(client, _add_supports, "supports", f"{key}=null", SupportError)
 
 
 Extract = Callable[[Any, int | None, dict[str, Any]], None]

@@ -130,8 +130,8 @@ def test_another_client_is_left_alone_and_said(caplog: pytest.LogCaptureFixture)
 def test_the_client_keeps_what_verl_gave_it_and_can_be_sent() -> None:
     client = llm_server.FullyAsyncLLMServerClient(config(), load_balancer_handle="handle", only_hybrid=True)
     made: Any = pickle.loads(pickle.dumps(ours.note_versions(client)))
-    assert type(made) is ours.VersionedClient
-    assert vars(made) == vars(client) | {"shares_ids": False}
+    assert type(made) is ours.NotingResumingClient
+    assert vars(made) == vars(client) | {"noters": (ours._add_versions,), "shares_ids": False}
 
 
 @pytest.mark.parametrize(("mode", "noted"), [("sync", False), ("separate_async", True), ("colocate_async", True)])
@@ -149,4 +149,4 @@ def test_asynchronous_trainers_alone_note_versions(mode: str, noted: bool) -> No
     manager = SimpleNamespace(get_client=lambda client_cls=llm_server.LLMServerClient: client_cls(config()))
     trainer.llm_server_manager = trainer.standalone_server_manager = manager
     client = trainer.get_llm_client()
-    assert type(client) is (ours.VersionedClient if noted else llm_server.LLMServerClient)
+    assert type(client) is (ours.NotingResumingClient if noted else llm_server.LLMServerClient)
