@@ -37,6 +37,11 @@ def read() -> mb.MicroBatch:
     return mb.read({"log_probs": torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], requires_grad=True)}, data)
 
 
+def test_withheld_tokens_are_no_policy_tokens() -> None:
+    batch = replace(read(), withheld=torch.tensor([[False, True], [False, False]]))
+    assert batch.policy_mask.tolist() == [[True, False], [True, False]]
+
+
 RATIOS = torch.tensor([[1.5, 4.0], [1.0, 9.0]]).log()
 """Log pi_old / mu with mu = 1: below the cap of 2, above it, and agreement; the last is padding."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.correction.correction_parts import PenaltySpec
 from tests.support.corrections import run
 
@@ -310,6 +310,8 @@ def test_open_instruct(fields: dict[str, Any], expected: list[float]) -> None:
 
 def test_open_instruct_with_vllms_log_probs() -> None:
     assert CorrectionSpec.from_peer("open_instruct", {"use_vllm_logprobs": True}) == CorrectionSpec(proximal="bypass")
+    with pytest.raises(SpecError, match="open-instruct then rejects a correction"):
+        CorrectionSpec.from_peer("open_instruct", {"use_vllm_logprobs": True, "use_rho_correction": True})
 
 
 @pytest.mark.parametrize(

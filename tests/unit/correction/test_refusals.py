@@ -224,7 +224,7 @@ TOGETHER: list[Row] = [
             mask(ratio="ppo"),
             weight(kind="reject", ratio="full") | mask(),
             {},
-            weight(),
+            weight(level="sequence"),
         )
     ),
     (mask(level="token") | EXCLUDE, "correction.baseline=exclude", "a mask by sequence"),

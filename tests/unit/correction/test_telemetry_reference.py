@@ -161,6 +161,12 @@ def test_a_raw_weight_is_before_bounds_and_the_mean() -> None:
     assert result["weight/truncated_share"] == 0.5
 
 
+def test_weights_outside_either_bound_count_as_truncated() -> None:
+    correction = spec(TIS | {"kind": "clip", "lower": 0.5, "upper": 3.0})
+    result = values(run(correction, mu=[[0.0] * 4], old=[[math.log(ratio) for ratio in (0.25, 0.3, 1.0, 4.0)]]))
+    assert result["weight/truncated_share"] == 0.75
+
+
 @settings(max_examples=at_most(40))
 @given(
     draw.sampled_from(sorted(CORRECTIONS)),

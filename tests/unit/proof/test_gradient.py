@@ -51,9 +51,10 @@ class Adapter:
         return policy_loss(model_output, batch.data_with(**handed))
 
 
-def evidence(adapter: Adapter, *, scale: float = 1.0, advantage: float = 1.0, tokens: int = 1) -> Proof:
+def evidence(adapter: Adapter, *, scale: float = 1.0, advantage: float = 1.0, tokens: int = 1, last: int = 1) -> Proof:
     """Two rows of three tokens; the ratios pi_old / mu of the first are 1.5, 1 and 3."""
     mask = torch.full((2, 3), tokens)
+    mask[:, -1] *= last
     mu = torch.full((2, 3), -2.0)
     old = mu + torch.tensor([[1.5, 1.0, 3.0], [1.0, 1.05, 1.0]]).log()
     columns = {"responses": mask, "response_mask": mask, "advantages": torch.full((2, 3), advantage)}
@@ -87,6 +88,7 @@ def test_mu_off_by_one_token_shows_in_the_distances() -> None:
     before, same, after = evidence(Adapter(MASKED)).distances
     # Only the middle token has two neighbours; mu is -2 everywhere, and pi_old there -2 and -2 + log 1.05.
     assert (before, same, after) == pytest.approx((0.04879,) * 3, rel=1e-3)
+    assert evidence(Adapter(MASKED), last=0).distances == (0.0, 0.0, 0.0)
 
 
 # Age --------------------------------------------------------------------------------------------------------
