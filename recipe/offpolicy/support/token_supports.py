@@ -147,14 +147,9 @@ def read_supports(
         ids, log_probs: values of all tokens, concatenated.
         count: number of sampled tokens.
         likeliest: read the K most likely ids and their log-probs, whether or not they are the support.
-
-    Raises:
-        ValueError: tokens have different numbers of log-probs.
     """
     if not count:
         return TokenSupports.empty()
-    if len(ids) % count or len(ids) != len(log_probs):
-        raise ValueError(f"{len(ids)} ids and {len(log_probs)} log-probs do not match {count} tokens.")
     rows = np.asarray(ids, np.int64).reshape(count, -1)
     found = np.asarray(log_probs, np.float64).reshape(count, -1)
     finite = found > _LEAST

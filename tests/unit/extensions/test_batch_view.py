@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from recipe.offpolicy.batch.plan import PLAN, Groups, SharedPlan
 from recipe.offpolicy.batch.seals import find_difference
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.extensions.add_on import Advantages, Extension
+from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.advantage_proof import AdvantageWorker, name_hashes
-from recipe.offpolicy.extensions.batch_view import LossRows, identify_prompts, read_sessions
+from recipe.offpolicy.extensions.batch_view import identify_prompts, read_sessions
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view import DataProtoBatch
 from recipe.offpolicy.worker.loss import OffPolicyLoss
@@ -156,24 +155,6 @@ def test_rejected_rows_are_silent_even_where_verl_estimates_nan(batch: Any) -> N
         assert view.rows(name)[name].tolist() == [[1, 1, 1], [0, 0, 0], [-2, -2, 0]]
 
 
-class Sees(Extension):
-    seen: Advantages
-
-    def on_advantages(self, batch: Any, advantages: Advantages) -> None:
-        self.seen = advantages
-
-
-def test_what_goes_to_the_workers_is_seen_beside_verls_own(batch: Any) -> None:
-    """Rewards 1, 0, 3 and a bonus of 0.5 a token: 2.5, 0.5, 4; estimated again they are 2 x, tilted by 0.25."""
-    view, store = batch
-    sees = Sees("sees", {})
-    AddOns([sees, Nudge("one", {}), Estimates("e", {})]).compute_advantages(view, estimator(view, store, []))
-    assert sees.seen.rewards.sum(-1).tolist() == [2.5, 0.5, 4.0]
-    assert sees.seen.own[:, 0].tolist() == [2.5, 0.5, 4.0]
-    assert sees.seen.final[:, 0].tolist() == [5.25, 1.25, 8.25]
-    assert torch.equal(sees.seen.final, view.advantages)
-
-
 def test_padding_rows_never_reach_an_extension_and_a_session_counts_once(v1: Any) -> None:
     view, store = v1
     extension = Nudge("one", {})
@@ -277,41 +258,6 @@ def test_identity_is_of_the_prompts_tokens() -> None:
     one, two, three = identify_prompts(view, read_sessions(view))
     assert one == three != two
     assert identify_prompts(later, read_sessions(later)) == [two]
-
-
-# A micro-batch as an extension sees it inside the loss
-
-
-def nest(*rows: list[float]) -> torch.Tensor:
-    return nested([torch.tensor(row) for row in rows])
-
-
-def see_rows(*, with_padding: bool = True, **columns: torch.Tensor) -> LossRows:
-    """A row of two tokens, and one that verl added as padding; each has a prompt of one token."""
-    given = {"prompts": nest([7], [7]), "responses": nest([8, 9], [8]), "response_mask": nest([1, 1], [0])}
-    data = TensorDict({**given, **columns}, batch_size=2)
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=4, global_batch_size=2)
-    return LossRows({"log_probs": nest([-1.0, -2.0, 0.0], [-3.0, 0.0])}, data, with_padding=with_padding)
-
-
-def test_columns_by_token_and_by_row_are_padded() -> None:
-    seen = see_rows(offpolicy_teacher=nest([0.5, 0.25], [4.0]), offpolicy_score=torch.tensor([1.0, 2.0]))
-    assert seen.log_prob.tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
-    assert seen.response_mask.tolist() == [[True, True], [False, False]]
-    assert seen.column("offpolicy_teacher").tolist() == [[0.5, 0.25], [4.0, 0.0]]
-    assert seen.column("offpolicy_score").tolist() == [1.0, 2.0]
-    assert "offpolicy_score" in seen
-
-
-def test_the_mean_is_the_mini_batchs() -> None:
-    config = SimpleNamespace(loss_agg_mode="token-mean", loss_scale_factor=None)
-    # 1 + 2 over the 4 tokens of the mini-batch; padding does not count.
-    assert see_rows().mean(torch.tensor([[1.0, 2.0], [9.0, 9.0]]), config).item() == pytest.approx(0.75)
-
-
-def test_a_column_that_did_not_arrive() -> None:
-    with pytest.raises(KeyError, match="offpolicy_teacher is not in the micro-batch"):
-        see_rows().column("offpolicy_teacher")
 
 
 # What arrives in the workers is held against what was shipped, as multisets of rows

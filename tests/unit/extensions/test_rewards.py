@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from torch import Tensor
 
-from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
@@ -53,13 +51,3 @@ PATHS = {
 def test_every_path_names_the_sequence(path: str, reward: float) -> None:
     with pytest.raises(RewardError, match=rf"the reward of sequence 1 \(prompt a.*\) is {reward}\."):
         PATHS[path](reward)
-
-
-def test_an_extension_that_makes_one_is_named_with_the_row() -> None:
-    class Spoils(Extension):
-        def shape_rewards(self, batch: Any, rewards: Tensor) -> Tensor:
-            rewards[1, 0] = math.nan
-            return rewards
-
-    with pytest.raises(ValueError, match=r"spoils: shape_rewards returned .* not finite; the first is in row 1"):
-        shape(make_batch([("a", 2, 1.0), ("a", 3, 0.0)]), Spoils("spoils", {}))

@@ -272,18 +272,3 @@ def test_it_is_the_loop_in_float64(leave_one_out: bool, group: list[tuple[float,
         leave_one_out=leave_one_out,
     )
     assert found.tolist() == pytest.approx(state(rewards, energy, leave_one_out), abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "energy", "of_group", "of_others"),
-    [
-        ([1.0, 0.0, 0.0], [1.0, 2.0, 1.0], [0.75, -0.25, -0.25], [1.0, -0.5, -1 / 3]),
-        ([3.0], [2.0], [0.0], [0.0]),
-        ([1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]),
-        ([1.0, 0.0], [5e-324, 0.0], [0.0, -1.0], [0.0, -1.0]),
-    ],
-)
-def test_by_hand(rewards: list[float], energy: list[float], of_group: list[float], of_others: list[float]) -> None:
-    given = torch.tensor(rewards).double(), torch.tensor(energy, dtype=torch.float64)
-    assert compute_advantages(*given, leave_one_out=False).tolist() == pytest.approx(of_group)
-    assert compute_advantages(*given, leave_one_out=True).tolist() == pytest.approx(of_others)

@@ -113,29 +113,6 @@ def test_tokens_without_a_chunk(turns: Sequence[Sequence[Chunk]], runs: Sequence
 # The rate at which prompts are issued: by hand, and on random schedules
 
 
-def test_a_run_by_hand() -> None:
-    """Batches of 4, eta 2: 12 prompts at once, then 4 a step; what is evicted and replaced changes nothing."""
-    limit = RateLimit(2, 4)
-    assert limit.room(1) == 12
-    limit.issued(12, 1)
-    assert limit.room(2) == 4
-    limit.issued(4, 2)
-    limit.left(2)
-    assert limit.room(2) == 2
-    limit.issued(2, 2)
-    assert limit.state() == {"eta": "2", "account": 16}
-
-
-def test_after_a_fall_nothing_is_issued_until_the_limit_holds_again() -> None:
-    """A checkpoint of eta 2 after step 2 holds 8 prompts that wait: at eta 1 step 3 has room for none, step 4 for 4."""
-    limit = RateLimit(1, 4)
-    limit.restore(2, 8)
-    assert [limit.room(3), limit.room(4)] == [0, 4]
-    smaller = RateLimit(0, 4)
-    smaller.restore(2, 8)
-    assert [smaller.room(step) for step in (3, 4, 5)] == [-4, 0, 4]
-
-
 def test_a_prompt_past_the_limit_stops() -> None:
     limit = RateLimit(0.5, 4)
     limit.issued(6, 1)

@@ -107,16 +107,6 @@ def test_tokens_that_nobody_noted_are_told_apart(generate: Callable[..., Any], m
     assert fields[CHUNKS] == [[(3, 2), (6, 5), (UNKNOWN, 3)]]
 
 
-def test_rows_that_have_an_id_in_common_have_lists_of_their_own() -> None:
-    client: Any = ours.note_versions(llm_server.FullyAsyncLLMServerClient(config(full_determinism=True)))
-
-    async def find() -> list[Any]:
-        return [ours._rows.find("det-0", shared=client.shares_ids) for _ in range(2)]
-
-    one, two = asyncio.run(find()), asyncio.run(find())
-    assert one[0] is one[1] is not two[0]
-
-
 def test_another_client_is_left_alone_and_said(caplog: pytest.LogCaptureFixture) -> None:
     class Own(llm_server.FullyAsyncLLMServerClient):  # type: ignore[misc, name-defined]
         """A user's."""

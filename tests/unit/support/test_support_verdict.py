@@ -86,11 +86,6 @@ def read(rollout: dict[str, Any], **correction: Any) -> SupportSettings | None:
     )
 
 
-def test_nothing_is_replayed_where_nothing_is_said() -> None:
-    assert read({"top_k": 5}) is None
-    assert read({"top_k": 5}, support=None) is None
-
-
 @pytest.mark.parametrize(("top_k", "size"), [(5, 9), (-1, 32), (0, 32), (None, 32)])
 def test_the_number_of_ids_goes_by_top_k(top_k: int | None, size: int) -> None:
     assert choose_size(top_k) == size

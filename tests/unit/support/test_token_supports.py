@@ -30,19 +30,6 @@ def test_a_larger_support_is_not_known_and_its_mass_says_so() -> None:
     assert found.masses[0] == pytest.approx(0.6)
 
 
-@pytest.mark.parametrize(("largest", "dtype"), [(255, np.uint8), (256, np.uint16), (65536, np.uint32)])
-def test_ids_have_the_narrowest_type(largest: int, dtype: type) -> None:
-    found = read_supports([largest, largest, 1], logs(1.0, 1.0, 0), 1)
-    assert found.ids.dtype == dtype
-    assert found.sizes.dtype == np.uint8
-    assert found.bytes == 1 + np.dtype(dtype).itemsize
-
-
-def test_tokens_with_unlike_numbers_of_log_probs_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 ids and 3 log-probs do not match 2 tokens"):
-        read_supports([1, 2, 3], [0.0, 0.0, 0.0], 2)
-
-
 def test_the_likeliest_ids_are_read_with_their_log_probs_whether_or_not_they_are_the_support() -> None:
     """The sampled token counts where it is among them: 9 is, and 7 is not."""
     ids, log_probs = [9, 3, 9, 7, 9, 3], np.log([0.2, 0.5, 0.2, 0.1, 0.6, 0.2]).tolist()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.support.token_supports import compute_truncated_log_probs, find_inside
+from recipe.offpolicy.support.token_supports import compute_truncated_log_probs
 
 F64 = torch.float64
 
@@ -23,11 +23,6 @@ def test_over_the_whole_vocabulary_it_is_the_log_softmax() -> None:
     ids = torch.arange(9).expand(4, 9)
     found = compute_truncated_log_probs(logits, rows, tokens, ids, torch.ones(4))
     torch.testing.assert_close(found, logits.log_softmax(-1)[rows, tokens], rtol=0, atol=1e-14)
-
-
-def test_tokens_outside_their_support_are_found() -> None:
-    ids = torch.tensor([[4, 2, -1], [4, -1, -1], [-1, -1, -1]])
-    assert find_inside(torch.tensor([2, 2, 2]), ids).tolist() == [True, False, False]
 
 
 def test_the_corrected_gradient_is_that_of_the_truncated_policy() -> None:

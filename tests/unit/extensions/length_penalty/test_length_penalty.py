@@ -16,7 +16,6 @@ from torch import Tensor
 
 from recipe.offpolicy.batch.declared_keys import Configured
 from recipe.offpolicy.correction import Problem
-from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.batch_view import read_sessions
 from recipe.offpolicy.extensions.length_penalty import length_penalty, penalties
@@ -397,13 +396,6 @@ def test_a_file_that_is_no_dump_is_refused(text: str | None, said: str, tmp_path
     (problem,) = problems({"kind": "none", "leave_out": {"dump": str(dump)}})
     assert (problem.key, problem.verdict) == ("length_penalty.leave_out.dump", "ERROR")
     assert said in problem.reason
-
-
-def test_no_prompt_is_easy_and_hard() -> None:
-    settings = {"kind": "none", "classes": {"from_step": 10, "easy_above": 0.05}}
-    with pytest.raises(CheckError, match=r"easy_above=0\.05: a prompt could be both easy and hard") as caught:
-        LengthSettings.from_mapping("length_penalty", settings)
-    assert caught.value.problems[0].overrides == ("length_penalty.classes.hard_below=0.05",)
 
 
 def test_a_class_of_the_data_next_to_that_of_left_out_prompts_is_refused(tmp_path: Path) -> None:

@@ -83,14 +83,6 @@ def answers(right: int, wrong: int, tokens: float = 10.0) -> list[tuple[str, boo
     return [("p", True, tokens)] * right + [("p", False, 1000.0)] * wrong
 
 
-def test_eight_of_eight_once_are_too_few() -> None:
-    anchors = make()
-    assert anchors.add(1, answers(8, 0)) == 0
-    assert anchors.length_of("p") is None
-    assert anchors.add(2, answers(8, 0)) == 1
-    assert anchors.length_of("p") == 10.0
-
-
 def test_the_share_has_to_exceed_the_rate_and_wrong_answers_have_no_length() -> None:
     """9 of 10 is not above 0.9; 28 of 30 is, and the anchor is the mean of the 28."""
     anchors = make(min_samples=10)

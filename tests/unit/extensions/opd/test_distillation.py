@@ -338,12 +338,6 @@ def test_an_answer_of_another_model_stops_the_run(teacher: FakeTeacher) -> None:
     Run(teacher.url, "loss", teacher={"url": teacher.url, "model": "teacher"})  # of the same root
 
 
-def test_zeros_of_a_teacher_stop_the_run(teacher: FakeTeacher) -> None:
-    teacher.score = lambda ids: [0.0] * (len(ids) - 1)
-    with pytest.raises(LivenessError, match="the teacher's log-probs are missing: 6 of 6 sequences contain only"):
-        Run(teacher.url, "loss", eligible={"rows": "all", "max_pass_rate": 1.0})
-
-
 # verl's own distillation loss and ours, where the two coincide: all rows, no bound, no gate
 
 

@@ -30,19 +30,6 @@ def group(n: int, c: int) -> Tensor:
     return torch.arange(n) < c
 
 
-def test_hand_worked_groups() -> None:
-    """N = 8, c = 1, k = 4: rho(8, 1, 4) = 1/2; C(6, 3) / C(7, 3) = 4/7.
-
-    analytic: right (1 - 1/2) / (1/2) = 1, wrong (1/2 - 4/7) / (1/2) = -1/7.
-    loo: right 4 (1 - 0) = 4, wrong 4 (rho(7, 1, 3) - rho(7, 1, 4)) = 4 (3/7 - 4/7) = -4/7.
-    loo_minus_one: right 4 C(7, 3) / C(7, 3) = 4.
-    """
-    wanted = {"analytic": (1.0, -1 / 7), "loo": (4.0, -4 / 7), "loo_minus_one": (4.0, 0.0)}
-    for objective, (of_right, of_wrong) in wanted.items():
-        found = advantages(group(8, 1), 4, objective=objective).tolist()
-        assert found == pytest.approx([of_right] + 7 * [of_wrong])
-
-
 def test_a_deal_depends_on_its_seed_alone_and_gives_each_row_its_groups_best() -> None:
     found = advantages(group(8, 1), 4, objective="groups", seed=5)
     assert torch.equal(found, advantages(group(8, 1), 4, objective="groups", seed=5))
