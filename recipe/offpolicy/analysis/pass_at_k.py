@@ -15,7 +15,6 @@ from torch import Tensor
 from ..extensions.batch_view import round_threshold
 from ..extensions.pass_at_k.estimates import (
     NotIdentified,
-    RankingOnly,
     Stopping,
     Summary,
     extrapolate,
@@ -132,7 +131,7 @@ class Estimates:
     step: int
     name: str
     summary: Summary
-    ranking: dict[int, RankingOnly]
+    ranking: dict[int, float]
     notes: tuple[str, ...]
 
 
@@ -147,8 +146,8 @@ def estimate(
     summary = summarize(counts.n, counts.c, ks, extrapolate=extrapolate, stopping=stopping)
     by_rank = {}
     for k in (*ks, *extrapolate) if ranking else ():
-        values = [rank(n, c, k).value for n, c in zip(counts.n, counts.c, strict=True)]
-        by_rank[k] = RankingOnly(sum(values) / len(values))
+        values = [rank(n, c, k) for n, c in zip(counts.n, counts.c, strict=True)]
+        by_rank[k] = sum(values) / len(values)
     return Estimates(counts.step, counts.name, summary, by_rank, tuple(_list_notes(counts, summary, stopping)))
 
 
@@ -188,7 +187,7 @@ def build_table(found: Estimates) -> Table:
     rows += [[k, *point, "fit"] for k, point in fitted.points.items()] if fitted is not None else []
     if found.ranking:
         columns.append(Column("Bernoulli (ranking only)", align="right"))
-        rows = [[*row, str(found.ranking[row[0]])] for row in rows]
+        rows = [[*row, f"{found.ranking[row[0]]:.3f}"] for row in rows]
     counted = f"{summary.prompts} prompts, {summary.samples} samples, {summary.unsolved:.1%} unsolved"
     return Table(columns, rows, f"{found.name[0].upper()}{found.name[1:]}: {counted}")
 
@@ -205,7 +204,7 @@ def build_json(found: Estimates) -> dict[str, Any]:
         "beta": None if fitted is None else {"a": fitted.a, "b": fitted.b},
         "extrapolated": {} if fitted is None else {k: _name_interval(values) for k, values in fitted.points.items()},
         "not_identified": summary.not_identified or None,
-        "ranking_only": {k: each.value for k, each in found.ranking.items()},
+        "ranking_only": found.ranking,
         "notes": found.notes,
     }
     return dict(to_plain(document))
@@ -354,7 +353,7 @@ def _average(counts: Tensor, k: int, weights: Tensor, by: str, stopping: Stoppin
 
     def estimate(n: int, c: int) -> float:
         if by == "Bernoulli":
-            return rank(n, c, k).value
+            return rank(n, c, k)
         if stopping is None:
             return unbiased(n, c, k)
         return unbiased_dynamic(stopping.looks, n, c, k, successes=stopping.successes)

@@ -227,10 +227,7 @@ class TurnCredit(AdvantageExtension):
                     f"{self.section}: verl's agent loop returned no {name} for sequence {row}. Fix: use an agent loop "
                     f"that returns it in extra_fields, such as tool_agent, or set {self.section}.turn_rewards=null."
                 )
-            try:
-                given = torch.tensor([float(each) for each in fields[name]], dtype=torch.float64)
-            except (TypeError, ValueError):
-                given = torch.full((1,), math.nan)
+            given = torch.tensor(fields[name], dtype=torch.float64)
             if not bool(torch.isfinite(given).all()):
                 what = f"{name} of sequence {row} are {fields[name]}"
                 raise LivenessError(f"{self.section}: {what}: expected finite numbers.")

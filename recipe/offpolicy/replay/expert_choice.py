@@ -202,9 +202,6 @@ def equal_sets(ids: Tensor, other: Tensor) -> Tensor:
     return (ids.sort(-1).values == other.sort(-1).values).all(-1)
 
 
-_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
-
-
 @dataclass(frozen=True)
 class RoutedLayers:
     """The layers of a model that contain experts.
@@ -229,23 +226,8 @@ class RoutedLayers:
         return tuple(layer for layer in range(self.depth) if layer not in self.layers)
 
 
-def find_routed_rows(routes: Tensor) -> Tensor:
-    """Flag the tokens that have routes, which are nonzero in at least one layer.
-
-    Engines leave zeros for tokens that were never forwarded. With k = 1, these zeros look like the routes of a token
-    that was sent to expert 0 in each layer.
-
-    Args:
-        routes: (tokens, layers, k) integers.
-
-    Returns:
-        (tokens,) bool.
-    """
-    return (routes != 0).flatten(1).any(1)
-
-
 def check_shape(routes: Tensor, to: RoutedLayers) -> None:
-    """Check dtype and shape of routes.
+    """Check the shape of routes.
 
     Args:
         routes: (tokens, depth, k).
@@ -253,10 +235,6 @@ def check_shape(routes: Tensor, to: RoutedLayers) -> None:
     Raises:
         ReplayError: names the given and the expected value.
     """
-    if routes.dtype not in _DTYPES:
-        raise ReplayError(
-            f"routes have dtype {routes.dtype}. Fix: pass ids of experts as uint8, int16, int32 or int64."
-        )
     if routes.dim() != 3 or routes.shape[1:] != (to.depth, to.top_k):
         raise ReplayError(
             f"routes have the shape {tuple(routes.shape)}, but {to.model} has {to.depth} decoder layers and {to.top_k} "

@@ -20,7 +20,6 @@ from .expert_choice import (
     RouterSlot,
     check_ids,
     check_shape,
-    find_routed_rows,
     find_scores,
 )
 
@@ -236,11 +235,11 @@ class RoutedModel:
                 other tokens are routed natively.
 
         Raises:
-            ReplayError: dtype, shape or ids do not fit; nothing is armed.
+            ReplayError: shape or ids do not fit; nothing is armed.
         """
         self.disarm()
         check_shape(routes, self.layout)
-        rows = find_routed_rows(routes) if rows is None else rows.to(routes.device)
+        rows = (routes != 0).flatten(1).any(1) if rows is None else rows.to(routes.device)
         check_ids(routes, rows, self.layout)
         for layer, slot in self._slots.items():
             slot.arm(routes[:, layer], rows)

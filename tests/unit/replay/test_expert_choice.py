@@ -15,7 +15,6 @@ from recipe.offpolicy.replay.expert_choice import (
     RouterSlot,
     check_ids,
     check_shape,
-    find_routed_rows,
     find_scores,
 )
 
@@ -89,20 +88,15 @@ def with_ids(row: int, layer: int, ids: list[int]) -> Tensor:
     return given
 
 
-def test_a_row_that_is_zero_in_all_layers_has_no_routes() -> None:
-    assert find_routed_rows(routes()).tolist() == [True, True, False]
-
-
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (routes().float(), "routes have dtype torch.float32"),
         (routes()[0], r"shape \(4, 2\), but Tiny has 4 decoder layers and 2 experts"),
         (routes()[:, 1:], r"shape \(3, 3, 2\).*dense layers count too"),
         (routes().transpose(0, 1), r"shape \(4, 3, 2\)"),
     ],
 )
-def test_other_shapes_and_dtypes_are_refused(given: Tensor, reason: str) -> None:
+def test_other_shapes_are_refused(given: Tensor, reason: str) -> None:
     with pytest.raises(ReplayError, match=reason):
         check_shape(given, LAYERS)
 
@@ -122,4 +116,4 @@ def test_other_shapes_and_dtypes_are_refused(given: Tensor, reason: str) -> None
 )
 def test_ids_that_no_router_chooses_are_refused(given: Tensor, reason: str) -> None:
     with pytest.raises(ReplayError, match=reason):
-        check_ids(given, find_routed_rows(given), LAYERS)
+        check_ids(given, (given != 0).flatten(1).any(1), LAYERS)

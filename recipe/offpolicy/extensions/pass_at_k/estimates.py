@@ -93,24 +93,14 @@ def _count_paths(looks: tuple[int, ...], successes: int, failures: int) -> dict[
     return ended
 
 
-@dataclass(frozen=True, order=True)
-class RankingOnly:
-    """A number that only ranks prompts or checkpoints; it estimates nothing, so arithmetic on it is not possible."""
-
-    value: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f}"
-
-
-def rank(n: int, c: int, k: int) -> RankingOnly:
+def rank(n: int, c: int, k: int) -> float:
     """Compute 1 - (1 - c/n)^k, which is pass@k if c/n is the true rate; biased low, and suitable only for ranking.
 
     Raises:
         ValueError: as in ``unbiased``, but k may be larger than n.
     """
     _check_counts(n, c, k)
-    return RankingOnly(1.0 - (1.0 - c / n) ** k)
+    return 1.0 - (1.0 - c / n) ** k
 
 
 def _check_counts(n: int, c: int, k: int) -> None:
